@@ -1,0 +1,402 @@
+"""A base model: opened, its weights read under our names, and written for Hugging Face.
+
+Our names are explained in `ftkit.naming`.
+"""
+
+import shutil
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import litgpt
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from ftkit import architectures, embedded, hub
+from ftkit.architectures import Family
+from ftkit.errors import UserError
+from ftkit.naming import LITGPT, Fused, Naming
+from ftkit.tensor_files import ShardWriter, StoredTensor, stored_tensors, sync, write_json
+from ftkit.tokenizer import Tokenizer
+
+EMBEDDING = "transformer.wte.weight"
+HEAD = "lm_head.weight"
+
+_BUFFERS = ("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias")
+"""What old checkpoints hold beside parameters, by the ends of the names."""
+_INITIAL_STD = 0.02
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """A base model whose settings are read and whose weights are not yet."""
+
+    name: str
+    """Short, for reports."""
+    directory: Path | None
+    """None: random weights."""
+    config: litgpt.Config
+    """Built from the checkpoint's own settings, whatever its size."""
+    tokenizer: Tokenizer
+    tokenizer_directory: Path
+    tied: bool
+    """Embedding and head are shared: there is no lm_head.weight."""
+    dtype: torch.dtype
+    """Of the embedding on disk."""
+    naming: Naming
+    """How the files call the parameters."""
+    family: Family | None
+    """What it is to Hugging Face; None: nothing that ftkit knows how to write."""
+    settings: Mapping[str, Any]
+    """The content of config.json; {} where there is none."""
+
+    @property
+    def random(self) -> bool:
+        """Whether the weights are made up, to measure time and memory alone."""
+        return self.directory is None
+
+
+def open_base(checkpoint_dir: str, *, token: str | None = None, root: Path = hub.ROOT) -> BaseModel:
+    """Open a base model, downloading it if needed; reads everything but the weights themselves.
+
+    Args:
+        checkpoint_dir: what `hub.find_or_download` takes, or ``random:NAME`` for random weights
+            in an architecture that LitGPT knows by this name.
+        token: of a Hugging Face account. Default: $HF_TOKEN.
+        root: where downloads go.
+
+    Raises:
+        UserError: not found, not complete, not supported, or not of the shapes in its settings.
+    """
+    if checkpoint_dir.startswith("random:"):
+        return _open_random(checkpoint_dir)
+    directory = hub.find_or_download(checkpoint_dir, token=token, root=root)
+    name = _short_name(directory)
+    settings = hub.read_json(directory / "config.json")
+    family = architectures.family_of_settings(settings)
+    if hub.is_litgpt(directory):
+        config, naming = _config_of_litgpt(directory), LITGPT
+        if family is None:
+            family = architectures.family_of_config(config)
+        else:
+            _require_same(architectures.litgpt_config(settings, name), config, directory)
+    else:
+        config = architectures.litgpt_config(settings, name)
+        assert family is not None, "litgpt_config takes known families alone"
+        naming = family.naming
+    stored = stored_tensors(_weight_files(directory))
+    head, embedding = (stored.get(naming.stored_in(name)[0]) for name in (HEAD, EMBEDDING))
+    tied = bool(settings.get("tie_word_embeddings", family is not None and family.tied))
+    if hub.is_litgpt(directory):
+        # LitGPT stores a tied head beside its embedding, and unties them when it trains them.
+        tied = head is None or (embedding is not None and _is_equal(head, embedding, tied))
+    base = BaseModel(
+        name=name,
+        directory=directory,
+        config=config,
+        tokenizer=Tokenizer(directory),
+        tokenizer_directory=directory,
+        tied=tied,
+        dtype=embedding.dtype if embedding else torch.float32,
+        naming=naming,
+        family=family,
+        settings=settings,
+    )
+    _require_complete(base, stored)
+    return base
+
+
+def parameter_shapes(base: BaseModel) -> dict[str, torch.Size]:
+    """Our name and the shape of every parameter, in the order of the model's modules."""
+    config = base.config
+    with torch.device("meta"):
+        model = litgpt.GPT(config)
+    key_rows = config.n_query_groups * config.head_size
+    qkv_rows = {"q": config.n_head * config.head_size, "k": key_rows, "v": key_rows}
+    shapes: dict[str, torch.Size] = {}
+    for name, parameter in model.named_parameters():
+        module, _, kind = name.rpartition(".")
+        if module.endswith(".attn.qkv"):
+            for part, rows in qkv_rows.items():
+                shape = torch.Size((rows, *parameter.shape[1:]))
+                shapes[f"{module}.{part}_proj.{kind}"] = shape
+        elif name != HEAD or not base.tied:
+            shapes[name] = parameter.shape
+    return shapes
+
+
+def weights(base: BaseModel) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter as (our name, tensor), in the order of `parameter_shapes`.
+
+    Tensors are views of the files, mapped into memory and read when touched; only what lies
+    scattered over the heads of a fused projection (GPT-NeoX) is copied. Drop each before taking
+    the next, and memory stays at one parameter. A tied model has no lm_head.weight.
+
+    Raises:
+        UserError: a tensor is missing, unexpected or of another shape; before any is given out.
+    """
+    if base.directory is None:
+        return _random_weights(base)
+    stored = stored_tensors(_weight_files(base.directory))
+    _require_complete(base, stored)
+    head, embedding = (stored.get(base.naming.stored_in(name)[0]) for name in (HEAD, EMBEDDING))
+    if base.tied and head and embedding and not _is_equal(head, embedding, compare=True):
+        raise UserError(
+            f"{base.directory} holds a head and an embedding that differ, but its config.json "
+            "says that they are one. Set tie_word_embeddings there to false."
+        )
+    return _stored_weights(base, stored)
+
+
+def hf_name(base: BaseModel, our_name: str) -> str | None:
+    """Hugging Face's name of a module or parameter, with what follows the module kept.
+
+    None: Hugging Face has no module of its own for it, because it fuses it with others (phi-3,
+    GPT-NeoX) or because ftkit does not know the family.
+    """
+    return base.family.naming.theirs(our_name) if base.family else None
+
+
+def our_name(base: BaseModel, hf_name: str) -> str | None:
+    """The inverse of `hf_name`; None where we have no module of its own for it."""
+    return base.family.naming.ours(hf_name) if base.family else None
+
+
+def save_hf(
+    base: BaseModel,
+    tensors: Iterable[tuple[str, Tensor]],
+    out: Path,
+    *,
+    max_shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Write a model that `transformers.AutoModelForCausalLM.from_pretrained(out)` loads.
+
+    The directory appears complete or not at all. Memory holds one shard at a time.
+
+    Args:
+        base: what the tensors are a version of; its settings and tokenizer are copied.
+        tensors: (our name, tensor) for each of `parameter_shapes`, in any order and number
+            format. The result is tied if, and only if, lm_head.weight is not among them.
+        out: a directory that is empty or does not exist.
+        max_shard_bytes: size of the files that the weights are split into.
+
+    Raises:
+        UserError: Hugging Face has no such model, or ``out`` is taken or cannot be written.
+        ValueError: the tensors are not those of the model.
+    """
+    if base.family is None:
+        raise UserError(
+            f"{base.name} has an architecture that ftkit cannot write for Hugging Face. It can "
+            f"write {', '.join(architectures.FAMILIES)}."
+        )
+    settings = {key: value for key, value in base.settings.items() if key != "auto_map"}
+    settings = settings or architectures.huggingface_settings(base.config, base.family)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists already. Remove it or choose another directory.")
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        writer = ShardWriter(partial, max_shard_bytes)
+        for name, tensor in _joined(base, base.family.naming, tensors):
+            writer.add(name, tensor)
+        writer.finish()
+        dtype = writer.dtypes[base.family.naming.stored_in(EMBEDDING)[0]]
+        settings["dtype" if "dtype" in settings else "torch_dtype"] = str(dtype).split(".")[1]
+        head = base.family.naming.stored_in(HEAD)[0]
+        settings["tie_word_embeddings"] = head not in writer.dtypes
+        settings.setdefault("bos_token_id", base.tokenizer.bos_id)
+        settings.setdefault("eos_token_id", base.tokenizer.eos_id)
+        write_json(partial / "config.json", settings)
+        _copy_companions(base, partial)
+        for path in (*partial.iterdir(), partial):
+            sync(path)
+        partial.rename(out)
+        sync(out.parent)
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"{out} cannot be written ({error}). Free some space or choose another directory."
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _open_random(checkpoint_dir: str) -> BaseModel:
+    name = checkpoint_dir.removeprefix("random:")
+    try:
+        config = litgpt.Config.from_name(name)
+    except ValueError as error:
+        names = hub.nearest_names(name)
+        similar = f"; did you mean {' or '.join(f'random:{n}' for n in names)}?" if names else "."
+        raise UserError(
+            f"checkpoint_dir {checkpoint_dir}: LitGPT knows no architecture {name}{similar} "
+            "`litgpt download list` prints all names."
+        ) from error
+    assert config is not None, "litgpt.Config.from_name finds or raises"
+    family = architectures.family_of_config(config)
+    tokenizer_directory = embedded.path("quickstart") / "model"
+    return BaseModel(
+        name=f"random:{config.name}",
+        directory=None,
+        config=config,
+        tokenizer=Tokenizer(tokenizer_directory),
+        tokenizer_directory=tokenizer_directory,
+        tied=family is not None and family.tied,
+        dtype=torch.float32,
+        naming=LITGPT,
+        family=family,
+        settings={},
+    )
+
+
+def _random_weights(base: BaseModel) -> Iterator[tuple[str, Tensor]]:
+    """The same numbers on every rank: each parameter has a seed of its own."""
+    unit_offset = "Gemma" in base.config.name
+    for name, shape in parameter_shapes(base).items():
+        if len(shape) > 1:
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            yield name, torch.empty(shape).normal_(std=_INITIAL_STD, generator=generator)
+        elif name.endswith(".bias") or unit_offset:
+            yield name, torch.zeros(shape)
+        else:
+            yield name, torch.ones(shape)
+
+
+def _short_name(directory: Path) -> str:
+    for name in hub.EMBEDDED_MODELS:
+        if directory.resolve() == (embedded.path(name) / "model").resolve():
+            return name
+    return directory.resolve().name
+
+
+def _config_of_litgpt(directory: Path) -> litgpt.Config:
+    file = directory / "model_config.yaml"
+    try:
+        return litgpt.Config.from_file(file)
+    except Exception as error:  # of the YAML parser, or of a field or value LitGPT does not know
+        raise UserError(
+            f"{file} is no model configuration of this LitGPT version ({error}). Convert the "
+            "original model again with `litgpt convert_to_litgpt`."
+        ) from error
+
+
+def _require_same(theirs: litgpt.Config, ours: litgpt.Config, directory: Path) -> None:
+    """UserError unless config.json and model_config.yaml are of one size."""
+    sizes = ("n_layer", "n_embd", "n_head", "n_query_groups", "head_size", "intermediate_size")
+    for size in sizes:
+        if getattr(theirs, size) != getattr(ours, size):
+            raise UserError(
+                f"{directory} holds two models: {size} is {getattr(ours, size)} in "
+                f"model_config.yaml and {getattr(theirs, size)} in config.json. Remove the one "
+                "that does not belong there."
+            )
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    is_litgpt = hub.is_litgpt(directory)
+    return [directory / "lit_model.pth"] if is_litgpt else hub.weight_files(directory)
+
+
+def _is_equal(left: StoredTensor, right: StoredTensor, compare: bool) -> bool:
+    """Whether two tensors are one; compare: or hold the same numbers, which takes reading them."""
+    a, b = left.read(), right.read()
+    return a.data_ptr() == b.data_ptr() or (compare and torch.equal(a, b))
+
+
+def _require_complete(base: BaseModel, stored: Mapping[str, StoredTensor]) -> None:
+    """UserError unless the files hold exactly the parameters of the model."""
+    expected: dict[str, list[int]] = {}
+    for name, shape in parameter_shapes(base).items():
+        their_name, _ = base.naming.stored_in(name)
+        if their_name in expected:
+            expected[their_name][0] += shape[0]
+        else:
+            expected[their_name] = list(shape)
+    for name, sizes in expected.items():
+        if name not in stored:
+            raise UserError(f"The weights in {base.directory} lack {name}. Download them again.")
+        if list(stored[name].shape) != sizes:
+            raise UserError(
+                f"{name} in {base.directory} has shape {list(stored[name].shape)}, but the "
+                f"model's settings say {sizes}. Take both from the same model."
+            )
+    shared_head = {base.naming.stored_in(HEAD)[0]} if base.tied else set()
+    for name in stored.keys() - expected.keys() - shared_head:
+        if not name.endswith(_BUFFERS):
+            raise UserError(
+                f"The weights in {base.directory} hold {name}, which its settings do not explain. "
+                "Take both from the same model, and adapters and classifiers merged or removed."
+            )
+
+
+def _stored_weights(
+    base: BaseModel, stored: Mapping[str, StoredTensor]
+) -> Iterator[tuple[str, Tensor]]:
+    shapes = parameter_shapes(base)
+    for name in shapes:
+        their_name, fused = base.naming.stored_in(name)
+        tensor = stored[their_name].read()
+        yield name, tensor if fused is None else _part(tensor, fused, name, shapes, base.config)
+
+
+def _part(
+    tensor: Tensor, fused: Fused, name: str, shapes: Mapping[str, torch.Size], config: litgpt.Config
+) -> Tensor:
+    """The rows of a fused tensor that are our parameter."""
+    names = _part_names(fused, name)
+    rows = [shapes[part][0] for part in names]
+    if fused.layout == "heads":
+        heads = tensor.unflatten(0, (config.n_head, -1))
+        per_head = [count // config.n_head for count in rows]
+        return heads.split(per_head, dim=1)[names.index(name)].flatten(0, 1)
+    return tensor.split(rows)[names.index(name)]
+
+
+def _fuse(parts: list[Tensor], fused: Fused, config: litgpt.Config) -> Tensor:
+    """The inverse of `_part`."""
+    if fused.layout == "heads":
+        heads = [part.unflatten(0, (config.n_head, -1)) for part in parts]
+        return torch.cat(heads, dim=1).flatten(0, 1)
+    return torch.cat(parts)
+
+
+def _part_names(fused: Fused, name: str) -> list[str]:
+    """The names of a fused tensor's parts, given one: transformer.h.LAYER. ... .weight."""
+    _, _, layer, *_, kind = name.split(".")
+    return [f"{part.format(layer)}.{kind}" for part in fused.parts]
+
+
+def _joined(
+    base: BaseModel, naming: Naming, tensors: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Our tensors under their names, fused where theirs are; ValueError if they are not all."""
+    shapes = parameter_shapes(replace(base, tied=False))
+    missing = dict(shapes)
+    parts: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        if missing.pop(name, None) != tensor.shape:
+            raise ValueError(f"{name} {list(tensor.shape)} is twice, unknown or of another shape")
+        their_name, fused = naming.stored_in(name)
+        if fused is None:
+            yield their_name, tensor
+            continue
+        parts[name] = tensor
+        names = _part_names(fused, name)
+        if all(part in parts for part in names):
+            yield their_name, _fuse([parts.pop(part) for part in names], fused, base.config)
+    missing.pop(HEAD, None)
+    if missing:
+        raise ValueError(f"not given: {', '.join(missing)}")
+
+
+def _copy_companions(base: BaseModel, out: Path) -> None:
+    """Copies the tokenizer and the settings for generating text."""
+    sources = [base.tokenizer_directory / name for name in hub.TOKENIZER_FILES]
+    if base.directory is not None:
+        sources.append(base.directory / "generation_config.json")
+    for source in sources:
+        if source.is_file():
+            shutil.copyfile(source, out / source.name)

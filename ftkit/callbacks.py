@@ -1,0 +1,252 @@
+"""What happens beside training: metering each step, validating, stopping at a step's end."""
+
+import signal
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Literal
+
+import lightning as L
+import torch
+
+from ftkit.finetuner import FineTuner
+from ftkit.planning import Plan
+
+Part = Literal["data", "forward", "backward", "optimizer", "other"]
+PARTS: tuple[Part, ...] = ("data", "forward", "backward", "optimizer", "other")
+
+
+class Interrupted(BaseException):
+    """The user stopped the run where there is no optimizer step to finish."""
+
+    def __init__(self, signal_number: int) -> None:
+        self.signal_number = signal_number
+        super().__init__(signal.Signals(signal_number).name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One optimizer step, as it was measured; numbers are over all ranks."""
+
+    step: int
+    """Optimizer steps done, this one included."""
+    samples: int
+    """Samples of this step."""
+    tokens: int
+    """Real input tokens of this step."""
+    label_tokens: int
+    """Tokens of this step that carry loss."""
+    padded_tokens: int
+    """Positions that were computed and were padding."""
+    loss: float
+    """Mean over the label tokens, in nats."""
+    learning_rate: float
+    """Of this step, first parameter group."""
+    gradient_norm: float
+    """Global norm before clipping."""
+    duration_s: float
+    """From the end of the step before, without validation and saving."""
+    parts_s: dict[Part, float]
+    """Where duration_s went."""
+
+
+class StopRequest:
+    """A signal asks the run to end; what it does depends on the moment.
+
+    During training it only sets a flag, and the run ends after the current optimizer step.
+    Anywhere else it raises `Interrupted` at once.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __init__(self) -> None:
+        self.signal_number: int | None = None
+        self.wait_for_step = False
+
+    def install(self) -> None:
+        """Take over the signals of this process."""
+        for number in self.SIGNALS:
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        self.signal_number = number
+        if not self.wait_for_step:
+            raise Interrupted(number)
+
+
+class StepClock:
+    """Seconds of a step by part.
+
+    On CUDA the parts are timed by events on the device's own clock, because a Python line
+    returns before its kernels have run.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._marks: list[tuple[Part, Any]] = []
+        self._start: Any = self._now()
+
+    def mark(self, part: Part) -> None:
+        """The time since the mark before belongs to this part."""
+        self._marks.append((part, self._now()))
+
+    def take(self) -> dict[Part, float]:
+        """The parts since the last take; the device must have finished."""
+        parts: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
+        before = self._start
+        for part, moment in self._marks:
+            elapsed = before.elapsed_time(moment) / 1000 if self._cuda else moment - before
+            parts[part] += elapsed
+            before = moment
+        self.restart()
+        return parts
+
+    def restart(self) -> None:
+        """Forget the time since the last take: it belongs to no step."""
+        self._marks = []
+        self._start = self._now()
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+class StepMeter(L.Callback):
+    """Measures every optimizer step, hands its record on, and calls what comes between steps.
+
+    Args:
+        at_start: called when the model is in place, before the first step.
+        on_step: called with the record of each step.
+        between_steps: called after it, with the number of steps done; its time is in no step.
+            Returns whether to end training.
+        at_end: called after the last step, while the model is still in place.
+    """
+
+    def __init__(
+        self,
+        *,
+        at_start: Callable[[], None],
+        on_step: Callable[[StepRecord], None],
+        between_steps: Callable[[int], bool],
+        at_end: Callable[[], None],
+    ) -> None:
+        self._at_start = at_start
+        self._on_step = on_step
+        self._between_steps = between_steps
+        self._at_end = at_end
+        self._counts = [0, 0, 0, 0]
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._at_start()
+        self._clock = StepClock(pl_module.device)
+        self._last_end = time.perf_counter()
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: dict[str, Any], batch_idx: int
+    ) -> None:
+        self._clock.mark("data")
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._at_end()
+
+    def on_before_backward(self, *_: Any) -> None:
+        self._clock.mark("forward")
+
+    def on_after_backward(self, *_: Any) -> None:
+        self._clock.mark("backward")
+
+    def on_train_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: dict[str, Any],
+        batch_idx: int,
+    ) -> None:
+        assert isinstance(pl_module, FineTuner)
+        tokens, positions = int(batch["tokens"]), int(batch["padded_tokens"])
+        added = (int(batch["samples"]), tokens, len(batch["targets"]), positions - tokens)
+        self._counts = [old + new for old, new in zip(self._counts, added, strict=True)]
+        if trainer.fit_loop._should_accumulate():
+            self._clock.mark("other")
+            return
+        self._clock.mark("optimizer")
+        loss = pl_module.take_step_loss()
+        assert pl_module.gradient_norm is not None
+        gradient_norm = pl_module.gradient_norm.item()
+        self._clock.mark("other")
+        if pl_module.device.type == "cuda":
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        samples, tokens, label_tokens, padded_tokens = self._counts
+        self._counts = [0, 0, 0, 0]
+        step = trainer.global_step
+        self._on_step(
+            StepRecord(
+                step=step,
+                samples=samples,
+                tokens=tokens,
+                label_tokens=label_tokens,
+                padded_tokens=padded_tokens,
+                loss=loss,
+                learning_rate=pl_module.learning_rate_of(step - 1),
+                gradient_norm=gradient_norm,
+                duration_s=now - self._last_end,
+                parts_s=self._clock.take(),
+            )
+        )
+        trainer.should_stop = self._between_steps(step)
+        self._clock.restart()
+        self._last_end = time.perf_counter()
+
+
+@torch.no_grad()
+def validation_loss(
+    trainer: L.Trainer,
+    module: FineTuner,
+    batches: Collection[dict[str, Any]],
+    stop: StopRequest,
+    progress: Callable[[int, int], None],
+) -> float | None:
+    """Mean loss over the label tokens of all batches, in nats.
+
+    Args:
+        trainer: its precision and device are used.
+        module: in evaluation mode.
+        batches: as collated for training.
+        stop: a request ends the validation early.
+        progress: called with (batches done, batches in all).
+
+    Returns:
+        The loss; None if it was stopped early.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=module.device)
+    label_tokens = 0
+    for done, batch in enumerate(batches, start=1):
+        if stop.signal_number is not None:
+            return None
+        batch = trainer.strategy.batch_to_device(batch)
+        with trainer.precision_plugin.forward_context():
+            total += module.model(batch["input_ids"], batch["positions"], batch["targets"])
+        label_tokens += len(batch["targets"])
+        progress(done, len(batches))
+    return total.item() / label_tokens
+
+
+def make_trainer(plan: Plan, **parts: Any) -> L.Trainer:
+    """Lightning's Trainer with everything off that ftkit does itself."""
+    return L.Trainer(
+        max_epochs=1,
+        accumulate_grad_batches=plan.micro_steps,
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        **parts,
+    )

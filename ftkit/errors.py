@@ -1,0 +1,11 @@
+"""Errors that carry their exit code: what the user can mend is told without a traceback."""
+
+
+class UserError(Exception):
+    """Something the user can mend; names the key, its value, the rule and a change that works.
+
+    Raised before anything expensive starts. The command prints the message alone and ends
+    with exit code 2.
+    """
+
+    exit_code = 2

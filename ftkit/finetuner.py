@@ -1,0 +1,139 @@
+"""The LightningModule: the loss of a step, its optimizer and its learning rate."""
+
+import difflib
+import importlib
+import inspect
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from ftkit.errors import UserError
+from ftkit.model import LanguageModel, trainable
+from ftkit.planning import Plan, Schedule
+from ftkit.recipe import Recipe
+
+
+class FineTuner(L.LightningModule):
+    """Trains a LanguageModel so that the loss of a step is the mean over its label tokens.
+
+    Each micro-step contributes the sum of its token losses divided by the label tokens of the
+    whole step, over all ranks. The gradient is then the same however the step is split.
+    """
+
+    def __init__(self, model: LanguageModel, plan: Plan, schedule: Schedule) -> None:
+        super().__init__()
+        self.model = model
+        self.plan = plan
+        self.schedule = schedule
+        self.base_learning_rate = base_learning_rate(plan.recipe)
+        self.step_loss = torch.zeros((), dtype=torch.float64)
+        """Loss of the optimizer step so far, this rank's share, in nats per label token."""
+        self.gradient_norm: Tensor | None = None
+        """Global norm before clipping, of the newest optimizer step."""
+
+    def on_fit_start(self) -> None:
+        self.step_loss = self.step_loss.to(self.device)
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        """This micro-step's share of the step's loss, scaled for what Lightning divides by."""
+        total = self.model(batch["input_ids"], batch["positions"], batch["targets"])
+        share = total / batch["label_tokens_in_step"]
+        self.step_loss += share.detach()
+        return share * (self.trainer.accumulate_grad_batches * self.trainer.world_size)
+
+    def take_step_loss(self) -> float:
+        """The finished step's loss; the next one starts from zero."""
+        loss = self.step_loss.item()
+        self.step_loss.zero_()
+        return loss
+
+    def learning_rate_of(self, step: int) -> float:
+        """Learning rate of optimizer step `step` (from 0)."""
+        return self.base_learning_rate * self.schedule.share(step)
+
+    def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
+        """Measure the global gradient norm, and clip by it if the recipe says so."""
+        limit = self.plan.recipe.train.max_norm
+        parameters = trainable(self.model)
+        self.gradient_norm = torch.nn.utils.get_total_norm(
+            [p.grad for p in parameters if p.grad is not None]
+        )
+        if limit is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, limit, self.gradient_norm)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Step, then free the gradients at once: they never coexist with the next activations."""
+        super().optimizer_step(*args, **kwargs)
+        self.zero_grad(set_to_none=True)
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        optimizer = make_optimizer(self.plan, self.model)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self.schedule.share)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
+
+def base_learning_rate(recipe: Recipe) -> float:
+    """The full learning rate: the recipe's, or the optimizer's own default."""
+    given = recipe.optimizer["init_args"].get("lr")
+    if given is None:
+        signature = inspect.signature(_optimizer_class(recipe.optimizer["class_path"]))
+        given = signature.parameters["lr"].default
+    if not isinstance(given, int | float) or given < 0:
+        raise UserError(
+            f"optimizer.init_args.lr is {given!r}, but must be a number of at least 0. "
+            "Try --optimizer.lr 2e-4."
+        )
+    return float(given)
+
+
+def make_optimizer(plan: Plan, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """The recipe's optimizer over the trained parameters.
+
+    torch's fused implementation is chosen where it exists: it is faster and needs no temporary
+    copy of the parameters.
+
+    Raises:
+        UserError: the class does not exist or does not take the arguments.
+    """
+    chosen = plan.recipe.optimizer
+    class_path, arguments = chosen["class_path"], dict(chosen["init_args"])
+    optimizer_class = _optimizer_class(class_path)
+    known = inspect.signature(optimizer_class).parameters
+    for name in arguments:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"Did you mean {close[0]}?" if close else f"Known: {', '.join(list(known)[1:])}."
+            raise UserError(f"optimizer.init_args.{name} is not an argument of {class_path}. {hint}")
+    if "betas" in arguments:
+        arguments["betas"] = tuple(arguments["betas"])
+    implementation = {"fused", "foreach", "capturable", "differentiable"}
+    scaled_gradients = plan.precision == "16-mixed"  # clipping needs them unscaled before the step
+    if "fused" in known and not scaled_gradients and not implementation & arguments.keys():
+        arguments["fused"] = True
+    try:
+        return optimizer_class(trainable(model), **arguments)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"optimizer {class_path} refuses its arguments {chosen['init_args']}: {error}"
+        ) from None
+
+
+def _optimizer_class(class_path: str) -> type[torch.optim.Optimizer]:
+    package, _, name = class_path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(package), name, None)
+    except ImportError as error:
+        raise UserError(f"optimizer {class_path} needs a package: {error}.") from None
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        known = [n for n in dir(torch.optim) if n[:1].isupper()]
+        close = difflib.get_close_matches(name, known, n=1)
+        raise UserError(
+            f"optimizer is {class_path!r}, but there is no such optimizer. "
+            f"Try --optimizer {close[0] if close else 'AdamW'}."
+        )
+    return found

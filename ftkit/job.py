@@ -1,0 +1,91 @@
+"""What the supervisor tells a rank, and what a rank tells the supervisor: two JSON files."""
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ftkit.parsing import from_dict, to_dict
+from ftkit.planning import Devices, Plan, make_plan
+from ftkit.recipe import Method, Recipe
+
+ErrorKind = Literal["user", "out_of_memory", "interrupted", "failed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One run, as a rank needs to know it."""
+
+    recipe: Recipe
+    """What was asked; out_dir is the directory that this run owns."""
+    devices: Devices
+    """What this machine offers."""
+    base: str
+    """The base model: a directory, or random:NAME."""
+    command: tuple[str, ...]
+    """The command line, tokens removed."""
+    started_at_s: float
+    """When the command started, in seconds since the epoch."""
+
+    @property
+    def plan(self) -> Plan:
+        """The recipe resolved on the devices."""
+        return make_plan(self.recipe, self.devices)
+
+    def write(self, path: Path) -> None:
+        """Write the job for the ranks; the access token is not in it."""
+        values = {
+            "method": self.recipe.method,
+            "recipe": to_dict(self.recipe),
+            "devices": dataclasses.asdict(self.devices),
+            "base": self.base,
+            "command": self.command,
+            "started_at_s": self.started_at_s,
+        }
+        write_json(path, values)
+
+    @classmethod
+    def read(cls, path: Path) -> "Job":
+        """The job that `write` wrote."""
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        method: Method = values["method"]
+        devices = values["devices"]
+        return cls(
+            recipe=from_dict(values["recipe"], method),
+            devices=Devices(**devices | {"names": tuple(devices["names"])}),
+            base=values["base"],
+            command=tuple(values["command"]),
+            started_at_s=values["started_at_s"],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankError:
+    """How a rank ended, if not well."""
+
+    kind: ErrorKind
+    """Who can mend it, and how the run is reported."""
+    message: str
+    """For the user: one or a few lines."""
+    happened_at_s: float
+    """Seconds since the epoch: the first error of several ranks is the cause."""
+
+    def write(self, path: Path) -> None:
+        """Leave the error for the supervisor."""
+        write_json(path, dataclasses.asdict(self))
+
+    @classmethod
+    def read(cls, path: Path) -> "RankError | None":
+        """The error a rank left, or None."""
+        if not path.exists():
+            return None
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    """Write a small file so that a reader sees all of it or nothing."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(values), encoding="utf-8")
+    os.replace(temporary, path)

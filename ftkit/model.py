@@ -1,0 +1,313 @@
+"""The model that is trained: litgpt's GPT with unfused QKV, a head that is its own loss, LoRA."""
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import litgpt
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ftkit.base import BaseModel, hf_name, weights
+from ftkit.errors import UserError
+from ftkit.recipe import LoraRecipe, Precision
+
+LOGITS_CHUNK_ELEMENTS = 2**25
+"""Logits held at once, as a number of elements (128 MiB in float32)."""
+
+PARAMETER_DTYPE: dict[Precision, torch.dtype] = {
+    "32-true": torch.float32,
+    "bf16-mixed": torch.float32,
+    "16-mixed": torch.float32,
+    "bf16-true": torch.bfloat16,
+    "16-true": torch.float16,
+}
+
+ADAPTED_LAYERS = {
+    "lora_query": ("q_proj",),
+    "lora_key": ("k_proj",),
+    "lora_value": ("v_proj",),
+    "lora_projection": ("attn.proj",),
+    "lora_mlp": ("mlp.fc", "mlp.fc_1", "mlp.fc_2", "mlp.proj"),
+    "lora_head": ("lm_head",),
+}
+"""Recipe keys and the layers (name endings) that they adapt."""
+
+
+class QKV(nn.Module):
+    """Query, key and value as three layers, so that adapters are those of other libraries.
+
+    Stands in for litgpt's fused layer: its output is the concatenation that litgpt expects.
+    """
+
+    def __init__(self, config: litgpt.Config, *, bias: bool) -> None:
+        super().__init__()
+        assert config.head_size is not None and config.n_query_groups is not None
+        width = config.n_embd
+        self.q_proj = nn.Linear(width, config.n_head * config.head_size, bias=bias)
+        self.k_proj = nn.Linear(width, config.n_query_groups * config.head_size, bias=bias)
+        self.v_proj = nn.Linear(width, config.n_query_groups * config.head_size, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), dim=-1)
+
+
+class Head(nn.Module):
+    """The output layer and the loss in one, so that the logits of a batch never exist at once."""
+
+    def __init__(self, lm_head: nn.Module, softcap: float | None) -> None:
+        super().__init__()
+        self.lm_head = lm_head
+        self.softcap = softcap
+
+    def forward(self, hidden: Tensor, positions: Tensor, targets: Tensor | None) -> Tensor:
+        """Logits at some positions, or the summed loss there.
+
+        Args:
+            hidden: [batch, sequence, width].
+            positions: [n], indices into the flattened batch and sequence.
+            targets: [n], the token that follows each position; None asks for the logits.
+
+        Returns:
+            [n, vocabulary] logits in float32, or the sum of the n cross-entropies in nats.
+        """
+        rows = hidden.flatten(0, 1).index_select(0, positions)
+        if targets is None:
+            return self._logits(rows)
+        chunk = max(1, LOGITS_CHUNK_ELEMENTS // self._vocabulary)
+        pieces = list(zip(rows.split(chunk), targets.split(chunk), strict=True))
+        if len(pieces) == 1:
+            return self._loss(rows, targets)
+        losses = [checkpoint(self._loss, *piece, use_reentrant=False) for piece in pieces]
+        return torch.stack(losses).sum()
+
+    @property
+    def _vocabulary(self) -> int:
+        out_features = self.lm_head.out_features
+        assert isinstance(out_features, int)
+        return out_features
+
+    def _logits(self, rows: Tensor) -> Tensor:
+        logits: Tensor = self.lm_head(rows).float()
+        return torch.tanh(logits / self.softcap) * self.softcap if self.softcap else logits
+
+    def _loss(self, rows: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self._logits(rows), targets, reduction="sum")
+
+
+class LanguageModel(nn.Module):
+    """A GPT whose head computes the loss.
+
+    Parameter names are litgpt's behind a prefix: `gpt.transformer...` and `head.lm_head...`;
+    `our_name` strips it.
+    """
+
+    def __init__(self, config: litgpt.Config, *, tied: bool) -> None:
+        super().__init__()
+        body = copy.copy(config)
+        body.final_logit_softcapping = None
+        self.gpt = litgpt.GPT(body)
+        self.head = Head(self.gpt.lm_head, config.final_logit_softcapping)
+        self.gpt.lm_head = nn.Identity()
+        for block in self.gpt.transformer.h:
+            block.attn.qkv = QKV(config, bias=config.bias or config.attn_bias)
+        self.tied = tied
+        self.tie()
+
+    def tie(self) -> None:
+        """Make embedding and head one parameter, if they are so in this model."""
+        if self.tied:
+            self.head.lm_head.weight = self.gpt.transformer.wte.weight
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        targets: Tensor | None = None,
+        cache_positions: Tensor | None = None,
+    ) -> Tensor:
+        """Summed loss of a micro-batch, or its logits at some positions.
+
+        Args:
+            input_ids: [batch, sequence], padded on the right.
+            positions: [n], indices into the flattened batch and sequence.
+            targets: [n] or None, see `Head.forward`.
+            cache_positions: [batch, sequence], where the tokens stand in their sequences; reads
+                and extends the key-value cache of `gpt.set_kv_cache`.
+        """
+        hidden = self.gpt(input_ids, input_pos=cache_positions)
+        result: Tensor = self.head(hidden, positions, targets)
+        return result
+
+
+def our_name(name: str) -> str:
+    """The name of a parameter or module without the wrapper's prefix."""
+    return name.removeprefix("gpt.").removeprefix("head.")
+
+
+def build_model(
+    base: BaseModel,
+    *,
+    device: torch.device,
+    precision: Precision,
+    rope_length: int,
+    tied: bool | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> LanguageModel:
+    """The base model with its weights, on the device and in the precision's number format.
+
+    Built without memory first, then filled parameter by parameter, so that it exists only once.
+
+    Args:
+        base: what to load.
+        device: where the parameters live.
+        precision: its "true" part is the number format of the parameters.
+        rope_length: positions of the table of rotary embeddings.
+        tied: share embedding and head; None does as the base model does.
+        progress: called with (parameters filled, parameters in all).
+    """
+    tied = base.tied if tied is None else tied
+    with torch.device("meta"):
+        model = LanguageModel(base.config, tied=tied)
+    for name, parameter in list(model.named_parameters()):
+        owner, _, leaf = name.rpartition(".")
+        empty = torch.empty_like(parameter, dtype=PARAMETER_DTYPE[precision], device=device)
+        setattr(model.get_submodule(owner), leaf, nn.Parameter(empty))
+    model.tie()
+    model.gpt._max_seq_length = rope_length
+    model.gpt.cos, model.gpt.sin = model.gpt.rope_cache(device=device)
+    _fill(model, base, progress)
+    return model
+
+
+def _fill(
+    model: LanguageModel, base: BaseModel, progress: Callable[[int, int], None] | None
+) -> None:
+    parameters = {our_name(name): parameter for name, parameter in model.named_parameters()}
+    with torch.no_grad():
+        for done, (name, tensor) in enumerate(weights(base), start=1):
+            if name == "lm_head.weight" and model.tied:
+                continue
+            parameters[name].copy_(tensor)
+            if progress:
+                progress(done, len(parameters))
+        if base.tied and not model.tied:
+            parameters["lm_head.weight"].copy_(parameters["transformer.wte.weight"])
+
+
+def add_adapter(model: LanguageModel, recipe: LoraRecipe) -> None:
+    """Freeze the base model and put LoRA matrices beside the chosen layers.
+
+    The initial values come from a generator of their own, so that they are the same on every
+    device and layout.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    model.requires_grad_(False)
+    dtype = next(model.parameters()).dtype
+    config = LoraConfig(
+        r=recipe.lora_r,
+        lora_alpha=recipe.lora_alpha,
+        lora_dropout=recipe.lora_dropout,
+        target_modules=adapted_layers(model, recipe),
+    )
+    inject_adapter_in_model(config, model)
+    generator = torch.Generator().manual_seed(recipe.seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_A." in name:
+                start = torch.empty(parameter.shape)
+                nn.init.kaiming_uniform_(start, a=math.sqrt(5), generator=generator)
+                parameter.copy_(start)
+    for parameter in trainable(model):
+        parameter.data = parameter.data.to(dtype)
+
+
+def check_adapter(base: BaseModel) -> None:
+    """Refuse LoRA where its result could not be written as a PEFT adapter.
+
+    Raises:
+        UserError: the Hugging Face model fuses query, key and value into one layer.
+    """
+    if hf_name(base, "transformer.h.0.attn.qkv.q_proj") is None:
+        raise UserError(
+            f"checkpoint_dir {base.name}: LoRA is not supported for this model, because its Hugging "
+            "Face version has no separate query, key and value layers that a PEFT adapter could "
+            "name. Try ftkit finetune_full, or --checkpoint.save false to study time and memory."
+        )
+
+
+def adapted_layers(model: LanguageModel, recipe: LoraRecipe) -> list[str]:
+    """Full names of the layers that the recipe's LoRA keys choose."""
+    endings = tuple(
+        f".{ending}"
+        for key, layer_endings in ADAPTED_LAYERS.items()
+        if getattr(recipe, key)
+        for ending in layer_endings
+    )
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name.endswith(endings)
+    ]
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that an optimizer updates."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def flops_per_token(model: LanguageModel, sequence_length: float) -> float:
+    """Floating-point operations of one training step, per token.
+
+    2 per parameter of a matrix in the forward pass and 2 in the backward pass for the gradient of
+    its input, 2 more where the parameter is trained; causal attention 6 x layers x width x
+    length. Recomputation does not count. As in Chowdhery et al. 2022 (PaLM), appendix B.
+    """
+    config = model.gpt.config
+    assert config.head_size is not None
+    attention = 6 * config.n_layer * config.n_head * config.head_size * sequence_length
+    matrices = [
+        module.weight
+        for module in model.modules()
+        if isinstance(module, nn.Linear) and module.weight is not None
+    ]
+    return attention + sum(w.numel() * (6 if w.requires_grad else 4) for w in matrices)
+
+
+def named_weights(model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter of the base model by our name, for writing it to disk."""
+    for name, parameter in model.named_parameters():
+        yield our_name(name), parameter.detach()
+
+
+def save_adapter(model: LanguageModel, base: BaseModel, recipe: LoraRecipe, out: Path) -> None:
+    """Write the LoRA weights as a PEFT adapter of the Hugging Face model."""
+    from peft import LoraConfig
+    from safetensors.torch import save_file
+
+    tensors = {}
+    targets = set()
+    for name, parameter in model.named_parameters():
+        layer, found, matrix = our_name(name).rpartition(".lora_")
+        if found:
+            layer = hf_name(base, layer)
+            assert layer is not None, "check_adapter refuses these families"
+            targets.add(layer.rpartition(".")[2])
+            matrix = matrix.replace(".default", "")
+            tensors[f"base_model.model.{layer}.lora_{matrix}"] = parameter.detach().cpu()
+    out.mkdir(parents=True)
+    save_file(tensors, out / "adapter_model.safetensors", metadata={"format": "pt"})
+    LoraConfig(
+        r=recipe.lora_r,
+        lora_alpha=recipe.lora_alpha,
+        lora_dropout=recipe.lora_dropout,
+        target_modules=sorted(targets),
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base.name if base.directory is None else str(base.directory),
+        inference_mode=True,
+    ).save_pretrained(out)

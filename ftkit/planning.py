@@ -1,0 +1,275 @@
+"""Recipe + Devices -> Plan: what will run, by arithmetic alone.
+
+Every rule that needs neither the model nor the data is checked here, before anything is
+downloaded or started.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from ftkit.errors import UserError
+from ftkit.recipe import LoraRecipe, Precision, Recipe
+
+Accelerator = Literal["cpu", "cuda"]
+Strategy = Literal["single", "ddp", "fsdp", "deepspeed"]
+
+STRATEGIES = ("auto", "single", "ddp", "fsdp", "deepspeed")
+LORA_LAYERS = (
+    "lora_query",
+    "lora_key",
+    "lora_value",
+    "lora_projection",
+    "lora_mlp",
+    "lora_head",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Devices:
+    """What one machine offers."""
+
+    accelerator: Accelerator
+    count: int
+    """Visible GPUs, or the CPU's logical cores."""
+    names: tuple[str, ...] = ()
+    """Product name of each GPU."""
+    bf16_native: bool = True
+    """Whether bfloat16 runs in hardware (CUDA compute capability 8.0 and later; CPUs count)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A recipe resolved on given devices."""
+
+    recipe: Recipe
+    accelerator: Accelerator
+    precision: Precision
+    strategy: Strategy
+    devices: int
+    """Ranks on this machine."""
+    micro_batch_size: int
+    """Sequences per forward pass on one rank; never more than the global batch."""
+    notices: tuple[str, ...] = ()
+    """What a person should know before the run: one line each."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.devices * self.recipe.num_nodes
+
+    @property
+    def micro_steps(self) -> int:
+        """Forward and backward passes of each rank in one (full) optimizer step."""
+        per_pass = self.micro_batch_size * self.world_size
+        return math.ceil(self.recipe.train.global_batch_size / per_pass)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Optimizer steps of a run and the learning rate of each, as a share of the full one."""
+
+    total_steps: int
+    warmup_steps: int
+    final_share: float
+    """Learning rate at the end of the cosine, as a share of the full one; at most 1."""
+
+    def share(self, step: int) -> float:
+        """Learning rate of optimizer step `step` (from 0): linear warm-up, then cosine.
+
+        The first step already trains (1 / warmup_steps of the full rate, not 0), and the last
+        one ends at `final_share`.
+        """
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        decay_steps = max(1, self.total_steps - 1 - self.warmup_steps)
+        progress = min(1.0, (step - self.warmup_steps) / decay_steps)
+        cosine = 0.5 * (1 + math.cos(math.pi * progress))
+        return self.final_share + (1 - self.final_share) * cosine
+
+
+def make_plan(recipe: Recipe, devices: Devices) -> Plan:
+    """Resolve every "auto", check every rule that needs neither model nor data.
+
+    Raises:
+        UserError: a value out of its range, or a setting that the devices cannot run.
+    """
+    _check_ranges(recipe)
+    count = devices.count if recipe.devices == "auto" else recipe.devices
+    if recipe.devices == "auto" and devices.accelerator == "cpu":
+        count = 1
+    if devices.accelerator == "cuda" and count > devices.count:
+        raise UserError(
+            f"devices is {count}, but this machine shows {devices.count} GPU(s). "
+            f"Try --devices {devices.count} or --accelerator cpu."
+        )
+    notices = []
+    precision, notice = _precision(recipe, devices)
+    notices += notice
+    train = recipe.train
+    micro_batch_size = min(train.micro_batch_size, train.global_batch_size)
+    if micro_batch_size < train.micro_batch_size:
+        notices.append(
+            f"train.micro_batch_size {train.micro_batch_size} is more than the global batch: "
+            f"{micro_batch_size} is used."
+        )
+    return Plan(
+        recipe=recipe,
+        accelerator=devices.accelerator,
+        precision=precision,
+        strategy=_strategy(recipe, count),
+        devices=count,
+        micro_batch_size=micro_batch_size,
+        notices=tuple(notices),
+    )
+
+
+def make_schedule(recipe: Recipe, samples: int, learning_rate: float) -> tuple[Schedule, list[str]]:
+    """The schedule once the number of training samples is known, with what to tell the user.
+
+    Total steps = ceil(epochs * samples / global_batch_size), capped by max_steps.
+    """
+    train = recipe.train
+    steps_per_epoch = samples / train.global_batch_size
+    total = math.ceil(train.epochs * steps_per_epoch) if train.epochs else train.max_steps
+    assert total is not None
+    total = min(total, train.max_steps or total)
+    if train.lr_warmup_fraction is not None:
+        warmup = math.ceil(train.lr_warmup_fraction * steps_per_epoch)
+    else:
+        warmup = train.lr_warmup_steps or 0
+    notices = []
+    if warmup >= total:
+        notices.append(
+            f"The warm-up of {warmup} steps is not shorter than the run of {total} steps: the "
+            "learning rate never reaches its full value. Try --train.lr_warmup_steps "
+            f"{max(1, total // 10)}."
+        )
+    final_share = 1.0
+    if learning_rate > 0:
+        final_share = min(1.0, train.min_lr / learning_rate)
+        if train.min_lr > learning_rate:
+            notices.append(
+                f"train.min_lr {train.min_lr:g} is above the learning rate {learning_rate:g}: "
+                "the rate stays constant after the warm-up."
+            )
+    return Schedule(total, warmup, final_share), notices
+
+
+def sample_budget(recipe: Recipe, samples: int, schedule: Schedule) -> int:
+    """Samples the whole run consumes: the last step may be shorter than the others."""
+    train = recipe.train
+    wanted = schedule.total_steps * train.global_batch_size
+    return min(wanted, train.epochs * samples) if train.epochs else wanted
+
+
+def _precision(recipe: Recipe, devices: Devices) -> tuple[Precision, list[str]]:
+    precision = recipe.precision
+    if precision is None:
+        precision = "bf16-mixed" if devices.bf16_native else "16-mixed"
+    if precision.startswith("16") and devices.accelerator == "cpu":
+        raise UserError(
+            f"precision is {precision}, but float16 training needs a CUDA GPU: CPUs lack its fast "
+            f"kernels and its range underflows. Try --precision {precision.replace('16', 'bf16')}."
+        )
+    if precision.startswith("bf16") and not devices.bf16_native:
+        name = devices.names[0] if devices.names else "This GPU"
+        return precision, [
+            f"{name} has no bfloat16 hardware (compute capability below 8.0): it is emulated and "
+            "slow. Try --precision 16-mixed or 32-true."
+        ]
+    return precision, []
+
+
+def _strategy(recipe: Recipe, count: int) -> Strategy:
+    name = recipe.strategy["class_path"]
+    if name not in STRATEGIES:
+        raise UserError(
+            f"strategy is {name!r}, but must be one of: {', '.join(STRATEGIES)}. "
+            "Try --strategy auto."
+        )
+    world_size = count * recipe.num_nodes
+    if name == "single" and world_size > 1:
+        raise UserError(
+            f"strategy is single, but devices x num_nodes is {world_size}. "
+            "Try --strategy ddp or --devices 1."
+        )
+    if world_size > 1 or name not in ("auto", "single"):
+        raise UserError(
+            f"strategy is {name} on {world_size} device(s), but this version runs on one device. "
+            "Try --strategy single --devices 1 --num_nodes 1."
+        )
+    return "single"
+
+
+def _check_ranges(recipe: Recipe) -> None:
+    train, evaluation = recipe.train, recipe.eval
+    for key, value, least in (
+        ("train.global_batch_size", train.global_batch_size, 1),
+        ("train.micro_batch_size", train.micro_batch_size, 1),
+        ("train.epochs", train.epochs, 1),
+        ("train.max_steps", train.max_steps, 1),
+        ("train.max_seq_length", train.max_seq_length, 2),
+        ("train.lr_warmup_steps", train.lr_warmup_steps, 0),
+        ("train.log_interval", train.log_interval, 1),
+        ("eval.interval", evaluation.interval, 0),
+        ("eval.max_iters", evaluation.max_iters, 1),
+        ("eval.max_new_tokens", evaluation.max_new_tokens, 0),
+        ("eval.exact_match", evaluation.exact_match, 0),
+        ("devices", recipe.devices, 1),
+        ("num_nodes", recipe.num_nodes, 1),
+        ("seed", recipe.seed, 0),
+    ):
+        if isinstance(value, int) and value < least:
+            raise UserError(f"{key} is {value}, but must be at least {least}. Try --{key} {least}.")
+    for key, number in (("train.max_time", train.max_time), ("train.max_norm", train.max_norm)):
+        if number is not None and not number > 0:
+            raise UserError(f"{key} is {number:g}, but must be above 0. Leave it out for no limit.")
+    if not train.min_lr >= 0:
+        raise UserError(f"train.min_lr is {train.min_lr:g}, but must not be negative. Try 0.")
+    fraction = train.lr_warmup_fraction
+    if fraction is not None and not 0 <= fraction <= 1:
+        raise UserError(
+            f"train.lr_warmup_fraction is {fraction:g}, but must lie between 0 and 1. "
+            "Try --train.lr_warmup_fraction 0.1."
+        )
+    if train.epochs is None and train.max_steps is None:
+        raise UserError(
+            "train.epochs and train.max_steps are both empty: how long to train? "
+            "Try --train.epochs 1."
+        )
+    if train.max_tokens is not None:
+        raise UserError(
+            f"train.max_tokens is {train.max_tokens}, but fine-tuning counts epochs or steps. "
+            "Try --train.max_steps and remove max_tokens."
+        )
+    example = evaluation.evaluate_example
+    if isinstance(example, str) and example not in ("first", "random"):
+        raise UserError(
+            f'eval.evaluate_example is {example!r}, but must be "first", "random" or the index of '
+            "a validation record. Try --eval.evaluate_example first."
+        )
+    if isinstance(recipe.resume, str) and recipe.resume != "auto" or recipe.resume is True:
+        raise UserError(
+            f"resume is {recipe.resume}, but there is no checkpoint to continue from: this version "
+            "writes the final model only. Remove resume, or start with --checkpoint_dir DIRECTORY."
+        )
+    if isinstance(recipe, LoraRecipe):
+        _check_lora(recipe)
+
+
+def _check_lora(recipe: LoraRecipe) -> None:
+    if recipe.lora_r < 1:
+        raise UserError(f"lora_r is {recipe.lora_r}, but must be at least 1. Try --lora_r 8.")
+    if not 0 <= recipe.lora_dropout < 1:
+        raise UserError(
+            f"lora_dropout is {recipe.lora_dropout:g}, but must lie in [0, 1). "
+            "Try --lora_dropout 0.05."
+        )
+    if not any(getattr(recipe, layer) for layer in LORA_LAYERS):
+        raise UserError(
+            "No layer is adapted: every one of lora_query, lora_key, lora_value, lora_projection, "
+            "lora_mlp and lora_head is false. Try --lora_query true --lora_value true."
+        )
+
+

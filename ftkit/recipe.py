@@ -1,0 +1,187 @@
+"""What was asked: the recipe as frozen dataclasses.
+
+Keys, nesting and defaults follow LitGPT's finetune recipes, so that those run unchanged. Each
+field is documented once, in the string below it; that string is also its ``--help``.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+Precision = Literal["32-true", "bf16-true", "bf16-mixed", "16-true", "16-mixed"]
+Quantization = Literal["bnb.nf4", "bnb.nf4-dq", "bnb.fp4", "bnb.fp4-dq", "bnb.int8"]
+Method = Literal["full", "lora"]
+
+
+class Component(TypedDict):
+    """A class chosen by its path, with its arguments: how recipes name data and optimizer."""
+
+    class_path: str
+    init_args: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """How much to train, and in what steps."""
+
+    global_batch_size: int = 16
+    """Sequences per optimizer step, over all ranks."""
+    micro_batch_size: int = 1
+    """Sequences per forward pass on one rank. Changes time and memory, never the loss."""
+    epochs: int | None = 5
+    """Passes over the training data."""
+    max_steps: int | None = None
+    """Stop after this many optimizer steps."""
+    max_time: float | None = None
+    """Stop after this many seconds of training."""
+    max_tokens: int | None = None
+    """Not supported for fine-tuning (LitGPT's key for pretraining); leave empty."""
+    max_seq_length: int | None = None
+    """Cut sequences to this many tokens. Default: what the model was built for."""
+    lr_warmup_steps: int | None = 100
+    """Optimizer steps over which the learning rate rises linearly to its full value."""
+    lr_warmup_fraction: float | None = None
+    """The warm-up as a fraction of an epoch, instead of lr_warmup_steps."""
+    min_lr: float = 6e-5
+    """Learning rate at the end of the cosine decay."""
+    max_norm: float | None = None
+    """Clip gradients to this global norm."""
+    tie_embeddings: bool | None = None
+    """Share the weights of embedding and head. Default: as the base model does."""
+    save_interval: int | None = 1000
+    """Read from LitGPT recipes; ftkit writes the final model only."""
+    log_interval: int = 1
+    """Optimizer steps between two values sent to TensorBoard or W&B (metrics.csv has all)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eval:
+    """When and how to evaluate on the validation data."""
+
+    interval: int = 600
+    """Optimizer steps between validations."""
+    max_iters: int = 100
+    """Validate on at most this many batches of train.global_batch_size sequences."""
+    max_new_tokens: int | None = 100
+    """Tokens of the sample answer generated at each validation; 0 or empty: none."""
+    evaluate_example: str | int = "first"
+    """Whose answer to generate: "first", "random", or the index of a validation record."""
+    initial_validation: bool = False
+    """Validate before the first step."""
+    final_validation: bool = True
+    """Validate after the last step."""
+    exact_match: int = 0
+    """Answer this many validation records greedily before and after training, and report how
+    many answers equal the expected text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Log:
+    """Settings of the W&B logger."""
+
+    project: str | None = None
+    """W&B project."""
+    run: str | None = None
+    """W&B run name."""
+    group: str | None = None
+    """W&B group."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """What is kept of the run."""
+
+    save: bool = True
+    """Write the result to out_dir/final. Switch off to study time and memory only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Full fine-tuning: every parameter of the base model is trained."""
+
+    checkpoint_dir: str
+    """Base model: a directory (Hugging Face or LitGPT layout), a hub name such as
+    TinyLlama/TinyLlama_v1.1 (downloaded to checkpoints/ when needed), embedded:quickstart, or
+    random:NAME for any architecture LitGPT knows, with random weights."""
+    out_dir: Path = Path("out/finetune/full")
+    """Where the run writes its report, metrics and result."""
+    precision: Precision | None = None
+    """Number format. Default: bf16-mixed, or 16-mixed on GPUs without bfloat16."""
+    accelerator: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device kind. Default: cuda where there is one, else cpu."""
+    devices: int | Literal["auto"] = 1
+    """Devices per node."""
+    num_nodes: int = 1
+    """Machines."""
+    strategy: Component = field(default_factory=lambda: Component(class_path="auto", init_args={}))
+    """How the work is spread: auto, single, ddp, fsdp or deepspeed; options as
+    --strategy.NAME VALUE."""
+    data: Component = field(
+        default_factory=lambda: Component(class_path="litgpt.data.Alpaca", init_args={})
+    )
+    """Training data: a map-style module of litgpt.data, or JSON with --data.json_path FILE;
+    options as --data.NAME VALUE."""
+    train: Train = field(default_factory=Train)
+    eval: Eval = field(default_factory=Eval)
+    log: Log = field(default_factory=Log)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    optimizer: Component = field(
+        default_factory=lambda: Component(class_path="torch.optim.AdamW", init_args={})
+    )
+    """Optimizer: a name of torch.optim, or a class path (torch.optim, bitsandbytes.optim);
+    arguments as --optimizer.NAME VALUE."""
+    logger_name: Literal["csv", "tensorboard", "wandb"] = "csv"
+    """Extra logger. metrics.csv is always written."""
+    seed: int = 1337
+    """Seed of the sample order, adapter initialisation and dropout."""
+    resume: bool | str = False
+    """Read from LitGPT recipes: false and "auto" start a new run."""
+    access_token: str | None = None
+    """Hugging Face token for gated models. Default: $HF_TOKEN. Never written anywhere."""
+
+    @property
+    def method(self) -> Method:
+        """How the model is adapted: every weight, or LoRA weights alone."""
+        return "full"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """The adapter: small trained matrices beside the frozen layers of the base model."""
+
+    quantize: Quantization | None = None
+    """Quantize the frozen base model with bitsandbytes (QLoRA): bnb.nf4, bnb.nf4-dq, bnb.fp4,
+    bnb.fp4-dq or bnb.int8."""
+    lora_r: int = 8
+    """Rank of the adapter matrices."""
+    lora_alpha: int = 16
+    """Scale of the adapter: its output is multiplied by lora_alpha / lora_r."""
+    lora_dropout: float = 0.05
+    """Dropout before the adapter."""
+    lora_query: bool = True
+    """Adapt the query projection."""
+    lora_key: bool = False
+    """Adapt the key projection."""
+    lora_value: bool = True
+    """Adapt the value projection."""
+    lora_projection: bool = False
+    """Adapt the output projection of attention."""
+    lora_mlp: bool = False
+    """Adapt the layers of the MLP."""
+    lora_head: bool = False
+    """Adapt the output head."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraRecipe(Lora, Recipe):
+    """LoRA and QLoRA: the base model is frozen and small adapter matrices are trained."""
+
+    out_dir: Path = Path("out/finetune/lora")
+
+    @property
+    def method(self) -> Method:
+        """How the model is adapted: every weight, or LoRA weights alone."""
+        return "lora"
+
+
+RECIPE_OF: dict[Method, type[Recipe]] = {"full": Recipe, "lora": LoraRecipe}

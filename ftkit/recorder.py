@@ -1,0 +1,255 @@
+"""Keeps the report of one rank up to date while it runs, and writes metrics.csv."""
+
+import dataclasses
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, get_args
+
+import psutil
+import torch
+
+from ftkit.callbacks import PARTS, StepRecord
+from ftkit.job import Job
+from ftkit.machine import DeviceUtilization, hardware, host_memory, versions
+from ftkit.metrics import MetricsWriter, ValidationWriter, perplexity
+from ftkit.planning import Plan
+from ftkit.report import (
+    Files,
+    Loss,
+    PeakMemory,
+    PhaseName,
+    PhaseTimes,
+    Progress,
+    RankMemory,
+    Report,
+    StepTimes,
+    Throughput,
+    ThroughputMeter,
+    Tokens,
+    recipe_as_dict,
+    utc_now,
+    write_report,
+)
+
+METRICS, VALIDATION, LOG, FINAL = "metrics.csv", "validation.csv", "run.log", "final"
+STATE_INTERVAL_S = 5.0
+"""Most seconds of training that a report can miss when the process is killed."""
+
+
+class Recorder:
+    """The measurements of one rank.
+
+    The report so far lies in the state directory, so that the supervisor has one however the
+    rank ends.
+    """
+
+    def __init__(self, job: Job, plan: Plan, device: torch.device, state: Path) -> None:
+        self._job, self._plan, self._device, self._state = job, plan, device, state
+        now = time.time()
+        self._times = dict.fromkeys(get_args(PhaseName), 0.0)
+        self._since = job.started_at_s
+        self._written_at = now
+        self._meter = ThroughputMeter()
+        self._first_records: list[StepRecord] = []
+        self._last_record: StepRecord | None = None
+        self._tokens = Tokens(real=0, label=0, padded=0, padding_fraction=0.0)
+        self._part_sums = dict.fromkeys(PARTS, 0.0)
+        self._samples_per_epoch = 0
+        self._flops_per_token: float | None = None
+        self._metrics = MetricsWriter(job.recipe.out_dir / METRICS)
+        self._validation = ValidationWriter(job.recipe.out_dir / VALIDATION)
+        self._utilization = DeviceUtilization(device.index if device.type == "cuda" else None)
+        self._cpu = psutil.Process()
+        self._cpu_start: tuple[float, float] | None = None
+        self._host_bytes = 0
+        self.report = Report(
+            outcome="failed",
+            exit_reason="the process ended without a word",
+            exit_code=1,
+            phase="set_up",
+            started_at=datetime.fromtimestamp(job.started_at_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            finished_at=utc_now(),
+            command=list(job.command),
+            method=job.recipe.method,
+            recipe=recipe_as_dict(job.recipe),
+            versions=versions(),
+            hardware=hardware(),
+            loss=Loss(),
+            progress=Progress(),
+            files=Files(metrics=METRICS, validation=VALIDATION, log=LOG),
+        )
+
+    def __enter__(self) -> "Recorder":
+        self._write()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
+    ) -> None:
+        self._utilization.stop()
+        self._metrics.close()
+        self._validation.close()
+        self._summarise()
+        self.enter(self.report.phase)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps done."""
+        return self._last_record.step if self._last_record else 0
+
+    @property
+    def samples(self) -> int:
+        """Samples trained on."""
+        assert self.report.progress is not None
+        return self.report.progress.samples
+
+    def note(self, **changes: Any) -> None:
+        """Set sections of the report."""
+        self.report = dataclasses.replace(self.report, **changes)
+
+    def warn(self, text: str) -> None:
+        """Add a line to the report's warnings."""
+        self.note(warnings=[*self.report.warnings, text])
+
+    def expect(self, *, samples_per_epoch: int, flops_per_token: float) -> None:
+        """What later numbers are relative to."""
+        self._samples_per_epoch = samples_per_epoch
+        self._flops_per_token = flops_per_token
+
+    def enter(self, phase: PhaseName) -> None:
+        """Time from now on belongs to this phase."""
+        now = time.time()
+        self._times[self.report.phase] += now - self._since
+        self._since = now
+        self.note(
+            phase=phase,
+            phases_s=PhaseTimes(**self._times, total=now - self._job.started_at_s),
+        )
+        if phase == "training" and self._cpu_start is None:
+            self._cpu_start = (_cpu_seconds(self._cpu), now)
+            self._utilization.start()
+        self._write()
+
+    def on_step(self, record: StepRecord) -> None:
+        """Count an optimizer step and write its row of metrics.csv."""
+        if self._meter.skip_steps > len(self._first_records):
+            self._first_records.append(record)
+        self._last_record = record
+        self._count(record)
+        self._meter.add(
+            duration_s=record.duration_s, tokens=record.tokens, samples=record.samples
+        )
+        samples = self.samples + record.samples
+        epochs = samples / self._samples_per_epoch
+        self.note(progress=Progress(steps=record.step, samples=samples, epochs=epochs))
+        self._metrics.write(
+            step=record.step,
+            samples=samples,
+            loss=record.loss,
+            lr=record.learning_rate,
+            grad_norm=record.gradient_norm,
+            tokens=record.tokens,
+            tokens_per_s=record.tokens / record.duration_s,
+        )
+        if time.time() - self._written_at > STATE_INTERVAL_S:
+            self._summarise()
+            self._write()
+
+    def on_validation(self, step: int, loss: float) -> None:
+        """Note a validation and write its row of validation.csv."""
+        self._validation.write(step=step, samples=self.samples, val_loss=loss)
+        before = self.report.loss
+        assert before is not None
+        best = before.validation_best
+        self.note(
+            loss=dataclasses.replace(
+                before,
+                validation_first=loss if step == 0 else before.validation_first,
+                validation_last=loss,
+                validation_best=loss if best is None else min(best, loss),
+                perplexity=perplexity(loss),
+            )
+        )
+
+    def _summarise(self) -> None:
+        """Bring the sections that follow from the steps up to date."""
+        self.note(peak_memory=PeakMemory.of([self._memory()]))
+        if self._last_record is None:
+            return
+        assert self.report.loss is not None
+        steps = self._last_record.step
+        skipped = self._first_records[: self._meter.skipped_steps]
+        parts = {
+            part: (total - sum(record.parts_s[part] for record in skipped)) / (steps - len(skipped))
+            for part, total in self._part_sums.items()
+        }
+        self.note(
+            loss=dataclasses.replace(
+                self.report.loss, first=self._first_records[0].loss, last=self._last_record.loss
+            ),
+            tokens=self._tokens,
+            step_s=StepTimes(**parts, total=sum(parts.values())),
+            throughput=self._throughput(),
+        )
+
+    def _count(self, record: StepRecord) -> None:
+        for part, seconds in record.parts_s.items():
+            self._part_sums[part] += seconds
+        real = self._tokens.real + record.tokens
+        padded = self._tokens.padded + record.padded_tokens
+        self._tokens = Tokens(
+            real=real,
+            label=self._tokens.label + record.label_tokens,
+            padded=padded,
+            padding_fraction=padded / (real + padded),
+        )
+
+    def _throughput(self) -> Throughput | None:
+        speed = self._meter.result(self._plan.world_size)
+        if speed is None or self._cpu_start is None:
+            return speed
+        cpu_s, started = self._cpu_start
+        elapsed = time.time() - started
+        used = (_cpu_seconds(self._cpu) - cpu_s) / (elapsed * (psutil.cpu_count() or 1))
+        return dataclasses.replace(
+            speed,
+            mfu=self._mfu(speed),
+            device_utilization=self._utilization.mean(),
+            cpu_utilization=min(1.0, used),
+        )
+
+    def _mfu(self, speed: Throughput) -> float | None:
+        """Model FLOPs utilization: floating-point operations per second against the peak."""
+        from lightning.fabric.utilities.throughput import get_available_flops
+
+        if self._device.type != "cuda" or self._flops_per_token is None:
+            return None
+        half = {"bf16": torch.bfloat16, "16": torch.float16}
+        dtype = half.get(self._plan.precision.partition("-")[0], torch.float32)
+        peak = get_available_flops(self._device, dtype)
+        if not peak:
+            return None
+        return speed.tokens_per_s_per_device * self._flops_per_token / peak
+
+    def _memory(self) -> RankMemory:
+        host = host_memory()
+        self._host_bytes = max(self._host_bytes, host.rss_anon_plus_shmem_bytes)
+        cuda = self._device.type == "cuda"
+        return RankMemory(
+            rank=0,
+            allocated_bytes=torch.cuda.max_memory_allocated() if cuda else None,
+            reserved_bytes=torch.cuda.max_memory_reserved() if cuda else None,
+            rss_bytes=host.peak_rss_bytes,
+            host_bytes=self._host_bytes,
+        )
+
+    def _write(self) -> None:
+        write_report(self.report, self._state)
+        self._written_at = time.time()
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system + times.children_user + times.children_system)

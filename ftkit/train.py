@@ -1,0 +1,494 @@
+"""One rank of a run: plan -> Trainer.fit -> measurements. The only place that wires it all."""
+
+import dataclasses
+import logging
+import math
+import random
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from ftkit.process import die_with_parent
+
+if __name__ == "__main__":  # before the slow imports: a supervisor may die at any moment
+    die_with_parent()
+
+import lightning as L
+import torch
+from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+from torch import Tensor
+
+from ftkit.base import BaseModel, open_base, save_hf
+from ftkit.callbacks import (
+    Interrupted,
+    StepMeter,
+    StepRecord,
+    StopRequest,
+    make_trainer,
+    validation_loss,
+)
+from ftkit.data import DataSets, load_data, train_batches, validation_loader
+from ftkit.datafiles import Record
+from ftkit.decode import answer_greedily
+from ftkit.display import Display
+from ftkit.errors import UserError
+from ftkit.finetuner import FineTuner, base_learning_rate
+from ftkit.job import Job, RankError
+from ftkit.metrics import perplexity
+from ftkit.model import (
+    add_adapter,
+    build_model,
+    check_adapter,
+    flops_per_token,
+    named_weights,
+    save_adapter,
+    trainable,
+)
+from ftkit.order import ElasticOrder
+from ftkit.planning import Plan, Schedule, make_schedule, sample_budget
+from ftkit.recipe import LoraRecipe
+from ftkit.recorder import FINAL, LOG, Recorder
+from ftkit.report import DataCounts, ExactMatch, Example, Resolved
+from ftkit.strategy import make_device, make_precision, make_strategy
+
+
+def run(job: Job, stop: StopRequest, display: Display, recorder: Recorder) -> None:
+    """Set up, train, evaluate, save; what stops it is raised.
+
+    Args:
+        job: what to do.
+        stop: the user's wish to end.
+        display: where messages and progress go.
+        recorder: where measurements go.
+    """
+    plan, recipe = job.plan, job.recipe
+    for notice in plan.notices:
+        _warn(notice, display, recorder)
+    torch.manual_seed(recipe.seed)
+    torch.set_float32_matmul_precision("high")
+    device = make_device(plan, local_rank=0)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.cuda.reset_peak_memory_stats()
+    base = open_base(job.base)
+    max_seq_length = _max_seq_length(base, recipe.train.max_seq_length)
+    with display.phase("reading data") as phase:
+        data = load_data(
+            recipe.data,
+            base.tokenizer,
+            max_seq_length,
+            progress=lambda _, done, total: phase.advance(done, total),
+        )
+    recorder.note(data={split: DataCounts(**counts) for split, counts in data.counts.items()})
+    module = _build(job, plan, base, data, max_seq_length, display, recorder)
+    order = ElasticOrder(
+        data.train.lengths,
+        data.train.label_counts,
+        seed=recipe.seed,
+        global_batch_size=recipe.train.global_batch_size,
+        micro_batch_size=plan.micro_batch_size,
+        total_samples=sample_budget(recipe, len(data.train), module.schedule),
+        rank=0,
+        world_size=plan.world_size,
+    )
+    training = _Training(plan, module, data, base, stop, display, recorder)
+    training.fit(order)
+    if training.signal_number is not None:
+        raise Interrupted(training.signal_number)
+    if recipe.checkpoint.save and not base.random:
+        recorder.enter("saving")
+        with display.phase("saving the result"):
+            _save(module, base, recipe.out_dir / FINAL)
+        recorder.note(files=dataclasses.replace(recorder.report.files, final=FINAL))
+    recorder.note(outcome="completed", exit_code=0, exit_reason=training.exit_reason)
+
+
+def _warn(text: str, display: Display, recorder: Recorder) -> None:
+    display.warning(text)
+    recorder.warn(text)
+
+
+def _max_seq_length(base: BaseModel, asked: int | None) -> int:
+    longest = base.config.block_size
+    if asked is not None and asked > longest:
+        raise UserError(
+            f"train.max_seq_length is {asked}, but {base.name} was built for at most {longest} "
+            f"positions. Try --train.max_seq_length {longest}."
+        )
+    return asked or longest
+
+
+def _build(
+    job: Job,
+    plan: Plan,
+    base: BaseModel,
+    data: DataSets,
+    max_seq_length: int,
+    display: Display,
+    recorder: Recorder,
+) -> FineTuner:
+    """The model on its device, adapted as the recipe says, with its schedule."""
+    recipe = plan.recipe
+    if isinstance(recipe, LoraRecipe) and recipe.checkpoint.save and not base.random:
+        check_adapter(base)
+    schedule, notices = make_schedule(recipe, len(data.train), base_learning_rate(recipe))
+    for notice in notices:
+        _warn(notice, display, recorder)
+    with display.phase("loading weights") as phase:
+        model = build_model(
+            base,
+            device=make_device(plan, local_rank=0),
+            precision=plan.precision,
+            rope_length=min(
+                base.config.block_size, max_seq_length + (recipe.eval.max_new_tokens or 0)
+            ),
+            tied=recipe.train.tie_embeddings,
+            progress=phase.advance,
+        )
+        if isinstance(recipe, LoraRecipe):
+            add_adapter(model, recipe)
+    module = FineTuner(model, plan, schedule)
+    recorder.expect(
+        samples_per_epoch=len(data.train),
+        flops_per_token=flops_per_token(model, float(data.train.lengths.mean())),
+    )
+    resolved = Resolved(
+        base_model=base.name,
+        accelerator=plan.accelerator,
+        device=job.devices.names[0] if job.devices.names else "CPU",
+        devices=plan.devices,
+        world_size=plan.world_size,
+        strategy=plan.strategy,
+        precision=plan.precision,
+        quantize=recipe.quantize if isinstance(recipe, LoraRecipe) else None,
+        optimizer=recipe.optimizer["class_path"],
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        trainable_parameters=sum(parameter.numel() for parameter in trainable(model)),
+        max_seq_length=max_seq_length,
+        global_batch_size=recipe.train.global_batch_size,
+        micro_batch_size=plan.micro_batch_size,
+        micro_steps_per_step=plan.micro_steps,
+        total_steps=schedule.total_steps,
+        warmup_steps=schedule.warmup_steps,
+        samples_per_epoch=len(data.train),
+    )
+    recorder.note(resolved=resolved)
+    display.message(_summary(resolved, recipe.method))
+    return module
+
+
+def _summary(resolved: Resolved, method: str) -> str:
+    assert resolved.parameters and resolved.trainable_parameters
+    return (
+        f"{method} fine-tuning of {resolved.base_model}: "
+        f"{resolved.trainable_parameters:,} of {resolved.parameters:,} parameters, "
+        f"{resolved.precision} on {resolved.device}\n"
+        f"{resolved.total_steps} steps of {resolved.global_batch_size} samples "
+        f"({resolved.micro_steps_per_step} x {resolved.micro_batch_size}), "
+        f"{resolved.samples_per_epoch:,} samples per epoch"
+    )
+
+
+def _save(module: FineTuner, base: BaseModel, out: Path) -> None:
+    recipe = module.plan.recipe
+    if isinstance(recipe, LoraRecipe):
+        save_adapter(module.model, base, recipe, out)
+    else:
+        save_hf(base, named_weights(module.model), out)
+
+
+class _Training:
+    """Training with its evaluations before, during and after it."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        module: FineTuner,
+        data: DataSets,
+        base: BaseModel,
+        stop: StopRequest,
+        display: Display,
+        recorder: Recorder,
+    ) -> None:
+        self.plan, self.module, self.data, self.base = plan, module, data, base
+        self.stop, self.display, self.recorder = stop, display, recorder
+        self.recipe, self.evaluation = plan.recipe, plan.recipe.eval
+        self.signal_number: int | None = None
+        """What ended training before its time, if a signal did."""
+        self.exit_reason = ""
+        self.validated_at: int | None = None
+        self.example = _example_index(self.evaluation.evaluate_example, data, self.recipe.seed)
+
+    def fit(self, order: ElasticOrder) -> None:
+        """Train to the end of the schedule, the time limit or a signal."""
+        device = make_device(self.plan, local_rank=0)
+        self.total_steps = order.total_steps
+        self.trainer = make_trainer(
+            self.plan,
+            accelerator=self.plan.accelerator,
+            devices=1,
+            strategy=make_strategy(self.plan, device),
+            plugins=[make_precision(self.plan)],
+            logger=_loggers(self.plan),
+            log_every_n_steps=1,
+            default_root_dir=self.recipe.out_dir,
+            callbacks=[
+                StepMeter(
+                    at_start=self._at_start,
+                    on_step=self._on_step,
+                    between_steps=self._between_steps,
+                    at_end=self._at_end,
+                )
+            ],
+        )
+        batches = train_batches(
+            self.data.train,
+            order,
+            start_step=0,
+            end_step=order.total_steps,
+            num_workers=self.recipe.data["init_args"].get("num_workers", 0),
+            pin_memory=device.type == "cuda",
+        )
+        self.stop.wait_for_step = True
+        with self.display.training(order.total_steps) as self.progress:
+            self.trainer.fit(self.module, batches)
+        self.stop.wait_for_step = False
+
+    def _at_start(self) -> None:
+        wanted = self.evaluation.initial_validation
+        self._evaluate(step=0, validation=wanted, exact_match=True, example=wanted)
+        self.recorder.enter("training")
+        self.started = time.perf_counter()
+        if self.stop.signal_number is not None:
+            self.trainer.should_stop = True
+            self.signal_number = self.stop.signal_number
+
+    def _on_step(self, record: StepRecord) -> None:
+        self.recorder.on_step(record)
+        if not math.isfinite(record.loss):
+            raise NonFiniteLoss(
+                f"The loss of step {record.step} is {record.loss}. Try a lower learning rate, "
+                "--train.max_norm 1.0, or --precision 32-true."
+            )
+        self.progress.step(
+            record.step,
+            loss=record.loss,
+            lr=record.learning_rate,
+            tokens_per_s=record.tokens / record.duration_s,
+            epoch=self.recorder.report.progress.epochs,
+        )
+        if record.step % self.recipe.train.log_interval == 0:
+            values = {
+                "loss": record.loss,
+                "learning_rate": record.learning_rate,
+                "gradient_norm": record.gradient_norm,
+                "tokens_per_s": record.tokens / record.duration_s,
+            }
+            self._log(values, record.step)
+
+    def _between_steps(self, step: int) -> bool:
+        """Validate if it is time; whether to end training here."""
+        if self.stop.signal_number is None:
+            interval = self.evaluation.interval
+            if interval and step % interval == 0 and step < self.total_steps:
+                self._evaluate(step, validation=True, exact_match=False, example=True)
+                self.recorder.enter("training")
+        limit_s = self.recipe.train.max_time
+        if self.stop.signal_number is not None:
+            self.signal_number = self.stop.signal_number
+        elif step == self.total_steps:
+            self.exit_reason = self._reason()
+        elif limit_s is not None and time.perf_counter() - self.started >= limit_s:
+            self.exit_reason = f"train.max_time of {limit_s:g} s reached"
+        else:
+            return False
+        return True
+
+    def _at_end(self) -> None:
+        if self.signal_number is None:
+            wanted = self.evaluation.final_validation
+            step = self.recorder.steps
+            self._evaluate(step, validation=wanted, exact_match=True, example=wanted)
+            self.signal_number = self.stop.signal_number
+
+    def _reason(self) -> str:
+        train = self.recipe.train
+        if self.total_steps == train.max_steps:
+            return f"train.max_steps of {train.max_steps} reached"
+        return f"all {train.epochs} epochs done" if train.epochs != 1 else "the epoch is done"
+
+    def _evaluate(self, step: int, *, validation: bool, exact_match: bool, example: bool) -> None:
+        """Validation loss, exact match and sample answer, as far as wanted and asked for."""
+        if not len(self.data.val):
+            return
+        self.recorder.enter("validation")
+        self.module.eval()
+        if validation:
+            self._validate(step)
+        if exact_match and self.evaluation.exact_match:
+            self._count_matches(step)
+        if example and self.evaluation.max_new_tokens:
+            self._show_example(step)
+        self.module.train()
+
+    def _validate(self, step: int) -> None:
+        limit = self.evaluation.max_iters * self.recipe.train.global_batch_size
+        batches = validation_loader(
+            self.data.val, limit=limit, micro_batch_size=self.plan.micro_batch_size
+        )
+        with self.display.phase("validating") as phase:
+            loss = validation_loss(
+                self.trainer, self.module, batches, self.stop, progress=phase.advance
+            )
+        if loss is None:
+            return
+        self.recorder.on_validation(step, loss)
+        self._log({"val_loss": loss}, step)
+        self.display.message(
+            f"step {step}: validation loss {loss:.4f}, perplexity {perplexity(loss):.3g}"
+        )
+
+    def _count_matches(self, step: int) -> None:
+        indices = range(min(self.evaluation.exact_match, len(self.data.val)))
+        expected = [self.data.val.records[i]["output"].strip() for i in indices]
+        longest = max(len(self.base.tokenizer.encode(text)) for text in expected)
+        right = 0
+        with self.display.phase(f"answering {len(indices)} validation records") as phase:
+            size = max(1, self.plan.micro_batch_size)
+            for start in range(0, len(indices), size):
+                if self.stop.signal_number is not None:
+                    return
+                chunk = indices[start : start + size]
+                answers = self._answer(list(chunk), max_new_tokens=longest + 1)
+                right += sum(a == expected[i] for a, i in zip(answers, chunk, strict=True))
+                phase.advance(start + len(chunk), len(indices))
+        share = right / len(indices)
+        when = "before" if step == 0 else "after"
+        self.display.message(
+            f"exact match {when} training: {share:.1%} of {len(indices)} held-out records"
+        )
+        result = self.recorder.report.exact_match or ExactMatch(samples=len(indices))
+        self.recorder.note(exact_match=dataclasses.replace(result, **{when: share}))
+
+    def _show_example(self, step: int) -> None:
+        record = self.data.val.records[self.example]
+        (answer,) = self._answer([self.example], self.evaluation.max_new_tokens or 0)
+        self.display.message(f"sample: {record['instruction']}\nanswer: {answer}")
+        known = self.recorder.report.examples or [
+            Example(
+                instruction=record["instruction"],
+                input=record.get("input", ""),
+                expected=record["output"],
+            )
+        ]
+        when = "before" if step == 0 else "after"
+        self.recorder.note(examples=[dataclasses.replace(known[0], **{when: answer})])
+
+    def _answer(self, indices: list[int], max_new_tokens: int) -> list[str]:
+        tokenizer = self.base.tokenizer
+        prompts = [self._prompt(self.data.val.records[i]) for i in indices]
+        with self.trainer.precision_plugin.forward_context():
+            answers = answer_greedily(
+                self.module.model,
+                prompts,
+                eos_id=tokenizer.eos_id,
+                max_new_tokens=max_new_tokens,
+            )
+        return [tokenizer.decode(answer).strip() for answer in answers]
+
+    def _prompt(self, record: Record) -> Tensor:
+        text = self.data.prompt_style.apply(prompt=record["instruction"], **record)
+        return self.base.tokenizer.encode(text)
+
+    def _log(self, values: dict[str, float], step: int) -> None:
+        for logger in self.trainer.loggers:
+            logger.log_metrics(values, step=step)
+
+
+def _example_index(choice: str | int, data: DataSets, seed: int) -> int:
+    if choice == "random":
+        return random.Random(seed).randrange(max(1, len(data.val)))
+    index = 0 if choice == "first" else int(choice)
+    if index and index >= len(data.val):
+        raise UserError(
+            f"eval.evaluate_example is {index}, but there are {len(data.val)} validation records "
+            "(counted from 0). Try --eval.evaluate_example first."
+        )
+    return index
+
+
+def _loggers(plan: Plan) -> list[Logger]:
+    """The loggers beside metrics.csv."""
+    recipe = plan.recipe
+    if recipe.logger_name == "tensorboard":
+        return [TensorBoardLogger(recipe.out_dir, name="tensorboard", version="")]
+    if recipe.logger_name == "wandb":
+        return [
+            WandbLogger(
+                save_dir=recipe.out_dir,
+                project=recipe.log.project,
+                name=recipe.log.run,
+                group=recipe.log.group,
+            )
+        ]
+    return []
+
+
+class NonFiniteLoss(Exception):
+    """Training cannot go on: the loss is not a number any more."""
+
+
+def main(argv: list[str]) -> int:
+    """Run one rank: `python -m ftkit.train JOB.json`, in the directory of the job's files."""
+    stop = StopRequest()
+    stop.install()
+    job_path = Path(argv[1])
+    state = job_path.parent
+    job = Job.read(job_path)
+    plan = job.plan
+    device = make_device(plan, local_rank=0)
+    _quiet_libraries(job.recipe.out_dir / LOG)
+    error: RankError | None = None
+    with Display(job.recipe.out_dir) as display:
+        try:
+            with Recorder(job, plan, device, state) as recorder:
+                run(job, stop, display, recorder)
+        except BaseException as exception:
+            error = _explain(exception, job.recipe.out_dir / LOG)
+            error.write(state / "error.json")
+    return 0 if error is None else 1
+
+
+def _explain(exception: BaseException, log: Path) -> RankError:
+    """What ended the run, for the supervisor; the traceback goes to the log."""
+    now = time.time()
+    if isinstance(exception, UserError):
+        return RankError(kind="user", message=str(exception), happened_at_s=now)
+    if isinstance(exception, Interrupted):
+        return RankError(kind="interrupted", message=str(exception), happened_at_s=now)
+    with log.open("a", encoding="utf-8") as file:
+        file.write("".join(traceback.format_exception(exception)))
+    if isinstance(exception, torch.OutOfMemoryError | MemoryError):
+        return RankError(kind="out_of_memory", message=str(exception), happened_at_s=now)
+    message = str(exception)
+    if not isinstance(exception, NonFiniteLoss):
+        message = f"{type(exception).__name__}: {message}"
+    return RankError(kind="failed", message=message, happened_at_s=now)
+
+
+def _quiet_libraries(log: Path) -> None:
+    """Warnings and log lines of libraries go to the run's log, not between our lines."""
+    logging.captureWarnings(True)
+    handler = logging.FileHandler(log, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    root.handlers = [handler]
+    for name in list(logging.root.manager.loggerDict):
+        library = logging.getLogger(name)
+        if library.handlers:
+            library.handlers, library.propagate = [], True
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))
