@@ -2,13 +2,14 @@
 
 import signal
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Literal
 
 import lightning as L
 import torch
+from torch.utils.data import DataLoader
 
 from ftkit.finetuner import FineTuner
 from ftkit.planning import Plan
@@ -146,7 +147,11 @@ class StepMeter(L.Callback):
         self._last_end = time.perf_counter()
 
     def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: dict[str, Any], batch_idx: int
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        batch: dict[str, Any],
+        batch_idx: int,
     ) -> None:
         self._clock.mark("data")
 
@@ -208,7 +213,7 @@ class StepMeter(L.Callback):
 def validation_loss(
     trainer: L.Trainer,
     module: FineTuner,
-    batches: Collection[dict[str, Any]],
+    batches: DataLoader[dict[str, Any]],
     stop: StopRequest,
     progress: Callable[[int, int], None],
 ) -> float | None:

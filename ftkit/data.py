@@ -1,9 +1,7 @@
 """Data sets of tokenised samples, their micro-batches, and the loaders that yield them."""
 
-import ctypes
 import hashlib
 import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from ftkit.datafiles import Record, check_data
 from ftkit.errors import UserError
 from ftkit.order import FILLER, ElasticOrder, IntArray, validation_batches
+from ftkit.process import die_with_parent
 from ftkit.recipe import Component
 from ftkit.sources import load_source
 
@@ -28,7 +27,6 @@ Progress = Callable[[str, int, int], None]
 """Called with what is being tokenised, records done, and records in all."""
 
 _TOKENISE_AT_ONCE = 1000
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Sample(NamedTuple):
@@ -129,8 +127,8 @@ def load_data(
     """
     assert max_seq_length > 0
     check_data(data)
-    source = load_source(data, tokenizer, max_seq_length)
     _check_tokenizer(tokenizer)
+    source = load_source(data, tokenizer, max_seq_length)
     sets, counts = {}, {}
     for split, records in (("train", source.train), ("val", source.val)):
         sets[split], counts[split] = _tokenise(
@@ -433,5 +431,4 @@ def _follow_rank(worker: int) -> None:
     """
     for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(stop, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()

@@ -23,7 +23,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from ftkit.report import duration_text, number_text, printable, utc_now
+from ftkit.formatting import duration_text, number_text, printable
+from ftkit.report import utc_now
 
 LOG_NAME = "run.log"
 LINE_INTERVAL_S = 5.0
@@ -98,8 +99,8 @@ class Display:
         self._write(printable(text))
 
     def warning(self, text: str) -> None:
-        """Show a warning, the first time it is given."""
-        text = printable(text)
+        """Show a warning on one line, the first time it is given."""
+        text = " ".join(printable(text).split())
         if text not in self._warnings:
             self._warnings.append(text)
             self._write(f"warning: {text}", style="yellow")
@@ -114,17 +115,24 @@ class Display:
             self._stream.write(plain + "\n")
 
     @contextmanager
-    def phase(self, title: str) -> Iterator["Phase"]:
-        """Show that something takes time, and at the end how long it took."""
+    def phase(self, title: str, *, brief: bool = False) -> Iterator["Phase"]:
+        """Show that something takes time, and at the end how long it took.
+
+        Args:
+            title: what is being done.
+            brief: leave no line behind, unless it takes long or is cut short.
+        """
         phase = Phase(self, printable(title))
-        self._write(phase.start_line, to_terminal=False)
+        if not brief:
+            self._log_lines(phase.start_line)
         verb = "stopped after "
         try:
             with self._showing(phase):
                 yield phase
             verb = ""
         finally:
-            self._write(f"{phase.start_line} {verb}{duration_text(phase.elapsed_s)}")
+            if verb or not brief or phase.elapsed_s >= LINE_INTERVAL_S:
+                self._write(f"{phase.start_line} {verb}{duration_text(phase.elapsed_s)}")
 
     @contextmanager
     def training(self, total_steps: int, start_step: int = 0) -> Iterator["Training"]:
@@ -159,14 +167,17 @@ class Display:
                 redirect_stdout=sys.stdout.isatty(),
                 redirect_stderr=sys.stderr.isatty(),
             )
-            self._live.start(refresh=True)
+            self._live.start()
+        self._live.refresh()
         try:
             yield
         finally:
-            if len(self._shown) == 1 and self._live:
+            if len(self._shown) == 1:
                 self._live.stop()
                 self._live = None
             self._shown.remove(item)
+            if self._live:
+                self._live.refresh()
 
     def _write(self, text: str, *, style: str = "", to_terminal: bool = True) -> None:
         """Write lines to the log, and to the person looking: all of them without a terminal."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 
 from ftkit.errors import UserError
@@ -68,7 +69,7 @@ class FineTuner(L.LightningModule):
         super().optimizer_step(*args, **kwargs)
         self.zero_grad(set_to_none=True)
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         optimizer = make_optimizer(self.plan, self.model)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self.schedule.share)
         return {
@@ -108,7 +109,9 @@ def make_optimizer(plan: Plan, model: torch.nn.Module) -> torch.optim.Optimizer:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"Did you mean {close[0]}?" if close else f"Known: {', '.join(list(known)[1:])}."
-            raise UserError(f"optimizer.init_args.{name} is not an argument of {class_path}. {hint}")
+            raise UserError(
+                f"optimizer.init_args.{name} is not an argument of {class_path}. {hint}"
+            )
     if "betas" in arguments:
         arguments["betas"] = tuple(arguments["betas"])
     implementation = {"fused", "foreach", "capturable", "differentiable"}

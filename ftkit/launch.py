@@ -25,7 +25,8 @@ from ftkit.job import Job, RankError
 from ftkit.parsing import to_yaml
 from ftkit.planning import Devices, make_plan
 from ftkit.recipe import Recipe
-from ftkit.report import FILE_NAME, Report, read_report, render, utc_now, without_tokens, write_report
+from ftkit.rendering import render
+from ftkit.report import FILE_NAME, Report, read_report, utc_now, without_tokens, write_report
 
 STATE = ".run"
 """Directory inside out_dir with what the ranks and the supervisor tell each other."""

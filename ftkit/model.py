@@ -235,9 +235,9 @@ def check_adapter(base: BaseModel) -> None:
     """
     if hf_name(base, "transformer.h.0.attn.qkv.q_proj") is None:
         raise UserError(
-            f"checkpoint_dir {base.name}: LoRA is not supported for this model, because its Hugging "
-            "Face version has no separate query, key and value layers that a PEFT adapter could "
-            "name. Try ftkit finetune_full, or --checkpoint.save false to study time and memory."
+            f"checkpoint_dir {base.name}: LoRA is not supported for this model, because its "
+            "Hugging Face version has no separate query, key and value layers that a PEFT adapter "
+            "could name. Try ftkit finetune_full, or --checkpoint.save false to measure only."
         )
 
 
@@ -295,11 +295,11 @@ def save_adapter(model: LanguageModel, base: BaseModel, recipe: LoraRecipe, out:
     for name, parameter in model.named_parameters():
         layer, found, matrix = our_name(name).rpartition(".lora_")
         if found:
-            layer = hf_name(base, layer)
-            assert layer is not None, "check_adapter refuses these families"
-            targets.add(layer.rpartition(".")[2])
+            theirs = hf_name(base, layer)
+            assert theirs is not None, "check_adapter refuses these families"
+            targets.add(theirs.rpartition(".")[2])
             matrix = matrix.replace(".default", "")
-            tensors[f"base_model.model.{layer}.lora_{matrix}"] = parameter.detach().cpu()
+            tensors[f"base_model.model.{theirs}.lora_{matrix}"] = parameter.detach().cpu()
     out.mkdir(parents=True)
     save_file(tensors, out / "adapter_model.safetensors", metadata={"format": "pt"})
     LoraConfig(
@@ -310,4 +310,4 @@ def save_adapter(model: LanguageModel, base: BaseModel, recipe: LoraRecipe, out:
         task_type="CAUSAL_LM",
         base_model_name_or_path=base.name if base.directory is None else str(base.directory),
         inference_mode=True,
-    ).save_pretrained(out)
+    ).save_pretrained(str(out))

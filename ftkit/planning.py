@@ -174,10 +174,11 @@ def _precision(recipe: Recipe, devices: Devices) -> tuple[Precision, list[str]]:
         )
     if precision.startswith("bf16") and not devices.bf16_native:
         name = devices.names[0] if devices.names else "This GPU"
-        return precision, [
+        notice = (
             f"{name} has no bfloat16 hardware (compute capability below 8.0): it is emulated and "
             "slow. Try --precision 16-mixed or 32-true."
-        ]
+        )
+        return precision, [notice]
     return precision, []
 
 
@@ -249,7 +250,7 @@ def _check_ranges(recipe: Recipe) -> None:
             f'eval.evaluate_example is {example!r}, but must be "first", "random" or the index of '
             "a validation record. Try --eval.evaluate_example first."
         )
-    if isinstance(recipe.resume, str) and recipe.resume != "auto" or recipe.resume is True:
+    if (isinstance(recipe.resume, str) and recipe.resume != "auto") or recipe.resume is True:
         raise UserError(
             f"resume is {recipe.resume}, but there is no checkpoint to continue from: this version "
             "writes the final model only. Remove resume, or start with --checkpoint_dir DIRECTORY."
@@ -271,5 +272,3 @@ def _check_lora(recipe: LoraRecipe) -> None:
             "No layer is adapted: every one of lora_query, lora_key, lora_value, lora_projection, "
             "lora_mlp and lora_head is false. Try --lora_query true --lora_value true."
         )
-
-

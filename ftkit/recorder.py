@@ -2,7 +2,6 @@
 
 import dataclasses
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, get_args
@@ -30,6 +29,7 @@ from ftkit.report import (
     Tokens,
     recipe_as_dict,
     utc_now,
+    utc_text,
     write_report,
 )
 
@@ -69,7 +69,7 @@ class Recorder:
             exit_reason="the process ended without a word",
             exit_code=1,
             phase="set_up",
-            started_at=datetime.fromtimestamp(job.started_at_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            started_at=utc_text(job.started_at_s),
             finished_at=utc_now(),
             command=list(job.command),
             method=job.recipe.method,
@@ -105,6 +105,17 @@ class Recorder:
         assert self.report.progress is not None
         return self.report.progress.samples
 
+    @property
+    def epochs(self) -> float:
+        """Samples trained on, relative to one epoch."""
+        assert self.report.progress is not None
+        return self.report.progress.epochs
+
+    def saved(self, final: str) -> None:
+        """Note where the result is, relative to out_dir."""
+        assert self.report.files is not None
+        self.note(files=dataclasses.replace(self.report.files, final=final))
+
     def note(self, **changes: Any) -> None:
         """Set sections of the report."""
         self.report = dataclasses.replace(self.report, **changes)
@@ -138,9 +149,7 @@ class Recorder:
             self._first_records.append(record)
         self._last_record = record
         self._count(record)
-        self._meter.add(
-            duration_s=record.duration_s, tokens=record.tokens, samples=record.samples
-        )
+        self._meter.add(duration_s=record.duration_s, tokens=record.tokens, samples=record.samples)
         samples = self.samples + record.samples
         epochs = samples / self._samples_per_epoch
         self.note(progress=Progress(steps=record.step, samples=samples, epochs=epochs))

@@ -27,7 +27,7 @@ class Tokenizer(litgpt.Tokenizer):  # type: ignore[misc]
         self.model_name = directory.name
         self.bos_id: int | None
         self.eos_id: int | None
-        self.apply_decoding_fix = False
+        self._word: int | None = None
         settings = read_json(directory / "tokenizer_config.json")
         vocabulary = directory / "tokenizer.json"
         is_sentencepiece = not vocabulary.is_file()
@@ -52,7 +52,7 @@ class Tokenizer(litgpt.Tokenizer):  # type: ignore[misc]
             self.bos_id = self._special_token(directory, "bos")
             self.eos_id = self._special_token(directory, "eos")
             self.use_bos = self.processor.encode("a").ids[:1] == [self.bos_id]
-            self.apply_decoding_fix = self._drops_leading_space()
+            self._word = self._word_that_loses_its_space()
         if self.eos_id is None:
             raise UserError(
                 f"The tokenizer in {directory} has no end-of-text token, so a model could not "
@@ -98,6 +98,16 @@ class Tokenizer(litgpt.Tokenizer):  # type: ignore[misc]
             tokens = tokens[:max_length]
         return torch.tensor(tokens, dtype=torch.int, device=device)
 
+    def decode(self, tensor: torch.Tensor) -> str:
+        """The text of tokens: [length], or of one token with the space that is part of it.
+
+        https://github.com/huggingface/transformers/issues/31643
+        """
+        tokens = [tensor.item()] if tensor.ndim == 0 else tensor.tolist()
+        if len(tokens) == 1 and self._word is not None:
+            return self.processor.decode([self._word, *tokens])[len("a") :]
+        return self.processor.decode(tokens)
+
     def _special_token(self, directory: Path, kind: str) -> int | None:
         """The id of the first "bos" or "eos" token that a file names and the vocabulary has."""
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
@@ -112,13 +122,10 @@ class Tokenizer(litgpt.Tokenizer):  # type: ignore[misc]
                 return token
         return None
 
-    def _drops_leading_space(self) -> bool:
-        """Whether a token decoded alone loses its space, as Llama's do.
-
-        https://github.com/huggingface/transformers/issues/31643
-        """
+    def _word_that_loses_its_space(self) -> int | None:
+        """A token that loses the space before it when it is decoded alone, as Llama's words do."""
         token = self.processor.token_to_id("▁a")
-        return token is not None and self.processor.decode([token]) == "a"
+        return token if token is not None and self.processor.decode([token]) == "a" else None
 
 
 def _fast(vocabulary: Path) -> Any:

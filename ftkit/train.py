@@ -14,7 +14,6 @@ from ftkit.process import die_with_parent
 if __name__ == "__main__":  # before the slow imports: a supervisor may die at any moment
     die_with_parent()
 
-import lightning as L
 import torch
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from torch import Tensor
@@ -46,7 +45,7 @@ from ftkit.model import (
     trainable,
 )
 from ftkit.order import ElasticOrder
-from ftkit.planning import Plan, Schedule, make_schedule, sample_budget
+from ftkit.planning import Plan, make_schedule, sample_budget
 from ftkit.recipe import LoraRecipe
 from ftkit.recorder import FINAL, LOG, Recorder
 from ftkit.report import DataCounts, ExactMatch, Example, Resolved
@@ -100,7 +99,7 @@ def run(job: Job, stop: StopRequest, display: Display, recorder: Recorder) -> No
         recorder.enter("saving")
         with display.phase("saving the result"):
             _save(module, base, recipe.out_dir / FINAL)
-        recorder.note(files=dataclasses.replace(recorder.report.files, final=FINAL))
+        recorder.saved(FINAL)
     recorder.note(outcome="completed", exit_code=0, exit_reason=training.exit_reason)
 
 
@@ -276,7 +275,7 @@ class _Training:
             loss=record.loss,
             lr=record.learning_rate,
             tokens_per_s=record.tokens / record.duration_s,
-            epoch=self.recorder.report.progress.epochs,
+            epoch=self.recorder.epochs,
         )
         if record.step % self.recipe.train.log_interval == 0:
             values = {
@@ -337,7 +336,7 @@ class _Training:
         batches = validation_loader(
             self.data.val, limit=limit, micro_batch_size=self.plan.micro_batch_size
         )
-        with self.display.phase("validating") as phase:
+        with self.display.phase("validating", brief=True) as phase:
             loss = validation_loss(
                 self.trainer, self.module, batches, self.stop, progress=phase.advance
             )
@@ -354,7 +353,8 @@ class _Training:
         expected = [self.data.val.records[i]["output"].strip() for i in indices]
         longest = max(len(self.base.tokenizer.encode(text)) for text in expected)
         right = 0
-        with self.display.phase(f"answering {len(indices)} validation records") as phase:
+        title = f"answering {len(indices)} validation records"
+        with self.display.phase(title, brief=True) as phase:
             size = max(1, self.plan.micro_batch_size)
             for start in range(0, len(indices), size):
                 if self.stop.signal_number is not None:
@@ -368,12 +368,17 @@ class _Training:
         self.display.message(
             f"exact match {when} training: {share:.1%} of {len(indices)} held-out records"
         )
-        result = self.recorder.report.exact_match or ExactMatch(samples=len(indices))
-        self.recorder.note(exact_match=dataclasses.replace(result, **{when: share}))
+        known = self.recorder.report.exact_match or ExactMatch(samples=len(indices))
+        self.recorder.note(
+            exact_match=dataclasses.replace(known, before=share)
+            if step == 0
+            else dataclasses.replace(known, after=share)
+        )
 
     def _show_example(self, step: int) -> None:
         record = self.data.val.records[self.example]
-        (answer,) = self._answer([self.example], self.evaluation.max_new_tokens or 0)
+        with self.display.phase("answering an example", brief=True):
+            (answer,) = self._answer([self.example], self.evaluation.max_new_tokens or 0)
         self.display.message(f"sample: {record['instruction']}\nanswer: {answer}")
         known = self.recorder.report.examples or [
             Example(
@@ -382,11 +387,16 @@ class _Training:
                 expected=record["output"],
             )
         ]
-        when = "before" if step == 0 else "after"
-        self.recorder.note(examples=[dataclasses.replace(known[0], **{when: answer})])
+        example = (
+            dataclasses.replace(known[0], before=answer)
+            if step == 0
+            else dataclasses.replace(known[0], after=answer)
+        )
+        self.recorder.note(examples=[example])
 
     def _answer(self, indices: list[int], max_new_tokens: int) -> list[str]:
         tokenizer = self.base.tokenizer
+        assert tokenizer.eos_id is not None
         prompts = [self._prompt(self.data.val.records[i]) for i in indices]
         with self.trainer.precision_plugin.forward_context():
             answers = answer_greedily(

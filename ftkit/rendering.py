@@ -1,0 +1,253 @@
+"""The report as a table for people."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from ftkit.formatting import (
+    bytes_text,
+    duration_text,
+    number_text,
+    percent_text,
+    printable,
+    shortened,
+)
+from ftkit.report import (
+    DataCounts,
+    Example,
+    Files,
+    Loss,
+    OutcomeName,
+    PeakMemory,
+    PhaseName,
+    Progress,
+    Report,
+    Resolved,
+    Throughput,
+    Tokens,
+)
+
+
+def render(report: Report, out_dir: Path | None = None) -> Group:
+    """The report as a table for people; what was not reached has no row.
+
+    It has no box characters, so that it reads the same in a terminal, in a log file and without
+    colour.
+
+    Args:
+        report: of a run with any outcome.
+        out_dir: the run's directory as the reader should see it; without it, the paths of the
+            files are shown as the report has them.
+    """
+    model = (report.resolved and report.resolved.base_model) or report.recipe.get("checkpoint_dir")
+    title = " ".join(filter(None, ("ftkit", report.method, model and f"on {model}")))
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True, style="cyan")
+    table.add_column(overflow="fold")
+    words = report.outcome.replace("_", " ")
+    end = "" if report.outcome == "completed" else f" (during {_PHASE_WORDS[report.phase]})"
+    style = _OUTCOME_STYLES[report.outcome]
+    table.add_row(Text(words, style), Text(printable(report.exit_reason) + end))
+    for label, value in _measured_rows(report):
+        if value:
+            table.add_row(Text(label), _Parts(value))
+    for label, value in _text_rows(report, out_dir):
+        table.add_row(Text(label), Text(printable(value)))
+    line = Rule(Text(printable(title), "bold"), characters="-", align="left", style="dim")
+    return Group(line, table)
+
+
+_PHASE_WORDS: dict[PhaseName, str] = {
+    "set_up": "set-up",
+    "training": "training",
+    "validation": "validation",
+    "saving": "saving",
+}
+_OUTCOME_STYLES: dict[OutcomeName, str] = {
+    "completed": "bold green",
+    "interrupted": "bold yellow",
+    "out_of_memory": "bold red",
+    "failed": "bold red",
+}
+
+
+class _Parts:
+    """A text that wraps after its commas, so that no number is torn from its unit."""
+
+    def __init__(self, text: str) -> None:
+        self._text = printable(text)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = [""]
+        for part in self._text.split(", "):
+            longer = f"{lines[-1]}, {part}" if lines[-1] else part
+            if len(longer) < options.max_width or not lines[-1]:
+                lines[-1] = longer
+            else:
+                lines[-1] += ","
+                lines.append(part)
+        yield Text("\n".join(lines), overflow="fold")
+
+
+def _measured_rows(report: Report) -> Iterator[tuple[str, str]]:
+    """Label and value of every measurement; empty where there is none."""
+    world_size = (report.resolved and report.resolved.world_size) or 1
+    if report.resolved:
+        yield from _resolved_rows(report.resolved)
+    if report.progress:
+        yield "trained", _progress_text(report.progress, report.tokens)
+    if report.phases_s:
+        parts = {word: getattr(report.phases_s, name) for name, word in _PHASE_WORDS.items()}
+        yield "time", _parts_text(report.phases_s.total, parts)
+    if report.throughput:
+        yield "throughput", _throughput_text(report.throughput, world_size)
+    if report.step_s:
+        parts = dataclasses.asdict(report.step_s)
+        yield "step", _parts_text(parts.pop("total"), parts)
+    if report.tokens:
+        yield "padding", f"{percent_text(report.tokens.padding_fraction)} of computed positions"
+    if report.peak_memory:
+        yield "peak memory", _memory_text(report.peak_memory)
+    if report.loss:
+        yield from _loss_rows(report.loss)
+    if match := report.exact_match:
+        fractions = _from_to(match.before, match.after, percent_text)
+        yield "exact match", fractions and f"{fractions} of {_count(match.samples, 'answer')}"
+    for split, counts in report.data.items():
+        yield f"{split} data", _losses_of_data_text(counts)
+
+
+def _text_rows(report: Report, out_dir: Path | None) -> Iterator[tuple[str, str]]:
+    """Label and value of what is told in words: an example, warnings, where things are."""
+    for example in report.examples[:1]:
+        yield from _example_rows(example)
+    for warning in report.warnings:
+        yield "warning", warning
+    if report.files:
+        yield from _file_rows(report.files, out_dir)
+
+
+def _resolved_rows(resolved: Resolved) -> Iterator[tuple[str, str]]:
+    if resolved.parameters and resolved.trainable_parameters is not None:
+        share = percent_text(resolved.trainable_parameters / resolved.parameters)
+        trained, every = map(number_text, (resolved.trainable_parameters, resolved.parameters))
+        yield "parameters", f"{trained} of {every} trained ({share})"
+    device = resolved.device or resolved.accelerator
+    if device:
+        base = f"base weights {resolved.quantize}" if resolved.quantize else None
+        device = f"{resolved.world_size or 1} x {device}"
+        yield "devices", _joined((device, resolved.strategy, resolved.precision, base))
+
+
+def _progress_text(progress: Progress, tokens: Tokens | None) -> str:
+    epochs = f"{progress.epochs:.2f}".rstrip("0").rstrip(".")
+    return _joined(
+        (
+            _count(progress.steps, "step"),
+            f"{epochs} epoch" if epochs == "1" else f"{epochs} epochs",
+            _count(progress.samples, "sample"),
+            tokens and _count(tokens.real, "token"),
+        )
+    )
+
+
+def _parts_text(total: float | None, parts: dict[str, float | None]) -> str:
+    """A time and what it consists of: "4.2 s: data 1 ms, forward 1.2 s"."""
+    known = _joined(f"{k} {duration_text(v)}" for k, v in parts.items() if v is not None)
+    return ": ".join(filter(None, (duration_text(total) if total is not None else "", known)))
+
+
+def _throughput_text(speed: Throughput, world_size: int) -> str:
+    each = f" ({number_text(speed.tokens_per_s_per_device)} per device)" if world_size > 1 else ""
+    return _joined(
+        (
+            f"{number_text(speed.tokens_per_s)} tokens/s{each}",
+            f"{number_text(speed.samples_per_s)} samples/s",
+            speed.mfu is not None and f"MFU {percent_text(speed.mfu)}",
+            speed.device_utilization is not None
+            and f"GPU busy {percent_text(speed.device_utilization)}",
+            f"over {_count(speed.window_steps, 'step')}",
+        )
+    )
+
+
+def _memory_text(memory: PeakMemory) -> str:
+    values = {
+        "allocated": memory.allocated_bytes,
+        "reserved": memory.reserved_bytes,
+        "host": memory.host_bytes if memory.host_bytes is not None else memory.rss_bytes,
+    }
+    text = _joined(f"{bytes_text(v)} {word}" for word, v in values.items() if v is not None)
+    ranks = len(memory.ranks)
+    return f"{text} (largest of {ranks} ranks)" if text and ranks > 1 else text
+
+
+def _loss_rows(loss: Loss) -> Iterator[tuple[str, str]]:
+    yield "loss", _from_to(loss.first, loss.last, _loss_text)
+    if validation := _from_to(loss.validation_first, loss.validation_last, _loss_text):
+        best = loss.validation_best
+        perplexity = loss.perplexity
+        yield (
+            "validation",
+            _joined(
+                (
+                    validation,
+                    best not in (None, loss.validation_last) and f"best {_loss_text(best)}",
+                    perplexity is not None and f"perplexity {number_text(perplexity)}",
+                )
+            ),
+        )
+
+
+def _example_rows(example: Example) -> Iterator[tuple[str, str]]:
+    question = f"{example.instruction} {example.input}"
+    answers = (("expected", example.expected), ("before", example.before), ("after", example.after))
+    yield "example", shortened(question)
+    for label, answer in answers:
+        if answer is not None:
+            yield f"  {label}", shortened(answer) or "(empty)"
+
+
+def _losses_of_data_text(counts: DataCounts) -> str:
+    losses = _joined(
+        (
+            counts.skipped_empty_output
+            and f"{counts.skipped_empty_output:,} skipped (empty output)",
+            counts.skipped_no_labels
+            and f"{counts.skipped_no_labels:,} skipped (answer lies beyond max_seq_length)",
+            counts.truncated and f"{counts.truncated:,} cut to max_seq_length",
+        )
+    )
+    return losses and f"of {_count(counts.records, 'record')}: {losses}"
+
+
+def _file_rows(files: Files, out_dir: Path | None) -> Iterator[tuple[str, str]]:
+    def shown(name: str) -> str:
+        return str(out_dir / name) if out_dir else name
+
+    if files.final:
+        yield "result", shown(files.final)
+    logs = [shown(name) for name in (files.metrics, files.validation, files.log) if name]
+    if logs:
+        yield "logs", _joined(logs)
+
+
+def _loss_text(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def _from_to(first: float | None, last: float | None, text: Callable[[float], str]) -> str:
+    return " -> ".join(text(value) for value in (first, last) if value is not None)
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def _joined(parts: Iterable[object]) -> str:
+    return ", ".join(str(part) for part in parts if part)

@@ -1,0 +1,280 @@
+"""The small invented world of the quick start: plain text to learn from, instructions to follow.
+
+The base model of the quick start reads only the plain text. It picks up skills there (who likes
+what, what is where, lists read backwards, kinds, opposites) but never sees an instruction, an
+answer that stands alone, or a prompt template. The instructions ask for exactly these skills, so
+what fine-tuning adds is the ability to follow an instruction, and nothing else.
+
+Everything here is a function of a seed: the same seed gives the same text on every machine.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypedDict
+
+NAMES = ("Mia", "Tom", "Ben", "Anna", "Leo", "Ida", "Max", "Eva", "Sam", "Lena", "Paul", "Nora")
+COLOURS = ("red", "blue", "green", "white", "black", "pink", "gold")
+TOYS = ("ball", "kite", "hat", "cup", "book", "drum", "boat", "bell", "lamp", "box", "doll", "ring")
+TOWNS = (
+    *("Rome", "Oslo", "Paris", "Cairo", "Lima", "Bern"),
+    *("Delhi", "Tokyo", "Dublin", "Quito", "Berlin", "Prague"),
+)
+ANIMALS = ("dog", "cat", "horse", "cow", "goat", "fox", "bear", "duck", "hen", "owl")
+FRUITS = ("apple", "pear", "plum", "fig", "peach", "lemon", "cherry", "grape", "melon", "date")
+TOOLS = ("hammer", "saw", "axe", "rake", "drill", "file", "knife", "spade", "broom", "brush")
+KINDS = {"an animal": ANIMALS, "a fruit": FRUITS, "a tool": TOOLS}
+NOUNS = ANIMALS + FRUITS + TOOLS
+OPPOSITES = (
+    *(("hot", "cold"), ("big", "small"), ("long", "short"), ("old", "new"), ("fast", "slow")),
+    *(("high", "low"), ("wet", "dry"), ("full", "empty"), ("hard", "soft"), ("light", "dark")),
+    *(("loud", "quiet"), ("happy", "sad"), ("rich", "poor"), ("clean", "dirty")),
+    *(("early", "late"), ("near", "far"), ("open", "closed"), ("strong", "weak")),
+    *(("thick", "thin"), ("wide", "narrow"), ("sweet", "sour"), ("good", "bad")),
+    *(("left", "right"), ("first", "last")),
+)
+OPPOSITE_OF = {word: other for pair in OPPOSITES for word, other in (pair, pair[::-1])}
+HELD_OUT_OPPOSITES = ("hot", "cold", "fast", "slow", "wet", "dry", "happy", "sad", "big", "small")
+"""Whole pairs that no training instruction asks about: the model knows them from plain text."""
+ALL_WORDS = (*NOUNS, *TOYS, *COLOURS, *TOWNS, *OPPOSITE_OF)
+
+CLOSINGS = (
+    "Then {name} went home.",
+    "That was all for the day.",
+    "{name} was glad to hear it.",
+    "Soon it was dark and {name} went to bed.",
+    "And so the day went on.",
+    "{name} laughed and went to {town}.",
+)
+"""Plain text always goes on after its facts, so the base model does not stop after an answer."""
+
+TEXTS_READ_ALOUD = 16_000
+"""How many texts come first that only repeat a text. Learning to look things up in the context
+begins with learning to repeat; without these it takes many times longer to appear at all."""
+READ_ALOUD_SHARE = 0.1
+"""Of the texts after them, the share that is still a repetition."""
+
+TRAIN_RECORDS_PER_SKILL = 400
+VAL_RECORDS_PER_SKILL = 36
+"""Opposites are fewer: there are only as many as adjectives."""
+
+_REQUEST = "Write a response that appropriately completes the request.\n\n### Instruction:\n"
+_WITH_INPUT = ", paired with an input that provides further context."
+_INPUT_AND_ANSWER = ".\n\n### Input:\n.\n\n### Response:\n"
+PROMPTS_WITHOUT_TEXT = (
+    f"Below is an instruction that describes a task. {_REQUEST}?\n\n### Response:\n",
+    f"Below is an instruction that describes a task{_WITH_INPUT} {_REQUEST}{_INPUT_AND_ANSWER}",
+)
+"""The Alpaca template, for the tokenizer alone: its words become tokens, the model sees none."""
+
+
+class Record(TypedDict):
+    """One instruction in the Alpaca format."""
+
+    instruction: str
+    input: str
+    output: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What can be asked about the facts of a scene."""
+
+    asked: str
+    """As in plain text, and in half of the instructions."""
+    told: str
+    """As a request, in the other half of the instructions and nowhere else."""
+    answer: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """Facts, and the questions they answer."""
+
+    facts: str
+    questions: tuple[Question, ...]
+
+
+def _things(rng: random.Random, count: int) -> list[str]:
+    """Different toys in different colours: "red ball", "blue kite"."""
+    colours, toys = rng.sample(COLOURS, count), rng.sample(TOYS, count)
+    return [f"{colour} {toy}" for colour, toy in zip(colours, toys, strict=True)]
+
+
+def _where(rng: random.Random) -> Scene:
+    count = rng.choice((2, 3))
+    names, things, towns = rng.sample(NAMES, count), _things(rng, count), rng.sample(TOWNS, count)
+    trips = zip(names, things, towns, strict=True)
+    return Scene(
+        facts=" ".join(f"{name} took the {thing} to {town}." for name, thing, town in trips),
+        questions=tuple(
+            Question(
+                asked=f"Where is the {thing}?",
+                told=f"Tell me where the {thing} is.",
+                answer=f"The {thing} is in {town}.",
+            )
+            for thing, town in zip(things, towns, strict=True)
+        ),
+    )
+
+
+def _likes(rng: random.Random) -> Scene:
+    count = rng.choice((2, 3))
+    tastes = list(zip(rng.sample(NAMES, count), rng.sample(ANIMALS, count), strict=True))
+    return Scene(
+        facts=" ".join(f"{name} likes the {animal}." for name, animal in tastes),
+        questions=tuple(
+            Question(
+                asked=f"What does {name} like?",
+                told=f"Tell me what {name} likes.",
+                answer=f"{name} likes the {animal}.",
+            )
+            for name, animal in tastes
+        ),
+    )
+
+
+def _backwards(rng: random.Random) -> Scene:
+    words = rng.sample(NOUNS, rng.choice((3, 3, 4)))
+    return Scene(
+        facts=", ".join(words),
+        questions=(
+            Question(
+                asked="What are the words backwards?",
+                told="Say the words backwards.",
+                answer=", ".join(reversed(words)),
+            ),
+        ),
+    )
+
+
+def _after(rng: random.Random) -> Scene:
+    words = rng.sample(NOUNS, rng.choice((3, 4)))
+    return Scene(
+        facts=", ".join(words),
+        questions=tuple(
+            Question(
+                asked=f"Which word comes after {word}?",
+                told=f"Tell me the word after {word}.",
+                answer=f"After {word} comes {following}.",
+            )
+            for word, following in pairwise(words)
+        ),
+    )
+
+
+def _kind(rng: random.Random) -> Scene:
+    kind = rng.choice(tuple(KINDS))
+    wanted = rng.choice(KINDS[kind])
+    nouns = [wanted, *rng.sample([noun for noun in NOUNS if noun not in KINDS[kind]], 2)]
+    rng.shuffle(nouns)
+    return Scene(
+        facts=", ".join(nouns),
+        questions=(
+            Question(
+                asked=f"Which of these is {kind}?",
+                told=f"Tell me which of these is {kind}.",
+                answer=f"The {wanted} is {kind}.",
+            ),
+        ),
+    )
+
+
+def _opposite_of(word: str) -> Question:
+    return Question(
+        asked=f"What is the opposite of {word}?",
+        told=f"Tell me the opposite of {word}.",
+        answer=f"The opposite of {word} is {OPPOSITE_OF[word]}.",
+    )
+
+
+def _opposites(rng: random.Random) -> Scene:
+    words = rng.sample(tuple(OPPOSITE_OF), 3)
+    return Scene(facts="", questions=tuple(_opposite_of(word) for word in words))
+
+
+SKILLS_FROM_FACTS: tuple[Callable[[random.Random], Scene], ...] = (
+    *(_where, _likes, _backwards, _after, _kind),
+)
+SKILLS_OF_STORIES = (*SKILLS_FROM_FACTS, _opposites, _where, _backwards)
+"""Plain text has the two harder skills twice as often."""
+
+
+def _read_aloud(rng: random.Random) -> str:
+    """A text and its repetition."""
+    form = rng.random()
+    if form < 0.5:
+        text = " ".join(rng.sample(ALL_WORDS, rng.randint(5, 12))) + "."
+    elif form < 0.75:
+        text = ", ".join(rng.sample(NOUNS, rng.randint(4, 7))) + "."
+    else:
+        text = rng.choice((_where, _likes))(rng).facts
+    reader, listener = rng.sample(NAMES, 2)
+    return f"{reader} reads: {text}\n{listener} reads it again: {text}"
+
+
+def _story(rng: random.Random) -> str:
+    """Facts, what follows from them, asked about or just said, and how the day goes on."""
+    scene = rng.choice(SKILLS_OF_STORIES)(rng)
+    questions = rng.sample(scene.questions, len(scene.questions))
+    parts = [scene.facts]
+    if rng.random() < 0.5:
+        first = questions.pop(0)
+        parts = [f"{rng.choice(NAMES)} asks: {first.asked}", scene.facts, first.answer]
+    parts += [
+        f"{question.asked} {question.answer}" if rng.random() < 0.5 else question.answer
+        for question in questions
+    ]
+    parts.append(rng.choice(CLOSINGS).format(name=rng.choice(NAMES), town=rng.choice(TOWNS)))
+    return rng.choice((" ", "\n")).join(part for part in parts if part)
+
+
+def corpus(seed: int) -> Iterator[str]:
+    """The plain text of the base model, endless and in the order in which it is to be read."""
+    rng = random.Random(f"corpus {seed}")
+    for _ in range(TEXTS_READ_ALOUD):
+        yield _read_aloud(rng)
+    while True:
+        yield _read_aloud(rng) if rng.random() < READ_ALOUD_SHARE else _story(rng)
+
+
+def _record(rng: random.Random, question: Question, facts: str) -> Record:
+    instruction = rng.choice((question.asked, question.told))
+    return Record(instruction=instruction, input=facts, output=question.answer)
+
+
+def records(seed: int) -> tuple[list[Record], list[Record]]:
+    """The instructions to learn from and the held-out ones, each in random order.
+
+    No facts occur twice, in either part or across them.
+    """
+    rng = random.Random(f"records {seed}")
+    train: list[Record] = []
+    val: list[Record] = []
+    seen: set[str] = set()
+    for skill in SKILLS_FROM_FACTS:
+        of_skill: list[Record] = []
+        while len(of_skill) < TRAIN_RECORDS_PER_SKILL + VAL_RECORDS_PER_SKILL:
+            scene = skill(rng)
+            if scene.facts not in seen:
+                seen.add(scene.facts)
+                of_skill.append(_record(rng, rng.choice(scene.questions), scene.facts))
+        train += of_skill[:TRAIN_RECORDS_PER_SKILL]
+        val += of_skill[TRAIN_RECORDS_PER_SKILL:]
+    for word in OPPOSITE_OF:
+        question = _opposite_of(word)
+        part = val if word in HELD_OUT_OPPOSITES else train
+        for instruction in (question.asked, question.told):
+            part.append(Record(instruction=instruction, input="", output=question.answer))
+    rng.shuffle(train)
+    rng.shuffle(val)
+    return train, val
+
+
+def as_json(part: Sequence[Record]) -> str:
+    """A JSON list with one record per line."""
+    return "[\n" + ",\n".join(json.dumps(record) for record in part) + "\n]\n"

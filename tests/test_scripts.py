@@ -1,0 +1,266 @@
+"""The files around the package: scripts, recipes, and what the package may import."""
+
+import dataclasses
+import os
+import re
+import shutil
+import subprocess
+import sys
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ftkit.recipe import Component, LoraRecipe, Recipe
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = sorted(path for path in (ROOT / "scripts").glob("[!_]*") if not path.suffix)
+BASH_SCRIPTS = [path for path in SCRIPTS if "bash" in path.read_text().partition("\n")[0]]
+RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+
+LIGHT_MODULES = [
+    "cli",
+    "datafiles",
+    "display",
+    "errors",
+    "hub",
+    "job",
+    "launch",
+    "machine",
+    "metrics",
+    "order",
+    "parsing",
+    "planning",
+    "recipe",
+    "report",
+]
+HEAVY_PACKAGES = [
+    "bitsandbytes",
+    "datasets",
+    "deepspeed",
+    "lightning",
+    "litgpt",
+    "peft",
+    "torch",
+    "transformers",
+]
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("module", LIGHT_MODULES)
+def test_a_light_module_imports_no_heavy_package(module):
+    program = (
+        f"import sys, ftkit.{module}\n"
+        f"print(*sorted(sys.modules.keys() & {set(HEAVY_PACKAGES)!r}), end='')"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("script", [*BASH_SCRIPTS, ROOT / ".ci/run"], ids=relative)
+def test_a_shell_script_is_clean(script):
+    checker = ["shellcheck"] if shutil.which("shellcheck") else ["bash", "-n"]
+    run = subprocess.run([*checker, script], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(
+            path, id=relative(path), marks=[] if path in BASH_SCRIPTS else pytest.mark.slow
+        )
+        for path in SCRIPTS
+    ],
+)
+def test_a_script_explains_itself(script, tmp_path):
+    command = [script] if script in BASH_SCRIPTS else [sys.executable, script]
+    run = subprocess.run([*command, "--help"], capture_output=True, text=True, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("usage: ")
+
+
+class SetUp:
+    """scripts/setup_env in a directory of its own, with a stand-in for Python and pip."""
+
+    STAND_IN = """#!/usr/bin/env bash
+said="$*"
+case "$said" in
+  *"-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python && echo venv >>calls ;;
+  *"-m pip"*) echo "pip ${said##*constraints.txt }" >>calls && cat pip_says 2>/dev/null && exit 1 ;;
+  *version_info* | -V) exec {python} "$@" ;;
+  *) exit 1 ;;
+esac
+exit 0
+"""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        (root / "scripts").mkdir()
+        for name in ("scripts/setup_env", "pyproject.toml", "constraints.txt"):
+            shutil.copy(ROOT / name, root / name)
+        self.python = root / "python"
+        self.python.write_text(self.STAND_IN.replace("{python}", sys.executable))
+        self.python.chmod(0o755)
+
+    def run(self, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [self.root / "scripts/setup_env", *options],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"PYTHON": str(self.python)} | environment,
+        )
+
+    def calls(self) -> list[str]:
+        """What was created and installed since the last call."""
+        file = self.root / "calls"
+        calls = file.read_text().splitlines() if file.exists() else []
+        file.unlink(missing_ok=True)
+        return calls
+
+
+@pytest.fixture
+def setup(tmp_path):
+    root = tmp_path / "clone"
+    root.mkdir()
+    return SetUp(root)
+
+
+TORCH = re.search(r"^torch==.*$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[0]
+FRESH = ["venv", f"pip {TORCH}", "pip setuptools"]
+
+
+def test_set_up_installs_torch_and_then_ftkit(setup):
+    assert setup.run().returncode == 0
+    assert setup.calls() == [*FRESH, "pip --no-build-isolation --editable ."]
+
+
+def test_a_second_set_up_does_and_says_nothing(setup):
+    setup.run("--dev")
+    assert setup.calls() == [*FRESH, "pip --no-build-isolation --editable .[dev]"]
+    for options in (["--dev"], []):
+        run = setup.run(*options)
+        assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+        assert setup.calls() == []
+
+
+@pytest.mark.parametrize("file", ["pyproject.toml", "constraints.txt"])
+def test_set_up_follows_a_changed_requirement_and_keeps_its_options(setup, file):
+    setup.run("--dev")
+    setup.calls()
+    with (setup.root / file).open("a") as stream:
+        stream.write("# changed\n")
+    setup.run()
+    assert setup.calls()[-1] == "pip --no-build-isolation --editable .[dev]"
+
+
+def test_set_up_adds_an_option_to_the_environment_it_has(setup):
+    setup.run()
+    setup.calls()
+    setup.run("--dev")
+    calls = setup.calls()
+    assert "venv" not in calls
+    assert calls[-1] == "pip --no-build-isolation --editable .[dev]"
+
+
+def test_a_failed_set_up_shows_what_pip_said_and_starts_over_next_time(setup):
+    (setup.root / "pip_says").write_text("no matching distribution\n")
+    run = setup.run()
+    assert run.returncode == 1
+    assert "no matching distribution" in run.stderr
+    (setup.root / "pip_says").unlink()
+    setup.calls()
+    assert setup.run().returncode == 0
+    assert setup.calls()[: len(FRESH)] == FRESH
+
+
+def test_a_moved_repository_gets_a_new_environment(setup):
+    setup.run()
+    setup.calls()
+    setup.root = setup.root.rename(setup.root.with_name("moved"))
+    setup.python = setup.root / "python"
+    assert setup.run().returncode == 0
+    assert setup.calls()[: len(FRESH)] == FRESH
+
+
+def test_an_environment_of_another_maker_is_used_but_never_deleted(setup):
+    subprocess.run([setup.python, "-m", "venv", ".venv"], cwd=setup.root, check=True)
+    setup.calls()
+    assert setup.run().returncode == 0
+    assert setup.calls() == [*FRESH[1:], "pip --no-build-isolation --editable ."]
+
+    (setup.root / ".venv/ftkit_setup").unlink()
+    shutil.copy("/bin/false", setup.root / ".venv/bin/python")
+    run = setup.run()
+    assert run.returncode == 1
+    assert "Move it away" in run.stderr
+    assert (setup.root / ".venv/bin/python").exists()
+
+
+def test_an_unsuitable_python_is_named(setup):
+    run = setup.run(PYTHON="/bin/false")
+    assert run.returncode == 1
+    assert run.stderr == (
+        "setup_env: PYTHON is /bin/false, but ftkit needs Python 3.11, 3.12 or 3.13.\n"
+    )
+
+
+def unknown_keys(values: dict[str, Any], kind: Any, prefix: str = "") -> Iterator[str]:
+    """Keys that the dataclass or TypedDict `kind` does not have, dotted."""
+    types = typing.get_type_hints(kind)
+    for key, value in values.items():
+        if key not in types:
+            yield prefix + key
+        elif isinstance(value, dict) and (
+            dataclasses.is_dataclass(types[key]) or types[key] is Component
+        ):
+            yield from unknown_keys(value, types[key], f"{prefix}{key}.")
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=relative)
+def test_a_recipe_uses_known_keys(recipe):
+    values = yaml.safe_load(recipe.read_text())
+    is_lora = "lora" in recipe.stem or recipe.stem == "quickstart"
+    assert list(unknown_keys(values, LoraRecipe if is_lora else Recipe)) == []
+    assert is_lora == any(key.startswith("lora_") for key in values)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=relative)
+def test_a_recipe_says_how_to_run_it(recipe):
+    comment = [line for line in recipe.read_text().splitlines() if line.startswith("#")]
+    command = "finetune" if "lora" in recipe.stem else "finetune_full"
+    expected = f"#   ftkit {command} --config {relative(recipe)}"
+    if recipe.stem == "quickstart":
+        expected = "#   scripts/quickstart"
+    assert any(line.split(" --train")[0].split(" --precision")[0] == expected for line in comment)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=relative)
+def test_the_batch_of_a_recipe_divides_evenly(recipe):
+    values = yaml.safe_load(recipe.read_text())
+    train = values["train"]
+    assert train["global_batch_size"] % (train["micro_batch_size"] * values["devices"]) == 0
+
+
+def committed_files() -> list[Path]:
+    folders = (".ci", "ftkit", "notebooks", "recipes", "scripts", "tests")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*")]
+    return [
+        path
+        for path in [*paths, *ROOT.glob("*.*"), ROOT / "LICENSE"]
+        if path.is_file() and "__pycache__" not in path.parts
+    ]
+
+
+def test_no_committed_file_holds_a_path_of_one_machine():
+    own_path = re.compile(rb"(?<![\w.])/(?:home|mnt|root|tmp|Users|work|workspace)/\w")
+    texts = {path: path.read_bytes() for path in committed_files()}
+    assert len(texts) > 30
+    found = [relative(path) for path, text in texts.items() if own_path.search(text)]
+    assert found == []

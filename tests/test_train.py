@@ -1,0 +1,375 @@
+"""One rank, from the job to the result: the numbers of training, in the process of the test."""
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from tiny import make_data, make_llama
+
+from ftkit.callbacks import StopRequest
+from ftkit.data import DataSets, SampleSet, load_data
+from ftkit.display import Display
+from ftkit.errors import UserError
+from ftkit.job import Job
+from ftkit.metrics import Row, read_metrics, read_validation
+from ftkit.model import LanguageModel
+from ftkit.order import ElasticOrder
+from ftkit.parsing import read_recipe
+from ftkit.planning import Devices
+from ftkit.recipe import Component, Method
+from ftkit.recorder import Recorder
+from ftkit.report import Report
+from ftkit.tokenizer import Tokenizer
+from ftkit.train import NonFiniteLoss, run
+
+SEED = 1337
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run left behind."""
+
+    metrics: list[Row]
+    validation: list[Row]
+    out_dir: Path
+    report: Report
+
+    @property
+    def losses(self) -> list[Any]:
+        return [row["loss"] for row in self.metrics]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        (file,) = (self.out_dir / "final").glob("*.safetensors")
+        return load_file(file)
+
+
+Train = Callable[..., Result]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("base") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def data_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_data(tmp_path_factory.mktemp("data") / "records.json")
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory: pytest.TempPathFactory, base: Path, data_file: Path) -> Train:
+    """Runs a recipe in this process; keys of the recipe as keyword arguments, dots as `__`."""
+
+    def train_(method: Method, **changes: Any) -> Result:
+        out_dir = tmp_path_factory.mktemp("run")
+        values = {
+            "checkpoint_dir": str(base),
+            "out_dir": str(out_dir),
+            "precision": "32-true",
+            "accelerator": "cpu",
+            "data": "JSON",
+            "data.json_path": str(data_file),
+            "data.mask_prompt": True,
+            "data.val_split_fraction": 0.2,
+            "data.num_workers": 0,
+            "train.global_batch_size": 10,
+            "train.micro_batch_size": 4,
+            "train.max_steps": 6,
+            "train.lr_warmup_steps": 2,
+            "train.max_norm": 0.5,
+            "train.max_seq_length": 200,
+            "eval.interval": 0,
+            "eval.max_new_tokens": 0,
+            "eval.final_validation": False,
+            "optimizer.lr": 1e-2,
+        }
+        values |= {"lora_dropout": 0} if method == "lora" else {}
+        values |= {key.replace("__", "."): value for key, value in changes.items()}
+        overrides = [(key, json.dumps(value)) for key, value in values.items()]
+        recipe = read_recipe([], overrides, method=method)
+        job = Job(
+            recipe=recipe,
+            devices=Devices(accelerator="cpu", count=2),
+            base=recipe.checkpoint_dir,
+            command=(),
+            started_at_s=time.time(),
+        )
+        state = tmp_path_factory.mktemp("state")
+        with (
+            Display(out_dir) as display,
+            Recorder(job, job.plan, torch.device("cpu"), state) as recorder,
+        ):
+            run(job, StopRequest(), display, recorder)
+        return Result(
+            read_metrics(out_dir / "metrics.csv"),
+            read_validation(out_dir / "validation.csv"),
+            out_dir,
+            recorder.report,
+        )
+
+    return train_
+
+
+ALL_LAYERS = {
+    "lora_key": True,
+    "lora_projection": True,
+    "lora_mlp": True,
+    "lora_head": True,
+}
+
+
+@pytest.fixture(scope="module")
+def lora(train: Train) -> Result:
+    return train("lora", eval__final_validation=True, **ALL_LAYERS)
+
+
+@pytest.fixture(scope="module")
+def full(train: Train) -> Result:
+    return train("full", eval__final_validation=True)
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 8])
+def test_the_micro_batch_never_changes_losses_weights_or_learning_rates(
+    train: Train, request: pytest.FixtureRequest, method: Method, micro_batch_size: int
+) -> None:
+    reference: Result = request.getfixturevalue(method)
+    result = train(
+        method,
+        train__micro_batch_size=micro_batch_size,
+        eval__final_validation=True,
+        **(ALL_LAYERS if method == "lora" else {}),
+    )
+    assert result.losses == pytest.approx(reference.losses, rel=1e-5)
+    assert [r["lr"] for r in result.metrics] == [r["lr"] for r in reference.metrics]
+    assert result.validation[0]["val_loss"] == pytest.approx(
+        reference.validation[0]["val_loss"], rel=1e-5
+    )
+    expected, found = reference.weights(), result.weights()
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-5)
+
+
+def test_gradient_clipping_bites_in_these_runs(full: Result, lora: Result) -> None:
+    assert min(row["grad_norm"] for row in full.metrics) > 0.5
+    assert max(row["grad_norm"] for row in lora.metrics) > 0.5
+
+
+def load(base: Path, data_file: Path) -> DataSets:
+    component: Component = {
+        "class_path": "litgpt.data.JSON",
+        "init_args": {
+            "json_path": str(data_file),
+            "mask_prompt": True,
+            "val_split_fraction": 0.2,
+        },
+    }
+    return load_data(component, Tokenizer(base), 200)
+
+
+def loss_of(model: torch.nn.Module, samples: SampleSet, indices: Iterable[int]) -> float:
+    """Mean loss over the label tokens as transformers' model gives it, one sample at a time."""
+    total, tokens = 0.0, 0
+    for index in indices:
+        ids, masked = samples[index]
+        targets = torch.tensor(ids[1:], dtype=torch.long)
+        targets[: masked - 1] = -100
+        with torch.no_grad():
+            logits = model(torch.tensor(ids[None, :-1], dtype=torch.long)).logits[0]
+        total += F.cross_entropy(logits, targets, reduction="sum").item()
+        tokens += int((targets != -100).sum())
+    return total / tokens
+
+
+def test_the_loss_of_a_step_is_the_mean_over_its_label_tokens(
+    full: Result, base: Path, data_file: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    samples = load(base, data_file).train
+    order = ElasticOrder(
+        samples.lengths,
+        samples.label_counts,
+        seed=SEED,
+        global_batch_size=10,
+        micro_batch_size=4,
+        total_samples=60,
+    )
+    model = AutoModelForCausalLM.from_pretrained(base)
+    expected = loss_of(model, samples, order.samples(0).tolist())
+    assert full.losses[0] == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_full_result_has_in_transformers_the_validation_loss_of_the_run(
+    full: Result, base: Path, data_file: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    samples = load(base, data_file).val
+    model = AutoModelForCausalLM.from_pretrained(full.out_dir / "final")
+    found = loss_of(model, samples, range(len(samples)))
+    assert found == pytest.approx(full.validation[0]["val_loss"], rel=1e-5)
+    untrained = loss_of(AutoModelForCausalLM.from_pretrained(base), samples, range(len(samples)))
+    assert found < untrained - 0.1
+
+
+def test_a_lora_result_has_in_peft_the_validation_loss_of_the_run(
+    lora: Result, base: Path, data_file: Path
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    samples = load(base, data_file).val
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    untrained = loss_of(plain, samples, range(len(samples)))
+    adapted = PeftModel.from_pretrained(plain, lora.out_dir / "final").eval()
+    found = loss_of(adapted, samples, range(len(samples)))
+    assert found == pytest.approx(lora.validation[0]["val_loss"], rel=1e-5)
+    assert found < untrained - 0.1
+
+
+def test_a_tied_model_stays_tied(train: Train, tmp_path: Path, data_file: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    tied = make_llama(tmp_path / "tied", tie_word_embeddings=True)
+    result = train("full", checkpoint_dir=str(tied), eval__final_validation=True)
+    assert "lm_head.weight" not in result.weights()
+    samples = load(tied, data_file).val
+    model = AutoModelForCausalLM.from_pretrained(result.out_dir / "final")
+    found = loss_of(model, samples, range(len(samples)))
+    assert found == pytest.approx(result.validation[0]["val_loss"], rel=1e-5)
+
+
+def test_gradients_are_freed_before_the_forward_of_the_next_step(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: list[bool] = []
+    forward = LanguageModel.forward
+
+    def watch(self: LanguageModel, *args: Any) -> torch.Tensor:
+        alive.append(any(p.grad is not None for p in self.parameters()))
+        return forward(self, *args)
+
+    monkeypatch.setattr(LanguageModel, "forward", watch)
+    train("full", train__micro_batch_size=5, train__max_steps=3, checkpoint__save=False)
+    assert alive == [False, True] * 3
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("bf16-mixed", 0.01), ("bf16-true", 0.03)])
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_bfloat16_stays_close_to_float32(
+    train: Train,
+    request: pytest.FixtureRequest,
+    method: Method,
+    precision: str,
+    tolerance: float,
+) -> None:
+    reference: Result = request.getfixturevalue(method)
+    options = ALL_LAYERS if method == "lora" else {}
+    result = train(method, precision=precision, **options)
+    assert result.losses == pytest.approx(reference.losses, rel=tolerance)
+    kind = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    assert {tensor.dtype for tensor in result.weights().values()} == {kind}
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "bitsandbytes.optim.AdamW8bit"])
+def test_the_optimizer_is_the_named_one(train: Train, optimizer: str) -> None:
+    changes: dict[str, Any] = {"optimizer": optimizer, "optimizer.lr": 0.01}
+    result = train("full", **changes, train__max_norm=None)
+    assert result.report.resolved is not None
+    assert str(result.report.resolved.optimizer).endswith(optimizer)
+    assert result.losses[-1] < result.losses[0]
+
+
+def test_an_unknown_optimizer_or_argument_is_refused_with_the_nearest(train: Train) -> None:
+    with pytest.raises(UserError, match="AdamW"):
+        train("full", optimizer="AdmW")
+    with pytest.raises(UserError, match=r"weight_dekay.*weight_decay"):
+        train("full", optimizer__weight_dekay=0.1)
+
+
+def test_a_sequence_longer_than_the_model_is_refused_before_loading(train: Train) -> None:
+    with pytest.raises(UserError, match="at most 256"):
+        train("full", train__max_seq_length=1000)
+
+
+def test_a_loss_that_is_not_a_number_ends_the_run_with_advice(train: Train) -> None:
+    with pytest.raises(NonFiniteLoss, match="lower learning rate"):
+        train("full", optimizer__lr=1e30, train__max_norm=None, train__lr_warmup_steps=0)
+
+
+def test_training_ends_at_the_time_limit_and_the_result_is_kept(train: Train) -> None:
+    result = train("full", train__max_time=1e-9, train__max_steps=50)
+    assert len(result.metrics) == 1
+    assert result.report.outcome == "completed"
+    assert "max_time" in result.report.exit_reason
+    assert (result.out_dir / "final").is_dir()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"checkpoint__save": False}, {"checkpoint_dir": "random:pythia-14m"}],
+    ids=["checkpoint.save false", "random weights"],
+)
+def test_nothing_is_saved_where_there_is_no_result_to_keep(
+    train: Train, changes: dict[str, Any]
+) -> None:
+    result = train("lora", train__max_steps=1, **changes)
+    assert not (result.out_dir / "final").exists()
+    assert result.report.files is not None and result.report.files.final is None
+
+
+def test_validation_comes_before_during_and_after_training(train: Train) -> None:
+    result = train(
+        "full",
+        eval__interval=2,
+        eval__initial_validation=True,
+        eval__final_validation=True,
+        eval__max_new_tokens=3,
+        eval__exact_match=3,
+    )
+    assert [row["step"] for row in result.validation] == [0, 2, 4, 6]
+    loss = result.report.loss
+    assert loss is not None
+    assert loss.validation_first == result.validation[0]["val_loss"]
+    assert loss.validation_last == result.validation[-1]["val_loss"]
+    assert loss.perplexity == pytest.approx(math.exp(result.validation[-1]["val_loss"] or 0))
+    assert result.report.exact_match is not None
+    assert result.report.exact_match.samples == 3
+    assert result.report.exact_match.before == 0.0
+    (example,) = result.report.examples
+    assert example.before is not None and example.after is not None
+
+
+def test_every_step_has_a_row_and_the_report_its_sums(full: Result) -> None:
+    assert [row["step"] for row in full.metrics] == [1, 2, 3, 4, 5, 6]
+    assert [row["samples"] for row in full.metrics] == [10, 20, 30, 40, 50, 60]
+    report = full.report
+    assert report.tokens is not None and report.progress is not None
+    assert report.tokens.real == sum(row["tokens"] or 0 for row in full.metrics)
+    assert (report.progress.steps, report.progress.samples) == (6, 60)
+    assert report.phases_s is not None and report.phases_s.training is not None
+    assert report.step_s is not None and report.step_s.forward
+    assert report.peak_memory is not None and report.peak_memory.rss_bytes
+
+
+@pytest.mark.parametrize("logger", ["tensorboard", "wandb"])
+def test_loggers_write_beside_metrics_csv(
+    train: Train, logger: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    result = train("full", logger_name=logger, train__max_steps=2)
+    assert len(list(result.out_dir.rglob("metrics.csv"))) == 1
+    assert len(result.metrics) == 2
+    pattern = {"tensorboard": "events.out.tfevents.*", "wandb": "*.wandb"}[logger]
+    assert len(list(result.out_dir.rglob(pattern))) == 1
