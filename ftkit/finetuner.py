@@ -3,6 +3,7 @@
 import difflib
 import importlib
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -23,16 +24,39 @@ class FineTuner(L.LightningModule):
     whole step, over all ranks. The gradient is then the same however the step is split.
     """
 
-    def __init__(self, model: LanguageModel, plan: Plan, schedule: Schedule) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        plan: Plan,
+        schedule: Schedule,
+        fill: Callable[[LanguageModel, torch.device], None],
+    ) -> None:
+        """Prepare.
+
+        Args:
+            model: outlined, without memory.
+            plan: what to run.
+            schedule: its steps and learning rates.
+            fill: gives the model its numbers on a device.
+        """
         super().__init__()
         self.model = model
         self.plan = plan
+        self._fill = fill
+        self._filled = False
         self.schedule = schedule
         self.base_learning_rate = base_learning_rate(plan.recipe)
         self.step_loss = torch.zeros((), dtype=torch.float64)
         """Loss of the optimizer step so far, this rank's share, in nats per label token."""
         self.gradient_norm: Tensor | None = None
         """Global norm before clipping, of the newest optimizer step."""
+
+    def configure_model(self) -> None:
+        """Give the model its memory and its numbers, now that the processes are connected."""
+        if self._filled:
+            return
+        self._filled = True
+        self._fill(self.model, self.trainer.strategy.root_device)
 
     def on_fit_start(self) -> None:
         self.step_loss = self.step_loss.to(self.device)

@@ -1,9 +1,7 @@
 """The model that is trained: litgpt's GPT with unfused QKV, a head that is its own loss, LoRA."""
 
 import copy
-import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import litgpt
 import torch
@@ -12,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ftkit.base import BaseModel, hf_name, weights
-from ftkit.errors import UserError
-from ftkit.recipe import LoraRecipe, Precision
+from ftkit.adapter import add_adapter, initial_adapter, is_adapter
+from ftkit.base import BaseModel, weights
+from ftkit.recipe import LoraRecipe, Precision, Recipe
 
 LOGITS_CHUNK_ELEMENTS = 2**25
 """Logits held at once, as a number of elements (128 MiB in float32)."""
@@ -26,16 +24,6 @@ PARAMETER_DTYPE: dict[Precision, torch.dtype] = {
     "bf16-true": torch.bfloat16,
     "16-true": torch.float16,
 }
-
-ADAPTED_LAYERS = {
-    "lora_query": ("q_proj",),
-    "lora_key": ("k_proj",),
-    "lora_value": ("v_proj",),
-    "lora_projection": ("attn.proj",),
-    "lora_mlp": ("mlp.fc", "mlp.fc_1", "mlp.fc_2", "mlp.proj"),
-    "lora_head": ("lm_head",),
-}
-"""Recipe keys and the layers (name endings) that they adapt."""
 
 
 class QKV(nn.Module):
@@ -146,114 +134,61 @@ class LanguageModel(nn.Module):
 
 def our_name(name: str) -> str:
     """The name of a parameter or module without the wrapper's prefix."""
-    return name.removeprefix("gpt.").removeprefix("head.")
+    return name.removeprefix("gpt.").removeprefix("head.").replace(".base_layer.", ".")
 
 
-def build_model(
+def outline(base: BaseModel, recipe: Recipe, precision: Precision) -> LanguageModel:
+    """The model without its numbers: every layer on the meta device, adapted and frozen.
+
+    Sizes can be counted and layers sharded before any memory is taken; `fill` gives it numbers.
+
+    Args:
+        base: whose architecture it has.
+        recipe: its LoRA keys choose the adapted layers.
+        precision: its "true" part is the number format of the parameters.
+    """
+    asked = recipe.train.tie_embeddings
+    with torch.device("meta"):
+        model = LanguageModel(base.config, tied=base.tied if asked is None else asked)
+        if isinstance(recipe, LoraRecipe):
+            add_adapter(model, recipe)
+    return model.to(PARAMETER_DTYPE[precision])
+
+
+def fill(
+    model: LanguageModel,
     base: BaseModel,
     *,
     device: torch.device,
-    precision: Precision,
     rope_length: int,
-    tied: bool | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> LanguageModel:
-    """The base model with its weights, on the device and in the precision's number format.
-
-    Built without memory first, then filled parameter by parameter, so that it exists only once.
+    seed: int,
+    progress: Callable[[int, int], None],
+) -> None:
+    """Give an outlined model its memory and its numbers, parameter by parameter.
 
     Args:
-        base: what to load.
+        model: from `outline`.
+        base: where the weights come from.
         device: where the parameters live.
-        precision: its "true" part is the number format of the parameters.
         rope_length: positions of the table of rotary embeddings.
-        tied: share embedding and head; None does as the base model does.
+        seed: of the adapter's initial values.
         progress: called with (parameters filled, parameters in all).
     """
-    tied = base.tied if tied is None else tied
-    with torch.device("meta"):
-        model = LanguageModel(base.config, tied=tied)
-    for name, parameter in list(model.named_parameters()):
-        owner, _, leaf = name.rpartition(".")
-        empty = torch.empty_like(parameter, dtype=PARAMETER_DTYPE[precision], device=device)
-        setattr(model.get_submodule(owner), leaf, nn.Parameter(empty))
+    model.to_empty(device=device)
     model.tie()
     model.gpt._max_seq_length = rope_length
     model.gpt.cos, model.gpt.sin = model.gpt.rope_cache(device=device)
-    _fill(model, base, progress)
-    return model
-
-
-def _fill(
-    model: LanguageModel, base: BaseModel, progress: Callable[[int, int], None] | None
-) -> None:
     parameters = {our_name(name): parameter for name, parameter in model.named_parameters()}
     with torch.no_grad():
+        for name, parameter in parameters.items():
+            if is_adapter(name):
+                parameter.copy_(initial_adapter(name, parameter.shape, seed))
         for done, (name, tensor) in enumerate(weights(base), start=1):
-            if name == "lm_head.weight" and model.tied:
-                continue
-            parameters[name].copy_(tensor)
-            if progress:
-                progress(done, len(parameters))
+            if name in parameters:  # the head of a model that is tied only here is not
+                parameters[name].copy_(tensor)
+            progress(done, len(parameters))
         if base.tied and not model.tied:
             parameters["lm_head.weight"].copy_(parameters["transformer.wte.weight"])
-
-
-def add_adapter(model: LanguageModel, recipe: LoraRecipe) -> None:
-    """Freeze the base model and put LoRA matrices beside the chosen layers.
-
-    The initial values come from a generator of their own, so that they are the same on every
-    device and layout.
-    """
-    from peft import LoraConfig, inject_adapter_in_model
-
-    model.requires_grad_(False)
-    dtype = next(model.parameters()).dtype
-    config = LoraConfig(
-        r=recipe.lora_r,
-        lora_alpha=recipe.lora_alpha,
-        lora_dropout=recipe.lora_dropout,
-        target_modules=adapted_layers(model, recipe),
-    )
-    inject_adapter_in_model(config, model)
-    generator = torch.Generator().manual_seed(recipe.seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".lora_A." in name:
-                start = torch.empty(parameter.shape)
-                nn.init.kaiming_uniform_(start, a=math.sqrt(5), generator=generator)
-                parameter.copy_(start)
-    for parameter in trainable(model):
-        parameter.data = parameter.data.to(dtype)
-
-
-def check_adapter(base: BaseModel) -> None:
-    """Refuse LoRA where its result could not be written as a PEFT adapter.
-
-    Raises:
-        UserError: the Hugging Face model fuses query, key and value into one layer.
-    """
-    if hf_name(base, "transformer.h.0.attn.qkv.q_proj") is None:
-        raise UserError(
-            f"checkpoint_dir {base.name}: LoRA is not supported for this model, because its "
-            "Hugging Face version has no separate query, key and value layers that a PEFT adapter "
-            "could name. Try ftkit finetune_full, or --checkpoint.save false to measure only."
-        )
-
-
-def adapted_layers(model: LanguageModel, recipe: LoraRecipe) -> list[str]:
-    """Full names of the layers that the recipe's LoRA keys choose."""
-    endings = tuple(
-        f".{ending}"
-        for key, layer_endings in ADAPTED_LAYERS.items()
-        if getattr(recipe, key)
-        for ending in layer_endings
-    )
-    return [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name.endswith(endings)
-    ]
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
@@ -279,35 +214,8 @@ def flops_per_token(model: LanguageModel, sequence_length: float) -> float:
     return attention + sum(w.numel() * (6 if w.requires_grad else 4) for w in matrices)
 
 
-def named_weights(model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter of the base model by our name, for writing it to disk."""
+def trained_weights(model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
+    """Every trained parameter by our name, for writing it to disk."""
     for name, parameter in model.named_parameters():
-        yield our_name(name), parameter.detach()
-
-
-def save_adapter(model: LanguageModel, base: BaseModel, recipe: LoraRecipe, out: Path) -> None:
-    """Write the LoRA weights as a PEFT adapter of the Hugging Face model."""
-    from peft import LoraConfig
-    from safetensors.torch import save_file
-
-    tensors = {}
-    targets = set()
-    for name, parameter in model.named_parameters():
-        layer, found, matrix = our_name(name).rpartition(".lora_")
-        if found:
-            theirs = hf_name(base, layer)
-            assert theirs is not None, "check_adapter refuses these families"
-            targets.add(theirs.rpartition(".")[2])
-            matrix = matrix.replace(".default", "")
-            tensors[f"base_model.model.{theirs}.lora_{matrix}"] = parameter.detach().cpu()
-    out.mkdir(parents=True)
-    save_file(tensors, out / "adapter_model.safetensors", metadata={"format": "pt"})
-    LoraConfig(
-        r=recipe.lora_r,
-        lora_alpha=recipe.lora_alpha,
-        lora_dropout=recipe.lora_dropout,
-        target_modules=sorted(targets),
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=base.name if base.directory is None else str(base.directory),
-        inference_mode=True,
-    ).save_pretrained(str(out))
+        if parameter.requires_grad:
+            yield our_name(name), parameter.detach()

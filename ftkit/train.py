@@ -18,6 +18,7 @@ import torch
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from torch import Tensor
 
+from ftkit.adapter import check_adapter, save_adapter
 from ftkit.base import BaseModel, open_base, save_hf
 from ftkit.callbacks import (
     Interrupted,
@@ -35,15 +36,7 @@ from ftkit.errors import UserError
 from ftkit.finetuner import FineTuner, base_learning_rate
 from ftkit.job import Job, RankError
 from ftkit.metrics import perplexity
-from ftkit.model import (
-    add_adapter,
-    build_model,
-    check_adapter,
-    flops_per_token,
-    named_weights,
-    save_adapter,
-    trainable,
-)
+from ftkit.model import LanguageModel, fill, flops_per_token, outline, trainable, trained_weights
 from ftkit.order import ElasticOrder
 from ftkit.planning import Plan, make_schedule, sample_budget
 from ftkit.recipe import LoraRecipe
@@ -127,27 +120,29 @@ def _build(
     display: Display,
     recorder: Recorder,
 ) -> FineTuner:
-    """The model on its device, adapted as the recipe says, with its schedule."""
+    """The model, adapted as the recipe says, with its schedule; still without memory."""
     recipe = plan.recipe
     if isinstance(recipe, LoraRecipe) and recipe.checkpoint.save and not base.random:
         check_adapter(base)
     schedule, notices = make_schedule(recipe, len(data.train), base_learning_rate(recipe))
     for notice in notices:
         _warn(notice, display, recorder)
-    with display.phase("loading weights") as phase:
-        model = build_model(
-            base,
-            device=make_device(plan, local_rank=0),
-            precision=plan.precision,
-            rope_length=min(
-                base.config.block_size, max_seq_length + (recipe.eval.max_new_tokens or 0)
-            ),
-            tied=recipe.train.tie_embeddings,
-            progress=phase.advance,
-        )
-        if isinstance(recipe, LoraRecipe):
-            add_adapter(model, recipe)
-    module = FineTuner(model, plan, schedule)
+    model = outline(base, recipe, plan.precision)
+
+    def load(model: LanguageModel, device: torch.device) -> None:
+        with display.phase("loading weights") as phase:
+            fill(
+                model,
+                base,
+                device=device,
+                rope_length=min(
+                    base.config.block_size, max_seq_length + (recipe.eval.max_new_tokens or 0)
+                ),
+                seed=recipe.seed,
+                progress=phase.advance,
+            )
+
+    module = FineTuner(model, plan, schedule, load)
     recorder.expect(
         samples_per_epoch=len(data.train),
         flops_per_token=flops_per_token(model, float(data.train.lengths.mean())),
@@ -192,9 +187,9 @@ def _summary(resolved: Resolved, method: str) -> str:
 def _save(module: FineTuner, base: BaseModel, out: Path) -> None:
     recipe = module.plan.recipe
     if isinstance(recipe, LoraRecipe):
-        save_adapter(module.model, base, recipe, out)
+        save_adapter(trained_weights(module.model), base, recipe, out)
     else:
-        save_hf(base, named_weights(module.model), out)
+        save_hf(base, trained_weights(module.model), out)
 
 
 class _Training:

@@ -159,6 +159,19 @@ def test_the_micro_batch_never_changes_losses_weights_or_learning_rates(
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-5)
 
 
+def test_a_shorter_last_step_is_the_same_on_every_micro_batch(train: Train) -> None:
+    """48 samples in steps of 10: the last step has 8, and fewer micro-steps than the others."""
+    results = [
+        train("full", train__max_steps=None, train__epochs=1, train__micro_batch_size=size)
+        for size in (10, 4)
+    ]
+    assert [row["samples"] for row in results[0].metrics] == [10, 20, 30, 40, 48]
+    assert results[1].losses == pytest.approx(results[0].losses, rel=1e-5)
+    assert [row["grad_norm"] for row in results[1].metrics] == pytest.approx(
+        [row["grad_norm"] for row in results[0].metrics], rel=1e-5
+    )
+
+
 def test_gradient_clipping_bites_in_these_runs(full: Result, lora: Result) -> None:
     assert min(row["grad_norm"] for row in full.metrics) > 0.5
     assert max(row["grad_norm"] for row in lora.metrics) > 0.5
