@@ -384,12 +384,7 @@ class _StepSampler(Sampler[_Key]):
                 yield micro_batch, label_tokens
 
     def __len__(self) -> int:
-        if self._start_step == self._end_step:
-            return 0
-        # All steps but the last have equally many.
-        full_steps = self._end_step - self._start_step - 1
-        last = self._order.micro_steps(self._end_step - 1)
-        return full_steps * self._order.micro_steps(self._start_step) + last
+        return (self._end_step - self._start_step) * self._order.micro_steps
 
 
 class _MicroBatches(Dataset[dict[str, Any]]):

@@ -88,10 +88,13 @@ class ElasticOrder:
         """Tokens that carry loss in the step, over all ranks and micro-steps."""
         return int(self._label_counts[self.samples(step)].sum())
 
-    def micro_steps(self, step: int) -> int:
-        """Micro-steps of the step, equal on every rank."""
-        first, last = self._span(step)
-        return _micro_steps(last - first, self._micro_batch_size, self._world_size)
+    @property
+    def micro_steps(self) -> int:
+        """Micro-steps of every step on every rank, also of a shorter last one.
+
+        Lightning and DeepSpeed update after a fixed number of micro-steps.
+        """
+        return _micro_steps(self._global_batch_size, self._micro_batch_size, self._world_size)
 
     def micro_batches(self, step: int) -> list[list[int]]:
         """The samples this rank runs in each micro-step; [FILLER] where it has none.
@@ -121,7 +124,9 @@ class ElasticOrder:
         return first, min(first + self._global_batch_size, self._total_samples)
 
     def _layout(self, samples: IntArray) -> list[list[IntArray]]:
-        return _lay_out(self._lengths[samples], self._micro_batch_size, self._world_size)
+        return _lay_out(
+            self._lengths[samples], self._micro_batch_size, self._world_size, self.micro_steps
+        )
 
     def _permutation(self, epoch: int) -> IntArray:
         """The order of the epoch; the two epochs asked for last are kept."""
@@ -157,7 +162,9 @@ def validation_batches(
     Returns:
         Samples per batch; as many batches on every rank, [FILLER] where a rank has none left.
     """
-    layout = _lay_out(np.asarray(lengths, dtype=np.int64)[:limit], micro_batch_size, world_size)
+    chosen = np.asarray(lengths, dtype=np.int64)[:limit]
+    micro_steps = _micro_steps(len(chosen), micro_batch_size, world_size)
+    layout = _lay_out(chosen, micro_batch_size, world_size, micro_steps)
     return [ranks[rank].tolist() if len(ranks[rank]) else [FILLER] for ranks in layout]
 
 
@@ -165,7 +172,9 @@ def _micro_steps(samples: int, micro_batch_size: int, world_size: int) -> int:
     return -(-samples // (micro_batch_size * world_size))
 
 
-def _lay_out(lengths: IntArray, micro_batch_size: int, world_size: int) -> list[list[IntArray]]:
+def _lay_out(
+    lengths: IntArray, micro_batch_size: int, world_size: int, micro_steps: int
+) -> list[list[IntArray]]:
     """Spread samples over micro-steps and ranks, so that little is padded and no rank waits.
 
     Neighbours by length form a micro-batch. The world_size largest micro-batches run in the first
@@ -176,12 +185,12 @@ def _lay_out(lengths: IntArray, micro_batch_size: int, world_size: int) -> list[
         lengths: [samples], input tokens of each.
         micro_batch_size: most samples per micro-batch.
         world_size: number of ranks.
+        micro_steps: how many to spread over; at least as many as the samples need.
 
     Returns:
         For each micro-step, for each rank, indices into lengths; empty only where there are
         fewer samples than places.
     """
-    micro_steps = _micro_steps(len(lengths), micro_batch_size, world_size)
     falling = np.argsort(-lengths, kind="stable")
     sizes = _cut(lengths[falling].tolist(), micro_steps * world_size, micro_batch_size)
     runs = np.split(falling, np.cumsum(sizes)[:-1]) if sizes else []

@@ -1,6 +1,7 @@
 """One rank of a run: plan -> Trainer.fit -> measurements. The only place that wires it all."""
 
 import dataclasses
+import importlib.util
 import logging
 import math
 import random
@@ -429,6 +430,11 @@ def _loggers(plan: Plan) -> list[Logger]:
     if recipe.logger_name == "tensorboard":
         return [TensorBoardLogger(recipe.out_dir, name="tensorboard", version="")]
     if recipe.logger_name == "wandb":
+        if importlib.util.find_spec("wandb") is None:
+            raise UserError(
+                "logger_name is wandb, but W&B is not installed. Try pip install wandb, or "
+                "--logger_name tensorboard."
+            )
         return [
             WandbLogger(
                 save_dir=recipe.out_dir,

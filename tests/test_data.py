@@ -615,7 +615,12 @@ class TestLoaders:
         order = make_order(samples)
         loader = train_batches(samples, order, start_step, 10, num_workers=num_workers)
         expected = [
-            plain(collate([samples[i] for i in micro_batch], order.label_tokens(step)))
+            plain(
+                collate(
+                    [None if i == FILLER else samples[i] for i in micro_batch],
+                    order.label_tokens(step),
+                )
+            )
             for step in range(start_step, 10)
             for micro_batch in order.micro_batches(step)
         ]
@@ -666,7 +671,7 @@ class TestLoaders:
 import time
 import numpy as np
 from ftkit.data import SampleSet, train_batches
-from ftkit.order import ElasticOrder
+from ftkit.order import FILLER, ElasticOrder
 
 samples = SampleSet(np.zeros(60, np.int32), np.arange(0, 61, 3), np.zeros(20, np.int32))
 order = ElasticOrder(samples.lengths, samples.label_counts, seed=1, global_batch_size=1,

@@ -26,6 +26,7 @@ LIGHT_MODULES = [
     "datafiles",
     "display",
     "errors",
+    "formatting",
     "hub",
     "job",
     "launch",
@@ -34,7 +35,9 @@ LIGHT_MODULES = [
     "order",
     "parsing",
     "planning",
+    "process",
     "recipe",
+    "rendering",
     "report",
 ]
 HEAVY_PACKAGES = [
