@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ftkit.finetuner import FineTuner
@@ -64,6 +66,20 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal_number: int | None = None
         self.wait_for_step = False
+
+    def requested(self) -> int:
+        """The signal that asks for the end, or 0; the same on all ranks, which all call this.
+
+        The supervisor passes a signal to every rank, but not at the same moment: what rank 0 has
+        seen counts.
+        """
+        seen = self.signal_number or 0
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+            flag = torch.tensor(seen, device=device)
+            dist.broadcast(flag, src=0)
+            seen = int(flag.item())
+        return seen
 
     def install(self) -> None:
         """Take over the signals of this process."""
@@ -180,15 +196,16 @@ class StepMeter(L.Callback):
             self._clock.mark("other")
             return
         self._clock.mark("optimizer")
-        loss = pl_module.take_step_loss()
-        assert pl_module.gradient_norm is not None
-        gradient_norm = pl_module.gradient_norm.item()
+        sums = torch.tensor([0.0, *self._counts], dtype=torch.float64, device=pl_module.device)
+        sums[0] = pl_module.take_step_loss()
+        loss, *counts = sum_over_ranks(sums).tolist()
+        samples, tokens, label_tokens, padded_tokens = map(int, counts)
+        self._counts = [0, 0, 0, 0]
+        gradient_norm = pl_module.newest_gradient_norm()
         self._clock.mark("other")
         if pl_module.device.type == "cuda":
             torch.cuda.synchronize()
         now = time.perf_counter()
-        samples, tokens, label_tokens, padded_tokens = self._counts
-        self._counts = [0, 0, 0, 0]
         step = trainer.global_step
         self._on_step(
             StepRecord(
@@ -229,17 +246,24 @@ def validation_loss(
     Returns:
         The loss; None if it was stopped early.
     """
-    total = torch.zeros((), dtype=torch.float64, device=module.device)
-    label_tokens = 0
+    sums = torch.zeros(2, dtype=torch.float64, device=module.device)
     for done, batch in enumerate(batches, start=1):
-        if stop.signal_number is not None:
+        if stop.requested():
             return None
         batch = trainer.strategy.batch_to_device(batch)
         with trainer.precision_plugin.forward_context():
-            total += module.model(batch["input_ids"], batch["positions"], batch["targets"])
-        label_tokens += len(batch["targets"])
+            sums[0] += module.model(batch["input_ids"], batch["positions"], batch["targets"])
+        sums[1] += len(batch["targets"])
         progress(done, len(batches))
-    return total.item() / label_tokens
+    total, label_tokens = sum_over_ranks(sums).tolist()
+    return total / label_tokens
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """The sum of a tensor over all ranks, in place; every rank calls this."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(values)
+    return values
 
 
 def make_trainer(plan: Plan, **parts: Any) -> L.Trainer:
@@ -247,6 +271,7 @@ def make_trainer(plan: Plan, **parts: Any) -> L.Trainer:
     return L.Trainer(
         max_epochs=1,
         accumulate_grad_batches=plan.micro_steps,
+        gradient_clip_val=plan.recipe.train.max_norm if plan.strategy == "deepspeed" else None,
         limit_val_batches=0,
         num_sanity_val_steps=0,
         enable_checkpointing=False,

@@ -4,17 +4,26 @@ import difflib
 import importlib
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import lightning as L
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ftkit.errors import UserError
 from ftkit.model import LanguageModel, trainable
-from ftkit.planning import Plan, Schedule
+from ftkit.planning import DeepSpeedOptions, Plan, Schedule
 from ftkit.recipe import Recipe
+from ftkit.sharding import Sharding
+from ftkit.strategy import make_sharding
+
+CPU_VERSIONS = {
+    "torch.optim.Adam": "deepspeed.ops.adam.DeepSpeedCPUAdam",
+    "torch.optim.AdamW": "deepspeed.ops.adam.DeepSpeedCPUAdam",
+}
+"""Optimizers for state in host memory that do the same as torch's, with vector instructions."""
 
 
 class FineTuner(L.LightningModule):
@@ -29,7 +38,7 @@ class FineTuner(L.LightningModule):
         model: LanguageModel,
         plan: Plan,
         schedule: Schedule,
-        fill: Callable[[LanguageModel, torch.device], None],
+        fill: Callable[[LanguageModel, Sharding, torch.device], None],
     ) -> None:
         """Prepare.
 
@@ -43,7 +52,8 @@ class FineTuner(L.LightningModule):
         self.model = model
         self.plan = plan
         self._fill = fill
-        self._filled = False
+        self.sharding: Sharding | None = None
+        """Where the parameters live, once the processes are connected."""
         self.schedule = schedule
         self.base_learning_rate = base_learning_rate(plan.recipe)
         self.step_loss = torch.zeros((), dtype=torch.float64)
@@ -53,12 +63,17 @@ class FineTuner(L.LightningModule):
 
     def configure_model(self) -> None:
         """Give the model its memory and its numbers, now that the processes are connected."""
-        if self._filled:
-            return
-        self._filled = True
-        self._fill(self.model, self.trainer.strategy.root_device)
+        if self.sharding is None:
+            self.sharding = make_sharding(self.plan, self)
+            self._fill(self.model, self.sharding, self.trainer.strategy.root_device)
+
+    def cpu(self) -> Self:
+        """Stay: Lightning moves a module when it is done, but this process ends with the run."""
+        return self
 
     def on_fit_start(self) -> None:
+        # DeepSpeed has cast the tables with the parameters.
+        self.model.place_rotary_tables(self.device, self.model.gpt.max_seq_length)
         self.step_loss = self.step_loss.to(self.device)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
@@ -68,11 +83,20 @@ class FineTuner(L.LightningModule):
         self.step_loss += share.detach()
         return share * (self.trainer.accumulate_grad_batches * self.trainer.world_size)
 
-    def take_step_loss(self) -> float:
-        """The finished step's loss; the next one starts from zero."""
-        loss = self.step_loss.item()
+    def take_step_loss(self) -> Tensor:
+        """This rank's share of the finished step's loss; the next one starts from zero."""
+        loss = self.step_loss.clone()
         self.step_loss.zero_()
         return loss
+
+    def newest_gradient_norm(self) -> float:
+        """Global norm before clipping, of the newest optimizer step."""
+        if self.plan.strategy == "deepspeed":
+            engine: Any = self.trainer.strategy.model
+            return float(engine.get_global_grad_norm())
+        norm = self.gradient_norm
+        assert norm is not None
+        return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
 
     def learning_rate_of(self, step: int) -> float:
         """Learning rate of optimizer step `step` (from 0)."""
@@ -80,6 +104,8 @@ class FineTuner(L.LightningModule):
 
     def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
         """Measure the global gradient norm, and clip by it if the recipe says so."""
+        if self.plan.strategy == "deepspeed":  # does both itself
+            return
         limit = self.plan.recipe.train.max_norm
         parameters = trainable(self.model)
         self.gradient_norm = torch.nn.utils.get_total_norm(
@@ -91,7 +117,8 @@ class FineTuner(L.LightningModule):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Step, then free the gradients at once: they never coexist with the next activations."""
         super().optimizer_step(*args, **kwargs)
-        self.zero_grad(set_to_none=True)
+        if self.plan.strategy != "deepspeed":  # called in every micro-step, and frees its own
+            self.zero_grad(set_to_none=True)
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         optimizer = make_optimizer(self.plan, self.model)
@@ -127,6 +154,9 @@ def make_optimizer(plan: Plan, model: torch.nn.Module) -> torch.optim.Optimizer:
     """
     chosen = plan.recipe.optimizer
     class_path, arguments = chosen["class_path"], dict(chosen["init_args"])
+    options = plan.options
+    if isinstance(options, DeepSpeedOptions) and options.offload_optimizer:
+        class_path = CPU_VERSIONS.get(class_path, class_path)
     optimizer_class = _optimizer_class(class_path)
     known = inspect.signature(optimizer_class).parameters
     for name in arguments:
@@ -136,11 +166,15 @@ def make_optimizer(plan: Plan, model: torch.nn.Module) -> torch.optim.Optimizer:
             raise UserError(
                 f"optimizer.init_args.{name} is not an argument of {class_path}. {hint}"
             )
+    if class_path == CPU_VERSIONS["torch.optim.AdamW"]:
+        arguments.setdefault("adamw_mode", chosen["class_path"] != "torch.optim.Adam")
+        arguments.setdefault("weight_decay", 0.01 if arguments["adamw_mode"] else 0.0)
     if "betas" in arguments:
         arguments["betas"] = tuple(arguments["betas"])
     implementation = {"fused", "foreach", "capturable", "differentiable"}
-    scaled_gradients = plan.precision == "16-mixed"  # clipping needs them unscaled before the step
-    if "fused" in known and not scaled_gradients and not implementation & arguments.keys():
+    # 16-mixed clips unscaled gradients before the step, DeepSpeed updates slices of its own.
+    may_fuse = plan.precision != "16-mixed" and plan.strategy != "deepspeed"
+    if "fused" in known and may_fuse and not implementation & arguments.keys():
         arguments["fused"] = True
     try:
         return optimizer_class(trainable(model), **arguments)

@@ -12,18 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 from ftkit.adapter import add_adapter, initial_adapter, is_adapter
 from ftkit.base import BaseModel, weights
-from ftkit.recipe import LoraRecipe, Precision, Recipe
+from ftkit.recipe import LoraRecipe, Recipe
+from ftkit.sharding import Sharding
 
 LOGITS_CHUNK_ELEMENTS = 2**25
 """Logits held at once, as a number of elements (128 MiB in float32)."""
-
-PARAMETER_DTYPE: dict[Precision, torch.dtype] = {
-    "32-true": torch.float32,
-    "bf16-mixed": torch.float32,
-    "16-mixed": torch.float32,
-    "bf16-true": torch.bfloat16,
-    "16-true": torch.float16,
-}
 
 
 class QKV(nn.Module):
@@ -111,6 +104,11 @@ class LanguageModel(nn.Module):
         if self.tied:
             self.head.lm_head.weight = self.gpt.transformer.wte.weight
 
+    def place_rotary_tables(self, device: torch.device, length: int) -> None:
+        """Compute the rotary embeddings of `length` positions; float32 whatever the parameters."""
+        self.gpt._max_seq_length = length
+        self.gpt.cos, self.gpt.sin = self.gpt.rope_cache(device=device)
+
     def forward(
         self,
         input_ids: Tensor,
@@ -137,7 +135,7 @@ def our_name(name: str) -> str:
     return name.removeprefix("gpt.").removeprefix("head.").replace(".base_layer.", ".")
 
 
-def outline(base: BaseModel, recipe: Recipe, precision: Precision) -> LanguageModel:
+def outline(base: BaseModel, recipe: Recipe, dtype: torch.dtype) -> LanguageModel:
     """The model without its numbers: every layer on the meta device, adapted and frozen.
 
     Sizes can be counted and layers sharded before any memory is taken; `fill` gives it numbers.
@@ -145,20 +143,21 @@ def outline(base: BaseModel, recipe: Recipe, precision: Precision) -> LanguageMo
     Args:
         base: whose architecture it has.
         recipe: its LoRA keys choose the adapted layers.
-        precision: its "true" part is the number format of the parameters.
+        dtype: number format of the parameters.
     """
     asked = recipe.train.tie_embeddings
     with torch.device("meta"):
         model = LanguageModel(base.config, tied=base.tied if asked is None else asked)
         if isinstance(recipe, LoraRecipe):
             add_adapter(model, recipe)
-    return model.to(PARAMETER_DTYPE[precision])
+    return model.to(dtype)
 
 
 def fill(
     model: LanguageModel,
     base: BaseModel,
     *,
+    sharding: Sharding,
     device: torch.device,
     rope_length: int,
     seed: int,
@@ -169,26 +168,33 @@ def fill(
     Args:
         model: from `outline`.
         base: where the weights come from.
+        sharding: which part of them this rank gets.
         device: where the parameters live.
         rope_length: positions of the table of rotary embeddings.
         seed: of the adapter's initial values.
         progress: called with (parameters filled, parameters in all).
     """
-    model.to_empty(device=device)
-    model.tie()
-    model.gpt._max_seq_length = rope_length
-    model.gpt.cos, model.gpt.sin = model.gpt.rope_cache(device=device)
-    parameters = {our_name(name): parameter for name, parameter in model.named_parameters()}
+    names = {our_name(name): name for name, _ in model.named_parameters()}
+    sharding.allocate(model, device)
+    model.place_rotary_tables(device, rope_length)
     with torch.no_grad():
-        for name, parameter in parameters.items():
-            if is_adapter(name):
-                parameter.copy_(initial_adapter(name, parameter.shape, seed))
-        for done, (name, tensor) in enumerate(weights(base), start=1):
-            if name in parameters:  # the head of a model that is tied only here is not
-                parameters[name].copy_(tensor)
-            progress(done, len(parameters))
-        if base.tied and not model.tied:
-            parameters["lm_head.weight"].copy_(parameters["transformer.wte.weight"])
+        for ours, name in names.items():
+            if is_adapter(ours):
+                shape = model.get_parameter(name).shape
+                sharding.put(model, name, initial_adapter(ours, shape, seed))
+        for done, (ours, tensor) in enumerate(_weights(base, model), start=1):
+            sharding.put(model, names[ours], tensor)
+            progress(done, len(names))
+
+
+def _weights(base: BaseModel, model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
+    """The base model's weights, tied or untied as the model is."""
+    for name, tensor in weights(base):
+        if name == "lm_head.weight" and model.tied:
+            continue
+        yield name, tensor
+        if name == "transformer.wte.weight" and base.tied and not model.tied:
+            yield "lm_head.weight", tensor
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
@@ -214,8 +220,8 @@ def flops_per_token(model: LanguageModel, sequence_length: float) -> float:
     return attention + sum(w.numel() * (6 if w.requires_grad else 4) for w in matrices)
 
 
-def trained_weights(model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
-    """Every trained parameter by our name, for writing it to disk."""
+def trained_weights(model: LanguageModel, sharding: Sharding) -> Iterator[tuple[str, Tensor]]:
+    """Every trained parameter by our name, whole, for writing it to disk; called by every rank."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            yield our_name(name), parameter.detach()
+            yield our_name(name), sharding.whole(parameter)

@@ -6,7 +6,7 @@ downloaded or started.
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast, get_args, get_type_hints
 
 from ftkit.errors import UserError
 from ftkit.recipe import LoraRecipe, Precision, Recipe
@@ -39,6 +39,44 @@ class Devices:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FsdpOptions:
+    """Options of `strategy: fsdp`."""
+
+    sharding: Literal["FULL_SHARD", "SHARD_GRAD_OP"] = "FULL_SHARD"
+    """FULL_SHARD frees the gathered parameters of a block after its forward pass; SHARD_GRAD_OP
+    keeps them until its backward pass."""
+    cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeedOptions:
+    """Options of `strategy: deepspeed`."""
+
+    stage: Literal[1, 2, 3] = 3
+    """What is sharded: 1 the optimizer state, 2 gradients too, 3 parameters too."""
+    offload_optimizer: bool = True
+    """Keep the optimizer state in host memory and update there."""
+    offload_parameters: bool = False
+    """Keep the parameters in host memory (stage 3)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoOptions:
+    """Of strategies that take none."""
+
+
+StrategyOptions = FsdpOptions | DeepSpeedOptions | NoOptions
+
+OPTIONS_OF: dict[Strategy, type[StrategyOptions]] = {
+    "single": NoOptions,
+    "ddp": NoOptions,
+    "fsdp": FsdpOptions,
+    "deepspeed": DeepSpeedOptions,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """A recipe resolved on given devices."""
 
@@ -46,6 +84,7 @@ class Plan:
     accelerator: Accelerator
     precision: Precision
     strategy: Strategy
+    options: StrategyOptions
     devices: int
     """Ranks on this machine."""
     micro_batch_size: int
@@ -106,6 +145,8 @@ def make_plan(recipe: Recipe, devices: Devices) -> Plan:
     notices = []
     precision, notice = _precision(recipe, devices)
     notices += notice
+    strategy = _strategy(recipe, count)
+    _check_supported(recipe, strategy, precision)
     train = recipe.train
     micro_batch_size = min(train.micro_batch_size, train.global_batch_size)
     if micro_batch_size < train.micro_batch_size:
@@ -117,7 +158,8 @@ def make_plan(recipe: Recipe, devices: Devices) -> Plan:
         recipe=recipe,
         accelerator=devices.accelerator,
         precision=precision,
-        strategy=_strategy(recipe, count),
+        strategy=strategy,
+        options=_options(recipe, strategy),
         devices=count,
         micro_batch_size=micro_batch_size,
         notices=tuple(notices),
@@ -184,23 +226,67 @@ def _precision(recipe: Recipe, devices: Devices) -> tuple[Precision, list[str]]:
 
 def _strategy(recipe: Recipe, count: int) -> Strategy:
     name = recipe.strategy["class_path"]
+    world_size = count * recipe.num_nodes
+    if name == "auto":
+        if world_size == 1:
+            return "single"
+        return "ddp" if recipe.method == "lora" else "fsdp"
     if name not in STRATEGIES:
         raise UserError(
             f"strategy is {name!r}, but must be one of: {', '.join(STRATEGIES)}. "
             "Try --strategy auto."
         )
-    world_size = count * recipe.num_nodes
     if name == "single" and world_size > 1:
         raise UserError(
             f"strategy is single, but devices x num_nodes is {world_size}. "
-            "Try --strategy ddp or --devices 1."
+            "Try --strategy auto or --devices 1."
         )
-    if world_size > 1 or name not in ("auto", "single"):
+    return cast(Strategy, name)
+
+
+def _options(recipe: Recipe, strategy: Strategy) -> StrategyOptions:
+    """The strategy's options, checked against the fields of its dataclass."""
+    options_class = OPTIONS_OF[strategy]
+    kinds = get_type_hints(options_class)
+    given = recipe.strategy["init_args"]
+    for key, value in given.items():
+        if key not in kinds:
+            known = f"It takes {', '.join(kinds)}." if kinds else "It takes none; remove it."
+            raise UserError(f"strategy.{key} is not an option of {strategy}. {known}")
+        choices = get_args(kinds[key]) or (True, False)
+        if value not in choices or isinstance(value, bool) != isinstance(choices[0], bool):
+            words = ["true", "false"] if kinds[key] is bool else [str(c) for c in choices]
+            raise UserError(
+                f"strategy.{key} is {value!r}, but must be one of: {', '.join(words)}. "
+                f"Try --strategy.{key} {words[0]}."
+            )
+    return options_class(**given)
+
+
+def _check_supported(recipe: Recipe, strategy: Strategy, precision: Precision) -> None:
+    """Refuse what a strategy cannot run, with what to use instead."""
+    optimizer = recipe.optimizer["class_path"]
+    package = optimizer.rpartition(".")[0]
+    if strategy == "fsdp" and precision == "16-mixed":
         raise UserError(
-            f"strategy is {name} on {world_size} device(s), but this version runs on one device. "
-            "Try --strategy single --devices 1 --num_nodes 1."
+            "precision is 16-mixed, but fsdp has no loss scaling here. "
+            "Try --precision bf16-mixed, or --strategy deepspeed."
         )
-    return "single"
+    if strategy == "deepspeed" and package == "bitsandbytes.optim":
+        raise UserError(
+            f"optimizer is {optimizer}, but DeepSpeed keeps its own optimizer state. "
+            "Try --optimizer AdamW, or --strategy fsdp."
+        )
+    if strategy != "deepspeed" and package == "deepspeed.ops.adam":
+        raise UserError(
+            f"optimizer is {optimizer}, but the strategy is {strategy}. "
+            "Try --optimizer AdamW, or --strategy deepspeed."
+        )
+    if strategy == "deepspeed" and recipe.train.tie_embeddings:
+        raise UserError(
+            "train.tie_embeddings is true, but DeepSpeed partitions embedding and head apart. "
+            "Try --strategy fsdp."
+        )
 
 
 def _check_ranges(recipe: Recipe) -> None:

@@ -45,8 +45,20 @@ class Recorder:
     rank ends.
     """
 
-    def __init__(self, job: Job, plan: Plan, device: torch.device, state: Path) -> None:
+    def __init__(
+        self, job: Job, plan: Plan, device: torch.device, state: Path, rank: int = 0
+    ) -> None:
+        """Prepare.
+
+        Args:
+            job: what is done.
+            plan: what it came to.
+            device: of this rank.
+            state: directory for this rank's report.
+            rank: rank 0 also writes metrics.csv and validation.csv.
+        """
         self._job, self._plan, self._device, self._state = job, plan, device, state
+        self._rank = rank
         now = time.time()
         self._times = dict.fromkeys(get_args(PhaseName), 0.0)
         self._since = job.started_at_s
@@ -58,8 +70,9 @@ class Recorder:
         self._part_sums = dict.fromkeys(PARTS, 0.0)
         self._samples_per_epoch = 0
         self._flops_per_token: float | None = None
-        self._metrics = MetricsWriter(job.recipe.out_dir / METRICS)
-        self._validation = ValidationWriter(job.recipe.out_dir / VALIDATION)
+        tables = job.recipe.out_dir if rank == 0 else state
+        self._metrics = MetricsWriter(tables / METRICS)
+        self._validation = ValidationWriter(tables / VALIDATION)
         self._utilization = DeviceUtilization(device.index if device.type == "cuda" else None)
         self._cpu = psutil.Process()
         self._cpu_start: tuple[float, float] | None = None
@@ -247,7 +260,7 @@ class Recorder:
         self._host_bytes = max(self._host_bytes, host.rss_anon_plus_shmem_bytes)
         cuda = self._device.type == "cuda"
         return RankMemory(
-            rank=0,
+            rank=self._rank,
             allocated_bytes=torch.cuda.max_memory_allocated() if cuda else None,
             reserved_bytes=torch.cuda.max_memory_reserved() if cuda else None,
             rss_bytes=host.peak_rss_bytes,

@@ -1,12 +1,31 @@
-"""Plan -> Lightning strategy and precision."""
+"""Plan -> Lightning strategy, precision and sharding: one place for what differs between them."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import lightning as L
 import torch
-from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
-from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.plugins.precision import (
+    DeepSpeedPrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+)
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
 
-from ftkit.planning import Plan
+from ftkit.planning import DeepSpeedOptions, Plan
+from ftkit.sharding import FullyShard, Sharding, Whole, ZeroThree
 
 
 class TrueHalfPrecision(HalfPrecision):
@@ -23,21 +42,149 @@ class TrueHalfPrecision(HalfPrecision):
         return data
 
 
-def make_device(plan: Plan, local_rank: int) -> torch.device:
-    """The device of a rank."""
-    return torch.device("cuda", local_rank) if plan.accelerator == "cuda" else torch.device("cpu")
+class BuiltDeepSpeedPrecision(DeepSpeedPrecision):
+    """DeepSpeed's precision for a model that is built in it, as TrueHalfPrecision."""
+
+    def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        return module
+
+    def convert_input(self, data: Any) -> Any:
+        return data
 
 
-def make_strategy(plan: Plan, device: torch.device) -> Strategy:
+class DeepSpeed(DeepSpeedStrategy):
+    """Lightning's strategy, on CPU too, and with the loss divided once.
+
+    Lightning's refuses CPUs, which DeepSpeed itself runs on. It also divides the loss by the
+    number of micro-steps, and DeepSpeed divides again: gradients would be too small by that
+    factor and clipping would never bite.
+    """
+
+    def setup_environment(self) -> None:
+        if isinstance(self.accelerator, CPUAccelerator):
+            assert self.parallel_devices is not None
+            # DeepSpeed wants devices with an index.
+            self.parallel_devices = [
+                torch.device("cpu", index) for index in range(len(self.parallel_devices))
+            ]
+            super(DeepSpeedStrategy, self).setup_environment()
+        else:
+            super().setup_environment()
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Leave modules as they are made: `ZeroThree` partitions each parameter itself."""
+        self._init_config_if_needed()
+        yield
+
+    def backward(
+        self,
+        closure_loss: torch.Tensor,
+        optimizer: torch.optim.Optimizer | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
+
+
+def local_rank() -> int:
+    """This process among those of its machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def rank() -> int:
+    """This process among all."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def make_device(plan: Plan) -> torch.device:
+    """The device of this rank."""
+    if plan.accelerator == "cuda":
+        return torch.device("cuda", local_rank())
+    return torch.device("cpu")
+
+
+def parameter_dtype(plan: Plan) -> torch.dtype:
+    """Number format of the parameters; DeepSpeed keeps float32 masters of 16-bit ones itself."""
+    kind, _, how = plan.precision.partition("-")
+    if kind == "32" or (how == "mixed" and plan.strategy != "deepspeed"):
+        return torch.float32
+    return torch.bfloat16 if kind == "bf16" else torch.float16
+
+
+def make_strategy(plan: Plan) -> Strategy:
     """Lightning's strategy for the plan's."""
-    assert plan.strategy == "single"
-    return SingleDeviceStrategy(device)
+    if plan.strategy == "single":
+        return SingleDeviceStrategy(make_device(plan))
+    backend = communication(plan)
+    if plan.strategy == "ddp":
+        # The view saves a copy of the gradients.
+        return DDPStrategy(process_group_backend=backend, gradient_as_bucket_view=True)
+    if plan.strategy == "fsdp":
+        return ModelParallelStrategy(
+            data_parallel_size=plan.world_size,
+            tensor_parallel_size=1,
+            process_group_backend=backend,
+        )
+    return DeepSpeed(config=deepspeed_config(plan), process_group_backend=backend)
+
+
+def communication(plan: Plan) -> str | None:
+    """The library that carries messages between ranks."""
+    if plan.strategy == "single":
+        return None
+    return "nccl" if plan.accelerator == "cuda" else "gloo"
+
+
+def deepspeed_config(plan: Plan) -> dict[str, Any]:
+    """DeepSpeed's own settings for the plan."""
+    options = plan.options
+    assert isinstance(options, DeepSpeedOptions)
+    zero: dict[str, Any] = {"stage": options.stage}
+    if options.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": plan.accelerator == "cuda"}
+    if options.offload_parameters and options.stage == 3:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": plan.accelerator == "cuda"}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": plan.micro_batch_size,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    if plan.precision.startswith("bf16"):
+        config["bf16"] = {"enabled": True}
+    elif plan.precision.startswith("16"):
+        config["fp16"] = {"enabled": True}
+    return config
 
 
 def make_precision(plan: Plan) -> Precision:
     """Lightning's precision plugin for the plan's."""
+    if plan.strategy == "deepspeed":
+        return BuiltDeepSpeedPrecision(plan.precision)
     if plan.precision == "bf16-true" or plan.precision == "16-true":
         return TrueHalfPrecision(plan.precision)
+    if plan.strategy == "fsdp":
+        return Precision()  # the casts of bf16-mixed are FSDP's own
     if plan.precision == "bf16-mixed" or plan.precision == "16-mixed":
         return MixedPrecision(plan.precision, plan.accelerator)
     return Precision()
+
+
+def make_sharding(plan: Plan, module: L.LightningModule) -> Sharding:
+    """Where the parameters live; the processes are connected."""
+    if plan.strategy == "fsdp":
+        mesh = module.device_mesh
+        assert mesh is not None
+        return FullyShard(plan, mesh["data_parallel"])
+    if isinstance(plan.options, DeepSpeedOptions) and plan.options.stage == 3:
+        return ZeroThree(deepspeed_config(plan))
+    return Whole()
+
+
+def make_plugins(plan: Plan) -> list[Precision | ClusterEnvironment]:
+    """Plugins of Lightning's Trainer: the precision, and who started the ranks."""
+    plugins: list[Precision | ClusterEnvironment] = [make_precision(plan)]
+    if plan.strategy != "single":
+        plugins.append(TorchElasticEnvironment())  # reads torchrun's variables, as we set them
+    return plugins

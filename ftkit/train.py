@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import io
 import logging
 import math
 import random
@@ -43,7 +44,8 @@ from ftkit.planning import Plan, make_schedule, sample_budget
 from ftkit.recipe import LoraRecipe
 from ftkit.recorder import FINAL, LOG, Recorder
 from ftkit.report import DataCounts, ExactMatch, Example, Resolved
-from ftkit.strategy import make_device, make_precision, make_strategy
+from ftkit.sharding import Sharding
+from ftkit.strategy import make_device, make_plugins, make_strategy, parameter_dtype, rank
 
 
 def run(job: Job, stop: StopRequest, display: Display, recorder: Recorder) -> None:
@@ -60,7 +62,7 @@ def run(job: Job, stop: StopRequest, display: Display, recorder: Recorder) -> No
         _warn(notice, display, recorder)
     torch.manual_seed(recipe.seed)
     torch.set_float32_matmul_precision("high")
-    device = make_device(plan, local_rank=0)
+    device = make_device(plan)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.cuda.reset_peak_memory_stats()
@@ -82,7 +84,7 @@ def run(job: Job, stop: StopRequest, display: Display, recorder: Recorder) -> No
         global_batch_size=recipe.train.global_batch_size,
         micro_batch_size=plan.micro_batch_size,
         total_samples=sample_budget(recipe, len(data.train), module.schedule),
-        rank=0,
+        rank=rank(),
         world_size=plan.world_size,
     )
     training = _Training(plan, module, data, base, stop, display, recorder)
@@ -128,13 +130,14 @@ def _build(
     schedule, notices = make_schedule(recipe, len(data.train), base_learning_rate(recipe))
     for notice in notices:
         _warn(notice, display, recorder)
-    model = outline(base, recipe, plan.precision)
+    model = outline(base, recipe, parameter_dtype(plan))
 
-    def load(model: LanguageModel, device: torch.device) -> None:
+    def load(model: LanguageModel, sharding: Sharding, device: torch.device) -> None:
         with display.phase("loading weights") as phase:
             fill(
                 model,
                 base,
+                sharding=sharding,
                 device=device,
                 rope_length=min(
                     base.config.block_size, max_seq_length + (recipe.eval.max_new_tokens or 0)
@@ -187,10 +190,15 @@ def _summary(resolved: Resolved, method: str) -> str:
 
 def _save(module: FineTuner, base: BaseModel, out: Path) -> None:
     recipe = module.plan.recipe
-    if isinstance(recipe, LoraRecipe):
-        save_adapter(trained_weights(module.model), base, recipe, out)
+    assert module.sharding is not None
+    tensors = trained_weights(module.model, module.sharding)
+    if rank() > 0:
+        for _ in tensors:  # every rank takes part in gathering
+            pass
+    elif isinstance(recipe, LoraRecipe):
+        save_adapter(tensors, base, recipe, out)
     else:
-        save_hf(base, trained_weights(module.model), out)
+        save_hf(base, tensors, out)
 
 
 class _Training:
@@ -217,14 +225,15 @@ class _Training:
 
     def fit(self, order: ElasticOrder) -> None:
         """Train to the end of the schedule, the time limit or a signal."""
-        device = make_device(self.plan, local_rank=0)
+        device = make_device(self.plan)
         self.total_steps = order.total_steps
         self.trainer = make_trainer(
             self.plan,
             accelerator=self.plan.accelerator,
-            devices=1,
-            strategy=make_strategy(self.plan, device),
-            plugins=[make_precision(self.plan)],
+            devices=self.plan.devices,
+            num_nodes=self.recipe.num_nodes,
+            strategy=make_strategy(self.plan),
+            plugins=make_plugins(self.plan),
             logger=_loggers(self.plan),
             log_every_n_steps=1,
             default_root_dir=self.recipe.out_dir,
@@ -255,9 +264,9 @@ class _Training:
         self._evaluate(step=0, validation=wanted, exact_match=True, example=wanted)
         self.recorder.enter("training")
         self.started = time.perf_counter()
-        if self.stop.signal_number is not None:
+        if signal_number := self.stop.requested():
             self.trainer.should_stop = True
-            self.signal_number = self.stop.signal_number
+            self.signal_number = signal_number
 
     def _on_step(self, record: StepRecord) -> None:
         self.recorder.on_step(record)
@@ -284,28 +293,34 @@ class _Training:
 
     def _between_steps(self, step: int) -> bool:
         """Validate if it is time; whether to end training here."""
-        if self.stop.signal_number is None:
-            interval = self.evaluation.interval
-            if interval and step % interval == 0 and step < self.total_steps:
-                self._evaluate(step, validation=True, exact_match=False, example=True)
-                self.recorder.enter("training")
-        limit_s = self.recipe.train.max_time
-        if self.stop.signal_number is not None:
-            self.signal_number = self.stop.signal_number
+        interval = self.evaluation.interval
+        is_due = interval and step % interval == 0 and step < self.total_steps
+        if is_due and not self.stop.requested():
+            self._evaluate(step, validation=True, exact_match=False, example=True)
+            self.recorder.enter("training")
+        if signal_number := self.stop.requested():
+            self.signal_number = signal_number
         elif step == self.total_steps:
             self.exit_reason = self._reason()
-        elif limit_s is not None and time.perf_counter() - self.started >= limit_s:
-            self.exit_reason = f"train.max_time of {limit_s:g} s reached"
+        elif self._out_of_time():
+            self.exit_reason = f"train.max_time of {self.recipe.train.max_time:g} s reached"
         else:
             return False
         return True
+
+    def _out_of_time(self) -> bool:
+        """Whether the time limit is reached, by the clock of rank 0."""
+        limit_s = self.recipe.train.max_time
+        if limit_s is None:
+            return False
+        return self.trainer.strategy.broadcast(time.perf_counter() - self.started >= limit_s)
 
     def _at_end(self) -> None:
         if self.signal_number is None:
             wanted = self.evaluation.final_validation
             step = self.recorder.steps
             self._evaluate(step, validation=wanted, exact_match=True, example=wanted)
-            self.signal_number = self.stop.signal_number
+            self.signal_number = self.stop.requested() or None
 
     def _reason(self) -> str:
         train = self.recipe.train
@@ -330,7 +345,11 @@ class _Training:
     def _validate(self, step: int) -> None:
         limit = self.evaluation.max_iters * self.recipe.train.global_batch_size
         batches = validation_loader(
-            self.data.val, limit=limit, micro_batch_size=self.plan.micro_batch_size
+            self.data.val,
+            limit=limit,
+            micro_batch_size=self.plan.micro_batch_size,
+            rank=rank(),
+            world_size=self.plan.world_size,
         )
         with self.display.phase("validating", brief=True) as phase:
             loss = validation_loss(
@@ -353,7 +372,7 @@ class _Training:
         with self.display.phase(title, brief=True) as phase:
             size = max(1, self.plan.micro_batch_size)
             for start in range(0, len(indices), size):
-                if self.stop.signal_number is not None:
+                if self.stop.requested():
                     return
                 chunk = indices[start : start + size]
                 answers = self._answer(list(chunk), max_new_tokens=longest + 1)
@@ -408,6 +427,8 @@ class _Training:
         return self.base.tokenizer.encode(text)
 
     def _log(self, values: dict[str, float], step: int) -> None:
+        if rank() > 0:
+            return
         for logger in self.trainer.loggers:
             logger.log_metrics(values, step=step)
 
@@ -455,20 +476,26 @@ def main(argv: list[str]) -> int:
     stop = StopRequest()
     stop.install()
     job_path = Path(argv[1])
-    state = job_path.parent
     job = Job.read(job_path)
-    plan = job.plan
-    device = make_device(plan, local_rank=0)
-    _quiet_libraries(job.recipe.out_dir / LOG)
-    error: RankError | None = None
-    with Display(job.recipe.out_dir) as display:
+    state = job_path.parent / f"rank-{rank()}"
+    state.mkdir(exist_ok=True)
+    log = (job.recipe.out_dir if rank() == 0 else state) / LOG
+    _quiet_libraries(log)
+    with Display(log.parent, stream=None if rank() == 0 else _Silence()) as display:
         try:
-            with Recorder(job, plan, device, state) as recorder:
+            with Recorder(job, job.plan, make_device(job.plan), state, rank()) as recorder:
                 run(job, stop, display, recorder)
         except BaseException as exception:
-            error = _explain(exception, job.recipe.out_dir / LOG)
-            error.write(state / "error.json")
-    return 0 if error is None else 1
+            _explain(exception, log).write(state / "error.json")
+            return 1
+    return 0
+
+
+class _Silence(io.StringIO):
+    """Where ranks other than the first write what a person would read."""
+
+    def write(self, text: str) -> int:
+        return len(text)
 
 
 def _explain(exception: BaseException, log: Path) -> RankError:

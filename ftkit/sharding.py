@@ -1,0 +1,120 @@
+"""Where the parameters of a rank live: whole, as rows (FSDP), or as flat partitions (ZeRO-3)."""
+
+from typing import Any, Protocol
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ftkit.planning import FsdpOptions, Plan
+
+
+class Sharding(Protocol):
+    """How a model gets its memory on this rank."""
+
+    def allocate(self, model: Any, device: torch.device) -> None:
+        """Give every parameter of the model its memory on this rank; the values are undefined."""
+
+    def put(self, model: nn.Module, name: str, value: Tensor) -> None:
+        """Set a parameter; only what belongs to this rank is read from the value.
+
+        Every rank puts the same parameters in the same order.
+        """
+
+    def whole(self, parameter: Tensor) -> Tensor:
+        """The full parameter, gathered from all ranks, which all call this."""
+
+
+class Whole:
+    """Every rank has every parameter: single, DDP, and ZeRO stages 1 and 2."""
+
+    def allocate(self, model: Any, device: torch.device) -> None:
+        model.to_empty(device=device)
+        model.tie()
+
+    def put(self, model: nn.Module, name: str, value: Tensor) -> None:
+        model.get_parameter(name).data.copy_(value)
+
+    def whole(self, parameter: Tensor) -> Tensor:
+        return parameter.detach()
+
+
+class FullyShard:
+    """FSDP2: each rank has some rows of every parameter, block by block."""
+
+    def __init__(self, plan: Plan, mesh: Any) -> None:
+        assert isinstance(plan.options, FsdpOptions)
+        self._options = plan.options
+        self._mixed = plan.precision == "bf16-mixed"
+        self._mesh = mesh
+
+    def allocate(self, model: Any, device: torch.device) -> None:
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+        # Rotary tables stay float32: inputs of the blocks are not cast.
+        policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+        if self._mixed:
+            policy = MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+            )
+        settings: dict[str, Any] = {
+            "mesh": self._mesh,
+            "mp_policy": policy,
+            "reshard_after_forward": self._options.sharding == "FULL_SHARD",
+        }
+        if self._options.cpu_offload and device.type != "cpu":
+            settings["offload_policy"] = CPUOffloadPolicy()
+            device = torch.device("cpu")
+        for block in model.gpt.transformer.h:
+            fully_shard(block, **settings)
+        if not model.tied:  # one parameter cannot belong to two groups
+            fully_shard(model.head, **settings)
+        fully_shard(model, **settings)
+        model.to_empty(device=device)
+        model.tie()
+
+    def put(self, model: nn.Module, name: str, value: Tensor) -> None:
+        parameter = model.get_parameter(name)
+        assert isinstance(parameter, DTensor)
+        (box,) = parameter.__create_chunk_list__()
+        rows = slice(box.offsets[0], box.offsets[0] + box.sizes[0])
+        local = parameter.to_local()
+        local.copy_(value[rows].reshape(local.shape))
+
+    def whole(self, parameter: Tensor) -> Tensor:
+        assert isinstance(parameter, DTensor)
+        with torch.no_grad():
+            return parameter.full_tensor()
+
+
+class ZeroThree:
+    """DeepSpeed ZeRO-3: each rank has an equal part of every flattened parameter."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._config = config
+
+    def allocate(self, model: Any, device: torch.device) -> None:
+        self._device = device
+
+    def put(self, model: nn.Module, name: str, value: Tensor) -> None:
+        import deepspeed
+
+        owner, _, leaf = name.rpartition(".")
+        outlined = model.get_parameter(name)
+        memory = torch.empty(outlined.shape, dtype=outlined.dtype, device=self._device)
+        parameter = nn.Parameter(memory, requires_grad=outlined.requires_grad)
+        if torch.distributed.get_rank() == 0:  # the others receive it
+            parameter.data.copy_(value)
+        deepspeed.zero.Init(
+            module=nn.ParameterList([parameter]),
+            config_dict_or_path=self._config,
+            dtype=outlined.dtype,
+        )
+        setattr(model.get_submodule(owner), leaf, parameter)
+
+    def whole(self, parameter: Tensor) -> Tensor:
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([parameter]):
+            return parameter.detach().clone()
