@@ -1,16 +1,20 @@
 """The command: parse, call one function, print a UserError without a traceback."""
 
+import argparse
+import difflib
 import sys
+import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal
 
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
 from ftkit import __version__
 from ftkit.errors import UserError
-from ftkit.parsing import Override, read_recipe, recipe_parser, to_yaml
-from ftkit.recipe import Method
+from ftkit.parsing import Override, accepted_types, add_recipe_keys, key_types, read_recipe, to_yaml
+from ftkit.recipe import RECIPE_OF, Method
 
 FINETUNE: dict[str, Method] = {"finetune": "lora", "finetune_lora": "lora", "finetune_full": "full"}
 
@@ -22,15 +26,16 @@ COMMANDS = {
 }
 
 
+SWITCHES = ("help", "overwrite", "print_config")
+"""Options without a value."""
+
+
 @dataclass
 class Options:
-    """A command line, sorted: recipe files, dotted overrides, and what is no key of a recipe."""
+    """A command line, sorted: options with a value in their order, and switches."""
 
-    files: list[str] = field(default_factory=list)
-    overrides: list[Override] = field(default_factory=list)
-    overwrite: bool = False
-    print_config: bool = False
-    help: bool = False
+    values: list[Override] = field(default_factory=list)
+    switches: set[str] = field(default_factory=set)
 
 
 def main() -> None:
@@ -54,38 +59,32 @@ def run(argv: Sequence[str]) -> int:
         print(f"ftkit {__version__}")
         return 0
     if argv[0].startswith("--print_shtab"):
-        _parser(with_keys=True).parse_args(list(argv))
+        _parser(with_keys=True).parse_args(list(argv))  # prints and exits
     name, rest = argv[0], argv[1:]
     if name in FINETUNE:
         return _finetune(name, rest)
     if name == "download":
         return _download(rest)
-    raise UserError(f"{name!r} is not a command. Commands: {', '.join(COMMANDS)}.")
+    close = difflib.get_close_matches(name, COMMANDS, n=1)
+    hint = f"Did you mean ftkit {close[0]}?" if close else "See ftkit --help."
+    raise UserError(f"{name!r} is not a command. {hint} Commands: {', '.join(COMMANDS)}.")
 
 
-def split_options(argv: Sequence[str]) -> Options:
-    """Sort a command line; the order of options never matters, except among equal keys.
-
-    Every option takes one value, as `--key value` or `--key=value`; the switches take none.
-    """
+def split_options(argv: Sequence[str], switches: Sequence[str] = SWITCHES) -> Options:
+    """Sort a command line: `--key value` or `--key=value`, and switches, which take no value."""
     options = Options()
     words = iter(argv)
     for word in words:
-        if word in ("-h", "--help"):
-            options.help = True
-            continue
+        word = "--help" if word == "-h" else word
         if not word.startswith("--") or word == "--":
             raise UserError(f"{word!r} is not an option. Write --KEY VALUE, such as --devices 1.")
         key, equals, value = word[2:].partition("=")
-        if key in ("overwrite", "print_config") and not equals:
-            setattr(options, key, True)
-            continue
-        if not equals:
-            value = _value_of(key, words)
-        if key == "config":
-            options.files.append(value)
+        if key in switches:
+            if equals:
+                raise UserError(f"--{key} is a switch and takes no value. Try --{key}.")
+            options.switches.add(key)
         else:
-            options.overrides.append((key, value))
+            options.values.append((key, value if equals else _value_of(key, words)))
     return options
 
 
@@ -98,27 +97,28 @@ def _value_of(key: str, words: Iterator[str]) -> str:
 
 def _finetune(name: str, argv: Sequence[str]) -> int:
     options = split_options(argv)
-    method = FINETUNE[name]
-    if options.help:
+    if "help" in options.switches:
         _finetune_parser(name).print_help()
         return 0
-    recipe = read_recipe(options.files, options.overrides, method=method)
-    if options.print_config:
+    files = [value for key, value in options.values if key == "config"]
+    overrides = [(key, value) for key, value in options.values if key != "config"]
+    recipe = read_recipe(files, overrides, method=FINETUNE[name])
+    if "print_config" in options.switches:
         print(to_yaml(recipe), end="")
         return 0
     from ftkit.launch import launch
 
-    return launch(recipe, command=["ftkit", name, *argv], overwrite=options.overwrite)
+    overwrite = "overwrite" in options.switches
+    return launch(recipe, command=["ftkit", name, *argv], overwrite=overwrite)
 
 
 def _download(argv: Sequence[str]) -> int:
-    parser = _download_parser()
     repository = argv[0] if argv and not argv[0].startswith("-") else None
-    options = split_options(argv[1:] if repository else argv)
-    if options.help:
-        parser.print_help()
+    options = split_options(argv[1:] if repository else argv, switches=["help"])
+    if "help" in options.switches:
+        _download_parser().print_help()
         return 0
-    values = dict(options.overrides)
+    values = dict(options.values)
     repository = repository or values.pop("repo_id", None)
     token = values.pop("access_token", None)
     root = Path(values.pop("checkpoint_dir", "checkpoints"))
@@ -135,15 +135,43 @@ def _download(argv: Sequence[str]) -> int:
     return 0
 
 
+class _Help(DefaultHelpFormatter):
+    """Help in words: choices and kinds as placeholders, defaults as a recipe has them."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text, default = action.help or "", action.default
+        if getattr(action, "_required", False):
+            return f"{text} Required."
+        switch = action.nargs == 0
+        if switch or default in (None, argparse.SUPPRESS) or "Default:" in text:
+            return text
+        if isinstance(default, dict):
+            default = default["class_path"].rpartition(".")[2]
+        return f"{text} Default: {str(default).lower() if isinstance(default, bool) else default}."
+
+
+def _placeholder(kind: Any) -> str:
+    """What stands for the value of a key: {auto,cpu,cuda}, NUMBER, PATH."""
+    words = {int: "N", float: "NUMBER", str: "TEXT", Path: "PATH", bool: "{true,false}"}
+    found = []
+    for accepted in accepted_types(kind):
+        if typing.get_origin(accepted) is Literal:
+            choices = typing.get_args(accepted)
+            found.append(f"{{{','.join(choices)}}}" if len(choices) > 1 else choices[0])
+        else:
+            found.append(words.get(accepted, "NAME"))
+    return "|".join(found)
+
+
 def _parser(*, with_keys: bool = False) -> ArgumentParser:
     """The whole command line; the keys of recipes are only needed for completion."""
     parser = ArgumentParser(
         prog="ftkit",
         description="Fine-tune language models on the hardware you happen to have.",
         epilog="ftkit COMMAND --help explains a command.",
-        allow_abbrev=False,
+        formatter_class=_Help,
     )
-    parser.add_argument("--version", action="store_true", help="show the version and exit")
+    parser.add_argument("--version", action="store_true", help="Show the version and exit.")
     commands = parser.add_subcommands(required=False)
     for name, text in COMMANDS.items():
         command = ArgumentParser(prog=f"ftkit {name}")
@@ -154,27 +182,53 @@ def _parser(*, with_keys: bool = False) -> ArgumentParser:
 
 
 def _finetune_parser(name: str) -> ArgumentParser:
-    parser = recipe_parser(FINETUNE[name], f"ftkit {name}")
-    run = parser.add_argument_group("The run")
-    run.add_argument("--config", help="recipe file; may be given several times, later ones win")
-    run.add_argument(
-        "--print_config", action="store_true", help="print the resolved recipe and exit"
+    method = FINETUNE[name]
+    parser = ArgumentParser(
+        prog=f"ftkit {name}",
+        usage=f"ftkit {name} [--config RECIPE.yaml] [--KEY VALUE ...]",
+        description=RECIPE_OF[method].__doc__,
+        formatter_class=_Help,
     )
-    run.add_argument(
+    parser.add_argument(
+        "--config",
+        metavar="RECIPE.yaml",
+        help="Recipe to start from. May be given several times, later ones win; keys given as "
+        "options win over all of them.",
+    )
+    parser.add_argument(
+        "--print_config", action="store_true", help="Print the resolved recipe and exit."
+    )
+    parser.add_argument(
         "--overwrite",
         action="store_true",
-        help="replace what is in out_dir; default: a used out_dir makes the run take OUT_DIR-2",
+        help="Replace what is in out_dir. Default: leave it and take OUT_DIR-2, OUT_DIR-3, ...",
     )
+    add_recipe_keys(parser, method)
+    kinds = key_types(method)
+    for action in parser._actions:
+        if action.dest in kinds:
+            action.metavar = _placeholder(kinds[action.dest])
+        elif any(key.startswith(f"{action.dest}.") for key in kinds):
+            action.help = argparse.SUPPRESS  # a group as a whole: for recipe files
     return parser
 
 
 def _download_parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="ftkit download",
-        usage="ftkit download REPO_ID [--access_token TOKEN] [--checkpoint_dir DIR]",
+        usage="ftkit download REPO_ID [--access_token TOKEN] [--checkpoint_dir PATH]",
         description="Fetch a base model from the Hugging Face hub, or finish an earlier download.",
+        formatter_class=_Help,
     )
-    parser.add_argument("--repo_id", help="the model, such as TinyLlama/TinyLlama_v1.1")
-    parser.add_argument("--access_token", help="for gated models; default: $HF_TOKEN")
-    parser.add_argument("--checkpoint_dir", default="checkpoints", help="where models are kept")
+    parser.add_argument(
+        "repo_id", metavar="REPO_ID", help="The model, such as TinyLlama/TinyLlama_v1.1."
+    )
+    parser.add_argument(
+        "--access_token",
+        metavar="TOKEN",
+        help="Hugging Face token for gated models. Default: $HF_TOKEN.",
+    )
+    parser.add_argument(
+        "--checkpoint_dir", metavar="PATH", default="checkpoints", help="Where models are kept."
+    )
     return parser

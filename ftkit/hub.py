@@ -124,7 +124,7 @@ def missing_files(directory: Path) -> list[str]:
     config.json and every weight file of its index.
     """
     if _incomplete_files(directory):
-        return ["the rest of an interrupted download"]
+        return ["the rest of an interrupted download (run ftkit download again)"]
     if is_litgpt(directory):
         return []
     missing = [] if (directory / "config.json").is_file() else ["config.json"]

@@ -13,20 +13,33 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from ftkit.datafiles import check_data
 from ftkit.display import Display
 from ftkit.errors import UserError
 from ftkit.hub import find_or_download
 from ftkit.job import Job, RankError
+from ftkit.machine import hardware, versions
 from ftkit.parsing import to_yaml
 from ftkit.planning import Devices, make_plan
 from ftkit.recipe import Recipe
 from ftkit.rendering import render
-from ftkit.report import FILE_NAME, Report, read_report, utc_now, without_tokens, write_report
+from ftkit.report import (
+    FILE_NAME,
+    PhaseTimes,
+    Progress,
+    Report,
+    read_report,
+    recipe_as_dict,
+    utc_now,
+    utc_text,
+    without_tokens,
+    write_report,
+)
 
 STATE = ".run"
 """Directory inside out_dir with what the ranks and the supervisor tell each other."""
@@ -51,17 +64,17 @@ def launch(recipe: Recipe, *, command: Sequence[str], overwrite: bool = False) -
         UserError: before anything has started, and nothing is left behind.
     """
     started_at_s = time.time()
+    check_data(recipe.data)
     devices = find_devices(recipe)
     make_plan(recipe, devices)
-    check_data(recipe.data)
     base = recipe.checkpoint_dir
     if not base.startswith("random:"):
         base = str(find_or_download(base, token=recipe.access_token).resolve())
-    with claim(recipe.out_dir, overwrite=overwrite) as out_dir:
-        if out_dir != recipe.out_dir:
-            print(f"{recipe.out_dir} holds another run: this one goes to {out_dir}", flush=True)
+    wanted = recipe.out_dir.expanduser()
+    with _SignalRelay() as relay, claim(wanted, overwrite=overwrite) as out_dir:
+        if out_dir != wanted:
+            print(f"{wanted} holds another run: this one goes to {out_dir}", flush=True)
         recipe = dataclasses.replace(recipe, out_dir=out_dir)
-        (out_dir / "recipe.yaml").write_text(to_yaml(recipe), encoding="utf-8")
         job = Job(
             recipe=recipe,
             devices=devices,
@@ -69,7 +82,12 @@ def launch(recipe: Recipe, *, command: Sequence[str], overwrite: bool = False) -
             command=tuple(without_tokens(command)),
             started_at_s=started_at_s,
         )
-        return _supervise(job)
+        try:
+            (out_dir / "recipe.yaml").write_text(to_yaml(recipe), encoding="utf-8")
+            job.write(out_dir / STATE / "job.json")
+        except OSError as error:
+            raise _unwritable(out_dir, error) from None
+        return _supervise(job, relay)
 
 
 def find_devices(recipe: Recipe) -> Devices:
@@ -108,17 +126,16 @@ def claim(wanted: Path, *, overwrite: bool) -> Iterator[Path]:
     """
     out_dir = wanted
     number = 2
-    while not overwrite and out_dir.is_dir() and any(out_dir.iterdir()):
-        out_dir = wanted.with_name(f"{wanted.name}-{number}")
-        number += 1
     try:
+        while not overwrite and out_dir.is_dir() and any(out_dir.iterdir()):
+            out_dir = wanted.with_name(f"{wanted.name}-{number}")
+            number += 1
         state = out_dir / STATE
+        created = [path for path in (out_dir, *out_dir.parents) if not path.exists()]
         state.mkdir(parents=True, exist_ok=True)
         lock = (state / "lock").open("w")
     except OSError as error:
-        raise UserError(
-            f"out_dir {out_dir} cannot be written: {error.strerror}. Try another --out_dir."
-        ) from None
+        raise _unwritable(out_dir, error) from None
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -127,21 +144,34 @@ def claim(wanted: Path, *, overwrite: bool) -> Iterator[Path]:
                 f"out_dir {out_dir} belongs to a run that is still at work. "
                 "Wait for it, or try another --out_dir."
             ) from None
+        _remove_entries(state, keep="lock")  # of a run that was killed with its supervisor
         replaced = state / "replaced"
-        replaced.mkdir(exist_ok=True)
+        replaced.mkdir()
         _move_entries(out_dir, replaced)
         try:
             yield out_dir
         except UserError:  # nothing has run: leave the directory as it was
-            for entry in out_dir.iterdir():
-                if entry != state:
-                    shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            _remove_entries(out_dir, keep=STATE)
             _move_entries(replaced, out_dir)
             raise
         finally:
             shutil.rmtree(state, ignore_errors=True)
-            if not any(out_dir.iterdir()):
-                out_dir.rmdir()
+            for path in created:
+                if any(path.iterdir()):
+                    break
+                path.rmdir()
+
+
+def _unwritable(out_dir: Path, error: OSError) -> UserError:
+    return UserError(
+        f"out_dir {out_dir} cannot be written: {error.strerror}. Try another --out_dir."
+    )
+
+
+def _remove_entries(directory: Path, *, keep: str) -> None:
+    for entry in directory.iterdir():
+        if entry.name != keep:
+            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
 
 def _move_entries(source: Path, target: Path) -> None:
@@ -150,60 +180,102 @@ def _move_entries(source: Path, target: Path) -> None:
             entry.rename(target / entry.name)
 
 
-def _supervise(job: Job) -> int:
+def _supervise(job: Job, relay: "_SignalRelay") -> int:
     out_dir = job.recipe.out_dir
     state = out_dir / STATE
-    job.write(state / "job.json")
-    environment = dict(os.environ)
-    if job.recipe.access_token:
-        environment["HF_TOKEN"] = job.recipe.access_token
-    rank = subprocess.Popen(
-        [sys.executable, "-m", "ftkit.train", str(state / "job.json")],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        process_group=0,
-    )
-    with _forwarding_signals(rank) as received:
-        code = rank.wait()
+    code = relay.run_rank(job)
+    report = _last_report(job)
     error = RankError.read(state / "error.json")
-    if error is not None and error.kind == "user":
+    if error is not None and error.kind == "user" and not (report.progress or Progress()).steps:
         raise UserError(error.message)
-    report = _conclude(read_report(state / FILE_NAME), code, received, error)
+    report = _conclude(report, code, relay.received, error)
     write_report(report, out_dir)
     with Display(out_dir) as display:
         display.show(render(report, out_dir))
     return report.exit_code
 
 
-@contextmanager
-def _forwarding_signals(rank: "subprocess.Popen[bytes]") -> Iterator[list[signal.Signals]]:
-    """Pass the first signal on, so that the rank ends gracefully; the second one ends it at once.
+def _last_report(job: Job) -> Report:
+    """The report as the rank last wrote it, or what is known of a rank that never came to that."""
+    written = job.recipe.out_dir / STATE / FILE_NAME
+    if written.exists():
+        return read_report(written)
+    seconds = time.time() - job.started_at_s
+    return Report(
+        outcome="failed",
+        exit_reason="",
+        exit_code=1,
+        phase="set_up",
+        started_at=utc_text(job.started_at_s),
+        finished_at=utc_now(),
+        command=list(job.command),
+        method=job.recipe.method,
+        recipe=recipe_as_dict(job.recipe),
+        versions=versions(),
+        hardware=hardware(),
+        phases_s=PhaseTimes(set_up=seconds, total=seconds),
+        progress=Progress(),
+    )
 
-    The rank has a process group of its own: Ctrl+C reaches only this process.
+
+class _SignalRelay:
+    """Passes the first signal on to the rank, which ends gracefully; the second one kills it.
+
+    The rank has a process group of its own: Ctrl+C reaches only this process. A signal that is
+    ignored stays so, as `nohup` wants it.
     """
-    received: list[signal.Signals] = []
 
-    def handle(number: int, _: FrameType | None) -> None:
-        received.append(signal.Signals(number))
-        if len(received) == 1:
-            print(
-                "\nftkit: stopping after the current step (Ctrl+C again stops at once)",
-                file=sys.stderr,
-                flush=True,
-            )
-            rank.send_signal(number)
-        else:
-            rank.kill()
+    def __init__(self) -> None:
+        self.received: list[signal.Signals] = []
+        self._rank: subprocess.Popen[bytes] | None = None
+        self._ready = Path()
+        self._before: dict[signal.Signals, Any] = {}
 
-    before = {number: signal.signal(number, handle) for number in EXIT_BY_SIGNAL}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
+    def __enter__(self) -> "_SignalRelay":
+        for number in EXIT_BY_SIGNAL:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
             signal.signal(number, handler)
-        if rank.poll() is None:
-            rank.kill()
-            rank.wait()
+
+    def run_rank(self, job: Job) -> int:
+        """Run the rank to its end, whatever happens here; its exit code."""
+        state = job.recipe.out_dir / STATE
+        self._ready = state / FILE_NAME
+        environment = dict(os.environ)
+        if job.recipe.access_token:
+            environment["HF_TOKEN"] = job.recipe.access_token
+        self._rank = subprocess.Popen(
+            # -P: modules in the current directory are the user's, not ours
+            [sys.executable, "-P", "-m", "ftkit.train", str(state / "job.json")],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            process_group=0,
+        )
+        try:
+            if self.received:
+                self._rank.kill()
+            return self._rank.wait()
+        finally:
+            if self._rank.poll() is None:
+                self._rank.kill()
+                self._rank.wait()
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        self.received.append(signal.Signals(number))
+        if self._rank is None or self._rank.poll() is not None:
+            return
+        if len(self.received) == 1 and self._ready.exists():
+            self._rank.send_signal(signal.SIGINT)  # Lightning has ways of its own with SIGTERM
+            text = "stopping after the current step (Ctrl+C again stops at once)"
+        else:  # it has nothing to lose yet, or was asked before
+            self._rank.kill()
+            text = "stopping"
+        with suppress(OSError):  # the terminal may be gone
+            print(f"\nftkit: {text}", file=sys.stderr, flush=True)
 
 
 def _conclude(

@@ -8,9 +8,10 @@ does not matter, an override of ``data.json_path`` lands inside ``data.init_args
 import dataclasses
 import difflib
 import re
+import shlex
 import types
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,25 +40,39 @@ Override = tuple[str, str]
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML that reads 2e-4 as a number and refuses a key that appears twice."""
+    """Safe YAML that refuses a key that appears twice, and leaves dates as text."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            if not isinstance(key_node, yaml.ScalarNode):
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} appears twice", key_node.start_mark
+                    None, None, "a key must be a single word", key_node.start_mark
                 )
-            seen.add(key)
+            if key_node.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key_node.value!r} appears twice", key_node.start_mark
+                )
+            seen.add(key_node.value)
         return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+.0123456789"),
-)
+class _Dumper(yaml.SafeDumper):
+    """Safe YAML that quotes every text which `_Loader` would read as a number."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _class in (_Loader, _Dumper):  # YAML 1.1 reads 2e-4 as text
+    _class.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+        list("-+.0123456789"),
+    )
 
 
 def read_recipe(
@@ -67,7 +82,8 @@ def read_recipe(
 
     Args:
         files: YAML recipes in LitGPT's finetune format.
-        overrides: dotted key and YAML text, such as ``("train.epochs", "2")``.
+        overrides: dotted key and YAML text, such as ``("train.epochs", "2")``. Their order
+            matters only where one key is given twice: the last one wins.
         method: what the command says; None reads it from the keys (any LoRA key means LoRA).
 
     Raises:
@@ -78,7 +94,7 @@ def read_recipe(
     for file in files:
         for key, value in _flatten(_load_file(Path(file))):
             _assign(merged, key, value)
-    for key, text in overrides:
+    for key, text in sorted(overrides, key=_specificity):
         _assign(merged, key, _parse_value(key, text))
     if method is None:
         method = "lora" if _LORA_KEYS & merged.keys() else "full"
@@ -88,24 +104,18 @@ def read_recipe(
     return _instantiate(merged, method)
 
 
-def recipe_parser(method: Method, prog: str) -> ArgumentParser:
-    """The parser of a recipe's keys: help, types and completion come from the dataclasses."""
+def add_recipe_keys(parser: ArgumentParser, method: Method) -> None:
+    """Give a parser the keys of a recipe: help, types, defaults and completion."""
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     recipe_class = RECIPE_OF[method]
-    parser = ArgumentParser(
-        prog=prog,
-        description=recipe_class.__doc__,
-        usage=f"{prog} [--config RECIPE.yaml] [--KEY VALUE ...]",
-        exit_on_error=False,
-        allow_abbrev=False,
-    )
     parser.add_class_arguments(Recipe)
+    assert parser.groups is not None
+    parser.groups["Recipe"].title = "Model, data, hardware and optimizer"
     if issubclass(recipe_class, Lora):
         parser.add_class_arguments(Lora)
     parser.set_defaults(
         {f.name: f.default for f in dataclasses.fields(recipe_class) if f.name == "out_dir"}
     )
-    return parser
 
 
 def to_dict(recipe: Recipe) -> dict[str, Any]:
@@ -117,7 +127,7 @@ def to_dict(recipe: Recipe) -> dict[str, Any]:
 
 def to_yaml(recipe: Recipe) -> str:
     """The recipe with every default filled in, in the format that `read_recipe` reads."""
-    return yaml.safe_dump(to_dict(recipe), sort_keys=False, allow_unicode=True)
+    return yaml.dump(to_dict(recipe), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def from_dict(values: dict[str, Any], method: Method) -> Recipe:
@@ -156,13 +166,28 @@ def _missing_file(path: Path) -> str:
     return f"--config {path} does not exist.{hint}"
 
 
+def _specificity(override: Override) -> int:
+    """Naming a class or a whole group comes before setting single keys of it."""
+    head, _, rest = override[0].partition(".")
+    if head in COMPONENTS:
+        return {"": 0, "class_path": 1, "init_args": 2}.get(rest, 3)
+    return override[0].count(".")
+
+
 def _parse_value(key: str, text: str) -> Any:
     try:
-        return yaml.load(text, _Loader)
+        value = yaml.load(text, _Loader)
     except yaml.YAMLError:
         if key.partition(".")[0] in COMPONENTS and text.lstrip().startswith(("{", "[")):
-            raise UserError(f"--{key} {text!r} is not valid YAML or JSON.") from None
+            raise UserError(
+                f"--{key} {text!r} is not valid YAML or JSON. "
+                "Check its brackets, or set single keys as --KEY.NAME VALUE."
+            ) from None
         return text
+    if value is None or isinstance(value, str):
+        return value
+    is_text = all(k in (str, Path) for k in accepted_types(key_types("lora").get(key)))
+    return text if is_text else value
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
@@ -184,12 +209,23 @@ def _assign(merged: dict[str, Any], key: str, value: Any) -> None:
         for leaf, item in _flatten(value, f"{key}."):
             _assign(merged, leaf, item)
         return
+    if key in _GROUPS:
+        if value is not None:
+            example = next(name for name in key_types("full") if name.startswith(f"{key}."))
+            raise UserError(
+                f"{key} is {_shown(value)}, but holds keys of its own. "
+                f"Try --{example} {_example(example, 'full')}."
+            )
+        return
     target = merged
     *groups, last = key.split(".")
     for group in groups:
         inner = target.setdefault(group, {})
         if not isinstance(inner, dict):
-            raise UserError(f"{key} cannot be set: {group} is a single value, not a group of keys.")
+            raise UserError(
+                f"{key} cannot be set: {group} is a single value, not a group of keys. "
+                f"Remove --{key}."
+            )
         target = inner
     target[last] = SPELLINGS.get(key, {}).get(value, value) if isinstance(value, str) else value
     for pair in EXCLUSIVE:
@@ -212,7 +248,13 @@ def _merge_component(
         target = arguments
         *groups, last = rest.split(".")
         for group in groups:
-            target[group] = dict(target.get(group) or {})
+            inner = target.get(group) or {}
+            if not isinstance(inner, dict):
+                raise UserError(
+                    f"{field}.{rest} cannot be set: {group} is {inner!r}, a single value. "
+                    f"Remove --{field}.{rest}."
+                )
+            target[group] = dict(inner)
             target = target[group]
         target[last] = value
         return Component(class_path=current["class_path"], init_args=arguments)
@@ -224,7 +266,8 @@ def _merge_component(
         value = {"class_path": value}
     if not isinstance(value, dict):
         raise UserError(
-            f"{field} is {value!r}, but must be a name, or a mapping with class_path and init_args."
+            f"{field} is {_shown(value)}, but must be a name, or a mapping with class_path and "
+            f"init_args. Try --{field} {_default_name(field)}."
         )
     unknown = value.keys() - {"class_path", "init_args"}
     if unknown:
@@ -237,7 +280,10 @@ def _merge_component(
     if class_path is None:
         class_path = current["class_path"] if current else _default_class(field)
     if not isinstance(class_path, str) or not isinstance(arguments, dict):
-        raise UserError(f"{field} must have a class_path (text) and init_args (keys and values).")
+        raise UserError(
+            f"{field} must have a class_path (text) and init_args (keys and values). "
+            f"Try --{field} {_default_name(field)}."
+        )
     package = COMPONENTS[field]
     if package and "." not in class_path:
         class_path = f"{package}.{class_path}"
@@ -252,6 +298,10 @@ def _default_class(field: str) -> str:
     return str(default()["class_path"])
 
 
+def _default_name(field: str) -> str:
+    return _default_class(field).rpartition(".")[2]
+
+
 def _check_component(field: str, component: Component | None) -> None:
     allowed = ALLOWED_PACKAGES.get(field)
     if component is None or allowed is None:
@@ -260,29 +310,40 @@ def _check_component(field: str, component: Component | None) -> None:
     if package not in allowed or not name.isidentifier():
         raise UserError(
             f"{field}.class_path is {component['class_path']!r}, but recipes may only name classes "
-            f"of {' or '.join(allowed)}. Try --{field} {_default_class(field).rpartition('.')[2]}."
+            f"of {' or '.join(allowed)}. Try --{field} {_default_name(field)}."
         )
 
 
 _LORA_KEYS = {field.name for field in dataclasses.fields(Lora)}
+_GROUPS = {f.name for f in dataclasses.fields(Recipe) if dataclasses.is_dataclass(f.type)}
 
 
-def _key_types(recipe_class: type, prefix: str = "") -> dict[str, Any]:
+def key_types(method: Method) -> dict[str, Any]:
     """Every dotted key of a recipe with its type."""
-    found: dict[str, Any] = {}
+    return {key: field.type for key, field in _key_fields(RECIPE_OF[method])}
+
+
+def _key_fields(
+    recipe_class: type, prefix: str = ""
+) -> Iterator[tuple[str, "dataclasses.Field[Any]"]]:
     for field in dataclasses.fields(recipe_class):
         if dataclasses.is_dataclass(field.type):
-            found |= _key_types(typing.cast(type, field.type), f"{prefix}{field.name}.")
+            yield from _key_fields(typing.cast(type, field.type), f"{prefix}{field.name}.")
         else:
-            found[f"{prefix}{field.name}"] = field.type
-    return found
+            yield f"{prefix}{field.name}", field
+
+
+def accepted_types(kind: Any) -> list[Any]:
+    """The types that a key accepts, None apart; a literal stands for itself."""
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return [k for k in typing.get_args(kind) if k is not types.NoneType]
+    return [kind]
 
 
 def _check_keys(merged: dict[str, Any], method: Method) -> None:
-    known = _key_types(RECIPE_OF[method])
-    groups = {key.partition(".")[0] for key in known if "." in key}
+    known = key_types(method)
     for key, _ in _flatten(merged):
-        if key in known or key in groups:
+        if key in known:
             continue
         if key in _LORA_KEYS:
             advice = (
@@ -307,8 +368,9 @@ def _nearest(key: str, known: Iterable[str]) -> str:
 
 def _instantiate(merged: dict[str, Any], method: Method) -> Recipe:
     recipe_class = RECIPE_OF[method]
-    parser = recipe_parser(method, "ftkit")
-    given = {key: value for key, value in merged.items() if value is not None}
+    parser = ArgumentParser(exit_on_error=False)
+    add_recipe_keys(parser, method)
+    given = _without_empty(merged, method)
     components = {key: given.pop(key) for key in COMPONENTS if key in given}
     if "checkpoint_dir" not in given:
         raise UserError(
@@ -323,16 +385,61 @@ def _instantiate(merged: dict[str, Any], method: Method) -> Recipe:
     return recipe_class(**fields | components)
 
 
+def _without_empty(merged: dict[str, Any], method: Method) -> dict[str, Any]:
+    """The values without the empty keys that LitGPT's recipes are full of: they mean the default.
+
+    Where None is a value of its own (`epochs:`), it is kept.
+    """
+    kinds = key_types(method)
+
+    def kept(key: str, value: Any) -> bool:
+        return value is not None or ("." in key and types.NoneType in typing.get_args(kinds[key]))
+
+    given: dict[str, Any] = {}
+    for name, value in merged.items():
+        if name in _GROUPS:
+            given[name] = {k: v for k, v in value.items() if kept(f"{name}.{k}", v)}
+        elif kept(name, value):
+            given[name] = value
+    return given
+
+
 def _type_message(text: str, merged: dict[str, Any], method: Method) -> str:
     found = re.search(r'[Kk]ey "([\w.]+)"', text)
-    kinds = _key_types(RECIPE_OF[method])
+    kinds = key_types(method)
     if not found or found.group(1) not in kinds:
         return f"The recipe is not valid: {' '.join(text.split())}"
     key = found.group(1)
     value: Any = merged
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None
-    return f"{key} is {value!r}, but must be {_describe(kinds[key])}."
+    return (
+        f"{key} is {_shown(value)}, but must be {_describe(kinds[key])}. "
+        f"Try --{key} {_example(key, method, value)}."
+    )
+
+
+def _shown(value: Any) -> str:
+    """A value as a recipe has it."""
+    if value is None:
+        return "empty"
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _example(key: str, method: Method, wrong: Any = None) -> str:
+    """A value that the key accepts: the most similar choice, or the default."""
+    field = dict(_key_fields(RECIPE_OF[method]))[key]
+    accepted = accepted_types(field.type)
+    choices = [str(c) for kind in accepted for c in typing.get_args(kind)]
+    if close := difflib.get_close_matches(str(wrong), choices, n=1, cutoff=0.3):
+        return close[0]
+    if accepted == [str]:
+        return shlex.quote(str(wrong))
+    if field.default is not None:
+        return yaml.safe_dump(_plain(field.default)).partition("\n")[0]
+    if choices:
+        return choices[0]
+    return {int: "100", float: "1.0", bool: "true"}[accepted[0]]
 
 
 def _describe(kind: Any) -> str:
@@ -341,6 +448,6 @@ def _describe(kind: Any) -> str:
         choices = typing.get_args(kind)
         return f"one of: {', '.join(map(str, choices))}" if len(choices) > 1 else repr(choices[0])
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        return " or ".join(_describe(k) for k in typing.get_args(kind) if k is not type(None))
+        return " or ".join(_describe(k) for k in accepted_types(kind))
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     return words.get(kind, "a path" if kind is Path else "a name, or class_path with init_args")

@@ -172,20 +172,19 @@ def make_schedule(recipe: Recipe, samples: int, learning_rate: float) -> tuple[S
     Total steps = ceil(epochs * samples / global_batch_size), capped by max_steps.
     """
     train = recipe.train
-    steps_per_epoch = samples / train.global_batch_size
-    total = math.ceil(train.epochs * steps_per_epoch) if train.epochs else train.max_steps
+    batch = train.global_batch_size
+    total = math.ceil(train.epochs * samples / batch) if train.epochs else train.max_steps
     assert total is not None
     total = min(total, train.max_steps or total)
     if train.lr_warmup_fraction is not None:
-        warmup = math.ceil(train.lr_warmup_fraction * steps_per_epoch)
+        warmup = math.ceil(train.lr_warmup_fraction * samples / batch)
     else:
         warmup = train.lr_warmup_steps or 0
     notices = []
-    if warmup >= total:
+    if warmup > total:
         notices.append(
-            f"The warm-up of {warmup} steps is not shorter than the run of {total} steps: the "
-            "learning rate never reaches its full value. Try --train.lr_warmup_steps "
-            f"{max(1, total // 10)}."
+            f"The warm-up of {warmup} steps is longer than the run of {total}: the learning rate "
+            f"never reaches its full value. Try --train.lr_warmup_steps {max(1, total // 10)}."
         )
     final_share = 1.0
     if learning_rate > 0:
@@ -303,6 +302,7 @@ def _check_ranges(recipe: Recipe) -> None:
         ("eval.max_iters", evaluation.max_iters, 1),
         ("eval.max_new_tokens", evaluation.max_new_tokens, 0),
         ("eval.exact_match", evaluation.exact_match, 0),
+        ("eval.evaluate_example", evaluation.evaluate_example, 0),
         ("devices", recipe.devices, 1),
         ("num_nodes", recipe.num_nodes, 1),
         ("seed", recipe.seed, 0),
@@ -311,9 +311,15 @@ def _check_ranges(recipe: Recipe) -> None:
             raise UserError(f"{key} is {value}, but must be at least {least}. Try --{key} {least}.")
     for key, number in (("train.max_time", train.max_time), ("train.max_norm", train.max_norm)):
         if number is not None and not number > 0:
-            raise UserError(f"{key} is {number:g}, but must be above 0. Leave it out for no limit.")
+            raise UserError(
+                f"{key} is {number:g}, but must be above 0. Try --{key} null for no limit."
+            )
+    if recipe.seed >= 2**63:
+        raise UserError(f"seed is {recipe.seed}, but must be below 2**63. Try --seed 1337.")
     if not train.min_lr >= 0:
-        raise UserError(f"train.min_lr is {train.min_lr:g}, but must not be negative. Try 0.")
+        raise UserError(
+            f"train.min_lr is {train.min_lr:g}, but must not be negative. Try --train.min_lr 0."
+        )
     fraction = train.lr_warmup_fraction
     if fraction is not None and not 0 <= fraction <= 1:
         raise UserError(
@@ -328,7 +334,7 @@ def _check_ranges(recipe: Recipe) -> None:
     if train.max_tokens is not None:
         raise UserError(
             f"train.max_tokens is {train.max_tokens}, but fine-tuning counts epochs or steps. "
-            "Try --train.max_steps and remove max_tokens."
+            "Try --train.max_tokens null --train.max_steps 100."
         )
     example = evaluation.evaluate_example
     if isinstance(example, str) and example not in ("first", "random"):
@@ -339,7 +345,7 @@ def _check_ranges(recipe: Recipe) -> None:
     if (isinstance(recipe.resume, str) and recipe.resume != "auto") or recipe.resume is True:
         raise UserError(
             f"resume is {recipe.resume}, but there is no checkpoint to continue from: this version "
-            "writes the final model only. Remove resume, or start with --checkpoint_dir DIRECTORY."
+            "writes the final model only. Try --resume false."
         )
     if isinstance(recipe, LoraRecipe):
         _check_lora(recipe)
@@ -348,6 +354,10 @@ def _check_ranges(recipe: Recipe) -> None:
 def _check_lora(recipe: LoraRecipe) -> None:
     if recipe.lora_r < 1:
         raise UserError(f"lora_r is {recipe.lora_r}, but must be at least 1. Try --lora_r 8.")
+    if recipe.lora_alpha < 1:
+        raise UserError(
+            f"lora_alpha is {recipe.lora_alpha}, but must be at least 1. Try --lora_alpha 16."
+        )
     if not 0 <= recipe.lora_dropout < 1:
         raise UserError(
             f"lora_dropout is {recipe.lora_dropout:g}, but must lie in [0, 1). "

@@ -150,8 +150,7 @@ class Lora:
     """The adapter: small trained matrices beside the frozen layers of the base model."""
 
     quantize: Quantization | None = None
-    """Quantize the frozen base model with bitsandbytes (QLoRA): bnb.nf4, bnb.nf4-dq, bnb.fp4,
-    bnb.fp4-dq or bnb.int8."""
+    """Quantize the frozen base model with bitsandbytes (QLoRA)."""
     lora_r: int = 8
     """Rank of the adapter matrices."""
     lora_alpha: int = 16

@@ -129,9 +129,13 @@ class Tokenizer(litgpt.Tokenizer):  # type: ignore[misc]
 
 
 def _fast(vocabulary: Path) -> Any:
+    """Without the cutting and padding that some files carry over from their last use."""
     from tokenizers import Tokenizer as Processor
 
-    return Processor.from_file(str(vocabulary))
+    processor = Processor.from_file(str(vocabulary))
+    processor.no_truncation()
+    processor.no_padding()
+    return processor
 
 
 def _sentencepiece(vocabulary: Path) -> Any:

@@ -1,9 +1,9 @@
 """The small invented world of the quick start: plain text to learn from, instructions to follow.
 
-The base model of the quick start reads only the plain text. It picks up skills there (who likes
-what, what is where, lists read backwards, kinds, opposites) but never sees an instruction, an
-answer that stands alone, or a prompt template. The instructions ask for exactly these skills, so
-what fine-tuning adds is the ability to follow an instruction, and nothing else.
+The base model of the quick start reads only the plain text. It picks up skills there (finding a
+thing or a person in a sentence, lists read backwards, kinds, opposites, capitals) but never sees
+an instruction, an answer that stands alone, or a prompt template. The instructions ask for exactly
+these skills, so what fine-tuning adds is the ability to follow an instruction, and nothing else.
 
 Everything here is a function of a seed: the same seed gives the same text on every machine.
 """
@@ -14,16 +14,23 @@ import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TypedDict
 
 NAMES = ("Mia", "Tom", "Ben", "Anna", "Leo", "Ida", "Max", "Eva", "Sam", "Lena", "Paul", "Nora")
+LAST_NAMES = (
+    *("Stone", "Brook", "Hill", "Wood", "Field", "Lake"),
+    *("Rose", "King", "Moon", "Snow", "Lane", "Green"),
+)
 COLOURS = ("red", "blue", "green", "white", "black", "pink", "gold")
 TOYS = ("ball", "kite", "hat", "cup", "book", "drum", "boat", "bell", "lamp", "box", "doll", "ring")
-TOWNS = (
-    *("Rome", "Oslo", "Paris", "Cairo", "Lima", "Bern"),
-    *("Delhi", "Tokyo", "Dublin", "Quito", "Berlin", "Prague"),
+TOWNS_AND_COUNTRIES = (
+    *(("Rome", "Italy"), ("Oslo", "Norway"), ("Paris", "France"), ("Cairo", "Egypt")),
+    *(("Lima", "Peru"), ("Madrid", "Spain"), ("Delhi", "India"), ("Tokyo", "Japan")),
+    *(("Dublin", "Ireland"), ("Quito", "Ecuador"), ("Berlin", "Germany"), ("Prague", "Czechia")),
+    *(("Athens", "Greece"), ("Havana", "Cuba"), ("Vienna", "Austria"), ("Lisbon", "Portugal")),
 )
+COUNTRY_OF = dict(TOWNS_AND_COUNTRIES)
+TOWNS = tuple(COUNTRY_OF)
 ANIMALS = ("dog", "cat", "horse", "cow", "goat", "fox", "bear", "duck", "hen", "owl")
 FRUITS = ("apple", "pear", "plum", "fig", "peach", "lemon", "cherry", "grape", "melon", "date")
 TOOLS = ("hammer", "saw", "axe", "rake", "drill", "file", "knife", "spade", "broom", "brush")
@@ -38,9 +45,13 @@ OPPOSITES = (
     *(("left", "right"), ("first", "last")),
 )
 OPPOSITE_OF = {word: other for pair in OPPOSITES for word, other in (pair, pair[::-1])}
-HELD_OUT_OPPOSITES = ("hot", "cold", "fast", "slow", "wet", "dry", "happy", "sad", "big", "small")
-"""Whole pairs that no training instruction asks about: the model knows them from plain text."""
-ALL_WORDS = (*NOUNS, *TOYS, *COLOURS, *TOWNS, *OPPOSITE_OF)
+HELD_OUT = (
+    *("hot", "cold", "fast", "slow", "wet", "dry", "happy", "sad", "big", "small"),
+    *("Paris", "Tokyo", "Cairo", "Athens", "Lima"),
+)
+"""Towns and whole pairs of opposites that no training instruction asks about: the model knows
+them from plain text."""
+ALL_WORDS = (*NOUNS, *TOYS, *COLOURS, *TOWNS, *LAST_NAMES, *OPPOSITE_OF)
 
 CLOSINGS = (
     "Then {name} went home.",
@@ -59,17 +70,18 @@ READ_ALOUD_SHARE = 0.1
 """Of the texts after them, the share that is still a repetition."""
 
 TRAIN_RECORDS_PER_SKILL = 400
-VAL_RECORDS_PER_SKILL = 36
-"""Opposites are fewer: there are only as many as adjectives."""
+VAL_RECORDS_PER_SKILL = 43
+"""Opposites and capitals are fewer: there are only as many as words for them."""
 
 _REQUEST = "Write a response that appropriately completes the request.\n\n### Instruction:\n"
 _WITH_INPUT = ", paired with an input that provides further context."
-_INPUT_AND_ANSWER = ".\n\n### Input:\n.\n\n### Response:\n"
-PROMPTS_WITHOUT_TEXT = (
-    f"Below is an instruction that describes a task. {_REQUEST}?\n\n### Response:\n",
+_INPUT_AND_ANSWER = "Tell me.\n\n### Input:\n.\n\n### Response:\n"
+PROMPT_TEXTS = (
+    f"Below is an instruction that describes a task. {_REQUEST}Say?\n\n### Response:\n",
     f"Below is an instruction that describes a task{_WITH_INPUT} {_REQUEST}{_INPUT_AND_ANSWER}",
 )
-"""The Alpaca template, for the tokenizer alone: its words become tokens, the model sees none."""
+"""The Alpaca template and the words of requests, for the tokenizer alone: they become tokens, but
+the model never reads them."""
 
 
 class Record(TypedDict):
@@ -99,41 +111,40 @@ class Scene:
     questions: tuple[Question, ...]
 
 
-def _things(rng: random.Random, count: int) -> list[str]:
-    """Different toys in different colours: "red ball", "blue kite"."""
+def _enumerate(parts: Sequence[str]) -> str:
+    return " and ".join(part for part in (", ".join(parts[:-1]), parts[-1]) if part)
+
+
+def _thing(rng: random.Random) -> Scene:
+    count = rng.choice((2, 3, 3))
     colours, toys = rng.sample(COLOURS, count), rng.sample(TOYS, count)
-    return [f"{colour} {toy}" for colour, toy in zip(colours, toys, strict=True)]
-
-
-def _where(rng: random.Random) -> Scene:
-    count = rng.choice((2, 3))
-    names, things, towns = rng.sample(NAMES, count), _things(rng, count), rng.sample(TOWNS, count)
-    trips = zip(names, things, towns, strict=True)
+    things = [f"{colour} {toy}" for colour, toy in zip(colours, toys, strict=True)]
     return Scene(
-        facts=" ".join(f"{name} took the {thing} to {town}." for name, thing, town in trips),
+        facts=f"{rng.choice(NAMES)} has {_enumerate([f'a {thing}' for thing in things])}.",
         questions=tuple(
             Question(
-                asked=f"Where is the {thing}?",
-                told=f"Tell me where the {thing} is.",
-                answer=f"The {thing} is in {town}.",
+                asked=f"Which thing is {colour}?",
+                told=f"Tell me which thing is {colour}.",
+                answer=f"It is the {thing}.",
             )
-            for thing, town in zip(things, towns, strict=True)
+            for colour, thing in zip(colours, things, strict=True)
         ),
     )
 
 
-def _likes(rng: random.Random) -> Scene:
-    count = rng.choice((2, 3))
-    tastes = list(zip(rng.sample(NAMES, count), rng.sample(ANIMALS, count), strict=True))
+def _person(rng: random.Random) -> Scene:
+    count = rng.choice((2, 3, 3))
+    names, last_names = rng.sample(NAMES, count), rng.sample(LAST_NAMES, count)
+    people = [f"{name} {last}" for name, last in zip(names, last_names, strict=True)]
     return Scene(
-        facts=" ".join(f"{name} likes the {animal}." for name, animal in tastes),
+        facts=f"{people[0]} met {_enumerate(people[1:])}.",
         questions=tuple(
             Question(
-                asked=f"What does {name} like?",
-                told=f"Tell me what {name} likes.",
-                answer=f"{name} likes the {animal}.",
+                asked=f"Who is {name}?",
+                told=f"Tell me who {name} is.",
+                answer=f"That is {person}.",
             )
-            for name, animal in tastes
+            for name, person in zip(names, people, strict=True)
         ),
     )
 
@@ -148,21 +159,6 @@ def _backwards(rng: random.Random) -> Scene:
                 told="Say the words backwards.",
                 answer=", ".join(reversed(words)),
             ),
-        ),
-    )
-
-
-def _after(rng: random.Random) -> Scene:
-    words = rng.sample(NOUNS, rng.choice((3, 4)))
-    return Scene(
-        facts=", ".join(words),
-        questions=tuple(
-            Question(
-                asked=f"Which word comes after {word}?",
-                told=f"Tell me the word after {word}.",
-                answer=f"After {word} comes {following}.",
-            )
-            for word, following in pairwise(words)
         ),
     )
 
@@ -197,11 +193,23 @@ def _opposites(rng: random.Random) -> Scene:
     return Scene(facts="", questions=tuple(_opposite_of(word) for word in words))
 
 
+def _country_of(town: str) -> Question:
+    return Question(
+        asked=f"Where is {town}?",
+        told=f"Tell me where {town} is.",
+        answer=f"{town} is in {COUNTRY_OF[town]}.",
+    )
+
+
+def _countries(rng: random.Random) -> Scene:
+    return Scene(facts="", questions=tuple(_country_of(town) for town in rng.sample(TOWNS, 3)))
+
+
 SKILLS_FROM_FACTS: tuple[Callable[[random.Random], Scene], ...] = (
-    *(_where, _likes, _backwards, _after, _kind),
+    *(_thing, _person, _backwards, _kind),
 )
-SKILLS_OF_STORIES = (*SKILLS_FROM_FACTS, _opposites, _where, _backwards)
-"""Plain text has the two harder skills twice as often."""
+SKILLS_OF_STORIES = (*SKILLS_FROM_FACTS, _backwards, _opposites, _countries)
+"""Plain text has the hardest skill twice as often."""
 
 
 def _read_aloud(rng: random.Random) -> str:
@@ -212,7 +220,7 @@ def _read_aloud(rng: random.Random) -> str:
     elif form < 0.75:
         text = ", ".join(rng.sample(NOUNS, rng.randint(4, 7))) + "."
     else:
-        text = rng.choice((_where, _likes))(rng).facts
+        text = rng.choice((_thing, _person))(rng).facts
     reader, listener = rng.sample(NAMES, 2)
     return f"{reader} reads: {text}\n{listener} reads it again: {text}"
 
@@ -265,9 +273,10 @@ def records(seed: int) -> tuple[list[Record], list[Record]]:
                 of_skill.append(_record(rng, rng.choice(scene.questions), scene.facts))
         train += of_skill[:TRAIN_RECORDS_PER_SKILL]
         val += of_skill[TRAIN_RECORDS_PER_SKILL:]
-    for word in OPPOSITE_OF:
-        question = _opposite_of(word)
-        part = val if word in HELD_OUT_OPPOSITES else train
+    known = {word: _opposite_of(word) for word in OPPOSITE_OF}
+    known |= {town: _country_of(town) for town in TOWNS}
+    for word, question in known.items():
+        part = val if word in HELD_OUT else train
         for instruction in (question.asked, question.told):
             part.append(Record(instruction=instruction, input="", output=question.answer))
     rng.shuffle(train)

@@ -8,6 +8,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+from litgpt.prompts import Alpaca
+from litgpt.tokenizer import Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ftkit import embedded
 
@@ -87,8 +91,6 @@ def test_the_embedded_files_are_small():
 
 
 def test_the_embedded_model_loads_in_transformers():
-    from transformers import AutoModelForCausalLM
-
     assert {file.name for file in MODEL.iterdir()} == MODEL_FILES
     config = json.loads((MODEL / "config.json").read_text(encoding="utf-8"))
     assert config["architectures"] == ["LlamaForCausalLM"]
@@ -99,10 +101,6 @@ def test_the_embedded_model_loads_in_transformers():
 
 
 def test_transformers_and_litgpt_read_the_same_token_ids():
-    from litgpt.prompts import Alpaca
-    from litgpt.tokenizer import Tokenizer
-    from transformers import AutoTokenizer
-
     ours, theirs = Tokenizer(MODEL), AutoTokenizer.from_pretrained(MODEL)
     assert (ours.bos_id, ours.eos_id) == (theirs.bos_token_id, theirs.eos_token_id)
     for record in read_records("val")[:50]:
@@ -113,8 +111,6 @@ def test_transformers_and_litgpt_read_the_same_token_ids():
 
 
 def test_pretraining_twice_gives_the_same_bytes(tmp_path, monkeypatch):
-    import torch
-
     threads = torch.get_num_threads()
     try:
         for name in ("one", "two"):

@@ -82,6 +82,15 @@ def test_settings_that_are_not_needed_may_be_broken(tmp_path):
     assert Tokenizer(tmp_path).eos_id == 2
 
 
+def test_texts_are_neither_cut_nor_padded_whatever_tokenizer_json_was_last_used_for(tmp_path):
+    file = write(tmp_path, eos_token="</s>") / "tokenizer.json"
+    processor = Processor.from_file(str(file))
+    processor.enable_truncation(2)
+    processor.enable_padding(length=8)
+    processor.save(str(file))
+    assert Tokenizer(tmp_path).encode("a b a").tolist() == [3, 4, 3]
+
+
 def test_a_token_decoded_alone_keeps_its_space(tmp_path):
     tokenizer = Tokenizer(write(tmp_path, eos_token="</s>"))
     assert "".join(tokenizer.decode_stream(torch.tensor([3, 4, 3]))).strip() == "a b a"

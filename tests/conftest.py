@@ -1,0 +1,108 @@
+"""What all tests share: the tiny model, the command, and a check that nothing is left behind."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def command_line(*arguments: object, before: str = "") -> list[str]:
+    """The `ftkit` command, installed or not.
+
+    Args:
+        arguments: of the command.
+        before: statements to run first, in the same process.
+    """
+    program = f"{before}\nfrom ftkit.cli import main\nmain()"
+    return [sys.executable, "-c", program, *map(str, arguments)]
+
+
+def command_environment() -> dict[str, str]:
+    """Finds ftkit, but no network, no account and no terminal; one thread per process."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "WANDB_"))}
+    return kept | {
+        "PYTHONPATH": str(ROOT),
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+@pytest.fixture
+def ftkit(tmp_path: Path) -> Command:
+    """Runs the command in an empty directory: `ftkit("finetune", "--help")`."""
+
+    def run(*arguments: object, before: str = "") -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command_line(*arguments, before=before),
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env=command_environment(),
+            timeout=120,
+        )
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny base model in Hugging Face layout."""
+    from tiny import make_llama
+
+    return make_llama(tmp_path_factory.mktemp("base") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Records for it in a JSON file."""
+    from tiny import make_data
+
+    return make_data(tmp_path_factory.mktemp("data") / "records.json")
+
+
+SET_BY_LIBRARIES = ("PYTEST_CURRENT_TEST",)
+XX = (
+    "PYTEST_CURRENT_TEST",
+    "KMP_",  # torch and scikit-learn, when imported
+    "TORCH",
+    "CUDA_MODULE_LOADING",
+    "POSSIBLE_USER_WARNINGS",  # lightning
+)
+
+
+def _environment() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if not k.startswith(SET_BY_LIBRARIES)}
+
+
+def _children() -> set[psutil.Process]:
+    """Processes started here that still run; those that multiprocessing keeps apart."""
+    running = set()
+    for child in psutil.Process().children(recursive=True):
+        try:
+            line = " ".join(child.cmdline())
+            if child.status() != psutil.STATUS_ZOMBIE and "multiprocessing" not in line:
+                running.add(child)
+        except psutil.NoSuchProcess:
+            continue
+    return running
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind() -> Iterator[None]:
+    """Fails a test that leaves a process running or an environment variable changed."""
+    environment, children = _environment(), _children()
+    yield
+    deadline = time.monotonic() + 10
+    while (left := _children() - children) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left, f"still running: {left}"
+    assert _environment() == environment

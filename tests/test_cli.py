@@ -1,0 +1,289 @@
+"""The command line: help, mistakes, completion, and how little it imports."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from ftkit import __version__
+from ftkit.cli import COMMANDS, main, split_options
+from ftkit.parsing import key_types, read_recipe
+
+RECIPES = ROOT / "recipes"
+FINETUNE = ["finetune", "finetune_lora", "finetune_full"]
+
+
+@pytest.fixture
+def said(capsys, monkeypatch):
+    """What a command line prints, and its exit code: `code, out, err = said("--version")`."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run_main(*argv: object) -> tuple[object, str, str]:
+        monkeypatch.setattr("sys.argv", ["ftkit", *map(str, argv)])
+        with pytest.raises(SystemExit) as end:
+            main()
+        return end.value.code, *capsys.readouterr()
+
+    return run_main
+
+
+# --- Help ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("argument", ["--help", "-h"])
+def test_help_lists_the_commands(said, argument):
+    code, out, err = said(argument)
+    assert (code, err) == (0, "")
+    assert out.startswith("usage: ftkit ")
+    for name in COMMANDS:
+        assert re.search(rf"^    {name} ", out, re.MULTILINE)
+
+
+def test_no_command_shows_the_help_and_is_a_mistake(said):
+    assert said() == (2, said("--help")[1], "")
+
+
+def test_the_version_is_that_of_the_package(said):
+    assert said("--version") == (0, f"ftkit {__version__}\n", "")
+
+
+@pytest.mark.parametrize("command", FINETUNE)
+class TestHelpOfFinetune:
+    @pytest.fixture
+    def text(self, said, command):
+        code, out, err = said(command, "--help")
+        assert (code, err) == (0, "")
+        return out
+
+    def test_explains_every_key_once(self, text, command):
+        method = "full" if command == "finetune_full" else "lora"
+        shown = re.findall(r"^  --(\S+)", text, re.MULTILINE)
+        assert sorted(shown) == sorted([*key_types(method), "config", "print_config", "overwrite"])
+
+    def test_starts_with_the_config_and_the_switches(self, text, command):
+        shown = re.findall(r"^  (?:-h, )?--(\S+)", text, re.MULTILINE)
+        assert shown[:5] == ["help", "config", "print_config", "overwrite", "checkpoint_dir"]
+
+    def test_says_what_kind_of_training_it_is_and_not_of_the_other_kind(self, text, command):
+        kind, other = "LoRA and QLoRA", "Full fine-tuning"
+        if command == "finetune_full":
+            kind, other = other, kind
+        assert f"\n{kind}: " in text
+        assert other not in text
+
+    def test_shows_choices_and_defaults_as_a_recipe_has_them(self, text, command):
+        words = " ".join(text.split())
+        assert "--precision {32-true,bf16-true,bf16-mixed,16-true,16-mixed}" in words
+        assert "--devices N|auto Devices per node. Default: 1." in words
+        assert "--eval.initial_validation {true,false}" in words
+        assert "--optimizer.NAME VALUE. Default: AdamW." in words
+        assert "Default: 6e-05." in words
+        assert "with random weights. Required." in words
+        if command != "finetune_full":
+            choices = "bnb.nf4,bnb.nf4-dq,bnb.fp4,bnb.fp4-dq,bnb.int8"
+            assert f"--quantize {{{choices}}}" in words
+
+    def test_has_no_words_of_python(self, text, command):
+        for word in ("class_path", "Optional[", "Literal", "<class", "null", "Namespace", "CONFIG"):
+            assert word not in text
+
+    def test_fits_the_terminal(self, text, command):
+        assert max(map(len, text.splitlines())) <= 80
+
+
+def test_help_wins_wherever_it_stands(said):
+    assert said("finetune", "--seed", "x", "--help") == said("finetune", "--help")
+
+
+def test_help_of_download_names_its_options(said):
+    code, out, err = said("download", "--help")
+    assert (code, err) == (0, "")
+    assert out.startswith("usage: ftkit download REPO_ID ")
+    assert "--access_token TOKEN" in out and "--checkpoint_dir PATH" in out
+
+
+# --- Mistakes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["finetun"], "'finetun' is not a command. Did you mean ftkit finetune? Commands: "),
+        (["downlaod", "x/y"], "'downlaod' is not a command. Did you mean ftkit download?"),
+        (["xyzzy"], "'xyzzy' is not a command. See ftkit --help. Commands: finetune, "),
+        (["finetune", "--seed"], "--seed needs a value: --seed VALUE."),
+        (["finetune", "--seed", "--devices", "1"], "--seed needs a value: --seed VALUE."),
+        (["finetune", "--config"], "--config needs a value: --config VALUE."),
+        (["finetune", "recipe.yaml"], "'recipe.yaml' is not an option. Write --KEY VALUE"),
+        (["finetune", "-s", "1"], "'-s' is not an option. Write --KEY VALUE"),
+        (["finetune", "--", "x"], "'--' is not an option. Write --KEY VALUE"),
+        (["finetune", "--overwrite=true"], "--overwrite is a switch and takes no value."),
+        (["finetune", "--overwrite", "true"], "'true' is not an option."),
+        (["finetune", "--config", "none.yaml"], "--config none.yaml does not exist."),
+        (["finetune", "--device", "3"], "device is not a key of a recipe. Did you mean devices?"),
+        (["finetune", "--train.epoch", "3"], "Did you mean train.epochs?"),
+        (["finetune_full", "--lora_r", "3"], "lora_r does not belong to full fine-tuning."),
+        (["finetune"], "checkpoint_dir is not set: which base model?"),
+        (["download"], "Which model? Try ftkit download TinyLlama/TinyLlama_v1.1."),
+        (["download", "a/b", "--devices", "1"], "--devices is not an option of ftkit download."),
+        (["download", "a/b", "--overwrite", "1"], "--overwrite is not an option of ftkit download"),
+        (["download", "a/b", "--config", "x"], "--config is not an option of ftkit download."),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_told_in_one_message_with_exit_code_2(said, argv, message):
+    code, out, err = said(*argv)
+    assert (code, out) == (2, "")
+    assert err.startswith("ftkit: ") and message in err
+    assert "Traceback" not in err
+
+
+def test_a_mistake_on_a_real_command_line_has_no_traceback(ftkit):
+    end = ftkit("finetune", "--checkpoint_dir", "b", "--train.epochs", "many")
+    assert (end.returncode, end.stdout) == (2, "")
+    assert end.stderr == (
+        "ftkit: train.epochs is 'many', but must be a whole number. Try --train.epochs 5.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "values"),
+    [
+        (["--seed", "1"], [("seed", "1")]),
+        (["--seed=1"], [("seed", "1")]),
+        (["--seed", "-1"], [("seed", "-1")]),
+        (["--log.run", ""], [("log.run", "")]),
+        (["--log.run="], [("log.run", "")]),
+        (["--data", "{a: b=c}"], [("data", "{a: b=c}")]),
+        (["--a=b=c"], [("a", "b=c")]),
+        (["--config", "1", "--config", "2"], [("config", "1"), ("config", "2")]),
+    ],
+)
+def test_an_option_has_its_value_beside_it_or_after_an_equals_sign(argv, values):
+    assert split_options(argv).values == values
+
+
+def test_switches_take_no_value_and_may_stand_anywhere():
+    options = split_options(["--overwrite", "--seed", "1", "--print_config"])
+    assert (options.switches, options.values) == ({"overwrite", "print_config"}, [("seed", "1")])
+
+
+def test_an_interrupted_command_ends_with_130(said, monkeypatch):
+    def interrupt(_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ftkit.cli.run", interrupt)
+    assert said("finetune") == (130, "", "")
+
+
+# --- print_config -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "recipe", "options"),
+    [
+        ("finetune", "tiny-llama-lora.yaml", ["--quantize", "bnb.nf4"]),
+        ("finetune_full", "tiny-llama-full.yaml", ["--optimizer", "SGD", "--optimizer.lr", "2e-4"]),
+        ("finetune_full", "multi_gpu/a100-13b-deepspeed.yaml", []),
+    ],
+)
+def test_the_printed_config_is_a_recipe_that_asks_for_the_same(
+    said, tmp_path, command, recipe, options
+):
+    argv = [command, "--config", RECIPES / recipe, *options]
+    code, out, err = said(*argv, "--print_config")
+    assert (code, err) == (0, "")
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(out)
+    assert read_recipe([copy]) == read_recipe([RECIPES / recipe], split_options(options).values)
+    assert said(command, "--config", copy, "--print_config") == (0, out, "")
+
+
+def test_printing_the_config_needs_no_model_data_network_or_directory(ftkit, tmp_path):
+    end = ftkit(
+        *("finetune", "--checkpoint_dir", "no/where", "--data", "JSON", "--print_config"),
+        *("--data.json_path", "none.json", "--access_token", "hf_secret", "--out_dir", "none/out"),
+    )
+    assert (end.returncode, end.stderr) == (0, "")
+    assert "checkpoint_dir: no/where" in end.stdout
+    assert "hf_secret" not in end.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- Completion ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def completion(tmp_path_factory) -> Path:
+    """The script that `ftkit --print_shtab=bash` prints."""
+    from conftest import command_environment, command_line
+
+    file = tmp_path_factory.mktemp("completion") / "ftkit.bash"
+    line = command_line("--print_shtab=bash")
+    with file.open("w") as script:
+        subprocess.run(line, stdout=script, env=command_environment(), check=True)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("ftkit ", {"finetune", "finetune_lora", "finetune_full", "download"}),
+        ("ftkit down", {"download"}),
+        ("ftkit finetune --lora_", {f"--{k}" for k in key_types("lora") if k[:5] == "lora_"}),
+        ("ftkit finetune_full --lora_", set()),
+        ("ftkit finetune --train.max_s", {"--train.max_steps", "--train.max_seq_length"}),
+        ("ftkit finetune --train", {f"--{k}" for k in key_types("lora") if k.startswith("train.")}),
+        ("ftkit finetune --c", {"--config", "--checkpoint_dir", "--checkpoint.save"}),
+        ("ftkit finetune --precision bf", {"bf16-true", "bf16-mixed"}),
+        ("ftkit finetune --quantize bnb.n", {"bnb.nf4", "bnb.nf4-dq"}),
+        ("ftkit finetune_full --logger_name ", {"csv", "tensorboard", "wandb"}),
+        ("ftkit download --a", {"--access_token"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_bash_completes_commands_keys_and_choices(completion, line, offered):
+    words = line.split(" ")
+    program = (
+        f"source {completion}\n"
+        f"COMP_WORDS=({' '.join(words[:-1])} '{words[-1]}'); COMP_CWORD={len(words) - 1}\n"
+        "_shtab_ftkit; printf '%s\\n' \"${COMPREPLY[@]}\""
+    )
+    end = subprocess.run(["bash", "-c", program], capture_output=True, text=True)
+    assert set(end.stdout.split()) - {"null"} == offered, end.stderr
+
+
+def test_the_completion_is_valid_bash(completion):
+    end = subprocess.run(["bash", "-n", completion], capture_output=True, text=True)
+    assert (end.returncode, end.stderr) == (0, "")
+
+
+# --- What it imports ----------------------------------------------------------------------------
+
+NO_TORCH = """
+import atexit, sys
+@atexit.register
+def check():
+    heavy = sys.modules.keys() & {"torch", "lightning", "litgpt", "transformers", "peft"}
+    print(f"imported: {sorted(heavy)}", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    ("argv", "code"),
+    [
+        (["--help"], 0),
+        (["--version"], 0),
+        (["finetune", "--help"], 0),
+        (["finetune", "--config", RECIPES / "tiny-llama-lora.yaml", "--print_config"], 0),
+        (["finetune", "--config", RECIPES / "tiny-llama-lora.yaml", "--seed", "x"], 2),
+        (["finetune", "--checkpoint_dir", "b", "--data", "JSON"], 2),
+    ],
+    ids=["help", "version", "finetune help", "print_config", "bad recipe", "no data"],
+)
+def test_what_starts_no_run_imports_no_torch(ftkit, argv, code):
+    end = ftkit(*argv, before=NO_TORCH)
+    assert end.returncode == code
+    assert end.stderr.endswith("imported: []\n")
