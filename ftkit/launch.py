@@ -9,14 +9,10 @@ import fcntl
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 from ftkit.datafiles import check_data
 from ftkit.display import Display
@@ -26,10 +22,12 @@ from ftkit.job import Job, RankError
 from ftkit.machine import hardware, versions
 from ftkit.parsing import to_yaml
 from ftkit.planning import Devices, make_plan
+from ftkit.ranks import EXIT_BY_SIGNAL, Ranks, describe_exit, first_killed, rank_directory
 from ftkit.recipe import Recipe
 from ftkit.rendering import render
 from ftkit.report import (
     FILE_NAME,
+    PeakMemory,
     PhaseTimes,
     Progress,
     Report,
@@ -45,11 +43,6 @@ STATE = ".run"
 """Directory inside out_dir with what the ranks and the supervisor tell each other."""
 
 EXIT_OUT_OF_MEMORY = 3
-EXIT_BY_SIGNAL = {
-    signal.SIGINT: (130, "Ctrl+C"),
-    signal.SIGTERM: (143, "SIGTERM"),
-    signal.SIGHUP: (129, "SIGHUP"),
-}
 
 
 def launch(recipe: Recipe, *, command: Sequence[str], overwrite: bool = False) -> int:
@@ -71,7 +64,7 @@ def launch(recipe: Recipe, *, command: Sequence[str], overwrite: bool = False) -
     if not base.startswith("random:"):
         base = str(find_or_download(base, token=recipe.access_token).resolve())
     wanted = recipe.out_dir.expanduser()
-    with _SignalRelay() as relay, claim(wanted, overwrite=overwrite) as out_dir:
+    with Ranks() as ranks, claim(wanted, overwrite=overwrite) as out_dir:
         if out_dir != wanted:
             print(f"{wanted} holds another run: this one goes to {out_dir}", flush=True)
         recipe = dataclasses.replace(recipe, out_dir=out_dir)
@@ -87,7 +80,7 @@ def launch(recipe: Recipe, *, command: Sequence[str], overwrite: bool = False) -
             job.write(out_dir / STATE / "job.json")
         except OSError as error:
             raise _unwritable(out_dir, error) from None
-        return _supervise(job, relay)
+        return _supervise(job, ranks)
 
 
 def find_devices(recipe: Recipe) -> Devices:
@@ -180,26 +173,57 @@ def _move_entries(source: Path, target: Path) -> None:
             entry.rename(target / entry.name)
 
 
-def _supervise(job: Job, relay: "_SignalRelay") -> int:
+def _supervise(job: Job, ranks: Ranks) -> int:
     out_dir = job.recipe.out_dir
     state = out_dir / STATE
-    code = relay.run_rank(job)
-    report = _last_report(job)
-    error = RankError.read(state / "error.json")
-    if error is not None and error.kind == "user" and not (report.progress or Progress()).steps:
+    ranks.run(job, state)
+    reports = _last_reports(job)
+    error = _cause(job, ranks, state)
+    if error is not None and error.kind == "user" and not (reports[0].progress or Progress()).steps:
         raise UserError(error.message)
-    report = _conclude(report, code, relay.received, error)
+    memory = [rank for report in reports if report.peak_memory for rank in report.peak_memory.ranks]
+    report = dataclasses.replace(
+        _conclude(reports[0], ranks.received, error),
+        peak_memory=PeakMemory.of(memory) if memory else None,
+    )
     write_report(report, out_dir)
     with Display(out_dir) as display:
         display.show(render(report, out_dir))
     return report.exit_code
 
 
-def _last_report(job: Job) -> Report:
-    """The report as the rank last wrote it, or what is known of a rank that never came to that."""
-    written = job.recipe.out_dir / STATE / FILE_NAME
-    if written.exists():
-        return read_report(written)
+def _cause(job: Job, ranks: Ranks, state: Path) -> RankError | None:
+    """What ended the run first; the noise that this makes on other ranks is passed over."""
+    errors = {}
+    for rank in range(job.plan.world_size):
+        error = RankError.read(rank_directory(state, rank) / "error.json")
+        if error is not None:
+            errors[rank] = error
+    killed = first_killed(ranks.died)
+    if killed is not None:
+        message = describe_exit(ranks.died[killed])
+        errors = {killed: RankError(kind="failed", message=message, happened_at_s=0.0)}
+    elif not errors and ranks.died:
+        rank, code = next(iter(ranks.died.items()))
+        errors = {rank: RankError(kind="failed", message=describe_exit(code), happened_at_s=0.0)}
+    if not errors:
+        return None
+    rank, error = min(errors.items(), key=lambda item: item[1].happened_at_s)
+    if job.plan.world_size == 1 or error.kind in ("user", "interrupted"):
+        return error
+    return dataclasses.replace(error, message=f"rank {rank}: {error.message}")
+
+
+def _last_reports(job: Job) -> list[Report]:
+    """The reports as the ranks last wrote them, that of rank 0 first."""
+    state = job.recipe.out_dir / STATE
+    files = [rank_directory(state, rank) / FILE_NAME for rank in range(job.plan.world_size)]
+    first = read_report(files[0]) if files[0].exists() else _report_of_nothing(job)
+    return [first, *(read_report(file) for file in files[1:] if file.exists())]
+
+
+def _report_of_nothing(job: Job) -> Report:
+    """What is known of a rank that ended before it could write a report."""
     seconds = time.time() - job.started_at_s
     return Report(
         outcome="failed",
@@ -218,72 +242,12 @@ def _last_report(job: Job) -> Report:
     )
 
 
-class _SignalRelay:
-    """Passes the first signal on to the rank, which ends gracefully; the second one kills it.
-
-    The rank has a process group of its own: Ctrl+C reaches only this process. A signal that is
-    ignored stays so, as `nohup` wants it.
-    """
-
-    def __init__(self) -> None:
-        self.received: list[signal.Signals] = []
-        self._rank: subprocess.Popen[bytes] | None = None
-        self._ready = Path()
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> "_SignalRelay":
-        for number in EXIT_BY_SIGNAL:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def run_rank(self, job: Job) -> int:
-        """Run the rank to its end, whatever happens here; its exit code."""
-        state = job.recipe.out_dir / STATE
-        self._ready = state / FILE_NAME
-        environment = dict(os.environ)
-        if job.recipe.access_token:
-            environment["HF_TOKEN"] = job.recipe.access_token
-        self._rank = subprocess.Popen(
-            # -P: modules in the current directory are the user's, not ours
-            [sys.executable, "-P", "-m", "ftkit.train", str(state / "job.json")],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            process_group=0,
-        )
-        try:
-            if self.received:
-                self._rank.kill()
-            return self._rank.wait()
-        finally:
-            if self._rank.poll() is None:
-                self._rank.kill()
-                self._rank.wait()
-
-    def _handle(self, number: int, _: FrameType | None) -> None:
-        self.received.append(signal.Signals(number))
-        if self._rank is None or self._rank.poll() is not None:
-            return
-        if len(self.received) == 1 and self._ready.exists():
-            self._rank.send_signal(signal.SIGINT)  # Lightning has ways of its own with SIGTERM
-            text = "stopping after the current step (Ctrl+C again stops at once)"
-        else:  # it has nothing to lose yet, or was asked before
-            self._rank.kill()
-            text = "stopping"
-        with suppress(OSError):  # the terminal may be gone
-            print(f"\nftkit: {text}", file=sys.stderr, flush=True)
-
-
 def _conclude(
-    report: Report, code: int, received: Sequence[signal.Signals], error: RankError | None
+    report: Report, received: Sequence[signal.Signals], error: RankError | None
 ) -> Report:
-    """The rank's report, completed with how the run ended."""
+    """The report of rank 0, completed with how the run ended."""
     report = dataclasses.replace(report, finished_at=utc_now())
-    if error is None and code == 0:
+    if report.outcome == "completed" and error is None:
         return report
     if received and (error is None or error.kind == "interrupted"):
         exit_code, reason = EXIT_BY_SIGNAL[received[0]]
@@ -291,7 +255,7 @@ def _conclude(
             report, outcome="interrupted", exit_code=exit_code, exit_reason=reason
         )
     if error is None:
-        return dataclasses.replace(report, exit_reason=_died(code))
+        return report
     if error.kind == "out_of_memory":
         return dataclasses.replace(
             report,
@@ -300,12 +264,3 @@ def _conclude(
             exit_reason=error.message,
         )
     return dataclasses.replace(report, exit_reason=error.message)
-
-
-def _died(code: int) -> str:
-    """How a rank ended that could not say it itself."""
-    if code >= 0:
-        return f"the training process ended with exit code {code}; see run.log"
-    name = signal.Signals(-code).name
-    hint = "; the kernel does this when host memory runs out" if name == "SIGKILL" else ""
-    return f"the training process was killed by {name}{hint}"

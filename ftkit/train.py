@@ -41,6 +41,7 @@ from ftkit.metrics import perplexity
 from ftkit.model import LanguageModel, fill, flops_per_token, outline, trainable, trained_weights
 from ftkit.order import ElasticOrder
 from ftkit.planning import Plan, make_schedule, sample_budget
+from ftkit.ranks import rank_directory
 from ftkit.recipe import LoraRecipe
 from ftkit.recorder import FINAL, LOG, Recorder
 from ftkit.report import DataCounts, ExactMatch, Example, Resolved
@@ -477,7 +478,7 @@ def main(argv: list[str]) -> int:
     stop.install()
     job_path = Path(argv[1])
     job = Job.read(job_path)
-    state = job_path.parent / f"rank-{rank()}"
+    state = rank_directory(job_path.parent, rank())
     state.mkdir(exist_ok=True)
     log = (job.recipe.out_dir if rank() == 0 else state) / LOG
     _quiet_libraries(log)
