@@ -184,6 +184,13 @@ def make_optimizer(plan: Plan, model: torch.nn.Module) -> torch.optim.Optimizer:
         ) from None
 
 
+def compile_cpu_optimizer() -> None:
+    """Have DeepSpeed compile its CPU optimizer, or find it compiled; ranks wait for each other."""
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    CPUAdamBuilder().load(verbose=False)
+
+
 def _optimizer_class(class_path: str) -> type[torch.optim.Optimizer]:
     package, _, name = class_path.rpartition(".")
     try:

@@ -5,11 +5,15 @@ import importlib.util
 import io
 import logging
 import math
+import os
 import random
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 from ftkit.process import die_with_parent
 
@@ -35,12 +39,12 @@ from ftkit.datafiles import Record
 from ftkit.decode import answer_greedily
 from ftkit.display import Display
 from ftkit.errors import UserError
-from ftkit.finetuner import FineTuner, base_learning_rate
+from ftkit.finetuner import FineTuner, base_learning_rate, compile_cpu_optimizer
 from ftkit.job import Job, RankError
 from ftkit.metrics import perplexity
 from ftkit.model import LanguageModel, fill, flops_per_token, outline, trainable, trained_weights
 from ftkit.order import ElasticOrder
-from ftkit.planning import Plan, make_schedule, sample_budget
+from ftkit.planning import DeepSpeedOptions, Plan, make_schedule, sample_budget
 from ftkit.ranks import rank_directory
 from ftkit.recipe import LoraRecipe
 from ftkit.recorder import FINAL, LOG, Recorder
@@ -128,6 +132,9 @@ def _build(
     recipe = plan.recipe
     if isinstance(recipe, LoraRecipe) and recipe.checkpoint.save and not base.random:
         check_adapter(base)
+    if isinstance(plan.options, DeepSpeedOptions) and plan.options.offload_optimizer:
+        with display.phase("preparing DeepSpeed's CPU optimizer (compiled once, about a minute)"):
+            compile_cpu_optimizer()
     schedule, notices = make_schedule(recipe, len(data.train), base_learning_rate(recipe))
     for notice in notices:
         _warn(notice, display, recorder)
@@ -480,9 +487,8 @@ def main(argv: list[str]) -> int:
     job = Job.read(job_path)
     state = rank_directory(job_path.parent, rank())
     state.mkdir(exist_ok=True)
-    log = (job.recipe.out_dir if rank() == 0 else state) / LOG
-    _quiet_libraries(log)
-    with Display(log.parent, stream=None if rank() == 0 else _Silence()) as display:
+    log = job.recipe.out_dir / LOG
+    with _own_terminal(log) as terminal, _display(job, state, terminal) as display:
         try:
             with Recorder(job, job.plan, make_device(job.plan), state, rank()) as recorder:
                 run(job, stop, display, recorder)
@@ -490,6 +496,39 @@ def main(argv: list[str]) -> int:
             _explain(exception, log).write(state / "error.json")
             return 1
     return 0
+
+
+@contextmanager
+def _own_terminal(log: Path) -> Iterator[TextIO]:
+    """Standard output for our lines alone; what libraries print and log goes to the run's log.
+
+    Also what compiled code writes: the file descriptors themselves are redirected.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved = os.dup(1), os.dup(2)
+    with log.open("a", encoding="utf-8") as file, os.fdopen(os.dup(1), "w") as terminal:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+        logging.captureWarnings(True)
+        for name in list(logging.root.manager.loggerDict):
+            logging.getLogger(name).handlers.clear()
+        logging.basicConfig(
+            level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s", force=True
+        )
+        try:
+            yield terminal
+        finally:
+            for descriptor, original in zip((1, 2), saved, strict=True):
+                os.dup2(original, descriptor)
+                os.close(original)
+
+
+def _display(job: Job, state: Path, terminal: TextIO) -> Display:
+    """Rank 0 speaks; the others keep their lines to themselves."""
+    if rank() == 0:
+        return Display(job.recipe.out_dir, stream=terminal)
+    return Display(state, stream=_Silence())
 
 
 class _Silence(io.StringIO):
@@ -514,19 +553,6 @@ def _explain(exception: BaseException, log: Path) -> RankError:
     if not isinstance(exception, NonFiniteLoss):
         message = f"{type(exception).__name__}: {message}"
     return RankError(kind="failed", message=message, happened_at_s=now)
-
-
-def _quiet_libraries(log: Path) -> None:
-    """Warnings and log lines of libraries go to the run's log, not between our lines."""
-    logging.captureWarnings(True)
-    handler = logging.FileHandler(log, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s"))
-    root = logging.getLogger()
-    root.handlers = [handler]
-    for name in list(logging.root.manager.loggerDict):
-        library = logging.getLogger(name)
-        if library.handlers:
-            library.handlers, library.propagate = [], True
 
 
 if __name__ == "__main__":
