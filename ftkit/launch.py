@@ -221,8 +221,8 @@ def _last_report(job: Job) -> Report:
 class _SignalRelay:
     """Passes the first signal on to the rank, which ends gracefully; the second one kills it.
 
-    The rank has a process group of its own: Ctrl+C reaches only this process. A signal that is
-    ignored stays so, as `nohup` wants it.
+    The rank has a process group of its own: Ctrl+C and Ctrl+Z reach only this process. A signal
+    that is ignored stays so, as `nohup` wants it.
     """
 
     def __init__(self) -> None:
@@ -232,9 +232,10 @@ class _SignalRelay:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "_SignalRelay":
-        for number in EXIT_BY_SIGNAL:
+        handlers = dict.fromkeys(EXIT_BY_SIGNAL, self._stop) | {signal.SIGTSTP: self._pause}
+        for number, handler in handlers.items():
             if signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._handle)
+                self._before[number] = signal.signal(number, handler)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -264,7 +265,18 @@ class _SignalRelay:
                 self._rank.kill()
                 self._rank.wait()
 
-    def _handle(self, number: int, _: FrameType | None) -> None:
+    def _pause(self, _: int, __: FrameType | None) -> None:
+        """Ctrl+Z: stand still with the rank and its workers until `fg` or `bg`."""
+        self._signal_group(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self._signal_group(signal.SIGCONT)
+
+    def _signal_group(self, number: signal.Signals) -> None:
+        if self._rank is not None and self._rank.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._rank.pid, number)
+
+    def _stop(self, number: int, _: FrameType | None) -> None:
         self.received.append(signal.Signals(number))
         if self._rank is None or self._rank.poll() is not None:
             return
