@@ -35,8 +35,8 @@ class Ranks:
     """Runs the ranks, and passes signals on to them.
 
     The first signal asks them to end gracefully, the second one kills them. Each has a process
-    group of its own, so that Ctrl+C reaches only this process. A signal that is ignored stays
-    so, as `nohup` wants it.
+    group of its own, so that Ctrl+C and Ctrl+Z reach only this process. A signal that is ignored
+    stays so, as `nohup` wants it.
     """
 
     def __init__(self) -> None:
@@ -49,9 +49,10 @@ class Ranks:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "Ranks":
-        for number in EXIT_BY_SIGNAL:
+        handlers = dict.fromkeys(EXIT_BY_SIGNAL, self._stop) | {signal.SIGTSTP: self._pause}
+        for number, handler in handlers.items():
             if signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._handle)
+                self._before[number] = signal.signal(number, handler)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -99,7 +100,19 @@ class Ranks:
             if process.poll() and not self._killing:
                 self.died.setdefault(rank, process.returncode)
 
-    def _handle(self, number: int, _: FrameType | None) -> None:
+    def _pause(self, _: int, __: FrameType | None) -> None:
+        """Ctrl+Z: stand still with the ranks and their workers until `fg` or `bg`."""
+        self._signal_groups(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self._signal_groups(signal.SIGCONT)
+
+    def _signal_groups(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+
+    def _stop(self, number: int, _: FrameType | None) -> None:
         self.received.append(signal.Signals(number))
         if not any(process.poll() is None for process in self._processes):
             return

@@ -268,6 +268,7 @@ class _Training:
         self.stop.wait_for_step = False
 
     def _at_start(self) -> None:
+        self.stop.install()  # Lightning has taken SIGTERM over
         wanted = self.evaluation.initial_validation
         self._evaluate(step=0, validation=wanted, exact_match=True, example=wanted)
         self.recorder.enter("training")

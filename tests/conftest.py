@@ -69,27 +69,20 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_data(tmp_path_factory.mktemp("data") / "records.json")
 
 
-SET_BY_LIBRARIES = ("PYTEST_CURRENT_TEST",)
-XX = (
-    "PYTEST_CURRENT_TEST",
-    "KMP_",  # torch and scikit-learn, when imported
-    "TORCH",
-    "CUDA_MODULE_LOADING",
-    "POSSIBLE_USER_WARNINGS",  # lightning
-)
+SET_BY_LIBRARIES = ("PYTEST_CURRENT_TEST", "WANDB_SERVICE")
 
 
 def _environment() -> dict[str, str]:
-    return {k: v for k, v in os.environ.items() if not k.startswith(SET_BY_LIBRARIES)}
+    return {k: v for k, v in os.environ.items() if k not in SET_BY_LIBRARIES}
 
 
 def _children() -> set[psutil.Process]:
-    """Processes started here that still run; those that multiprocessing keeps apart."""
+    """Processes started here that still run, but for those that libraries keep to the end."""
     running = set()
     for child in psutil.Process().children(recursive=True):
         try:
-            line = " ".join(child.cmdline())
-            if child.status() != psutil.STATUS_ZOMBIE and "multiprocessing" not in line:
+            kept = child.name().startswith("wandb-") or "multiprocessing" in str(child.cmdline())
+            if not kept and child.status() != psutil.STATUS_ZOMBIE:
                 running.add(child)
         except psutil.NoSuchProcess:
             continue

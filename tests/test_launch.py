@@ -120,6 +120,7 @@ def common(tiny_base: Path, tiny_data: Path) -> list[str]:
     """The smallest run there is."""
     return options(
         checkpoint_dir=tiny_base,
+        accelerator="cpu",
         precision="32-true",
         data="JSON",
         data__json_path=tiny_data,
@@ -144,13 +145,14 @@ def start(common: list[str], tmp_path_factory: pytest.TempPathFactory):
         out_dir: Path,
         /,
         *switches: str,
+        command: str = "finetune",
         before: str = DEFAULT_SIGNALS,
         cwd: Path = directory,
         **keys: object,
     ) -> Iterator[Run]:
         process = subprocess.Popen(
             command_line(
-                *("finetune", *common, "--out_dir", out_dir, *options(**keys), *switches),
+                *(command, *common, "--out_dir", out_dir, *options(**keys), *switches),
                 before=before,
             ),
             stdout=subprocess.PIPE,
@@ -298,7 +300,8 @@ class TestClaim:
                 (out_dir / "recipe.yaml").touch()
                 raise UserError("x")
 
-        pytest.raises(UserError, fail)
+        with pytest.raises(UserError):
+            fail()
         assert list(tmp_path.iterdir()) == []
 
     def test_a_mistake_leaves_an_overwritten_run_as_it_was(self, tmp_path):
@@ -313,7 +316,8 @@ class TestClaim:
                 (out_dir / "final/new").touch()
                 raise UserError("x")
 
-        pytest.raises(UserError, fail)
+        with pytest.raises(UserError):
+            fail()
         assert content(tmp_path) == {"final/model": b"old"}
         assert (tmp_path / "link").is_symlink()
 
@@ -388,7 +392,7 @@ def test_bad_data_leaves_the_run_that_was_to_be_overwritten(bad_data):
         ({"checkpoint_dir": "no-where"}, "checkpoint_dir no-where does not exist."),
         ({"checkpoint_dir": "org/name"}, "http://127.0.0.1:9 cannot be reached"),
         ({"train__epochs": 0}, "train.epochs is 0, but must be at least 1."),
-        ({"accelerator": "cpu", "precision": "16-true"}, "float16 training needs a CUDA GPU"),
+        ({"precision": "16-true"}, "float16 training needs a CUDA GPU"),
         ({"strategy": "ddp", "devices": 2}, "this version runs on one device"),
         ({"out_dir": "/proc/out"}, "out_dir /proc/out cannot be written"),
     ],
@@ -410,6 +414,18 @@ def test_the_directory_of_a_run_at_work_is_refused(start, tmp_path):
             assert other.process.returncode == 2
             assert "belongs to a run that is still at work" in err
             assert run.process.poll() is None
+
+
+def test_a_result_that_cannot_be_written_costs_nothing_that_was_measured(start, tmp_path):
+    with start(tmp_path / "out", command="finetune_full") as run:
+        run.wait_for(run.state.exists)
+        (run.out_dir / "final" / "taken").mkdir(parents=True)
+        code, out, _ = run.end()
+    report = read_report(run.out_dir)
+    assert (code, report.outcome, report.phase) == (1, "failed", "saving")
+    assert "exists already" in report.exit_reason and "exists already" in " ".join(out.split())
+    assert len(rows(run.out_dir)) == 5
+    assert (run.out_dir / "final" / "taken").exists()
 
 
 # --- Signals ------------------------------------------------------------------------------------
@@ -438,9 +454,13 @@ def test_ctrl_c_ends_training_after_the_step_with_every_step_on_record(start, tm
     assert not (run.out_dir / "final").exists()
 
 
-def test_sigterm_ends_it_with_143_and_nohup_keeps_it_going(start, tmp_path):
+def test_ctrl_z_pauses_nohup_keeps_it_going_and_sigterm_ends_it_with_143(start, tmp_path):
     with start(tmp_path / "out", before=NOHUP, **FOREVER) as run:
         run.wait_for_steps(2)
+        run.process.send_signal(signal.SIGTSTP)
+        run.wait_for(lambda: {p.status() for p in run.processes()} == {psutil.STATUS_STOPPED})
+        run.process.send_signal(signal.SIGCONT)
+        run.wait_for_steps(len(rows(run.out_dir)) + 5)
         run.process.send_signal(signal.SIGHUP)
         run.wait_for_steps(len(rows(run.out_dir)) + 5)
         run.process.send_signal(signal.SIGTERM)
