@@ -22,7 +22,15 @@ from ftkit.job import Job, RankError
 from ftkit.machine import hardware, versions
 from ftkit.parsing import to_yaml
 from ftkit.planning import Devices, make_plan
-from ftkit.ranks import EXIT_BY_SIGNAL, Ranks, describe_exit, first_killed, rank_directory
+from ftkit.ranks import (
+    EXIT_BY_SIGNAL,
+    STATE,
+    Ranks,
+    describe_exit,
+    external_ranks,
+    first_killed,
+    rank_directory,
+)
 from ftkit.recipe import Recipe
 from ftkit.rendering import render
 from ftkit.report import (
@@ -39,14 +47,13 @@ from ftkit.report import (
     write_report,
 )
 
-STATE = ".run"
-"""Directory inside out_dir with what the ranks and the supervisor tell each other."""
-
 EXIT_OUT_OF_MEMORY = 3
 
 
 def launch(recipe: Recipe, *, command: Sequence[str], overwrite: bool = False) -> int:
     """Check, start and supervise one run; the exit code of the command.
+
+    Under torchrun or SLURM, which start the ranks themselves, this process is one of them.
 
     Args:
         recipe: what was asked.
@@ -57,6 +64,33 @@ def launch(recipe: Recipe, *, command: Sequence[str], overwrite: bool = False) -
         UserError: before anything has started, and nothing is left behind.
     """
     started_at_s = time.time()
+    placed = external_ranks()
+    if placed is not None:
+        from ftkit.external import take_part
+
+        recipe = placed.applied_to(recipe)
+        return take_part(
+            placed, lambda: prepare(recipe, command, overwrite, started_at_s), conclude
+        )
+    if recipe.num_nodes > 1:
+        raise UserError(
+            f"num_nodes is {recipe.num_nodes}, but this command starts ranks on one machine only. "
+            "Start it on every machine with torchrun or srun, or try --num_nodes 1."
+        )
+    with Ranks() as ranks, prepare(recipe, command, overwrite, started_at_s) as job:
+        ranks.run(job, job.recipe.out_dir / STATE)
+        return conclude(job, ranks.received, ranks.died)
+
+
+@contextmanager
+def prepare(
+    recipe: Recipe, command: Sequence[str], overwrite: bool, started_at_s: float
+) -> Iterator[Job]:
+    """A job whose every setting is checked, with its base model at hand and its directory claimed.
+
+    Raises:
+        UserError: and nothing is left behind.
+    """
     check_data(recipe.data)
     devices = find_devices(recipe)
     make_plan(recipe, devices)
@@ -64,23 +98,22 @@ def launch(recipe: Recipe, *, command: Sequence[str], overwrite: bool = False) -
     if not base.startswith("random:"):
         base = str(find_or_download(base, token=recipe.access_token).resolve())
     wanted = recipe.out_dir.expanduser()
-    with Ranks() as ranks, claim(wanted, overwrite=overwrite) as out_dir:
+    with claim(wanted, overwrite=overwrite) as out_dir:
         if out_dir != wanted:
             print(f"{wanted} holds another run: this one goes to {out_dir}", flush=True)
-        recipe = dataclasses.replace(recipe, out_dir=out_dir)
         job = Job(
-            recipe=recipe,
+            recipe=dataclasses.replace(recipe, out_dir=out_dir),
             devices=devices,
             base=base,
             command=tuple(without_tokens(command)),
             started_at_s=started_at_s,
         )
         try:
-            (out_dir / "recipe.yaml").write_text(to_yaml(recipe), encoding="utf-8")
+            (out_dir / "recipe.yaml").write_text(to_yaml(job.recipe), encoding="utf-8")
             job.write(out_dir / STATE / "job.json")
         except OSError as error:
             raise _unwritable(out_dir, error) from None
-        return _supervise(job, ranks)
+        yield job
 
 
 def find_devices(recipe: Recipe) -> Devices:
@@ -173,17 +206,25 @@ def _move_entries(source: Path, target: Path) -> None:
             entry.rename(target / entry.name)
 
 
-def _supervise(job: Job, ranks: Ranks) -> int:
+def conclude(job: Job, received: Sequence[signal.Signals], died: dict[int, int]) -> int:
+    """Write and show the report of a run whose ranks have ended; the exit code of the command.
+
+    Args:
+        job: what was done.
+        received: signals that asked for the end, the first one first.
+        died: exit codes of ranks that failed by themselves, in the order they were noticed.
+
+    Raises:
+        UserError: what the user can mend, found before the first step.
+    """
     out_dir = job.recipe.out_dir
-    state = out_dir / STATE
-    ranks.run(job, state)
     reports = _last_reports(job)
-    error = _cause(job, ranks, state)
+    error = _cause(job, died)
     if error is not None and error.kind == "user" and not (reports[0].progress or Progress()).steps:
         raise UserError(error.message)
     memory = [rank for report in reports if report.peak_memory for rank in report.peak_memory.ranks]
     report = dataclasses.replace(
-        _conclude(reports[0], ranks.received, error),
+        _with_outcome(reports[0], received, error),
         peak_memory=PeakMemory.of(memory) if memory else None,
     )
     write_report(report, out_dir)
@@ -192,19 +233,20 @@ def _supervise(job: Job, ranks: Ranks) -> int:
     return report.exit_code
 
 
-def _cause(job: Job, ranks: Ranks, state: Path) -> RankError | None:
+def _cause(job: Job, died: dict[int, int]) -> RankError | None:
     """What ended the run first; the noise that this makes on other ranks is passed over."""
+    state = job.recipe.out_dir / STATE
     errors = {}
     for rank in range(job.plan.world_size):
         error = RankError.read(rank_directory(state, rank) / "error.json")
         if error is not None:
             errors[rank] = error
-    killed = first_killed(ranks.died)
+    killed = first_killed(died)
     if killed is not None:
-        message = describe_exit(ranks.died[killed])
+        message = describe_exit(died[killed])
         errors = {killed: RankError(kind="failed", message=message, happened_at_s=0.0)}
-    elif not errors and ranks.died:
-        rank, code = next(iter(ranks.died.items()))
+    elif not errors and died:
+        rank, code = next(iter(died.items()))
         errors = {rank: RankError(kind="failed", message=describe_exit(code), happened_at_s=0.0)}
     if not errors:
         return None
@@ -242,7 +284,7 @@ def _report_of_nothing(job: Job) -> Report:
     )
 
 
-def _conclude(
+def _with_outcome(
     report: Report, received: Sequence[signal.Signals], error: RankError | None
 ) -> Report:
     """The report of rank 0, completed with how the run ended."""

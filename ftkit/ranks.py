@@ -1,5 +1,6 @@
 """The ranks of a run as child processes: started together, watched, and never left behind."""
 
+import dataclasses
 import os
 import signal
 import socket
@@ -7,12 +8,17 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from ftkit.job import Job
+from ftkit.recipe import Recipe
 from ftkit.report import FILE_NAME
+
+STATE = ".run"
+"""Directory inside out_dir with what the ranks and the supervisor tell each other."""
 
 EXIT_BY_SIGNAL = {
     signal.SIGINT: (130, "Ctrl+C"),
@@ -29,6 +35,55 @@ POLL_S = 0.05
 def rank_directory(state: Path, rank: int) -> Path:
     """Where a rank leaves its report and its error."""
     return state / f"rank-{rank}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExternalRanks:
+    """Ranks that torchrun or SLURM has started; this process is one of them."""
+
+    rank: int
+    """This process among all."""
+    world_size: int
+    """Ranks in all."""
+    local_world_size: int
+    """Ranks on this machine."""
+
+    def applied_to(self, recipe: Recipe) -> Recipe:
+        """The recipe with the devices and machines that there are."""
+        return dataclasses.replace(
+            recipe,
+            devices=self.local_world_size,
+            num_nodes=self.world_size // self.local_world_size,
+        )
+
+
+def external_ranks() -> ExternalRanks | None:
+    """Who started this process: torchrun or SLURM (several tasks), or None.
+
+    SLURM's variables are translated into torchrun's, which everything else reads.
+    """
+    variables = os.environ
+    if "TORCHELASTIC_RUN_ID" not in variables:
+        if int(variables.get("SLURM_NTASKS", "1")) < 2 or "SLURM_PROCID" not in variables:
+            return None
+        from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+
+        slurm = SLURMEnvironment()
+        nodes = int(variables.get("SLURM_NNODES", "1"))
+        variables.update(
+            RANK=str(slurm.global_rank()),
+            LOCAL_RANK=str(slurm.local_rank()),
+            WORLD_SIZE=str(slurm.world_size()),
+            LOCAL_WORLD_SIZE=str(slurm.world_size() // nodes),
+            GROUP_RANK=str(slurm.node_rank()),
+            MASTER_ADDR=slurm.main_address,
+            MASTER_PORT=str(slurm.main_port),
+        )
+    return ExternalRanks(
+        rank=int(variables["RANK"]),
+        world_size=int(variables["WORLD_SIZE"]),
+        local_world_size=int(variables["LOCAL_WORLD_SIZE"]),
+    )
 
 
 class Ranks:

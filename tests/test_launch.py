@@ -17,8 +17,9 @@ import pytest
 from conftest import command_environment, command_line
 
 from ftkit.errors import UserError
-from ftkit.launch import STATE, claim, find_devices
+from ftkit.launch import claim, find_devices
 from ftkit.parsing import read_recipe
+from ftkit.ranks import STATE, rank_directory
 from ftkit.report import FILE_NAME, read_report
 
 FILES = ["final", "metrics.csv", "recipe.yaml", "report.json", "run.log", "validation.csv"]
@@ -39,6 +40,7 @@ class Run:
     def __init__(self, out_dir: Path, process: "subprocess.Popen[str]") -> None:
         self.out_dir, self.process = out_dir, process
         self.state = out_dir / STATE
+        self.report = rank_directory(self.state, 0) / FILE_NAME
 
     def end(self) -> tuple[int, str, str]:
         """Wait for the end: exit code, stdout, stderr; nothing may be running then."""
@@ -73,7 +75,7 @@ class Run:
 
     def wait_for_training(self) -> None:
         """Until the first step has begun."""
-        report = self.state / FILE_NAME
+        report = self.report
         self.wait_for(lambda: report.exists() and read_report(report).phase == "training")
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
@@ -393,7 +395,8 @@ def test_bad_data_leaves_the_run_that_was_to_be_overwritten(bad_data):
         ({"checkpoint_dir": "org/name"}, "http://127.0.0.1:9 cannot be reached"),
         ({"train__epochs": 0}, "train.epochs is 0, but must be at least 1."),
         ({"precision": "16-true"}, "float16 training needs a CUDA GPU"),
-        ({"strategy": "ddp", "devices": 2}, "this version runs on one device"),
+        ({"strategy": "single", "devices": 2}, "devices x num_nodes is 2"),
+        ({"num_nodes": 2}, "Start it on every machine with torchrun or srun"),
         ({"out_dir": "/proc/out"}, "out_dir /proc/out cannot be written"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
@@ -474,7 +477,7 @@ def test_ctrl_c_during_set_up_ends_it_quietly(start, tmp_path, ready):
     with start(tmp_path / "out", **ENDLESS_STEP) as run:
         run.wait_for_rank()
         if ready:
-            run.wait_for(lambda: (run.state / FILE_NAME).exists())
+            run.wait_for(lambda: run.report.exists())
         run.process.send_signal(signal.SIGINT)
         if ready:  # the first step may have begun by now, and this one has no end
             time.sleep(0.2)

@@ -1,5 +1,6 @@
 """Recipe + devices -> plan: every "auto" resolved, every rule kept, the schedule by hand."""
 
+import dataclasses
 import math
 import re
 
@@ -15,7 +16,7 @@ from ftkit.planning import (
     make_schedule,
     sample_budget,
 )
-from ftkit.recipe import Recipe
+from ftkit.recipe import Method, Recipe
 
 CPU = Devices(accelerator="cpu", count=8)
 GPU = Devices(accelerator="cuda", count=1, names=("A100",))
@@ -23,14 +24,14 @@ OLD_GPU = Devices(accelerator="cuda", count=1, names=("V100",), bf16_native=Fals
 FOUR_GPUS = Devices(accelerator="cuda", count=4, names=("A100",) * 4)
 
 
-def recipe(**keys: object) -> Recipe:
-    """A LoRA recipe with these keys; dots are written as two underscores."""
+def recipe(method: Method = "lora", **keys: object) -> Recipe:
+    """A recipe with these keys; dots are written as two underscores."""
     pairs = [(key.replace("__", "."), str(value)) for key, value in keys.items()]
-    return read_recipe([], [("checkpoint_dir", "base"), *pairs], method="lora")
+    return read_recipe([], [("checkpoint_dir", "base"), *pairs], method=method)
 
 
-def plan(machine: Devices = CPU, /, **keys: object) -> Plan:
-    return make_plan(recipe(**keys), machine)
+def plan(machine: Devices = CPU, /, method: Method = "lora", **keys: object) -> Plan:
+    return make_plan(recipe(method, **keys), machine)
 
 
 def refusal(machine: Devices = CPU, /, **keys: object) -> str:
@@ -216,17 +217,82 @@ def test_more_devices_than_gpus_are_refused():
     )
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [{"devices": 2}, {"num_nodes": 2}, {"strategy": "ddp"}, {"strategy": "fsdp", "devices": 4},
-     {"strategy": "deepspeed"}],
-)  # fmt: skip
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_auto_on_several_devices_is_ddp_for_lora_and_fsdp_for_full(method):
+    made = plan(FOUR_GPUS, method=method, devices=4)
+    assert (made.strategy, made.world_size) == ({"lora": "ddp", "full": "fsdp"}[method], 4)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed"])
 @pytest.mark.parametrize("devices", [CPU, FOUR_GPUS])
-def test_what_this_version_does_not_run_is_refused_with_what_it_does(keys, devices):
-    message = refusal(devices, **keys)
-    assert "this version runs on one device" in message
-    assert "Try --strategy single --devices 1 --num_nodes 1." in message
-    assert plan(devices, strategy="single", devices=1, num_nodes=1).world_size == 1
+def test_every_strategy_runs_on_cpus_and_gpus(strategy, devices):
+    made = plan(devices, strategy=strategy, devices=2)
+    assert (made.strategy, made.world_size) == (strategy, 2)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("fsdp", {"sharding": "FULL_SHARD", "cpu_offload": False}),
+        ("deepspeed", {"stage": 3, "offload_optimizer": True, "offload_parameters": False}),
+    ],
+)
+def test_a_strategy_without_options_has_its_defaults(strategy, options):
+    assert dataclasses.asdict(plan(FOUR_GPUS, strategy=strategy, devices=4).options) == options
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"strategy": "fsdp", "strategy.stage": 3},
+            "strategy.stage is not an option of fsdp. It takes sharding, cpu_offload.",
+        ),
+        (
+            {"strategy": "ddp", "strategy.stage": 3},
+            "strategy.stage is not an option of ddp. It takes none; remove it.",
+        ),
+        (
+            {"strategy": "deepspeed", "strategy.stage": 4},
+            "strategy.stage is 4, but must be one of: 1, 2, 3. Try --strategy.stage 1.",
+        ),
+        (
+            {"strategy": "deepspeed", "strategy.stage": True},
+            "strategy.stage is True, but must be one of: 1, 2, 3. Try --strategy.stage 1.",
+        ),
+        (
+            {"strategy": "fsdp", "strategy.cpu_offload": 1},
+            (
+                "strategy.cpu_offload is 1, but must be one of: true, false. "
+                "Try --strategy.cpu_offload true."
+            ),
+        ),
+        (
+            {"strategy": "fsdp", "precision": "16-mixed"},
+            (
+                "precision is 16-mixed, but fsdp has no loss scaling here. "
+                "Try --precision bf16-mixed, or --strategy deepspeed."
+            ),
+        ),
+        (
+            {"strategy": "deepspeed", "optimizer": "bitsandbytes.optim.AdamW8bit"},
+            (
+                "optimizer is bitsandbytes.optim.AdamW8bit, but DeepSpeed keeps its own optimizer "
+                "state. Try --optimizer AdamW, or --strategy fsdp."
+            ),
+        ),
+        (
+            {"strategy": "ddp", "optimizer": "deepspeed.ops.adam.DeepSpeedCPUAdam"},
+            (
+                "optimizer is deepspeed.ops.adam.DeepSpeedCPUAdam, but the strategy is ddp. "
+                "Try --optimizer AdamW, or --strategy deepspeed."
+            ),
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)
+def test_what_a_strategy_cannot_run_is_refused_with_what_to_use_instead(keys, message):
+    assert refusal(FOUR_GPUS, devices=2, **keys) == message
 
 
 def test_single_on_several_devices_is_a_contradiction():
