@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from ftkit.base import BaseModel, hf_name
+from ftkit.base.base_model import BaseModel, hf_name
 from ftkit.errors import UserError
 from ftkit.recipe import LoraRecipe
 

@@ -128,7 +128,7 @@ def _download(argv: Sequence[str]) -> int:
         )
     if repository is None:
         raise UserError("Which model? Try ftkit download TinyLlama/TinyLlama_v1.1.")
-    from ftkit.hub import download
+    from ftkit.base.hub import download
 
     directory = download(repository, token=token, root=root)
     print(f"{directory} is ready: use it with --checkpoint_dir {directory}")

@@ -6,6 +6,7 @@ leave nothing behind when a rank is killed.
 
 import dataclasses
 import fcntl
+import importlib.util
 import os
 import shutil
 import signal
@@ -14,12 +15,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from ftkit.datafiles import check_data
-from ftkit.display import Display
+from ftkit.base.hub import find_or_download
+from ftkit.data.files import check_data
 from ftkit.errors import UserError
-from ftkit.hub import find_or_download
 from ftkit.job import Job, RankError
-from ftkit.machine import hardware, versions
 from ftkit.parsing import to_yaml
 from ftkit.planning import Devices, make_plan
 from ftkit.ranks import (
@@ -32,8 +31,9 @@ from ftkit.ranks import (
     rank_directory,
 )
 from ftkit.recipe import Recipe
-from ftkit.rendering import render
-from ftkit.report import (
+from ftkit.report.display import Display
+from ftkit.report.machine import hardware, versions
+from ftkit.report.report import (
     FILE_NAME,
     PeakMemory,
     PhaseTimes,
@@ -46,6 +46,7 @@ from ftkit.report import (
     without_tokens,
     write_report,
 )
+from ftkit.report.table import render
 
 EXIT_OUT_OF_MEMORY = 3
 
@@ -93,7 +94,12 @@ def prepare(
     """
     check_data(recipe.data)
     devices = find_devices(recipe)
-    make_plan(recipe, devices)
+    plan = make_plan(recipe, devices)
+    if plan.strategy == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+        raise UserError(
+            "strategy is deepspeed, but DeepSpeed is not installed. Install g++ and try "
+            "DS_BUILD_OPS=0 pip install --no-build-isolation ninja deepspeed, or --strategy fsdp."
+        )
     base = recipe.checkpoint_dir
     if not base.startswith("random:"):
         base = str(find_or_download(base, token=recipe.access_token).resolve())

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ftkit.adapter import add_adapter, initial_adapter, is_adapter
-from ftkit.base import BaseModel, weights
+from ftkit.base.base_model import BaseModel, weights
 from ftkit.recipe import LoraRecipe, Recipe
 from ftkit.sharding import Sharding
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from ftkit.job import Job
 from ftkit.recipe import Recipe
-from ftkit.report import FILE_NAME
+from ftkit.report.report import FILE_NAME
 
 STATE = ".run"
 """Directory inside out_dir with what the ranks and the supervisor tell each other."""

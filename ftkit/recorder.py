@@ -11,10 +11,10 @@ import torch
 
 from ftkit.callbacks import PARTS, StepRecord
 from ftkit.job import Job
-from ftkit.machine import DeviceUtilization, hardware, host_memory, versions
-from ftkit.metrics import MetricsWriter, ValidationWriter, perplexity
 from ftkit.planning import Plan
-from ftkit.report import (
+from ftkit.report.machine import DeviceUtilization, hardware, host_memory, versions
+from ftkit.report.metrics import MetricsWriter, ValidationWriter, perplexity
+from ftkit.report.report import (
     Files,
     Loss,
     PeakMemory,

@@ -25,7 +25,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from torch import Tensor
 
 from ftkit.adapter import check_adapter, save_adapter
-from ftkit.base import BaseModel, open_base, save_hf
+from ftkit.base.base_model import BaseModel, open_base, save_hf
 from ftkit.callbacks import (
     Interrupted,
     StepMeter,
@@ -34,21 +34,21 @@ from ftkit.callbacks import (
     make_trainer,
     validation_loss,
 )
-from ftkit.data import DataSets, load_data, train_batches, validation_loader
-from ftkit.datafiles import Record
+from ftkit.data.files import Record
+from ftkit.data.order import ElasticOrder
+from ftkit.data.samples import DataSets, load_data, train_batches, validation_loader
 from ftkit.decode import answer_greedily
-from ftkit.display import Display
 from ftkit.errors import UserError
 from ftkit.finetuner import FineTuner, base_learning_rate, compile_cpu_optimizer
 from ftkit.job import Job, RankError
-from ftkit.metrics import perplexity
 from ftkit.model import LanguageModel, fill, flops_per_token, outline, trainable, trained_weights
-from ftkit.order import ElasticOrder
 from ftkit.planning import DeepSpeedOptions, Plan, make_schedule, sample_budget
 from ftkit.ranks import rank_directory
 from ftkit.recipe import LoraRecipe
 from ftkit.recorder import FINAL, LOG, Recorder
-from ftkit.report import DataCounts, ExactMatch, Example, Resolved
+from ftkit.report.display import Display
+from ftkit.report.metrics import perplexity
+from ftkit.report.report import DataCounts, ExactMatch, Example, Resolved
 from ftkit.sharding import Sharding
 from ftkit.strategy import make_device, make_plugins, make_strategy, parameter_dtype, rank
 

@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
-from ftkit import architectures, embedded
-from ftkit.base import (
+from ftkit import embedded
+from ftkit.base import architectures
+from ftkit.base.base_model import (
     BaseModel,
     hf_name,
     open_base,

@@ -13,7 +13,9 @@ from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from ftkit import embedded
-from ftkit.data import (
+from ftkit.data.files import check_data, read_records
+from ftkit.data.order import FILLER, ElasticOrder
+from ftkit.data.samples import (
     DataSets,
     Sample,
     SampleSet,
@@ -22,9 +24,7 @@ from ftkit.data import (
     train_batches,
     validation_loader,
 )
-from ftkit.datafiles import check_data, read_records
 from ftkit.errors import UserError
-from ftkit.order import FILLER, ElasticOrder
 from ftkit.recipe import Component
 
 litgpt_data = pytest.importorskip("litgpt.data", reason="the data are compared with LitGPT's")
@@ -325,7 +325,9 @@ class TestChecks:
     """What is refused before anything heavy is imported."""
 
     def test_the_checks_import_neither_torch_nor_litgpt(self):
-        code = "import sys, ftkit.datafiles; print('torch' in sys.modules, 'litgpt' in sys.modules)"
+        code = (
+            "import sys, ftkit.data.files; print('torch' in sys.modules, 'litgpt' in sys.modules)"
+        )
         output = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
         assert output.stdout.decode().split() == ["False", "False"]
 
@@ -670,8 +672,8 @@ class TestLoaders:
         code = """
 import time
 import numpy as np
-from ftkit.data import SampleSet, train_batches
-from ftkit.order import FILLER, ElasticOrder
+from ftkit.data.samples import SampleSet, train_batches
+from ftkit.data.order import FILLER, ElasticOrder
 
 samples = SampleSet(np.zeros(60, np.int32), np.arange(0, 61, 3), np.zeros(20, np.int32))
 order = ElasticOrder(samples.lengths, samples.label_counts, seed=1, global_batch_size=1,

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from rich.table import Table
 
-from ftkit.display import Display, clock_text
+from ftkit.report.display import Display, clock_text
 
 ROOT = Path(__file__).parent.parent
 STAMP = "2026-11-20T21:30:00Z"
@@ -447,7 +447,7 @@ class TestFailures:
         script = f"""
             import sys
             from pathlib import Path
-            from ftkit.display import Display
+            from ftkit.report.display import Display
             with Display(Path({str(tmp_path)!r})) as display:
                 display.message("one")
                 sys.stdin.read()
@@ -474,7 +474,7 @@ class TestPseudoTerminal:
         code, output = on_terminal(f"""
             import sys
             from pathlib import Path
-            from ftkit.display import Display
+            from ftkit.report.display import Display
             with Display(Path({str(tmp_path)!r})) as display:
                 with display.phase("loading weights"):
                     pass
@@ -499,7 +499,7 @@ class TestPseudoTerminal:
         code, output = on_terminal(f"""
             import os, threading
             from pathlib import Path
-            from ftkit.display import Display
+            from ftkit.report.display import Display
             with Display(Path({str(tmp_path)!r})) as display, display.training(5):
                 locked, forked = threading.Event(), threading.Event()
                 def draw():

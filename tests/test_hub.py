@@ -17,9 +17,10 @@ import pytest
 from huggingface_hub import close_session, constants
 from litgpt.config import configs
 
-from ftkit import embedded, hub
+from ftkit import embedded
+from ftkit.base import hub
+from ftkit.base.hub import download, find_or_download, missing_files, nearest_names
 from ftkit.errors import UserError
-from ftkit.hub import download, find_or_download, missing_files, nearest_names
 
 REPOSITORY = "org/tiny-model"
 COMMIT = "a" * 40
@@ -242,7 +243,7 @@ def test_the_token_is_sent_and_an_explicit_one_comes_first(by, served, root, mon
 
 
 def test_hf_endpoint_is_honoured(served, tmp_path):
-    code = f"from ftkit.hub import download; print(download({REPOSITORY!r}))"
+    code = f"from ftkit.base.hub import download; print(download({REPOSITORY!r}))"
     environment = {**os.environ, "HF_ENDPOINT": served.url, "HF_HOME": str(tmp_path / "home")}
     package = str(Path(hub.__file__).parents[1])
     environment["PYTHONPATH"] = os.pathsep.join((package, os.environ.get("PYTHONPATH", "")))
@@ -418,7 +419,9 @@ def test_the_embedded_model_is_found_by_name(tmp_path, monkeypatch):
 
 
 def test_importing_the_module_is_cheap():
-    code = "import sys, ftkit.hub; print({'torch', 'litgpt', 'huggingface_hub'} & {*sys.modules})"
+    code = (
+        "import sys, ftkit.base.hub; print({'torch', 'litgpt', 'huggingface_hub'} & {*sys.modules})"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=Path(hub.__file__).parents[1],

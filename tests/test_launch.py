@@ -20,7 +20,7 @@ from ftkit.errors import UserError
 from ftkit.launch import claim, find_devices
 from ftkit.parsing import read_recipe
 from ftkit.ranks import STATE, rank_directory
-from ftkit.report import FILE_NAME, read_report
+from ftkit.report.report import FILE_NAME, read_report
 
 FILES = ["final", "metrics.csv", "recipe.yaml", "report.json", "run.log", "validation.csv"]
 TIMEOUT_S = 120

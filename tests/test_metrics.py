@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy
 import pytest
 
-from ftkit.metrics import (
+from ftkit.report.metrics import (
     MetricsWriter,
     ValidationWriter,
     perplexity,

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from ftkit import order as order_module
-from ftkit.order import FILLER, ElasticOrder, IntArray, permutation, validation_batches
+from ftkit.data import order as order_module
+from ftkit.data.order import FILLER, ElasticOrder, IntArray, permutation, validation_batches
 
 
 def alpaca_like(samples: int, seed: int = 0) -> IntArray:

@@ -15,10 +15,11 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from ftkit import machine
-from ftkit import report as report_module
 from ftkit.errors import UserError
-from ftkit.formatting import (
+from ftkit.recipe import Component, LoraRecipe, Recipe
+from ftkit.report import machine
+from ftkit.report import report as report_module
+from ftkit.report.formatting import (
     bytes_text,
     duration_text,
     number_text,
@@ -26,10 +27,8 @@ from ftkit.formatting import (
     printable,
     shortened,
 )
-from ftkit.machine import Gpu, Hardware
-from ftkit.recipe import Component, LoraRecipe, Recipe
-from ftkit.rendering import render
-from ftkit.report import (
+from ftkit.report.machine import Gpu, Hardware
+from ftkit.report.report import (
     DataCounts,
     ExactMatch,
     Example,
@@ -50,6 +49,7 @@ from ftkit.report import (
     without_tokens,
     write_report,
 )
+from ftkit.report.table import render
 
 GIB = 2**30
 TOKEN = "hf_" + "abcdefghijklmnopqrstuvwxyzABCDEF"

@@ -22,23 +22,24 @@ BASH_SCRIPTS = [path for path in SCRIPTS if "bash" in path.read_text().partition
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 
 LIGHT_MODULES = [
+    "base.hub",
     "cli",
-    "datafiles",
-    "display",
+    "data.files",
+    "data.order",
     "errors",
-    "formatting",
-    "hub",
     "job",
     "launch",
-    "machine",
-    "metrics",
-    "order",
     "parsing",
     "planning",
     "process",
+    "ranks",
     "recipe",
-    "rendering",
-    "report",
+    "report.display",
+    "report.formatting",
+    "report.machine",
+    "report.metrics",
+    "report.report",
+    "report.table",
 ]
 HEAVY_PACKAGES = [
     "bitsandbytes",

@@ -17,15 +17,15 @@ from safetensors.torch import load_file
 from tiny import make_data, make_llama
 
 from ftkit.job import Job, RankError
-from ftkit.metrics import Row, read_metrics, read_validation
 from ftkit.parsing import read_recipe
 from ftkit.planning import Devices
 from ftkit.ranks import rank_directory
 from ftkit.recipe import Method
+from ftkit.report.metrics import Row, read_metrics, read_validation
 
 HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 needs_deepspeed = pytest.mark.skipif(
-    not HAS_DEEPSPEED, reason="deepspeed is not installed: scripts/setup_env --with_deepspeed"
+    not HAS_DEEPSPEED, reason="deepspeed is not installed: scripts/setup_env"
 )
 LORA = ["lora_key", "lora_projection", "lora_mlp", "lora_head"]
 

@@ -7,8 +7,8 @@ import torch
 from tokenizers import Tokenizer as Processor
 from tokenizers import decoders, models, pre_tokenizers, processors
 
+from ftkit.base.tokenizer import Tokenizer
 from ftkit.errors import UserError
-from ftkit.tokenizer import Tokenizer
 
 VOCABULARY = {"<unk>": 0, "<s>": 1, "</s>": 2, "▁a": 3, "▁b": 4, "<x>": 5}
 

@@ -14,20 +14,20 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from tiny import make_data, make_llama
 
+from ftkit.base.tokenizer import Tokenizer
 from ftkit.callbacks import StopRequest
-from ftkit.data import DataSets, SampleSet, load_data
-from ftkit.display import Display
+from ftkit.data.order import ElasticOrder
+from ftkit.data.samples import DataSets, SampleSet, load_data
 from ftkit.errors import UserError
 from ftkit.job import Job
-from ftkit.metrics import Row, read_metrics, read_validation
 from ftkit.model import LanguageModel
-from ftkit.order import ElasticOrder
 from ftkit.parsing import read_recipe
 from ftkit.planning import Devices
 from ftkit.recipe import Component, Method
 from ftkit.recorder import Recorder
-from ftkit.report import Report
-from ftkit.tokenizer import Tokenizer
+from ftkit.report.display import Display
+from ftkit.report.metrics import Row, read_metrics, read_validation
+from ftkit.report.report import Report
 from ftkit.train import NonFiniteLoss, run
 
 SEED = 1337

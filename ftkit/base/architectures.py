@@ -8,9 +8,9 @@ from typing import Any
 from litgpt.config import Config, configs
 from torch import nn
 
-from ftkit import naming
+from ftkit.base import naming
+from ftkit.base.naming import Naming
 from ftkit.errors import UserError
-from ftkit.naming import Naming
 
 Settings = Mapping[str, Any]
 """The content of a config.json."""

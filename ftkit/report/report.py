@@ -17,8 +17,8 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ftkit.errors import UserError
-from ftkit.machine import Hardware
 from ftkit.recipe import Recipe
+from ftkit.report.machine import Hardware
 
 SCHEMA_VERSION = 1
 FILE_NAME = "report.json"

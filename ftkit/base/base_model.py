@@ -1,6 +1,6 @@
 """A base model: opened, its weights read under our names, and written for Hugging Face.
 
-Our names are explained in `ftkit.naming`.
+Our names are explained in `ftkit.base.naming`.
 """
 
 import shutil
@@ -15,12 +15,13 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ftkit import architectures, embedded, hub
-from ftkit.architectures import Family
+from ftkit import embedded
+from ftkit.base import architectures, hub
+from ftkit.base.architectures import Family
+from ftkit.base.naming import LITGPT, Fused, Naming
+from ftkit.base.tensor_files import ShardWriter, StoredTensor, stored_tensors, sync, write_json
+from ftkit.base.tokenizer import Tokenizer
 from ftkit.errors import UserError
-from ftkit.naming import LITGPT, Fused, Naming
-from ftkit.tensor_files import ShardWriter, StoredTensor, stored_tensors, sync, write_json
-from ftkit.tokenizer import Tokenizer
 
 EMBEDDING = "transformer.wte.weight"
 HEAD = "lm_head.weight"

@@ -6,8 +6,8 @@ from typing import Any
 import litgpt
 import torch
 
+from ftkit.base.hub import read_json
 from ftkit.errors import UserError
-from ftkit.hub import read_json
 
 
 class Tokenizer(litgpt.Tokenizer):  # type: ignore[misc]

@@ -12,12 +12,12 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from ftkit.datafiles import Record, check_data
+from ftkit.data.files import Record, check_data
+from ftkit.data.order import FILLER, ElasticOrder, IntArray, validation_batches
+from ftkit.data.sources import load_source
 from ftkit.errors import UserError
-from ftkit.order import FILLER, ElasticOrder, IntArray, validation_batches
 from ftkit.process import die_with_parent
 from ftkit.recipe import Component
-from ftkit.sources import load_source
 
 if TYPE_CHECKING:
     from litgpt.prompts import PromptStyle

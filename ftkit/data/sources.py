@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import Subset, random_split
 
-from ftkit.datafiles import (
+from ftkit.data.files import (
     Record,
     as_record,
     check_keys,
@@ -46,7 +46,7 @@ def load_source(data: Component, tokenizer: "Tokenizer", max_seq_length: int) ->
     """Read, and if necessary download, the records of the data set.
 
     Args:
-        data: checked by ftkit.datafiles.check_data.
+        data: checked by ftkit.data.files.check_data.
         tokenizer: passed on to LitGPT's modules.
         max_seq_length: passed on to LitGPT's modules.
 

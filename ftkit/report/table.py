@@ -9,7 +9,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from ftkit.formatting import (
+from ftkit.report.formatting import (
     bytes_text,
     duration_text,
     number_text,
@@ -17,7 +17,7 @@ from ftkit.formatting import (
     printable,
     shortened,
 )
-from ftkit.report import (
+from ftkit.report.report import (
     DataCounts,
     Example,
     Files,

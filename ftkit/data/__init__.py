@@ -1,0 +1,1 @@
+"""Data sets, tokenised samples, and the order in which steps take them."""

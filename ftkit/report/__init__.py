@@ -1,0 +1,1 @@
+"""What was measured, and how people see it."""
