@@ -140,14 +140,20 @@ TORCH = re.search(r"^torch==.*$", (ROOT / "constraints.txt").read_text(), re.MUL
 FRESH = ["venv", f"pip {TORCH}", "pip setuptools"]
 
 
+def install(what: str) -> list[str]:
+    """The calls of pip that install ftkit; DeepSpeed comes where there is a compiler."""
+    deepspeed = ["pip --no-build-isolation ninja deepspeed"] if shutil.which("g++") else []
+    return [f"pip --no-build-isolation --editable {what}", *deepspeed]
+
+
 def test_set_up_installs_torch_and_then_ftkit(setup):
     assert setup.run().returncode == 0
-    assert setup.calls() == [*FRESH, "pip --no-build-isolation --editable ."]
+    assert setup.calls() == [*FRESH, *install(".")]
 
 
 def test_a_second_set_up_does_and_says_nothing(setup):
     setup.run("--dev")
-    assert setup.calls() == [*FRESH, "pip --no-build-isolation --editable .[dev]"]
+    assert setup.calls() == [*FRESH, *install(".[dev]")]
     for options in (["--dev"], []):
         run = setup.run(*options)
         assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
@@ -161,7 +167,7 @@ def test_set_up_follows_a_changed_requirement_and_keeps_its_options(setup, file)
     with (setup.root / file).open("a") as stream:
         stream.write("# changed\n")
     setup.run()
-    assert setup.calls()[-1] == "pip --no-build-isolation --editable .[dev]"
+    assert setup.calls()[-len(install("")) :] == install(".[dev]")
 
 
 def test_set_up_adds_an_option_to_the_environment_it_has(setup):
@@ -170,7 +176,7 @@ def test_set_up_adds_an_option_to_the_environment_it_has(setup):
     setup.run("--dev")
     calls = setup.calls()
     assert "venv" not in calls
-    assert calls[-1] == "pip --no-build-isolation --editable .[dev]"
+    assert calls[-len(install("")) :] == install(".[dev]")
 
 
 def test_a_failed_set_up_shows_what_pip_said_and_starts_over_next_time(setup):
@@ -197,7 +203,7 @@ def test_an_environment_of_another_maker_is_used_but_never_deleted(setup):
     subprocess.run([setup.python, "-m", "venv", ".venv"], cwd=setup.root, check=True)
     setup.calls()
     assert setup.run().returncode == 0
-    assert setup.calls() == [*FRESH[1:], "pip --no-build-isolation --editable ."]
+    assert setup.calls() == [*FRESH[1:], *install(".")]
 
     (setup.root / ".venv/ftkit_setup").unlink()
     shutil.copy("/bin/false", setup.root / ".venv/bin/python")
