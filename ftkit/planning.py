@@ -98,6 +98,34 @@ class Plan:
         return self.devices * self.recipe.num_nodes
 
     @property
+    def sharding(self) -> str:
+        """What each rank has a part of, in words."""
+        options = self.options
+        if isinstance(options, FsdpOptions):
+            where = ", in host memory" if options.cpu_offload else ""
+            return f"{options.sharding}: parameters, gradients, optimizer state{where}"
+        if isinstance(options, DeepSpeedOptions):
+            parts = ("optimizer state", "gradients", "parameters")[: options.stage]
+            hosted = [
+                name
+                for name, offloaded in (
+                    ("optimizer state", options.offload_optimizer),
+                    ("parameters", options.offload_parameters and options.stage == 3),
+                )
+                if offloaded
+            ]
+            where = f"; in host memory: {', '.join(hosted)}" if hosted else ""
+            return f"ZeRO-{options.stage}: {', '.join(parts)}{where}"
+        return "nothing"
+
+    @property
+    def communication(self) -> Literal["nccl", "gloo"] | None:
+        """The library that carries messages between ranks."""
+        if self.strategy == "single":
+            return None
+        return "nccl" if self.accelerator == "cuda" else "gloo"
+
+    @property
     def micro_steps(self) -> int:
         """Forward and backward passes of each rank in one (full) optimizer step."""
         per_pass = self.micro_batch_size * self.world_size

@@ -66,6 +66,7 @@ class Recorder:
         self._meter = ThroughputMeter()
         self._first_records: list[StepRecord] = []
         self._last_record: StepRecord | None = None
+        self._imbalance_sum = 0.0
         self._tokens = Tokens(real=0, label=0, padded=0, padding_fraction=0.0)
         self._part_sums = dict.fromkeys(PARTS, 0.0)
         self._samples_per_epoch = 0
@@ -156,8 +157,14 @@ class Recorder:
             self._utilization.start()
         self._write()
 
-    def on_step(self, record: StepRecord) -> None:
-        """Count an optimizer step and write its row of metrics.csv."""
+    def on_step(self, record: StepRecord, imbalance: float | None) -> None:
+        """Count an optimizer step and write its row of metrics.csv.
+
+        Args:
+            record: what was measured.
+            imbalance: tokens of the fullest rank relative to the mean; None: there is one rank.
+        """
+        self._imbalance_sum += imbalance or 0.0
         if self._meter.skip_steps > len(self._first_records):
             self._first_records.append(record)
         self._last_record = record
@@ -235,8 +242,10 @@ class Recorder:
         cpu_s, started = self._cpu_start
         elapsed = time.time() - started
         used = (_cpu_seconds(self._cpu) - cpu_s) / (elapsed * (psutil.cpu_count() or 1))
+        several = self._plan.world_size > 1
         return dataclasses.replace(
             speed,
+            rank_imbalance=self._imbalance_sum / self.steps if several else None,
             mfu=self._mfu(speed),
             device_utilization=self._utilization.mean(),
             cpu_utilization=min(1.0, used),

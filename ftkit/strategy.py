@@ -116,7 +116,7 @@ def make_strategy(plan: Plan) -> Strategy:
     """Lightning's strategy for the plan's."""
     if plan.strategy == "single":
         return SingleDeviceStrategy(make_device(plan))
-    backend = communication(plan)
+    backend = plan.communication
     if plan.strategy == "ddp":
         # The view saves a copy of the gradients.
         return DDPStrategy(process_group_backend=backend, gradient_as_bucket_view=True)
@@ -127,13 +127,6 @@ def make_strategy(plan: Plan) -> Strategy:
             process_group_backend=backend,
         )
     return DeepSpeed(config=deepspeed_config(plan), process_group_backend=backend)
-
-
-def communication(plan: Plan) -> str | None:
-    """The library that carries messages between ranks."""
-    if plan.strategy == "single":
-        return None
-    return "nccl" if plan.accelerator == "cuda" else "gloo"
 
 
 def deepspeed_config(plan: Plan) -> dict[str, Any]:

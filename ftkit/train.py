@@ -166,6 +166,8 @@ def _build(
         devices=plan.devices,
         world_size=plan.world_size,
         strategy=plan.strategy,
+        sharding=plan.sharding,
+        communication=plan.communication,
         precision=plan.precision,
         quantize=recipe.quantize if isinstance(recipe, LoraRecipe) else None,
         optimizer=recipe.optimizer["class_path"],
@@ -234,6 +236,7 @@ class _Training:
     def fit(self, order: ElasticOrder) -> None:
         """Train to the end of the schedule, the time limit or a signal."""
         device = make_device(self.plan)
+        self.order = order
         self.total_steps = order.total_steps
         self.trainer = make_trainer(
             self.plan,
@@ -278,7 +281,8 @@ class _Training:
             self.signal_number = signal_number
 
     def _on_step(self, record: StepRecord) -> None:
-        self.recorder.on_step(record)
+        several = self.plan.world_size > 1
+        self.recorder.on_step(record, self.order.imbalance(record.step - 1) if several else None)
         if not math.isfinite(record.loss):
             raise NonFiniteLoss(
                 f"The loss of step {record.step} is {record.loss}. Try a lower learning rate, "
@@ -403,7 +407,8 @@ class _Training:
         record = self.data.val.records[self.example]
         with self.display.phase("answering an example", brief=True):
             (answer,) = self._answer([self.example], self.evaluation.max_new_tokens or 0)
-        self.display.message(f"sample: {record['instruction']}\nanswer: {answer}")
+        asked = " ".join(filter(None, (record["instruction"], record.get("input"))))
+        self.display.message(f"sample: {asked}\nanswer: {answer}")
         known = self.recorder.report.examples or [
             Example(
                 instruction=record["instruction"],

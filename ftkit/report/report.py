@@ -43,6 +43,11 @@ class Resolved:
     """Ranks over all nodes; one device each."""
     strategy: str | None = None
     """single, ddp, fsdp or deepspeed."""
+    sharding: str | None = None
+    """What each rank has a part of: nothing, or which of parameters, gradients and optimizer
+    state; and what lies in host memory."""
+    communication: str | None = None
+    """What carries messages between ranks: nccl or gloo; None: there is one rank."""
     precision: str | None = None
     """Number format of training."""
     quantize: str | None = None
@@ -165,6 +170,9 @@ class Throughput:
     """Their time; validation and saving lie outside."""
     tokens_per_s_per_device: float
     """tokens_per_s / world_size."""
+    rank_imbalance: float | None = None
+    """Tokens of the fullest rank relative to the mean rank, averaged over the steps; 1 is perfect.
+    None: there is one rank."""
     mfu: float | None = None
     """Model FLOPs of the real tokens as a fraction of what the devices can do; None: unknown."""
     device_utilization: float | None = None

@@ -142,6 +142,8 @@ def _resolved_rows(resolved: Resolved) -> Iterator[tuple[str, str]]:
         base = f"base weights {resolved.quantize}" if resolved.quantize else None
         device = f"{resolved.world_size or 1} x {device}"
         yield "devices", _joined((device, resolved.strategy, resolved.precision, base))
+    if (resolved.world_size or 1) > 1:
+        yield "sharded", _joined((resolved.sharding, f"over {resolved.communication}"))
 
 
 def _progress_text(progress: Progress, tokens: Tokens | None) -> str:
@@ -171,6 +173,8 @@ def _throughput_text(speed: Throughput, world_size: int) -> str:
             speed.mfu is not None and f"MFU {percent_text(speed.mfu)}",
             speed.device_utilization is not None
             and f"GPU busy {percent_text(speed.device_utilization)}",
+            speed.rank_imbalance is not None
+            and f"fullest rank {number_text(speed.rank_imbalance)} x the mean",
             f"over {_count(speed.window_steps, 'step')}",
         )
     )
