@@ -65,7 +65,7 @@ def run(job: Job, stop: StopRequest, display: Display, recorder: Recorder) -> No
     plan, recipe = job.plan, job.recipe
     for notice in plan.notices:
         _warn(notice, display, recorder)
-    torch.manual_seed(recipe.seed)
+    torch.manual_seed(recipe.seed + rank())  # for dropout: every rank has masks of its own
     torch.set_float32_matmul_precision("high")
     device = make_device(plan)
     if device.type == "cuda":
