@@ -25,12 +25,8 @@ LORA_LAYERS = (
 )
 
 
-WHOLE_NORM_OPTIMIZERS = tuple(
-    f"bitsandbytes.optim.{name}{bits}"
-    for name in ("LAMB", "LARS")
-    for bits in ("", "8bit", "32bit")
-) + ("bitsandbytes.optim.PytorchLARS",)
-"""Optimizers whose update of a number depends on its whole parameter."""
+WHOLE_NORM_OPTIMIZERS = ("LAMB", "LAMB8bit", "LAMB32bit", "LARS", "LARS8bit", "LARS32bit")
+"""Optimizers of bitsandbytes whose update of a number depends on its whole parameter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,7 +285,8 @@ def _check_supported(recipe: Recipe, strategy: Strategy, precision: Precision) -
             f"optimizer is {optimizer}, but the strategy is {strategy}. "
             "Try --optimizer AdamW, or --strategy deepspeed."
         )
-    if strategy == "fsdp" and optimizer in WHOLE_NORM_OPTIMIZERS:
+    whole_norm = [f"bitsandbytes.optim.{name}" for name in WHOLE_NORM_OPTIMIZERS]
+    if strategy == "fsdp" and optimizer in whole_norm:
         raise UserError(
             f"optimizer is {optimizer}, but it scales by the norm of whole parameters, of which "
             "fsdp leaves a rank some rows. Try --optimizer bitsandbytes.optim.AdamW8bit, or "

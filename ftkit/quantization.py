@@ -8,10 +8,11 @@ about 0.016 to 0.06 bytes per weight) is whole on every rank.
 import logging
 from typing import Any
 
-import bitsandbytes as bnb
-import bitsandbytes.functional as bnb_functional
 import torch
 import torch.nn as nn
+from bitsandbytes import matmul, matmul_4bit  # type: ignore[attr-defined]
+from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_quant, quantize_4bit
+from bitsandbytes.nn.modules import Linear4bit, Linear8bitLt
 from torch import Tensor
 
 from ftkit.recipe import Quantization
@@ -40,7 +41,7 @@ class _FrozenProduct(torch.autograd.Function):
         return gradient @ ctx.layer.unpacked(weight).to(gradient.dtype), None, None, None
 
 
-class FourBit(bnb.nn.Linear4bit):  # type: ignore[misc]
+class FourBit(Linear4bit):
     """A linear layer in blocks of 64 weights of 4 bits; the subclass that PEFT recognises.
 
     Its result has the number format of the computation, as that of a layer under autocast.
@@ -83,7 +84,7 @@ class FourBit(bnb.nn.Linear4bit):  # type: ignore[misc]
         Args:
             value: [out, in] on the device of the computation.
         """
-        packed, self.quant_state = bnb_functional.quantize_4bit(
+        packed, self.quant_state = quantize_4bit(
             value.float().contiguous(),
             compress_statistics=self._nested,
             quant_type=self._quant_type,
@@ -93,18 +94,19 @@ class FourBit(bnb.nn.Linear4bit):  # type: ignore[misc]
 
     def unpacked(self, weight: Tensor) -> Tensor:
         """[out, in], in the number format of the computation."""
-        return bnb_functional.dequantize_4bit(weight, self.quant_state)
+        return dequantize_4bit(weight, self.quant_state)
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The layer's result, without a gradient."""
-        return bnb.matmul_4bit(x, weight, bias=bias, quant_state=self.quant_state)
+        assert self.quant_state is not None, "pack comes first"
+        return matmul_4bit(x, weight, bias=bias, quant_state=self.quant_state)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.to(self.compute_dtype)
         return _FrozenProduct.apply(x, self.weight, self.bias, self)
 
 
-class EightBit(bnb.nn.Linear8bitLt):  # type: ignore[misc]
+class EightBit(Linear8bitLt):
     """A linear layer of 8-bit integers with one scale per row (LLM.int8, without outliers)."""
 
     def __init__(self, layer: nn.Linear, compute_dtype: torch.dtype) -> None:
@@ -128,18 +130,18 @@ class EightBit(bnb.nn.Linear8bitLt):  # type: ignore[misc]
             value: [out, in] on the device of the computation.
         """
         half = value.to(torch.float16).contiguous()
-        packed, self.state.SCB, _ = bnb_functional.int8_vectorwise_quant(half)
+        packed, self.state.SCB, _ = int8_vectorwise_quant(half)
         return packed
 
     def unpacked(self, weight: Tensor) -> Tensor:
         """[out, in], in the number format of the computation."""
-        scales = (self.state.SCB / 127).unsqueeze(1)
-        return weight.to(self.compute_dtype).mul_(scales)
+        assert self.state.SCB is not None, "pack comes first"
+        return weight.to(self.compute_dtype).mul_((self.state.SCB / 127).unsqueeze(1))
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The layer's result, without a gradient."""
         self.state.CB = weight.data
-        return bnb.matmul(x, weight, bias=bias, state=self.state)
+        return matmul(x, weight, bias=bias, state=self.state)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.to(self.compute_dtype)
