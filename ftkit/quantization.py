@@ -99,7 +99,8 @@ class FourBit(Linear4bit):
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The layer's result, without a gradient."""
         assert self.quant_state is not None, "pack comes first"
-        return matmul_4bit(x, weight, bias=bias, quant_state=self.quant_state)
+        # Transposed, as versions below 0.50 want it; later ones take both.
+        return matmul_4bit(x, weight.t(), bias=bias, quant_state=self.quant_state)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.to(self.compute_dtype)

@@ -119,13 +119,19 @@ def test_mixed_precision_on_a_quantised_base_differs_by_its_rounding_only(
 
 @pytest.mark.slow
 @needs_deepspeed
-def test_every_stage_of_deepspeed_learns_on_a_quantised_base_the_same(
+def test_every_option_of_deepspeed_learns_on_a_quantised_base_the_same(
     run: Run, single: dict[Case, Outcome]
 ) -> None:
+    options: list[dict[str, Any]] = [
+        {"stage": 1},
+        {"stage": 2},
+        {"stage": 2, "offload_optimizer": False},
+        {"stage": 3, "offload_optimizer": False},
+        {"stage": 3, "offload_parameters": True},
+    ]
     cases = [
-        qlora("deepspeed", "bnb.nf4-dq", **{"strategy.stage": stage, **offload})
-        for stage in (1, 2, 3)
-        for offload in ({}, {"strategy.offload_optimizer": False})
+        qlora("deepspeed", "bnb.nf4-dq", **{f"strategy.{k}": v for k, v in chosen.items()})
+        for chosen in options
     ]
     for outcome in run(2, cases).values():
         assert_same_maths(outcome, single[qlora("single", "bnb.nf4-dq")])
@@ -234,15 +240,16 @@ def quantised_layers(model: nn.Module) -> dict[str, FourBit | EightBit]:
 def test_the_layers_of_the_blocks_are_quantised_and_nothing_else(
     base: BaseModel, kind: Quantization
 ) -> None:
-    model = outline(base, lora_recipe(kind, base), torch.bfloat16)
+    model = outline(base, lora_recipe(kind, base), torch.float32, torch.bfloat16)
     layers = quantised_layers(model)
     assert len(layers) == 2 * 7
+    assert {layer.compute_dtype for layer in layers.values()} == {torch.bfloat16}
     assert all(name.startswith("gpt.transformer.h.") for name in layers)
     for name, parameter in model.named_parameters():
         assert parameter.is_meta
         assert parameter.requires_grad == (".lora_" in name)
         if name.removesuffix(".weight") not in layers:
-            assert parameter.dtype == torch.bfloat16
+            assert parameter.dtype == torch.float32
 
 
 @pytest.mark.parametrize("kind", KINDS)
