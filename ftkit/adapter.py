@@ -29,6 +29,9 @@ def add_adapter(model: nn.Module, recipe: LoraRecipe) -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
     model.requires_grad_(False)
+    if recipe.quantize is not None:  # PEFT then chooses its LoRA layers for quantised ones
+        bits = 8 if recipe.quantize == "bnb.int8" else 4
+        setattr(model, f"is_loaded_in_{bits}bit", True)
     config = LoraConfig(
         r=recipe.lora_r,
         lora_alpha=recipe.lora_alpha,

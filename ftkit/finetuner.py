@@ -176,6 +176,10 @@ def make_optimizer(plan: Plan, model: torch.nn.Module) -> torch.optim.Optimizer:
     may_fuse = plan.precision != "16-mixed" and plan.strategy != "deepspeed"
     if "fused" in known and may_fuse and not implementation & arguments.keys():
         arguments["fused"] = True
+    if plan.strategy == "fsdp" and class_path.startswith("bitsandbytes."):
+        from ftkit.sharded_optimizer import over_local_rows
+
+        optimizer_class = over_local_rows(optimizer_class)
     try:
         return optimizer_class(trainable(model), **arguments)
     except (TypeError, ValueError, RuntimeError) as error:

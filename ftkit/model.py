@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ftkit.adapter import add_adapter, initial_adapter, is_adapter
 from ftkit.base.base_model import BaseModel, weights
-from ftkit.recipe import LoraRecipe, Recipe
+from ftkit.recipe import LoraRecipe, Quantization, Recipe
 from ftkit.sharding import Sharding
 
 LOGITS_CHUNK_ELEMENTS = 2**25
@@ -97,6 +97,8 @@ class LanguageModel(nn.Module):
         for block in self.gpt.transformer.h:
             block.attn.qkv = QKV(config, bias=config.bias or config.attn_bias)
         self.tied = tied
+        self.quantized: Quantization | None = None
+        """How the weights of the blocks are stored, if not as numbers."""
         self.tie()
 
     def tie(self) -> None:
@@ -135,20 +137,31 @@ def our_name(name: str) -> str:
     return name.removeprefix("gpt.").removeprefix("head.").replace(".base_layer.", ".")
 
 
-def outline(base: BaseModel, recipe: Recipe, dtype: torch.dtype) -> LanguageModel:
+def outline(
+    base: BaseModel,
+    recipe: Recipe,
+    dtype: torch.dtype,
+    compute_dtype: torch.dtype | None = None,
+) -> LanguageModel:
     """The model without its numbers: every layer on the meta device, adapted and frozen.
 
     Sizes can be counted and layers sharded before any memory is taken; `fill` gives it numbers.
 
     Args:
         base: whose architecture it has.
-        recipe: its LoRA keys choose the adapted layers.
-        dtype: number format of the parameters.
+        recipe: its LoRA keys choose the quantised base and the adapted layers.
+        dtype: number format of the parameters that are not quantised.
+        compute_dtype: number format of the arithmetic of quantised layers. Default: dtype.
     """
     asked = recipe.train.tie_embeddings
     with torch.device("meta"):
         model = LanguageModel(base.config, tied=base.tied if asked is None else asked)
         if isinstance(recipe, LoraRecipe):
+            if recipe.quantize is not None:
+                from ftkit.quantization import quantize
+
+                quantize(model.gpt.transformer.h, recipe.quantize, compute_dtype or dtype)
+                model.quantized = recipe.quantize
             add_adapter(model, recipe)
     return model.to(dtype)
 
@@ -183,7 +196,7 @@ def fill(
                 shape = model.get_parameter(name).shape
                 sharding.put(model, name, initial_adapter(ours, shape, seed))
         for done, (ours, tensor) in enumerate(_weights(base, model), start=1):
-            sharding.put(model, names[ours], tensor)
+            sharding.put(model, names[ours], _stored(model, names[ours], tensor, device))
             progress(done, len(names))
 
 
@@ -195,6 +208,25 @@ def _weights(base: BaseModel, model: LanguageModel) -> Iterator[tuple[str, Tenso
         yield name, tensor
         if name == "transformer.wte.weight" and base.tied and not model.tied:
             yield "lm_head.weight", tensor
+
+
+def _stored(model: LanguageModel, name: str, tensor: Tensor, device: torch.device) -> Tensor:
+    """What a parameter holds of a weight: the weight itself, or its quantised form."""
+    if model.quantized is None:
+        return tensor
+    from ftkit.quantization import packed
+
+    return packed(model, name, tensor, device)
+
+
+def parameter_count(model: LanguageModel) -> int:
+    """Numbers in the model, however many of them a byte holds."""
+    linear = {id(m.weight): _weights_in(m) for m in model.modules() if isinstance(m, nn.Linear)}
+    return sum(linear.get(id(p), p.numel()) for p in model.parameters())
+
+
+def _weights_in(layer: nn.Linear) -> int:
+    return layer.in_features * layer.out_features
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
@@ -212,12 +244,10 @@ def flops_per_token(model: LanguageModel, sequence_length: float) -> float:
     config = model.gpt.config
     assert config.head_size is not None
     attention = 6 * config.n_layer * config.n_head * config.head_size * sequence_length
-    matrices = [
-        module.weight
-        for module in model.modules()
-        if isinstance(module, nn.Linear) and module.weight is not None
-    ]
-    return attention + sum(w.numel() * (6 if w.requires_grad else 4) for w in matrices)
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    return attention + sum(
+        _weights_in(layer) * (6 if layer.weight.requires_grad else 4) for layer in layers
+    )
 
 
 def trained_weights(model: LanguageModel, sharding: Sharding) -> Iterator[tuple[str, Tensor]]:

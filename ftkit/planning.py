@@ -25,6 +25,10 @@ LORA_LAYERS = (
 )
 
 
+WHOLE_NORM_OPTIMIZERS = ("LAMB", "LAMB8bit", "LAMB32bit", "LARS", "LARS8bit", "LARS32bit")
+"""Optimizers of bitsandbytes whose update of a number depends on its whole parameter."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Devices:
     """What one machine offers."""
@@ -308,6 +312,19 @@ def _check_supported(recipe: Recipe, strategy: Strategy, precision: Precision) -
         raise UserError(
             f"optimizer is {optimizer}, but the strategy is {strategy}. "
             "Try --optimizer AdamW, or --strategy deepspeed."
+        )
+    whole_norm = [f"bitsandbytes.optim.{name}" for name in WHOLE_NORM_OPTIMIZERS]
+    if strategy == "fsdp" and optimizer in whole_norm:
+        raise UserError(
+            f"optimizer is {optimizer}, but it scales by the norm of whole parameters, of which "
+            "fsdp leaves a rank some rows. Try --optimizer bitsandbytes.optim.AdamW8bit, or "
+            "--strategy ddp."
+        )
+    quantize = recipe.quantize if isinstance(recipe, LoraRecipe) else None
+    if quantize == "bnb.int8" and strategy in ("fsdp", "deepspeed"):
+        raise UserError(
+            f"quantize is bnb.int8, but {strategy} shards the base model and supports the 4-bit "
+            "kinds alone. Try --quantize bnb.nf4-dq, or --strategy ddp."
         )
     if strategy == "deepspeed" and recipe.train.tie_embeddings:
         raise UserError(

@@ -112,6 +112,12 @@ def parameter_dtype(plan: Plan) -> torch.dtype:
     return torch.bfloat16 if kind == "bf16" else torch.float16
 
 
+def compute_dtype(plan: Plan) -> torch.dtype:
+    """Number format of the large matrix products."""
+    kind = plan.precision.partition("-")[0]
+    return {"32": torch.float32, "bf16": torch.bfloat16, "16": torch.float16}[kind]
+
+
 def make_strategy(plan: Plan) -> Strategy:
     """Lightning's strategy for the plan's."""
     if plan.strategy == "single":

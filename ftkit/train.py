@@ -41,7 +41,15 @@ from ftkit.decode import answer_greedily
 from ftkit.errors import UserError
 from ftkit.finetuner import FineTuner, base_learning_rate, compile_cpu_optimizer
 from ftkit.job import Job, RankError
-from ftkit.model import LanguageModel, fill, flops_per_token, outline, trainable, trained_weights
+from ftkit.model import (
+    LanguageModel,
+    fill,
+    flops_per_token,
+    outline,
+    parameter_count,
+    trainable,
+    trained_weights,
+)
 from ftkit.planning import DeepSpeedOptions, Plan, make_schedule, sample_budget
 from ftkit.ranks import rank_directory
 from ftkit.recipe import LoraRecipe
@@ -50,7 +58,14 @@ from ftkit.report.display import Display
 from ftkit.report.metrics import perplexity
 from ftkit.report.report import DataCounts, ExactMatch, Example, Resolved
 from ftkit.sharding import Sharding
-from ftkit.strategy import make_device, make_plugins, make_strategy, parameter_dtype, rank
+from ftkit.strategy import (
+    compute_dtype,
+    make_device,
+    make_plugins,
+    make_strategy,
+    parameter_dtype,
+    rank,
+)
 
 
 def run(job: Job, stop: StopRequest, display: Display, recorder: Recorder) -> None:
@@ -138,7 +153,7 @@ def _build(
     schedule, notices = make_schedule(recipe, len(data.train), base_learning_rate(recipe))
     for notice in notices:
         _warn(notice, display, recorder)
-    model = outline(base, recipe, parameter_dtype(plan))
+    model = outline(base, recipe, parameter_dtype(plan), compute_dtype(plan))
 
     def load(model: LanguageModel, sharding: Sharding, device: torch.device) -> None:
         with display.phase("loading weights") as phase:
@@ -171,7 +186,7 @@ def _build(
         precision=plan.precision,
         quantize=recipe.quantize if isinstance(recipe, LoraRecipe) else None,
         optimizer=recipe.optimizer["class_path"],
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        parameters=parameter_count(model),
         trainable_parameters=sum(parameter.numel() for parameter in trainable(model)),
         max_seq_length=max_seq_length,
         global_batch_size=recipe.train.global_batch_size,

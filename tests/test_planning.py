@@ -282,6 +282,28 @@ def test_a_strategy_without_options_has_its_defaults(strategy, options):
             ),
         ),
         (
+            {"strategy": "fsdp", "optimizer": "bitsandbytes.optim.LAMB8bit"},
+            (
+                "optimizer is bitsandbytes.optim.LAMB8bit, but it scales by the norm of whole "
+                "parameters, of which fsdp leaves a rank some rows. "
+                "Try --optimizer bitsandbytes.optim.AdamW8bit, or --strategy ddp."
+            ),
+        ),
+        (
+            {"strategy": "fsdp", "quantize": "bnb.int8"},
+            (
+                "quantize is bnb.int8, but fsdp shards the base model and supports the 4-bit kinds "
+                "alone. Try --quantize bnb.nf4-dq, or --strategy ddp."
+            ),
+        ),
+        (
+            {"strategy": "deepspeed", "quantize": "bnb.int8"},
+            (
+                "quantize is bnb.int8, but deepspeed shards the base model and supports the 4-bit "
+                "kinds alone. Try --quantize bnb.nf4-dq, or --strategy ddp."
+            ),
+        ),
+        (
             {"strategy": "ddp", "optimizer": "deepspeed.ops.adam.DeepSpeedCPUAdam"},
             (
                 "optimizer is deepspeed.ops.adam.DeepSpeedCPUAdam, but the strategy is ddp. "

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,11 +33,12 @@ LORA = ["lora_key", "lora_projection", "lora_mlp", "lora_head"]
 
 @dataclass(frozen=True, order=True)
 class Case:
-    """A strategy, a method and a precision."""
+    """A strategy, a method and a precision, with what else the recipe says."""
 
     strategy: str
     method: Method
     precision: str = "32-true"
+    settings: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
         return f"{self.strategy}-{self.method}-{self.precision}"
@@ -112,6 +114,7 @@ def write_job(case: Case, world_size: int, out_dir: Path, base: Path, data: Path
     }
     if case.method == "lora":
         values |= dict.fromkeys(LORA, True) | {"lora_dropout": 0}
+    values |= dict(case.settings)
     recipe = read_recipe([], [(k, json.dumps(v)) for k, v in values.items()], method=case.method)
     job = Job(
         recipe=recipe,

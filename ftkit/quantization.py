@@ -1,0 +1,186 @@
+"""Frozen layers whose weights bitsandbytes holds in 4 or 8 bits, for QLoRA.
+
+The packed weight is a plain integer parameter: every strategy replicates or shards it as any
+other, and gathers it for a forward or backward pass. What turns it back into numbers (the scales,
+about 0.016 to 0.06 bytes per weight) is whole on every rank.
+"""
+
+import logging
+from typing import Any
+
+import torch
+import torch.nn as nn
+from bitsandbytes import matmul, matmul_4bit  # type: ignore[attr-defined]
+from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_quant, quantize_4bit
+from bitsandbytes.nn.modules import Linear4bit, Linear8bitLt
+from torch import Tensor
+
+from ftkit.recipe import Quantization
+
+
+class _FrozenProduct(torch.autograd.Function):
+    """Input times the weight of a quantised layer, with a gradient for the input alone.
+
+    bitsandbytes' own function keeps a view of the packed weight for the backward pass. Under
+    ZeRO-3 that view would keep the gathered weights of all layers alive: the parameter itself
+    must be saved, as DeepSpeed frees and gathers what is in it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: "FourBit | EightBit"
+    ) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(weight)
+        return layer.product(x, weight, None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (weight,) = ctx.saved_tensors
+        (gradient,) = gradients
+        return gradient @ ctx.layer.unpacked(weight).to(gradient.dtype), None, None, None
+
+
+class FourBit(Linear4bit):
+    """A linear layer in blocks of 64 weights of 4 bits; the subclass that PEFT recognises.
+
+    Its result has the number format of the computation, as that of a layer under autocast.
+    """
+
+    def __init__(self, layer: nn.Linear, kind: str, compute_dtype: torch.dtype) -> None:
+        """Outline; no memory is taken.
+
+        Args:
+            layer: what it stands in for.
+            kind: nf4 or fp4, with -dq if the scales are quantised too.
+            compute_dtype: number format of the arithmetic.
+        """
+        self._quant_type, _, nested = kind.partition("-")
+        self._nested = bool(nested)
+        super().__init__(
+            layer.in_features,
+            layer.out_features,
+            bias=layer.bias is not None,
+            compute_dtype=compute_dtype,
+            compress_statistics=self._nested,
+            quant_type=self._quant_type,
+            device="meta",
+        )
+        # On CPUs with AVX512-BF16, bitsandbytes' forward in eval mode repacks the weight for good
+        # and training goes on with wrong gradients.
+        self.support_avx512bf16_for_cpu = False
+        bytes_ = (layer.in_features * layer.out_features + 1) // 2
+        weight = torch.empty((bytes_, 1), dtype=torch.uint8, device="meta")
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        for name, value in (
+            ("quant_type", self._quant_type),
+            ("compress_statistics", self._nested),
+        ):
+            setattr(self.weight, name, value)  # read by PEFT when it puts LoRA beside the layer
+
+    def pack(self, value: Tensor) -> Tensor:
+        """Quantise a weight: keep its scales and return what the parameter holds.
+
+        Args:
+            value: [out, in] on the device of the computation.
+        """
+        packed, self.quant_state = quantize_4bit(
+            value.float().contiguous(),
+            compress_statistics=self._nested,
+            quant_type=self._quant_type,
+        )
+        self.quant_state.dtype = self.compute_dtype
+        return packed
+
+    def unpacked(self, weight: Tensor) -> Tensor:
+        """[out, in], in the number format of the computation."""
+        return dequantize_4bit(weight, self.quant_state)
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The layer's result, without a gradient."""
+        assert self.quant_state is not None, "pack comes first"
+        # Transposed, as versions below 0.50 want it; later ones take both.
+        return matmul_4bit(x, weight.t(), bias=bias, quant_state=self.quant_state)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.compute_dtype)
+        return _FrozenProduct.apply(x, self.weight, self.bias, self)
+
+
+class EightBit(Linear8bitLt):
+    """A linear layer of 8-bit integers with one scale per row (LLM.int8, without outliers)."""
+
+    def __init__(self, layer: nn.Linear, compute_dtype: torch.dtype) -> None:
+        super().__init__(
+            layer.in_features,
+            layer.out_features,
+            bias=layer.bias is not None,
+            has_fp16_weights=False,
+            device="meta",
+        )
+        self.compute_dtype = compute_dtype
+        # On CPUs this decides between two results, not between training and evaluation.
+        self.state.is_training = True
+        weight = torch.empty(layer.weight.shape, dtype=torch.int8, device="meta")
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def pack(self, value: Tensor) -> Tensor:
+        """Quantise a weight: keep its scales and return what the parameter holds.
+
+        Args:
+            value: [out, in] on the device of the computation.
+        """
+        half = value.to(torch.float16).contiguous()
+        packed, self.state.SCB, _ = int8_vectorwise_quant(half)
+        return packed
+
+    def unpacked(self, weight: Tensor) -> Tensor:
+        """[out, in], in the number format of the computation."""
+        assert self.state.SCB is not None, "pack comes first"
+        return weight.to(self.compute_dtype).mul_((self.state.SCB / 127).unsqueeze(1))
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The layer's result, without a gradient."""
+        self.state.CB = weight.data
+        return matmul(x, weight, bias=bias, state=self.state)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.compute_dtype)
+        return _FrozenProduct.apply(x, self.weight, self.bias, self)
+
+
+def quantize(model: nn.Module, kind: Quantization, compute_dtype: torch.dtype) -> None:
+    """Put quantised layers in place of the linear ones; no memory is taken.
+
+    Args:
+        model: on the meta device, before its layers are adapted.
+        kind: as in recipes.
+        compute_dtype: number format of their arithmetic.
+    """
+    family = kind.removeprefix("bnb.")
+    if family == "int8":  # it would report in every call that its kernels take float16
+        logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+    for name, layer in list(model.named_modules()):
+        if type(layer) is nn.Linear:
+            model.set_submodule(
+                name,
+                EightBit(layer, compute_dtype)
+                if family == "int8"
+                else FourBit(layer, family, compute_dtype),
+            )
+
+
+def packed(model: nn.Module, name: str, value: Tensor, device: torch.device) -> Tensor:
+    """What a parameter of the model holds of a base model's weight.
+
+    Args:
+        model: with quantised layers.
+        name: of the parameter.
+        value: whole; every rank passes the same and gets the same.
+        device: where the model computes.
+    """
+    owner, _, kind = name.rpartition(".")
+    layer = model.get_submodule(owner)
+    if kind == "weight" and isinstance(layer, FourBit | EightBit):
+        return layer.pack(value.to(device))
+    return value
