@@ -1,5 +1,6 @@
-"""`python -m ftkit` is the `ftkit` command, for torchrun and for environments without scripts."""
+"""`python -m ftkit`, which torchrun also takes: `torchrun ... -m ftkit finetune ...`."""
 
 from ftkit.cli import main
 
-main()
+if __name__ == "__main__":
+    main()

@@ -1,20 +1,40 @@
-"""This process as one of the ranks that torchrun or SLURM has started."""
+"""This process as one of those that torchrun or SLURM has started, one for each rank.
 
+Each looks after its rank as `ftkit` does without them; the one of rank 0 also prepares the run and
+writes the report. They find each other through the store that the ranks meet in, too.
+"""
+
+import os
 import signal
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
 from ftkit.errors import UserError
 from ftkit.job import Job, RankError
-from ftkit.ranks import EXIT_BY_SIGNAL, STATE, ExternalRanks, rank_directory
-from ftkit.train import main
+from ftkit.process import die_with_parent
+from ftkit.ranks import (
+    ERROR,
+    EXIT_BY_SIGNAL,
+    EXIT_OUT_OF_MEMORY,
+    POLL_S,
+    STATE,
+    ExternalRanks,
+    Ranks,
+    rank_directory,
+)
+from ftkit.report.report import FILE_NAME, read_report
 
-ENDED = "ended"
+Store: TypeAlias = Any
+"""torch.distributed.Store, which torch does not export for type checkers."""
+JOB = "job"
+CONNECT_S = 300.0
+"""How long the processes wait for each other to start."""
 PATIENCE_S = 10.0
 """How long rank 0 waits for the last words of the others."""
 
@@ -22,54 +42,92 @@ PATIENCE_S = 10.0
 def take_part(
     placed: ExternalRanks,
     prepare: Callable[[], AbstractContextManager[Job]],
-    conclude: Callable[[Job, list[signal.Signals], dict[int, int]], int],
+    conclude: Callable[[Job, Sequence[signal.Signals]], int],
 ) -> int:
-    """Run this rank; rank 0 also prepares the run and writes the report.
+    """Run this rank; on rank 0 also prepare the run and write the report.
 
     Args:
         placed: which rank this is.
         prepare: checks the recipe and claims the run's directory.
         conclude: writes the report and gives the exit code.
     """
+    die_with_parent(os.getppid())
+    store = _connect(placed)
     if placed.rank > 0:
-        job_file = _share(None)
-        code = main(["ftkit.train", str(job_file)])
-        (rank_directory(job_file.parent, placed.rank) / ENDED).touch()
-        return code
-    with ExitStack() as stack:
+        return _follow(placed, store)
+    with Ranks(placed) as ranks, ExitStack() as stack:
         try:
             job = stack.enter_context(prepare())
-        except UserError as error:
-            _share(error)
+        except BaseException:
+            store.set(JOB, "")
             raise
         state = job.recipe.out_dir / STATE
-        main(["ftkit.train", str(_share(state / "job.json"))])
-        _wait_for_others(state, placed.world_size)
-        return conclude(job, _signals(state), {})
+        store.set(JOB, str(state / "job.json"))
+        ranks.run(job, state)
+        ended = [_ended(rank) for rank in range(1, placed.world_size)]
+        _wait_for(store, ended, patience_s=PATIENCE_S)
+        return conclude(job, ranks.received)
 
 
-def _share(found: Path | UserError | None) -> Path:
-    """What rank 0 found, on every rank: the job's file, or why there is none."""
-    dist.init_process_group("gloo")
-    message: list[Any] = [str(found), isinstance(found, UserError)]
-    dist.broadcast_object_list(message)
-    dist.destroy_process_group()
-    text, failed = message
-    if failed:
-        raise UserError(text)
-    return Path(text)
+def _connect(placed: ExternalRanks) -> Store:
+    """The store under torchrun's address: torchrun's own, or else one in this process of rank 0.
+
+    Raises:
+        UserError: the other processes do not come.
+    """
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            *address,
+            world_size=None if agent else placed.world_size,
+            is_master=placed.rank == 0 and not agent,
+            timeout=timedelta(seconds=CONNECT_S),
+        )
+    except dist.DistError as error:
+        raise UserError(
+            f"The {placed.world_size} processes of this run do not find each other at "
+            f"{address[0]}:{address[1]}: {error}. Start all of them with torchrun or srun; inside "
+            "a SLURM job without srun, try SLURM_JOB_NAME=interactive ftkit ..."
+        ) from None
+    return dist.PrefixStore("ftkit", store)  # type: ignore[attr-defined]
 
 
-def _wait_for_others(state: Path, world_size: int) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    files = [rank_directory(state, rank) / ENDED for rank in range(1, world_size)]
-    while not all(file.exists() for file in files) and time.monotonic() < deadline_s:
-        time.sleep(0.05)
+def _follow(placed: ExternalRanks, store: Store) -> int:
+    """Run a rank other than 0; errors are told by rank 0."""
+    try:
+        _wait_for(store, [JOB])
+    except dist.DistError:  # rank 0 is gone
+        return 1
+    job_file = store.get(JOB).decode()
+    if not job_file:
+        return UserError.exit_code
+    with Ranks(placed) as ranks:
+        state = Path(job_file).parent
+        ranks.run(Job.read(Path(job_file)), state)
+        code = _exit_code(rank_directory(state, placed.rank))
+        with suppress(dist.DistError):
+            store.set(_ended(placed.rank), "")
+    return code
 
 
-def _signals(state: Path) -> list[signal.Signals]:
-    """The signal that ended this rank, if one did."""
-    error = RankError.read(rank_directory(state, 0) / "error.json")
-    if error is None or error.kind != "interrupted":
-        return []
-    return [number for number in EXIT_BY_SIGNAL if number.name == error.message]
+def _ended(rank: int) -> str:
+    return f"ended-{rank}"
+
+
+def _wait_for(store: Store, keys: list[str], *, patience_s: float = float("inf")) -> None:
+    """Wait for keys; signals are answered meanwhile, which the store's own wait would not do."""
+    deadline_s = time.monotonic() + patience_s
+    while not store.check(keys) and time.monotonic() < deadline_s:
+        time.sleep(POLL_S)
+
+
+def _exit_code(directory: Path) -> int:
+    """As `ftkit` without torchrun ends if this rank is why the run ends."""
+    error = RankError.read(directory / ERROR)
+    if error is None:  # done, or killed before it could say anything
+        report = directory / FILE_NAME
+        return 0 if report.exists() and read_report(report).outcome == "completed" else 1
+    by_signal = {number.name: code for number, (code, _) in EXIT_BY_SIGNAL.items()}
+    codes = {"user": UserError.exit_code, "out_of_memory": EXIT_OUT_OF_MEMORY} | by_signal
+    return codes.get(error.message if error.kind == "interrupted" else error.kind, 1)

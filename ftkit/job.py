@@ -11,7 +11,8 @@ from ftkit.parsing import from_dict, to_dict
 from ftkit.planning import Devices, Plan, make_plan
 from ftkit.recipe import Method, Recipe
 
-ErrorKind = Literal["user", "out_of_memory", "interrupted", "failed"]
+ErrorKind = Literal["user", "out_of_memory", "interrupted", "failed", "died"]
+"""What a rank says itself, but for `died`: it ended without a word."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,12 +22,13 @@ from ftkit.job import Job, RankError
 from ftkit.parsing import to_yaml
 from ftkit.planning import Devices, make_plan
 from ftkit.ranks import (
+    ERROR,
     EXIT_BY_SIGNAL,
+    EXIT_OUT_OF_MEMORY,
     STATE,
     Ranks,
-    describe_exit,
     external_ranks,
-    first_killed,
+    output_log,
     rank_directory,
 )
 from ftkit.recipe import Recipe
@@ -36,6 +37,7 @@ from ftkit.report.machine import hardware, versions
 from ftkit.report.report import (
     FILE_NAME,
     PeakMemory,
+    PhaseName,
     PhaseTimes,
     Progress,
     Report,
@@ -48,13 +50,11 @@ from ftkit.report.report import (
 )
 from ftkit.report.table import render
 
-EXIT_OUT_OF_MEMORY = 3
-
 
 def launch(recipe: Recipe, *, command: Sequence[str], overwrite: bool = False) -> int:
     """Check, start and supervise one run; the exit code of the command.
 
-    Under torchrun or SLURM, which start the ranks themselves, this process is one of them.
+    Under torchrun or SLURM, which start a process for each rank, this one looks after its rank.
 
     Args:
         recipe: what was asked.
@@ -80,7 +80,7 @@ def launch(recipe: Recipe, *, command: Sequence[str], overwrite: bool = False) -
         )
     with Ranks() as ranks, prepare(recipe, command, overwrite, started_at_s) as job:
         ranks.run(job, job.recipe.out_dir / STATE)
-        return conclude(job, ranks.received, ranks.died)
+        return conclude(job, ranks.received)
 
 
 @contextmanager
@@ -212,62 +212,80 @@ def _move_entries(source: Path, target: Path) -> None:
             entry.rename(target / entry.name)
 
 
-def conclude(job: Job, received: Sequence[signal.Signals], died: dict[int, int]) -> int:
+def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
     """Write and show the report of a run whose ranks have ended; the exit code of the command.
 
     Args:
         job: what was done.
         received: signals that asked for the end, the first one first.
-        died: exit codes of ranks that failed by themselves, in the order they were noticed.
 
     Raises:
         UserError: what the user can mend, found before the first step.
     """
     out_dir = job.recipe.out_dir
-    reports = _last_reports(job)
-    error = _cause(job, died)
+    reports = [_last_report(job, rank) for rank in range(job.plan.world_size)]
+    rank, error = _cause(job)
     if error is not None and error.kind == "user" and not (reports[0].progress or Progress()).steps:
         raise UserError(error.message)
     memory = [rank for report in reports if report.peak_memory for rank in report.peak_memory.ranks]
     report = dataclasses.replace(
-        _with_outcome(reports[0], received, error),
+        _with_outcome(reports[0], received, error, phase=reports[rank].phase),
         peak_memory=PeakMemory.of(memory) if memory else None,
+        warnings=_all_warnings(reports),
     )
     write_report(report, out_dir)
+    _collect_output(out_dir, job.plan.world_size)
     with Display(out_dir) as display:
         display.show(render(report, out_dir))
     return report.exit_code
 
 
-def _cause(job: Job, died: dict[int, int]) -> RankError | None:
-    """What ended the run first; the noise that this makes on other ranks is passed over."""
+def _cause(job: Job) -> tuple[int, RankError | None]:
+    """The rank that ended the run, and how; the noise that this makes on others is passed over.
+
+    A rank that ended without a word is found a moment late, when others may have missed it.
+    """
     state = job.recipe.out_dir / STATE
-    errors = {}
-    for rank in range(job.plan.world_size):
-        error = RankError.read(rank_directory(state, rank) / "error.json")
-        if error is not None:
-            errors[rank] = error
-    killed = first_killed(died)
-    if killed is not None:
-        message = describe_exit(died[killed])
-        errors = {killed: RankError(kind="failed", message=message, happened_at_s=0.0)}
-    elif not errors and died:
-        rank, code = next(iter(died.items()))
-        errors = {rank: RankError(kind="failed", message=describe_exit(code), happened_at_s=0.0)}
-    if not errors:
-        return None
-    rank, error = min(errors.items(), key=lambda item: item[1].happened_at_s)
+    found = [
+        (rank, error)
+        for rank in range(job.plan.world_size)
+        if (error := RankError.read(rank_directory(state, rank) / ERROR))
+    ]
+    if not found:
+        return 0, None
+    rank, error = min(found, key=lambda item: (item[1].kind != "died", item[1].happened_at_s))
     if job.plan.world_size == 1 or error.kind in ("user", "interrupted"):
-        return error
-    return dataclasses.replace(error, message=f"rank {rank}: {error.message}")
+        return rank, error
+    return rank, dataclasses.replace(error, message=f"rank {rank}: {error.message}")
 
 
-def _last_reports(job: Job) -> list[Report]:
-    """The reports as the ranks last wrote them, that of rank 0 first."""
-    state = job.recipe.out_dir / STATE
-    files = [rank_directory(state, rank) / FILE_NAME for rank in range(job.plan.world_size)]
-    first = read_report(files[0]) if files[0].exists() else _report_of_nothing(job)
-    return [first, *(read_report(file) for file in files[1:] if file.exists())]
+def _last_report(job: Job, rank: int) -> Report:
+    """The report as the rank last wrote it."""
+    file = rank_directory(job.recipe.out_dir / STATE, rank) / FILE_NAME
+    return read_report(file) if file.exists() else _report_of_nothing(job)
+
+
+def _all_warnings(reports: Sequence[Report]) -> list[str]:
+    """The warnings of rank 0, and those that only other ranks have."""
+    found = dict.fromkeys(reports[0].warnings, 0)
+    for rank, report in enumerate(reports):
+        for text in report.warnings:
+            found.setdefault(text, rank)
+    return [f"rank {rank}: {text}" if rank else text for text, rank in found.items()]
+
+
+def _collect_output(out_dir: Path, world_size: int) -> None:
+    """Add to the run's log what libraries said on other ranks and not on rank 0, once."""
+    log = output_log(out_dir, 0)
+    known = log.read_text(encoding="utf-8", errors="replace")
+    with log.open("a", encoding="utf-8") as file:
+        for rank in range(1, world_size):
+            output = output_log(out_dir, rank)
+            text = output.read_text(encoding="utf-8", errors="replace") if output.exists() else ""
+            for line in dict.fromkeys(text.splitlines()):
+                if line not in known:
+                    file.write(f"rank {rank}: {line}\n")
+            known += text
 
 
 def _report_of_nothing(job: Job) -> Report:
@@ -291,19 +309,21 @@ def _report_of_nothing(job: Job) -> Report:
 
 
 def _with_outcome(
-    report: Report, received: Sequence[signal.Signals], error: RankError | None
+    report: Report, received: Sequence[signal.Signals], error: RankError | None, phase: PhaseName
 ) -> Report:
-    """The report of rank 0, completed with how the run ended."""
+    """The report of rank 0, completed with how the run ended and in which phase of that rank."""
     report = dataclasses.replace(report, finished_at=utc_now())
-    if report.outcome == "completed" and error is None:
+    if report.outcome == "completed" and (error is None or error.kind == "interrupted"):
         return report
-    if received and (error is None or error.kind == "interrupted"):
-        exit_code, reason = EXIT_BY_SIGNAL[received[0]]
+    report = dataclasses.replace(report, outcome="failed", exit_code=1, phase=phase)
+    if error is None or error.kind == "interrupted":
+        first = received[0] if received else signal.Signals[error.message] if error else None
+        if first is None:
+            return report
+        exit_code, reason = EXIT_BY_SIGNAL[first]
         return dataclasses.replace(
             report, outcome="interrupted", exit_code=exit_code, exit_reason=reason
         )
-    if error is None:
-        return report
     if error.kind == "out_of_memory":
         return dataclasses.replace(
             report,

@@ -7,15 +7,17 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ftkit.job import Job
+from ftkit.job import ErrorKind, Job, RankError
 from ftkit.recipe import Recipe
-from ftkit.report.report import FILE_NAME
+from ftkit.report.display import LOG_NAME
+from ftkit.report.report import FILE_NAME, read_report
 
 STATE = ".run"
 """Directory inside out_dir with what the ranks and the supervisor tell each other."""
@@ -25,6 +27,11 @@ EXIT_BY_SIGNAL = {
     signal.SIGTERM: (143, "SIGTERM"),
     signal.SIGHUP: (129, "SIGHUP"),
 }
+EXIT_OUT_OF_MEMORY = 3
+ERROR = "error.json"
+"""File in a rank's directory that says how the rank failed, if it did."""
+OUTPUT = "output.log"
+"""File there with what libraries print on ranks other than 0; rank 0 has the run's log."""
 
 GRACE_S = 5.0
 """How long the other ranks may go on once one has failed; without it they wait in a collective
@@ -35,6 +42,11 @@ POLL_S = 0.05
 def rank_directory(state: Path, rank: int) -> Path:
     """Where a rank leaves its report and its error."""
     return state / f"rank-{rank}"
+
+
+def output_log(out_dir: Path, rank: int) -> Path:
+    """Where what libraries print and log on a rank goes."""
+    return out_dir / LOG_NAME if rank == 0 else rank_directory(out_dir / STATE, rank) / OUTPUT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +80,8 @@ def external_ranks() -> ExternalRanks | None:
             return None
         from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
+        if not SLURMEnvironment.detect():  # an interactive shell
+            return None
         slurm = SLURMEnvironment()
         nodes = int(variables.get("SLURM_NNODES", "1"))
         variables.update(
@@ -92,15 +106,18 @@ class Ranks:
     The first signal asks them to end gracefully, the second one kills them. Each has a process
     group of its own, so that Ctrl+C and Ctrl+Z reach only this process. A signal that is ignored
     stays so, as `nohup` wants it.
+
+    Under torchrun or SLURM every process of theirs runs one rank in this way. They send a signal
+    more than once and kill by themselves what takes too long, so there the second does nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, placed: ExternalRanks | None = None) -> None:
         self.received: list[signal.Signals] = []
-        self.died: dict[int, int] = {}
-        """Exit codes of the ranks that failed by themselves, in the order they were noticed."""
+        self._placed = placed
         self._killing = False
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._ready: list[Path] = []
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._directories: list[Path] = []
+        """Of every rank, also of those that run elsewhere."""
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "Ranks":
@@ -115,35 +132,32 @@ class Ranks:
             signal.signal(number, handler)
 
     def run(self, job: Job, state: Path) -> None:
-        """Run all ranks to their end, whatever happens here."""
+        """Run all ranks to their end, whatever happens here.
+
+        How a rank failed is in its `ERROR` afterwards, also if it could not say it itself.
+        """
         world_size = job.plan.world_size
-        self._ready = [rank_directory(state, rank) / FILE_NAME for rank in range(world_size)]
-        port = _free_port()
-        try:
-            for rank in range(world_size):
-                self._processes.append(
-                    subprocess.Popen(
-                        # -P: modules in the current directory are the user's, not ours
-                        [sys.executable, "-P", "-m", "ftkit.train", str(state / "job.json")],
-                        env=_environment(job, rank, port),
-                        stdin=subprocess.DEVNULL,
-                        process_group=0,
-                    )
-                )
+        self._directories = [rank_directory(state, rank) for rank in range(world_size)]
+        with ExitStack() as stack:
+            if self._placed is None:
+                port = stack.enter_context(_free_port())
+                placements = {rank: _placement(job, rank, port) for rank in range(world_size)}
+            else:  # torchrun's variables are there, and a store under their address
+                placements = {self._placed.rank: {"TORCHELASTIC_USE_AGENT_STORE": "True"}}
+            stack.callback(self._end)
+            for rank, placement in placements.items():
+                self._processes[rank] = _start(job, state, rank, placement)
             if self.received:
                 self._kill()
             self._watch()
-        finally:
-            self._kill()
-            for process in self._processes:
-                process.wait()
 
     def _watch(self) -> None:
         """Wait for all ranks; once one has failed, the others have little time left."""
         deadline_s = None
-        while any(process.poll() is None for process in self._processes):
+        while any(process.poll() is None for process in self._processes.values()):
             self._note_deaths()
-            if self.died and deadline_s is None:
+            # A rank with an error may never end: it waits for the others, and they for it.
+            if deadline_s is None and any((d / ERROR).exists() for d in self._directories):
                 deadline_s = time.monotonic() + GRACE_S
             if deadline_s is not None and time.monotonic() > deadline_s:
                 return
@@ -151,9 +165,19 @@ class Ranks:
         self._note_deaths()
 
     def _note_deaths(self) -> None:
-        for rank, process in enumerate(self._processes):
-            if process.poll() and not self._killing:
-                self.died.setdefault(rank, process.returncode)
+        for rank, process in self._processes.items():
+            if process.poll() and not self._killing and not self._has_spoken(rank):
+                self._note(rank, "died", describe_exit(process.returncode))
+
+    def _has_spoken(self, rank: int) -> bool:
+        """Whether it has said how it ended; what goes wrong after that is noise."""
+        report = self._directories[rank] / FILE_NAME
+        completed = report.exists() and read_report(report).outcome == "completed"
+        return completed or (self._directories[rank] / ERROR).exists()
+
+    def _note(self, rank: int, kind: ErrorKind, message: str) -> None:
+        error = RankError(kind=kind, message=message, happened_at_s=time.time())
+        error.write(self._directories[rank] / ERROR)
 
     def _pause(self, _: int, __: FrameType | None) -> None:
         """Ctrl+Z: stand still with the ranks and their workers until `fg` or `bg`."""
@@ -162,39 +186,76 @@ class Ranks:
         self._signal_groups(signal.SIGCONT)
 
     def _signal_groups(self, number: signal.Signals) -> None:
-        for process in self._processes:
+        for process in self._processes.values():
             if process.poll() is None:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, number)
 
     def _stop(self, number: int, _: FrameType | None) -> None:
         self.received.append(signal.Signals(number))
-        if not any(process.poll() is None for process in self._processes):
+        if not any(process.poll() is None for process in self._processes.values()):
             return
-        if len(self.received) == 1 and all(path.exists() for path in self._ready):
-            for process in self._processes:
+        first = len(self.received) == 1
+        if first and all((self._directories[r] / FILE_NAME).exists() for r in self._processes):
+            for process in self._processes.values():
                 process.send_signal(signal.SIGINT)  # Lightning has ways of its own with SIGTERM
-            text = "stopping after the current step (Ctrl+C again stops at once)"
-        else:  # they have nothing to lose yet, or were asked before
+            text = "stopping after the current step"
+            if self._placed is None:
+                text += " (Ctrl+C again stops at once)"
+        elif first or self._placed is None:  # nothing to lose yet, or asked before
             self._kill()
             text = "stopping"
-        with suppress(OSError):  # the terminal may be gone
-            print(f"\nftkit: {text}", file=sys.stderr, flush=True)
+        else:
+            return
+        if self._placed is None or self._placed.rank == 0:
+            with suppress(OSError):  # the terminal may be gone
+                print(f"\nftkit: {text}", file=sys.stderr, flush=True)
 
     def _kill(self) -> None:
         self._killing = True
-        for process in self._processes:
+        for rank, process in self._processes.items():
             if process.poll() is None:
+                if self.received and not self._has_spoken(rank):  # what others say now is noise
+                    self._note(rank, "interrupted", self.received[0].name)
                 process.kill()
 
+    def _end(self) -> None:
+        self._kill()
+        for process in self._processes.values():
+            process.wait()
 
-def _environment(job: Job, rank: int, port: int) -> dict[str, str]:
-    """Torchrun's variables, as Lightning and torch.distributed read them."""
-    plan = job.plan
-    environment = dict(os.environ)
+
+def _start(job: Job, state: Path, rank: int, placement: dict[str, str]) -> subprocess.Popen[bytes]:
+    """A rank as a process, with its output in its log, also what compiled code prints."""
+    rank_directory(state, rank).mkdir(exist_ok=True)
+    environment = os.environ | placement
     if job.recipe.access_token:
         environment["HF_TOKEN"] = job.recipe.access_token
-    environment |= {
+    if job.plan.strategy == "deepspeed" and job.plan.accelerator == "cpu":
+        environment["DS_ACCELERATOR"] = "cpu"
+    terminal = os.dup(1)
+    # -P: modules in the current directory are the user's, not ours
+    command = [sys.executable, "-P", "-m", "ftkit.train"]
+    command += [str(state / "job.json"), str(os.getpid()), str(terminal)]
+    try:
+        with output_log(job.recipe.out_dir, rank).open("ab") as log:
+            return subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[terminal],
+                process_group=0,
+            )
+    finally:
+        os.close(terminal)
+
+
+def _placement(job: Job, rank: int, port: int) -> dict[str, str]:
+    """Torchrun's variables, as Lightning and torch.distributed read them."""
+    plan = job.plan
+    placement = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(plan.world_size),
@@ -203,20 +264,22 @@ def _environment(job: Job, rank: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    if plan.world_size > 1:
+    if plan.world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0))
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // plan.devices)))
-    if plan.strategy == "deepspeed" and plan.accelerator == "cpu":
-        environment["DS_ACCELERATOR"] = "cpu"
-    return environment
+        placement["OMP_NUM_THREADS"] = str(max(1, cores // plan.devices))
+    return placement
 
 
-def _free_port() -> int:
-    """A port that nobody listens on; the system does not give it out again soon."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+@contextmanager
+def _free_port() -> Iterator[int]:
+    """A port for rank 0 to listen on, which the system gives to nobody else meanwhile.
+
+    Two sockets that both allow it share a port until one of them listens.
+    """
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        yield reserved.getsockname()[1]
 
 
 def describe_exit(code: int) -> str:
@@ -226,8 +289,3 @@ def describe_exit(code: int) -> str:
     name = signal.Signals(-code).name
     hint = "; the kernel does this when host memory runs out" if name == "SIGKILL" else ""
     return f"the training process was killed by {name}{hint}"
-
-
-def first_killed(died: dict[int, int]) -> int | None:
-    """The rank that was killed from outside: what the others say then is noise."""
-    return next((rank for rank, code in died.items() if code < 0), None)

@@ -1,4 +1,8 @@
-"""One rank of a run: plan -> Trainer.fit -> measurements. The only place that wires it all."""
+"""One rank of a run: plan -> Trainer.fit -> measurements. The only place that wires it all.
+
+The supervisor starts it as `python -m ftkit.train JOB.json ITS_PID TERMINAL`, with standard output
+and error in a log from the first import on, and the terminal as an open file descriptor.
+"""
 
 import dataclasses
 import importlib.util
@@ -10,15 +14,13 @@ import random
 import sys
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
 from ftkit.process import die_with_parent
 
 if __name__ == "__main__":  # before the slow imports: a supervisor may die at any moment
-    die_with_parent()
+    die_with_parent(int(sys.argv[2]))
 
 import torch
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
@@ -51,7 +53,7 @@ from ftkit.model import (
     trained_weights,
 )
 from ftkit.planning import DeepSpeedOptions, Plan, make_schedule, sample_budget
-from ftkit.ranks import rank_directory
+from ftkit.ranks import ERROR, rank_directory
 from ftkit.recipe import LoraRecipe
 from ftkit.recorder import FINAL, LOG, Recorder
 from ftkit.report.display import Display
@@ -500,49 +502,42 @@ class NonFiniteLoss(Exception):
     """Training cannot go on: the loss is not a number any more."""
 
 
-def main(argv: list[str]) -> int:
-    """Run one rank: `python -m ftkit.train JOB.json`, in the directory of the job's files."""
+def run_rank(job_path: Path, terminal: TextIO) -> int:
+    """Run one rank of a job; the exit code of its process.
+
+    Args:
+        job_path: the job's file; what the rank leaves for the supervisor lies beside it.
+        terminal: where rank 0 speaks. What libraries print goes to standard output and error.
+    """
     stop = StopRequest()
     stop.install()
-    job_path = Path(argv[1])
     job = Job.read(job_path)
     state = rank_directory(job_path.parent, rank())
     state.mkdir(exist_ok=True)
-    log = job.recipe.out_dir / LOG
-    with _own_terminal(log) as terminal, _display(job, state, terminal) as display:
+    _log_libraries()
+    with _display(job, state, terminal) as display:
         try:
             with Recorder(job, job.plan, make_device(job.plan), state, rank()) as recorder:
                 run(job, stop, display, recorder)
         except BaseException as exception:
-            _explain(exception, log).write(state / "error.json")
+            error = _explain(exception)
+            error.write(state / ERROR)
+            if error.kind in ("failed", "out_of_memory"):
+                _log_traceback(exception, job)
             return 1
     return 0
 
 
-@contextmanager
-def _own_terminal(log: Path) -> Iterator[TextIO]:
-    """Standard output for our lines alone; what libraries print and log goes to the run's log.
-
-    Also what compiled code writes: the file descriptors themselves are redirected.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    saved = os.dup(1), os.dup(2)
-    with log.open("a", encoding="utf-8") as file, os.fdopen(os.dup(1), "w") as terminal:
-        for descriptor in (1, 2):
-            os.dup2(file.fileno(), descriptor)
-        logging.captureWarnings(True)
-        for name in list(logging.root.manager.loggerDict):
-            logging.getLogger(name).handlers.clear()
-        logging.basicConfig(
-            level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s", force=True
-        )
-        try:
-            yield terminal
-        finally:
-            for descriptor, original in zip((1, 2), saved, strict=True):
-                os.dup2(original, descriptor)
-                os.close(original)
+def _log_libraries() -> None:
+    """Have the warnings and logs of libraries written to standard error."""
+    logging.captureWarnings(True)
+    for name in list(logging.root.manager.loggerDict):
+        logging.getLogger(name).handlers.clear()
+    # Without the time, lines of other ranks can be compared with those of rank 0.
+    time_stamp = "%(asctime)s " if rank() == 0 else ""
+    logging.basicConfig(
+        level=logging.WARNING, format=f"{time_stamp}%(name)s: %(message)s", force=True
+    )
 
 
 def _display(job: Job, state: Path, terminal: TextIO) -> Display:
@@ -559,15 +554,21 @@ class _Silence(io.StringIO):
         return len(text)
 
 
-def _explain(exception: BaseException, log: Path) -> RankError:
-    """What ended the run, for the supervisor; the traceback goes to the log."""
+def _log_traceback(exception: BaseException, job: Job) -> None:
+    lines = traceback.format_exception(exception)
+    if job.plan.world_size > 1:
+        lines = [f"rank {rank()}:\n", *lines]
+    with (job.recipe.out_dir / LOG).open("a", encoding="utf-8") as file:
+        file.write("".join(lines))
+
+
+def _explain(exception: BaseException) -> RankError:
+    """What ended the run, for the supervisor."""
     now = time.time()
     if isinstance(exception, UserError):
         return RankError(kind="user", message=str(exception), happened_at_s=now)
     if isinstance(exception, Interrupted):
         return RankError(kind="interrupted", message=str(exception), happened_at_s=now)
-    with log.open("a", encoding="utf-8") as file:
-        file.write("".join(traceback.format_exception(exception)))
     if isinstance(exception, torch.OutOfMemoryError | MemoryError):
         return RankError(kind="out_of_memory", message=str(exception), happened_at_s=now)
     message = str(exception)
@@ -577,4 +578,5 @@ def _explain(exception: BaseException, log: Path) -> RankError:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    with os.fdopen(int(sys.argv[3]), "w") as _terminal:
+        sys.exit(run_rank(Path(sys.argv[1]), _terminal))

@@ -4,14 +4,17 @@ Imports and connecting cost more than the tiny runs themselves. Started by test_
 torchrun's environment variables: `python rank_cases.py JOB.json ...`.
 """
 
+import os
 import sys
+from pathlib import Path
 
 from ftkit.process import die_with_parent
 
 if __name__ == "__main__":
-    die_with_parent()
-    from ftkit.train import main
+    die_with_parent(os.getppid())
+    from ftkit.train import run_rank
 
-    for job in sys.argv[1:]:
-        if main(["ftkit.train", job]):
-            sys.exit(f"{job} failed")
+    with Path(os.devnull).open("w") as nowhere:
+        for job in sys.argv[1:]:
+            if run_rank(Path(job), nowhere):
+                sys.exit(f"{job} failed")

@@ -136,6 +136,7 @@ def run_ranks(world_size: int, jobs: list[Path]) -> None:
         port = listener.getsockname()[1]
     script = Path(__file__).with_name("rank_cases.py")
     processes = []
+    logs = [jobs[0].with_name(f"rank-{rank}.log") for rank in range(world_size)]
     for rank in range(world_size):
         environment = os.environ | {
             "RANK": str(rank),
@@ -149,7 +150,8 @@ def run_ranks(world_size: int, jobs: list[Path]) -> None:
             "DS_ACCELERATOR": "cpu",
         }
         command = [sys.executable, str(script), *map(str, jobs)]
-        processes.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE))
+        with logs[rank].open("w") as log:
+            processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
     try:
         while any(process.poll() is None for process in processes):
             if any(process.poll() for process in processes):
@@ -164,7 +166,7 @@ def run_ranks(world_size: int, jobs: list[Path]) -> None:
         for job in jobs:
             error = RankError.read(rank_directory(job.parent, rank) / "error.json")
             assert error is None, f"rank {rank} of {job}: {error}"
-        assert process.returncode == 0, process.stderr and process.stderr.read().decode()
+        assert process.returncode == 0, logs[rank].read_text()
 
 
 METHODS: list[Method] = ["full", "lora"]

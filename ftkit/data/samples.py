@@ -1,10 +1,11 @@
 """Data sets of tokenised samples, their micro-batches, and the loaders that yield them."""
 
 import hashlib
+import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -409,7 +410,7 @@ def _loader(
         collate_fn=_keep,  # type: ignore[arg-type]  # without batch_size it gets one item
         num_workers=num_workers,
         pin_memory=pin_memory,
-        worker_init_fn=_follow_rank,
+        worker_init_fn=partial(_follow_rank, os.getpid()),
     )
 
 
@@ -418,7 +419,7 @@ def _keep(batch: dict[str, Any]) -> dict[str, Any]:
     return batch
 
 
-def _follow_rank(worker: int) -> None:
+def _follow_rank(rank_pid: int, _: int) -> None:
     """Make a worker live exactly as long as its rank.
 
     It ignores the signals by which a rank is asked to stop, because the rank then still finishes
@@ -426,4 +427,4 @@ def _follow_rank(worker: int) -> None:
     """
     for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(stop, signal.SIG_IGN)
-    die_with_parent()
+    die_with_parent(rank_pid)
