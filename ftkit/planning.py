@@ -281,11 +281,6 @@ def _check_supported(recipe: Recipe, strategy: Strategy, precision: Precision) -
             f"optimizer is {optimizer}, but the strategy is {strategy}. "
             "Try --optimizer AdamW, or --strategy deepspeed."
         )
-    if strategy == "deepspeed" and recipe.train.tie_embeddings:
-        raise UserError(
-            "train.tie_embeddings is true, but DeepSpeed partitions embedding and head apart. "
-            "Try --strategy fsdp."
-        )
 
 
 def _check_ranges(recipe: Recipe) -> None:

@@ -351,6 +351,8 @@ class _Training:
             self._count_matches(step)
         if example and self.evaluation.max_new_tokens:
             self._show_example(step)
+        assert self.module.sharding is not None
+        self.module.sharding.after_evaluation(self.module.model)
         self.module.train()
 
     def _validate(self, step: int) -> None:
