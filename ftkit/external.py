@@ -90,7 +90,8 @@ def _connect(placed: ExternalRanks) -> Store:
             f"{address[0]}:{address[1]}: {error}. Start all of them with torchrun or srun; inside "
             "a SLURM job without srun, try SLURM_JOB_NAME=interactive ftkit ..."
         ) from None
-    return dist.PrefixStore("ftkit", store)  # type: ignore[attr-defined]
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"ftkit-{attempt}", store)  # type: ignore[attr-defined]
 
 
 def _follow(placed: ExternalRanks, store: Store) -> int:
@@ -118,7 +119,7 @@ def _ended(rank: int) -> str:
 def _wait_for(store: Store, keys: list[str], *, patience_s: float = float("inf")) -> None:
     """Wait for keys; signals are answered meanwhile, which the store's own wait would not do."""
     deadline_s = time.monotonic() + patience_s
-    while not store.check(keys) and time.monotonic() < deadline_s:
+    while not all(store.check([key]) for key in keys) and time.monotonic() < deadline_s:
         time.sleep(POLL_S)
 
 

@@ -104,7 +104,9 @@ class LanguageModel(nn.Module):
     def tie(self) -> None:
         """Make embedding and head one parameter, if they are so in this model."""
         if self.tied:
-            self.head.lm_head.weight = self.gpt.transformer.wte.weight
+            head = self.head.lm_head
+            head = getattr(head, "base_layer", head)  # below an adapter
+            head.weight = self.gpt.transformer.wte.weight
 
     def place_rotary_tables(self, device: torch.device, length: int) -> None:
         """Compute the rotary embeddings of `length` positions; float32 whatever the parameters."""

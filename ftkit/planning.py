@@ -326,11 +326,6 @@ def _check_supported(recipe: Recipe, strategy: Strategy, precision: Precision) -
             f"quantize is bnb.int8, but {strategy} shards the base model and supports the 4-bit "
             "kinds alone. Try --quantize bnb.nf4-dq, or --strategy ddp."
         )
-    if strategy == "deepspeed" and recipe.train.tie_embeddings:
-        raise UserError(
-            "train.tie_embeddings is true, but DeepSpeed partitions embedding and head apart. "
-            "Try --strategy fsdp."
-        )
 
 
 def _check_ranges(recipe: Recipe) -> None:

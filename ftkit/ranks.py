@@ -167,7 +167,8 @@ class Ranks:
     def _note_deaths(self) -> None:
         for rank, process in self._processes.items():
             if process.poll() and not self._killing and not self._has_spoken(rank):
-                self._note(rank, "died", describe_exit(process.returncode))
+                log = output_log(self._directories[rank].parents[1], rank)
+                self._note(rank, "died", describe_exit(process.returncode, log))
 
     def _has_spoken(self, rank: int) -> bool:
         """Whether it has said how it ended; what goes wrong after that is noise."""
@@ -282,10 +283,12 @@ def _free_port() -> Iterator[int]:
         yield reserved.getsockname()[1]
 
 
-def describe_exit(code: int) -> str:
-    """How a rank ended that could not say it itself."""
+def describe_exit(code: int, log: Path) -> str:
+    """How a rank ended that could not say it itself, but perhaps in the log of its output."""
     if code >= 0:
-        return f"the training process ended with exit code {code}; see run.log"
+        lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "nothing")
+        return f"the training process ended with exit code {code}; its last line: {last}"
     name = signal.Signals(-code).name
     hint = "; the kernel does this when host memory runs out" if name == "SIGKILL" else ""
     return f"the training process was killed by {name}{hint}"

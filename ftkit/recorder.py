@@ -184,7 +184,7 @@ class Recorder:
         )
         if time.time() - self._written_at > STATE_INTERVAL_S:
             self._summarise()
-            self._write()
+            self.enter(self.report.phase)
 
     def on_validation(self, step: int, loss: float) -> None:
         """Note a validation and write its row of validation.csv."""

@@ -25,6 +25,9 @@ class Sharding(Protocol):
     def whole(self, parameter: Tensor) -> Tensor:
         """The full parameter, gathered from all ranks, which all call this."""
 
+    def after_evaluation(self, model: nn.Module) -> None:
+        """Free what was gathered for a forward pass that no backward pass follows."""
+
 
 class Whole:
     """Every rank has every parameter: single, DDP, and ZeRO stages 1 and 2."""
@@ -38,6 +41,9 @@ class Whole:
 
     def whole(self, parameter: Tensor) -> Tensor:
         return parameter.detach()
+
+    def after_evaluation(self, model: nn.Module) -> None:
+        pass
 
 
 class FullyShard:
@@ -87,6 +93,13 @@ class FullyShard:
         with torch.no_grad():
             return parameter.full_tensor()
 
+    def after_evaluation(self, model: nn.Module) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
 
 class ZeroThree:
     """DeepSpeed ZeRO-3: each rank has an equal part of every flattened parameter."""
@@ -97,7 +110,7 @@ class ZeroThree:
     def allocate(self, model: Any, device: torch.device) -> None:
         self._device = device
 
-    def put(self, model: nn.Module, name: str, value: Tensor) -> None:
+    def put(self, model: Any, name: str, value: Tensor) -> None:
         import deepspeed
 
         owner, _, leaf = name.rpartition(".")
@@ -112,9 +125,13 @@ class ZeroThree:
             dtype=outlined.dtype,
         )
         setattr(model.get_submodule(owner), leaf, parameter)
+        model.tie()
 
     def whole(self, parameter: Tensor) -> Tensor:
         import deepspeed
 
         with deepspeed.zero.GatheredParameters([parameter]):
             return parameter.detach().clone()
+
+    def after_evaluation(self, model: nn.Module) -> None:
+        pass

@@ -370,6 +370,8 @@ class _Training:
             self._count_matches(step)
         if example and self.evaluation.max_new_tokens:
             self._show_example(step)
+        assert self.module.sharding is not None
+        self.module.sharding.after_evaluation(self.module.model)
         self.module.train()
 
     def _validate(self, step: int) -> None:
@@ -498,6 +500,10 @@ def _loggers(plan: Plan) -> list[Logger]:
     return []
 
 
+_HOST_MEMORY = "DefaultCPUAllocator: can't allocate memory"
+"""In the RuntimeError of torch when host memory is exhausted."""
+
+
 class NonFiniteLoss(Exception):
     """Training cannot go on: the loss is not a number any more."""
 
@@ -569,9 +575,10 @@ def _explain(exception: BaseException) -> RankError:
         return RankError(kind="user", message=str(exception), happened_at_s=now)
     if isinstance(exception, Interrupted):
         return RankError(kind="interrupted", message=str(exception), happened_at_s=now)
-    if isinstance(exception, torch.OutOfMemoryError | MemoryError):
-        return RankError(kind="out_of_memory", message=str(exception), happened_at_s=now)
     message = str(exception)
+    if isinstance(exception, torch.OutOfMemoryError | MemoryError) or _HOST_MEMORY in message:
+        message = message or type(exception).__name__
+        return RankError(kind="out_of_memory", message=message, happened_at_s=now)
     if not isinstance(exception, NonFiniteLoss):
         message = f"{type(exception).__name__}: {message}"
     return RankError(kind="failed", message=message, happened_at_s=now)

@@ -3,16 +3,20 @@
 import os
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
+from runs import DEFAULT_SIGNALS, Run, command_of, options, watched
 
 ROOT = Path(__file__).parents[1]
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
+Start = Callable[..., AbstractContextManager[Run]]
 
 
 def command_line(*arguments: object, before: str = "") -> list[str]:
@@ -67,6 +71,58 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tiny import make_data
 
     return make_data(tmp_path_factory.mktemp("data") / "records.json")
+
+
+@pytest.fixture(scope="session")
+def common(tiny_base: Path, tiny_data: Path) -> list[str]:
+    """The smallest run there is."""
+    return options(
+        checkpoint_dir=tiny_base,
+        accelerator="cpu",
+        precision="32-true",
+        data="JSON",
+        data__json_path=tiny_data,
+        data__num_workers=0,
+        train__global_batch_size=2,
+        train__micro_batch_size=2,
+        train__max_steps=5,
+        train__lr_warmup_steps=1,
+        eval__interval=2,
+        eval__max_iters=1,
+        eval__max_new_tokens=3,
+    )
+
+
+@pytest.fixture(scope="session")
+def start(common: list[str], tmp_path_factory: pytest.TempPathFactory) -> Start:
+    """Starts a run: `with start(out_dir, key=value) as run`; it does not outlive the block.
+
+    Statements given as `in_ranks` run when a rank's interpreter starts, before any import of ours.
+    """
+    directory = tmp_path_factory.mktemp("empty")
+
+    @contextmanager
+    def start_(
+        out_dir: Path,
+        /,
+        *switches: str,
+        before: str = DEFAULT_SIGNALS,
+        in_ranks: str = "",
+        cwd: Path = directory,
+        **keys: object,
+    ) -> Iterator[Run]:
+        words = command_of(out_dir, common, *switches, **keys)
+        environment = command_environment()
+        if in_ranks:
+            start_up = tmp_path_factory.mktemp("start-up")
+            file = start_up / "sitecustomize.py"
+            condition = 'import os, sys\nif "ftkit.train" in sys.orig_argv:\n'
+            file.write_text(condition + textwrap.indent(in_ranks, "    "))
+            environment["PYTHONPATH"] += f":{start_up}"
+        with watched(out_dir, command_line(*words, before=before), cwd, environment) as run:
+            yield run
+
+    return start_
 
 
 SET_BY_LIBRARIES = ("PYTEST_CURRENT_TEST", "WANDB_SERVICE")

@@ -1,185 +1,30 @@
 """The supervisor: what a run leaves behind, however it ends. Real processes, no mocks."""
 
-import csv
 import json
 import os
 import re
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-from conftest import command_environment, command_line
+from runs import (
+    DEFAULT_SIGNALS,
+    ENDLESS_STEP,
+    FILES,
+    FOREVER,
+    NOHUP,
+    TIMEOUT_S,
+    Run,
+    content,
+    rows,
+)
 
 from ftkit.errors import UserError
 from ftkit.launch import claim, find_devices
 from ftkit.parsing import read_recipe
-from ftkit.ranks import STATE, rank_directory
+from ftkit.ranks import STATE
 from ftkit.report.report import FILE_NAME, read_report
-
-FILES = ["final", "metrics.csv", "recipe.yaml", "report.json", "run.log", "validation.csv"]
-TIMEOUT_S = 120
-
-DEFAULT_SIGNALS = """
-import signal
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-    signal.signal(number, signal.default_int_handler if number == 2 else signal.SIG_DFL)
-"""
-"""Under a shell that started the tests in the background, Ctrl+C would be ignored."""
-NOHUP = f"{DEFAULT_SIGNALS}signal.signal(signal.SIGHUP, signal.SIG_IGN)"
-
-
-class Run:
-    """A run of `ftkit finetune`, under way."""
-
-    def __init__(self, out_dir: Path, process: "subprocess.Popen[str]") -> None:
-        self.out_dir, self.process = out_dir, process
-        self.state = out_dir / STATE
-        self.report = rank_directory(self.state, 0) / FILE_NAME
-
-    def end(self) -> tuple[int, str, str]:
-        """Wait for the end: exit code, stdout, stderr; nothing may be running then."""
-        out, err = self.process.communicate(timeout=TIMEOUT_S)
-        wait_for(lambda: not self.processes())
-        return self.process.returncode, out, err
-
-    def processes(self) -> list[psutil.Process]:
-        """Every process of this run: they all have its directory on their command line."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                known = str(self.out_dir) in process.cmdline()
-                known = known or str(self.state / "job.json") in process.cmdline()
-                if known and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except psutil.Error:
-                continue
-        return found
-
-    def rank(self) -> psutil.Process:
-        """The training process."""
-        (rank,) = psutil.Process(self.process.pid).children()
-        return rank
-
-    def wait_for_rank(self) -> psutil.Process:
-        self.wait_for(lambda: self.state.exists() and len(self.processes()) == 2)
-        return self.rank()
-
-    def wait_for_steps(self, count: int) -> None:
-        self.wait_for(lambda: len(rows(self.out_dir)) >= count)
-
-    def wait_for_training(self) -> None:
-        """Until the first step has begun."""
-        report = self.report
-        self.wait_for(lambda: report.exists() and read_report(report).phase == "training")
-
-    def wait_for(self, condition: Callable[[], bool]) -> None:
-        def met() -> bool:
-            assert self.process.poll() is None, self.process.communicate()
-            return condition()
-
-        wait_for(met)
-
-    def kill(self) -> None:
-        for process in self.processes():
-            process.kill()
-        self.process.kill()
-        self.process.communicate()
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
-
-
-def rows(out_dir: Path) -> list[dict[str, str]]:
-    try:
-        text = (out_dir / "metrics.csv").read_text()
-    except FileNotFoundError:
-        return []
-    return list(csv.DictReader(text.splitlines()))
-
-
-def content(directory: Path) -> dict[str, bytes]:
-    return {
-        str(f.relative_to(directory)): f.read_bytes() for f in directory.rglob("*") if f.is_file()
-    }
-
-
-def options(**keys: object) -> list[str]:
-    return [word for k, v in keys.items() for word in (f"--{k.replace('__', '.')}", str(v))]
-
-
-@pytest.fixture(scope="module")
-def common(tiny_base: Path, tiny_data: Path) -> list[str]:
-    """The smallest run there is."""
-    return options(
-        checkpoint_dir=tiny_base,
-        accelerator="cpu",
-        precision="32-true",
-        data="JSON",
-        data__json_path=tiny_data,
-        data__num_workers=0,
-        train__global_batch_size=2,
-        train__micro_batch_size=2,
-        train__max_steps=5,
-        train__lr_warmup_steps=1,
-        eval__interval=2,
-        eval__max_iters=1,
-        eval__max_new_tokens=3,
-    )
-
-
-@pytest.fixture(scope="module")
-def start(common: list[str], tmp_path_factory: pytest.TempPathFactory):
-    """Starts a run: `with start(out_dir, key=value) as run`; it does not outlive the block."""
-    directory = tmp_path_factory.mktemp("empty")
-
-    @contextmanager
-    def start_(
-        out_dir: Path,
-        /,
-        *switches: str,
-        command: str = "finetune",
-        before: str = DEFAULT_SIGNALS,
-        cwd: Path = directory,
-        **keys: object,
-    ) -> Iterator[Run]:
-        process = subprocess.Popen(
-            command_line(
-                *(command, *common, "--out_dir", out_dir, *options(**keys), *switches),
-                before=before,
-            ),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=cwd,
-            env=command_environment(),
-        )
-        run = Run(out_dir, process)
-        try:
-            yield run
-        finally:
-            run.kill()
-
-    return start_
-
-
-FOREVER: dict[str, Any] = {
-    "train__epochs": "null",
-    "train__max_steps": 1_000_000,
-    "eval__interval": 0,
-    "data__num_workers": 1,
-}
-ENDLESS_STEP = FOREVER | {"train__max_steps": 2, "train__global_batch_size": 1_000_000}
-
 
 # --- A run that completes -----------------------------------------------------------------------
 

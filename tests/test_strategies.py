@@ -2,27 +2,25 @@
 
 import importlib.util
 import json
-import os
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from runs import run_ranks
 from safetensors.torch import load_file
 from tiny import make_data, make_llama
 
-from ftkit.job import Job, RankError
+from ftkit.job import Job
 from ftkit.parsing import read_recipe
 from ftkit.planning import Devices
-from ftkit.ranks import rank_directory
+from ftkit.ranks import STATE, rank_directory
 from ftkit.recipe import Method
 from ftkit.report.metrics import Row, read_metrics, read_validation
+from ftkit.report.report import Report, read_report
 
 HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 needs_deepspeed = pytest.mark.skipif(
@@ -33,12 +31,14 @@ LORA = ["lora_key", "lora_projection", "lora_mlp", "lora_head"]
 
 @dataclass(frozen=True, order=True)
 class Case:
-    """A strategy, a method and a precision, with what else the recipe says."""
+    """A strategy, a method, a precision, and what else differs from the recipe of all cases."""
 
     strategy: str
     method: Method
     precision: str = "32-true"
-    settings: tuple[tuple[str, Any], ...] = ()
+    changes: tuple[tuple[str, Any], ...] = ()
+    tied: bool = False
+    """Whether embedding and head of the base model are one."""
 
     def __str__(self) -> str:
         return f"{self.strategy}-{self.method}-{self.precision}"
@@ -59,9 +59,13 @@ class Outcome:
         return [float(row["loss"] or 0) for row in self.rows]
 
     @property
-    def validation_loss(self) -> float:
-        (row,) = read_validation(self.out_dir / "validation.csv")
-        return float(row["val_loss"] or 0)
+    def validation_losses(self) -> list[float]:
+        rows = read_validation(self.out_dir / "validation.csv")
+        return [float(row["val_loss"] or 0) for row in rows]
+
+    @property
+    def report(self) -> Report:
+        return read_report(rank_directory(self.out_dir / STATE, 0))
 
     def weights(self) -> dict[str, torch.Tensor]:
         (file,) = (self.out_dir / "final").glob("*.safetensors")
@@ -74,14 +78,18 @@ Run = Callable[[int, list[Case]], dict[Case, Outcome]]
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Runs cases on a number of ranks, all in one process group."""
-    base = make_llama(tmp_path_factory.mktemp("base") / "tiny")
+    directory = tmp_path_factory.mktemp("base")
+    bases = {
+        tied: make_llama(directory / name, tie_word_embeddings=tied)
+        for name, tied in (("tiny", False), ("tied", True))
+    }
     data = make_data(tmp_path_factory.mktemp("data") / "records.json")
 
     def run_(world_size: int, cases: list[Case]) -> dict[Case, Outcome]:
         jobs = {}
         for case in cases:
             out_dir = tmp_path_factory.mktemp(f"x{world_size}-{case}")
-            jobs[case] = write_job(case, world_size, out_dir, base, data)
+            jobs[case] = write_job(case, world_size, out_dir, bases[case.tied], data)
         run_ranks(world_size, list(jobs.values()))
         return {case: Outcome(job.parent.parent) for case, job in jobs.items()}
 
@@ -108,13 +116,15 @@ def write_job(case: Case, world_size: int, out_dir: Path, base: Path, data: Path
         "train.lr_warmup_steps": 2,
         "train.max_norm": 0.4,
         "train.max_seq_length": 200,
-        "eval.interval": 0,
-        "eval.max_new_tokens": 3,
+        "eval.interval": 5,
+        "eval.initial_validation": True,
+        "eval.max_new_tokens": 6,
+        "eval.exact_match": 3,
         "optimizer.lr": 3e-3,
     }
     if case.method == "lora":
         values |= dict.fromkeys(LORA, True) | {"lora_dropout": 0}
-    values |= dict(case.settings)
+    values |= dict(case.changes)
     recipe = read_recipe([], [(k, json.dumps(v)) for k, v in values.items()], method=case.method)
     job = Job(
         recipe=recipe,
@@ -127,46 +137,6 @@ def write_job(case: Case, world_size: int, out_dir: Path, base: Path, data: Path
     state.mkdir()
     job.write(state / "job.json")
     return state / "job.json"
-
-
-def run_ranks(world_size: int, jobs: list[Path]) -> None:
-    """Run the jobs in that many processes; the test fails with the first error of a rank."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    script = Path(__file__).with_name("rank_cases.py")
-    processes = []
-    logs = [jobs[0].with_name(f"rank-{rank}.log") for rank in range(world_size)]
-    for rank in range(world_size):
-        environment = os.environ | {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_WORLD_SIZE": str(world_size),
-            "GROUP_RANK": "0",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-            "DS_ACCELERATOR": "cpu",
-        }
-        command = [sys.executable, str(script), *map(str, jobs)]
-        with logs[rank].open("w") as log:
-            processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
-    try:
-        while any(process.poll() is None for process in processes):
-            if any(process.poll() for process in processes):
-                time.sleep(2)
-                break
-            time.sleep(0.1)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    for rank, process in enumerate(processes):
-        for job in jobs:
-            error = RankError.read(rank_directory(job.parent, rank) / "error.json")
-            assert error is None, f"rank {rank} of {job}: {error}"
-        assert process.returncode == 0, logs[rank].read_text()
 
 
 METHODS: list[Method] = ["full", "lora"]
@@ -203,7 +173,12 @@ def assert_same_maths(found: Outcome, expected: Outcome) -> None:
         assert [row[column] for row in found.rows] == [row[column] for row in expected.rows]
     norms = [float(row["grad_norm"] or 0) for row in expected.rows]
     assert [row["grad_norm"] for row in found.rows] == pytest.approx(norms, rel=1e-4)
-    assert found.validation_loss == pytest.approx(expected.validation_loss, rel=1e-5)
+    assert found.validation_losses == pytest.approx(expected.validation_losses, rel=1e-5)
+    assert len(found.validation_losses) == 3
+    assert found.report.exact_match == expected.report.exact_match
+    assert found.report.examples == expected.report.examples
+    (example,) = found.report.examples or []
+    assert example.before or example.after
     weights = found.weights()
     for name, tensor in expected.weights().items():
         torch.testing.assert_close(weights.pop(name), tensor, rtol=0, atol=1e-5)
@@ -245,3 +220,95 @@ def test_mixed_precision_differs_between_strategies_by_its_rounding_only(
     expected = single[Case("single", method, "bf16-mixed")]
     assert found.losses == pytest.approx(expected.losses, rel=3e-3)
     assert [row["lr"] for row in found.rows] == [row["lr"] for row in expected.rows]
+
+
+# --- Options of the strategies ------------------------------------------------------------------
+
+STAGE_1 = ("strategy.stage", 1)
+STAGE_2 = ("strategy.stage", 2)
+NO_OFFLOAD = ("strategy.offload_optimizer", False)
+SGD = (("optimizer", "SGD"), ("optimizer.lr", 0.1))
+DROPOUT = (("lora_dropout", 0.2),)
+
+OPTIONS = {
+    "fsdp that keeps gathered parameters": Case(
+        "fsdp", "full", changes=(("strategy.sharding", "SHARD_GRAD_OP"),)
+    ),
+    "ZeRO-1": Case("deepspeed", "full", changes=(STAGE_1, NO_OFFLOAD)),
+    "ZeRO-2": Case("deepspeed", "full", changes=(STAGE_2, NO_OFFLOAD)),
+    "ZeRO-2 with offload, LoRA": Case("deepspeed", "lora", changes=(STAGE_2,)),
+    "ZeRO-3 without offload": Case("deepspeed", "full", changes=(NO_OFFLOAD,)),
+    "ZeRO-3 with parameters offloaded": Case(
+        "deepspeed", "full", changes=(("strategy.offload_parameters", True),)
+    ),
+    "ZeRO-3 with SGD": Case("deepspeed", "full", changes=SGD),
+    "ZeRO-2 with SGD": Case("deepspeed", "full", changes=(*SGD, STAGE_2)),
+    "ddp, tied": Case("ddp", "full", tied=True),
+    "fsdp, tied": Case("fsdp", "full", tied=True),
+    "ZeRO-2, tied": Case("deepspeed", "full", tied=True, changes=(STAGE_2, NO_OFFLOAD)),
+    "ZeRO-3, tied": Case("deepspeed", "full", tied=True),
+    "ddp, tied, LoRA": Case("ddp", "lora", tied=True),
+    "fsdp, tied, LoRA": Case("fsdp", "lora", tied=True),
+    "ZeRO-3, tied, LoRA": Case("deepspeed", "lora", tied=True),
+}
+QUICK = {
+    "fsdp that keeps gathered parameters",
+    "ZeRO-2 with offload, LoRA",
+    "ZeRO-3 with SGD",
+    "fsdp, tied, LoRA",
+    "ZeRO-3, tied",
+}
+SINGLE = [
+    Case("single", "full", changes=SGD),
+    Case("single", "full", tied=True),
+    Case("single", "lora", tied=True),
+    Case("single", "lora", changes=DROPOUT),
+]
+
+
+def runnable(cases: Iterable[Case]) -> list[Case]:
+    return [case for case in cases if case.strategy != "deepspeed" or HAS_DEEPSPEED]
+
+
+@pytest.fixture(scope="module")
+def options(run: Run, request: pytest.FixtureRequest) -> dict[Case, Outcome]:
+    """Of the tests that were selected; dropout needs the same ranks."""
+    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    params = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    names = {values["name"] for values in params if values.get("name") in OPTIONS}
+    dropout = [Case(name, "lora", changes=DROPOUT) for name in ("ddp", "fsdp", "deepspeed")]
+    return run(2, runnable([*(OPTIONS[name] for name in sorted(names)), *dropout]))
+
+
+@pytest.fixture(scope="module")
+def other_single(run: Run) -> dict[Case, Outcome]:
+    return run(1, SINGLE)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in OPTIONS],
+)
+def test_options_of_a_strategy_change_no_result(
+    options: dict[Case, Outcome],
+    single: dict[Case, Outcome],
+    other_single: dict[Case, Outcome],
+    name: str,
+) -> None:
+    case = OPTIONS[name]
+    if case not in options:
+        pytest.skip("deepspeed is not installed: scripts/setup_env")
+    learned = tuple(change for change in case.changes if change in SGD)
+    reference = Case("single", case.method, changes=learned, tied=case.tied)
+    assert_same_maths(options[case], (single | other_single)[reference])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_dropout_keeps_the_ranks_in_step(
+    options: dict[Case, Outcome], other_single: dict[Case, Outcome], strategy: str
+) -> None:
+    """Each rank draws its own masks, so losses are near those of one rank and not equal."""
+    found = options[Case(strategy, "lora", changes=DROPOUT)]
+    expected = other_single[Case("single", "lora", changes=DROPOUT)]
+    assert len(found.rows) == len(expected.rows)
+    assert found.losses == pytest.approx(expected.losses, rel=0.05)

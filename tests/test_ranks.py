@@ -1,0 +1,432 @@
+"""Several ranks in one run: nothing is left behind, one voice speaks, and anyone may start them."""
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import Start, command_environment
+from runs import FILES, FOREVER, TIMEOUT_S, Run, command_of, rows, watched
+
+from ftkit.report.report import Report, read_report
+
+DEADLINE_S = 30
+TWO_RANKS = {"devices": 2, "strategy": "ddp", "train__micro_batch_size": 1, "eval__interval": 0}
+FSDP = {"strategy": "fsdp"}
+LEARNED = ["step", "samples", "loss", "lr", "grad_norm", "tokens"]
+"""Columns of metrics.csv that no launcher may change."""
+
+
+def on_rank(rank: int, statements: str) -> str:
+    """Statements for the start of one rank's interpreter."""
+    lines = statements.strip().splitlines()
+    return f'if os.environ["RANK"] == "{rank}":\n' + "".join(f"    {line}\n" for line in lines)
+
+
+def raising(where: str, error: str) -> str:
+    """Statements that make a function of ftkit raise: `module:function` or `module:Class.method`.
+
+    The first call does what it should, because training goes on for a while.
+    """
+    module, _, function = where.partition(":")
+    return f"""
+import importlib
+import torch
+owner = importlib.import_module("{module}")
+*path, name = "{function}".split(".")
+for part in path:
+    owner = getattr(owner, part)
+def fail(*_, **__):
+    raise {error}
+setattr(owner, name, fail)
+"""
+
+
+def ended_within_deadline(run: Run, since: float) -> tuple[int, str, str]:
+    """Exit code and output of a run in which something went wrong."""
+    ended = run.end()
+    assert time.monotonic() - since < DEADLINE_S
+    return ended
+
+
+def assert_reported(run: Run, out: str, outcome: str, reason: str, phase: str) -> Report:
+    """One report, with the cause alone, that was shown too."""
+    report = read_report(run.out_dir)
+    assert (report.outcome, report.phase) == (outcome, phase)
+    assert re.match(reason, report.exit_reason), report.exit_reason
+    table = " ".join(out[out.index("ftkit ") :].split())
+    assert f"{outcome.replace('_', ' ')} {report.exit_reason}" in table
+    assert not run.state.exists()
+    return report
+
+
+# --- A run that completes, beside one that fails ------------------------------------------------
+
+
+SPEAKING_OF_ALL = """
+import warnings
+import ftkit.model
+outline = ftkit.model.outline
+def speaking(*arguments):
+    warnings.warn("a library warns on all ranks", UserWarning, stacklevel=1)
+    return outline(*arguments)
+ftkit.model.outline = speaking
+"""
+SPEAKING_OF_ONE = """
+import ftkit.planning
+make_schedule = ftkit.planning.make_schedule
+def noticing(*arguments):
+    for _ in range(2):
+        warnings.warn("a library warns on rank 1", UserWarning, stacklevel=1)
+        print("a library prints on rank 1", flush=True)
+        os.system("echo a program prints on rank 1")
+    schedule, notices = make_schedule(*arguments)
+    return schedule, [*notices, "only rank 1 knows this"]
+ftkit.planning.make_schedule = noticing
+"""
+
+
+@pytest.fixture(scope="module")
+def side_by_side(start: Start, tmp_path_factory: pytest.TempPathFactory):
+    """At one time: a run that completes, and one whose rank 1 raises in training.
+
+    It then hangs, as a rank may that leaves a process group in which the others wait.
+    """
+    directory = tmp_path_factory.mktemp("side")
+    failing = raising("ftkit.finetuner:FineTuner.training_step", "RuntimeError('a bug')")
+    failing += "import atexit, time\natexit.register(time.sleep, 600)\n"
+    speaking = SPEAKING_OF_ALL + on_rank(1, SPEAKING_OF_ONE)
+    with (
+        start(directory / "good", in_ranks=speaking, **TWO_RANKS) as good,
+        start(directory / "bad", in_ranks=on_rank(1, failing), **TWO_RANKS | FSDP) as bad,
+    ):
+        for run in (good, bad):
+            run.wait_for(lambda run=run: len(run.processes()) == 3)
+        ranks = [rank.environ() for run in (good, bad) for rank in run.ranks()]
+        return good, good.end(), bad, bad.end(), ranks
+
+
+def test_two_runs_side_by_side_do_not_collide(side_by_side) -> None:
+    good, (code, _, err), _, _, ranks = side_by_side
+    assert (code, err) == (0, "")
+    assert sorted(path.name for path in good.out_dir.iterdir()) == FILES
+    assert len({rank["MASTER_PORT"] for rank in ranks}) == 2
+
+
+def test_ranks_know_their_place_by_the_names_that_torchrun_uses(side_by_side) -> None:
+    *_, ranks = side_by_side
+    places = [(rank["RANK"], rank["LOCAL_RANK"], rank["WORLD_SIZE"]) for rank in ranks]
+    assert places == [("0", "0", "2"), ("1", "1", "2")] * 2
+
+
+def test_rank_0_speaks_alone_and_libraries_not_at_all(side_by_side) -> None:
+    _, (_, out, _), *_ = side_by_side
+    lines = out.splitlines()
+    assert len(lines) == len(set(lines))
+    assert out.index("reading data") == 0
+    for noise in ("a library", "a program", "Setting accelerator", "Warning", "deprecated"):
+        assert noise not in out
+
+
+def test_what_only_another_rank_says_is_in_the_log_once(side_by_side) -> None:
+    good, (_, out, _), *_ = side_by_side
+    log = (good.out_dir / "run.log").read_text()
+    for said in ("library warns", "library prints", "program prints"):
+        assert len(re.findall(f"a {said} on rank 1\n", log)) == 1, said
+        assert f"rank 1: a {said} on rank 1\n" in log or said == "library warns"
+    assert log.count("UserWarning: a library warns on all ranks") == 1
+    assert "rank 1: only rank 1 knows this" in read_report(good.out_dir).warnings
+    assert out.count("only rank 1 knows this") == log.count("only rank 1 knows this") == 1
+
+
+def test_an_exception_on_one_rank_is_the_cause_that_is_named(side_by_side) -> None:
+    _, _, bad, (code, out, err), _ = side_by_side
+    assert (code, err) == (1, "")
+    assert_reported(bad, out, "failed", "rank 1: RuntimeError: a bug$", "training")
+    log = (bad.out_dir / "run.log").read_text()
+    assert re.search(r"rank 1:\nTraceback .*\nRuntimeError: a bug\n", log, re.DOTALL)
+
+
+# --- Ranks that die -----------------------------------------------------------------------------
+
+
+def test_a_killed_rank_ends_the_run_and_is_named(start: Start, tmp_path: Path) -> None:
+    with start(tmp_path / "out", **FOREVER | TWO_RANKS | FSDP) as run:
+        run.wait_for_steps(2)
+        since = time.monotonic()
+        run.ranks()[1].kill()
+        code, out, err = ended_within_deadline(run, since)
+    assert (code, err) == (1, "")
+    reason = "rank 1: the training process was killed by SIGKILL; the kernel does this when"
+    report = assert_reported(run, out, "failed", reason, "training")
+    assert report.progress and report.progress.steps >= 1
+    assert not (run.out_dir / "final").exists()
+
+
+def test_a_rank_that_dies_while_the_others_still_import_ends_the_run(
+    start: Start, tmp_path: Path
+) -> None:
+    with start(tmp_path / "out", in_ranks=on_rank(1, "os._exit(7)"), **TWO_RANKS) as run:
+        code, out, err = ended_within_deadline(run, time.monotonic())
+    assert (code, err) == (1, "")
+    assert_reported(run, out, "failed", "rank 1: .* ended with exit code 7; its last", "set_up")
+
+
+@pytest.mark.slow
+def test_an_error_while_importing_is_in_the_log(start: Start, tmp_path: Path) -> None:
+    broken = on_rank(1, "sys.modules['lightning'] = None")
+    with start(tmp_path / "out", in_ranks=broken, **TWO_RANKS) as run:
+        code, out, err = ended_within_deadline(run, time.monotonic())
+    assert (code, err) == (1, "")
+    error = "ModuleNotFoundError: No module named 'lightning.pytorch'"
+    reason = f"rank 1: .* ended with exit code 1; its last line: {error}"
+    assert_reported(run, out, "failed", reason, "set_up")
+    assert f"\nrank 1: {error}" in (run.out_dir / "run.log").read_text()
+
+
+OUT_OF_MEMORY = "torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB.')"
+
+
+@pytest.mark.parametrize(
+    ("where", "error", "phase"),
+    [
+        pytest.param("ftkit.model:fill", OUT_OF_MEMORY, "set_up", marks=pytest.mark.slow),
+        pytest.param(
+            "ftkit.model:LanguageModel.forward",
+            "torch.empty(10**15)",
+            "training",
+            marks=pytest.mark.slow,
+        ),
+        ("ftkit.finetuner:FineTuner.optimizer_step", OUT_OF_MEMORY, "training"),
+        pytest.param(
+            "ftkit.callbacks:validation_loss", "MemoryError()", "validation", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "ftkit.model:trained_weights", OUT_OF_MEMORY, "saving", marks=pytest.mark.slow
+        ),
+    ],
+    ids=["set-up", "forward, of the host", "optimizer", "validation, of Python", "saving"],
+)
+def test_out_of_memory_on_one_rank_names_it_and_the_phase(
+    start: Start, tmp_path: Path, where: str, error: str, phase: str
+) -> None:
+    failing = on_rank(1, raising(where, error))
+    with start(tmp_path / "out", in_ranks=failing, **TWO_RANKS) as run:
+        code, out, err = ended_within_deadline(run, time.monotonic())
+    assert (code, err) == (3, "")
+    assert_reported(run, out, "out_of_memory", "(?i)rank 1: .*memory", phase)
+
+
+def test_no_rank_and_no_worker_outlives_a_killed_supervisor(start: Start, tmp_path: Path) -> None:
+    with start(tmp_path / "out", **FOREVER | TWO_RANKS) as run:
+        run.wait_for_steps(1)
+        assert len(run.processes()) == 5, "supervisor, two ranks, a worker of each for the data"
+        since = time.monotonic()
+        run.process.kill()
+        ended_within_deadline(run, since)
+
+
+def test_a_process_whose_parent_has_died_already_ends_too() -> None:
+    """Between its start and its wish to die with the parent, the parent may have died."""
+    program = "from ftkit.process import die_with_parent; die_with_parent(1); print('alive')"
+    child = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        env=command_environment(),
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert (child.returncode, child.stdout) == (-signal.SIGKILL, b"")
+
+
+# --- Signals ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "reason"),
+    [
+        (signal.SIGINT, 130, "Ctrl[+]C"),
+        pytest.param(signal.SIGTERM, 143, "SIGTERM", marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_ends_all_ranks_after_the_same_step(
+    start: Start, tmp_path: Path, number: signal.Signals, code: int, reason: str
+) -> None:
+    with start(tmp_path / "out", **FOREVER | TWO_RANKS) as run:
+        run.wait_for_steps(2)
+        since = time.monotonic()
+        run.process.send_signal(number)
+        ended, out, err = ended_within_deadline(run, since)
+    assert ended == code
+    assert err == "\nftkit: stopping after the current step (Ctrl+C again stops at once)\n"
+    report = assert_reported(run, out, "interrupted", reason, "training")
+    assert report.progress and report.progress.steps == len(rows(run.out_dir))
+
+
+def test_ctrl_c_during_set_up_ends_all_ranks(start: Start, tmp_path: Path) -> None:
+    with start(tmp_path / "out", **FOREVER | TWO_RANKS) as run:
+        run.wait_for(lambda: len(run.processes()) == 3)
+        run.process.send_signal(signal.SIGINT)
+        code, out, err = ended_within_deadline(run, time.monotonic())
+    assert (code, err) == (130, "\nftkit: stopping\n")
+    assert_reported(run, out, "interrupted", "Ctrl[+]C", "set_up")
+
+
+# --- Ranks that others start --------------------------------------------------------------------
+
+
+def torchrun(words: list[str]) -> list[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*launcher, "--nproc_per_node", "2", "-m", "ftkit", *words]
+
+
+@contextmanager
+def slurm(
+    out_dir: Path, words: list[str], directory: Path, tasks: int = 2
+) -> Iterator[list["subprocess.Popen[str]"]]:
+    """Two tasks with the variables that srun gives them."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    processes = []
+    for task in range(tasks):
+        variables = {
+            "SLURM_JOB_ID": "4711",
+            "SLURM_JOB_NAME": "finetune",
+            "SLURM_NTASKS": str(tasks),
+            "SLURM_NTASKS_PER_NODE": str(tasks),
+            "SLURM_NNODES": "1",
+            "SLURM_NODEID": "0",
+            "SLURM_PROCID": str(task),
+            "SLURM_LOCALID": str(task),
+            "SLURM_NODELIST": "localhost",
+            "MASTER_PORT": str(port),
+        }
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "ftkit", *words],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                cwd=directory,
+                env=command_environment() | variables,
+            )
+        )
+    run = Run(out_dir, processes[0])
+    try:
+        yield processes
+    finally:
+        run.kill()
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def assert_as_the_built_in_launcher(out_dir: Path, out: str, side_by_side) -> None:
+    good, (_, expected_out, _), *_ = side_by_side
+    assert sorted(path.name for path in out_dir.iterdir()) == FILES
+    expected = [[float(row[key]) for key in LEARNED] for row in rows(good.out_dir)]
+    found = [[float(row[key]) for key in LEARNED] for row in rows(out_dir)]
+    assert found == [pytest.approx(row, rel=1e-5) for row in expected]
+    report = read_report(out_dir)
+    assert (report.outcome, report.exit_code) == ("completed", 0)
+    assert report.resolved and report.resolved.world_size == 2
+    assert report.peak_memory and [rank.rank for rank in report.peak_memory.ranks] == [0, 1]
+    for line in ("completed    train.max_steps of 5 reached", "reading data"):
+        assert out.count(line) == 1
+    words = [" ".join(text.split()[:2]) for text in (out, expected_out)]
+    assert words[0] == words[1]
+
+
+def test_torchrun_gives_the_same_results(side_by_side, common, tmp_path: Path) -> None:
+    out_dir = tmp_path / "out"
+    words = torchrun(command_of(out_dir, common, **TWO_RANKS))
+    with watched(out_dir, words, tmp_path, command_environment()) as run:
+        code, out, _ = run.end()  # torchrun itself speaks on standard error
+    assert code == 0
+    assert_as_the_built_in_launcher(out_dir, out, side_by_side)
+
+
+def test_slurm_gives_the_same_results(side_by_side, common, tmp_path: Path) -> None:
+    out_dir = tmp_path / "out"
+    with slurm(out_dir, command_of(out_dir, common, **TWO_RANKS), tmp_path) as tasks:
+        (out, err), others = tasks[0].communicate(timeout=TIMEOUT_S), tasks[1].communicate()
+        assert [task.returncode for task in tasks] == [0, 0]
+    assert (err, others) == ("", ("", ""))
+    assert_as_the_built_in_launcher(out_dir, out, side_by_side)
+
+
+def test_a_mistake_under_torchrun_is_told_once_and_leaves_nothing(common, tmp_path: Path) -> None:
+    words = torchrun(command_of(tmp_path / "out", common, data__json_path="none.json"))
+    with watched(tmp_path / "out", words, tmp_path, command_environment()) as run:
+        code, out, err = run.end()
+    assert (code, out) == (1, ""), "torchrun ends with 1 whatever the ranks end with"
+    assert err.count("ftkit: data.json_path is none.json, but there is no such") == 1
+    assert set(re.findall(r"exitcode *: (\d+)", err)) == {"2"}
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_mistake_that_ranks_find_under_slurm_is_told_once(common, tmp_path: Path) -> None:
+    out_dir = tmp_path / "out"
+    words = command_of(out_dir, common, train__max_seq_length=100_000, **TWO_RANKS)
+    with slurm(out_dir, words, tmp_path) as tasks:
+        (out, err), others = tasks[0].communicate(timeout=TIMEOUT_S), tasks[1].communicate()
+        assert [task.returncode for task in tasks] == [2, 2]
+    assert out == "" and others == ("", "")
+    assert err.startswith("ftkit: train.max_seq_length is 100000") and err.count("ftkit:") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_rank_killed_under_torchrun_is_named_in_the_report(common, tmp_path: Path) -> None:
+    out_dir = tmp_path / "out"
+    words = torchrun(command_of(out_dir, common, **FOREVER | TWO_RANKS))
+    with watched(out_dir, words, tmp_path, command_environment()) as run:
+        run.wait_for_steps(2)
+        (victim,) = [p for p in training(run) if p.environ()["RANK"] == "1"]
+        since = time.monotonic()
+        victim.kill()
+        code, out, _ = ended_within_deadline(run, since)
+    assert code == 1
+    assert_reported(run, out, "failed", "rank 1: .* was killed by SIGKILL", "training")
+
+
+@pytest.mark.slow
+def test_nothing_outlives_a_killed_torchrun(common, tmp_path: Path) -> None:
+    out_dir = tmp_path / "out"
+    words = torchrun(command_of(out_dir, common, **FOREVER | TWO_RANKS))
+    with watched(out_dir, words, tmp_path, command_environment()) as run:
+        run.wait_for_steps(2)
+        assert len(run.processes()) == 7, "torchrun, two supervisors, two ranks, two workers"
+        since = time.monotonic()
+        run.process.kill()
+        ended_within_deadline(run, since)
+
+
+@pytest.mark.slow
+def test_ctrl_c_under_torchrun_ends_after_the_step(common, tmp_path: Path) -> None:
+    """In a terminal the supervisors get it twice: from the terminal and from torchrun."""
+    out_dir = tmp_path / "out"
+    words = torchrun(command_of(out_dir, common, **FOREVER | TWO_RANKS))
+    with watched(out_dir, words, tmp_path, command_environment()) as run:
+        run.wait_for_steps(2)
+        for supervisor in psutil.Process(run.process.pid).children():
+            supervisor.send_signal(signal.SIGINT)
+        run.process.send_signal(signal.SIGINT)
+        _, out, err = run.end()
+    assert err.count("ftkit: stopping after the current step\n") == 1
+    assert_reported(run, out, "interrupted", "Ctrl[+]C", "training")
+
+
+def training(run: Run) -> list[psutil.Process]:
+    """The ranks, whoever started them, without their workers."""
+    supervisors = psutil.Process(run.process.pid).children()
+    return [rank for supervisor in supervisors for rank in supervisor.children()]
