@@ -46,6 +46,9 @@ FOUR_BIT: list[Quantization] = ["bnb.nf4", "bnb.nf4-dq", "bnb.fp4", "bnb.fp4-dq"
 KINDS: list[Quantization] = [*FOUR_BIT, "bnb.int8"]
 PRECISIONS = ["32-true", "bf16-mixed", "bf16-true"]
 EIGHT_BIT_OPTIMIZERS = ["AdamW8bit", "Lion8bit"]
+ONE_CODE = 1e-3
+"""What a weight may differ where a value of 8 bits, halfway between two codes, fell the other way;
+measured: 3e-4 in one of a thousand weights, under ddp as under fsdp; a step is 3e-3."""
 
 
 def qlora(strategy: str, kind: str, precision: str = "32-true", **settings: Any) -> Case:
@@ -378,21 +381,19 @@ def test_two_ranks_learn_with_an_8_bit_optimizer_what_one_learns(
     two_ranks: dict[Case, Outcome], single: dict[Case, Outcome], strategy: str, optimizer: str
 ) -> None:
     expected = single[eight_bit("single", optimizer)]
-    assert_same_maths(two_ranks[eight_bit(strategy, optimizer)], expected)
+    found = two_ranks[eight_bit(strategy, optimizer)]
+    assert_same_maths(found, expected, weights_within=ONE_CODE)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["PagedAdamW8bit", "AdEMAMix8bit", "SGD8bit", "AdamW"])
-def test_other_optimizers_of_bitsandbytes_do_so_too(run: Run, optimizer: str) -> None:
-    cases = [Case(s, "full", "32-true", settings(optimizer)) for s in ("single", "fsdp")]
-    (expected,) = run(1, cases[:1]).values()
-    (found,) = run(2, cases[1:]).values()
-    assert_same_maths(found, expected)
-
-
-def settings(optimizer: str) -> tuple[tuple[str, Any], ...]:
-    momentum = (("optimizer.momentum", 0.9),) if optimizer == "SGD8bit" else ()
-    return ("optimizer", f"bitsandbytes.optim.{optimizer}"), *momentum
+def test_other_optimizers_of_bitsandbytes_do_so_too(run: Run) -> None:
+    optimizers = ["PagedAdamW8bit", "AdEMAMix8bit", "Adagrad8bit", "RMSprop8bit", "AdamW"]
+    single, sharded = (
+        run(count, [eight_bit(strategy, optimizer) for optimizer in optimizers])
+        for count, strategy in ((1, "single"), (2, "fsdp"))
+    )
+    for expected, found in zip(single.values(), sharded.values(), strict=True):
+        assert_same_maths(found, expected, weights_within=ONE_CODE)
 
 
 @pytest.mark.slow
