@@ -232,6 +232,9 @@ def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
         _with_outcome(reports[0], received, error, phase=reports[rank].phase),
         peak_memory=PeakMemory.of(memory) if memory else None,
         warnings=_all_warnings(reports),
+        phases_s=dataclasses.replace(
+            reports[0].phases_s or PhaseTimes(), total=time.time() - job.started_at_s
+        ),
     )
     write_report(report, out_dir)
     _collect_output(out_dir, job.plan.world_size)

@@ -4,13 +4,9 @@ The supervisor starts it as `python -m ftkit.train JOB.json ITS_PID TERMINAL`, w
 and error in a log from the first import on, and the terminal as an open file descriptor.
 """
 
-import dataclasses
-import importlib.util
 import io
 import logging
-import math
 import os
-import random
 import sys
 import time
 import traceback
@@ -23,23 +19,15 @@ if __name__ == "__main__":  # before the slow imports: a supervisor may die at a
     die_with_parent(int(sys.argv[2]))
 
 import torch
-from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
-from torch import Tensor
 
 from ftkit.adapter import check_adapter, save_adapter
 from ftkit.base.base_model import BaseModel, open_base, save_hf
 from ftkit.callbacks import (
     Interrupted,
-    StepMeter,
-    StepRecord,
     StopRequest,
-    make_trainer,
-    validation_loss,
 )
-from ftkit.data.files import Record
 from ftkit.data.order import ElasticOrder
-from ftkit.data.samples import DataSets, load_data, train_batches, validation_loader
-from ftkit.decode import answer_greedily
+from ftkit.data.samples import DataSets, load_data
 from ftkit.errors import UserError
 from ftkit.finetuner import FineTuner, base_learning_rate, compile_cpu_optimizer
 from ftkit.job import Job, RankError
@@ -57,17 +45,15 @@ from ftkit.ranks import ERROR, rank_directory
 from ftkit.recipe import LoraRecipe
 from ftkit.recorder import FINAL, LOG, Recorder
 from ftkit.report.display import Display
-from ftkit.report.metrics import perplexity
-from ftkit.report.report import DataCounts, ExactMatch, Example, Resolved
+from ftkit.report.report import DataCounts, Resolved
 from ftkit.sharding import Sharding
 from ftkit.strategy import (
     compute_dtype,
     make_device,
-    make_plugins,
-    make_strategy,
     parameter_dtype,
     rank,
 )
+from ftkit.training import NonFiniteLoss, Training
 
 
 def run(job: Job, stop: StopRequest, display: Display, recorder: Recorder) -> None:
@@ -109,7 +95,7 @@ def run(job: Job, stop: StopRequest, display: Display, recorder: Recorder) -> No
         rank=rank(),
         world_size=plan.world_size,
     )
-    training = _Training(plan, module, data, base, stop, display, recorder)
+    training = Training(plan, module, data, base, stop, display, recorder)
     training.fit(order)
     if training.signal_number is not None:
         raise Interrupted(training.signal_number)
@@ -228,284 +214,8 @@ def _save(module: FineTuner, base: BaseModel, out: Path) -> None:
         save_hf(base, tensors, out)
 
 
-class _Training:
-    """Training with its evaluations before, during and after it."""
-
-    def __init__(
-        self,
-        plan: Plan,
-        module: FineTuner,
-        data: DataSets,
-        base: BaseModel,
-        stop: StopRequest,
-        display: Display,
-        recorder: Recorder,
-    ) -> None:
-        self.plan, self.module, self.data, self.base = plan, module, data, base
-        self.stop, self.display, self.recorder = stop, display, recorder
-        self.recipe, self.evaluation = plan.recipe, plan.recipe.eval
-        self.signal_number: int | None = None
-        """What ended training before its time, if a signal did."""
-        self.exit_reason = ""
-        self.validated_at: int | None = None
-        self.example = _example_index(self.evaluation.evaluate_example, data, self.recipe.seed)
-
-    def fit(self, order: ElasticOrder) -> None:
-        """Train to the end of the schedule, the time limit or a signal."""
-        device = make_device(self.plan)
-        self.order = order
-        self.total_steps = order.total_steps
-        self.trainer = make_trainer(
-            self.plan,
-            accelerator=self.plan.accelerator,
-            devices=self.plan.devices,
-            num_nodes=self.recipe.num_nodes,
-            strategy=make_strategy(self.plan),
-            plugins=make_plugins(self.plan),
-            logger=_loggers(self.plan),
-            log_every_n_steps=1,
-            default_root_dir=self.recipe.out_dir,
-            callbacks=[
-                StepMeter(
-                    at_start=self._at_start,
-                    on_step=self._on_step,
-                    between_steps=self._between_steps,
-                    at_end=self._at_end,
-                )
-            ],
-        )
-        batches = train_batches(
-            self.data.train,
-            order,
-            start_step=0,
-            end_step=order.total_steps,
-            num_workers=self.recipe.data["init_args"].get("num_workers", 0),
-            pin_memory=device.type == "cuda",
-        )
-        self.stop.wait_for_step = True
-        with self.display.training(order.total_steps) as self.progress:
-            self.trainer.fit(self.module, batches)
-        self.stop.wait_for_step = False
-
-    def _at_start(self) -> None:
-        self.stop.install()  # Lightning has taken SIGTERM over
-        wanted = self.evaluation.initial_validation
-        self._evaluate(step=0, validation=wanted, exact_match=True, example=wanted)
-        self.recorder.enter("training")
-        self.started = time.perf_counter()
-        if signal_number := self.stop.requested():
-            self.trainer.should_stop = True
-            self.signal_number = signal_number
-
-    def _on_step(self, record: StepRecord) -> None:
-        several = self.plan.world_size > 1
-        self.recorder.on_step(record, self.order.imbalance(record.step - 1) if several else None)
-        if not math.isfinite(record.loss):
-            raise NonFiniteLoss(
-                f"The loss of step {record.step} is {record.loss}. Try a lower learning rate, "
-                "--train.max_norm 1.0, or --precision 32-true."
-            )
-        self.progress.step(
-            record.step,
-            loss=record.loss,
-            lr=record.learning_rate,
-            tokens_per_s=record.tokens / record.duration_s,
-            epoch=self.recorder.epochs,
-        )
-        if record.step % self.recipe.train.log_interval == 0:
-            values = {
-                "loss": record.loss,
-                "learning_rate": record.learning_rate,
-                "gradient_norm": record.gradient_norm,
-                "tokens_per_s": record.tokens / record.duration_s,
-            }
-            self._log(values, record.step)
-
-    def _between_steps(self, step: int) -> bool:
-        """Validate if it is time; whether to end training here."""
-        interval = self.evaluation.interval
-        is_due = interval and step % interval == 0 and step < self.total_steps
-        if is_due and not self.stop.requested():
-            self._evaluate(step, validation=True, exact_match=False, example=True)
-            self.recorder.enter("training")
-        if signal_number := self.stop.requested():
-            self.signal_number = signal_number
-        elif step == self.total_steps:
-            self.exit_reason = self._reason()
-        elif self._out_of_time():
-            self.exit_reason = f"train.max_time of {self.recipe.train.max_time:g} s reached"
-        else:
-            return False
-        return True
-
-    def _out_of_time(self) -> bool:
-        """Whether the time limit is reached, by the clock of rank 0."""
-        limit_s = self.recipe.train.max_time
-        if limit_s is None:
-            return False
-        return self.trainer.strategy.broadcast(time.perf_counter() - self.started >= limit_s)
-
-    def _at_end(self) -> None:
-        if self.signal_number is None:
-            wanted = self.evaluation.final_validation
-            step = self.recorder.steps
-            self._evaluate(step, validation=wanted, exact_match=True, example=wanted)
-            self.signal_number = self.stop.requested() or None
-
-    def _reason(self) -> str:
-        train = self.recipe.train
-        if self.total_steps == train.max_steps:
-            return f"train.max_steps of {train.max_steps} reached"
-        return f"all {train.epochs} epochs done" if train.epochs != 1 else "the epoch is done"
-
-    def _evaluate(self, step: int, *, validation: bool, exact_match: bool, example: bool) -> None:
-        """Validation loss, exact match and sample answer, as far as wanted and asked for."""
-        if not len(self.data.val):
-            return
-        self.recorder.enter("validation")
-        self.module.eval()
-        if validation:
-            self._validate(step)
-        if exact_match and self.evaluation.exact_match:
-            self._count_matches(step)
-        if example and self.evaluation.max_new_tokens:
-            self._show_example(step)
-        assert self.module.sharding is not None
-        self.module.sharding.after_evaluation(self.module.model)
-        self.module.train()
-
-    def _validate(self, step: int) -> None:
-        limit = self.evaluation.max_iters * self.recipe.train.global_batch_size
-        batches = validation_loader(
-            self.data.val,
-            limit=limit,
-            micro_batch_size=self.plan.micro_batch_size,
-            rank=rank(),
-            world_size=self.plan.world_size,
-        )
-        with self.display.phase("validating", brief=True) as phase:
-            loss = validation_loss(
-                self.trainer, self.module, batches, self.stop, progress=phase.advance
-            )
-        if loss is None:
-            return
-        self.recorder.on_validation(step, loss)
-        self._log({"val_loss": loss}, step)
-        self.display.message(
-            f"step {step}: validation loss {loss:.4f}, perplexity {perplexity(loss):.3g}"
-        )
-
-    def _count_matches(self, step: int) -> None:
-        indices = range(min(self.evaluation.exact_match, len(self.data.val)))
-        expected = [self.data.val.records[i]["output"].strip() for i in indices]
-        longest = max(len(self.base.tokenizer.encode(text)) for text in expected)
-        right = 0
-        title = f"answering {len(indices)} validation records"
-        with self.display.phase(title, brief=True) as phase:
-            size = max(1, self.plan.micro_batch_size)
-            for start in range(0, len(indices), size):
-                if self.stop.requested():
-                    return
-                chunk = indices[start : start + size]
-                answers = self._answer(list(chunk), max_new_tokens=longest + 1)
-                right += sum(a == expected[i] for a, i in zip(answers, chunk, strict=True))
-                phase.advance(start + len(chunk), len(indices))
-        share = right / len(indices)
-        when = "before" if step == 0 else "after"
-        self.display.message(
-            f"exact match {when} training: {share:.1%} of {len(indices)} held-out records"
-        )
-        known = self.recorder.report.exact_match or ExactMatch(samples=len(indices))
-        self.recorder.note(
-            exact_match=dataclasses.replace(known, before=share)
-            if step == 0
-            else dataclasses.replace(known, after=share)
-        )
-
-    def _show_example(self, step: int) -> None:
-        record = self.data.val.records[self.example]
-        with self.display.phase("answering an example", brief=True):
-            (answer,) = self._answer([self.example], self.evaluation.max_new_tokens or 0)
-        asked = " ".join(filter(None, (record["instruction"], record.get("input"))))
-        self.display.message(f"sample: {asked}\nanswer: {answer}")
-        known = self.recorder.report.examples or [
-            Example(
-                instruction=record["instruction"],
-                input=record.get("input", ""),
-                expected=record["output"],
-            )
-        ]
-        example = (
-            dataclasses.replace(known[0], before=answer)
-            if step == 0
-            else dataclasses.replace(known[0], after=answer)
-        )
-        self.recorder.note(examples=[example])
-
-    def _answer(self, indices: list[int], max_new_tokens: int) -> list[str]:
-        tokenizer = self.base.tokenizer
-        assert tokenizer.eos_id is not None
-        prompts = [self._prompt(self.data.val.records[i]) for i in indices]
-        with self.trainer.precision_plugin.forward_context():
-            answers = answer_greedily(
-                self.module.model,
-                prompts,
-                eos_id=tokenizer.eos_id,
-                max_new_tokens=max_new_tokens,
-            )
-        return [tokenizer.decode(answer).strip() for answer in answers]
-
-    def _prompt(self, record: Record) -> Tensor:
-        text = self.data.prompt_style.apply(prompt=record["instruction"], **record)
-        return self.base.tokenizer.encode(text)
-
-    def _log(self, values: dict[str, float], step: int) -> None:
-        if rank() > 0:
-            return
-        for logger in self.trainer.loggers:
-            logger.log_metrics(values, step=step)
-
-
-def _example_index(choice: str | int, data: DataSets, seed: int) -> int:
-    if choice == "random":
-        return random.Random(seed).randrange(max(1, len(data.val)))
-    index = 0 if choice == "first" else int(choice)
-    if index and index >= len(data.val):
-        raise UserError(
-            f"eval.evaluate_example is {index}, but there are {len(data.val)} validation records "
-            "(counted from 0). Try --eval.evaluate_example first."
-        )
-    return index
-
-
-def _loggers(plan: Plan) -> list[Logger]:
-    """The loggers beside metrics.csv."""
-    recipe = plan.recipe
-    if recipe.logger_name == "tensorboard":
-        return [TensorBoardLogger(recipe.out_dir, name="tensorboard", version="")]
-    if recipe.logger_name == "wandb":
-        if importlib.util.find_spec("wandb") is None:
-            raise UserError(
-                "logger_name is wandb, but W&B is not installed. Try pip install wandb, or "
-                "--logger_name tensorboard."
-            )
-        return [
-            WandbLogger(
-                save_dir=recipe.out_dir,
-                project=recipe.log.project,
-                name=recipe.log.run,
-                group=recipe.log.group,
-            )
-        ]
-    return []
-
-
 _HOST_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 """In the RuntimeError of torch when host memory is exhausted."""
-
-
-class NonFiniteLoss(Exception):
-    """Training cannot go on: the loss is not a number any more."""
 
 
 def run_rank(job_path: Path, terminal: TextIO) -> int:

@@ -28,7 +28,8 @@ from ftkit.recorder import Recorder
 from ftkit.report.display import Display
 from ftkit.report.metrics import Row, read_metrics, read_validation
 from ftkit.report.report import Report
-from ftkit.train import NonFiniteLoss, run
+from ftkit.train import run
+from ftkit.training import NonFiniteLoss
 
 SEED = 1337
 
