@@ -254,6 +254,7 @@ def flops_per_token(model: LanguageModel, sequence_length: float) -> float:
 
 def trained_weights(model: LanguageModel, sharding: Sharding) -> Iterator[tuple[str, Tensor]]:
     """Every trained parameter by our name, whole, for writing it to disk; called by every rank."""
+    sharding.settle(model)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             yield our_name(name), sharding.whole(parameter)

@@ -22,6 +22,9 @@ class Sharding(Protocol):
         Every rank puts the same parameters in the same order.
         """
 
+    def settle(self, model: nn.Module) -> None:
+        """Give up what a forward pass without a backward pass has left gathered."""
+
     def whole(self, parameter: Tensor) -> Tensor:
         """The full parameter, gathered from all ranks, which all call this."""
 
@@ -38,6 +41,9 @@ class Whole:
 
     def put(self, model: nn.Module, name: str, value: Tensor) -> None:
         model.get_parameter(name).data.copy_(value)
+
+    def settle(self, model: nn.Module) -> None:
+        pass
 
     def whole(self, parameter: Tensor) -> Tensor:
         return parameter.detach()
@@ -88,6 +94,13 @@ class FullyShard:
         local = parameter.to_local()
         local.copy_(value[rows].reshape(local.shape))
 
+    def settle(self, model: nn.Module) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     def whole(self, parameter: Tensor) -> Tensor:
         assert isinstance(parameter, DTensor)
         with torch.no_grad():
@@ -126,6 +139,9 @@ class ZeroThree:
         )
         setattr(model.get_submodule(owner), leaf, parameter)
         model.tie()
+
+    def settle(self, model: nn.Module) -> None:
+        pass
 
     def whole(self, parameter: Tensor) -> Tensor:
         import deepspeed

@@ -70,6 +70,8 @@ def single(run: Run) -> dict[Case, Outcome]:
     return run(1, [PLAIN, EVALUATED, *cases])
 
 
+GATHERED = qlora("fsdp", "bnb.nf4-dq", **{"strategy.sharding": "SHARD_GRAD_OP", "eval.interval": 4})
+"""Parameters stay gathered between an evaluation and what follows it."""
 STRATEGIES = ["ddp", "fsdp", pytest.param("deepspeed", marks=needs_deepspeed)]
 
 
@@ -82,7 +84,7 @@ def two_ranks(run: Run) -> dict[Case, Outcome]:
         for kind, precision in [("bnb.nf4-dq", "32-true"), ("bnb.nf4", "bf16-mixed")]
     ]
     cases += [eight_bit(strategy, o) for o in EIGHT_BIT_OPTIMIZERS for strategy in ("ddp", "fsdp")]
-    return run(2, [*cases, qlora("ddp", "bnb.int8")])
+    return run(2, [*cases, qlora("ddp", "bnb.int8"), GATHERED])
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -103,6 +105,16 @@ def test_two_ranks_learn_on_a_quantised_base_what_one_learns(
     assert_same_maths(
         two_ranks[qlora(strategy, "bnb.nf4-dq")], single[qlora("single", "bnb.nf4-dq")]
     )
+
+
+def test_parameters_that_stay_gathered_train_and_save_the_same(
+    two_ranks: dict[Case, Outcome], single: dict[Case, Outcome]
+) -> None:
+    found, expected = two_ranks[GATHERED], single[qlora("single", "bnb.nf4-dq")]
+    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+    weights = found.weights()
+    for name, tensor in expected.weights().items():
+        torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-5)
 
 
 def test_two_ranks_learn_on_an_8_bit_base_what_one_learns(
