@@ -121,14 +121,22 @@ class ZeroThree:
         self._config = config
 
     def allocate(self, model: Any, device: torch.device) -> None:
-        self._device = device
+        """Take one buffer for whole parameters, which fit into it one after the other.
+
+        Memory of their own, taken and freed in turns with the partitions, would leave holes:
+        loading then needs half as much again.
+        """
+        sizes = [parameter.numel() * parameter.element_size() for parameter in model.parameters()]
+        self._whole = torch.empty(max(sizes), dtype=torch.uint8, device=device)
+        self._left = len(sizes)
 
     def put(self, model: Any, name: str, value: Tensor) -> None:
         import deepspeed
 
         owner, _, leaf = name.rpartition(".")
         outlined = model.get_parameter(name)
-        memory = torch.empty(outlined.shape, dtype=outlined.dtype, device=self._device)
+        size = outlined.numel() * outlined.element_size()
+        memory = self._whole[:size].view(outlined.dtype).view(outlined.shape)
         parameter = nn.Parameter(memory, requires_grad=outlined.requires_grad)
         if torch.distributed.get_rank() == 0:  # the others receive it
             parameter.data.copy_(value)
@@ -139,6 +147,9 @@ class ZeroThree:
         )
         setattr(model.get_submodule(owner), leaf, parameter)
         model.tie()
+        self._left -= 1
+        if not self._left:
+            del self._whole
 
     def settle(self, model: nn.Module) -> None:
         pass

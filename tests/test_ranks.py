@@ -181,11 +181,11 @@ def test_a_rank_that_dies_while_the_others_still_import_ends_the_run(
 
 @pytest.mark.slow
 def test_an_error_while_importing_is_in_the_log(start: Start, tmp_path: Path) -> None:
-    broken = on_rank(1, "sys.modules['lightning'] = None")
+    broken = on_rank(1, "sys.modules['ftkit.training'] = None")
     with start(tmp_path / "out", in_ranks=broken, **TWO_RANKS) as run:
         code, out, err = ended_within_deadline(run, time.monotonic())
     assert (code, err) == (1, "")
-    error = "ModuleNotFoundError: No module named 'lightning.pytorch'"
+    error = "ModuleNotFoundError: import of ftkit.training halted; None in sys.modules"
     reason = f"rank 1: .* ended with exit code 1; its last line: {error}"
     assert_reported(run, out, "failed", reason, "set_up")
     assert f"\nrank 1: {error}" in (run.out_dir / "run.log").read_text()
