@@ -10,6 +10,8 @@ from typing import Any, Literal
 from ftkit.parsing import from_dict, to_dict
 from ftkit.planning import Devices, Plan, make_plan
 from ftkit.recipe import Method, Recipe
+from ftkit.report.machine import hardware, versions
+from ftkit.report.report import Progress, Report, recipe_as_dict, utc_now, utc_text
 
 ErrorKind = Literal["user", "out_of_memory", "interrupted", "failed", "died"]
 """What a rank says itself, but for `died`: it ended without a word."""
@@ -34,6 +36,23 @@ class Job:
     def plan(self) -> Plan:
         """The recipe resolved on the devices."""
         return make_plan(self.recipe, self.devices)
+
+    def new_report(self) -> Report:
+        """The report of a run of which nothing is known but that it has begun."""
+        return Report(
+            outcome="failed",
+            exit_reason="the process ended without a word",
+            exit_code=1,
+            phase="set_up",
+            started_at=utc_text(self.started_at_s),
+            finished_at=utc_now(),
+            command=list(self.command),
+            method=self.recipe.method,
+            recipe=recipe_as_dict(self.recipe),
+            versions=versions(),
+            hardware=hardware(),
+            progress=Progress(),
+        )
 
     def write(self, path: Path) -> None:
         """Write the job for the ranks; the access token is not in it."""

@@ -33,7 +33,6 @@ from ftkit.ranks import (
 )
 from ftkit.recipe import Recipe
 from ftkit.report.display import Display
-from ftkit.report.machine import hardware, versions
 from ftkit.report.report import (
     FILE_NAME,
     PeakMemory,
@@ -42,9 +41,7 @@ from ftkit.report.report import (
     Progress,
     Report,
     read_report,
-    recipe_as_dict,
     utc_now,
-    utc_text,
     without_tokens,
     write_report,
 )
@@ -294,21 +291,7 @@ def _collect_output(out_dir: Path, world_size: int) -> None:
 def _report_of_nothing(job: Job) -> Report:
     """What is known of a rank that ended before it could write a report."""
     seconds = time.time() - job.started_at_s
-    return Report(
-        outcome="failed",
-        exit_reason="",
-        exit_code=1,
-        phase="set_up",
-        started_at=utc_text(job.started_at_s),
-        finished_at=utc_now(),
-        command=list(job.command),
-        method=job.recipe.method,
-        recipe=recipe_as_dict(job.recipe),
-        versions=versions(),
-        hardware=hardware(),
-        phases_s=PhaseTimes(set_up=seconds, total=seconds),
-        progress=Progress(),
-    )
+    return dataclasses.replace(job.new_report(), phases_s=PhaseTimes(set_up=seconds, total=seconds))
 
 
 def _with_outcome(

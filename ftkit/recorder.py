@@ -12,7 +12,7 @@ import torch
 from ftkit.callbacks import PARTS, StepRecord
 from ftkit.job import Job
 from ftkit.planning import Plan
-from ftkit.report.machine import DeviceUtilization, hardware, host_memory, versions
+from ftkit.report.machine import DeviceUtilization, host_memory
 from ftkit.report.metrics import MetricsWriter, ValidationWriter, perplexity
 from ftkit.report.report import (
     Files,
@@ -22,14 +22,10 @@ from ftkit.report.report import (
     PhaseTimes,
     Progress,
     RankMemory,
-    Report,
     StepTimes,
     Throughput,
     ThroughputMeter,
     Tokens,
-    recipe_as_dict,
-    utc_now,
-    utc_text,
     write_report,
 )
 
@@ -78,20 +74,9 @@ class Recorder:
         self._cpu = psutil.Process()
         self._cpu_start: tuple[float, float] | None = None
         self._host_bytes = 0
-        self.report = Report(
-            outcome="failed",
-            exit_reason="the process ended without a word",
-            exit_code=1,
-            phase="set_up",
-            started_at=utc_text(job.started_at_s),
-            finished_at=utc_now(),
-            command=list(job.command),
-            method=job.recipe.method,
-            recipe=recipe_as_dict(job.recipe),
-            versions=versions(),
-            hardware=hardware(),
+        self.report = dataclasses.replace(
+            job.new_report(),
             loss=Loss(),
-            progress=Progress(),
             files=Files(metrics=METRICS, validation=VALIDATION, log=LOG),
         )
 

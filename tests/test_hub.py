@@ -322,7 +322,7 @@ def test_what_is_there_already_needs_no_room(served, root, monkeypatch):
     download(REPOSITORY, root=root)
     usage = shutil.disk_usage(root)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0))
-    download(REPOSITORY, root=root)
+    assert download(REPOSITORY, root=root) == root / REPOSITORY
 
 
 @pytest.mark.parametrize("weights", ["model.gguf", "model-q4.safetensors"])
