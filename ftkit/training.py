@@ -75,12 +75,13 @@ class Training:
                 )
             ],
         )
+        # Without workers, whatever num_workers says: the samples are tokenised already, collating
+        # takes 0.05 ms, and a worker forked beside communication threads may never wake up.
         batches = train_batches(
             self.data.train,
             order,
             start_step=0,
             end_step=order.total_steps,
-            num_workers=self.recipe.data["init_args"].get("num_workers", 0),
             pin_memory=device.type == "cuda",
         )
         self.stop.wait_for_step = True

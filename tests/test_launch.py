@@ -365,7 +365,7 @@ def test_a_killed_rank_is_reported_by_the_name_of_the_signal(start, tmp_path):
 def test_no_process_outlives_a_killed_supervisor(start, tmp_path):
     with start(tmp_path / "out", **FOREVER) as run:
         run.wait_for_steps(2)
-        assert len(run.processes()) == 3, "supervisor, rank and a worker for the data"
+        assert len(run.processes()) == 2, "supervisor and rank"
         run.process.kill()
         run.end()  # waits until no process is left
         before = len(rows(run.out_dir))

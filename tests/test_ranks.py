@@ -224,10 +224,10 @@ def test_out_of_memory_on_one_rank_names_it_and_the_phase(
     assert_reported(run, out, "out_of_memory", "(?i)rank 1: .*memory", phase)
 
 
-def test_no_rank_and_no_worker_outlives_a_killed_supervisor(start: Start, tmp_path: Path) -> None:
+def test_no_rank_outlives_a_killed_supervisor(start: Start, tmp_path: Path) -> None:
     with start(tmp_path / "out", **FOREVER | TWO_RANKS) as run:
         run.wait_for_steps(1)
-        assert len(run.processes()) == 5, "supervisor, two ranks, a worker of each for the data"
+        assert len(run.processes()) == 3, "supervisor and two ranks"
         since = time.monotonic()
         run.process.kill()
         ended_within_deadline(run, since)
@@ -405,7 +405,7 @@ def test_nothing_outlives_a_killed_torchrun(common, tmp_path: Path) -> None:
     words = torchrun(command_of(out_dir, common, **FOREVER | TWO_RANKS))
     with watched(out_dir, words, tmp_path, command_environment()) as run:
         run.wait_for_steps(2)
-        assert len(run.processes()) == 7, "torchrun, two supervisors, two ranks, two workers"
+        assert len(run.processes()) == 5, "torchrun, two supervisors, two ranks"
         since = time.monotonic()
         run.process.kill()
         ended_within_deadline(run, since)
@@ -427,6 +427,6 @@ def test_ctrl_c_under_torchrun_ends_after_the_step(common, tmp_path: Path) -> No
 
 
 def training(run: Run) -> list[psutil.Process]:
-    """The ranks, whoever started them, without their workers."""
+    """The ranks, whoever started them."""
     supervisors = psutil.Process(run.process.pid).children()
     return [rank for supervisor in supervisors for rank in supervisor.children()]
