@@ -17,7 +17,7 @@ import yaml
 from ftkit.recipe import Component, LoraRecipe, Recipe
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = sorted(path for path in (ROOT / "scripts").glob("[!_]*") if not path.suffix)
+SCRIPTS = sorted(p for p in (ROOT / "scripts").glob("[!_]*") if p.is_file() and not p.suffix)
 BASH_SCRIPTS = [path for path in SCRIPTS if "bash" in path.read_text().partition("\n")[0]]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 
