@@ -76,7 +76,7 @@ class Training:
             ],
         )
         # Without workers, whatever num_workers says: the samples are tokenised already, collating
-        # takes 0.05 ms, and a worker forked beside communication threads may never wake up.
+        # takes 0.05 ms, and forking a process that runs communication threads is not safe.
         batches = train_batches(
             self.data.train,
             order,

@@ -215,7 +215,7 @@ def test_three_ranks_learn_what_one_learns(
 def test_mixed_precision_differs_between_strategies_by_its_rounding_only(
     two_ranks: dict[Case, Outcome], single: dict[Case, Outcome], strategy: str, method: Method
 ) -> None:
-    """Measured: 1e-4 to 2e-4 relative over such steps; where the casts happen differs."""
+    """Measured over 8 such steps: ddp 4e-5, fsdp 4e-4, deepspeed 5e-4; the casts differ."""
     found = two_ranks[Case(strategy, method, "bf16-mixed")]
     expected = single[Case("single", method, "bf16-mixed")]
     assert found.losses == pytest.approx(expected.losses, rel=3e-3)
