@@ -39,6 +39,8 @@ class FineTuner(L.LightningModule):
         plan: Plan,
         schedule: Schedule,
         fill: Callable[[LanguageModel, Sharding, torch.device], None],
+        *,
+        start_step: int = 0,
     ) -> None:
         """Prepare.
 
@@ -47,6 +49,7 @@ class FineTuner(L.LightningModule):
             plan: what to run.
             schedule: its steps and learning rates.
             fill: gives the model its numbers on a device.
+            start_step: optimizer steps done before.
         """
         super().__init__()
         self.model = model
@@ -55,6 +58,7 @@ class FineTuner(L.LightningModule):
         self.sharding: Sharding | None = None
         """Where the parameters live, once the processes are connected."""
         self.schedule = schedule
+        self.start_step = start_step
         self.base_learning_rate = base_learning_rate(plan.recipe)
         self.step_loss = torch.zeros((), dtype=torch.float64)
         """Loss of the optimizer step so far, this rank's share, in nats per label token."""
@@ -122,7 +126,11 @@ class FineTuner(L.LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         optimizer = make_optimizer(self.plan, self.model)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self.schedule.share)
+        for group in optimizer.param_groups:  # a scheduler that starts later wants to know it
+            group["initial_lr"] = group["lr"]
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, self.schedule.share, last_epoch=self.start_step - 1
+        )
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
@@ -152,6 +160,26 @@ def make_optimizer(plan: Plan, model: torch.nn.Module) -> torch.optim.Optimizer:
     Raises:
         UserError: the class does not exist or does not take the arguments.
     """
+    optimizer_class, arguments = optimizer_of(plan)
+    chosen = plan.recipe.optimizer
+    if plan.strategy == "fsdp" and chosen["class_path"].startswith("bitsandbytes."):
+        from ftkit.sharded_optimizer import over_local_rows
+
+        optimizer_class = over_local_rows(optimizer_class)
+    try:
+        return optimizer_class(trainable(model), **arguments)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"optimizer {chosen['class_path']} refuses its arguments {chosen['init_args']}: {error}"
+        ) from None
+
+
+def optimizer_of(plan: Plan) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """The recipe's optimizer for the plan's strategy, and its arguments.
+
+    Raises:
+        UserError: the class does not exist or does not take the arguments.
+    """
     chosen = plan.recipe.optimizer
     class_path, arguments = chosen["class_path"], dict(chosen["init_args"])
     options = plan.options
@@ -176,16 +204,7 @@ def make_optimizer(plan: Plan, model: torch.nn.Module) -> torch.optim.Optimizer:
     may_fuse = plan.precision != "16-mixed" and plan.strategy != "deepspeed"
     if "fused" in known and may_fuse and not implementation & arguments.keys():
         arguments["fused"] = True
-    if plan.strategy == "fsdp" and class_path.startswith("bitsandbytes."):
-        from ftkit.sharded_optimizer import over_local_rows
-
-        optimizer_class = over_local_rows(optimizer_class)
-    try:
-        return optimizer_class(trainable(model), **arguments)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(
-            f"optimizer {class_path} refuses its arguments {chosen['init_args']}: {error}"
-        ) from None
+    return optimizer_class, arguments
 
 
 def compile_cpu_optimizer() -> None:

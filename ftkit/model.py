@@ -1,7 +1,7 @@
 """The model that is trained: litgpt's GPT with unfused QKV, a head that is its own loss, LoRA."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import litgpt
 import torch
@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from ftkit.adapter import add_adapter, initial_adapter, is_adapter
 from ftkit.base.base_model import BaseModel, weights
 from ftkit.recipe import LoraRecipe, Quantization, Recipe
-from ftkit.sharding import Sharding
+from ftkit.sharding import Rows, Sharding
 
 LOGITS_CHUNK_ELEMENTS = 2**25
 """Logits held at once, as a number of elements (128 MiB in float32)."""
@@ -176,6 +176,7 @@ def fill(
     device: torch.device,
     rope_length: int,
     seed: int,
+    trained: Mapping[str, Rows] | None = None,
     progress: Callable[[int, int], None],
 ) -> None:
     """Give an outlined model its memory and its numbers, parameter by parameter.
@@ -187,16 +188,23 @@ def fill(
         device: where the parameters live.
         rope_length: positions of the table of rotary embeddings.
         seed: of the adapter's initial values.
+        trained: values of all trained parameters by our name, if training continues: the adapter,
+            or the whole model, of whose base then nothing is read.
         progress: called with (parameters filled, parameters in all).
     """
     names = {our_name(name): name for name, _ in model.named_parameters()}
     sharding.allocate(model, device)
     model.place_rotary_tables(device, rope_length)
     with torch.no_grad():
-        for ours, name in names.items():
-            if is_adapter(ours):
-                shape = model.get_parameter(name).shape
-                sharding.put(model, name, initial_adapter(ours, shape, seed))
+        for done, (ours, name) in enumerate(names.items(), start=1):
+            parameter = model.get_parameter(name)
+            if trained is not None and parameter.requires_grad:
+                sharding.put(model, name, trained[ours])
+                progress(done, len(names))
+            elif is_adapter(ours):
+                sharding.put(model, name, initial_adapter(ours, parameter.shape, seed))
+        if trained is not None and all(p.requires_grad for p in model.parameters()):
+            return
         for done, (ours, tensor) in enumerate(_weights(base, model), start=1):
             sharding.put(model, names[ours], _stored(model, names[ours], tensor, device))
             progress(done, len(names))

@@ -10,13 +10,20 @@ from torch.distributed.tensor import DTensor
 from ftkit.planning import FsdpOptions, Plan
 
 
+class Rows(Protocol):
+    """A tensor in memory, or in a file, of which some rows are asked for."""
+
+    def __getitem__(self, rows: slice, /) -> Tensor:
+        """The rows."""
+
+
 class Sharding(Protocol):
     """How a model gets its memory on this rank."""
 
     def allocate(self, model: Any, device: torch.device) -> None:
         """Give every parameter of the model its memory on this rank; the values are undefined."""
 
-    def put(self, model: nn.Module, name: str, value: Tensor) -> None:
+    def put(self, model: nn.Module, name: str, value: Rows) -> None:
         """Set a parameter; only what belongs to this rank is read from the value.
 
         Every rank puts the same parameters in the same order.
@@ -39,8 +46,8 @@ class Whole:
         model.to_empty(device=device)
         model.tie()
 
-    def put(self, model: nn.Module, name: str, value: Tensor) -> None:
-        model.get_parameter(name).data.copy_(value)
+    def put(self, model: nn.Module, name: str, value: Rows) -> None:
+        model.get_parameter(name).data.copy_(value[:])
 
     def settle(self, model: nn.Module) -> None:
         pass
@@ -86,7 +93,7 @@ class FullyShard:
         model.to_empty(device=device)
         model.tie()
 
-    def put(self, model: nn.Module, name: str, value: Tensor) -> None:
+    def put(self, model: nn.Module, name: str, value: Rows) -> None:
         parameter = model.get_parameter(name)
         assert isinstance(parameter, DTensor)
         (box,) = parameter.__create_chunk_list__()
@@ -130,7 +137,7 @@ class ZeroThree:
         self._whole = torch.empty(max(sizes), dtype=torch.uint8, device=device)
         self._left = len(sizes)
 
-    def put(self, model: Any, name: str, value: Tensor) -> None:
+    def put(self, model: Any, name: str, value: Rows) -> None:
         import deepspeed
 
         owner, _, leaf = name.rpartition(".")
@@ -139,7 +146,7 @@ class ZeroThree:
         memory = self._whole[:size].view(outlined.dtype).view(outlined.shape)
         parameter = nn.Parameter(memory, requires_grad=outlined.requires_grad)
         if torch.distributed.get_rank() == 0:  # the others receive it
-            parameter.data.copy_(value)
+            parameter.data.copy_(value[:])
         deepspeed.zero.Init(
             module=nn.ParameterList([parameter]),
             config_dict_or_path=self._config,

@@ -1,0 +1,253 @@
+"""Saving checkpoints beside training: a copy in host memory now, the files in a thread.
+
+Every rank writes its own shard. Rank 0 writes what the ranks have in common, waits for the shards,
+and commits; that is the only moment at which a checkpoint comes into being.
+"""
+
+import dataclasses
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from ftkit.base.tensor_files import sync
+from ftkit.checkpoint.metadata import FileEntry, Metadata
+from ftkit.checkpoint.shards import Piece, shard_name, write_shard
+from ftkit.checkpoint.store import Store, hash_file
+from ftkit.job import write_json
+
+PATIENCE_S = 600.0
+"""How long rank 0 waits for the shards of the others once its own files are written."""
+POLL_S = 0.02
+MOST_FAILURES = 3
+"""Saving may fail this often in a row before training stops."""
+
+
+class SavingFailed(Exception):
+    """Checkpoints cannot be written, time and again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A checkpoint that was written, or could not be."""
+
+    step: int
+    path: Path
+    stall_s: float
+    """How long training stood still."""
+    write_s: float
+    """How long it took from then on until it was committed."""
+    size_bytes: int = 0
+    """Of all files."""
+    deleted: int = 0
+    """Older checkpoints that were removed."""
+    error: str | None = None
+    """Why there is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retention:
+    """Which checkpoints are kept."""
+
+    keep_last: int
+    keep_every: int | None
+    keep_best: int
+
+
+class Saver:
+    """Writes the checkpoints of one rank, at most one at a time.
+
+    Args:
+        store: where they go; every rank sees the same directory.
+        receipts: for each rank a directory in which it says that its shard is written.
+        rank: this rank.
+        retention: which ones rank 0 keeps.
+        asynchronous: write in a thread, from a copy; else training waits.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        receipts: list[Path],
+        rank: int,
+        retention: Retention,
+        *,
+        asynchronous: bool,
+    ) -> None:
+        self.store = store
+        self._receipts, self._rank, self._retention = receipts, rank, retention
+        self._asynchronous = asynchronous
+        self._thread: threading.Thread | None = None
+        self._finished: list[Saved] = []
+        self._failures = 0
+        self._copies: dict[str, Tensor] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether files are being written."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def save(
+        self,
+        metadata: Metadata,
+        pieces: Iterable[Piece],
+        companions: Callable[[Path], None] | None,
+        *,
+        wait: bool,
+    ) -> None:
+        """Save; returns as soon as training may go on.
+
+        Args:
+            metadata: without files.
+            pieces: of this rank; their memory may change once this returns.
+            companions: on rank 0 writes the other files into the directory it is given.
+            wait: until it is committed.
+        """
+        started = time.perf_counter()
+        self.wait()
+        asynchronous = self._asynchronous and not wait
+        held = [self._held(piece, copy=asynchronous) for piece in pieces]
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        work = threading.Thread(
+            target=self._write, args=(metadata, held, companions, started), daemon=True
+        )
+        self._stall_s = None if not asynchronous else time.perf_counter() - started
+        self._thread = work
+        work.start()
+        if not asynchronous:
+            work.join()
+
+    def wait(self) -> None:
+        """Until nothing is being written."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def finished(self) -> list[Saved]:
+        """What came to an end since the last call, on rank 0.
+
+        Raises:
+            SavingFailed: it failed too often in a row.
+        """
+        found, self._finished = self._finished, []
+        for saved in found:
+            self._failures = self._failures + 1 if saved.error else 0
+        if self._failures >= MOST_FAILURES:
+            raise SavingFailed(
+                f"{self._failures} checkpoints in a row could not be saved, the last one because: "
+                f"{found[-1].error}. The last complete one is untouched. Free some space in "
+                f"{self.store.directory}, then continue with --resume auto."
+            )
+        return found
+
+    def _held(self, piece: Piece, *, copy: bool) -> Piece:
+        """The piece in host memory, apart from what training changes."""
+        values = self._in_host_memory(f"{piece.name}", piece.values, copy)
+        scales = piece.scales
+        if scales is not None:
+            scales = self._in_host_memory(f"{piece.name}.scales", scales, copy)
+        return dataclasses.replace(piece, values=values, scales=scales)
+
+    def _in_host_memory(self, key: str, values: Tensor, copy: bool) -> Tensor:
+        """The numbers in host memory; copies go to memory that is kept for the next save."""
+        if not copy:
+            return values.cpu().contiguous()
+        kept = self._copies.get(key)
+        if kept is None or kept.shape != values.shape or kept.dtype != values.dtype:
+            pin = values.device.type == "cuda"
+            kept = torch.empty(values.shape, dtype=values.dtype, pin_memory=pin)
+            self._copies[key] = kept
+        return kept.copy_(values, non_blocking=True)
+
+    def _write(
+        self,
+        metadata: Metadata,
+        pieces: list[Piece],
+        companions: Callable[[Path], None] | None,
+        started: float,
+    ) -> None:
+        """In the thread: this rank's files, and on rank 0 the commit."""
+        step = metadata.step
+        partial = self.store.partial(step)
+        error = None
+        files: dict[str, FileEntry] = {}
+        try:
+            partial.mkdir(parents=True, exist_ok=True)
+            shard = partial / shard_name(self._rank, len(self._receipts))
+            write_shard(shard, pieces)
+            if companions is not None:
+                companions(partial)
+                written = [path for path in partial.rglob("*") if path.is_file()]
+                written = [p for p in written if p == shard or not p.name.startswith("shard-")]
+            else:
+                written = [shard]
+            for path in written:
+                sync(path)
+                files[path.relative_to(partial).as_posix()] = hash_file(path)
+        except (OSError, SafetensorError) as failure:
+            error = _in_words(failure)
+        if self._rank > 0:
+            _leave_receipt(self._receipts[self._rank], step, files, error)
+            return
+        try:
+            error, entries = self._collect(step, files, error)
+            if error is None:
+                complete = dataclasses.replace(metadata, files=entries)
+                path = self.store.commit(complete)
+                deleted = self.store.prune(**dataclasses.asdict(self._retention))
+        except OSError as failure:
+            error = _in_words(failure)
+        ended = time.perf_counter()
+        stall_s = ended - started if self._stall_s is None else self._stall_s
+        common = {"step": step, "stall_s": stall_s, "write_s": ended - started}
+        if error is not None:
+            self.store.discard_partial(step)
+            self._finished.append(Saved(path=partial, error=error, **common))
+            return
+        size = sum(entry.size_bytes for entry in entries.values())
+        self._finished.append(
+            Saved(path=path, size_bytes=size, deleted=len(deleted), **common)
+        )
+
+    def _collect(
+        self, step: int, own: Mapping[str, FileEntry], error: str | None
+    ) -> tuple[str | None, dict[str, FileEntry]]:
+        """The files of all ranks, once every rank has said that it is done."""
+        entries = dict(own)
+        deadline = time.monotonic() + PATIENCE_S
+        for rank, directory in enumerate(self._receipts[1:], start=1):
+            receipt = _receipt(directory, step)
+            while not receipt.exists():
+                if time.monotonic() > deadline:
+                    return f"rank {rank} does not write its shard, or elsewhere", {}
+                time.sleep(POLL_S)
+            content = json.loads(receipt.read_text(encoding="utf-8"))
+            receipt.unlink()
+            if content["error"] is not None:
+                error = error or f"rank {rank}: {content['error']}"
+            entries |= {name: FileEntry(**entry) for name, entry in content["files"].items()}
+        return error, entries
+
+
+def _receipt(directory: Path, step: int) -> Path:
+    return directory / f"saved-{step}.json"
+
+
+def _leave_receipt(
+    directory: Path, step: int, files: Mapping[str, FileEntry], error: str | None
+) -> None:
+    entries = {name: dataclasses.asdict(entry) for name, entry in files.items()}
+    write_json(_receipt(directory, step), {"files": entries, "error": error})
+
+
+def _in_words(failure: Exception) -> str:
+    if isinstance(failure, OSError) and failure.errno:
+        return f"{os.strerror(failure.errno)} ({failure.filename or 'no file'})"
+    return str(failure)
