@@ -100,16 +100,24 @@ def _finetune(name: str, argv: Sequence[str]) -> int:
     if "help" in options.switches:
         _finetune_parser(name).print_help()
         return 0
-    files = [value for key, value in options.values if key == "config"]
-    overrides = [(key, value) for key, value in options.values if key != "config"]
-    recipe = read_recipe(files, overrides, method=FINETUNE[name])
+    own: dict[str, list[str]] = {"config": [], "stop_after": []}
+    overrides = [(key, value) for key, value in options.values if key not in own]
+    for key, value in options.values:
+        if key in own:
+            own[key].append(value)
+    recipe = read_recipe(own["config"], overrides, method=FINETUNE[name])
     if "print_config" in options.switches:
         print(to_yaml(recipe), end="")
         return 0
+    from ftkit.job import StopAfter
     from ftkit.launch import launch
 
-    overwrite = "overwrite" in options.switches
-    return launch(recipe, command=["ftkit", name, *argv], overwrite=overwrite)
+    return launch(
+        recipe,
+        command=["ftkit", name, *argv],
+        overwrite="overwrite" in options.switches,
+        stop_after=StopAfter.parse(own["stop_after"][-1]) if own["stop_after"] else None,
+    )
 
 
 def _download(argv: Sequence[str]) -> int:
@@ -201,7 +209,14 @@ def _finetune_parser(name: str) -> ArgumentParser:
     parser.add_argument(
         "--overwrite",
         action="store_true",
-        help="Replace what is in out_dir. Default: leave it and take OUT_DIR-2, OUT_DIR-3, ...",
+        help="Replace what is in out_dir. Default: leave it and take OUT_DIR-2, OUT_DIR-3, ...; "
+        "a run there that can be continued is refused.",
+    )
+    parser.add_argument(
+        "--stop_after",
+        metavar="N|DURATION",
+        help="Save and stop after this many optimizer steps of this command, or after a time such "
+        "as 90min. The schedule stays that of the whole run; --resume auto continues it.",
     )
     add_recipe_keys(parser, method)
     kinds = key_types(method)

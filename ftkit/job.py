@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ftkit.duration import parse_duration
+from ftkit.errors import UserError
 from ftkit.parsing import from_dict, to_dict
 from ftkit.planning import Devices, Plan, make_plan
 from ftkit.recipe import Method, Recipe
@@ -15,6 +17,38 @@ from ftkit.report.report import Progress, Report, recipe_as_dict, utc_now, utc_t
 
 ErrorKind = Literal["user", "out_of_memory", "interrupted", "failed", "died"]
 """What a rank says itself, but for `died`: it ended without a word."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopAfter:
+    """When a sitting ends although the run goes on; one of the two is set."""
+
+    steps: int | None = None
+    """Optimizer steps of this sitting."""
+    seconds: float | None = None
+    """Time since the command started."""
+
+    @classmethod
+    def parse(cls, text: str) -> "StopAfter":
+        """What `--stop_after` says: 500 (steps), or a duration such as 90min.
+
+        Raises:
+            UserError: it is neither.
+        """
+        if text.isdecimal() and int(text) > 0:
+            return cls(steps=int(text))
+        try:
+            return cls(seconds=parse_duration(text, "stop_after"))
+        except UserError:
+            raise UserError(
+                f"--stop_after is {text!r}, but must be a number of optimizer steps, or a duration "
+                "such as 60s, 90min or 2h. Try --stop_after 500."
+            ) from None
+
+    def __str__(self) -> str:
+        if self.steps is not None:
+            return f"--stop_after {self.steps}"
+        return f"--stop_after {self.seconds:g}s"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +65,12 @@ class Job:
     """The command line, tokens removed."""
     started_at_s: float
     """When the command started, in seconds since the epoch."""
+    start: str | None = None
+    """The directory of the checkpoint to continue from; None: from the base model."""
+    stop_after: StopAfter | None = None
+    """When to stop gracefully before the run is done."""
+    changes: tuple[str, ...] = ()
+    """What differs from the checkpoint's recipe in how it is learned, one line each."""
 
     @property
     def plan(self) -> Plan:
@@ -63,6 +103,9 @@ class Job:
             "base": self.base,
             "command": self.command,
             "started_at_s": self.started_at_s,
+            "start": self.start,
+            "stop_after": dataclasses.asdict(self.stop_after) if self.stop_after else None,
+            "changes": self.changes,
         }
         write_json(path, values)
 
@@ -78,6 +121,9 @@ class Job:
             base=values["base"],
             command=tuple(values["command"]),
             started_at_s=values["started_at_s"],
+            start=values["start"],
+            stop_after=StopAfter(**values["stop_after"]) if values["stop_after"] else None,
+            changes=tuple(values["changes"]),
         )
 
 

@@ -12,13 +12,13 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from ftkit.base.hub import find_or_download
 from ftkit.data.files import check_data
 from ftkit.errors import UserError
-from ftkit.job import Job, RankError
+from ftkit.job import Job, RankError, StopAfter
 from ftkit.parsing import to_yaml
 from ftkit.planning import Devices, make_plan
 from ftkit.ranks import (
@@ -48,7 +48,13 @@ from ftkit.report.report import (
 from ftkit.report.table import render
 
 
-def launch(recipe: Recipe, *, command: Sequence[str], overwrite: bool = False) -> int:
+def launch(
+    recipe: Recipe,
+    *,
+    command: Sequence[str],
+    overwrite: bool = False,
+    stop_after: StopAfter | None = None,
+) -> int:
     """Check, start and supervise one run; the exit code of the command.
 
     Under torchrun or SLURM, which start a process for each rank, this one looks after its rank.
@@ -57,32 +63,39 @@ def launch(recipe: Recipe, *, command: Sequence[str], overwrite: bool = False) -
         recipe: what was asked.
         command: the command line, for the report.
         overwrite: replace what is in out_dir instead of taking another directory.
+        stop_after: end this sitting before the run is done.
 
     Raises:
         UserError: before anything has started, and nothing is left behind.
     """
+
+    def prepared() -> AbstractContextManager[Job]:
+        return prepare(recipe, command, overwrite, started_at_s, stop_after)
+
     started_at_s = time.time()
     placed = external_ranks()
     if placed is not None:
         from ftkit.external import take_part
 
         recipe = placed.applied_to(recipe)
-        return take_part(
-            placed, lambda: prepare(recipe, command, overwrite, started_at_s), conclude
-        )
+        return take_part(placed, prepared, conclude)
     if recipe.num_nodes > 1:
         raise UserError(
             f"num_nodes is {recipe.num_nodes}, but this command starts ranks on one machine only. "
             "Start it on every machine with torchrun or srun, or try --num_nodes 1."
         )
-    with Ranks() as ranks, prepare(recipe, command, overwrite, started_at_s) as job:
+    with Ranks() as ranks, prepared() as job:
         ranks.run(job, job.recipe.out_dir / STATE)
         return conclude(job, ranks.received)
 
 
 @contextmanager
 def prepare(
-    recipe: Recipe, command: Sequence[str], overwrite: bool, started_at_s: float
+    recipe: Recipe,
+    command: Sequence[str],
+    overwrite: bool,
+    started_at_s: float,
+    stop_after: StopAfter | None = None,
 ) -> Iterator[Job]:
     """A job whose every setting is checked, with its base model at hand and its directory claimed.
 
@@ -110,9 +123,11 @@ def prepare(
             base=base,
             command=tuple(without_tokens(command)),
             started_at_s=started_at_s,
+            stop_after=stop_after,
         )
         try:
-            (out_dir / "recipe.yaml").write_text(to_yaml(job.recipe), encoding="utf-8")
+            written = dataclasses.replace(job.recipe, resume=False)
+            (out_dir / "recipe.yaml").write_text(to_yaml(written), encoding="utf-8")
             job.write(out_dir / STATE / "job.json")
         except OSError as error:
             raise _unwritable(out_dir, error) from None

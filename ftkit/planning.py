@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, cast, get_args, get_type_hints
 
+from ftkit.duration import parse_duration
 from ftkit.errors import UserError
 from ftkit.recipe import LoraRecipe, Precision, Recipe
 
@@ -371,7 +372,11 @@ def _check_ranges(recipe: Recipe) -> None:
         ("train.max_steps", train.max_steps, 1),
         ("train.max_seq_length", train.max_seq_length, 2),
         ("train.lr_warmup_steps", train.lr_warmup_steps, 0),
+        ("train.save_interval", train.save_interval, 1),
         ("train.log_interval", train.log_interval, 1),
+        ("checkpoint.keep_last", recipe.checkpoint.keep_last, 1),
+        ("checkpoint.keep_every", recipe.checkpoint.keep_every, 1),
+        ("checkpoint.keep_best", recipe.checkpoint.keep_best, 0),
         ("eval.interval", evaluation.interval, 0),
         ("eval.max_iters", evaluation.max_iters, 1),
         ("eval.max_new_tokens", evaluation.max_new_tokens, 0),
@@ -388,6 +393,8 @@ def _check_ranges(recipe: Recipe) -> None:
             raise UserError(
                 f"{key} is {number:g}, but must be above 0. Try --{key} null for no limit."
             )
+    if recipe.checkpoint.save_every is not None:
+        parse_duration(recipe.checkpoint.save_every)
     if recipe.seed >= 2**63:
         raise UserError(f"seed is {recipe.seed}, but must be below 2**63. Try --seed 1337.")
     if not train.min_lr >= 0:
@@ -415,11 +422,6 @@ def _check_ranges(recipe: Recipe) -> None:
         raise UserError(
             f'eval.evaluate_example is {example!r}, but must be "first", "random" or the index of '
             "a validation record. Try --eval.evaluate_example first."
-        )
-    if (isinstance(recipe.resume, str) and recipe.resume != "auto") or recipe.resume is True:
-        raise UserError(
-            f"resume is {recipe.resume}, but there is no checkpoint to continue from: this version "
-            "writes the final model only. Try --resume false."
         )
     if isinstance(recipe, LoraRecipe):
         _check_lora(recipe)

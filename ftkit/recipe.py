@@ -49,7 +49,7 @@ class Train:
     tie_embeddings: bool | None = None
     """Share the weights of embedding and head. Default: as the base model does."""
     save_interval: int | None = 1000
-    """Read from LitGPT recipes; ftkit writes the final model only."""
+    """Optimizer steps between two checkpoints; empty: none by steps, see checkpoint.save_every."""
     log_interval: int = 1
     """Optimizer steps between two values sent to TensorBoard or W&B (metrics.csv has all)."""
 
@@ -92,7 +92,18 @@ class Checkpoint:
     """What is kept of the run."""
 
     save: bool = True
-    """Write the result to out_dir/final. Switch off to study time and memory only."""
+    """Write checkpoints to out_dir/checkpoints and the result to out_dir/final. Switch off to
+    study time and memory only."""
+    save_every: str | None = "15min"
+    """Time between two checkpoints, such as 60s, 15min or 2h; empty: none by time."""
+    keep_last: int = 3
+    """Keep this many of the newest checkpoints."""
+    keep_every: int | None = None
+    """Also keep every checkpoint whose step is a multiple of this."""
+    keep_best: int = 0
+    """Also keep this many checkpoints with the lowest validation loss."""
+    asynchronous: bool = True
+    """Train on while a checkpoint is being written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,8 +145,11 @@ class Recipe:
     """Extra logger. metrics.csv is always written."""
     seed: int = 1337
     """Seed of the sample order, adapter initialisation and dropout."""
-    resume: bool | str = False
-    """Read from LitGPT recipes: false and "auto" start a new run."""
+    resume: bool | int | str = False
+    """Continue from a checkpoint. auto: the newest one of out_dir; without one, start. true: the
+    newest one, which has to be there. A number: that step of out_dir; later checkpoints are set
+    aside. A path: a run, its checkpoints or one of them; the run goes on in a new out_dir, unless
+    the checkpoint is its own. Other hardware settings may be given."""
     access_token: str | None = None
     """Hugging Face token for gated models. Default: $HF_TOKEN. Never written anywhere."""
 

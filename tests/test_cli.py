@@ -13,6 +13,8 @@ from ftkit.parsing import key_types, read_recipe
 
 RECIPES = ROOT / "recipes"
 FINETUNE = ["finetune", "finetune_lora", "finetune_full"]
+OWN = ["config", "print_config", "overwrite", "stop_after"]
+"""Options of these commands that are no key of a recipe."""
 
 
 @pytest.fixture
@@ -60,11 +62,11 @@ class TestHelpOfFinetune:
     def test_explains_every_key_once(self, text, command):
         method = "full" if command == "finetune_full" else "lora"
         shown = re.findall(r"^  --(\S+)", text, re.MULTILINE)
-        assert sorted(shown) == sorted([*key_types(method), "config", "print_config", "overwrite"])
+        assert sorted(shown) == sorted([*key_types(method), *OWN])
 
     def test_starts_with_the_config_and_the_switches(self, text, command):
         shown = re.findall(r"^  (?:-h, )?--(\S+)", text, re.MULTILINE)
-        assert shown[:5] == ["help", "config", "print_config", "overwrite", "checkpoint_dir"]
+        assert shown[:6] == ["help", *OWN, "checkpoint_dir"]
 
     def test_says_what_kind_of_training_it_is_and_not_of_the_other_kind(self, text, command):
         kind, other = "LoRA and QLoRA", "Full fine-tuning"
@@ -80,6 +82,9 @@ class TestHelpOfFinetune:
         assert "--eval.initial_validation {true,false}" in words
         assert "--optimizer.NAME VALUE. Default: AdamW." in words
         assert "Default: 6e-05." in words
+        assert "--resume {true,false}|N|TEXT Continue from a checkpoint." in words
+        assert "--checkpoint.save_every TEXT" in words and "Default: 15min." in words
+        assert "--stop_after N|DURATION Save and stop" in words
         assert "with random weights. Required." in words
         if command != "finetune_full":
             choices = "bnb.nf4,bnb.nf4-dq,bnb.fp4,bnb.fp4-dq,bnb.int8"
@@ -126,6 +131,11 @@ def test_help_of_download_names_its_options(said):
         (["finetune", "--train.epoch", "3"], "Did you mean train.epochs?"),
         (["finetune_full", "--lora_r", "3"], "lora_r does not belong to full fine-tuning."),
         (["finetune"], "checkpoint_dir is not set: which base model?"),
+        (["finetune", "--stop_after"], "--stop_after needs a value: --stop_after VALUE."),
+        (
+            ["finetune", "--checkpoint_dir", "b", "--stop_after", "9m"],
+            "--stop_after is '9m', but must be a number of optimizer steps, or a duration",
+        ),
         (["download"], "Which model? Try ftkit download TinyLlama/TinyLlama_v1.1."),
         (["download", "a/b", "--devices", "1"], "--devices is not an option of ftkit download."),
         (["download", "a/b", "--overwrite", "1"], "--overwrite is not an option of ftkit download"),
@@ -236,7 +246,11 @@ def completion(tmp_path_factory) -> Path:
         ("ftkit finetune_full --lora_", set()),
         ("ftkit finetune --train.max_s", {"--train.max_steps", "--train.max_seq_length"}),
         ("ftkit finetune --train", {f"--{k}" for k in key_types("lora") if k.startswith("train.")}),
-        ("ftkit finetune --c", {"--config", "--checkpoint_dir", "--checkpoint.save"}),
+        (
+            "ftkit finetune --c",
+            {"--config", *(f"--{k}" for k in key_types("lora") if k.startswith("checkpoint"))},
+        ),
+        ("ftkit finetune --sto", {"--stop_after"}),
         ("ftkit finetune --precision bf", {"bf16-true", "bf16-mixed"}),
         ("ftkit finetune --quantize bnb.n", {"bnb.nf4", "bnb.nf4-dq"}),
         ("ftkit finetune_full --logger_name ", {"csv", "tensorboard", "wandb"}),

@@ -448,6 +448,24 @@ def test_a_wrong_value_names_key_value_rule_and_a_change(line, message):
     assert "Try --" in text or "remove" in text.lower() or "Check" in text
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("auto", "auto"),
+        ("true", True),
+        ("false", False),
+        ("null", False),
+        ("1500", 1500),
+        ("1", 1),
+        ("out/x", "out/x"),
+        ("gs://bucket/x", "gs://bucket/x"),
+    ],
+)
+def test_resume_is_a_word_a_step_or_a_path(text, value):
+    resume = read_recipe([], [("checkpoint_dir", "b"), ("resume", text)]).resume
+    assert resume == value and type(resume) is type(value)
+
+
 @pytest.mark.parametrize("key", [key for key in key_types("lora") if key not in ("resume",)])
 def test_the_suggested_change_works(key):
     def attempt(value: str) -> str | None:

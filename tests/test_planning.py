@@ -366,6 +366,10 @@ def test_an_unknown_strategy_names_those_there_are():
         "train.max_steps": 1,
         "train.max_seq_length": 2,
         "train.lr_warmup_steps": 0,
+        "train.save_interval": 1,
+        "checkpoint.keep_last": 1,
+        "checkpoint.keep_every": 1,
+        "checkpoint.keep_best": 0,
         "train.log_interval": 1,
         "eval.interval": 0,
         "eval.max_iters": 1,
@@ -399,8 +403,7 @@ def test_whole_numbers_have_a_least_value(key, least):
         ({"train__epochs": "null"}, "train.epochs and train.max_steps are both empty"),
         ({"train__max_tokens": 5}, "train.max_tokens is 5, but fine-tuning counts epochs"),
         ({"eval__evaluate_example": "last"}, "eval.evaluate_example is 'last', but must be"),
-        ({"resume": "true"}, "resume is True, but there is no checkpoint to continue from"),
-        ({"resume": "out/x"}, "resume is out/x, but there is no checkpoint to continue from"),
+        ({"checkpoint__save_every": "15m"}, "checkpoint.save_every is '15m', but must be a number"),
         ({"seed": 2**63}, f"seed is {2**63}, but must be below 2**63."),
         ({"lora_dropout": 1}, "lora_dropout is 1, but must lie in [0, 1)."),
         ({"lora_dropout": -0.1}, "lora_dropout is -0.1, but must lie in [0, 1)."),
@@ -413,11 +416,6 @@ def test_a_value_out_of_range_says_so_and_suggests_options_that_work(keys, messa
     suggested = re.findall(r"--(\S+) (\S+?)\.?(?= |$)", text.rpartition("Try ")[2])
     assert suggested
     assert plan(**keys | {key.replace(".", "__"): value for key, value in suggested})
-
-
-@pytest.mark.parametrize("value", ["false", "auto"])
-def test_resume_as_litgpts_recipes_have_it_starts_a_new_run(value):
-    assert plan(resume=value)
 
 
 @pytest.mark.parametrize("value", ["first", "random", 0, 3])
