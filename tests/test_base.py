@@ -20,13 +20,15 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
 from ftkit import embedded
-from ftkit.base import architectures, base_model
+from ftkit.base import architectures, base_model, hub
 from ftkit.base.base_model import (
     BaseModel,
     hf_name,
     open_base,
+    open_companions,
     our_name,
     parameter_shapes,
+    save_companions,
     save_hf,
     weights,
 )
@@ -435,6 +437,98 @@ def test_settings_of_two_models_in_one_directory_are_refused(make_model, tmp_pat
     (directory / "model_config.yaml").write_text("n_layers: 3\n")
     with pytest.raises(UserError, match="no model configuration of this LitGPT version"):
         open_base(str(directory))
+
+
+# What a checkpoint keeps of its base model
+
+
+SAME = ("name", "config", "tied", "dtype", "naming", "family", "settings", "random")
+
+
+def assert_same_but_weights(one: BaseModel, other: BaseModel) -> None:
+    for field in SAME:
+        assert getattr(one, field) == getattr(other, field), field
+    text = "w3 w4 w5"
+    assert torch.equal(one.tokenizer.encode(text), other.tokenizer.encode(text))
+    special = [(t.bos_id, t.eos_id, t.use_bos) for t in (one.tokenizer, other.tokenizer)]
+    assert special[0] == special[1]
+
+
+def companions(base: BaseModel, directory: Path) -> Path:
+    directory.mkdir()
+    save_companions(base, directory)
+    return directory
+
+
+LAYOUTS = ("huggingface", "litgpt", "litgpt with config.json")
+
+
+def in_layout(layout: str, base: BaseModel, directory: Path) -> BaseModel:
+    if layout == "huggingface":
+        return base
+    write_litgpt(base, directory)
+    if layout == "litgpt with config.json":
+        shutil.copy(base.directory / "config.json", directory)
+    return open_base(str(directory))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", ["llama", "llama tied", "gemma2", "phi3", "gpt_neox"])
+def test_a_base_model_is_opened_again_without_its_weights(model, layout, make_model, tmp_path):
+    base = in_layout(layout, open_base(str(make_model(model, torch.bfloat16))), tmp_path / "lit")
+    directory = companions(base, tmp_path / "base")
+    assert not any(hub.weight_files(directory)) and not hub.is_litgpt(directory)
+    outlined = open_companions(directory)
+    assert_same_but_weights(outlined, base)
+    assert parameter_shapes(outlined) == parameter_shapes(base)
+    assert not outlined.has_weights and base.has_weights
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", ["llama", "llama tied"])
+def test_a_model_is_written_without_the_weights_it_came_from(model, layout, make_model, tmp_path):
+    base = in_layout(layout, open_base(str(make_model(model))), tmp_path / "lit")
+    directory = companions(base, tmp_path / "base")
+    outlined = open_companions(directory)
+    again = companions(outlined, tmp_path / "again")
+    assert {f.name: f.read_bytes() for f in again.iterdir()} == {
+        f.name: f.read_bytes() for f in directory.iterdir()
+    }
+    shutil.rmtree(directory)  # as retention may do while the run goes on
+    save_hf(outlined, weights(base), tmp_path / "out")
+    save_hf(base, weights(base), tmp_path / "expected")
+    written, expected = (
+        {file.name: file.read_bytes() for file in (tmp_path / name).iterdir()}
+        for name in ("out", "expected")
+    )
+    assert written == expected
+
+
+def test_settings_that_no_weights_belong_to_are_not_taken_for_a_model(make_model, tmp_path):
+    base = open_base(str(make_model("llama")))
+    outlined = open_companions(companions(base, tmp_path / "base"))
+    for read in (weights, fingerprint):
+        with pytest.raises(UserError, match="holds the settings of llama, but not its weights"):
+            read(outlined)
+    with pytest.raises(UserError, match="no complete base model"):
+        open_base(str(tmp_path / "base"))
+
+
+@pytest.mark.parametrize("content", [None, "{}", '{"name": "x", "tied": 1, "dtype": "float32"}'])
+def test_without_a_readable_outline_the_settings_are_refused(content, make_model, tmp_path):
+    directory = companions(open_base(str(make_model("llama"))), tmp_path / "base")
+    (directory / "base.json").unlink()
+    if content is not None:
+        (directory / "base.json").write_text(content)
+    with pytest.raises(UserError, match=r"base\.json is missing or damaged"):
+        open_companions(directory)
+
+
+def test_random_weights_stay_random(quickstart, tmp_path):
+    base = open_base("random:pythia-14m")
+    again = open_companions(companions(base, tmp_path / "base"))
+    assert_same_but_weights(again, base)
+    assert again.random and again.has_weights
 
 
 # Fingerprints
