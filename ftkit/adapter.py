@@ -10,6 +10,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from ftkit.base.base_model import BaseModel, hf_name
+from ftkit.checkpoint.shards import save_tensors
 from ftkit.errors import UserError
 from ftkit.recipe import LoraRecipe
 
@@ -99,7 +100,6 @@ def save_adapter(
         out: a directory that does not exist yet.
     """
     from peft import LoraConfig
-    from safetensors.torch import save_file
 
     tensors = {}
     targets = set()
@@ -111,7 +111,7 @@ def save_adapter(
         matrix = matrix.replace(".default", "")
         tensors[f"base_model.model.{theirs}.lora_{matrix}"] = tensor.cpu()
     out.mkdir(parents=True)
-    save_file(tensors, out / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_tensors(tensors, out / "adapter_model.safetensors", {})
     LoraConfig(
         r=recipe.lora_r,
         lora_alpha=recipe.lora_alpha,

@@ -1,5 +1,6 @@
 """What happens beside training: metering each step, validating, stopping at a step's end."""
 
+import hashlib
 import signal
 import time
 from collections.abc import Callable
@@ -73,13 +74,7 @@ class StopRequest:
         The supervisor passes a signal to every rank, but not at the same moment: what rank 0 has
         seen counts.
         """
-        seen = self.signal_number or 0
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-            flag = torch.tensor(seen, device=device)
-            dist.broadcast(flag, src=0)
-            seen = int(flag.item())
-        return seen
+        return of_rank_0(self.signal_number or 0)
 
     def install(self) -> None:
         """Take over the signals of this process."""
@@ -90,6 +85,25 @@ class StopRequest:
         self.signal_number = number
         if not self.wait_for_step:
             raise Interrupted(number)
+
+
+def of_rank_0(value: int) -> int:
+    """What rank 0 says; every rank calls this."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    said = torch.tensor(value, device=device)
+    dist.broadcast(said, src=0)
+    return int(said.item())
+
+
+def seed_of_step(seed: int, step: int, rank: int) -> int:
+    """The seed of everything that is drawn at random in an optimizer step on a rank (dropout).
+
+    A step can be done again, or for the first time after a resume, with nothing saved.
+    """
+    digest = hashlib.sha256(f"{seed} {step} {rank}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
 
 
 class StepClock:
@@ -141,6 +155,7 @@ class StepMeter(L.Callback):
         between_steps: called after it, with the number of steps done; its time is in no step.
             Returns whether to end training.
         at_end: called after the last step, while the model is still in place.
+        seed: of the run; with the step and the rank, determines what is drawn at random.
     """
 
     def __init__(
@@ -150,7 +165,9 @@ class StepMeter(L.Callback):
         on_step: Callable[[StepRecord], None],
         between_steps: Callable[[int], bool],
         at_end: Callable[[], None],
+        seed: int,
     ) -> None:
+        self._seed = seed
         self._at_start = at_start
         self._on_step = on_step
         self._between_steps = between_steps
@@ -169,6 +186,8 @@ class StepMeter(L.Callback):
         batch: dict[str, Any],
         batch_idx: int,
     ) -> None:
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            torch.manual_seed(seed_of_step(self._seed, trainer.global_step, trainer.global_rank))
         self._clock.mark("data")
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -55,6 +55,8 @@ class FineTuner(L.LightningModule):
         self.model = model
         self.plan = plan
         self._fill = fill
+        self.on_ready: Callable[[], None] = lambda: None
+        """Called when model and optimizer are in place, before the first step."""
         self.sharding: Sharding | None = None
         """Where the parameters live, once the processes are connected."""
         self.schedule = schedule
@@ -79,6 +81,7 @@ class FineTuner(L.LightningModule):
         # DeepSpeed has cast the tables with the parameters.
         self.model.place_rotary_tables(self.device, self.model.gpt.max_seq_length)
         self.step_loss = self.step_loss.to(self.device)
+        self.on_ready()
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """This micro-step's share of the step's loss, scaled for what Lightning divides by."""
@@ -154,9 +157,6 @@ def base_learning_rate(recipe: Recipe) -> float:
 def make_optimizer(plan: Plan, model: torch.nn.Module) -> torch.optim.Optimizer:
     """The recipe's optimizer over the trained parameters.
 
-    torch's fused implementation is chosen where it exists: it is faster and needs no temporary
-    copy of the parameters.
-
     Raises:
         UserError: the class does not exist or does not take the arguments.
     """
@@ -176,6 +176,9 @@ def make_optimizer(plan: Plan, model: torch.nn.Module) -> torch.optim.Optimizer:
 
 def optimizer_of(plan: Plan) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """The recipe's optimizer for the plan's strategy, and its arguments.
+
+    torch's fused implementation is chosen where it exists: it is faster and needs no temporary
+    copy of the parameters.
 
     Raises:
         UserError: the class does not exist or does not take the arguments.

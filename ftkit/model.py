@@ -1,7 +1,7 @@
 """The model that is trained: litgpt's GPT with unfused QKV, a head that is its own loss, LoRA."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import litgpt
 import torch
@@ -176,7 +176,7 @@ def fill(
     device: torch.device,
     rope_length: int,
     seed: int,
-    trained: Mapping[str, Rows] | None = None,
+    trained: Callable[[str], Rows] | None = None,
     progress: Callable[[int, int], None],
 ) -> None:
     """Give an outlined model its memory and its numbers, parameter by parameter.
@@ -188,8 +188,8 @@ def fill(
         device: where the parameters live.
         rope_length: positions of the table of rotary embeddings.
         seed: of the adapter's initial values.
-        trained: values of all trained parameters by our name, if training continues: the adapter,
-            or the whole model, of whose base then nothing is read.
+        trained: gives a trained parameter by our name, if training continues. Where all of them
+            are trained, nothing is read of the base.
         progress: called with (parameters filled, parameters in all).
     """
     names = {our_name(name): name for name, _ in model.named_parameters()}
@@ -199,7 +199,7 @@ def fill(
         for done, (ours, name) in enumerate(names.items(), start=1):
             parameter = model.get_parameter(name)
             if trained is not None and parameter.requires_grad:
-                sharding.put(model, name, trained[ours])
+                sharding.put(model, name, trained(ours))
                 progress(done, len(names))
             elif is_adapter(ours):
                 sharding.put(model, name, initial_adapter(ours, parameter.shape, seed))

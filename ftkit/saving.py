@@ -10,11 +10,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from ftkit.base.tensor_files import sync
@@ -39,17 +40,19 @@ class Saved:
     """A checkpoint that was written, or could not be."""
 
     step: int
+    """Optimizer steps done."""
     path: Path
+    """Its directory."""
     stall_s: float
     """How long training stood still."""
     write_s: float
     """How long it took from then on until it was committed."""
-    size_bytes: int = 0
+    size_bytes: int
     """Of all files."""
-    deleted: int = 0
-    """Older checkpoints that were removed."""
-    error: str | None = None
+    error: str | None
     """Why there is none."""
+    note: str | None
+    """What went wrong afterwards."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,30 +194,43 @@ class Saver:
             for path in written:
                 sync(path)
                 files[path.relative_to(partial).as_posix()] = hash_file(path)
-        except (OSError, SafetensorError) as failure:
+        except Exception as failure:
             error = _in_words(failure)
         if self._rank > 0:
             _leave_receipt(self._receipts[self._rank], step, files, error)
             return
+        entries: dict[str, FileEntry] = {}
+        note = None
         try:
             error, entries = self._collect(step, files, error)
             if error is None:
-                complete = dataclasses.replace(metadata, files=entries)
-                path = self.store.commit(complete)
-                deleted = self.store.prune(**dataclasses.asdict(self._retention))
-        except OSError as failure:
+                self.store.commit(dataclasses.replace(metadata, files=entries))
+                note = self._prune()
+        except Exception as failure:
             error = _in_words(failure)
         ended = time.perf_counter()
-        stall_s = ended - started if self._stall_s is None else self._stall_s
-        common = {"step": step, "stall_s": stall_s, "write_s": ended - started}
         if error is not None:
-            self.store.discard_partial(step)
-            self._finished.append(Saved(path=partial, error=error, **common))
-            return
-        size = sum(entry.size_bytes for entry in entries.values())
+            with suppress(OSError):  # the next start removes it
+                self.store.discard_partial(step)
         self._finished.append(
-            Saved(path=path, size_bytes=size, deleted=len(deleted), **common)
+            Saved(
+                step=step,
+                path=self.store.path(step),
+                stall_s=ended - started if self._stall_s is None else self._stall_s,
+                write_s=ended - started,
+                size_bytes=sum(entry.size_bytes for entry in entries.values()),
+                error=error,
+                note=note,
+            )
         )
+
+    def _prune(self) -> str | None:
+        """Delete what need not be kept; why not, if that fails."""
+        try:
+            self.store.prune(**dataclasses.asdict(self._retention))
+        except OSError as failure:
+            return f"older checkpoints cannot be deleted: {_in_words(failure)}"
+        return None
 
     def _collect(
         self, step: int, own: Mapping[str, FileEntry], error: str | None
@@ -226,10 +242,12 @@ class Saver:
             receipt = _receipt(directory, step)
             while not receipt.exists():
                 if time.monotonic() > deadline:
-                    return f"rank {rank} does not write its shard, or elsewhere", {}
+                    return (
+                        f"rank {rank} has not written its shard; {self.store.directory} must be "
+                        "on a disk that all machines share"
+                    ), {}
                 time.sleep(POLL_S)
-            content = json.loads(receipt.read_text(encoding="utf-8"))
-            receipt.unlink()
+            content = _take_receipt(directory, step)
             if content["error"] is not None:
                 error = error or f"rank {rank}: {content['error']}"
             entries |= {name: FileEntry(**entry) for name, entry in content["files"].items()}
@@ -244,10 +262,22 @@ def _leave_receipt(
     directory: Path, step: int, files: Mapping[str, FileEntry], error: str | None
 ) -> None:
     entries = {name: dataclasses.asdict(entry) for name, entry in files.items()}
-    write_json(_receipt(directory, step), {"files": entries, "error": error})
+    receipt = _receipt(directory, step)
+    try:
+        write_json(receipt, {"files": entries, "error": error})
+    except OSError:  # an empty file needs no space
+        receipt.touch()
+
+
+def _take_receipt(directory: Path, step: int) -> dict[str, Any]:
+    receipt = _receipt(directory, step)
+    text = receipt.read_text(encoding="utf-8")
+    receipt.unlink()
+    content: dict[str, Any] = json.loads(text or '{"files": {}, "error": "the disk is full"}')
+    return content
 
 
 def _in_words(failure: Exception) -> str:
     if isinstance(failure, OSError) and failure.errno:
-        return f"{os.strerror(failure.errno)} ({failure.filename or 'no file'})"
-    return str(failure)
+        return os.strerror(failure.errno)
+    return f"{type(failure).__name__}: {failure}"

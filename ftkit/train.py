@@ -10,6 +10,7 @@ import os
 import sys
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -21,15 +22,25 @@ if __name__ == "__main__":  # before the slow imports: a supervisor may die at a
 import torch
 
 from ftkit.adapter import check_adapter, save_adapter
-from ftkit.base.base_model import BaseModel, open_base, save_hf
+from ftkit.base.base_model import BaseModel, open_base, open_companions, save_hf
+from ftkit.base.fingerprint import fingerprint
 from ftkit.callbacks import (
     Interrupted,
     StopRequest,
 )
+from ftkit.checkpoint.metadata import (
+    BaseIdentity,
+    CheckpointError,
+    DataIdentity,
+    Metadata,
+    read_metadata,
+)
+from ftkit.checkpoint.shards import StoredState
+from ftkit.checkpointing import Checkpointing
 from ftkit.data.order import ElasticOrder
 from ftkit.data.samples import DataSets, load_data
 from ftkit.errors import UserError
-from ftkit.finetuner import FineTuner, base_learning_rate, compile_cpu_optimizer
+from ftkit.finetuner import FineTuner, base_learning_rate, compile_cpu_optimizer, optimizer_of
 from ftkit.job import Job, RankError
 from ftkit.model import (
     LanguageModel,
@@ -42,7 +53,7 @@ from ftkit.model import (
 )
 from ftkit.planning import DeepSpeedOptions, Plan, make_schedule, sample_budget
 from ftkit.ranks import ERROR, rank_directory
-from ftkit.recipe import LoraRecipe
+from ftkit.recipe import LoraRecipe, Recipe
 from ftkit.recorder import FINAL, LOG, Recorder
 from ftkit.report.display import Display
 from ftkit.report.report import DataCounts, Resolved
@@ -54,6 +65,7 @@ from ftkit.strategy import (
     rank,
 )
 from ftkit.training import NonFiniteLoss, Training
+from ftkit.training_state import check_kinds, state_kinds, trained_parameter
 
 
 def run(job: Job, stop: StopRequest, display: Display, recorder: Recorder) -> None:
@@ -74,7 +86,9 @@ def run(job: Job, stop: StopRequest, display: Display, recorder: Recorder) -> No
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.cuda.reset_peak_memory_stats()
-    base = open_base(job.base)
+    start, stored = _start_of(job)
+    continues_alone = start is not None and recipe.method == "full"
+    base = open_companions(Path(job.base)) if continues_alone else open_base(job.base)
     max_seq_length = _max_seq_length(base, recipe.train.max_seq_length)
     with display.phase("reading data") as phase:
         data = load_data(
@@ -84,21 +98,55 @@ def run(job: Job, stop: StopRequest, display: Display, recorder: Recorder) -> No
             progress=lambda _, done, total: phase.advance(done, total),
         )
     recorder.note(data={split: DataCounts(**counts) for split, counts in data.counts.items()})
-    module = _build(job, plan, base, data, max_seq_length, display, recorder)
+    base_identity, data_identity = _identities(recipe, base, data, start)
+    module = _build(job, plan, base, data, max_seq_length, start, stored, display, recorder)
+    run_ids = dict(start.loggers) if start is not None else {}
+    loggers = make_loggers(plan, start_step=module.start_step, run_ids=run_ids)
+    checkpointing = None
+    if recipe.checkpoint.save and not base.random:
+        checkpointing = Checkpointing(
+            job,
+            module,
+            base,
+            base_identity=base_identity,
+            data_identity=data_identity,
+            max_seq_length=max_seq_length,
+            start=start,
+            run_ids=run_ids,
+            recorder=recorder,
+            display=display,
+        )
     order = ElasticOrder(
         data.train.lengths,
         data.train.label_counts,
         seed=recipe.seed,
         global_batch_size=recipe.train.global_batch_size,
         micro_batch_size=plan.micro_batch_size,
-        total_samples=sample_budget(recipe, len(data.train), module.schedule),
+        total_samples=sample_budget(recipe, len(data.train), module.schedule, **_position(start)),
         rank=rank(),
         world_size=plan.world_size,
+        **_position(start),
     )
-    training = Training(plan, module, data, base, stop, display, recorder)
+    training = Training(
+        plan,
+        module,
+        data,
+        base,
+        stop,
+        display,
+        recorder,
+        checkpointing=checkpointing,
+        stored=stored,
+        stop_after=job.stop_after,
+        command_started_at_s=job.started_at_s,
+        loggers=loggers,
+    )
     training.fit(order)
     if training.signal_number is not None:
         raise Interrupted(training.signal_number)
+    if training.stopped:
+        recorder.note(outcome="stopped", exit_code=0, exit_reason=training.exit_reason)
+        return
     if recipe.checkpoint.save and not base.random:
         recorder.enter("saving")
         with display.phase("saving the result"):
@@ -110,6 +158,60 @@ def run(job: Job, stop: StopRequest, display: Display, recorder: Recorder) -> No
 def _warn(text: str, display: Display, recorder: Recorder) -> None:
     display.warning(text)
     recorder.warn(text)
+
+
+def _start_of(job: Job) -> tuple[Metadata | None, StoredState | None]:
+    """The checkpoint that the run continues from, if it does."""
+    if job.start is None:
+        return None, None
+    directory = Path(job.start)
+    try:
+        metadata = read_metadata(directory)
+        shards = [directory / name for name in metadata.files if name.startswith("shard-")]
+        return metadata, StoredState(shards)
+    except CheckpointError as error:
+        raise UserError(
+            f"{error} Take an earlier checkpoint with --resume STEP; ftkit checkpoints list shows "
+            "those there are."
+        ) from error
+
+
+def _position(start: Metadata | None) -> dict[str, int]:
+    """Where in the data a run begins."""
+    if start is None:
+        return {"start_step": 0, "start_samples": 0}
+    return {"start_step": start.step, "start_samples": start.samples}
+
+
+def _identities(
+    recipe: Recipe, base: BaseModel, data: DataSets, start: Metadata | None
+) -> tuple[BaseIdentity, DataIdentity]:
+    """Which model and which data these are; rank 0 alone looks.
+
+    Raises:
+        UserError: they are not those that the checkpoint has learned from.
+    """
+    if rank() > 0:
+        return BaseIdentity(name="", fingerprint=""), DataIdentity(fingerprint="", train_samples=0)
+    of_data = DataIdentity(fingerprint=data.train.fingerprint(), train_samples=len(data.train))
+    if start is not None and of_data != start.data:
+        raise UserError(
+            f"data: these are not the training samples that the checkpoint of step {start.step} "
+            f"has learned from ({len(data.train):,} now, {start.data.train_samples:,} then; their "
+            "text, masks or order differ). Continue with the same data and prompt style, or start "
+            "a new run with another --out_dir."
+        )
+    if not base.has_weights:
+        assert start is not None
+        return start.base, of_data
+    of_base = BaseIdentity(name=recipe.checkpoint_dir, fingerprint=fingerprint(base))
+    if start is not None and of_base.fingerprint != start.base.fingerprint:
+        raise UserError(
+            f"checkpoint_dir {recipe.checkpoint_dir} is not the model that the checkpoint of step "
+            f"{start.step} was made from ({start.base.name}): its weights differ. Give that model, "
+            "or start a new run with another --out_dir."
+        )
+    return of_base, of_data
 
 
 def _max_seq_length(base: BaseModel, asked: int | None) -> int:
@@ -128,6 +230,8 @@ def _build(
     base: BaseModel,
     data: DataSets,
     max_seq_length: int,
+    start: Metadata | None,
+    stored: StoredState | None,
     display: Display,
     recorder: Recorder,
 ) -> FineTuner:
@@ -138,7 +242,14 @@ def _build(
     if isinstance(plan.options, DeepSpeedOptions) and plan.options.offload_optimizer:
         with display.phase("preparing DeepSpeed's CPU optimizer (compiled once, about a minute)"):
             compile_cpu_optimizer()
-    schedule, notices = make_schedule(recipe, len(data.train), base_learning_rate(recipe))
+    if recipe.checkpoint.save and not base.random:
+        optimizer_class, arguments = optimizer_of(plan)
+        kinds = state_kinds(optimizer_class, arguments, make_device(plan))
+        if stored is not None:
+            check_kinds(kinds, stored, recipe.optimizer["class_path"])
+    schedule, notices = make_schedule(
+        recipe, len(data.train), base_learning_rate(recipe), **_position(start)
+    )
     for notice in notices:
         _warn(notice, display, recorder)
     model = outline(base, recipe, parameter_dtype(plan), compute_dtype(plan))
@@ -154,10 +265,11 @@ def _build(
                     base.config.block_size, max_seq_length + (recipe.eval.max_new_tokens or 0)
                 ),
                 seed=recipe.seed,
+                trained=None if stored is None else partial(trained_parameter, stored),
                 progress=phase.advance,
             )
 
-    module = FineTuner(model, plan, schedule, load)
+    module = FineTuner(model, plan, schedule, load, start_step=_position(start)["start_step"])
     recorder.expect(
         samples_per_epoch=len(data.train),
         flops_per_token=flops_per_token(model, float(data.train.lengths.mean())),

@@ -5,24 +5,45 @@ import importlib.util
 import math
 import random
 import time
+from contextlib import nullcontext
+from enum import IntEnum
 
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from torch import Tensor
 
 from ftkit.base.base_model import BaseModel
-from ftkit.callbacks import StepMeter, StepRecord, StopRequest, make_trainer, validation_loss
+from ftkit.callbacks import (
+    StepMeter,
+    StepRecord,
+    StopRequest,
+    make_trainer,
+    of_rank_0,
+    validation_loss,
+)
+from ftkit.checkpoint.shards import StoredState
+from ftkit.checkpointing import Checkpointing
 from ftkit.data.files import Record
 from ftkit.data.order import ElasticOrder
 from ftkit.data.samples import DataSets, train_batches, validation_loader
 from ftkit.decode import answer_greedily
 from ftkit.errors import UserError
 from ftkit.finetuner import FineTuner
+from ftkit.job import StopAfter
 from ftkit.planning import Plan
 from ftkit.recorder import Recorder
 from ftkit.report.display import Display
 from ftkit.report.metrics import perplexity
 from ftkit.report.report import ExactMatch, Example
 from ftkit.strategy import make_device, make_plugins, make_strategy, rank
+
+
+class _Occasion(IntEnum):
+    """Why something is to be done after a step, by the clock of rank 0."""
+
+    NONE = 0
+    OUT_OF_TIME = 1
+    SITTING_ENDS = 2
+    CHECKPOINT_OVERDUE = 3
 
 
 class NonFiniteLoss(Exception):
@@ -41,18 +62,47 @@ class Training:
         stop: StopRequest,
         display: Display,
         recorder: Recorder,
+        *,
+        checkpointing: Checkpointing | None,
+        stored: StoredState | None,
+        stop_after: StopAfter | None,
+        command_started_at_s: float,
+        loggers: list[Logger],
     ) -> None:
+        """Prepare.
+
+        Args:
+            plan: what to run.
+            module: what is trained.
+            data: what it is trained on.
+            base: its tokenizer is used.
+            stop: the user's wish to end.
+            display: where messages and progress go.
+            recorder: where measurements go.
+            checkpointing: saves the state of training; None: nothing is saved.
+            stored: the state of training that this run continues from.
+            stop_after: when this sitting ends.
+            command_started_at_s: what a time in it counts from, in seconds since the epoch.
+            loggers: beside metrics.csv.
+        """
+        self.checkpointing, self._stored = checkpointing, stored
+        self._stop_after, self._command_started_at_s = stop_after, command_started_at_s
+        self._loggers = loggers
         self.plan, self.module, self.data, self.base = plan, module, data, base
         self.stop, self.display, self.recorder = stop, display, recorder
         self.recipe, self.evaluation = plan.recipe, plan.recipe.eval
         self.signal_number: int | None = None
         """What ended training before its time, if a signal did."""
         self.exit_reason = ""
+        self.stopped = False
+        """Whether it ended by stop_after, and goes on in another sitting."""
+        self._validation: tuple[int, float] | None = None
+        """The newest validation: step and loss."""
         self.validated_at: int | None = None
         self.example = _example_index(self.evaluation.evaluate_example, data, self.recipe.seed)
 
     def fit(self, order: ElasticOrder) -> None:
-        """Train to the end of the schedule, the time limit or a signal."""
+        """Train to the end of the schedule, of the sitting or of the time limit, or to a signal."""
         device = make_device(self.plan)
         self.order = order
         self.total_steps = order.total_steps
@@ -63,7 +113,7 @@ class Training:
             num_nodes=self.recipe.num_nodes,
             strategy=make_strategy(self.plan),
             plugins=make_plugins(self.plan),
-            logger=_loggers(self.plan),
+            logger=self._loggers,
             log_every_n_steps=1,
             default_root_dir=self.recipe.out_dir,
             callbacks=[
@@ -72,6 +122,7 @@ class Training:
                     on_step=self._on_step,
                     between_steps=self._between_steps,
                     at_end=self._at_end,
+                    seed=self.recipe.seed,
                 )
             ],
         )
@@ -82,17 +133,30 @@ class Training:
             end_step=order.total_steps,
             pin_memory=device.type == "cuda",
         )
-        self.stop.wait_for_step = True
+        self.module.on_ready = self._on_ready
         with self.display.training(order.total_steps) as self.progress:
             self.trainer.fit(self.module, batches)
         self.stop.wait_for_step = False
 
+    def _on_ready(self) -> None:
+        """Model and optimizer are in place: continue from a checkpoint, if there is one."""
+        if self.checkpointing is not None:
+            self.checkpointing.attach(self.trainer, self._stored)
+        self._stored = None
+        start = self.module.start_step
+        done = self.trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress
+        done.optimizer.step.total.ready = done.optimizer.step.total.completed = start
+        if start == self.total_steps:  # stopped between the last step and the end
+            self.exit_reason = self._reason()
+            self._at_end()
+
     def _at_start(self) -> None:
         self.stop.install()  # Lightning has taken SIGTERM over
-        wanted = self.evaluation.initial_validation
-        self._evaluate(step=0, validation=wanted, exact_match=True, example=wanted)
+        self.stop.wait_for_step = True
+        if self.module.start_step == 0:
+            wanted = self.evaluation.initial_validation
+            self._evaluate(step=0, validation=wanted, exact_match=True, example=wanted)
         self.recorder.enter("training")
-        self.started = time.perf_counter()
         if signal_number := self.stop.requested():
             self.trainer.should_stop = True
             self.signal_number = signal_number
@@ -122,35 +186,73 @@ class Training:
             self._log(values, record.step)
 
     def _between_steps(self, step: int) -> bool:
-        """Validate if it is time; whether to end training here."""
+        """Validate and save if it is time; whether to end training here."""
         interval = self.evaluation.interval
         is_due = interval and step % interval == 0 and step < self.total_steps
         if is_due and not self.stop.requested():
             self._evaluate(step, validation=True, exact_match=False, example=True)
             self.recorder.enter("training")
-        if signal_number := self.stop.requested():
+        signal_number, occasion = divmod(of_rank_0(self._wishes()), len(_Occasion))
+        ends = True
+        if signal_number:
             self.signal_number = signal_number
         elif step == self.total_steps:
             self.exit_reason = self._reason()
-        elif self._out_of_time():
+        elif occasion == _Occasion.OUT_OF_TIME:
             self.exit_reason = f"train.max_time of {self.recipe.train.max_time:g} s reached"
+        elif occasion == _Occasion.SITTING_ENDS or self._sitting_ends(step):
+            self.stopped = True
+            self.exit_reason = f"{self._stop_after} reached"
         else:
-            return False
-        return True
+            ends = False
+        if self.checkpointing is not None:
+            keeps_best = self.recipe.checkpoint.keep_best and self._validated(step) is not None
+            overdue = occasion == _Occasion.CHECKPOINT_OVERDUE
+            if ends or overdue or keeps_best or self.checkpointing.due(step):
+                self._save(step, wait=bool(signal_number) or self.stopped)
+            self.checkpointing.report()
+        return ends
 
-    def _out_of_time(self) -> bool:
-        """Whether the time limit is reached, by the clock of rank 0."""
-        limit_s = self.recipe.train.max_time
-        if limit_s is None:
-            return False
-        return self.trainer.strategy.broadcast(time.perf_counter() - self.started >= limit_s)
+    def _wishes(self) -> int:
+        """What this rank's signals and clocks ask for, as one number: a signal and an occasion."""
+        occasion = _Occasion.NONE
+        max_time, after = self.recipe.train.max_time, self._stop_after
+        if max_time is not None and self.recorder.training_s >= max_time:
+            occasion = _Occasion.OUT_OF_TIME
+        elif after and after.seconds and time.time() - self._command_started_at_s >= after.seconds:
+            occasion = _Occasion.SITTING_ENDS
+        elif self.checkpointing is not None and self.checkpointing.overdue():
+            occasion = _Occasion.CHECKPOINT_OVERDUE
+        return (self.stop.signal_number or 0) * len(_Occasion) + occasion
+
+    def _sitting_ends(self, step: int) -> bool:
+        after = self._stop_after
+        return after is not None and step - self.module.start_step == after.steps
+
+    def _save(self, step: int, *, wait: bool) -> None:
+        assert self.checkpointing is not None
+        self.recorder.enter("saving")
+        title = "saving a checkpoint" if wait else None
+        with self.display.phase(title, brief=True) if title else nullcontext():
+            self.checkpointing.save(step, validation_loss=self._validated(step), wait=wait)
+        self.recorder.enter("training")
+
+    def _validated(self, step: int) -> float | None:
+        """The validation loss of this very step, if there was a validation."""
+        known = self._validation
+        return known[1] if known is not None and known[0] == step else None
 
     def _at_end(self) -> None:
-        if self.signal_number is None:
+        if self.signal_number is None and not self.stopped:
             wanted = self.evaluation.final_validation
             step = self.recorder.steps
             self._evaluate(step, validation=wanted, exact_match=True, example=wanted)
             self.signal_number = self.stop.requested() or None
+            if self.checkpointing is not None:
+                self.recorder.enter("saving")
+                self.checkpointing.amend(step, self._validated(step))
+        elif self.checkpointing is not None:
+            self.checkpointing.finish()
 
     def _reason(self) -> str:
         train = self.recipe.train
@@ -189,6 +291,7 @@ class Training:
             )
         if loss is None:
             return
+        self._validation = step, loss
         self.recorder.on_validation(step, loss)
         self._log({"val_loss": loss}, step)
         self.display.message(

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ftkit.checkpoint.metadata import CheckpointError
-from ftkit.checkpoint.shards import BLOCK, Piece, StoredState, share_of
+from ftkit.checkpoint.shards import BLOCK, Piece, StoredState, StoredTensor, share_of
 from ftkit.errors import UserError
 from ftkit.model import our_name
 
@@ -59,7 +59,9 @@ class Holder(Protocol):
     def scalars(self) -> dict[str, float]:
         """State that is one number for all parameters, such as Adam's step."""
 
-    def allocate(self, kinds: Mapping[str, Mapping[str, torch.Size]], scalars: dict[str, float]) -> None:
+    def allocate(
+        self, kinds: Mapping[str, Mapping[str, torch.Size]], scalars: dict[str, float]
+    ) -> None:
         """Make the state of an optimizer that has not stepped yet; its values are undefined.
 
         Args:
@@ -93,6 +95,11 @@ def capture(model: nn.Module, holder: Holder, rank: int, world_size: int) -> Ite
             )
 
 
+def trained_parameter(stored: StoredState, name: str) -> StoredTensor:
+    """A trained parameter in a checkpoint, by our name."""
+    return stored[stored_name(PARAMETER, name)]
+
+
 def restore(
     model: nn.Module, holder: Holder, stored: StoredState, scalars: dict[str, float]
 ) -> None:
@@ -111,10 +118,10 @@ def restore(
             shapes.setdefault(parameter, {})[kind] = stored[name].shape
     holder.allocate(shapes, scalars)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                for part in holder.parts(parameter):
-                    _read(part, stored, stored_name(part.kind, our_name(name)))
+        for own, trained in model.named_parameters():
+            if trained.requires_grad:
+                for part in holder.parts(trained):
+                    _read(part, stored, stored_name(part.kind, our_name(own)))
 
 
 def _read(part: Part, stored: StoredState, name: str) -> None:
@@ -242,7 +249,7 @@ class ZeroState:
         self._inner = self._zero.optimizer
         self._rank = torch.distributed.get_rank()
 
-    def parts(self, parameter: nn.Parameter) -> Iterator[Part]:
+    def parts(self, parameter: Any) -> Iterator[Part]:
         kinds = [None, *self._kinds()]
         if hasattr(parameter, "ds_tensor"):  # stage 3
             size = parameter.ds_tensor.ds_numel

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from ftkit.checkpoint.shards import save_tensors
 from ftkit.errors import UserError
 
 DTYPES = {
@@ -90,11 +90,7 @@ class ShardWriter:
         write_json(self._directory / "model.safetensors.index.json", index)
 
     def _write_shard(self) -> None:
-        path = self._path(len(self._shards))
-        path.touch()
-        mode = path.stat().st_mode
-        save_file(self._shard, path, metadata={"format": "pt"})
-        path.chmod(mode)  # save_file makes it readable by the owner alone
+        save_tensors(self._shard, self._path(len(self._shards)), {})
         self._shards.append(list(self._shard))
         self._shard = {}
 

@@ -1,8 +1,8 @@
-"""Tensors in pieces: written by every rank to a file of its own, read back by any number of ranks.
+"""Tensors in pieces: each rank writes a file of its own, any number of ranks read them back.
 
-A piece is a range of a tensor's numbers in row-major order. The rows that FSDP gives a rank are such
-a range, so is a partition of ZeRO, and so is a whole tensor. Reading asks for a range and copies
-from whatever pieces overlap it, without a word between ranks.
+A piece is a range of a tensor's numbers in row-major order. The rows that FSDP gives a rank are
+such a range, so is a partition of ZeRO, and so is a whole tensor. Reading asks for a range and
+copies from whatever pieces overlap it, without a word between ranks.
 """
 
 import json
@@ -74,9 +74,18 @@ def write_shard(path: Path, pieces: Iterable[Piece]) -> None:
         if piece.scales is not None and piece.code is not None:
             tensors[key + _SCALES] = piece.scales
             places[key]["code"] = piece.code.tolist()
+    save_tensors(tensors, path, {_PIECES: json.dumps(places)})
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Write a safetensors file with the permissions that other files get.
+
+    Raises:
+        OSError, SafetensorError: it cannot be written.
+    """
     path.touch()
     mode = path.stat().st_mode
-    save_file(tensors, path, metadata={"format": "pt", _PIECES: json.dumps(places)})
+    save_file(tensors, path, metadata={"format": "pt"} | metadata)
     path.chmod(mode)  # save_file makes it readable by the owner alone
 
 
@@ -180,7 +189,7 @@ class StoredTensor:
     def _overlapping(self, start: int, stop: int) -> list["_StoredPiece"]:
         assert 0 <= start <= stop <= self.shape.numel(), (start, stop, self.shape)
         first = max(0, bisect_right(self._starts, start) - 1)
-        found = []
+        found: list[_StoredPiece] = []
         for piece in self._pieces[first:]:
             if piece.start >= stop and found:
                 break
@@ -216,6 +225,8 @@ def _pieces_in(path: Path) -> Iterable[tuple[str, torch.Size, _StoredPiece]]:
             places = json.loads((file.metadata() or {})[_PIECES])
             for key, place in places.items():
                 code = place.get("code")
+                if type(place["start"]) is not int or place["start"] < 0:
+                    raise ValueError(f"{key} starts at {place['start']!r}")
                 yield (
                     place["name"],
                     torch.Size(place["shape"]),
