@@ -213,7 +213,7 @@ class Checkpointing:
 
     def _metadata(self, step: int, validation_loss: float | None) -> Metadata:
         plan, recorder, schedule = self._plan, self._recorder, self._module.schedule
-        recipe = plan.recipe
+        recipe, carried = plan.recipe, recorder.carried()
         return Metadata(
             method=recipe.method,
             step=step,
@@ -224,7 +224,7 @@ class Checkpointing:
             total_steps=schedule.total_steps,
             learning_rate=self._module.learning_rate_of(step),
             schedule=dataclasses.asdict(schedule),
-            loss=recorder.newest_loss,
+            loss=carried["loss"]["last"],
             validation_loss=validation_loss,
             max_seq_length=self._max_seq_length,
             optimizer=recipe.optimizer["class_path"],
@@ -245,7 +245,7 @@ class Checkpointing:
             saved_at=utc_now(),
             changes=[*(self._start.changes if self._start else []), *self._job.changes],
             loggers=self._run_ids,
-            carried=recorder.carried(),
+            carried=carried,
         )
 
     def _loss_scale(self) -> dict[str, float]:

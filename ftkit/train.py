@@ -64,15 +64,18 @@ from ftkit.strategy import (
     parameter_dtype,
     rank,
 )
-from ftkit.training import NonFiniteLoss, Training
+from ftkit.training import NonFiniteLoss, Training, _loggers
 from ftkit.training_state import check_kinds, state_kinds, trained_parameter
 
 
-def run(job: Job, stop: StopRequest, display: Display, recorder: Recorder) -> None:
+def run(
+    job: Job, start: Metadata | None, stop: StopRequest, display: Display, recorder: Recorder
+) -> None:
     """Set up, train, evaluate, save; what stops it is raised.
 
     Args:
         job: what to do.
+        start: what the checkpoint says that it continues from.
         stop: the user's wish to end.
         display: where messages and progress go.
         recorder: where measurements go.
@@ -86,7 +89,7 @@ def run(job: Job, stop: StopRequest, display: Display, recorder: Recorder) -> No
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.cuda.reset_peak_memory_stats()
-    start, stored = _start_of(job)
+    stored = _stored_state(job, start)
     continues_alone = start is not None and recipe.method == "full"
     base = open_companions(Path(job.base)) if continues_alone else open_base(job.base)
     max_seq_length = _max_seq_length(base, recipe.train.max_seq_length)
@@ -101,7 +104,7 @@ def run(job: Job, stop: StopRequest, display: Display, recorder: Recorder) -> No
     base_identity, data_identity = _identities(recipe, base, data, start)
     module = _build(job, plan, base, data, max_seq_length, start, stored, display, recorder)
     run_ids = dict(start.loggers) if start is not None else {}
-    loggers = make_loggers(plan, start_step=module.start_step, run_ids=run_ids)
+    loggers = _loggers(plan)
     checkpointing = None
     if recipe.checkpoint.save and not base.random:
         checkpointing = Checkpointing(
@@ -160,15 +163,13 @@ def _warn(text: str, display: Display, recorder: Recorder) -> None:
     recorder.warn(text)
 
 
-def _start_of(job: Job) -> tuple[Metadata | None, StoredState | None]:
-    """The checkpoint that the run continues from, if it does."""
-    if job.start is None:
-        return None, None
-    directory = Path(job.start)
+def _stored_state(job: Job, start: Metadata | None) -> StoredState | None:
+    """The state of training that the run continues from."""
+    if job.start is None or start is None:
+        return None
+    shards = [name for name in start.files if name.startswith("shard-")]
     try:
-        metadata = read_metadata(directory)
-        shards = [directory / name for name in metadata.files if name.startswith("shard-")]
-        return metadata, StoredState(shards)
+        return StoredState(Path(job.start) / name for name in shards)
     except CheckpointError as error:
         raise UserError(
             f"{error} Take an earlier checkpoint with --resume STEP; ftkit checkpoints list shows "
@@ -193,7 +194,7 @@ def _identities(
     """
     if rank() > 0:
         return BaseIdentity(name="", fingerprint=""), DataIdentity(fingerprint="", train_samples=0)
-    of_data = DataIdentity(fingerprint=data.train.fingerprint(), train_samples=len(data.train))
+    of_data = DataIdentity(fingerprint=data.train.fingerprint, train_samples=len(data.train))
     if start is not None and of_data != start.data:
         raise UserError(
             f"data: these are not the training samples that the checkpoint of step {start.step} "
@@ -345,8 +346,10 @@ def run_rank(job_path: Path, terminal: TextIO) -> int:
     _log_libraries()
     with _display(job, state, terminal) as display:
         try:
-            with Recorder(job, job.plan, make_device(job.plan), state, rank()) as recorder:
-                run(job, stop, display, recorder)
+            start = None if job.start is None else read_metadata(Path(job.start))
+            device = make_device(job.plan)
+            with Recorder(job, job.plan, device, state, rank(), start=start) as recorder:
+                run(job, start, stop, display, recorder)
         except BaseException as exception:
             error = _explain(exception)
             error.write(state / ERROR)
