@@ -40,6 +40,11 @@ LOSS_SCALE, LOSS_SCALE_AGE = "loss_scale", "loss_scale_age"
 """Names among a checkpoint's optimizer_scalars."""
 
 
+def checkpoint_path(job: Job, step: int) -> Path:
+    """Where the run keeps the checkpoint of a step."""
+    return Store(job.recipe.out_dir / CHECKPOINTS).path(step)
+
+
 class Checkpointing:
     """Saves the state of training, and puts it back where a run continues."""
 
@@ -95,7 +100,7 @@ class Checkpointing:
         every = settings.save_every
         self._interval_s = parse_duration(every) if every is not None else float("inf")
         self._saved_at = time.monotonic()
-        is_own = start is not None and job.start == str(self._store.path(start.step))
+        is_own = start is not None and job.start == str(checkpoint_path(job, start.step))
         self._saved_step = start.step if start is not None and is_own else None
 
     def attach(self, trainer: L.Trainer, stored: StoredState | None) -> None:

@@ -36,7 +36,7 @@ from ftkit.checkpoint.metadata import (
     read_metadata,
 )
 from ftkit.checkpoint.shards import StoredState
-from ftkit.checkpointing import Checkpointing
+from ftkit.checkpointing import Checkpointing, checkpoint_path
 from ftkit.data.order import ElasticOrder
 from ftkit.data.samples import DataSets, load_data
 from ftkit.errors import UserError
@@ -64,7 +64,7 @@ from ftkit.strategy import (
     parameter_dtype,
     rank,
 )
-from ftkit.training import NonFiniteLoss, Training, _loggers
+from ftkit.training import NonFiniteLoss, Training, make_loggers
 from ftkit.training_state import check_kinds, state_kinds, trained_parameter
 
 
@@ -103,8 +103,9 @@ def run(
     recorder.note(data={split: DataCounts(**counts) for split, counts in data.counts.items()})
     base_identity, data_identity = _identities(recipe, base, data, start)
     module = _build(job, plan, base, data, max_seq_length, start, stored, display, recorder)
-    run_ids = dict(start.loggers) if start is not None else {}
-    loggers = _loggers(plan)
+    goes_on_here = start is not None and job.start == str(checkpoint_path(job, start.step))
+    run_ids = dict(start.loggers) if start is not None and goes_on_here else {}
+    loggers = make_loggers(plan, start_step=module.start_step, run_ids=run_ids)
     checkpointing = None
     if recipe.checkpoint.save and not base.random:
         checkpointing = Checkpointing(

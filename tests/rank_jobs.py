@@ -1,11 +1,10 @@
 """Runs of ranks without their supervisor, many in one process group, and what they left behind."""
 
-import dataclasses
 import importlib.util
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +42,10 @@ class Case:
     changes: tuple[tuple[str, Any], ...] = ()
     tied: bool = False
     """Whether embedding and head of the base model are one."""
+    stop_after: int | None = None
+    """Steps of this sitting."""
+    start: Path | None = None
+    """The run that this one continues in a new directory, from its newest checkpoint."""
 
     def __str__(self) -> str:
         return f"{self.strategy}-{self.method}-{self.precision}"
@@ -57,6 +60,14 @@ class Outcome:
     @property
     def rows(self) -> list[Row]:
         return read_metrics(self.out_dir / "metrics.csv")
+
+    @property
+    def checkpoint(self) -> Path:
+        """The newest."""
+        store = Store(self.out_dir / "checkpoints")
+        step = store.newest()
+        assert step is not None
+        return store.path(step)
 
     @property
     def losses(self) -> list[float]:
@@ -79,9 +90,8 @@ class Outcome:
 Run = Callable[[int, list[Case]], dict[Case, Outcome]]
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Runs cases on a number of ranks, all in one process group."""
+def make_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Gives what runs cases on a number of ranks, all in one process group."""
     directory = tmp_path_factory.mktemp("base")
     bases = {
         tied: make_llama(directory / name, tie_word_embeddings=tied)
@@ -89,7 +99,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     }
     data = make_data(tmp_path_factory.mktemp("data") / "records.json")
 
-    def run_(world_size: int, cases: list[Case]) -> dict[Case, Outcome]:
+    def run(world_size: int, cases: list[Case]) -> dict[Case, Outcome]:
         jobs = {}
         for case in cases:
             out_dir = tmp_path_factory.mktemp(f"x{world_size}-{case}")
@@ -97,7 +107,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         run_ranks(world_size, list(jobs.values()))
         return {case: Outcome(job.parent.parent) for case, job in jobs.items()}
 
-    return run_
+    return run
 
 
 def write_job(case: Case, world_size: int, out_dir: Path, base: Path, data: Path) -> Path:
@@ -129,6 +139,12 @@ def write_job(case: Case, world_size: int, out_dir: Path, base: Path, data: Path
     if case.method == "lora":
         values |= dict.fromkeys(LORA, True) | {"lora_dropout": 0}
     values |= dict(case.changes)
+    start = None
+    if case.start is not None:
+        start = Outcome(case.start).checkpoint
+        base = start / "base" if case.method == "full" else base
+        for name in ("metrics.csv", "validation.csv"):
+            shutil.copyfile(case.start / name, out_dir / name)
     recipe = read_recipe([], [(k, json.dumps(v)) for k, v in values.items()], method=case.method)
     job = Job(
         recipe=recipe,
@@ -136,6 +152,8 @@ def write_job(case: Case, world_size: int, out_dir: Path, base: Path, data: Path
         base=str(base),
         command=(),
         started_at_s=time.time(),
+        start=None if start is None else str(start),
+        stop_after=None if case.stop_after is None else StopAfter(steps=case.stop_after),
     )
     state = out_dir / ".run"
     state.mkdir()

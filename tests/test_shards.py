@@ -1,5 +1,6 @@
 """Pieces of tensors: any cut is written, any range is read, and nothing is ever made up."""
 
+import itertools
 import json
 import os
 import pickle
@@ -12,7 +13,7 @@ from bitsandbytes.functional import create_dynamic_map, dequantize_blockwise, qu
 from safetensors.torch import load_file, save_file
 
 from ftkit.checkpoint.metadata import CheckpointError
-from ftkit.checkpoint.shards import BLOCK, Piece, StoredState, share_of, shard_name, write_shard
+from ftkit.checkpoint.shards import BLOCK, Piece, StoredState, shard_name, share_of, write_shard
 
 SHAPE = torch.Size((7, 5))
 TENSOR = torch.arange(35, dtype=torch.float32).view(SHAPE)
@@ -35,7 +36,7 @@ def piece(start: int, stop: int, tensor: torch.Tensor = TENSOR, name: str = "w")
 def test_any_range_is_read_from_any_cut(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
     borders = [0, *sorted(draw.sample(range(1, 35), draw.randrange(7))), 35]
-    pieces = [piece(a, b) for a, b in zip(borders, borders[1:], strict=False)]
+    pieces = [piece(a, b) for a, b in itertools.pairwise(borders)]
     stored = StoredState(write(tmp_path, pieces[::2], pieces[1::2]))["w"]
     for start in range(36):
         for stop in range(start, 36):
@@ -51,7 +52,7 @@ def test_what_all_ranks_hold_is_written_once_in_equal_shares(world_size: int, nu
     shares = [share_of(rank, world_size, numel) for rank in range(world_size)]
     assert shares[0][0] == 0
     assert shares[-1][1] == numel
-    assert all(a[1] == b[0] for a, b in zip(shares, shares[1:], strict=False))
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(shares))
     assert all(first % BLOCK == 0 for first, last in shares if first < last)
     sizes = [last - first for first, last in shares]
     assert max(sizes) - min(sizes) <= 2 * BLOCK

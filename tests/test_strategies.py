@@ -10,6 +10,7 @@ from rank_jobs import (
     Case,
     Outcome,
     Run,
+    make_run,
     needs_deepspeed,
 )
 
@@ -22,6 +23,11 @@ TWO_RANKS = [
     for method in METHODS
     for precision in ["32-true", "bf16-mixed"]
 ]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return make_run(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

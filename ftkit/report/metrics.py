@@ -160,7 +160,8 @@ def cut_rows(path: Path, after_step: int, into: Path) -> int:
     Args:
         path: a metrics.csv or validation.csv; it need not exist.
         after_step: rows up to this one stay.
-        into: gets the header and the removed rows; made, with its directories, if there are any.
+        into: a new file, made, with its directories, if there are such rows: their header and
+            they themselves.
 
     Returns:
         How many rows were removed.
