@@ -92,8 +92,6 @@ class Training:
         self.plan, self.module, self.data, self.base = plan, module, data, base
         self.stop, self.display, self.recorder = stop, display, recorder
         self.recipe, self.evaluation = plan.recipe, plan.recipe.eval
-        self.run_ids = dict(run_ids or {})
-        """How loggers know the run, by their names; a checkpoint keeps it."""
         self.signal_number: int | None = None
         """What ended training before its time, if a signal did."""
         self.exit_reason = ""

@@ -1,0 +1,126 @@
+"""Promise P2: a run stopped under any strategy and number of ranks goes on under any other."""
+
+import itertools
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from rank_jobs import HAS_DEEPSPEED, METHODS, Case, Outcome, Run, make_run
+
+from ftkit.recipe import Method
+
+LAST = 9
+"""Optimizer steps of the whole run."""
+CUT = 4
+"""Steps of the first sitting; it ends in the middle of the first epoch."""
+
+
+@dataclass(frozen=True, order=True)
+class Layout:
+    """A strategy on a number of ranks."""
+
+    strategy: str
+    world_size: int
+
+    def __str__(self) -> str:
+        return f"{self.strategy} x{self.world_size}"
+
+
+LAYOUTS = [
+    Layout("single", 1),
+    *(
+        Layout(strategy, world_size)
+        for strategy in ("ddp", "fsdp", *(["deepspeed"] if HAS_DEEPSPEED else []))
+        for world_size in (1, 2, 3)
+    ),
+]
+SMALL = [layout for layout in LAYOUTS if layout == Layout("single", 1) or layout.world_size == 2]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return make_run(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def whole(run: Run) -> dict[Method, Outcome]:
+    """Runs that nothing interrupted."""
+    cases = {method: Case("single", method) for method in METHODS}
+    found = run(1, list(cases.values()))
+    return {method: found[case] for method, case in cases.items()}
+
+
+Runs = dict[tuple[Layout, Method], Outcome]
+
+
+def first_sittings(run: Run, layouts: list[Layout]) -> Runs:
+    found: Runs = {}
+    for world_size, group in itertools.groupby(sorted(layouts, key=_ranks), key=_ranks):
+        cases = {
+            (layout, method): Case(layout.strategy, method, stop_after=CUT)
+            for layout in group
+            for method in METHODS
+        }
+        outcomes = run(world_size, list(cases.values()))
+        found |= {key: outcomes[case] for key, case in cases.items()}
+    return found
+
+
+def second_sittings(
+    run: Run, sources: Runs, targets: list[Layout]
+) -> dict[tuple[Layout, Layout, Method], Outcome]:
+    """Every run that stopped, continued on every layout, with another micro-batch size."""
+    found = {}
+    for world_size, group in itertools.groupby(sorted(targets, key=_ranks), key=_ranks):
+        cases = {
+            (source, target, method): Case(
+                target.strategy,
+                method,
+                start=outcome.out_dir,
+                changes=(("train.micro_batch_size", 3),),
+            )
+            for target in group
+            for (source, method), outcome in sources.items()
+        }
+        outcomes = run(world_size, list(cases.values()))
+        found |= {key: outcomes[case] for key, case in cases.items()}
+    return found
+
+
+def _ranks(layout: Layout) -> int:
+    return layout.world_size
+
+
+@pytest.fixture(scope="module")
+def stopped(run: Run) -> Runs:
+    return first_sittings(run, SMALL)
+
+
+@pytest.fixture(scope="module")
+def continued(run: Run, stopped: Runs) -> dict[tuple[Layout, Layout, Method], Outcome]:
+    return second_sittings(run, stopped, SMALL)
+
+
+def assert_continues(found: Outcome, expected: Outcome) -> None:
+    """The second sitting learns what the uninterrupted run learned from there on."""
+    assert [row["step"] for row in found.rows] == list(range(1, LAST + 1))
+    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+    for column in ("samples", "tokens", "lr"):
+        assert [row[column] for row in found.rows] == [row[column] for row in expected.rows]
+    weights = found.weights()
+    for name, tensor in expected.weights().items():
+        torch.testing.assert_close(weights.pop(name), tensor, rtol=0, atol=1e-5)
+    assert not weights
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("target", SMALL, ids=str)
+@pytest.mark.parametrize("source", SMALL, ids=str)
+def test_a_run_goes_on_under_another_strategy(
+    continued: dict[tuple[Layout, Layout, Method], Outcome],
+    whole: dict[Method, Outcome],
+    source: Layout,
+    target: Layout,
+    method: Method,
+) -> None:
+    assert_continues(continued[source, target, method], whole[method])
