@@ -33,6 +33,18 @@ def duration_text(seconds: float) -> str:
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60:02} min"
 
 
+def age_text(seconds: float) -> str:
+    """12 s, 3 min, 5 h, 12 days: how long ago something was, in whole units."""
+    whole = max(int(seconds), 0)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min"
+    if whole < 2 * 86400:
+        return f"{whole // 3600} h"
+    return f"{whole // 86400:,} days"
+
+
 def bytes_text(count: int) -> str:
     """3.2 GiB, 812 MiB, 0.4 MiB."""
     mib = count / 2**20
