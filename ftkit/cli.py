@@ -212,7 +212,9 @@ def _download(argv: Sequence[str]) -> int:
 
 def _checkpoints(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
-        _checkpoints_parser().print_help()
+        parser = _checkpoints_parser()
+        _add_managing(parser)
+        parser.print_help()
         return 0 if argv else UserError.exit_code
     name, rest = argv[0], argv[1:]
     if name not in CHECKPOINTS:
@@ -309,6 +311,8 @@ def _parser(*, with_keys: bool = False) -> ArgumentParser:
             makers = {"download": _download_parser, "checkpoints": _checkpoints_parser}
             command = _finetune_parser(name) if name in FINETUNE else makers[name]()
         commands.add_subcommand(name, command, help=text)
+        if with_keys and name == "checkpoints":
+            _add_managing(command)
     return parser
 
 
@@ -366,7 +370,7 @@ def _download_parser() -> ArgumentParser:
 
 
 def _checkpoints_parser() -> ArgumentParser:
-    parser = ArgumentParser(
+    return ArgumentParser(
         prog="ftkit checkpoints",
         usage="ftkit checkpoints COMMAND OUT_DIR [--KEY VALUE ...]",
         description="Look after the checkpoints of a run, in OUT_DIR/checkpoints.",
@@ -374,11 +378,14 @@ def _checkpoints_parser() -> ArgumentParser:
         "ftkit checkpoints COMMAND --help explains a command.",
         formatter_class=_Help,
     )
+
+
+def _add_managing(parser: ArgumentParser) -> None:
+    """Give ftkit checkpoints its commands: only once it is itself in its place (jsonargparse)."""
     commands = parser.add_subcommands(required=False)
     for name, command in CHECKPOINTS.items():
         text = command.text.partition(".")[0]
         commands.add_subcommand(name, _managing_parser(name), help=text[0].lower() + text[1:])
-    return parser
 
 
 def _managing_parser(name: str) -> ArgumentParser:

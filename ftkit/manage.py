@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
@@ -55,12 +55,12 @@ def list_checkpoints(out_dir: Path, form: Format) -> int:
     if form == "json":
         return _print_json([entry.as_dict() for entry in entries])
     if not entries:
-        return _print(_line(f"{out_dir} holds no checkpoint"))
+        return _print(f"{out_dir} holds no checkpoint")
     table = _table("step", "epoch", "loss", "val loss", "size", "age", "written under", "state")
     for entry in entries:
         table.add_row(*entry.cells(time.time()))
     problems = (problem for entry in entries for problem in entry.problems)
-    return _print(table, *(_line(problem, "red") for problem in problems))
+    return _print(table, *problems)
 
 
 def show_checkpoint(out_dir: Path, step: str | None, form: Format) -> int:
@@ -87,7 +87,7 @@ def show_checkpoint(out_dir: Path, step: str | None, form: Format) -> int:
     files = _table("file", "size", "sha256")
     for name, file in sorted(entry.metadata.files.items()):
         files.add_row(Text(printable(name)), bytes_text(file.size_bytes), file.sha256[:12])
-    return _print(title, grid, Text(), files)
+    return _print(title, grid, "", files)
 
 
 def verify_checkpoints(out_dir: Path, step: str | None, form: Format) -> int:
@@ -127,9 +127,8 @@ def verify_checkpoints(out_dir: Path, step: str | None, form: Format) -> int:
         )
     lines = []
     for directory, found in problems.items():
-        verdict = ("damaged", "bold red") if found else ("sound", "green")
-        lines.append(Text.assemble(directory.name, "  ", verdict, overflow="ignore", no_wrap=True))
-        lines += [_line(f"  {problem}") for problem in found]
+        lines.append(f"{directory.name}  {'damaged' if found else 'sound'}")
+        lines += [f"  {problem}" for problem in found]
     return _print(*lines, code=int(damaged))
 
 
@@ -208,9 +207,9 @@ def compare_recipes(a: Path, b: Path, form: Format) -> int:
                 ],
             }
         )
-    heads = [_line(f"{name}: {path}") for name, path in zip("AB", directories, strict=True)]
+    heads = [f"{name}: {path}" for name, path in zip("AB", directories, strict=True)]
     if not different:
-        return _print(*heads, Text("their recipes are equal"))
+        return _print(*heads, "their recipes are equal")
     table = _table("field", "A", "B")
     for key in different:
         values = (Text(printable(_value_text(recipe.get(key)))) for recipe in (left, right))
@@ -594,14 +593,14 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _line(text: str, style: str = "") -> Text:
-    """A text that is not wrapped, so that paths can be copied."""
-    return Text(printable(text), style, overflow="ignore", no_wrap=True)
-
-
-def _print(*lines: RenderableType, code: int = 0) -> int:
+def _print(*parts: str | RenderableType, code: int = 0) -> int:
+    """Show texts as they are, so that paths can be copied, and tables."""
     with Display(None) as display:
-        display.show(Group(*lines))
+        for part in parts:
+            if isinstance(part, str):
+                print(printable(part))
+            else:
+                display.show(part)
     return code
 
 

@@ -46,8 +46,12 @@ def age_text(seconds: float) -> str:
 
 
 def bytes_text(count: int) -> str:
-    """3.2 GiB, 812 MiB, 0.4 MiB."""
+    """3.2 GiB, 812 MiB, 0.4 MiB, 12 KiB, 208 B."""
     mib = count / 2**20
+    if count < 1024:
+        return f"{count} B"
+    if mib < 0.1:
+        return f"{count / 1024:.0f} KiB"
     if round(mib) >= 1024:
         return f"{mib / 1024:,.1f} GiB"
     return f"{mib:.0f} MiB" if mib >= 10 else f"{mib:.1f} MiB"
