@@ -32,6 +32,7 @@ LIGHT_MODULES = [
     "errors",
     "job",
     "launch",
+    "manage",
     "parsing",
     "planning",
     "process",

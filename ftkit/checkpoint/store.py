@@ -183,42 +183,47 @@ class Store:
         for folder, _, _ in os.walk(partial, topdown=False):
             sync_directory(Path(folder))
         if os.path.lexists(final):
-            _remove(replaced)
+            remove(replaced)
             final.rename(replaced)
         try:
             partial.rename(final)
         except OSError:
-            self._restore_replaced()
+            self.restore_replaced()
             raise
         sync_directory(self.directory)
         sync_directory(self.directory.parent)
         self._point_to_newest()
         with contextlib.suppress(OSError):  # the next start removes it
-            _remove(replaced)
+            remove(replaced)
         return final
 
     def discard_partial(self, step: int) -> None:
         """Remove what was written for the checkpoint of a step, if anything was."""
-        _remove(self.partial(step))
+        remove(self.partial(step))
 
     def leftovers(self) -> list[Path]:
         """What a crash left of checkpoints that were being written or deleted."""
         if not self.directory.is_dir():
             return []
-        return sorted(
-            entry for entry in self.directory.iterdir() if _LEFTOVER.fullmatch(entry.name)
-        )
+        found = (entry for entry in self.directory.iterdir() if _LEFTOVER.fullmatch(entry.name))
+        return sorted(set(found) - set(self._unreplaced()))
 
     def remove_leftovers(self) -> list[Path]:
         """Remove what a crash left; what was removed.
 
         A checkpoint that was about to be replaced, and was not yet, is put back.
         """
-        self._restore_replaced()
+        self.restore_replaced()
         removed = self.leftovers()
         for entry in removed:
-            _remove(entry)
+            remove(entry)
         return removed
+
+    def restore_replaced(self) -> None:
+        """Put back a checkpoint that was about to be replaced when a crash came."""
+        for entry in self._unreplaced():
+            entry.rename(entry.with_name(_name_of(entry)))
+            sync_directory(self.directory)
 
     def steps(self) -> list[int]:
         """Steps of all checkpoints, damaged or not, ascending."""
@@ -260,11 +265,11 @@ class Store:
     def delete(self, step: int) -> None:
         """Delete the checkpoint of a step: all of it, or none."""
         deleted = self._hidden(step, "deleted")
-        _remove(deleted)
+        remove(deleted)
         self.path(step).rename(deleted)
         sync_directory(self.directory)
         self._point_to_newest()
-        _remove(deleted)
+        remove(deleted)
 
     def kept(self, keep_last: int, keep_every: int | None, keep_best: int) -> set[int]:
         """The steps that a rule keeps.
@@ -317,14 +322,15 @@ class Store:
     def _replaced(self, step: int) -> Path:
         return self._hidden(step, "replaced")
 
-    def _restore_replaced(self) -> None:
-        if not self.directory.is_dir():
-            return
-        for entry in list(self.directory.glob(".step-*.replaced")):
-            step = step_of(entry.name.removeprefix(".").removesuffix(".replaced"))
-            if step is not None and not os.path.lexists(self.path(step)):
-                entry.rename(self.path(step))
-                sync_directory(self.directory)
+    def _unreplaced(self) -> list[Path]:
+        """Checkpoints that lost their name to a replacement that never came."""
+        found = self.directory.glob(".step-*.replaced")
+        return [
+            entry
+            for entry in found
+            if step_of(_name_of(entry)) is not None
+            and not os.path.lexists(entry.with_name(_name_of(entry)))
+        ]
 
     def _problem_of_step(self, step: int) -> list[str]:
         try:
@@ -346,7 +352,12 @@ class Store:
 _LEFTOVER = re.compile(rf"\.{_STEP.pattern}\.(?:partial|deleted|replaced)|\.{LATEST}\.[0-9]+")
 
 
-def _remove(path: Path) -> None:
+def _name_of(hidden: Path) -> str:
+    """The name that a checkpoint on its way will have, or had."""
+    return hidden.name.removeprefix(".").rpartition(".")[0]
+
+
+def remove(path: Path) -> None:
     """Remove a directory with all in it, or a file, or nothing if there is none."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
