@@ -193,7 +193,7 @@ class Checkpointing:
         self._display.warning(text)
         self._recorder.warn(text)
 
-    def _companions(self) -> Callable[[Path], None] | None:
+    def _companions(self) -> Callable[[Path], list[Path]] | None:
         """What writes the files beside the shards, on rank 0."""
         recipe = self._plan.recipe
         module, base = self._module, self._base
@@ -205,14 +205,17 @@ class Checkpointing:
         if rank() > 0:
             return None
 
-        def write(directory: Path) -> None:
-            written = dataclasses.replace(recipe, resume=False)
-            (directory / "recipe.yaml").write_text(to_yaml(written), encoding="utf-8")
+        def write(directory: Path) -> list[Path]:
+            own, others = directory / "recipe.yaml", directory / "base"
+            text = to_yaml(dataclasses.replace(recipe, resume=False))
+            own.write_text(text, encoding="utf-8")
             if isinstance(recipe, LoraRecipe):
-                save_adapter(adapter, base, recipe, directory / "adapter")
+                others = directory / "adapter"
+                save_adapter(adapter, base, recipe, others)
             else:
-                (directory / "base").mkdir()
-                save_companions(base, directory / "base")
+                others.mkdir()
+                save_companions(base, others)
+            return [own, *(path for path in others.rglob("*") if path.is_file())]
 
         return write
 

@@ -101,7 +101,7 @@ class Saver:
         self,
         metadata: Metadata,
         pieces: Iterable[Piece],
-        companions: Callable[[Path], None] | None,
+        companions: Callable[[Path], list[Path]] | None,
         *,
         wait: bool,
     ) -> None:
@@ -110,7 +110,8 @@ class Saver:
         Args:
             metadata: without files.
             pieces: of this rank; their memory may change once this returns.
-            companions: on rank 0 writes the other files into the directory it is given.
+            companions: on rank 0 writes the other files into the directory it is given, and
+                returns them.
             wait: until it is committed.
         """
         started = time.perf_counter()
@@ -173,7 +174,7 @@ class Saver:
         self,
         metadata: Metadata,
         pieces: list[Piece],
-        companions: Callable[[Path], None] | None,
+        companions: Callable[[Path], list[Path]] | None,
         started: float,
     ) -> None:
         """In the thread: this rank's files, and on rank 0 the commit."""
@@ -185,12 +186,8 @@ class Saver:
             partial.mkdir(parents=True, exist_ok=True)
             shard = partial / shard_name(self._rank, len(self._receipts))
             write_shard(shard, pieces)
-            if companions is not None:
-                companions(partial)
-                written = [path for path in partial.rglob("*") if path.is_file()]
-                written = [p for p in written if p == shard or not p.name.startswith("shard-")]
-            else:
-                written = [shard]
+            # Not what else is there: other ranks are at work in the same directory.
+            written = [shard, *(companions(partial) if companions is not None else [])]
             for path in written:
                 sync(path)
                 files[path.relative_to(partial).as_posix()] = hash_file(path)
