@@ -23,9 +23,12 @@ RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 
 LIGHT_MODULES = [
     "base.hub",
+    "checkpoint.metadata",
+    "checkpoint.store",
     "cli",
     "data.files",
     "data.order",
+    "durable",
     "errors",
     "job",
     "launch",

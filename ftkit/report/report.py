@@ -7,7 +7,6 @@ None. The keys of the file are the names of the fields below.
 import dataclasses
 import json
 import math
-import os
 import re
 import time
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from ftkit.durable import write_durably
 from ftkit.errors import UserError
 from ftkit.recipe import Recipe
 from ftkit.report.machine import Hardware
@@ -353,20 +353,7 @@ def write_report(report: Report, out_dir: Path) -> Path:
     out_dir.mkdir(parents=True, exist_ok=True)
     text = json.dumps(_clean(dataclasses.asdict(report)), indent=2, allow_nan=False) + "\n"
     path = out_dir / FILE_NAME
-    temporary = out_dir / f".{FILE_NAME}.{os.getpid()}"
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    directory = os.open(out_dir, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    write_durably(path, text)
     return path
 
 
@@ -395,15 +382,23 @@ def read_report(path: Path) -> Report:
             "Read it with the ftkit that wrote it (see its versions.ftkit)."
         )
     try:
-        report = _parse(Report, content)
+        report = from_json(Report, content)
     except (TypeError, KeyError) as error:
         raise UserError(f"{file} is not a report: {error}") from error
     assert isinstance(report, Report)
     return report
 
 
-def _parse(kind: Any, value: Any) -> Any:
-    """The value as the given type: dataclass, list, dict, union with None, literal or scalar."""
+def from_json(kind: Any, value: Any) -> Any:
+    """A value read from JSON as the given type; keys that a dataclass lacks are passed over.
+
+    Args:
+        kind: a dataclass, list, dict, union with None, literal, scalar or Any.
+        value: as the json module reads it.
+
+    Raises:
+        TypeError: it is of another type, or a key is missing.
+    """
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any or (origin is Literal and value in arguments):
         return value
@@ -411,15 +406,15 @@ def _parse(kind: Any, value: Any) -> Any:
         if value is None:
             return None
         (kind,) = (argument for argument in arguments if argument is not NoneType)
-        return _parse(kind, value)
+        return from_json(kind, value)
     if dataclasses.is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):
         hints = get_type_hints(kind)
-        known = {key: _parse(hints[key], item) for key, item in value.items() if key in hints}
+        known = {key: from_json(hints[key], item) for key, item in value.items() if key in hints}
         return kind(**known)
     if origin is list and isinstance(value, list):
-        return [_parse(arguments[0], item) for item in value]
+        return [from_json(arguments[0], item) for item in value]
     if origin is dict and isinstance(value, dict):
-        return {key: _parse(arguments[1], item) for key, item in value.items()}
+        return {key: from_json(arguments[1], item) for key, item in value.items()}
     if kind is float and type(value) in (int, float):
         return float(value)
     if type(value) is kind:

@@ -1,0 +1,1 @@
+"""Checkpoints: the directories that a run can continue from."""

@@ -1,0 +1,354 @@
+"""The checkpoints of a run: how they come, how they are checked, and how they go.
+
+A checkpoint comes by one rename, when all of it is on the disk, and goes by one rename, before any
+of it is removed. So whatever has its final name is whole, unless it was damaged later; names that
+begin with a dot are on their way, or were left by a crash.
+"""
+
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+import stat
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+
+from ftkit.checkpoint.metadata import (
+    METADATA,
+    CheckpointError,
+    FileEntry,
+    Metadata,
+    read_metadata,
+    write_metadata,
+)
+from ftkit.durable import sync_directory, write_durably
+
+LATEST = "latest"
+"""Names the newest checkpoint, for people and scripts; never read here."""
+PROGRESS_INTERVAL_S = 0.2
+
+_STEP = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")
+_BLOCK_BYTES = 4 * 2**20
+
+OnProgress = Callable[[int, int], None]
+"""Told the bytes done and the bytes in all."""
+
+
+def hash_file(path: Path, on_block: Callable[[int], None] | None = None) -> FileEntry:
+    """Size and checksum of a file.
+
+    Args:
+        path: a regular file.
+        on_block: told the length of each block that is done.
+    """
+    digest = hashlib.sha256()
+    size = 0
+    block = memoryview(bytearray(_BLOCK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(block):
+            digest.update(block[:count])
+            size += count
+            if on_block:
+                on_block(count)
+    return FileEntry(size_bytes=size, sha256=digest.hexdigest())
+
+
+def step_of(name: str) -> int | None:
+    """The step that a directory's name stands for; None: it is no name of a checkpoint."""
+    found = _STEP.fullmatch(name)
+    return int(found.group(1)) if found else None
+
+
+def check_files(directory: Path) -> list[str]:
+    """What is wrong with a checkpoint as far as names and sizes tell; empty: nothing."""
+    try:
+        metadata = read_metadata(directory)
+    except CheckpointError as error:
+        return [str(error)]
+    found = (_problem(directory, name, entry) for name, entry in sorted(metadata.files.items()))
+    return [problem for problem in found if problem]
+
+
+def verify(directory: Path, progress: OnProgress | None = None) -> list[str]:
+    """What is wrong with a checkpoint, checksums and files that it does not list included.
+
+    Args:
+        directory: of the checkpoint.
+        progress: called now and then, by the calling thread.
+    """
+    try:
+        files = read_metadata(directory).files
+    except CheckpointError as error:
+        return [str(error)]
+    problems = {name: _problem(directory, name, entry) for name, entry in files.items()}
+    sound = [name for name, problem in problems.items() if not problem]
+    sound.sort(key=lambda name: -files[name].size_bytes)
+    total = sum(files[name].size_bytes for name in sound)
+    done = dict.fromkeys(sound, 0)
+    stopped = threading.Event()
+
+    def check(name: str) -> str | None:
+        def count(size: int) -> None:
+            done[name] += size
+            if stopped.is_set():
+                raise InterruptedError
+
+        try:
+            changed = hash_file(directory / name, count) != files[name]
+        except OSError as error:
+            return f"{directory / name} cannot be read ({error.strerror})."
+        return f"{directory / name} is damaged: its checksum is another." if changed else None
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        checks = {name: pool.submit(check, name) for name in sound}
+        try:
+            while wait(checks.values(), timeout=PROGRESS_INTERVAL_S).not_done:
+                if progress:
+                    progress(sum(done.values()), total)
+        except BaseException:
+            stopped.set()
+            pool.shutdown(cancel_futures=True)
+            raise
+    problems |= {name: check.result() for name, check in checks.items()}
+    unlisted = [name for name in _files_in(directory) if name not in files and name != METADATA]
+    return [
+        *(problem for _, problem in sorted(problems.items()) if problem),
+        *(f"{directory / name} is not one of its files." for name in unlisted),
+    ]
+
+
+def _problem(directory: Path, name: str, entry: FileEntry) -> str | None:
+    """What is wrong with a file without reading it."""
+    path = directory / name
+    try:
+        found = path.lstat()
+        folders = [directory / folder for folder in list(Path(name).parents)[:-1]]
+        if not stat.S_ISREG(found.st_mode) or any(folder.is_symlink() for folder in folders):
+            return f"{path} is not a regular file of the checkpoint."
+    except FileNotFoundError:
+        return f"{path} is missing."
+    except OSError as error:
+        return f"{path} cannot be read ({error.strerror})."
+    if found.st_size != entry.size_bytes:
+        return f"{path} has {found.st_size:,} bytes instead of {entry.size_bytes:,}."
+    return None
+
+
+def _files_in(directory: Path) -> list[str]:
+    """Paths of all that is no directory, relative, sorted."""
+    return sorted(
+        (Path(folder) / name).relative_to(directory).as_posix()
+        for folder, folders, names in os.walk(directory)
+        for name in [*names, *(f for f in folders if (Path(folder) / f).is_symlink())]
+    )
+
+
+class Store:
+    """The checkpoints in ``out_dir/checkpoints``.
+
+    Only one process may change them at a time: the one that holds the run's lock, or its rank 0.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """A store, which need not exist yet.
+
+        Args:
+            directory: holds the checkpoints.
+        """
+        self.directory = directory
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of a step is, or would be."""
+        return self.directory / f"step-{step:08}"
+
+    def partial(self, step: int) -> Path:
+        """Where the checkpoint of a step is written."""
+        return self._hidden(step, "partial")
+
+    def commit(self, metadata: Metadata) -> Path:
+        """Make what was written to the partial directory of ``metadata.step`` the checkpoint.
+
+        Every file there but ``metadata.json`` must be complete and synced. A checkpoint of the
+        same step is replaced.
+
+        Raises:
+            OSError: and there is no such checkpoint, or still the one before.
+        """
+        step = metadata.step
+        partial, final, replaced = self.partial(step), self.path(step), self._replaced(step)
+        write_metadata(metadata, partial)
+        for folder, _, _ in os.walk(partial, topdown=False):
+            sync_directory(Path(folder))
+        if os.path.lexists(final):
+            _remove(replaced)
+            final.rename(replaced)
+        try:
+            partial.rename(final)
+        except OSError:
+            self._restore_replaced()
+            raise
+        sync_directory(self.directory)
+        sync_directory(self.directory.parent)
+        self._point_to_newest()
+        with contextlib.suppress(OSError):  # the next start removes it
+            _remove(replaced)
+        return final
+
+    def discard_partial(self, step: int) -> None:
+        """Remove what was written for the checkpoint of a step, if anything was."""
+        _remove(self.partial(step))
+
+    def leftovers(self) -> list[Path]:
+        """What a crash left of checkpoints that were being written or deleted."""
+        if not self.directory.is_dir():
+            return []
+        return sorted(
+            entry for entry in self.directory.iterdir() if _LEFTOVER.fullmatch(entry.name)
+        )
+
+    def remove_leftovers(self) -> list[Path]:
+        """Remove what a crash left; what was removed.
+
+        A checkpoint that was about to be replaced, and was not yet, is put back.
+        """
+        self._restore_replaced()
+        removed = self.leftovers()
+        for entry in removed:
+            _remove(entry)
+        return removed
+
+    def steps(self) -> list[int]:
+        """Steps of all checkpoints, damaged or not, ascending."""
+        if not self.directory.is_dir():
+            return []
+        found = ((step_of(entry.name), entry) for entry in self.directory.iterdir())
+        return sorted(step for step, entry in found if step is not None and entry.is_dir())
+
+    def newest(self) -> int | None:
+        """The last of the steps."""
+        return max(self.steps(), default=None)
+
+    def metadata(self, step: int) -> Metadata:
+        """What the checkpoint of a step says about itself.
+
+        Raises:
+            CheckpointError: it is missing, damaged, or that of another step.
+        """
+        metadata = read_metadata(self.path(step))
+        if metadata.step != step:
+            raise CheckpointError(
+                f"{self.path(step)} holds the checkpoint of step {metadata.step}."
+            )
+        return metadata
+
+    def check_files(self, step: int) -> list[str]:
+        """What is wrong with a checkpoint as far as names and sizes tell; empty: nothing."""
+        return self._problem_of_step(step) or check_files(self.path(step))
+
+    def verify(self, step: int, progress: OnProgress | None = None) -> list[str]:
+        """What is wrong with a checkpoint, checksums and files that it does not list included.
+
+        Args:
+            step: of the checkpoint.
+            progress: called now and then, by the calling thread.
+        """
+        return self._problem_of_step(step) or verify(self.path(step), progress)
+
+    def delete(self, step: int) -> None:
+        """Delete the checkpoint of a step: all of it, or none."""
+        deleted = self._hidden(step, "deleted")
+        _remove(deleted)
+        self.path(step).rename(deleted)
+        sync_directory(self.directory)
+        self._point_to_newest()
+        _remove(deleted)
+
+    def kept(self, keep_last: int, keep_every: int | None, keep_best: int) -> set[int]:
+        """The steps that a rule keeps.
+
+        A damaged checkpoint counts for nothing and is kept: somebody may want to look at it.
+
+        Args:
+            keep_last: how many of the newest.
+            keep_every: every step that this divides.
+            keep_best: how many of the lowest validation loss; of equal ones the newer.
+        """
+        steps = self.steps()
+        damaged = {step for step in steps if self.check_files(step)}
+        sound = [step for step in steps if step not in damaged]
+        losses = {step: self.metadata(step).validation_loss for step in sound} if keep_best else {}
+        measured = [(loss, -step) for step, loss in losses.items() if loss is not None]
+        return {
+            *damaged,
+            *sound[max(len(sound) - keep_last, 0) :],
+            *(step for step in sound if keep_every and step % keep_every == 0),
+            *(-negative for _, negative in sorted(measured)[:keep_best]),
+        }
+
+    def prune(self, *, keep_last: int, keep_every: int | None, keep_best: int) -> list[int]:
+        """Delete every checkpoint that the rule of `kept` does not keep; their steps."""
+        kept = self.kept(keep_last, keep_every, keep_best)
+        deleted = [step for step in self.steps() if step not in kept]
+        for step in deleted:
+            self.delete(step)
+        return deleted
+
+    def set_aside(self, after_step: int, target: Path) -> list[int]:
+        """Move the checkpoints of later steps into ``target/checkpoints``; their steps."""
+        moved = [step for step in self.steps() if step > after_step]
+        if not moved:
+            return []
+        aside = target / self.directory.name
+        aside.mkdir(parents=True, exist_ok=True)
+        for step in reversed(moved):
+            self.path(step).rename(aside / self.path(step).name)
+        sync_directory(aside)
+        sync_directory(self.directory)
+        self._point_to_newest()
+        return moved
+
+    def _hidden(self, step: int, what: str) -> Path:
+        path = self.path(step)
+        return path.with_name(f".{path.name}.{what}")
+
+    def _replaced(self, step: int) -> Path:
+        return self._hidden(step, "replaced")
+
+    def _restore_replaced(self) -> None:
+        if not self.directory.is_dir():
+            return
+        for entry in list(self.directory.glob(".step-*.replaced")):
+            step = step_of(entry.name.removeprefix(".").removesuffix(".replaced"))
+            if step is not None and not os.path.lexists(self.path(step)):
+                entry.rename(self.path(step))
+                sync_directory(self.directory)
+
+    def _problem_of_step(self, step: int) -> list[str]:
+        try:
+            self.metadata(step)
+        except CheckpointError as error:
+            return [str(error)]
+        return []
+
+    def _point_to_newest(self) -> None:
+        """Bring `latest` up to date; only a hint, so a failure is none of the checkpoint."""
+        newest = self.newest()
+        with contextlib.suppress(OSError):
+            if newest is None:
+                (self.directory / LATEST).unlink(missing_ok=True)
+            else:
+                write_durably(self.directory / LATEST, f"{self.path(newest).name}\n")
+
+
+_LEFTOVER = re.compile(rf"\.{_STEP.pattern}\.(?:partial|deleted|replaced)|\.{LATEST}\.[0-9]+")
+
+
+def _remove(path: Path) -> None:
+    """Remove a directory with all in it, or a file, or nothing if there is none."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,646 @@
+"""Checkpoints on disk: they are whole or not there, and whatever is wrong with them is found."""
+
+import dataclasses
+import json
+import math
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
+from pathlib import Path
+
+import pytest
+from checkpoints import FILES, save, some_metadata, write_partial
+
+from ftkit.checkpoint import metadata as metadata_module
+from ftkit.checkpoint import store as store_module
+from ftkit.checkpoint.metadata import (
+    FORMAT_VERSION,
+    METADATA,
+    CheckpointError,
+    FileEntry,
+    read_metadata,
+    write_metadata,
+)
+from ftkit.checkpoint.store import Store, check_files, hash_file, verify
+
+
+@pytest.fixture
+def store(tmp_path) -> Store:
+    return Store(tmp_path / "run/checkpoints")
+
+
+def flip(path: Path, position: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+
+
+# --- What a checkpoint says about itself --------------------------------------------------------
+
+
+class TestMetadata:
+    @pytest.fixture
+    def file(self, tmp_path) -> Path:
+        files = {"a/b.safetensors": FileEntry(size_bytes=3, sha256="0" * 64)}
+        write_metadata(some_metadata(5, files=files, changes=["train.epochs: 1 -> 2"]), tmp_path)
+        return tmp_path / METADATA
+
+    def rewrite(self, file: Path, **changes: object) -> None:
+        """Change values, and the checksum with them."""
+        values = json.loads(file.read_text()) | changes
+        values.pop("checksum")
+        values["checksum"] = metadata_module._checksum_of(values)
+        file.write_text(json.dumps(values))
+
+    def test_comes_back_as_it_was(self, tmp_path):
+        files = {"a/b.safetensors": FileEntry(size_bytes=3, sha256="0" * 64)}
+        metadata = some_metadata(
+            1500,
+            files=files,
+            validation_loss=0.1 + 0.2,
+            carried={"loss": {"first": 2.5}, "examples": [{"instruction": "é \u2028 \x1b"}]},
+            loggers={"wandb": "abc"},
+        )
+        write_metadata(metadata, tmp_path)
+        assert read_metadata(tmp_path) == metadata
+        assert [path.name for path in tmp_path.iterdir()] == [METADATA]
+
+    def test_every_flipped_byte_is_found_unless_it_is_white_space(self, file):
+        sound = file.read_bytes()
+        expected = read_metadata(file.parent)
+        for position in range(len(sound)):
+            flip(file, position)
+            if sound[position : position + 1].isspace():
+                with suppress(CheckpointError):
+                    assert read_metadata(file.parent) == expected
+            else:
+                with pytest.raises(CheckpointError, match=re.escape(str(file))):
+                    read_metadata(file.parent)
+            file.write_bytes(sound)
+
+    def test_every_truncation_is_found(self, file):
+        sound = file.read_bytes().rstrip()
+        for length in range(0, len(sound), 7):
+            file.write_bytes(sound[:length])
+            with pytest.raises(CheckpointError, match="damaged"):
+                read_metadata(file.parent)
+
+    @pytest.mark.parametrize(
+        ("old", "new"),
+        [
+            ('"step": 5', '"step": 6'),
+            ('"step": 5', '"step": 5.0'),
+            ('"loss": 1.25', '"loss": null'),
+            ('"loss": 1.25', '"loss": 1.25, "more": 1'),
+            ('"checksum"', '"Checksum"'),
+        ],
+    )
+    def test_a_changed_value_is_found(self, file, old, new):
+        text = file.read_text()
+        assert old in text
+        file.write_text(text.replace(old, new, 1))
+        with pytest.raises(CheckpointError, match="does not match its checksum"):
+            read_metadata(file.parent)
+
+    def test_other_white_space_is_no_change(self, file):
+        expected = read_metadata(file.parent)
+        file.write_text(json.dumps(json.loads(file.read_text())))
+        assert read_metadata(file.parent) == expected
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            (b"", "not valid JSON"),
+            (b"\xff\x00", "not valid JSON"),
+            (b"{", "not valid JSON"),
+            (b"[" * 100_000, "not valid JSON"),
+            (b"9" * 100_000, "not valid JSON"),
+            (b'{"format_version": NaN}', "NaN is not a number of JSON"),
+            (b'{"format_version": 1, "format_version": 1}', "'format_version' appears twice"),
+            (b'{"files": {"a": 1, "a": 2}}', "'a' appears twice"),
+            (b"[1]", "no format_version"),
+            (b"null", "no format_version"),
+            (b'{"format_version": true}', "no format_version"),
+            (b'{"format_version": 1}', "does not match its checksum"),
+        ],
+        ids=lambda value: value if isinstance(value, str) else "",
+    )
+    def test_what_is_none_is_named(self, tmp_path, content, message):
+        (tmp_path / METADATA).write_bytes(content)
+        with pytest.raises(CheckpointError, match=message) as error:
+            read_metadata(tmp_path)
+        assert str(tmp_path / METADATA) in str(error.value)
+
+    def test_a_missing_one_is_named(self, tmp_path):
+        with pytest.raises(CheckpointError, match=r"metadata\.json is missing"):
+            read_metadata(tmp_path)
+
+    def test_it_must_be_a_regular_file(self, file, tmp_path):
+        file.rename(tmp_path / "elsewhere")
+        file.symlink_to("elsewhere")
+        with pytest.raises(CheckpointError, match="not a regular file"):
+            read_metadata(tmp_path)
+        file.unlink()
+        os.mkfifo(file)
+        with pytest.raises(CheckpointError, match="not a regular file"):
+            read_metadata(tmp_path)
+
+    def test_a_newer_format_says_so(self, file):
+        self.rewrite(file, format_version=FORMAT_VERSION + 1)
+        with pytest.raises(CheckpointError, match="has format_version 2, but this ftkit reads"):
+            read_metadata(file.parent)
+
+    def test_unknown_keys_are_passed_over(self, file):
+        expected = read_metadata(file.parent)
+        self.rewrite(file, added_later=[1, 2])
+        assert read_metadata(file.parent) == expected
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"step": "5"},
+            {"step": True},
+            {"layout": None},
+            {"layout": {"strategy": "fsdp"}},
+            {"epochs": 10**400},
+            {"files": {"a": {"size_bytes": -1, "sha256": "0" * 64}}},
+            {"files": {"a": {"size_bytes": 1, "sha256": "0" * 63}}},
+        ],
+    )
+    def test_values_of_another_kind_are_refused(self, file, changes):
+        self.rewrite(file, **changes)
+        with pytest.raises(CheckpointError, match="is not that of a checkpoint"):
+            read_metadata(file.parent)
+
+    @pytest.mark.parametrize(
+        "name", ["../x", "a/../../x", "/x", "a//b", "./a", "a/", "", ".", "a\0b", METADATA]
+    )
+    def test_files_lie_inside_the_directory(self, file, name):
+        entry = FileEntry(size_bytes=1, sha256="0" * 64)
+        self.rewrite(file, files={name: dataclasses.asdict(entry)})
+        with pytest.raises(CheckpointError, match="is not that of a checkpoint"):
+            read_metadata(file.parent)
+        with pytest.raises(ValueError, match="file"):
+            write_metadata(some_metadata(5, files={name: entry}), file.parent)
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+    def test_a_loss_that_is_no_number_is_written_as_none(self, tmp_path, value):
+        metadata = some_metadata(5, loss=value, validation_loss=value, carried={"loss": [value]})
+        write_metadata(metadata, tmp_path)
+        read = read_metadata(tmp_path)
+        assert (read.loss, read.validation_loss, read.carried) == (None, None, {"loss": [None]})
+
+    def test_no_other_number_may_be_infinite(self, tmp_path):
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            write_metadata(some_metadata(5, learning_rate=math.inf), tmp_path)
+        assert list(tmp_path.iterdir()) == []
+
+
+# --- Coming ---------------------------------------------------------------------------------------
+
+
+def test_a_committed_checkpoint_is_whole_and_the_latest(store):
+    metadata = write_partial(store, 1500)
+    assert store.steps() == []
+    path = store.commit(metadata)
+    assert path == store.path(1500) == store.directory / "step-00001500"
+    assert store.metadata(1500) == metadata
+    assert store.verify(1500) == store.check_files(1500) == []
+    assert sorted(p.name for p in store.directory.iterdir()) == ["latest", "step-00001500"]
+    assert (store.directory / "latest").read_text() == "step-00001500\n"
+
+
+def test_all_is_synced_before_the_rename_and_the_rename_after(store, monkeypatch):
+    calls: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def fsync_(descriptor: int) -> None:
+        calls.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        fsync(descriptor)
+
+    def rename_(source: Path, target: Path) -> None:
+        calls.append(f"rename to {target.name}")
+        rename(source, target)
+
+    metadata = write_partial(store, 5)
+    monkeypatch.setattr(os, "fsync", fsync_)
+    monkeypatch.setattr(os, "rename", rename_)
+    store.commit(metadata)
+    committed = calls.index("rename to step-00000005")
+    assert calls[0].startswith(f".{METADATA}.")
+    assert set(calls[1:committed]) == {"adapter", ".step-00000005.partial"}
+    assert calls[committed - 1] == ".step-00000005.partial"
+    assert calls[committed + 1 : committed + 3] == ["checkpoints", "run"]
+
+
+@pytest.mark.parametrize(
+    ("step", "name"),
+    [(0, "step-00000000"), (99999999, "step-99999999"), (123456789, "step-123456789")],
+)
+def test_names_have_eight_digits_or_more(store, step, name):
+    assert save(store, step).name == name
+    assert store.steps() == [step]
+    assert store.newest() == step
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["step-5", "step-000000005", "step-00000005x", ".step-00000005", "step-0000000\u0665", "final"],
+)
+def test_other_names_are_none_of_a_checkpoint(store, name):
+    shutil.copytree(save(store, 5), store.directory / name)
+    (store.directory / "step-00000007").write_text("a file")
+    assert store.steps() == [5]
+    assert store.leftovers() == []
+
+
+def test_an_empty_store_needs_no_directory(store):
+    assert (store.steps(), store.newest(), store.leftovers()) == ([], None, [])
+    assert store.remove_leftovers() == store.prune(keep_last=1, keep_every=None, keep_best=0) == []
+    store.discard_partial(5)
+    assert not store.directory.exists()
+
+
+@pytest.mark.parametrize("content", [None, b"step-00000099\n", b"\xff\x00garbage", b""])
+def test_the_newest_counts_whatever_latest_says(store, content):
+    save(store, 5)
+    latest = store.directory / "latest"
+    latest.unlink()
+    if content is not None:
+        latest.write_bytes(content)
+    assert store.newest() == 5
+    save(store, 10)
+    assert latest.read_text() == "step-00000010\n"
+
+
+def test_a_checkpoint_counts_though_latest_cannot_be_written(store):
+    (store.directory / "latest").mkdir(parents=True)
+    save(store, 5)
+    assert store.newest() == 5
+    assert store.verify(5) == []
+    assert store.leftovers() == []
+
+
+def test_what_is_not_wanted_after_all_is_discarded(store):
+    write_partial(store, 5)
+    store.discard_partial(5)
+    assert list(store.directory.iterdir()) == []
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced(store):
+    save(store, 5)
+    save(store, 5, validation_loss=1.0)
+    assert store.metadata(5).validation_loss == 1.0
+    assert sorted(p.name for p in store.directory.iterdir()) == ["latest", "step-00000005"]
+
+
+def test_a_checkpoint_that_cannot_be_replaced_stays(store, monkeypatch):
+    save(store, 5)
+    metadata = write_partial(store, 5, validation_loss=1.0)
+    rename = os.rename
+
+    def failing(source: Path, target: Path) -> None:
+        if source.name.endswith(".partial"):
+            raise OSError(5, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", failing)
+    with pytest.raises(OSError, match="Input/output"):
+        store.commit(metadata)
+    assert store.metadata(5).validation_loss is None
+    assert store.leftovers() == [store.partial(5)]
+
+
+# --- A crash at every stage -----------------------------------------------------------------------
+
+
+class Crash(BaseException):
+    """The process is gone: nothing after it happens either."""
+
+
+@contextmanager
+def crash_at(stage: int) -> Iterator[None]:
+    """From the given change to the disk on, none happens any more; those that did."""
+    done: list[str] = []  # what was changed, by the name of the call
+    with pytest.MonkeyPatch.context() as patch:
+
+        def until_then(name: str, real):
+            def change(*args, **kwargs):
+                if len(done) >= stage:
+                    raise Crash
+                done.append(name)
+                return real(*args, **kwargs)
+
+            return change
+
+        for name in ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir"):
+            patch.setattr(os, name, until_then(name, getattr(os, name)))
+        yield
+
+
+def stages_of(tmp_path: Path, prepare, act) -> Iterator[Store]:
+    """A store after a crash at each stage of an act."""
+    for stage in count():
+        store = Store(tmp_path / f"run-{stage}/checkpoints")
+        state = prepare(store)
+        with crash_at(stage):
+            try:
+                act(store, state)
+                assert stage > 3
+                return
+            except Crash:
+                pass
+        yield store
+
+
+def check_after_crash(store: Store, allowed: list[list[int]]) -> None:
+    """All that has a checkpoint's name is whole, before and after leftovers are removed."""
+    for _ in range(2):
+        assert store.steps() in allowed
+        assert [store.verify(step) for step in store.steps()] == [[] for _ in store.steps()]
+        store.remove_leftovers()
+    assert {path.name for path in store.directory.iterdir()} - {"latest"} == {
+        store.path(step).name for step in store.steps()
+    }
+    save(store, 99)
+    assert store.newest() == 99
+    assert (store.directory / "latest").read_text() == "step-00000099\n"
+
+
+def test_a_crash_anywhere_in_a_commit_costs_no_other_checkpoint(tmp_path):
+    def prepare(store: Store) -> object:
+        save(store, 5)
+        return write_partial(store, 10)
+
+    seen = set()
+    for store in stages_of(tmp_path, prepare, Store.commit):
+        seen.add(tuple(store.steps()))
+        check_after_crash(store, [[5], [5, 10]])
+    assert seen == {(5,), (5, 10)}
+
+
+def test_a_crash_while_files_are_written_costs_no_other_checkpoint(store):
+    save(store, 5)
+    write_partial(store, 10)
+    assert store.leftovers() == [store.partial(10)]
+    check_after_crash(store, [[5]])
+
+
+def test_a_crash_anywhere_in_replacing_leaves_one_of_both(tmp_path):
+    def prepare(store: Store) -> object:
+        save(store, 5, validation_loss=1.0)
+        return write_partial(store, 5, validation_loss=2.0)
+
+    losses = set()
+    for store in stages_of(tmp_path, prepare, Store.commit):
+        store.remove_leftovers()
+        losses.add(store.metadata(5).validation_loss)
+        check_after_crash(store, [[5]])
+    assert losses == {1.0, 2.0}
+
+
+def test_a_crash_anywhere_in_a_deletion_leaves_all_of_it_or_nothing(tmp_path):
+    def prepare(store: Store) -> object:
+        save(store, 5)
+        save(store, 10)
+        return 10
+
+    seen = set()
+    for store in stages_of(tmp_path, prepare, Store.delete):
+        seen.add(tuple(store.steps()))
+        check_after_crash(store, [[5], [5, 10]])
+    assert seen == {(5,), (5, 10)}
+
+
+def test_a_crash_while_leftovers_are_removed_is_made_good_by_the_next_start(tmp_path):
+    def prepare(store: Store) -> None:
+        save(store, 5)
+        write_partial(store, 10)
+        save(store, 20).rename(store.directory / ".step-00000020.deleted")
+        (store.directory / ".latest.4711").write_text("step")
+
+    for store in stages_of(tmp_path, prepare, lambda store, _: store.remove_leftovers()):
+        check_after_crash(store, [[5]])
+
+
+def test_leftovers_are_named_and_nothing_else_is_removed(store):
+    save(store, 5)
+    write_partial(store, 10)
+    (store.directory / ".latest.4711").write_text("step")
+    (store.directory / ".step-00000007.deleted").write_text("a file")
+    others = [".step-7.partial", ".step-00000007.mine", ".hidden", "notes.txt"]
+    for name in others:
+        (store.directory / name).mkdir()
+    removed = [".latest.4711", ".step-00000007.deleted", ".step-00000010.partial"]
+    assert [path.name for path in store.remove_leftovers()] == removed
+    assert store.remove_leftovers() == []
+    left = {path.name for path in store.directory.iterdir()}
+    assert left == {*others, "latest", "step-00000005"}
+
+
+# --- Damage ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("position", [0, -1])
+def test_a_flipped_byte_is_found_by_its_checksum(store, name, position):
+    path = save(store, 5)
+    flip(path / name, position)
+    assert store.check_files(5) == []
+    assert store.verify(5) == [f"{path / name} is damaged: its checksum is another."]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_of_another_size_is_found_without_reading_it(store, name):
+    path = save(store, 5)
+    size = len(FILES[name])
+    os.truncate(path / name, size - 1)
+    problem = f"{path / name} has {size - 1:,} bytes instead of {size:,}."
+    assert store.check_files(5) == store.verify(5) == [problem]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file_is_found(store, name):
+    path = save(store, 5)
+    (path / name).unlink()
+    assert store.check_files(5) == store.verify(5) == [f"{path / name} is missing."]
+
+
+def test_damaged_metadata_is_found(store):
+    path = save(store, 5)
+    flip(path / METADATA, 20)
+    (problem,) = store.check_files(5)
+    assert str(path / METADATA) in problem
+    assert store.verify(5) == [problem]
+
+
+def test_every_problem_is_told(store):
+    path = save(store, 5)
+    names = sorted(FILES)
+    flip(path / names[0], 0)
+    (path / names[1]).unlink()
+    os.truncate(path / names[2], 1)
+    assert [problem.partition(" ")[0] for problem in store.verify(5)] == [
+        str(path / name) for name in names[:3]
+    ]
+
+
+@pytest.mark.parametrize("name", ["extra.bin", "adapter/extra.bin", "more/extra.bin"])
+def test_a_file_that_is_not_listed_is_found(store, name):
+    path = save(store, 5)
+    (path / name).parent.mkdir(exist_ok=True)
+    (path / name).write_text("x")
+    assert store.check_files(5) == []
+    assert store.verify(5) == [f"{path / name} is not one of its files."]
+
+
+@pytest.mark.parametrize("name", ["recipe.yaml", "adapter"])
+def test_a_link_is_no_file_of_a_checkpoint(store, name, tmp_path):
+    path = save(store, 5)
+    (path / name).rename(tmp_path / "elsewhere")
+    (path / name).symlink_to(tmp_path / "elsewhere")
+    for problems in (store.check_files(5), store.verify(5)):
+        assert problems
+        assert "is not a regular file of the checkpoint." in problems[0]
+
+
+def test_a_directory_or_pipe_is_no_file_of_a_checkpoint(store):
+    path = save(store, 5)
+    (path / "recipe.yaml").unlink()
+    os.mkfifo(path / "recipe.yaml")
+    assert store.verify(5) == [f"{path / 'recipe.yaml'} is not a regular file of the checkpoint."]
+
+
+def test_a_file_that_cannot_be_read_is_named(store, monkeypatch):
+    path = save(store, 5)
+
+    def failing(*_: object) -> FileEntry:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(store_module, "hash_file", failing)
+    assert store.verify(5)[0].endswith(" cannot be read (Permission denied).")
+    assert len(store.verify(5)) == len(FILES)
+    assert path.exists()
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_found(store):
+    save(store, 5).rename(store.path(6))
+    problem = f"{store.path(6)} holds the checkpoint of step 5."
+    assert store.check_files(6) == store.verify(6) == [problem]
+    with pytest.raises(CheckpointError, match="step 5"):
+        store.metadata(6)
+
+
+def test_a_checkpoint_is_the_same_wherever_it_lies(store, tmp_path):
+    copy = shutil.copytree(save(store, 5), tmp_path / "elsewhere/best")
+    assert check_files(copy) == verify(copy) == []
+    assert read_metadata(copy) == store.metadata(5)
+
+
+def test_verifying_tells_how_far_it_is(store, monkeypatch):
+    monkeypatch.setattr(store_module, "PROGRESS_INTERVAL_S", 0)
+    save(store, 5)
+    calls: list[tuple[int, int]] = []
+    assert store.verify(5, lambda *call: calls.append(call)) == []
+    total = sum(map(len, FILES.values()))
+    assert calls == sorted(calls)
+    assert all(0 <= done <= total == all_ for done, all_ in calls)
+
+
+def test_verifying_ends_at_once_when_it_is_interrupted(store, monkeypatch):
+    save(store, 5, {"large": bytes(20_000_000)} | FILES)
+    monkeypatch.setattr(store_module, "PROGRESS_INTERVAL_S", 0.01)
+    monkeypatch.setattr(store_module, "_BLOCK_BYTES", 1)  # about 10 s for all of it
+
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        store.verify(5, interrupt)
+    assert time.monotonic() - start < 5
+
+
+def test_the_checksum_is_that_of_sha256sum(tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    file.write_bytes(b"abc")
+    expected = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    for size in (1, 2, 100):
+        monkeypatch.setattr(store_module, "_BLOCK_BYTES", size)
+        assert hash_file(file) == FileEntry(size_bytes=3, sha256=expected)
+
+
+# --- Going ----------------------------------------------------------------------------------------
+
+
+def test_deleting_the_newest_makes_the_one_before_the_latest(store):
+    save(store, 5)
+    save(store, 10)
+    store.delete(10)
+    assert store.steps() == [5]
+    assert (store.directory / "latest").read_text() == "step-00000005\n"
+    store.delete(5)
+    assert list(store.directory.iterdir()) == []
+
+
+def test_a_link_to_a_checkpoint_is_deleted_and_not_what_it_leads_to(store, tmp_path):
+    elsewhere = save(store, 5).rename(tmp_path / "elsewhere")
+    store.path(5).symlink_to(elsewhere)
+    assert store.verify(5) == []
+    store.delete(5)
+    assert store.steps() == []
+    assert verify(elsewhere) == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "kept"),
+    [
+        ((3, None, 0), {30, 40, 50}),
+        ((1, None, 0), {50}),
+        ((9, None, 0), {10, 20, 30, 40, 50}),
+        ((0, None, 0), set()),
+        ((1, 20, 0), {20, 40, 50}),
+        ((0, 7, 0), set()),
+        ((1, None, 1), {40, 50}),  # of equal losses the newer
+        ((1, None, 2), {20, 40, 50}),
+        ((1, None, 9), {10, 20, 40, 50}),
+        ((1, 30, 1), {30, 40, 50}),
+    ],
+)
+def test_what_a_rule_keeps(store, rule, kept):
+    losses = {10: 0.9, 20: 0.5, 30: None, 40: 0.5, 50: 0.7}
+    for step, loss in losses.items():
+        save(store, step, validation_loss=loss)
+    assert store.kept(*rule) == kept
+    keep_last, keep_every, keep_best = rule
+    deleted = store.prune(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
+    assert deleted == sorted(losses.keys() - kept)
+    assert set(store.steps()) == kept
+
+
+def test_a_damaged_checkpoint_counts_for_nothing_and_is_not_pruned(store):
+    for step in (10, 20, 30, 40):
+        save(store, step, validation_loss=step / 10)
+    flip(store.path(10) / METADATA, 20)
+    (store.path(40) / "recipe.yaml").unlink()
+    store.path(50).mkdir()
+    assert store.kept(1, 40, 0) == {10, 30, 40, 50}
+    assert store.prune(keep_last=1, keep_every=None, keep_best=1) == []
+    assert store.prune(keep_last=1, keep_every=None, keep_best=0) == [20]
+
+
+def test_later_checkpoints_are_set_aside_and_stay_whole(store, tmp_path):
+    for step in (5, 10, 15):
+        save(store, step)
+    target = tmp_path / "run/set_aside/1"
+    assert store.set_aside(5, target) == [10, 15]
+    assert store.steps() == [5]
+    assert (store.directory / "latest").read_text() == "step-00000005\n"
+    aside = Store(target / "checkpoints")
+    assert [aside.verify(step) for step in aside.steps()] == [[], []]
+    assert store.set_aside(5, tmp_path / "run/set_aside/2") == []
+    assert not (tmp_path / "run/set_aside/2").exists()
