@@ -199,16 +199,34 @@ def make_plan(recipe: Recipe, devices: Devices) -> Plan:
     )
 
 
-def make_schedule(recipe: Recipe, samples: int, learning_rate: float) -> tuple[Schedule, list[str]]:
+def make_schedule(
+    recipe: Recipe,
+    samples: int,
+    learning_rate: float,
+    *,
+    start_step: int = 0,
+    start_samples: int = 0,
+) -> tuple[Schedule, list[str]]:
     """The schedule once the number of training samples is known, with what to tell the user.
 
-    Total steps = ceil(epochs * samples / global_batch_size), capped by max_steps.
+    Total steps = start_step + ceil((epochs * samples - start_samples) / global_batch_size),
+    capped by max_steps; start_step if the run is already there or beyond.
+
+    Args:
+        recipe: what was asked.
+        samples: of one epoch.
+        learning_rate: the full one.
+        start_step: optimizer steps done before, if the run continues.
+        start_samples: samples they consumed.
     """
     train = recipe.train
     batch = train.global_batch_size
-    total = math.ceil(train.epochs * samples / batch) if train.epochs else train.max_steps
+    total = train.max_steps
+    if train.epochs:
+        of_epochs = start_step + math.ceil((train.epochs * samples - start_samples) / batch)
+        total = min(of_epochs, total or of_epochs)
     assert total is not None
-    total = min(total, train.max_steps or total)
+    total = max(total, start_step)
     if train.lr_warmup_fraction is not None:
         warmup = math.ceil(train.lr_warmup_fraction * samples / batch)
     else:
@@ -230,11 +248,27 @@ def make_schedule(recipe: Recipe, samples: int, learning_rate: float) -> tuple[S
     return Schedule(total, warmup, final_share), notices
 
 
-def sample_budget(recipe: Recipe, samples: int, schedule: Schedule) -> int:
-    """Samples the whole run consumes: the last step may be shorter than the others."""
+def sample_budget(
+    recipe: Recipe,
+    samples: int,
+    schedule: Schedule,
+    *,
+    start_step: int = 0,
+    start_samples: int = 0,
+) -> int:
+    """Samples the whole run consumes: the last step may be shorter than the others.
+
+    Args:
+        recipe: what was asked.
+        samples: of one epoch.
+        schedule: made for the same start.
+        start_step: optimizer steps done before, if the run continues.
+        start_samples: samples they consumed.
+    """
     train = recipe.train
-    wanted = schedule.total_steps * train.global_batch_size
-    return min(wanted, train.epochs * samples) if train.epochs else wanted
+    wanted = start_samples + (schedule.total_steps - start_step) * train.global_batch_size
+    within = min(wanted, train.epochs * samples) if train.epochs else wanted
+    return max(within, start_samples)
 
 
 def _precision(recipe: Recipe, devices: Devices) -> tuple[Precision, list[str]]:

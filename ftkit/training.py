@@ -75,12 +75,10 @@ class Training:
                 )
             ],
         )
-        # Without workers, whatever num_workers says: the samples are tokenised already, collating
-        # takes 0.05 ms, and forking a process that runs communication threads is not safe.
         batches = train_batches(
             self.data.train,
             order,
-            start_step=0,
+            start_step=order.start_step,
             end_step=order.total_steps,
             pin_memory=device.type == "cuda",
         )

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,16 +20,19 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
 from ftkit import embedded
-from ftkit.base import architectures
+from ftkit.base import architectures, base_model, hub
 from ftkit.base.base_model import (
     BaseModel,
     hf_name,
     open_base,
+    open_companions,
     our_name,
     parameter_shapes,
+    save_companions,
     save_hf,
     weights,
 )
+from ftkit.base.fingerprint import _architecture, fingerprint
 from ftkit.errors import UserError
 
 VOCABULARY = 67
@@ -433,6 +437,221 @@ def test_settings_of_two_models_in_one_directory_are_refused(make_model, tmp_pat
     (directory / "model_config.yaml").write_text("n_layers: 3\n")
     with pytest.raises(UserError, match="no model configuration of this LitGPT version"):
         open_base(str(directory))
+
+
+# What a checkpoint keeps of its base model
+
+
+SAME = ("name", "config", "tied", "dtype", "naming", "family", "settings", "random")
+
+
+def assert_same_but_weights(one: BaseModel, other: BaseModel) -> None:
+    for field in SAME:
+        assert getattr(one, field) == getattr(other, field), field
+    text = "w3 w4 w5"
+    assert torch.equal(one.tokenizer.encode(text), other.tokenizer.encode(text))
+    special = [(t.bos_id, t.eos_id, t.use_bos) for t in (one.tokenizer, other.tokenizer)]
+    assert special[0] == special[1]
+
+
+def companions(base: BaseModel, directory: Path) -> Path:
+    directory.mkdir()
+    save_companions(base, directory)
+    return directory
+
+
+LAYOUTS = ("huggingface", "litgpt", "litgpt with config.json")
+
+
+def in_layout(layout: str, base: BaseModel, directory: Path) -> BaseModel:
+    if layout == "huggingface":
+        return base
+    write_litgpt(base, directory)
+    if layout == "litgpt with config.json":
+        shutil.copy(base.directory / "config.json", directory)
+    return open_base(str(directory))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", ["llama", "llama tied", "gemma2", "phi3", "gpt_neox"])
+def test_a_base_model_is_opened_again_without_its_weights(model, layout, make_model, tmp_path):
+    base = in_layout(layout, open_base(str(make_model(model, torch.bfloat16))), tmp_path / "lit")
+    directory = companions(base, tmp_path / "base")
+    assert not any(hub.weight_files(directory)) and not hub.is_litgpt(directory)
+    outlined = open_companions(directory)
+    assert_same_but_weights(outlined, base)
+    assert parameter_shapes(outlined) == parameter_shapes(base)
+    assert not outlined.has_weights and base.has_weights
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", ["llama", "llama tied"])
+def test_a_model_is_written_without_the_weights_it_came_from(model, layout, make_model, tmp_path):
+    base = in_layout(layout, open_base(str(make_model(model))), tmp_path / "lit")
+    directory = companions(base, tmp_path / "base")
+    outlined = open_companions(directory)
+    again = companions(outlined, tmp_path / "again")
+    assert {f.name: f.read_bytes() for f in again.iterdir()} == {
+        f.name: f.read_bytes() for f in directory.iterdir()
+    }
+    shutil.rmtree(directory)  # as retention may do while the run goes on
+    save_hf(outlined, weights(base), tmp_path / "out")
+    save_hf(base, weights(base), tmp_path / "expected")
+    written, expected = (
+        {file.name: file.read_bytes() for file in (tmp_path / name).iterdir()}
+        for name in ("out", "expected")
+    )
+    assert written == expected
+
+
+def test_settings_that_no_weights_belong_to_are_not_taken_for_a_model(make_model, tmp_path):
+    base = open_base(str(make_model("llama")))
+    outlined = open_companions(companions(base, tmp_path / "base"))
+    for read in (weights, fingerprint):
+        with pytest.raises(UserError, match="holds the settings of llama, but not its weights"):
+            read(outlined)
+    with pytest.raises(UserError, match="no complete base model"):
+        open_base(str(tmp_path / "base"))
+
+
+@pytest.mark.parametrize("content", [None, "{}", '{"name": "x", "tied": 1, "dtype": "float32"}'])
+def test_without_a_readable_outline_the_settings_are_refused(content, make_model, tmp_path):
+    directory = companions(open_base(str(make_model("llama"))), tmp_path / "base")
+    (directory / "base.json").unlink()
+    if content is not None:
+        (directory / "base.json").write_text(content)
+    with pytest.raises(UserError, match=r"base\.json is missing or damaged"):
+        open_companions(directory)
+
+
+def test_random_weights_stay_random(quickstart, tmp_path):
+    base = open_base("random:pythia-14m")
+    again = open_companions(companions(base, tmp_path / "base"))
+    assert_same_but_weights(again, base)
+    assert again.random and again.has_weights
+
+
+# Fingerprints
+
+
+@pytest.mark.parametrize("model", [name for name in MODELS if "attention bias" not in name])
+def test_a_model_and_its_litgpt_copy_have_one_fingerprint(model, make_model, tmp_path):
+    base = open_base(str(make_model(model)))
+    directory = write_litgpt(base, tmp_path / "copied")
+    shutil.copy(base.directory / "config.json", directory)  # says whether it is tied
+    lit = open_base(str(directory))
+    assert lit.naming != base.naming
+    assert fingerprint(lit) == fingerprint(base)
+
+
+@pytest.mark.parametrize("model", ["llama grouped queries", "llama tied", "gpt_neox"])
+def test_litgpts_own_conversion_keeps_the_fingerprint(model, copy_model, monkeypatch, capsys):
+    directory = copy_model(model)
+    original = open_base(str(directory))
+    expected = fingerprint(original)
+    monkeypatch.setattr(litgpt.Config, "from_name", lambda name: original.config)
+    convert_hf_checkpoint(checkpoint_dir=directory, model_name="tiny")
+    lit = open_base(str(directory))
+    assert lit.naming != original.naming
+    assert fingerprint(lit) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("tiny-llama-1.1b", {"model_type": "llama", "max_position_embeddings": 2048}),
+        ("Llama-3.2-1B", {"model_type": "llama", "max_position_embeddings": 131072}),
+        ("Gemma-2-2b", {"model_type": "gemma2", "max_position_embeddings": 8192}),
+        ("Mistral-7B-v0.1", {"model_type": "mistral", "max_position_embeddings": 32768}),
+        ("LLaMA-2-7B-32K", {"model_type": "llama", "max_position_embeddings": 32768}),
+    ],
+)
+def test_litgpts_own_settings_are_those_of_config_json(name, settings):
+    """What LitGPT says in another way than config.json is still one architecture."""
+    lit = litgpt.Config.from_name(name)
+    rope = lit.rope_adjustments or {}
+    settings |= {
+        "vocab_size": lit.padded_vocab_size,
+        "num_hidden_layers": lit.n_layer,
+        "hidden_size": lit.n_embd,
+        "num_attention_heads": lit.n_head,
+        "num_key_value_heads": lit.n_query_groups,
+        "head_dim": lit.head_size,
+        "intermediate_size": lit.intermediate_size,
+        "rms_norm_eps": lit.norm_eps,
+        "rope_theta": float(lit.rope_base),
+    }
+    if "low_freq_factor" in rope:
+        settings["rope_scaling"] = {
+            "rope_type": "llama3",
+            "original_max_position_embeddings": rope["original_max_seq_len"],
+        } | {key: rope[key] for key in ("factor", "low_freq_factor", "high_freq_factor")}
+    if lit.rope_condense_ratio != 1:
+        factor = float(lit.rope_condense_ratio)
+        settings["rope_scaling"] = {"rope_type": "linear", "factor": factor}
+    if lit.post_mlp_norm:
+        settings["query_pre_attn_scalar"] = lit.attention_scores_scalar or lit.head_size
+    theirs = architectures.litgpt_config(settings, "copy")
+    assert _architecture(theirs) == _architecture(lit)
+
+
+@pytest.mark.parametrize("model", ["llama grouped queries", "llama tied", "gpt_neox"])
+def test_other_values_in_any_one_tensor_are_another_model(model, copy_model):
+    directory = copy_model(model)
+    expected = fingerprint(open_base(str(directory)))
+    file = directory / "model.safetensors"
+    original = load_file(file)
+    found = {expected}
+    for name, tensor in original.items():
+        save_file(original | {name: tensor + 1e-3}, file, metadata={"format": "pt"})
+        found.add(fingerprint(open_base(str(directory))))
+    assert len(found) == len(original) + 1
+
+
+def test_swapped_layers_are_another_model(copy_model):
+    directory = copy_model("llama")
+    expected = fingerprint(open_base(str(directory)))
+    file = directory / "model.safetensors"
+    swapped = {
+        name.replace("layers.0.", "layers.x.")
+        .replace("layers.1.", "layers.0.")
+        .replace("layers.x.", "layers.1."): tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file(swapped, file, metadata={"format": "pt"})
+    assert fingerprint(open_base(str(directory))) != expected
+
+
+@pytest.mark.parametrize(
+    "values", [{"rms_norm_eps": 1e-3}, {"rope_theta": 5e4}, {"rope_scaling": LLAMA3_ROPE}]
+)
+def test_settings_that_change_what_is_computed_are_another_model(values, copy_model):
+    directory = copy_model("llama")
+    expected = fingerprint(open_base(str(directory)))
+    edit_json(directory / "config.json", rope_parameters=..., **values)
+    assert fingerprint(open_base(str(directory))) != expected
+
+
+def test_the_name_number_format_and_longest_sequence_do_not_change_the_fingerprint(
+    make_model, copy_model, tmp_path
+):
+    half = make_model("llama", dtype=torch.bfloat16)
+    directory = tmp_path / "renamed"
+    shutil.copytree(half, directory)
+    file = directory / "model.safetensors"
+    wide = {name: tensor.float() for name, tensor in load_file(file).items()}
+    save_file(wide, file, metadata={"format": "pt"})
+    edit_json(directory / "config.json", max_position_embeddings=32)
+    assert fingerprint(open_base(str(directory))) == fingerprint(open_base(str(half)))
+
+
+def test_random_weights_are_told_apart_by_their_architecture_without_being_drawn(
+    quickstart, monkeypatch
+):
+    monkeypatch.setattr(base_model, "_random_weights", None)
+    names = ("pythia-14m", "pythia-70m", "SmolLM2-135M")
+    found = [fingerprint(open_base(f"random:{name}")) for name in (*names, *names)]
+    assert found[:3] == found[3:] and len(set(found)) == 3
 
 
 @pytest.fixture

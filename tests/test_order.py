@@ -140,6 +140,63 @@ def test_max_steps_ends_the_run_within_an_epoch():
         order.samples(3)
 
 
+def taken(order: ElasticOrder) -> list[list[int]]:
+    return [order.samples(step).tolist() for step in range(order.start_step, order.total_steps)]
+
+
+@pytest.mark.parametrize("total_samples", [150, 100, 7])
+@pytest.mark.parametrize("global_batch_size", [1, 7, 12, 64])
+def test_a_run_that_continues_at_any_step_takes_what_the_uninterrupted_one_takes(
+    global_batch_size, total_samples
+):
+    settings = {"global_batch_size": global_batch_size, "total_samples": total_samples}
+    whole = make_order(**settings)
+    for step in range(whole.total_steps + 1):
+        rest = make_order(**settings, start_step=step, start_samples=whole.consumed(step))
+        assert rest.total_steps == whole.total_steps
+        assert taken(rest) == taken(whole)[step:]
+        assert [rest.micro_batches(s) for s in range(step, rest.total_steps)] == [
+            whole.micro_batches(s) for s in range(step, whole.total_steps)
+        ]
+
+
+@pytest.mark.parametrize("later", [1, 5, 12, 64])
+@pytest.mark.parametrize("earlier", [1, 7, 12])
+def test_no_sample_is_lost_or_doubled_where_the_global_batch_size_changes(earlier, later):
+    whole = make_order(epochs=3, global_batch_size=earlier)
+    for step in range(whole.total_steps + 1):
+        position = whole.consumed(step)
+        rest = make_order(
+            epochs=3, global_batch_size=later, start_step=step, start_samples=position
+        )
+        assert rest.total_steps == step + -(-(150 - position) // later)
+        both = [*taken(whole)[:step], *taken(rest)]
+        assert np.array_equal(np.concatenate(both), np.concatenate(taken(whole)))
+
+
+def test_the_position_after_each_step_is_the_samples_consumed():
+    order = make_order(global_batch_size=12, start_step=3, start_samples=20)
+    assert [order.consumed(step) for step in range(3, 7)] == [20, 32, 44, 50]
+    assert order.total_steps == 6
+
+
+def test_steps_before_the_start_are_not_known():
+    order = make_order(start_step=2, start_samples=24)
+    for ask in (order.samples, order.consumed):
+        with pytest.raises(AssertionError):
+            ask(1)
+
+
+def test_starting_late_costs_no_more_than_starting_early(monkeypatch):
+    epochs = []
+    monkeypatch.setattr(
+        order_module, "permutation", lambda *args: (epochs.append(args[2]), permutation(*args))[1]
+    )
+    order = make_order(epochs=1e6, start_step=1_000_000, start_samples=12_000_005)
+    order.micro_batches(1_000_000)
+    assert epochs == [12_000_005 // 50]
+
+
 @pytest.mark.parametrize("step", [1, 1_000_000])
 def test_a_late_step_costs_no_more_than_an_early_one(monkeypatch, step):
     order = make_order(samples=50, epochs=10_000_000)

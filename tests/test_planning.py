@@ -94,6 +94,31 @@ def test_a_run_consumes_whole_epochs_or_whole_steps(samples, batch, epochs, max_
     assert sample_budget(asked, samples, made) == budget
 
 
+@pytest.mark.parametrize(
+    ("epochs", "max_steps", "batch", "start", "steps", "budget"),
+    [
+        (1, "null", 10, (4, 40), 11, 101),
+        (1, "null", 20, (4, 40), 8, 101),
+        (2, "null", 10, (11, 101), 22, 202),
+        (1, 6, 20, (4, 40), 6, 80),
+        ("null", 6, 20, (4, 40), 6, 80),
+        (1, "null", 10, (11, 101), 11, 101),
+        (1, 4, 10, (4, 40), 4, 40),
+        (1, 3, 10, (4, 40), 4, 40),
+        (1, "null", 10, (13, 130), 13, 130),
+    ],
+)
+def test_a_run_that_continues_counts_on_from_its_position(
+    epochs, max_steps, batch, start, steps, budget
+):
+    """Data of 101 samples; start: steps done, samples consumed."""
+    asked = recipe(train__global_batch_size=batch, train__epochs=epochs, train__max_steps=max_steps)
+    position = {"start_step": start[0], "start_samples": start[1]}
+    made, _ = make_schedule(asked, 101, 1e-3, **position)
+    assert made.total_steps == steps
+    assert sample_budget(asked, 101, made, **position) == budget
+
+
 @pytest.mark.parametrize("warmup", [1, 2, 5])
 def test_the_warm_up_rises_linearly_and_its_first_step_already_trains(warmup):
     made, _ = schedule(train__lr_warmup_steps=warmup)

@@ -19,16 +19,28 @@ from ftkit import embedded
 from ftkit.base import architectures, hub
 from ftkit.base.architectures import Family
 from ftkit.base.naming import LITGPT, Fused, Naming
-from ftkit.base.tensor_files import ShardWriter, StoredTensor, stored_tensors, sync, write_json
+from ftkit.base.tensor_files import (
+    DTYPES,
+    ShardWriter,
+    StoredTensor,
+    stored_tensors,
+    sync,
+    write_json,
+)
 from ftkit.base.tokenizer import Tokenizer
 from ftkit.errors import UserError
 
 EMBEDDING = "transformer.wte.weight"
 HEAD = "lm_head.weight"
+OUTLINE = "base.json"
+"""What the weights would tell, where there are none: beside settings and tokenizer."""
 
 _BUFFERS = ("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias")
 """What old checkpoints hold beside parameters, by the ends of the names."""
 _INITIAL_STD = 0.02
+_LITGPT_SETTINGS = "model_config.yaml"
+_SETTINGS = ("config.json", _LITGPT_SETTINGS)
+_COMPANIONS = (*_SETTINGS, "generation_config.json", *hub.TOKENIZER_FILES)
 
 
 @dataclass(frozen=True)
@@ -53,11 +65,19 @@ class BaseModel:
     """What it is to Hugging Face; None: nothing that ftkit knows how to write."""
     settings: Mapping[str, Any]
     """The content of config.json; {} where there is none."""
+    companions: Mapping[str, bytes] | None = None
+    """Files beside the weights, by name: held where there are no weights, because a checkpoint
+    that a run started from may be deleted before it ends. None: they are read when needed."""
 
     @property
     def random(self) -> bool:
         """Whether the weights are made up, to measure time and memory alone."""
         return self.directory is None
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether `weights` can give any; not where a checkpoint alone was opened."""
+        return self.companions is None
 
 
 def open_base(checkpoint_dir: str, *, token: str | None = None, root: Path = hub.ROOT) -> BaseModel:
@@ -77,17 +97,9 @@ def open_base(checkpoint_dir: str, *, token: str | None = None, root: Path = hub
     directory = hub.find_or_download(checkpoint_dir, token=token, root=root)
     name = _short_name(directory)
     settings = hub.read_json(directory / "config.json")
-    family = architectures.family_of_settings(settings)
-    if hub.is_litgpt(directory):
-        config, naming = _config_of_litgpt(directory), LITGPT
-        if family is None:
-            family = architectures.family_of_config(config)
-        else:
-            _require_same(architectures.litgpt_config(settings, name), config, directory)
-    else:
-        config = architectures.litgpt_config(settings, name)
-        assert family is not None, "litgpt_config takes known families alone"
-        naming = family.naming
+    config, naming, family = _read_settings(
+        directory, settings, name, is_litgpt=hub.is_litgpt(directory)
+    )
     stored = stored_tensors(_weight_files(directory))
     head, embedding = (stored.get(naming.stored_in(name)[0]) for name in (HEAD, EMBEDDING))
     tied = bool(settings.get("tie_word_embeddings", family is not None and family.tied))
@@ -108,6 +120,63 @@ def open_base(checkpoint_dir: str, *, token: str | None = None, root: Path = hub
     )
     _require_complete(base, stored)
     return base
+
+
+def open_companions(directory: Path) -> BaseModel:
+    """Open what `save_companions` wrote: a base model without its weights.
+
+    It serves to build the model and to write it; its weights come from elsewhere.
+
+    Raises:
+        UserError: a file is missing or damaged.
+    """
+    outline = hub.read_json(directory / OUTLINE)
+    dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+    name, tied, dtype = outline.get("name"), outline.get("tied"), outline.get("dtype")
+    if not isinstance(name, str) or not isinstance(tied, bool) or dtype not in dtypes:
+        raise UserError(
+            f"{directory / OUTLINE} is missing or damaged, so the model that belongs to this "
+            "checkpoint is unknown. Continue from another checkpoint of the run."
+        )
+    if name.startswith("random:"):
+        return _open_random(name)
+    settings = hub.read_json(directory / "config.json")
+    config, naming, family = _read_settings(
+        directory, settings, name, is_litgpt=(directory / _LITGPT_SETTINGS).is_file()
+    )
+    return BaseModel(
+        name=name,
+        directory=directory,
+        config=config,
+        tokenizer=Tokenizer(directory),
+        tokenizer_directory=directory,
+        tied=tied,
+        dtype=dtypes[dtype],
+        naming=naming,
+        family=family,
+        settings=settings,
+        companions={
+            file: (directory / file).read_bytes()
+            for file in _COMPANIONS
+            if (directory / file).is_file()
+        },
+    )
+
+
+def save_companions(base: BaseModel, out: Path) -> None:
+    """Write all that makes up a base model but its weights; `open_companions` reads it.
+
+    Args:
+        base: with or without weights.
+        out: a directory that exists.
+
+    Raises:
+        OSError: a file cannot be read or written.
+    """
+    for name, content in _companions(base):
+        (out / name).write_bytes(content)
+    dtype = str(base.dtype).removeprefix("torch.")
+    write_json(out / OUTLINE, {"name": base.name, "tied": base.tied, "dtype": dtype})
 
 
 def parameter_shapes(base: BaseModel) -> dict[str, torch.Size]:
@@ -141,6 +210,11 @@ def weights(base: BaseModel) -> Iterator[tuple[str, Tensor]]:
     """
     if base.directory is None:
         return _random_weights(base)
+    if not base.has_weights:
+        raise UserError(
+            f"{base.directory} holds the settings of {base.name}, but not its weights. Give the "
+            "directory or the hub name of the model itself."
+        )
     stored = stored_tensors(_weight_files(base.directory))
     _require_complete(base, stored)
     head, embedding = (stored.get(base.naming.stored_in(name)[0]) for name in (HEAD, EMBEDDING))
@@ -212,7 +286,9 @@ def save_hf(
         settings.setdefault("bos_token_id", base.tokenizer.bos_id)
         settings.setdefault("eos_token_id", base.tokenizer.eos_id)
         write_json(partial / "config.json", settings)
-        _copy_companions(base, partial)
+        for name, content in _companions(base):
+            if name not in _SETTINGS:
+                (partial / name).write_bytes(content)
         for path in (*partial.iterdir(), partial):
             sync(path)
         partial.rename(out)
@@ -273,8 +349,24 @@ def _short_name(directory: Path) -> str:
     return directory.resolve().name
 
 
+def _read_settings(
+    directory: Path, settings: Mapping[str, Any], name: str, *, is_litgpt: bool
+) -> tuple[litgpt.Config, Naming, Family | None]:
+    """Architecture, names of the parameters in files, and family of the model in a directory."""
+    family = architectures.family_of_settings(settings)
+    if not is_litgpt:
+        config = architectures.litgpt_config(settings, name)
+        assert family is not None, "litgpt_config takes known families alone"
+        return config, family.naming, family
+    config = _config_of_litgpt(directory)
+    if family is None:
+        return config, LITGPT, architectures.family_of_config(config)
+    _require_same(architectures.litgpt_config(settings, name), config, directory)
+    return config, LITGPT, family
+
+
 def _config_of_litgpt(directory: Path) -> litgpt.Config:
-    file = directory / "model_config.yaml"
+    file = directory / _LITGPT_SETTINGS
     try:
         return litgpt.Config.from_file(file)
     except Exception as error:  # of the YAML parser, or of a field or value LitGPT does not know
@@ -393,11 +485,16 @@ def _joined(
         raise ValueError(f"not given: {', '.join(missing)}")
 
 
-def _copy_companions(base: BaseModel, out: Path) -> None:
-    """Copies the tokenizer and the settings for generating text."""
+def _companions(base: BaseModel) -> Iterator[tuple[str, bytes]]:
+    """Names and contents of the files beside the weights: settings and tokenizer."""
+    if base.companions is not None:
+        yield from base.companions.items()
+        return
     sources = [base.tokenizer_directory / name for name in hub.TOKENIZER_FILES]
     if base.directory is not None:
-        sources.append(base.directory / "generation_config.json")
+        is_litgpt = hub.is_litgpt(base.directory)
+        names = [name for name in _SETTINGS if is_litgpt or name != _LITGPT_SETTINGS]
+        sources += [base.directory / name for name in (*names, "generation_config.json")]
     for source in sources:
         if source.is_file():
-            shutil.copyfile(source, out / source.name)
+            yield source.name, source.read_bytes()

@@ -3,7 +3,8 @@
 Which samples a step takes is a function of seed, data set and global batch size alone. How they
 are laid out over ranks and micro-steps costs time and memory, but does not change the loss, which
 is the sum over the tokens of the step divided by their number. So a position in the data is one
-integer, and a run can be continued on other hardware without replaying anything.
+integer, and a run can be continued on other hardware, or with another global batch size, without
+replaying anything.
 """
 
 import heapq
@@ -21,8 +22,10 @@ class ElasticOrder:
     """The samples of every step of a run, and their layout on one rank.
 
     Epochs are concatenated; step s takes the samples [s * G, (s + 1) * G) of that sequence, with
-    G the global batch size; only the last step may be shorter. The cost of a step does not depend
-    on which step it is: each epoch needs one permutation, kept while the run is near it.
+    G the global batch size; only the last step may be shorter. A run that continues at step s0
+    after n0 samples goes on from there: step s takes [n0 + (s - s0) * G, n0 + (s + 1 - s0) * G),
+    whatever G was before. The cost of a step does not depend on which step it is: each epoch needs
+    one permutation, kept while the run is near it.
     """
 
     def __init__(
@@ -34,6 +37,8 @@ class ElasticOrder:
         global_batch_size: int,
         micro_batch_size: int,
         total_samples: int,
+        start_step: int = 0,
+        start_samples: int = 0,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
@@ -45,8 +50,9 @@ class ElasticOrder:
             seed: with the epoch, determines the order of the samples.
             global_batch_size: samples per step, over all ranks.
             micro_batch_size: most samples per micro-step on one rank.
-            total_samples: samples of the whole run: epochs * samples of the data set, capped by
-                max_steps * global_batch_size.
+            total_samples: samples of the whole run, from its very first step to its last.
+            start_step: steps done before; the first step asked for.
+            start_samples: samples they consumed.
             rank: this rank, in [0, world_size).
             world_size: number of ranks.
         """
@@ -54,19 +60,29 @@ class ElasticOrder:
         self._label_counts: IntArray = np.asarray(label_counts, dtype=np.int64)
         assert len(self._lengths) == len(self._label_counts) > 0
         assert min(global_batch_size, micro_batch_size, total_samples) > 0
+        assert start_step >= 0 and 0 <= start_samples <= total_samples
         assert 0 <= rank < world_size
         self._seed = seed
         self._global_batch_size = global_batch_size
         self._micro_batch_size = micro_batch_size
         self._total_samples = total_samples
+        self.start_step = start_step
+        self._start_samples = start_samples
         self._rank = rank
         self._world_size = world_size
         self._permutations: dict[int, IntArray] = {}
 
     @property
     def total_steps(self) -> int:
-        """Steps of the whole run."""
-        return -(-self._total_samples // self._global_batch_size)
+        """Steps of the whole run, those before the start included."""
+        remaining = self._total_samples - self._start_samples
+        return self.start_step - (-remaining // self._global_batch_size)
+
+    def consumed(self, step: int) -> int:
+        """Samples of the whole run up to this number of steps done: the position in the data."""
+        assert self.start_step <= step <= self.total_steps, self._range(step)
+        done = (step - self.start_step) * self._global_batch_size
+        return min(self._start_samples + done, self._total_samples)
 
     def samples(self, step: int) -> IntArray:
         """Which samples of the data set the step takes, over all ranks; the same on every layout.
@@ -119,9 +135,11 @@ class ElasticOrder:
 
     def _span(self, step: int) -> tuple[int, int]:
         """First and last + 1 of the step's samples, counted from the start of the run."""
-        assert 0 <= step < self.total_steps, f"step {step} of {self.total_steps}"
-        first = step * self._global_batch_size
-        return first, min(first + self._global_batch_size, self._total_samples)
+        assert step < self.total_steps, self._range(step)
+        return self.consumed(step), self.consumed(step + 1)
+
+    def _range(self, step: int) -> str:
+        return f"step {step} of [{self.start_step}, {self.total_steps})"
 
     def _layout(self, samples: IntArray) -> list[list[IntArray]]:
         return _lay_out(

@@ -1,11 +1,9 @@
 """Data sets of tokenised samples, their micro-batches, and the loaders that yield them."""
 
 import hashlib
-import os
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -17,7 +15,6 @@ from ftkit.data.files import Record, check_data
 from ftkit.data.order import FILLER, ElasticOrder, IntArray, validation_batches
 from ftkit.data.sources import load_source
 from ftkit.errors import UserError
-from ftkit.process import die_with_parent
 from ftkit.recipe import Component
 
 if TYPE_CHECKING:
@@ -40,7 +37,7 @@ class Sample(NamedTuple):
 
 
 class SampleSet(Dataset[Sample]):
-    """Tokenised samples, all in one array, so that millions fit and workers share them."""
+    """Tokenised samples, all in one array, so that millions fit."""
 
     def __init__(
         self,
@@ -316,25 +313,23 @@ def train_batches(
     start_step: int,
     end_step: int,
     *,
-    num_workers: int = 0,
     pin_memory: bool = False,
 ) -> DataLoader[dict[str, Any]]:
     """This rank's micro-batches of the steps [start_step, end_step), one per micro-step.
 
-    Starting later replays nothing, and workers do not change the order.
+    Starting later replays nothing.
 
     Args:
         samples: the training data.
         order: of these samples.
         start_step: first step, counted from the start of the run.
         end_step: last step + 1.
-        num_workers: processes that collate; 0 collates when asked.
         pin_memory: for copies to a GPU beside the computation.
 
     Returns:
         Loader of what collate returns; its len is the number of micro-steps.
     """
-    return _loader(samples, _StepSampler(order, start_step, end_step), num_workers, pin_memory)
+    return _loader(samples, _StepSampler(order, start_step, end_step), pin_memory)
 
 
 def validation_loader(
@@ -344,7 +339,6 @@ def validation_loader(
     *,
     rank: int = 0,
     world_size: int = 1,
-    num_workers: int = 0,
     pin_memory: bool = False,
 ) -> DataLoader[dict[str, Any]]:
     """This rank's batches of the first `limit` validation samples, as many on every rank.
@@ -355,7 +349,6 @@ def validation_loader(
         micro_batch_size: most samples per batch on one rank.
         rank: this rank, in [0, world_size).
         world_size: number of ranks.
-        num_workers: processes that collate; 0 collates when asked.
         pin_memory: for copies to a GPU beside the computation.
 
     Returns:
@@ -363,7 +356,7 @@ def validation_loader(
     """
     label_tokens = int(samples.label_counts[:limit].sum())
     batches = validation_batches(samples.lengths, limit, micro_batch_size, rank, world_size)
-    return _loader(samples, [(batch, label_tokens) for batch in batches], num_workers, pin_memory)
+    return _loader(samples, [(batch, label_tokens) for batch in batches], pin_memory)
 
 
 _Key = tuple[list[int], int]  # samples of a micro-batch, label tokens of its step
@@ -373,7 +366,7 @@ class _StepSampler(Sampler[_Key]):
     """What to collate, micro-step by micro-step."""
 
     def __init__(self, order: ElasticOrder, start_step: int, end_step: int) -> None:
-        assert 0 <= start_step <= end_step <= order.total_steps
+        assert order.start_step <= start_step <= end_step <= order.total_steps
         self._order = order
         self._start_step = start_step
         self._end_step = end_step
@@ -401,30 +394,19 @@ class _MicroBatches(Dataset[dict[str, Any]]):
 
 
 def _loader(
-    samples: SampleSet, sampler: Sampler[_Key] | list[_Key], num_workers: int, pin_memory: bool
+    samples: SampleSet, sampler: Sampler[_Key] | list[_Key], pin_memory: bool
 ) -> DataLoader[dict[str, Any]]:
+    # Without workers, whatever num_workers says: the samples are tokenised already, collating
+    # takes 0.05 ms, and forking a process that runs communication threads is not safe.
     return DataLoader(
         _MicroBatches(samples),
         batch_size=None,
         sampler=sampler,
         collate_fn=_keep,  # type: ignore[arg-type]  # without batch_size it gets one item
-        num_workers=num_workers,
         pin_memory=pin_memory,
-        worker_init_fn=partial(_follow_rank, os.getpid()),
     )
 
 
 def _keep(batch: dict[str, Any]) -> dict[str, Any]:
     """Leave the batch as it is; the loader's default would turn its counts into tensors."""
     return batch
-
-
-def _follow_rank(rank_pid: int, _: int) -> None:
-    """Make a worker live exactly as long as its rank.
-
-    It ignores the signals by which a rank is asked to stop, because the rank then still finishes
-    its step, and needs the batches; and it is killed when the rank dies, however that dies.
-    """
-    for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(stop, signal.SIG_IGN)
-    die_with_parent(rank_pid)
