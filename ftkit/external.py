@@ -28,7 +28,7 @@ from ftkit.ranks import (
     Ranks,
     rank_directory,
 )
-from ftkit.report.report import FILE_NAME, read_report
+from ftkit.report.report import ENDED_WELL, FILE_NAME, read_report
 
 Store: TypeAlias = Any
 """torch.distributed.Store, which torch does not export for type checkers."""
@@ -128,7 +128,7 @@ def _exit_code(directory: Path) -> int:
     error = RankError.read(directory / ERROR)
     if error is None:  # done, or killed before it could say anything
         report = directory / FILE_NAME
-        return 0 if report.exists() and read_report(report).outcome == "completed" else 1
+        return 0 if report.exists() and read_report(report).outcome in ENDED_WELL else 1
     by_signal = {number.name: code for number, (code, _) in EXIT_BY_SIGNAL.items()}
     codes = {"user": UserError.exit_code, "out_of_memory": EXIT_OUT_OF_MEMORY} | by_signal
     return codes.get(error.message if error.kind == "interrupted" else error.kind, 1)

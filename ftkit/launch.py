@@ -34,6 +34,7 @@ from ftkit.ranks import (
 from ftkit.recipe import Recipe
 from ftkit.report.display import Display
 from ftkit.report.report import (
+    ENDED_WELL,
     FILE_NAME,
     PeakMemory,
     PhaseName,
@@ -314,7 +315,7 @@ def _with_outcome(
 ) -> Report:
     """The report of rank 0, completed with how the run ended and in which phase of that rank."""
     report = dataclasses.replace(report, finished_at=utc_now())
-    if report.outcome == "completed" and (error is None or error.kind == "interrupted"):
+    if report.outcome in ENDED_WELL and (error is None or error.kind == "interrupted"):
         return report
     report = dataclasses.replace(report, outcome="failed", exit_code=1, phase=phase)
     if error is None or error.kind == "interrupted":

@@ -17,7 +17,7 @@ from typing import Any
 from ftkit.job import ErrorKind, Job, RankError
 from ftkit.recipe import Recipe
 from ftkit.report.display import LOG_NAME
-from ftkit.report.report import FILE_NAME, read_report
+from ftkit.report.report import ENDED_WELL, FILE_NAME, read_report
 
 STATE = ".run"
 """Directory inside out_dir with what the ranks and the supervisor tell each other."""
@@ -173,7 +173,7 @@ class Ranks:
     def _has_spoken(self, rank: int) -> bool:
         """Whether it has said how it ended; what goes wrong after that is noise."""
         report = self._directories[rank] / FILE_NAME
-        completed = report.exists() and read_report(report).outcome == "completed"
+        completed = report.exists() and read_report(report).outcome in ENDED_WELL
         return completed or (self._directories[rank] / ERROR).exists()
 
     def _note(self, rank: int, kind: ErrorKind, message: str) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, get_args
@@ -10,11 +11,15 @@ import psutil
 import torch
 
 from ftkit.callbacks import PARTS, StepRecord
+from ftkit.checkpoint.metadata import Metadata
 from ftkit.job import Job
 from ftkit.planning import Plan
 from ftkit.report.machine import DeviceUtilization, host_memory
 from ftkit.report.metrics import MetricsWriter, ValidationWriter, perplexity
 from ftkit.report.report import (
+    Checkpoints,
+    ExactMatch,
+    Example,
     Files,
     Loss,
     PeakMemory,
@@ -22,10 +27,13 @@ from ftkit.report.report import (
     PhaseTimes,
     Progress,
     RankMemory,
+    Resumed,
+    Spread,
     StepTimes,
     Throughput,
     ThroughputMeter,
     Tokens,
+    from_json,
     write_report,
 )
 
@@ -38,11 +46,19 @@ class Recorder:
     """The measurements of one rank.
 
     The report so far lies in the state directory, so that the supervisor has one however the
-    rank ends.
+    rank ends. A run that goes on from a checkpoint keeps its logs and what the report says of the
+    whole run; see `ftkit.report.report`.
     """
 
     def __init__(
-        self, job: Job, plan: Plan, device: torch.device, state: Path, rank: int = 0
+        self,
+        job: Job,
+        plan: Plan,
+        device: torch.device,
+        state: Path,
+        rank: int = 0,
+        *,
+        start: Metadata | None = None,
     ) -> None:
         """Prepare.
 
@@ -51,8 +67,12 @@ class Recorder:
             plan: what it came to.
             device: of this rank.
             state: directory for this rank's report.
-            rank: rank 0 also writes metrics.csv and validation.csv.
+            rank: rank 0 also writes metrics.csv and validation.csv, of which rows after the
+                start are gone already (see `ftkit.report.metrics.cut_rows`).
+            start: of the checkpoint that the run goes on from; None: it begins.
         """
+        self._start = start
+        self._start_step = start.step if start else 0
         self._job, self._plan, self._device, self._state = job, plan, device, state
         self._rank = rank
         now = time.time()
@@ -68,8 +88,11 @@ class Recorder:
         self._samples_per_epoch = 0
         self._flops_per_token: float | None = None
         tables = job.recipe.out_dir if rank == 0 else state
-        self._metrics = MetricsWriter(tables / METRICS)
-        self._validation = ValidationWriter(tables / VALIDATION)
+        after_step = start.step if start else None
+        self._metrics = MetricsWriter(tables / METRICS, after_step=after_step)
+        self._validation = ValidationWriter(tables / VALIDATION, after_step=after_step)
+        self._stalls_s: list[float] = []
+        self._writes_s: list[float] = []
         self._utilization = DeviceUtilization(device.index if device.type == "cuda" else None)
         self._cpu = psutil.Process()
         self._cpu_start: tuple[float, float] | None = None
@@ -79,6 +102,8 @@ class Recorder:
             loss=Loss(),
             files=Files(metrics=METRICS, validation=VALIDATION, log=LOG),
         )
+        if start:
+            self._restore(start)
 
     def __enter__(self) -> "Recorder":
         self._write()
@@ -95,12 +120,12 @@ class Recorder:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps done."""
-        return self._last_record.step if self._last_record else 0
+        """Optimizer steps done, over all sittings."""
+        return self._last_record.step if self._last_record else self._start_step
 
     @property
     def samples(self) -> int:
-        """Samples trained on."""
+        """Samples trained on, over all sittings: the position in the data."""
         assert self.report.progress is not None
         return self.report.progress.samples
 
@@ -109,6 +134,72 @@ class Recorder:
         """Samples trained on, relative to one epoch."""
         assert self.report.progress is not None
         return self.report.progress.epochs
+
+    @property
+    def tokens(self) -> int:
+        """Real tokens trained on, over all sittings."""
+        return self._tokens.real + (self._start.tokens if self._start else 0)
+
+    @property
+    def training_s(self) -> float:
+        """Seconds of training up to now, over all sittings; validation and saving are not in it."""
+        running = time.time() - self._since if self.report.phase == "training" else 0.0
+        return self._times["training"] + running + (self._start.training_s if self._start else 0.0)
+
+    def carried(self) -> dict[str, Any]:
+        """The sections of the report that cover all sittings, for a checkpoint's metadata."""
+        match = self.report.exact_match
+        return {
+            "loss": dataclasses.asdict(self._loss()),
+            "exact_match": match and dataclasses.asdict(match),
+            "examples": [dataclasses.asdict(example) for example in self.report.examples],
+        }
+
+    def resumed(self, checkpoint: Path, changes: Sequence[str] = ()) -> None:
+        """Note where the run went on from.
+
+        Args:
+            checkpoint: directory of the checkpoint whose metadata this recorder started from.
+            changes: fields of the recipe that are not as they were, one line each.
+        """
+        assert self._start is not None
+        layout = self._start.layout
+        self.note(
+            resumed=Resumed(
+                from_step=self._start_step,
+                checkpoint=self._shown(checkpoint),
+                strategy=layout.strategy,
+                world_size=layout.world_size,
+                changes=list(changes),
+            )
+        )
+
+    def on_save(self, checkpoint: Path, *, size_bytes: int, stall_s: float, write_s: float) -> None:
+        """Count a checkpoint that is complete.
+
+        Args:
+            checkpoint: its directory.
+            size_bytes: of all its files.
+            stall_s: how long training stood still for it.
+            write_s: from the request to its completion.
+        """
+        self._stalls_s.append(stall_s)
+        self._writes_s.append(write_s)
+        self.note(
+            checkpoints=dataclasses.replace(
+                self._checkpoints(),
+                saved=len(self._stalls_s),
+                last=self._shown(checkpoint),
+                last_bytes=size_bytes,
+                stall_s=_spread(self._stalls_s),
+                write_s=_spread(self._writes_s),
+            )
+        )
+
+    def on_failed_save(self) -> None:
+        """Count a checkpoint that could not be written."""
+        before = self._checkpoints()
+        self.note(checkpoints=dataclasses.replace(before, failed=before.failed + 1))
 
     def saved(self, final: str) -> None:
         """Note where the result is, relative to out_dir."""
@@ -192,21 +283,44 @@ class Recorder:
         self.note(peak_memory=PeakMemory.of([self._memory()]))
         if self._last_record is None:
             return
-        assert self.report.loss is not None
-        steps = self._last_record.step
+        steps = self.steps - self._start_step
         skipped = self._first_records[: self._meter.skipped_steps]
         parts = {
             part: (total - sum(record.parts_s[part] for record in skipped)) / (steps - len(skipped))
             for part, total in self._part_sums.items()
         }
         self.note(
-            loss=dataclasses.replace(
-                self.report.loss, first=self._first_records[0].loss, last=self._last_record.loss
-            ),
+            loss=self._loss(),
             tokens=self._tokens,
             step_s=StepTimes(**parts, total=sum(parts.values())),
             throughput=self._throughput(),
         )
+
+    def _restore(self, start: Metadata) -> None:
+        carried = start.carried
+        self.note(
+            progress=Progress(steps=start.step, samples=start.samples, epochs=start.epochs),
+            loss=from_json(Loss, carried.get("loss") or {}),
+            exact_match=from_json(ExactMatch | None, carried.get("exact_match")),
+            examples=from_json(list[Example], carried.get("examples") or []),
+        )
+
+    def _loss(self) -> Loss:
+        """The loss with the newest step; its first step may lie in an earlier sitting."""
+        before = self.report.loss
+        assert before is not None
+        if self._last_record is None:
+            return before
+        first = self._first_records[0].loss if before.first is None else before.first
+        return dataclasses.replace(before, first=first, last=self._last_record.loss)
+
+    def _checkpoints(self) -> Checkpoints:
+        return self.report.checkpoints or Checkpoints()
+
+    def _shown(self, path: Path) -> str:
+        """A path relative to out_dir, if it lies in there."""
+        path, out_dir = path.absolute(), self._job.recipe.out_dir.absolute()
+        return str(path.relative_to(out_dir) if path.is_relative_to(out_dir) else path)
 
     def _count(self, record: StepRecord) -> None:
         for part, seconds in record.parts_s.items():
@@ -228,9 +342,10 @@ class Recorder:
         elapsed = time.time() - started
         used = (_cpu_seconds(self._cpu) - cpu_s) / (elapsed * (psutil.cpu_count() or 1))
         several = self._plan.world_size > 1
+        steps = self.steps - self._start_step
         return dataclasses.replace(
             speed,
-            rank_imbalance=self._imbalance_sum / self.steps if several else None,
+            rank_imbalance=self._imbalance_sum / steps if several else None,
             mfu=self._mfu(speed),
             device_utilization=self._utilization.mean(),
             cpu_utilization=min(1.0, used),
@@ -264,6 +379,10 @@ class Recorder:
     def _write(self) -> None:
         write_report(self.report, self._state)
         self._written_at = time.time()
+
+
+def _spread(seconds: Sequence[float]) -> Spread:
+    return Spread(mean=sum(seconds) / len(seconds), max=max(seconds))
 
 
 def _cpu_seconds(process: psutil.Process) -> float:

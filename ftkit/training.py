@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import math
 import random
+import secrets
 import time
 
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
@@ -41,10 +42,13 @@ class Training:
         stop: StopRequest,
         display: Display,
         recorder: Recorder,
+        run_ids: dict[str, str] | None = None,
     ) -> None:
         self.plan, self.module, self.data, self.base = plan, module, data, base
         self.stop, self.display, self.recorder = stop, display, recorder
         self.recipe, self.evaluation = plan.recipe, plan.recipe.eval
+        self.run_ids = dict(run_ids or {})
+        """How loggers know the run, by their names; a checkpoint keeps it."""
         self.signal_number: int | None = None
         """What ended training before its time, if a signal did."""
         self.exit_reason = ""
@@ -63,7 +67,7 @@ class Training:
             num_nodes=self.recipe.num_nodes,
             strategy=make_strategy(self.plan),
             plugins=make_plugins(self.plan),
-            logger=_loggers(self.plan),
+            logger=_loggers(self.plan, start_step=order.start_step, run_ids=self.run_ids),
             log_every_n_steps=1,
             default_root_dir=self.recipe.out_dir,
             callbacks=[
@@ -278,23 +282,38 @@ def _example_index(choice: str | int, data: DataSets, seed: int) -> int:
     return index
 
 
-def _loggers(plan: Plan) -> list[Logger]:
-    """The loggers beside metrics.csv."""
+def _loggers(plan: Plan, *, start_step: int, run_ids: dict[str, str]) -> list[Logger]:
+    """The loggers beside metrics.csv; they go on where an earlier sitting left off.
+
+    Args:
+        plan: names the logger.
+        start_step: steps done before. TensorBoard takes back what it shows of later ones.
+        run_ids: how a logger knows the run, by its name. On rank 0, that of a new W&B run is
+            added, so that it can be saved before W&B is asked for anything.
+    """
     recipe = plan.recipe
     if recipe.logger_name == "tensorboard":
-        return [TensorBoardLogger(recipe.out_dir, name="tensorboard", version="")]
+        first_step = start_step + 1 if start_step else 0  # 0: the validation before all steps
+        return [
+            TensorBoardLogger(recipe.out_dir, name="tensorboard", version="", purge_step=first_step)
+        ]
     if recipe.logger_name == "wandb":
         if importlib.util.find_spec("wandb") is None:
             raise UserError(
                 "logger_name is wandb, but W&B is not installed. Try pip install wandb, or "
                 "--logger_name tensorboard."
             )
+        is_known = "wandb" in run_ids
+        if not is_known and rank() == 0:
+            run_ids["wandb"] = secrets.token_hex(4)
         return [
             WandbLogger(
                 save_dir=recipe.out_dir,
                 project=recipe.log.project,
                 name=recipe.log.run,
                 group=recipe.log.group,
+                id=run_ids.get("wandb"),
+                resume="must" if is_known else "allow",
             )
         ]
     return []

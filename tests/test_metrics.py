@@ -6,9 +6,12 @@ from pathlib import Path
 import numpy
 import pytest
 
+from ftkit.errors import UserError
+from ftkit.report import metrics
 from ftkit.report.metrics import (
     MetricsWriter,
     ValidationWriter,
+    cut_rows,
     perplexity,
     read_metrics,
     read_validation,
@@ -124,6 +127,104 @@ def test_after_a_row_that_did_not_fit_the_file_is_whole_and_goes_on(path):
     writer.close()
     assert [row["step"] for row in read_metrics(path)] == [1, 3]
     assert path.read_text().count("\n") == 3
+
+
+def steps_in(path: Path) -> list[int]:
+    return [row["step"] for row in read_metrics(path)]
+
+
+def write_steps(path: Path, steps: range, **start: int) -> None:
+    with MetricsWriter(path, **start) as writer:
+        for step in steps:
+            writer.write(**{**ROW, "step": step})
+
+
+@pytest.mark.parametrize("ending", ["", "8,13", "7,112,0.1,,,4096,", "\0\0\0\0", "\0\0\n"])
+def test_a_run_that_continues_appends_after_its_last_whole_row(ending, path):
+    write_steps(path, range(1, 6))
+    with path.open("a") as file:
+        file.write(ending)
+    write_steps(path, range(6, 9), after_step=5)
+    assert steps_in(path) == list(range(1, 9))
+    assert path.read_text().count("step") == 1
+
+
+@pytest.mark.parametrize("content", [None, "", "step,sam"])
+def test_without_rows_to_continue_a_new_file_begins(content, path):
+    if content is not None:
+        path.write_text(content)
+    write_steps(path, range(6, 9), after_step=5)
+    assert steps_in(path) == [6, 7, 8]
+
+
+def test_rows_after_the_start_must_be_gone_before_a_run_continues(path):
+    write_steps(path, range(1, 9))
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="has a row of step 8, after 5"):
+        MetricsWriter(path, after_step=5)
+    assert path.read_bytes() == before
+
+
+def test_a_table_of_something_else_is_not_continued(path):
+    ValidationWriter(path).close()
+    with pytest.raises(UserError, match="has other columns than step,samples,loss"):
+        MetricsWriter(path, after_step=5)
+
+
+@pytest.mark.parametrize("half", ["", "9,14"])
+def test_later_rows_are_moved_with_a_header_of_their_own(half, path, tmp_path):
+    write_steps(path, range(1, 9))
+    original = path.read_text()
+    path.write_text(original + half)
+    into = tmp_path / "set_aside/1/metrics.csv"
+    assert cut_rows(path, 5, into) == 3
+    assert steps_in(path) == [1, 2, 3, 4, 5]
+    assert steps_in(into) == [6, 7, 8]
+    header, *_ = original.splitlines(keepends=True)
+    assert path.read_text() + into.read_text().removeprefix(header) == original
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["log.csv", "set_aside"]
+
+
+def test_only_half_a_row_after_the_start_is_dropped_and_nothing_set_aside(path, tmp_path):
+    write_steps(path, range(1, 6))
+    whole = path.read_text()
+    path.write_text(whole + "6,96,0.")
+    assert cut_rows(path, 5, tmp_path / "aside/metrics.csv") == 0
+    assert path.read_text() == whole
+    assert not (tmp_path / "aside").exists()
+
+
+@pytest.mark.parametrize("content", [None, "", "step,sam", "step,samples,val_loss,perplexity\n"])
+def test_where_there_are_no_rows_none_are_cut(content, path, tmp_path):
+    if content is not None:
+        path.write_text(content)
+    assert cut_rows(path, 0, tmp_path / "aside.csv") == 0
+    assert (path.read_text() if path.exists() else None) == content
+    assert not (tmp_path / "aside.csv").exists()
+
+
+def test_validation_rows_are_cut_and_continued_too(path, tmp_path):
+    for start, steps in ((None, (0, 10, 20)), (10, (20, 30))):
+        if start is not None:
+            assert cut_rows(path, start, tmp_path / "aside.csv") == 1
+        with ValidationWriter(path, after_step=start) as writer:
+            for step in steps:
+                writer.write(step=step, samples=16 * step, val_loss=2.0)
+    assert [row["step"] for row in read_validation(path)] == [0, 10, 20, 30]
+    assert [row["step"] for row in read_validation(tmp_path / "aside.csv")] == [20]
+
+
+def test_a_disk_that_is_full_while_rows_are_cut_loses_none(path, tmp_path, monkeypatch):
+    write_steps(path, range(1, 9))
+    before = path.read_bytes()
+
+    def full(target: Path, text: str) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(metrics, "write_durably", full)
+    with pytest.raises(OSError, match="No space left"):
+        cut_rows(path, 5, tmp_path / "aside.csv")
+    assert path.read_bytes() == before
 
 
 class DiskFullAfter:

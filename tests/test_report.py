@@ -29,6 +29,7 @@ from ftkit.report.formatting import (
 )
 from ftkit.report.machine import Gpu, Hardware
 from ftkit.report.report import (
+    Checkpoints,
     DataCounts,
     ExactMatch,
     Example,
@@ -40,6 +41,8 @@ from ftkit.report.report import (
     RankMemory,
     Report,
     Resolved,
+    Resumed,
+    Spread,
     StepTimes,
     Throughput,
     ThroughputMeter,
@@ -493,6 +496,45 @@ class TestTable:
         assert "loss           2.4131  " in shown
         assert "throughput" not in shown
         assert "result" not in shown
+
+    def test_a_sitting_says_where_it_went_on_from_and_what_it_saved(self):
+        report = dataclasses.replace(
+            COMPLETED,
+            outcome="stopped",
+            exit_reason="100 steps done (--stop_after)",
+            phase="saving",
+            progress=Progress(steps=300, samples=4800, epochs=3.0),
+            tokens=Tokens(real=410_000, label=120_000, padded=0, padding_fraction=0.0),
+            resumed=Resumed(
+                from_step=200,
+                checkpoint="checkpoints/step-00000200",
+                strategy="ddp",
+                world_size=2,
+                changes=["optimizer.lr: 0.001 -> 0.002"],
+            ),
+            checkpoints=Checkpoints(
+                saved=4,
+                failed=1,
+                last="checkpoints/step-00000300",
+                last_bytes=3 * GIB,
+                stall_s=Spread(mean=0.25, max=0.5),
+                write_s=Spread(mean=4.0, max=6.0),
+            ),
+        )
+        lines = text_of(report, width=160, out_dir=Path("out/run")).splitlines()
+        shown = {line[:13].strip(): line[13:].strip() for line in lines}
+        assert shown["stopped"] == "100 steps done (--stop_after)"
+        assert shown["continued"] == (
+            "from step 200, written by ddp on 2 ranks, checkpoints/step-00000200"
+        )
+        assert shown["trained"] == "300 steps, 3 epochs, 4,800 samples"
+        assert shown["of these now"] == "100 steps, 410,000 tokens"
+        assert shown["checkpoints"] == (
+            "4 saved, 1 failed, 3.0 GiB each, training stood still for 250 ms (longest 500 ms), "
+            "written in 4.0 s (longest 6.0 s)"
+        )
+        assert shown["changed"] == "optimizer.lr: 0.001 -> 0.002"
+        assert shown["checkpoint"] == "out/run/checkpoints/step-00000300"
 
     def test_sections_with_nothing_in_them_have_no_row(self):
         report = dataclasses.replace(

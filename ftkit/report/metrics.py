@@ -7,10 +7,14 @@ import csv
 import io
 import math
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TypeAlias
+
+from ftkit.durable import write_durably
+from ftkit.errors import UserError
 
 METRICS_COLUMNS = ("step", "samples", "loss", "lr", "grad_norm", "tokens", "tokens_per_s")
 VALIDATION_COLUMNS = ("step", "samples", "val_loss", "perplexity")
@@ -29,15 +33,20 @@ def perplexity(loss: float) -> float:
 
 
 class _CsvWriter:
-    """Rows of numbers in a new CSV file, each given to the system before the call returns.
+    """Rows of numbers in a CSV file, each given to the system before the call returns.
 
     A row that cannot be written (disk full) raises OSError and leaves none of its bytes behind, so
     that the file stays readable and a later row can follow.
     """
 
-    def __init__(self, path: Path, columns: tuple[str, ...]) -> None:
-        self._file = path.open("wb", buffering=0)
-        self._write_cells(columns)
+    def __init__(self, path: Path, columns: tuple[str, ...], after_step: int | None) -> None:
+        end = 0 if after_step is None else _end_of_rows(path, columns, after_step)
+        self._file = path.open("r+b" if end else "wb", buffering=0)
+        if end:
+            self._file.truncate(end)
+            self._file.seek(end)
+        else:
+            self._write_cells(columns)
 
     def __enter__(self) -> "_CsvWriter":
         return self
@@ -70,8 +79,20 @@ class _CsvWriter:
 class MetricsWriter(_CsvWriter):
     """Writes ``metrics.csv``: one row per optimizer step."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, METRICS_COLUMNS)
+    def __init__(self, path: Path, *, after_step: int | None = None) -> None:
+        """Starts a new file, or goes on with the one of an earlier sitting.
+
+        Args:
+            path: of the file.
+            after_step: goes on after the row of this step, if there is a file; a last row that is
+                not whole is dropped. Later rows are taken out with `cut_rows` before.
+
+        Raises:
+            OSError: the file cannot be written.
+            UserError: it has other columns.
+            ValueError: it has a row after ``after_step``.
+        """
+        super().__init__(path, METRICS_COLUMNS, after_step)
 
     def __enter__(self) -> "MetricsWriter":
         return self
@@ -107,8 +128,9 @@ class MetricsWriter(_CsvWriter):
 class ValidationWriter(_CsvWriter):
     """Writes ``validation.csv``: one row per validation."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, VALIDATION_COLUMNS)
+    def __init__(self, path: Path, *, after_step: int | None = None) -> None:
+        """As `MetricsWriter`."""
+        super().__init__(path, VALIDATION_COLUMNS, after_step)
 
     def __enter__(self) -> "ValidationWriter":
         return self
@@ -127,6 +149,78 @@ def read_metrics(path: Path) -> list[Row]:
 def read_validation(path: Path) -> list[Row]:
     """The rows of a ``validation.csv``; empty cells are None."""
     return _read(path)
+
+
+def cut_rows(path: Path, after_step: int, into: Path) -> int:
+    """Move the rows after a step to another file: a run goes back to that step.
+
+    After a crash, the rows are in both files or in one, never in none. A row that is not whole,
+    because the machine died, is dropped.
+
+    Args:
+        path: a metrics.csv or validation.csv; it need not exist.
+        after_step: rows up to this one stay.
+        into: a new file, made, with its directories, if there are such rows: their header and
+            they themselves.
+
+    Returns:
+        How many rows were removed.
+
+    Raises:
+        OSError: a file cannot be read or written; ``path`` is as it was.
+    """
+    if not path.exists():
+        return 0
+    content = path.read_bytes()
+    header, *lines = content.decode("utf-8", errors="replace").splitlines(keepends=True) or [""]
+    rows = [(step, line) for line in lines if (step := _step(line, header)) is not None]
+    kept = [line for step, line in rows if step <= after_step]
+    removed = [line for step, line in rows if step > after_step]
+    if removed:
+        into.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(into, "".join((header, *removed)))
+    if len(kept) < len(lines):
+        write_durably(path, "".join((header, *kept)))
+    return len(removed)
+
+
+def _end_of_rows(path: Path, columns: tuple[str, ...], after_step: int) -> int:
+    """Bytes of the file up to its last whole row; 0 if there is no file, or no whole header."""
+    if not path.exists():
+        return 0
+    header = (",".join(columns) + "\n").encode()
+    with path.open("rb") as file:
+        first = file.readline()
+        if not first.endswith(b"\n"):
+            return 0
+        if first != header:
+            raise UserError(
+                f"{path} has other columns than {header.decode().strip()}. Move it elsewhere."
+            )
+        for end, line in _lines_from_the_end(file.read(), len(header)):
+            step = _step(line.decode("utf-8", errors="replace"), header.decode())
+            if step is None:
+                continue
+            if step > after_step:
+                raise ValueError(f"{path} has a row of step {step}, after {after_step}")
+            return end
+    return len(header)
+
+
+def _lines_from_the_end(content: bytes, offset: int) -> Iterator[tuple[int, bytes]]:
+    """Each line from the last to the first, after the position in the file where it ends."""
+    end = len(content)
+    while end:
+        start = content.rfind(b"\n", 0, end - 1) + 1
+        yield offset + end, content[start:end]
+        end = start
+
+
+def _step(line: str, header: str) -> int | None:
+    """The step of a row; None if the row is not whole."""
+    cells = line.split(",")
+    whole = line.endswith("\n") and len(cells) == len(header.split(",")) and cells[0].isdecimal()
+    return int(cells[0]) if whole else None
 
 
 def _cell(value: float | None) -> str:

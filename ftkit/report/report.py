@@ -2,6 +2,10 @@
 
 A report is written for every run, also one that failed or was stopped: what it did not reach is
 None. The keys of the file are the names of the fields below.
+
+A run that goes on from a checkpoint has several sittings and a report of each. `Report.progress`,
+`Report.loss`, `Report.exact_match` and `Report.examples` cover the whole run, from its very first
+step; everything else, such as times, tokens and throughput, is of the sitting that is reported.
 """
 
 import dataclasses
@@ -23,7 +27,9 @@ from ftkit.report.machine import Hardware
 SCHEMA_VERSION = 1
 FILE_NAME = "report.json"
 
-OutcomeName = Literal["completed", "interrupted", "out_of_memory", "failed"]
+OutcomeName = Literal["completed", "stopped", "interrupted", "out_of_memory", "failed"]
+ENDED_WELL: tuple[OutcomeName, ...] = ("completed", "stopped")
+"""What was asked for was done: the whole run, or as much of it as --stop_after allows."""
 PhaseName = Literal["set_up", "training", "validation", "saving"]
 
 
@@ -130,7 +136,7 @@ class DataCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far training came."""
+    """How far training came, over all sittings."""
 
     steps: int = 0
     """Optimizer steps done."""
@@ -142,7 +148,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """Tokens of all training steps, over all ranks."""
+    """Tokens of all training steps of this sitting, over all ranks."""
 
     real: int
     """Tokens of samples, prompt and answer; padding and fillers are not counted."""
@@ -230,10 +236,10 @@ class PeakMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """Cross-entropy in nats per label token."""
+    """Cross-entropy in nats per label token, over all sittings."""
 
     first: float | None = None
-    """Of the first step."""
+    """Of the very first step of the run."""
     last: float | None = None
     """Of the last step."""
     validation_first: float | None = None
@@ -241,7 +247,7 @@ class Loss:
     validation_last: float | None = None
     """Of the last validation."""
     validation_best: float | None = None
-    """Lowest of all validations."""
+    """Lowest of all validations of the run."""
     perplexity: float | None = None
     """exp(validation_last)."""
 
@@ -272,6 +278,50 @@ class Example:
     """The model's answer before training."""
     after: str | None = None
     """The model's answer after training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """Where this sitting went on from."""
+
+    from_step: int
+    """Optimizer steps done before this sitting."""
+    checkpoint: str
+    """Its directory; relative to out_dir if it lies in there."""
+    strategy: str
+    """The strategy it was written under."""
+    world_size: int
+    """The ranks it was written by."""
+    changes: list[str] = field(default_factory=list)
+    """Fields of the recipe that are not as they were, one line each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Of a time in seconds that was measured repeatedly."""
+
+    mean: float
+    """Average."""
+    max: float
+    """Longest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoints:
+    """What was saved in this sitting, so that the run can go on from there."""
+
+    saved: int = 0
+    """Checkpoints completed, those that were deleted again included."""
+    failed: int = 0
+    """Checkpoints that could not be written."""
+    last: str | None = None
+    """Directory of the newest, relative to out_dir."""
+    last_bytes: int | None = None
+    """Size of all its files."""
+    stall_s: Spread | None = None
+    """Time that training stood still for a checkpoint."""
+    write_s: Spread | None = None
+    """Time from the request to the completed checkpoint; training goes on for most of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,6 +374,8 @@ class Report:
     """Seconds of a step by part."""
     data: dict[str, DataCounts] = field(default_factory=dict)
     """Counts by split."""
+    resumed: Resumed | None = None
+    """Where this sitting went on from; None: it is the first."""
     progress: Progress | None = None
     """How far training came."""
     tokens: Tokens | None = None
@@ -338,6 +390,8 @@ class Report:
     """Right answers before and after."""
     examples: list[Example] = field(default_factory=list)
     """Answers before and after."""
+    checkpoints: Checkpoints | None = None
+    """What was saved to go on from; None: nothing."""
     warnings: list[str] = field(default_factory=list)
     """What the user should know, one line each."""
     files: Files | None = None

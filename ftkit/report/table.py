@@ -18,6 +18,8 @@ from ftkit.report.formatting import (
     shortened,
 )
 from ftkit.report.report import (
+    ENDED_WELL,
+    Checkpoints,
     DataCounts,
     Example,
     Files,
@@ -28,6 +30,8 @@ from ftkit.report.report import (
     Progress,
     Report,
     Resolved,
+    Resumed,
+    Spread,
     Throughput,
     Tokens,
 )
@@ -50,7 +54,7 @@ def render(report: Report, out_dir: Path | None = None) -> Group:
     table.add_column(no_wrap=True, style="cyan")
     table.add_column(overflow="fold")
     words = report.outcome.replace("_", " ")
-    end = "" if report.outcome == "completed" else f" (during {_PHASE_WORDS[report.phase]})"
+    end = "" if report.outcome in ENDED_WELL else f" (during {_PHASE_WORDS[report.phase]})"
     style = _OUTCOME_STYLES[report.outcome]
     table.add_row(Text(words, style), Text(printable(report.exit_reason) + end))
     for label, value in _measured_rows(report):
@@ -70,6 +74,7 @@ _PHASE_WORDS: dict[PhaseName, str] = {
 }
 _OUTCOME_STYLES: dict[OutcomeName, str] = {
     "completed": "bold green",
+    "stopped": "bold green",
     "interrupted": "bold yellow",
     "out_of_memory": "bold red",
     "failed": "bold red",
@@ -99,8 +104,14 @@ def _measured_rows(report: Report) -> Iterator[tuple[str, str]]:
     world_size = (report.resolved and report.resolved.world_size) or 1
     if report.resolved:
         yield from _resolved_rows(report.resolved)
+    if report.resumed:
+        yield "continued", _resumed_text(report.resumed)
     if report.progress:
-        yield "trained", _progress_text(report.progress, report.tokens)
+        yield "trained", _progress_text(report.progress, None if report.resumed else report.tokens)
+        if report.resumed:
+            steps = report.progress.steps - report.resumed.from_step
+            tokens = report.tokens and _count(report.tokens.real, "token")
+            yield "of these now", _joined((_count(steps, "step"), tokens))
     if report.phases_s:
         parts = {word: getattr(report.phases_s, name) for name, word in _PHASE_WORDS.items()}
         yield "time", _parts_text(report.phases_s.total, parts)
@@ -118,6 +129,8 @@ def _measured_rows(report: Report) -> Iterator[tuple[str, str]]:
     if match := report.exact_match:
         fractions = _from_to(match.before, match.after, percent_text)
         yield "exact match", fractions and f"{fractions} of {_count(match.samples, 'answer')}"
+    if report.checkpoints:
+        yield "checkpoints", _checkpoints_text(report.checkpoints)
     for split, counts in report.data.items():
         yield f"{split} data", _losses_of_data_text(counts)
 
@@ -126,10 +139,15 @@ def _text_rows(report: Report, out_dir: Path | None) -> Iterator[tuple[str, str]
     """Label and value of what is told in words: an example, warnings, where things are."""
     for example in report.examples[:1]:
         yield from _example_rows(example)
+    if report.resumed:
+        for change in report.resumed.changes:
+            yield "changed", change
     for warning in report.warnings:
         yield "warning", warning
     if report.files:
         yield from _file_rows(report.files, out_dir)
+    if report.checkpoints and (last := report.checkpoints.last):
+        yield "checkpoint", str(out_dir / last) if out_dir else last
 
 
 def _resolved_rows(resolved: Resolved) -> Iterator[tuple[str, str]]:
@@ -144,6 +162,30 @@ def _resolved_rows(resolved: Resolved) -> Iterator[tuple[str, str]]:
         yield "devices", _joined((device, resolved.strategy, resolved.precision, base))
     if (resolved.world_size or 1) > 1:
         yield "sharded", _joined((resolved.sharding, f"over {resolved.communication}"))
+
+
+def _resumed_text(resumed: Resumed) -> str:
+    written = f"{resumed.strategy} on {_count(resumed.world_size, 'rank')}"
+    return f"from step {resumed.from_step:,}, written by {written}, {resumed.checkpoint}"
+
+
+def _checkpoints_text(checkpoints: Checkpoints) -> str:
+    def times(spread: Spread | None) -> str:
+        if spread is None:
+            return ""
+        longest = f" (longest {duration_text(spread.max)})" if checkpoints.saved > 1 else ""
+        return f"{duration_text(spread.mean)}{longest}"
+
+    size, stall, write = checkpoints.last_bytes, checkpoints.stall_s, checkpoints.write_s
+    return _joined(
+        (
+            f"{checkpoints.saved:,} saved",
+            checkpoints.failed and f"{checkpoints.failed:,} failed",
+            size is not None and f"{bytes_text(size)} each",
+            stall and f"training stood still for {times(stall)}",
+            write and f"written in {times(write)}",
+        )
+    )
 
 
 def _progress_text(progress: Progress, tokens: Tokens | None) -> str:
