@@ -29,10 +29,13 @@ from ftkit.ranks import (
     rank_directory,
 )
 from ftkit.report.report import ENDED_WELL, FILE_NAME, read_report
+from ftkit.resume import Completed
 
 Store: TypeAlias = Any
 """torch.distributed.Store, which torch does not export for type checkers."""
 JOB = "job"
+COMPLETE = "complete"
+"""In its place: the run that was to go on is complete."""
 CONNECT_S = 300.0
 """How long the processes wait for each other to start."""
 PATIENCE_S = 10.0
@@ -55,16 +58,20 @@ def take_part(
     store = _connect(placed)
     if placed.rank > 0:
         return _follow(placed, store)
+    ended = [_ended(rank) for rank in range(1, placed.world_size)]
     with Ranks(placed) as ranks, ExitStack() as stack:
         try:
             job = stack.enter_context(prepare())
+        except Completed:
+            store.set(JOB, COMPLETE)
+            _wait_for(store, ended, patience_s=PATIENCE_S)
+            raise
         except BaseException:
             store.set(JOB, "")
             raise
         state = job.recipe.out_dir / STATE
         store.set(JOB, str(state / "job.json"))
         ranks.run(job, state)
-        ended = [_ended(rank) for rank in range(1, placed.world_size)]
         _wait_for(store, ended, patience_s=PATIENCE_S)
         return conclude(job, ranks.received)
 
@@ -103,6 +110,10 @@ def _follow(placed: ExternalRanks, store: Store) -> int:
     job_file = store.get(JOB).decode()
     if not job_file:
         return UserError.exit_code
+    if job_file == COMPLETE:
+        with suppress(dist.DistError):
+            store.set(_ended(placed.rank), "")
+        return 0
     with Ranks(placed) as ranks:
         state = Path(job_file).parent
         ranks.run(Job.read(Path(job_file)), state)

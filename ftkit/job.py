@@ -67,6 +67,8 @@ class Job:
     """When the command started, in seconds since the epoch."""
     start: str | None = None
     """The directory of the checkpoint to continue from; None: from the base model."""
+    start_step: int = 0
+    """Its step: optimizer steps done in earlier sittings."""
     stop_after: StopAfter | None = None
     """When to stop gracefully before the run is done."""
     changes: tuple[str, ...] = ()
@@ -104,6 +106,7 @@ class Job:
             "command": self.command,
             "started_at_s": self.started_at_s,
             "start": self.start,
+            "start_step": self.start_step,
             "stop_after": dataclasses.asdict(self.stop_after) if self.stop_after else None,
             "changes": self.changes,
         }
@@ -122,6 +125,7 @@ class Job:
             command=tuple(values["command"]),
             started_at_s=values["started_at_s"],
             start=values["start"],
+            start_step=values["start_step"],
             stop_after=StopAfter(**values["stop_after"]) if values["stop_after"] else None,
             changes=tuple(values["changes"]),
         )

@@ -12,10 +12,13 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
+from typing import Literal
 
+from ftkit.aside import copy_rows, ready_to_go_on
 from ftkit.base.hub import find_or_download
+from ftkit.checkpoint.store import Store
 from ftkit.data.files import check_data
 from ftkit.errors import UserError
 from ftkit.job import Job, RankError, StopAfter
@@ -47,6 +50,23 @@ from ftkit.report.report import (
     write_report,
 )
 from ftkit.report.table import render
+from ftkit.resume import (
+    CHECKPOINTS,
+    RECIPE,
+    Completed,
+    Start,
+    find_start,
+    goes_on_in_place,
+    last_words,
+    require_free,
+    verify_start,
+)
+
+LOCK = "lock"
+BASE = "base"
+"""What a full fine-tune needs of its base model but weights, in a checkpoint or beside the job."""
+Use = Literal["new", "overwrite", "go_on"]
+"""What a run wants of its directory: an empty one, this one emptied, or this one as it is."""
 
 
 def launch(
@@ -75,19 +95,23 @@ def launch(
 
     started_at_s = time.time()
     placed = external_ranks()
-    if placed is not None:
-        from ftkit.external import take_part
+    try:
+        if placed is not None:
+            from ftkit.external import take_part
 
-        recipe = placed.applied_to(recipe)
-        return take_part(placed, prepared, conclude)
-    if recipe.num_nodes > 1:
-        raise UserError(
-            f"num_nodes is {recipe.num_nodes}, but this command starts ranks on one machine only. "
-            "Start it on every machine with torchrun or srun, or try --num_nodes 1."
-        )
-    with Ranks() as ranks, prepared() as job:
-        ranks.run(job, job.recipe.out_dir / STATE)
-        return conclude(job, ranks.received)
+            recipe = placed.applied_to(recipe)
+            return take_part(placed, prepared, conclude)
+        if recipe.num_nodes > 1:
+            raise UserError(
+                f"num_nodes is {recipe.num_nodes}, but this command starts ranks on one machine "
+                "only. Start it on every machine with torchrun or srun, or try --num_nodes 1."
+            )
+        with Ranks() as ranks, prepared() as job:
+            ranks.run(job, job.recipe.out_dir / STATE)
+            return conclude(job, ranks.received)
+    except Completed as completed:
+        print(completed, flush=True)
+        return 0
 
 
 @contextmanager
@@ -101,7 +125,8 @@ def prepare(
     """A job whose every setting is checked, with its base model at hand and its directory claimed.
 
     Raises:
-        UserError: and nothing is left behind.
+        UserError: and everything is as it was.
+        Completed: the run that was to go on is complete.
     """
     check_data(recipe.data)
     devices = find_devices(recipe)
@@ -111,28 +136,81 @@ def prepare(
             "strategy is deepspeed, but DeepSpeed is not installed. Install g++ and try "
             "DS_BUILD_OPS=0 pip install --no-build-isolation ninja deepspeed, or --strategy fsdp."
         )
-    base = recipe.checkpoint_dir
-    if not base.startswith("random:"):
-        base = str(find_or_download(base, token=recipe.access_token).resolve())
+    if overwrite and recipe.resume is not False:
+        raise UserError(
+            f"resume is {recipe.resume}, but --overwrite would remove what the run is to continue "
+            "from. Leave one of the two out: try --resume false."
+        )
     wanted = recipe.out_dir.expanduser()
-    with claim(wanted, overwrite=overwrite) as out_dir:
-        if out_dir != wanted:
-            print(f"{wanted} holds another run: this one goes to {out_dir}", flush=True)
+    in_place = goes_on_in_place(recipe)
+    with ExitStack() as stack:
+        if in_place:  # locked first: a run at work may be writing what is looked at here
+            out_dir = stack.enter_context(claim(wanted, "go_on"))
+            Store(out_dir / CHECKPOINTS).remove_leftovers()
+        start = find_start(dataclasses.replace(recipe, precision=plan.precision))
+        base = _find_base(recipe, start)
+        if not in_place:
+            if not overwrite and not at_work(wanted):
+                require_free(wanted, recipe.method)
+            out_dir = stack.enter_context(claim(wanted, "overwrite" if overwrite else "new"))
+            if out_dir != wanted:
+                print(f"{wanted} holds another run: this one goes to {out_dir}", flush=True)
+        state = out_dir / STATE
         job = Job(
             recipe=dataclasses.replace(recipe, out_dir=out_dir),
             devices=devices,
-            base=base,
+            base=base or str(state / BASE),
             command=tuple(without_tokens(command)),
             started_at_s=started_at_s,
+            start=str(start.checkpoint) if start else None,
+            start_step=start.metadata.step if start else 0,
             stop_after=stop_after,
+            changes=start.changes if start else (),
         )
         try:
+            if in_place:
+                stack.enter_context(ready_to_go_on(out_dir, start, state))
+            if start is not None:
+                _go_on(start, job, copy_base=base is None)
             written = dataclasses.replace(job.recipe, resume=False)
-            (out_dir / "recipe.yaml").write_text(to_yaml(written), encoding="utf-8")
-            job.write(out_dir / STATE / "job.json")
+            (out_dir / RECIPE).write_text(to_yaml(written), encoding="utf-8")
+            job.write(state / "job.json")
         except OSError as error:
             raise _unwritable(out_dir, error) from None
         yield job
+
+
+def _find_base(recipe: Recipe, start: Start | None) -> str | None:
+    """The base model; None: the checkpoint has all that is needed of it."""
+    base = recipe.checkpoint_dir
+    if base.startswith("random:"):
+        return base
+    if start is not None and recipe.method == "full" and (start.checkpoint / BASE).is_dir():
+        return None
+    try:
+        return str(find_or_download(base, token=recipe.access_token).resolve())
+    except UserError as error:
+        if start is None:
+            raise
+        raise UserError(
+            f"{error}\nThe checkpoint {start.checkpoint} continues from the base model "
+            f"{start.metadata.base.name}: say where it is with --checkpoint_dir PATH."
+        ) from None
+
+
+def _go_on(start: Start, job: Job, *, copy_base: bool) -> None:
+    """Check the checkpoint, take from it what the run needs, and say what goes on and how."""
+    out_dir = job.recipe.out_dir
+    with Display(out_dir) as display:
+        verify_start(start, display)
+        if copy_base:  # the checkpoint may be deleted while the run goes on
+            shutil.copytree(start.checkpoint / BASE, out_dir / STATE / BASE)
+        if not start.in_place:
+            copy_rows(start, out_dir, out_dir / STATE)
+        step = start.metadata.step
+        display.message(f"going on from step {step:,}: {start.checkpoint}")
+        for change in start.changes:
+            display.message(f"changed: {change}")
 
 
 def find_devices(recipe: Recipe) -> Devices:
@@ -160,11 +238,11 @@ def find_devices(recipe: Recipe) -> Devices:
 
 
 @contextmanager
-def claim(wanted: Path, *, overwrite: bool) -> Iterator[Path]:
+def claim(wanted: Path, use: Use) -> Iterator[Path]:
     """A run directory of one's own, locked while the run lasts.
 
-    A directory that holds anything is left alone and WANTED-2, WANTED-3, ... is taken, unless
-    it may be overwritten.
+    For a new run, a directory that holds anything is left alone and WANTED-2, WANTED-3, ... is
+    taken. What is overwritten is put back after a mistake; a run that goes on finds all as it was.
 
     Raises:
         UserError: another run is at work there, or it cannot be written.
@@ -172,13 +250,13 @@ def claim(wanted: Path, *, overwrite: bool) -> Iterator[Path]:
     out_dir = wanted
     number = 2
     try:
-        while not overwrite and out_dir.is_dir() and any(out_dir.iterdir()):
+        while use == "new" and out_dir.is_dir() and any(out_dir.iterdir()):
             out_dir = wanted.with_name(f"{wanted.name}-{number}")
             number += 1
         state = out_dir / STATE
         created = [path for path in (out_dir, *out_dir.parents) if not path.exists()]
         state.mkdir(parents=True, exist_ok=True)
-        lock = (state / "lock").open("w")
+        lock = (state / LOCK).open("w")
     except OSError as error:
         raise _unwritable(out_dir, error) from None
     with lock:
@@ -189,15 +267,17 @@ def claim(wanted: Path, *, overwrite: bool) -> Iterator[Path]:
                 f"out_dir {out_dir} belongs to a run that is still at work. "
                 "Wait for it, or try another --out_dir."
             ) from None
-        _remove_entries(state, keep="lock")  # of a run that was killed with its supervisor
+        _remove_entries(state, keep=LOCK)  # of a run that was killed with its supervisor
         replaced = state / "replaced"
         replaced.mkdir()
-        _move_entries(out_dir, replaced)
+        if use != "go_on":
+            _move_entries(out_dir, replaced)
         try:
             yield out_dir
         except UserError:  # nothing has run: leave the directory as it was
-            _remove_entries(out_dir, keep=STATE)
-            _move_entries(replaced, out_dir)
+            if use != "go_on":
+                _remove_entries(out_dir, keep=STATE)
+                _move_entries(replaced, out_dir)
             raise
         finally:
             shutil.rmtree(state, ignore_errors=True)
@@ -205,6 +285,18 @@ def claim(wanted: Path, *, overwrite: bool) -> Iterator[Path]:
                 if any(path.iterdir()):
                     break
                 path.rmdir()
+
+
+def at_work(out_dir: Path) -> bool:
+    """Whether a run is at work in a directory."""
+    try:
+        with (out_dir / STATE / LOCK).open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _unwritable(out_dir: Path, error: OSError) -> UserError:
@@ -238,7 +330,8 @@ def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
     out_dir = job.recipe.out_dir
     reports = [_last_report(job, rank) for rank in range(job.plan.world_size)]
     rank, error = _cause(job)
-    if error is not None and error.kind == "user" and not (reports[0].progress or Progress()).steps:
+    steps = (reports[0].progress or Progress()).steps
+    if error is not None and error.kind == "user" and steps <= job.start_step:
         raise UserError(error.message)
     memory = [rank for report in reports if report.peak_memory for rank in report.peak_memory.ranks]
     report = dataclasses.replace(
@@ -253,6 +346,8 @@ def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
     _collect_output(out_dir, job.plan.world_size)
     with Display(out_dir) as display:
         display.show(render(report, out_dir))
+        if report.outcome != "completed":
+            display.message(last_words(out_dir, job.recipe.method, max(steps, job.start_step)))
     return report.exit_code
 
 

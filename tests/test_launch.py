@@ -121,29 +121,29 @@ class TestClaim:
         for name in ("out", "out-2"):
             (tmp_path / name).mkdir()
             (tmp_path / name / "x").touch()
-        with claim(tmp_path / "out", overwrite=False) as out_dir:
+        with claim(tmp_path / "out", "new") as out_dir:
             assert out_dir == tmp_path / "out-3"
 
     def test_an_empty_directory_is_free(self, tmp_path):
-        with claim(tmp_path, overwrite=False) as out_dir:
+        with claim(tmp_path, "new") as out_dir:
             assert out_dir == tmp_path
         assert tmp_path.exists()
 
     def test_a_directory_in_use_is_refused_and_left_alone(self, tmp_path):
         out_dir = tmp_path / "out"
-        with claim(out_dir, overwrite=True):
+        with claim(out_dir, "overwrite"):
             (out_dir / "metrics.csv").write_text("1")
             before = content(out_dir)
             with (
                 pytest.raises(UserError, match=r"belongs to a run .* Wait for it, or try"),
-                claim(out_dir, overwrite=True),
+                claim(out_dir, "overwrite"),
             ):
                 pass
             assert content(out_dir) == before
 
     def test_a_mistake_leaves_no_directory_behind(self, tmp_path):
         def fail() -> None:
-            with claim(tmp_path / "a/b/c", overwrite=False) as out_dir:
+            with claim(tmp_path / "a/b/c", "new") as out_dir:
                 (out_dir / "recipe.yaml").touch()
                 raise UserError("x")
 
@@ -157,7 +157,7 @@ class TestClaim:
         (tmp_path / "link").symlink_to(tmp_path / "final")
 
         def fail() -> None:
-            with claim(tmp_path, overwrite=True) as out_dir:
+            with claim(tmp_path, "overwrite") as out_dir:
                 assert sorted(p.name for p in out_dir.iterdir()) == [STATE]
                 (out_dir / "final").mkdir()
                 (out_dir / "final/new").touch()
@@ -175,18 +175,18 @@ class TestClaim:
             (directory / "model").touch()
         (state / "error.json").write_text("{}")
         (state / "lock").touch()
-        with claim(tmp_path, overwrite=True) as out_dir:
+        with claim(tmp_path, "overwrite") as out_dir:
             assert sorted(p.name for p in (out_dir / STATE).iterdir()) == ["lock", "replaced"]
         assert list(tmp_path.iterdir()) == []
 
     def test_a_file_in_its_place_is_refused(self, tmp_path):
         (tmp_path / "file").touch()
         for path in (tmp_path / "file", tmp_path / "file" / "out"):
-            with pytest.raises(UserError, match="cannot be written"), claim(path, overwrite=False):
+            with pytest.raises(UserError, match="cannot be written"), claim(path, "new"):
                 pass
 
     def test_nothing_of_it_stays(self, tmp_path):
-        with claim(tmp_path / "out", overwrite=True) as out_dir:
+        with claim(tmp_path / "out", "overwrite") as out_dir:
             (out_dir / "report.json").touch()
         assert [path.name for path in (tmp_path / "out").iterdir()] == ["report.json"]
 
