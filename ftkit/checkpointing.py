@@ -31,18 +31,19 @@ from ftkit.recorder import Recorder
 from ftkit.report.display import Display
 from ftkit.report.machine import versions
 from ftkit.report.report import utc_now
+from ftkit.resume import CHECKPOINTS
 from ftkit.saving import Retention, Saver
 from ftkit.strategy import rank
 from ftkit.training_state import Holder, TorchState, ZeroState, capture, restore
 
-CHECKPOINTS = "checkpoints"
 LOSS_SCALE, LOSS_SCALE_AGE = "loss_scale", "loss_scale_age"
 """Names among a checkpoint's optimizer_scalars."""
 
 
-def checkpoint_path(job: Job, step: int) -> Path:
-    """Where the run keeps the checkpoint of a step."""
-    return Store(job.recipe.out_dir / CHECKPOINTS).path(step)
+def goes_on_in_place(job: Job) -> bool:
+    """Whether the run continues from a checkpoint of its own."""
+    own = (job.recipe.out_dir / CHECKPOINTS).resolve()
+    return job.start is not None and Path(job.start).resolve().parent == own
 
 
 class Checkpointing:
@@ -100,8 +101,7 @@ class Checkpointing:
         every = settings.save_every
         self._interval_s = parse_duration(every) if every is not None else float("inf")
         self._saved_at = time.monotonic()
-        is_own = start is not None and job.start == str(checkpoint_path(job, start.step))
-        self._saved_step = start.step if start is not None and is_own else None
+        self._saved_step = start.step if start is not None and goes_on_in_place(job) else None
 
     def attach(self, trainer: L.Trainer, stored: StoredState | None) -> None:
         """Take the optimizer of a trainer that is set up; put its state back if there is one."""

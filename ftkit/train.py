@@ -36,7 +36,7 @@ from ftkit.checkpoint.metadata import (
     read_metadata,
 )
 from ftkit.checkpoint.shards import StoredState
-from ftkit.checkpointing import Checkpointing, checkpoint_path
+from ftkit.checkpointing import Checkpointing, goes_on_in_place
 from ftkit.data.order import ElasticOrder
 from ftkit.data.samples import DataSets, load_data
 from ftkit.errors import UserError
@@ -103,8 +103,7 @@ def run(
     recorder.note(data={split: DataCounts(**counts) for split, counts in data.counts.items()})
     base_identity, data_identity = _identities(recipe, base, data, start)
     module = _build(job, plan, base, data, max_seq_length, start, stored, display, recorder)
-    goes_on_here = start is not None and job.start == str(checkpoint_path(job, start.step))
-    run_ids = dict(start.loggers) if start is not None and goes_on_here else {}
+    run_ids = dict(start.loggers) if start is not None and goes_on_in_place(job) else {}
     loggers = make_loggers(plan, start_step=module.start_step, run_ids=run_ids)
     checkpointing = None
     if recipe.checkpoint.save and not base.random:

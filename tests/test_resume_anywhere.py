@@ -1,7 +1,7 @@
 """Promise P2: a run stopped under any strategy and number of ranks goes on under any other."""
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
