@@ -319,6 +319,7 @@ def _rows(entry: Entry, metadata: Metadata) -> Iterator[tuple[str, str]]:
         "samples": f"{metadata.samples:,}",
         "tokens": f"{metadata.tokens:,}",
         "step": f"{metadata.step:,} of {metadata.total_steps:,}",
+        "epochs": f"{metadata.epochs:.2f}",
         "training_s": duration_text(metadata.training_s),
         "loss": _loss_text(metadata.loss),
         "validation_loss": _loss_text(metadata.validation_loss),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import fcntl
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -77,6 +78,9 @@ def find(path: Path) -> Place:
         raise UserError(
             f"{path} is not a directory. Name the out_dir of a run, such as out/finetune/lora."
         )
+    for directory in (path, path / CHECKPOINTS):
+        if directory.exists() and not os.access(directory, os.R_OK | os.X_OK):
+            raise UserError(f"{directory} cannot be read. Check who owns it.")
     if (path / CHECKPOINTS).is_dir():
         return Place(path=path, store=Store(path / CHECKPOINTS))
     directory = path.resolve() if path.name in ("", "..") else path

@@ -176,6 +176,12 @@ def test_a_run_without_checkpoints_has_an_empty_list(said, values, out_dir):
     assert values("list", out_dir) == []
 
 
+@pytest.mark.parametrize("forbidden", ["out/lora", "out/lora/checkpoints"])
+def test_a_directory_that_may_not_be_read_is_a_mistake(out_dir, monkeypatch, forbidden):
+    monkeypatch.setattr("os.access", lambda path, mode: path != Path(forbidden))
+    assert mistake("list", out_dir) == f"{forbidden} cannot be read. Check who owns it."
+
+
 def test_what_is_deleted_meanwhile_is_not_listed(values, out_dir, monkeypatch):
     def entry_of(path: Path) -> Entry:
         if path.name == "step-00000500":

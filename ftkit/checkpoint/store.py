@@ -357,8 +357,8 @@ class Store:
 
     def _point_to_newest(self) -> None:
         """Bring `latest` up to date; only a hint, so a failure is none of the checkpoint."""
-        newest = self.newest()
         with contextlib.suppress(OSError):
+            newest = self.newest()
             if newest is None:
                 (self.directory / LATEST).unlink(missing_ok=True)
             else:
