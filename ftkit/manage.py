@@ -5,15 +5,11 @@ standard error. Nothing here changes a run that is at work.
 """
 
 import dataclasses
-import fcntl
 import json
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from datetime import datetime
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,11 +19,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ftkit.checkpoint import store as checks
-from ftkit.checkpoint.metadata import METADATA, CheckpointError, Layout, Metadata, read_metadata
-from ftkit.checkpoint.store import Store, hash_file, step_of
+from ftkit.checkpoint.metadata import CheckpointError, Layout, Metadata, read_metadata
+from ftkit.checkpoint.store import step_of
 from ftkit.errors import UserError
 from ftkit.parsing import read_keys
-from ftkit.ranks import STATE
 from ftkit.report.display import Display, Phase
 from ftkit.report.formatting import (
     age_text,
@@ -37,20 +32,32 @@ from ftkit.report.formatting import (
     printable,
     shortened,
 )
+from ftkit.survey import (
+    RECIPE,
+    Entry,
+    Place,
+    claimed,
+    entry_of,
+    find,
+    find_all,
+    is_at_work,
+    leftover,
+    misnamed,
+    size_of,
+)
 
 Format = Literal["table", "json"]
 PROGRESS_AFTER_S = 2.0
 """Seconds after which verifying shows how far it is."""
-CHECKPOINTS = "checkpoints"
-RECIPE = "recipe.yaml"
 
 
 def list_checkpoints(out_dir: Path, form: Format) -> int:
     """Show the checkpoints of a run, and what a crash left of others; the exit code."""
-    place = _find_all(out_dir)
-    at_work = _is_at_work(place.run)
-    entries = [_entry(path) for path in place.directories()]
-    entries += [_leftover(path, at_work) for path in place.store.leftovers() if path.is_dir()]
+    place = find_all(out_dir)
+    at_work = is_at_work(place)
+    entries = [entry_of(path) for path in place.directories()]
+    entries += [leftover(path, at_work) for path in place.store.leftovers() if path.is_dir()]
+    entries = [entry for entry in entries if entry.path.exists()]  # not deleted meanwhile
     entries.sort(key=lambda entry: (entry.step if entry.step is not None else -1, entry.state))
     if form == "json":
         return _print_json([entry.as_dict() for entry in entries])
@@ -58,7 +65,7 @@ def list_checkpoints(out_dir: Path, form: Format) -> int:
         return _print(f"{out_dir} holds no checkpoint")
     table = _table("step", "epoch", "loss", "val loss", "size", "age", "written under", "state")
     for entry in entries:
-        table.add_row(*entry.cells(time.time()))
+        table.add_row(*_cells(entry, time.time()))
     problems = (problem for entry in entries for problem in entry.problems)
     return _print(table, *problems)
 
@@ -69,8 +76,8 @@ def show_checkpoint(out_dir: Path, step: str | None, form: Format) -> int:
     Raises:
         UserError: there is no such checkpoint, or it says nothing.
     """
-    place = _find(out_dir)
-    entry = _entry(place.chosen(step))
+    place = find(out_dir)
+    entry = entry_of(place.chosen(step))
     if entry.metadata is None:
         raise UserError(
             f"{entry.problems[0]}\nIt cannot be shown. Look for another one with "
@@ -78,12 +85,14 @@ def show_checkpoint(out_dir: Path, step: str | None, form: Format) -> int:
         )
     if form == "json":
         return _print_json(entry.as_dict())
-    title = Rule(Text(str(entry.path), "bold"), characters="-", align="left", style="dim")
+    title = Rule(
+        Text(printable(str(entry.path)), "bold"), characters="-", align="left", style="dim"
+    )
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True, style="cyan")
     grid.add_column(overflow="fold")
     for label, value in _rows(entry, entry.metadata):
-        grid.add_row(Text(label), Text(value))
+        grid.add_row(Text(label), Text(printable(value)))
     files = _table("file", "size", "sha256")
     for name, file in sorted(entry.metadata.files.items()):
         files.add_row(Text(printable(name)), bytes_text(file.size_bytes), file.sha256[:12])
@@ -101,13 +110,13 @@ def verify_checkpoints(out_dir: Path, step: str | None, form: Format) -> int:
     Raises:
         UserError: there is no such checkpoint.
     """
-    place = _find(out_dir)
+    place = find(out_dir)
     newest = place.chosen(step)
     directories = place.directories() if step is None else [newest]
     problems: dict[Path, list[str]] = {}
     with _Verifying(directories) as verifying:
         for directory in directories:
-            found = _misnamed(directory) or checks.verify(directory, verifying.progress)
+            found = misnamed(directory) or checks.verify(directory, verifying.progress)
             verifying.next()
             if directory.exists():  # a run at work may have deleted it meanwhile
                 problems[directory] = found
@@ -146,11 +155,10 @@ def clean_checkpoints(out_dir: Path, keep_last: int, *, dry_run: bool) -> int:
     Raises:
         UserError: the run is at work, or something cannot be deleted.
     """
-    place = _find_all(out_dir)
+    place = find_all(out_dir)
     store = place.store
     verb = "would remove" if dry_run else "removed"
-    is_of_run = store.directory.name == CHECKPOINTS
-    with _claimed(place.run, hold=is_of_run and not dry_run):
+    with claimed(place, hold=not dry_run):
         if not dry_run:
             store.restore_replaced()
         rule = _kept_for_good(place)
@@ -167,7 +175,7 @@ def clean_checkpoints(out_dir: Path, keep_last: int, *, dry_run: bool) -> int:
             ),
         ]
         for path, remove in removals:
-            size = _size_of(path)
+            size = size_of(path)
             try:
                 if not dry_run:
                     remove()
@@ -194,7 +202,7 @@ def compare_recipes(a: Path, b: Path, form: Format) -> int:
     Raises:
         UserError: one has no recipe, or a damaged one.
     """
-    directories = [_find(path).chosen(None) for path in (a, b)]
+    directories = [find(path).chosen(None) for path in (a, b)]
     left, right = map(_recipe_of, directories)
     different = [key for key in dict.fromkeys([*left, *right]) if left.get(key) != right.get(key)]
     if form == "json":
@@ -217,233 +225,13 @@ def compare_recipes(a: Path, b: Path, form: Format) -> int:
     return _print(*heads, table)
 
 
-# --- Finding them ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Place:
-    """What a path stands for: the checkpoints of a run, or one of them."""
-
-    path: Path
-    """As it was given."""
-    store: Store
-    """Holds the checkpoints."""
-    single: Path | None = None
-    """The only one that is meant."""
-
-    @property
-    def run(self) -> Path:
-        return self.store.directory.parent
-
-    def directories(self) -> list[Path]:
-        """All checkpoints, by step."""
-        return [self.single] if self.single else [*map(self.store.path, self.store.steps())]
-
-    def chosen(self, step: str | None) -> Path:
-        """The checkpoint of a step, as a command line has it; None: the newest.
-
-        Raises:
-            UserError: there is none.
-        """
-        directories = self.directories()
-        if not directories:
-            raise UserError(f"{self.path} holds no checkpoint. Name a run that has saved one.")
-        if step is None:
-            return directories[-1]
-        if self.single:
-            raise UserError(f"{self.path} is one checkpoint already. Leave the step {step} out.")
-        number = int(step) if step.isascii() and step.isdecimal() else step_of(step)
-        steps = self.store.steps()
-        if number is None:
-            raise UserError(f"STEP is {step!r}, but must be a number. Try {steps[-1]}.")
-        if number not in steps:
-            raise UserError(
-                f"{self.path} holds no checkpoint of step {number}. "
-                f"Try one of {', '.join(map(str, steps))}."
-            )
-        return self.store.path(number)
-
-
-def _find(path: Path) -> _Place:
-    """The checkpoints that a path stands for.
-
-    Raises:
-        UserError: it is none of a run.
-    """
-    path = path.expanduser()
-    if not path.is_dir():
-        raise UserError(
-            f"{path} is not a directory. Name the out_dir of a run, such as out/finetune/lora."
-        )
-    if (path / CHECKPOINTS).is_dir():
-        return _Place(path=path, store=Store(path / CHECKPOINTS))
-    directory = path.resolve() if path.name in ("", "..") else path
-    if step_of(directory.name) is not None or (path / METADATA).exists():
-        return _Place(path=path, store=Store(directory.parent), single=directory)
-    if directory.name == CHECKPOINTS or Store(directory).steps():
-        return _Place(path=path, store=Store(directory))
-    if (path / RECIPE).exists():
-        return _Place(path=path, store=Store(path / CHECKPOINTS))
-    raise UserError(
-        f"{path} holds no run and no checkpoint. "
-        "Name the out_dir of a run, such as out/finetune/lora."
-    )
-
-
-def _find_all(path: Path) -> _Place:
-    """The checkpoints of a run.
-
-    Raises:
-        UserError: the path is none of a run, or a single checkpoint.
-    """
-    place = _find(path)
-    if place.single:
-        raise UserError(
-            f"{path} is one checkpoint. Try its run: {place.single.parent.parent}, or "
-            f"ftkit checkpoints show {path}."
-        )
-    return place
-
-
-def _is_at_work(run: Path) -> bool:
-    try:
-        with _claimed(run, hold=False):
-            return False
-    except UserError:
-        return True
-
-
-@contextmanager
-def _claimed(run: Path, *, hold: bool) -> Iterator[None]:
-    """Make sure that no run is at work in a directory.
-
-    Args:
-        run: the directory.
-        hold: also keep one from starting meanwhile; otherwise nothing is written.
-
-    Raises:
-        UserError: one is at work, or the directory cannot be written.
-    """
-    state = run / STATE
-    created = hold and not state.exists()
-    with ExitStack() as stack:
-        try:
-            if hold:
-                state.mkdir(exist_ok=True)
-            lock = stack.enter_context((state / "lock").open("a" if hold else "r"))
-            fcntl.flock(lock, (fcntl.LOCK_EX if hold else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{run} belongs to a run that is still at work. Wait for it.") from None
-        except OSError as error:
-            if hold:
-                raise UserError(f"{run} cannot be written: {error.strerror}.") from None
-        if not hold:
-            stack.close()
-        try:
-            yield
-        finally:
-            if created:
-                shutil.rmtree(state, ignore_errors=True)
-
-
-# --- Judging them ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Entry:
-    """A checkpoint, or what there is of one."""
-
-    path: Path
-    state: Literal["complete", "damaged", "being written", "leftover"]
-    size_bytes: int
-    written_s: float
-    metadata: Metadata | None = None
-    problems: list[str] = field(default_factory=list)
-
-    @property
-    def step(self) -> int | None:
-        if self.metadata:
-            return self.metadata.step
-        return step_of(self.path.name.removeprefix(".").partition(".")[0])
-
-    def as_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
-        return {
-            "step": self.step,
-            "path": str(self.path),
-            "state": self.state.replace(" ", "_"),
-            "problems": self.problems,
-            "size_bytes": self.size_bytes,
-            "metadata": dataclasses.asdict(self.metadata) if self.metadata else None,
-        }
-
-    def cells(self, now_s: float) -> list[str | Text]:
-        """Its row in a list."""
-        known = self.metadata
-        style = {"complete": "green", "damaged": "bold red"}.get(self.state, "yellow")
-        return [
-            "" if self.step is None else f"{self.step:,}",
-            f"{known.epochs:.2f}" if known else "",
-            _loss_text(known.loss if known else None),
-            _loss_text(known.validation_loss if known else None),
-            bytes_text(self.size_bytes),
-            age_text(now_s - self.written_s),
-            Text(printable(_layout_text(known.layout)) if known else ""),
-            Text(self.state, style),
-        ]
-
-
-def _entry(path: Path) -> _Entry:
-    """A checkpoint, checked as far as names and sizes tell."""
-    try:
-        metadata = read_metadata(path)
-    except CheckpointError as error:
-        return _Entry(
-            path=path,
-            state="damaged",
-            size_bytes=_size_of(path),
-            written_s=_modified_s(path),
-            problems=[str(error)],
-        )
-    problems = _misnamed(path) or checks.check_files(path)
-    return _Entry(
-        path=path,
-        state="damaged" if problems else "complete",
-        size_bytes=_size_of(path),
-        written_s=_seconds_of(metadata.saved_at) or _modified_s(path),
-        metadata=metadata,
-        problems=problems,
-    )
-
-
-def _leftover(path: Path, at_work: bool) -> _Entry:
-    return _Entry(
-        path=path,
-        state="being written" if at_work else "leftover",
-        size_bytes=_size_of(path),
-        written_s=_modified_s(path),
-    )
-
-
-def _misnamed(directory: Path) -> list[str]:
-    """The problem of a checkpoint that has the name of another step, or none at all."""
-    step = step_of(directory.name)
-    if step is None:
-        return []
-    try:
-        Store(directory.parent).metadata(step)
-    except CheckpointError as error:
-        return [str(error)]
-    return []
-
-
 class _Verifying:
     """How far the verification of several checkpoints is, shown if it takes long."""
 
     def __init__(self, directories: list[Path]) -> None:
         noun = "checkpoint" if len(directories) == 1 else "checkpoints"
         self._title = f"verifying {len(directories)} {noun}"
-        self._total = sum(map(_size_of, directories))
+        self._total = sum(map(size_of, directories))
         self._before = self._now = 0
         self._start_s = time.monotonic()
         self._stack = ExitStack()
@@ -470,10 +258,10 @@ class _Verifying:
         self._now = 0
 
 
-def _kept_for_good(place: _Place) -> dict[str, int | None]:
+def _kept_for_good(place: Place) -> dict[str, int | None]:
     """What the recorded recipe says about checkpoints that stay."""
     newest = place.store.newest()
-    candidates = [place.run / RECIPE]
+    candidates = [run / RECIPE for run in place.runs]
     if newest is not None:
         candidates.append(place.store.path(newest) / RECIPE)
     recipe = next((read_keys(path) for path in candidates if path.is_file()), {})
@@ -491,53 +279,39 @@ def _kept_for_good(place: _Place) -> dict[str, int | None]:
 
 def _recipe_of(directory: Path) -> dict[str, Any]:
     """The dotted keys of the recipe that a checkpoint records."""
-    file = directory / RECIPE
     try:
         expected = read_metadata(directory).files.get(RECIPE)
-        if expected is None:
-            raise UserError(f"{directory} records no recipe. Name another checkpoint.")
-        if hash_file(file) != expected:
-            raise UserError(f"{file} is damaged: its checksum is another. Name another checkpoint.")
     except CheckpointError as error:
         raise UserError(f"{error} Name another checkpoint.") from None
-    except OSError as error:
-        raise UserError(
-            f"{file} cannot be read ({error.strerror}). Name another checkpoint."
-        ) from None
-    return read_keys(file)
-
-
-def _size_of(path: Path) -> int:
-    """Bytes of all files in a directory, or of one file; what vanishes meanwhile counts nothing."""
-    found = 0
-    for file in [path, *path.rglob("*")]:
-        try:
-            found += file.lstat().st_size if not file.is_dir() else 0
-        except OSError:
-            continue
-    return found
-
-
-def _modified_s(path: Path) -> float:
-    try:
-        return path.lstat().st_mtime
-    except OSError:
-        return time.time()
-
-
-def _seconds_of(utc: str) -> float | None:
-    try:
-        return datetime.fromisoformat(utc).timestamp()
-    except ValueError:
-        return None
+    if expected is None:
+        raise UserError(f"{directory} records no recipe. Name another checkpoint.")
+    if problem := checks.problem_of(directory, RECIPE, expected):
+        raise UserError(f"{problem} Name another checkpoint.")
+    return read_keys(directory / RECIPE)
 
 
 # --- Showing them ---------------------------------------------------------------------------------
 
 
-def _rows(entry: _Entry, metadata: Metadata) -> Iterator[tuple[str, str]]:
+def _cells(entry: Entry, now_s: float) -> list[str | Text]:
+    """Its row in a list."""
+    known = entry.metadata
+    style = {"complete": "green", "damaged": "bold red"}.get(entry.state, "yellow")
+    return [
+        "" if entry.step is None else f"{entry.step:,}",
+        f"{known.epochs:.2f}" if known else "",
+        _loss_text(known.loss if known else None),
+        _loss_text(known.validation_loss if known else None),
+        bytes_text(entry.size_bytes),
+        age_text(now_s - entry.written_s),
+        Text(printable(_layout_text(known.layout)) if known else ""),
+        Text(entry.state, style),
+    ]
+
+
+def _rows(entry: Entry, metadata: Metadata) -> Iterator[tuple[str, str]]:
     """Label and text of everything but the files."""
-    yield "state", "\n".join([entry.state, *map(printable, entry.problems)])
+    yield "state", "\n".join([entry.state, *entry.problems])
     yield "size", bytes_text(entry.size_bytes)
     yield "written", f"{metadata.saved_at} ({age_text(time.time() - entry.written_s)} ago)"
     yield "under", _layout_text(metadata.layout)
@@ -545,6 +319,7 @@ def _rows(entry: _Entry, metadata: Metadata) -> Iterator[tuple[str, str]]:
         "samples": f"{metadata.samples:,}",
         "tokens": f"{metadata.tokens:,}",
         "step": f"{metadata.step:,} of {metadata.total_steps:,}",
+        "epochs": f"{metadata.epochs:.2f}",
         "training_s": duration_text(metadata.training_s),
         "loss": _loss_text(metadata.loss),
         "validation_loss": _loss_text(metadata.validation_loss),
@@ -553,7 +328,7 @@ def _rows(entry: _Entry, metadata: Metadata) -> Iterator[tuple[str, str]]:
     for name, value in dataclasses.asdict(metadata).items():
         text = texts[name] if name in texts else _value_text(value)
         if text and name not in ("files", "saved_at", "total_steps"):
-            yield name.removesuffix("_s").replace("_", " "), printable(text)
+            yield name.removesuffix("_s").replace("_", " "), text
 
 
 def _value_text(value: Any) -> str:

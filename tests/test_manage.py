@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from checkpoints import FILES, RECIPE, save, write_partial
 
-from ftkit import manage
+from ftkit import manage, survey
 from ftkit.checkpoint.store import Store
 from ftkit.cli import run
 from ftkit.errors import UserError
 from ftkit.report.report import utc_now
+from ftkit.survey import Entry
 
 
 @pytest.fixture
@@ -70,6 +71,12 @@ def rows(out: str) -> list[list[str]]:
 
 def everything(directory: Path) -> dict[Path, bytes | None]:
     return {p: p.read_bytes() if p.is_file() else None for p in directory.rglob("*")}
+
+
+def flip_in_the_middle(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
 
 
 def names_in(directory: Path) -> list[str]:
@@ -169,9 +176,27 @@ def test_a_run_without_checkpoints_has_an_empty_list(said, values, out_dir):
     assert values("list", out_dir) == []
 
 
+@pytest.mark.parametrize("forbidden", ["out/lora", "out/lora/checkpoints"])
+def test_a_directory_that_may_not_be_read_is_a_mistake(out_dir, monkeypatch, forbidden):
+    monkeypatch.setattr("os.access", lambda path, mode: path != Path(forbidden))
+    assert mistake("list", out_dir) == f"{forbidden} cannot be read. Check who owns it."
+
+
+def test_what_is_deleted_meanwhile_is_not_listed(values, out_dir, monkeypatch):
+    def entry_of(path: Path) -> Entry:
+        if path.name == "step-00000500":
+            shutil.rmtree(path)
+        return survey.entry_of(path)
+
+    monkeypatch.setattr(manage, "entry_of", entry_of)
+    assert [entry["step"] for entry in values("list", out_dir)] == [1000, 1500]
+
+
 def test_a_list_of_one_checkpoint_is_a_mistake(out_dir):
-    message = mistake("list", out_dir / "checkpoints/step-00000500")
-    assert f"is one checkpoint. Try its run: {out_dir}, or ftkit checkpoints show" in message
+    path = out_dir / "checkpoints/step-00000500"
+    for argv in (["list", path], ["clean", path, "--keep_last", 1]):
+        message = f"{path} is one checkpoint, not a run. Try ftkit checkpoints show {path}."
+        assert mistake(*argv) == message
 
 
 def test_looking_changes_nothing(said, out_dir):
@@ -271,9 +296,7 @@ def test_verify_finds_all_sound(said, values, out_dir):
 def test_verify_finds_a_flipped_byte_and_ends_with_1(said, values, out_dir, name):
     path = out_dir / "checkpoints/step-00001000"
     file = path / name
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    flip_in_the_middle(file)
     code, out = said("verify", out_dir)
     assert code == 1
     assert f"step-00001000  damaged\n  {file} is damaged: " in out
@@ -397,6 +420,27 @@ def test_clean_leaves_a_run_at_work_alone(out_dir, switches):
     assert everything(Path("out")) == before
 
 
+@pytest.mark.usefixtures("at_work")
+@pytest.mark.parametrize("linked", ["link", "checkpoints"])
+def test_clean_finds_the_run_at_work_through_a_link(out_dir, linked):
+    if linked == "link":
+        Path("link").symlink_to(out_dir / "checkpoints")
+    else:
+        (out_dir / "checkpoints").rename("elsewhere")
+        (out_dir / "checkpoints").symlink_to(Path("elsewhere").resolve())
+    path = Path("link") if linked == "link" else out_dir
+    assert "still at work" in mistake("clean", path, "--keep_last", 1)
+
+
+def test_clean_follows_a_link(said, out_dir):
+    (out_dir / "checkpoints").rename("elsewhere")
+    (out_dir / "checkpoints").symlink_to(Path("elsewhere").resolve())
+    assert said("clean", out_dir, "--keep_last", 1)[0] == 0
+    assert store_of(out_dir).steps() == [1500]
+    assert names_in(out_dir) == ["checkpoints", "recipe.yaml"]
+    assert not Path(".run").exists()
+
+
 def test_no_run_starts_while_clean_is_at_work(said, out_dir, monkeypatch):
     from ftkit.launch import claim
 
@@ -498,8 +542,8 @@ def test_diff_takes_checkpoints_too_and_says_that_nothing_differs(said, values, 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda path: (path / "recipe.yaml").write_text(RECIPE.lower() + " "), "is damaged"),
-        (lambda path: (path / "recipe.yaml").unlink(), "cannot be read (No such file"),
+        (lambda path: flip_in_the_middle(path / "recipe.yaml"), "recipe.yaml is damaged: "),
+        (lambda path: (path / "recipe.yaml").unlink(), "recipe.yaml is missing."),
         (lambda path: (path / "metadata.json").unlink(), "metadata.json is missing."),
         (lambda path: shutil.rmtree(path), "holds no checkpoint."),
     ],

@@ -44,6 +44,7 @@ LIGHT_MODULES = [
     "report.metrics",
     "report.report",
     "report.table",
+    "survey",
 ]
 HEAVY_PACKAGES = [
     "bitsandbytes",

@@ -83,11 +83,8 @@ def verify(directory: Path, progress: OnProgress | None = None) -> list[str]:
         files = read_metadata(directory).files
     except CheckpointError as error:
         return [str(error)]
-    problems = {name: _problem(directory, name, entry) for name, entry in files.items()}
-    sound = [name for name, problem in problems.items() if not problem]
-    sound.sort(key=lambda name: -files[name].size_bytes)
-    total = sum(files[name].size_bytes for name in sound)
-    done = dict.fromkeys(sound, 0)
+    total = sum(entry.size_bytes for entry in files.values())
+    done = dict.fromkeys(files, 0)
     stopped = threading.Event()
 
     def check(name: str) -> str | None:
@@ -96,14 +93,11 @@ def verify(directory: Path, progress: OnProgress | None = None) -> list[str]:
             if stopped.is_set():
                 raise InterruptedError
 
-        try:
-            changed = hash_file(directory / name, count) != files[name]
-        except OSError as error:
-            return f"{directory / name} cannot be read ({error.strerror})."
-        return f"{directory / name} is damaged: its checksum is another." if changed else None
+        return problem_of(directory, name, files[name], count)
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        checks = {name: pool.submit(check, name) for name in sound}
+        largest_first = sorted(files, key=lambda name: -files[name].size_bytes)
+        checks = {name: pool.submit(check, name) for name in largest_first}
         try:
             while wait(checks.values(), timeout=PROGRESS_INTERVAL_S).not_done:
                 if progress:
@@ -112,12 +106,34 @@ def verify(directory: Path, progress: OnProgress | None = None) -> list[str]:
             stopped.set()
             pool.shutdown(cancel_futures=True)
             raise
-    problems |= {name: check.result() for name, check in checks.items()}
+    problems = {name: check.result() for name, check in checks.items()}
     unlisted = [name for name in _files_in(directory) if name not in files and name != METADATA]
     return [
         *(problem for _, problem in sorted(problems.items()) if problem),
         *(f"{directory / name} is not one of its files." for name in unlisted),
     ]
+
+
+def problem_of(
+    directory: Path, name: str, entry: FileEntry, on_block: Callable[[int], None] | None = None
+) -> str | None:
+    """What is wrong with one file of a checkpoint, its checksum included; None: nothing.
+
+    Args:
+        directory: of the checkpoint.
+        name: of the file, relative to it.
+        entry: what the file must be.
+        on_block: told the length of each block that is done.
+    """
+    if problem := _problem(directory, name, entry):
+        return problem
+    path = directory / name
+    try:
+        if hash_file(path, on_block) != entry:
+            return f"{path} is damaged: its checksum is another."
+    except OSError as error:
+        return f"{path} cannot be read ({error.strerror})."
+    return None
 
 
 def _problem(directory: Path, name: str, entry: FileEntry) -> str | None:
@@ -140,7 +156,7 @@ def _problem(directory: Path, name: str, entry: FileEntry) -> str | None:
 def _files_in(directory: Path) -> list[str]:
     """Paths of all that is no directory, relative, sorted."""
     return sorted(
-        (Path(folder) / name).relative_to(directory).as_posix()
+        os.fsencode((Path(folder) / name).relative_to(directory)).decode(errors="replace")
         for folder, folders, names in os.walk(directory)
         for name in [*names, *(f for f in folders if (Path(folder) / f).is_symlink())]
     )
@@ -341,8 +357,8 @@ class Store:
 
     def _point_to_newest(self) -> None:
         """Bring `latest` up to date; only a hint, so a failure is none of the checkpoint."""
-        newest = self.newest()
         with contextlib.suppress(OSError):
+            newest = self.newest()
             if newest is None:
                 (self.directory / LATEST).unlink(missing_ok=True)
             else:
