@@ -104,6 +104,8 @@ def run(
     base_identity, data_identity = _identities(recipe, base, data, start)
     module = _build(job, plan, base, data, max_seq_length, start, stored, display, recorder)
     run_ids = dict(start.loggers) if start is not None and goes_on_in_place(job) else {}
+    if job.start is not None:
+        recorder.resumed(Path(job.start), job.changes)
     loggers = make_loggers(plan, start_step=module.start_step, run_ids=run_ids)
     checkpointing = None
     if recipe.checkpoint.save and not base.random:
