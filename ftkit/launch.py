@@ -90,8 +90,8 @@ def launch(
         UserError: before anything has started, and nothing is left behind.
     """
 
-    def prepared() -> AbstractContextManager[Job]:
-        return prepare(recipe, command, overwrite, started_at_s, stop_after)
+    def prepared(received: Sequence[signal.Signals]) -> AbstractContextManager[Job]:
+        return prepare(recipe, command, overwrite, started_at_s, stop_after, received)
 
     started_at_s = time.time()
     placed = external_ranks()
@@ -106,7 +106,7 @@ def launch(
                 f"num_nodes is {recipe.num_nodes}, but this command starts ranks on one machine "
                 "only. Start it on every machine with torchrun or srun, or try --num_nodes 1."
             )
-        with Ranks() as ranks, prepared() as job:
+        with Ranks() as ranks, prepared(ranks.received) as job:
             ranks.run(job, job.recipe.out_dir / STATE)
             return conclude(job, ranks.received)
     except Completed as completed:
@@ -121,6 +121,7 @@ def prepare(
     overwrite: bool,
     started_at_s: float,
     stop_after: StopAfter | None = None,
+    received: Sequence[signal.Signals] = (),
 ) -> Iterator[Job]:
     """A job whose every setting is checked, with its base model at hand and its directory claimed.
 
@@ -171,7 +172,7 @@ def prepare(
             if in_place:
                 stack.enter_context(ready_to_go_on(out_dir, start, state))
             if start is not None:
-                _go_on(start, job, copy_base=base is None)
+                _go_on(start, job, received, copy_base=base is None)
             written = dataclasses.replace(job.recipe, resume=False)
             (out_dir / RECIPE).write_text(to_yaml(written), encoding="utf-8")
             job.write(state / "job.json")
@@ -198,11 +199,11 @@ def _find_base(recipe: Recipe, start: Start | None) -> str | None:
         ) from None
 
 
-def _go_on(start: Start, job: Job, *, copy_base: bool) -> None:
+def _go_on(start: Start, job: Job, received: Sequence[signal.Signals], *, copy_base: bool) -> None:
     """Check the checkpoint, take from it what the run needs, and say what goes on and how."""
     out_dir = job.recipe.out_dir
     with Display(out_dir) as display:
-        verify_start(start, display)
+        verify_start(start, display, interrupted=lambda: bool(received))
         if copy_base:  # the checkpoint may be deleted while the run goes on
             shutil.copytree(start.checkpoint / BASE, out_dir / STATE / BASE)
         if not start.in_place:
