@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import os
 import sys
 import typing
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,63 @@ COMMANDS = {
     "finetune_lora": "fine-tune with LoRA or QLoRA",
     "finetune_full": "fine-tune every parameter",
     "download": "fetch a base model from the Hugging Face hub",
+    "checkpoints": "list, show, verify, clean up or compare what runs have saved",
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Managing:
+    """A command of ftkit checkpoints: what it does, what it takes, how it is called."""
+
+    text: str
+    words: tuple[str, ...]
+    options: tuple[str, ...]
+    example: str
+
+
+FORMATS: dict[str, Literal["table", "json"]] = {"table": "table", "json": "json"}
+_FORMAT = ("format",)
+CHECKPOINTS = {
+    "list": _Managing(
+        text="Show the checkpoints of a run, whether each is complete, and what a crash left.",
+        words=("OUT_DIR",),
+        options=_FORMAT,
+        example="out/finetune/lora --format json",
+    ),
+    "show": _Managing(
+        text="Show all that a checkpoint says about itself: training, hardware, files.",
+        words=("OUT_DIR", "[STEP]"),
+        options=_FORMAT,
+        example="out/finetune/lora 1500",
+    ),
+    "verify": _Managing(
+        text="Compare every file with its checksum. The exit code is 1 if any is damaged.",
+        words=("OUT_DIR", "[STEP]"),
+        options=_FORMAT,
+        example="out/finetune/lora",
+    ),
+    "clean": _Managing(
+        text="Delete old checkpoints and what a crash left. What checkpoint.keep_every and "
+        "checkpoint.keep_best of the recipe keep for good stays, and damaged ones do.",
+        words=("OUT_DIR",),
+        options=("keep_last", "dry_run"),
+        example="out/finetune/lora --keep_last 1 --dry_run",
+    ),
+    "diff": _Managing(
+        text="Show which fields differ between the recipes of two checkpoints, or of the newest "
+        "ones of two runs.",
+        words=("A", "B"),
+        options=_FORMAT,
+        example="out/finetune/lora out/finetune/lora-2",
+    ),
+}
+_WORDS = {
+    "OUT_DIR": "The run: its out_dir, or the checkpoints in it.",
+    "[STEP]": "Which checkpoint, by its step.",
+    "A": "A checkpoint, or a run.",
+    "B": "Another one.",
+}
+_WITH_STEP = "The run: its out_dir, the checkpoints in it, or one of these."
 
 
 SWITCHES = ("help", "overwrite", "print_config")
@@ -32,8 +89,9 @@ SWITCHES = ("help", "overwrite", "print_config")
 
 @dataclass
 class Options:
-    """A command line, sorted: options with a value in their order, and switches."""
+    """A command line, sorted: words, options with a value in their order, and switches."""
 
+    words: list[str] = field(default_factory=list)
     values: list[Override] = field(default_factory=list)
     switches: set[str] = field(default_factory=set)
 
@@ -42,11 +100,15 @@ def main() -> None:
     """Entry point of the `ftkit` command."""
     try:
         code = run(sys.argv[1:])
+        sys.stdout.flush()
     except UserError as error:
         print(f"ftkit: {error}", file=sys.stderr)
         code = error.exit_code
     except KeyboardInterrupt:
         code = 130
+    except BrokenPipeError:  # `| head` has seen enough; see docs.python.org/3/library/signal.html
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
     sys.exit(code)
 
 
@@ -65,17 +127,30 @@ def run(argv: Sequence[str]) -> int:
         return _finetune(name, rest)
     if name == "download":
         return _download(rest)
+    if name == "checkpoints":
+        return _checkpoints(rest)
     close = difflib.get_close_matches(name, COMMANDS, n=1)
     hint = f"Did you mean ftkit {close[0]}?" if close else "See ftkit --help."
     raise UserError(f"{name!r} is not a command. {hint} Commands: {', '.join(COMMANDS)}.")
 
 
-def split_options(argv: Sequence[str], switches: Sequence[str] = SWITCHES) -> Options:
-    """Sort a command line: `--key value` or `--key=value`, and switches, which take no value."""
+def split_options(
+    argv: Sequence[str], switches: Sequence[str] = SWITCHES, most_words: int = 0
+) -> Options:
+    """Sort a command line.
+
+    Args:
+        argv: `--key value`, `--key=value`, switches and words that are no option.
+        switches: options that take no value.
+        most_words: how many words may stand on their own.
+    """
     options = Options()
     words = iter(argv)
     for word in words:
         word = "--help" if word == "-h" else word
+        if not word.startswith("-") and len(options.words) < most_words:
+            options.words.append(word)
+            continue
         if not word.startswith("--") or word == "--":
             raise UserError(f"{word!r} is not an option. Write --KEY VALUE, such as --devices 1.")
         key, equals, value = word[2:].partition("=")
@@ -143,6 +218,63 @@ def _download(argv: Sequence[str]) -> int:
     return 0
 
 
+def _checkpoints(argv: Sequence[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        parser = _checkpoints_parser()
+        _add_managing(parser)
+        parser.print_help()
+        return 0 if argv else UserError.exit_code
+    name, rest = argv[0], argv[1:]
+    if name not in CHECKPOINTS:
+        close = difflib.get_close_matches(name, CHECKPOINTS, n=1)
+        hint = f" Did you mean ftkit checkpoints {close[0]}?" if close else ""
+        raise UserError(
+            f"{name!r} is not a command of ftkit checkpoints.{hint} "
+            f"Commands: {', '.join(CHECKPOINTS)}."
+        )
+    command = CHECKPOINTS[name]
+    options = split_options(rest, switches=["help", "dry_run"], most_words=len(command.words))
+    if "help" in options.switches:
+        _managing_parser(name).print_help()
+        return 0
+    values = dict(options.values)
+    for key in (*values, *options.switches):
+        if key not in command.options:
+            raise UserError(
+                f"--{key} is not an option of ftkit checkpoints {name}. "
+                f"See ftkit checkpoints {name} --help."
+            )
+    example = f"Try ftkit checkpoints {name} {command.example}."
+    missing = command.words[len(options.words) :]
+    if missing and not missing[0].startswith("["):
+        raise UserError(f"{missing[0]} is missing: {_WORDS[missing[0]]} {example}")
+    form = FORMATS.get(values.get("format", "table"))
+    if form is None:
+        raise UserError(
+            f"--format is {values['format']!r}, but must be table or json. Try --format json."
+        )
+    first, second = Path(options.words[0]), next(iter(options.words[1:]), None)
+    from ftkit import manage
+
+    if name == "list":
+        return manage.list_checkpoints(first, form)
+    if name == "show":
+        return manage.show_checkpoint(first, second, form)
+    if name == "verify":
+        return manage.verify_checkpoints(first, second, form)
+    if name == "diff":
+        assert second is not None
+        return manage.compare_recipes(first, Path(second), form)
+    keep_last = values.get("keep_last")
+    if keep_last is None:
+        raise UserError(f"--keep_last is missing: how many of the newest stay? {example}")
+    if not (keep_last.isascii() and keep_last.isdecimal() and int(keep_last)):
+        raise UserError(
+            f"--keep_last is {keep_last!r}, but must be a whole number from 1 up. {example}"
+        )
+    return manage.clean_checkpoints(first, int(keep_last), dry_run="dry_run" in options.switches)
+
+
 class _Help(DefaultHelpFormatter):
     """Help in words: choices and kinds as placeholders, defaults as a recipe has them."""
 
@@ -184,8 +316,11 @@ def _parser(*, with_keys: bool = False) -> ArgumentParser:
     for name, text in COMMANDS.items():
         command = ArgumentParser(prog=f"ftkit {name}")
         if with_keys:
-            command = _finetune_parser(name) if name in FINETUNE else _download_parser()
+            makers = {"download": _download_parser, "checkpoints": _checkpoints_parser}
+            command = _finetune_parser(name) if name in FINETUNE else makers[name]()
         commands.add_subcommand(name, command, help=text)
+        if with_keys and name == "checkpoints":
+            _add_managing(command)
     return parser
 
 
@@ -246,4 +381,57 @@ def _download_parser() -> ArgumentParser:
     parser.add_argument(
         "--checkpoint_dir", metavar="PATH", default="checkpoints", help="Where models are kept."
     )
+    return parser
+
+
+def _checkpoints_parser() -> ArgumentParser:
+    return ArgumentParser(
+        prog="ftkit checkpoints",
+        usage="ftkit checkpoints COMMAND OUT_DIR [--KEY VALUE ...]",
+        description="Look after the checkpoints of a run, in OUT_DIR/checkpoints.",
+        epilog="Example: ftkit checkpoints list out/finetune/lora. "
+        "ftkit checkpoints COMMAND --help explains a command.",
+        formatter_class=_Help,
+    )
+
+
+def _add_managing(parser: ArgumentParser) -> None:
+    """Give ftkit checkpoints its commands: only once it is itself in its place (jsonargparse)."""
+    commands = parser.add_subcommands(required=False)
+    for name, command in CHECKPOINTS.items():
+        text = command.text.partition(".")[0]
+        commands.add_subcommand(name, _managing_parser(name), help=text[0].lower() + text[1:])
+
+
+def _managing_parser(name: str) -> ArgumentParser:
+    command = CHECKPOINTS[name]
+    shown = {"format": "[--format table|json]", "keep_last": "--keep_last N"}
+    options = " ".join(shown.get(option, f"[--{option}]") for option in command.options)
+    parser = ArgumentParser(
+        prog=f"ftkit checkpoints {name}",
+        usage=f"ftkit checkpoints {name} {' '.join(command.words)} {options}",
+        description=command.text,
+        epilog=f"Example: ftkit checkpoints {name} {command.example}",
+        formatter_class=_Help,
+    )
+    for word in command.words:
+        text = _WITH_STEP if word == "OUT_DIR" and "[STEP]" in command.words else _WORDS[word]
+        nargs = "?" if word.startswith("[") else None
+        parser.add_argument(
+            word.strip("[]").lower(), metavar=word.strip("[]"), help=text, nargs=nargs
+        )
+    if "format" in command.options:
+        parser.add_argument(
+            "--format",
+            choices=list(FORMATS),
+            default="table",
+            help="json: nothing else is written to standard output.",
+        )
+    if "keep_last" in command.options:
+        parser.add_argument(
+            "--keep_last", metavar="N", type=int, required=True, help="How many of the newest stay."
+        )
+        parser.add_argument(
+            "--dry_run", action="store_true", help="Only say what would be deleted."
+        )
     return parser

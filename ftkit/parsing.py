@@ -92,7 +92,7 @@ def read_recipe(
     """
     merged: dict[str, Any] = {}
     for file in files:
-        for key, value in _flatten(_load_file(Path(file))):
+        for key, value in _flatten(_load_file(Path(file), "--config ")):
             _assign(merged, key, value)
     for key, text in sorted(overrides, key=_specificity):
         _assign(merged, key, _parse_value(key, text))
@@ -136,6 +136,26 @@ def from_dict(values: dict[str, Any], method: Method) -> Recipe:
     return _instantiate(values, method)
 
 
+def read_keys(path: Path) -> dict[str, Any]:
+    """The dotted keys of a recorded recipe with their values as they stand there.
+
+    They are not checked, so that the recipe of another version can be read.
+
+    Raises:
+        UserError: it cannot be read, or is no recipe.
+    """
+    return dict(_leaves(_load_file(path)))
+
+
+def _leaves(values: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """All values that are no mapping, also those inside class choices."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
@@ -144,26 +164,27 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _load_file(path: Path) -> dict[str, Any]:
+def _load_file(path: Path, option: str = "") -> dict[str, Any]:
+    """The keys and values of a YAML file, which the option names if one does."""
     try:
         loaded = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except FileNotFoundError:
-        raise UserError(_missing_file(path)) from None
+        raise UserError(_missing_file(path, option)) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--config {path} cannot be read: {error}.") from None
+        raise UserError(f"{option}{path} cannot be read: {error}.") from None
     except yaml.YAMLError as error:
-        raise UserError(f"--config {path} is not valid YAML: {error}") from None
+        raise UserError(f"{option}{path} is not valid YAML: {error}") from None
     if not isinstance(loaded, dict):
-        raise UserError(f"--config {path} must hold keys and values, such as 'seed: 1337'.")
+        raise UserError(f"{option}{path} must hold keys and values, such as 'seed: 1337'.")
     return loaded
 
 
-def _missing_file(path: Path) -> str:
+def _missing_file(path: Path, option: str) -> str:
     folder = path.parent
     known = [str(folder / f.name) for f in folder.glob("*.y*ml")] if folder.is_dir() else []
     close = difflib.get_close_matches(str(path), known, n=1, cutoff=0.5)
     hint = f" Did you mean {close[0]}?" if close else " Check the path; recipes/ holds examples."
-    return f"--config {path} does not exist.{hint}"
+    return f"{option}{path} does not exist.{hint}"
 
 
 def _specificity(override: Override) -> int:

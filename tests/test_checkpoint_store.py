@@ -508,6 +508,12 @@ def test_a_link_is_no_file_of_a_checkpoint(store, name, tmp_path):
         assert "is not a regular file of the checkpoint." in problems[0]
 
 
+def test_a_name_that_is_no_text_can_be_told(store):
+    path = save(store, 5)
+    (path / os.fsdecode(b"\xff.bin")).touch()
+    assert store.verify(5)[0].encode().endswith(b".bin is not one of its files.")
+
+
 def test_a_directory_or_pipe_is_no_file_of_a_checkpoint(store):
     path = save(store, 5)
     (path / "recipe.yaml").unlink()

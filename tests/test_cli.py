@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT
 
 from ftkit import __version__
-from ftkit.cli import COMMANDS, main, split_options
+from ftkit.cli import CHECKPOINTS, COMMANDS, main, split_options
 from ftkit.parsing import key_types, read_recipe
 
 RECIPES = ROOT / "recipes"
@@ -109,6 +109,26 @@ def test_help_of_download_names_its_options(said):
     assert "--access_token TOKEN" in out and "--checkpoint_dir PATH" in out
 
 
+@pytest.mark.parametrize("command", CHECKPOINTS)
+def test_help_of_a_checkpoints_command_explains_it_with_an_example(said, command):
+    code, out, err = said("checkpoints", command, "--help")
+    assert (code, err) == (0, "")
+    assert out.startswith(f"usage: ftkit checkpoints {command} ")
+    assert f"Example: ftkit checkpoints {command} out/" in out
+    assert max(map(len, out.splitlines())) <= 80
+    assert said("checkpoints", command, "-h", "out/run") == (0, out, "")
+
+
+def test_help_of_checkpoints_lists_its_commands(said):
+    code, out, err = said("checkpoints", "--help")
+    assert (code, err) == (0, "")
+    assert out.startswith("usage: ftkit checkpoints COMMAND ")
+    assert "Example: ftkit checkpoints list out/finetune/lora" in out
+    for name in CHECKPOINTS:
+        assert re.search(rf"^    {name} ", out, re.MULTILINE)
+    assert said("checkpoints") == (2, out, "")
+
+
 # --- Mistakes -----------------------------------------------------------------------------------
 
 
@@ -140,8 +160,21 @@ def test_help_of_download_names_its_options(said):
         (["download", "a/b", "--devices", "1"], "--devices is not an option of ftkit download."),
         (["download", "a/b", "--overwrite", "1"], "--overwrite is not an option of ftkit download"),
         (["download", "a/b", "--config", "x"], "--config is not an option of ftkit download."),
+        (["checkpoints", "lst"], "'lst' is not a command of ftkit checkpoints. Did you mean"),
+        (["checkpoints", "list"], "OUT_DIR is missing: The run: its out_dir, "),
+        (["checkpoints", "list", "a", "b"], "'b' is not an option. Write --KEY VALUE"),
+        (["checkpoints", "list", "a", "--keep_last", "1"], "--keep_last is not an option of"),
+        (["checkpoints", "list", "a", "--dry_run"], "--dry_run is not an option of"),
+        (["checkpoints", "list", "a", "--format", "xml"], "--format is 'xml', but must be table"),
+        (["checkpoints", "list", "none"], "none is not a directory. Name the out_dir of a run"),
+        (["checkpoints", "list", RECIPES], "holds no run and no checkpoint."),
+        (["checkpoints", "diff", "a"], "B is missing: Another one. Try ftkit checkpoints diff "),
+        (["checkpoints", "clean", "a"], "--keep_last is missing: how many of the newest stay?"),
+        (["checkpoints", "clean", "a", "--keep_last", "0"], "--keep_last is '0', but must be"),
+        (["checkpoints", "clean", "a", "--keep_last=-1"], "--keep_last is '-1', but must be"),
+        (["checkpoints", "clean", "a", "--keep_last", "all"], "--keep_last is 'all', but must"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
 )
 def test_a_mistake_is_told_in_one_message_with_exit_code_2(said, argv, message):
     code, out, err = said(*argv)
@@ -178,6 +211,12 @@ def test_an_option_has_its_value_beside_it_or_after_an_equals_sign(argv, values)
 def test_switches_take_no_value_and_may_stand_anywhere():
     options = split_options(["--overwrite", "--seed", "1", "--print_config"])
     assert (options.switches, options.values) == ({"overwrite", "print_config"}, [("seed", "1")])
+
+
+def test_a_reader_that_goes_away_ends_the_command_quietly(ftkit):
+    before = "import os\nreading, writing = os.pipe()\nos.close(reading)\nos.dup2(writing, 1)"
+    end = ftkit("--version", before=before)
+    assert (end.returncode, end.stderr) == (1, "")
 
 
 def test_an_interrupted_command_ends_with_130(said, monkeypatch):
@@ -240,7 +279,7 @@ def completion(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     ("line", "offered"),
     [
-        ("ftkit ", {"finetune", "finetune_lora", "finetune_full", "download"}),
+        ("ftkit ", set(COMMANDS)),
         ("ftkit down", {"download"}),
         ("ftkit finetune --lora_", {f"--{k}" for k in key_types("lora") if k[:5] == "lora_"}),
         ("ftkit finetune_full --lora_", set()),
@@ -255,6 +294,11 @@ def completion(tmp_path_factory) -> Path:
         ("ftkit finetune --quantize bnb.n", {"bnb.nf4", "bnb.nf4-dq"}),
         ("ftkit finetune_full --logger_name ", {"csv", "tensorboard", "wandb"}),
         ("ftkit download --a", {"--access_token"}),
+        ("ftkit ch", {"checkpoints"}),
+        ("ftkit checkpoints ", set(CHECKPOINTS)),
+        ("ftkit checkpoints verify --f", {"--format"}),
+        ("ftkit checkpoints list --format ", {"table", "json"}),
+        ("ftkit checkpoints clean --", {"--help", "--keep_last", "--dry_run"}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
@@ -294,8 +338,19 @@ def check():
         (["finetune", "--config", RECIPES / "tiny-llama-lora.yaml", "--print_config"], 0),
         (["finetune", "--config", RECIPES / "tiny-llama-lora.yaml", "--seed", "x"], 2),
         (["finetune", "--checkpoint_dir", "b", "--data", "JSON"], 2),
+        (["checkpoints", "list", "--help"], 0),
+        (["checkpoints", "verify", ROOT / "none"], 2),
     ],
-    ids=["help", "version", "finetune help", "print_config", "bad recipe", "no data"],
+    ids=[
+        "help",
+        "version",
+        "finetune help",
+        "print_config",
+        "bad recipe",
+        "no data",
+        "checkpoints help",
+        "no checkpoints",
+    ],
 )
 def test_what_starts_no_run_imports_no_torch(ftkit, argv, code):
     end = ftkit(*argv, before=NO_TORCH)

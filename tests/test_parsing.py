@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT
 
 from ftkit.errors import UserError
-from ftkit.parsing import from_dict, key_types, read_recipe, to_dict, to_yaml
+from ftkit.parsing import from_dict, key_types, read_keys, read_recipe, to_dict, to_yaml
 from ftkit.planning import LORA_LAYERS
 from ftkit.recipe import LoraRecipe, Method, Recipe
 
@@ -389,6 +389,16 @@ def test_the_access_token_is_never_written():
     recipe = read(line="--access_token hf_secret")
     assert recipe.access_token == "hf_secret"
     assert "hf_secret" not in to_yaml(recipe) + repr(to_dict(recipe))
+
+
+def test_a_recorded_recipe_is_read_as_it_stands_whatever_version_wrote_it(tmp_path):
+    file = tmp_path / "recipe.yaml"
+    file.write_text("later: {key: 2e-4}\ndata: {class_path: x.Y, init_args: {z: [1], e: {}}}\n")
+    expected = {"later.key": 2e-4, "data.class_path": "x.Y", "data.init_args.z": [1]}
+    assert read_keys(file) == expected
+    file.write_text("seed: 1\nseed: 2\n")
+    with pytest.raises(UserError, match=f"^{file} is not valid YAML: .* 'seed' appears twice"):
+        read_keys(file)
 
 
 # --- Mistakes -----------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from ftkit.recipe import Component, LoraRecipe, Recipe
 from ftkit.report import machine
 from ftkit.report import report as report_module
 from ftkit.report.formatting import (
+    age_text,
     bytes_text,
     duration_text,
     number_text,
@@ -595,9 +596,27 @@ class TestWords:
         assert duration_text(seconds) == text
 
     @pytest.mark.parametrize(
+        ("seconds", "text"),
+        [
+            (-5, "0 s"),
+            (59.9, "59 s"),
+            (60, "1 min"),
+            (3599, "59 min"),
+            (3600, "1 h"),
+            (47.9 * 3600, "47 h"),
+            (48 * 3600, "2 days"),
+            (10_000 * 86400, "10,000 days"),
+        ],
+    )
+    def test_ages(self, seconds, text):
+        assert age_text(seconds) == text
+
+    @pytest.mark.parametrize(
         ("count", "text"),
         [
-            (0, "0.0 MiB"),
+            (0, "0 B"),
+            (1023, "1023 B"),
+            (12_345, "12 KiB"),
             (400_000, "0.4 MiB"),
             (812 * 2**20, "812 MiB"),
             (GIB - 1, "1.0 GiB"),

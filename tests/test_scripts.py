@@ -32,6 +32,7 @@ LIGHT_MODULES = [
     "errors",
     "job",
     "launch",
+    "manage",
     "parsing",
     "planning",
     "process",
@@ -43,6 +44,7 @@ LIGHT_MODULES = [
     "report.metrics",
     "report.report",
     "report.table",
+    "survey",
 ]
 HEAVY_PACKAGES = [
     "bitsandbytes",

@@ -83,11 +83,8 @@ def verify(directory: Path, progress: OnProgress | None = None) -> list[str]:
         files = read_metadata(directory).files
     except CheckpointError as error:
         return [str(error)]
-    problems = {name: _problem(directory, name, entry) for name, entry in files.items()}
-    sound = [name for name, problem in problems.items() if not problem]
-    sound.sort(key=lambda name: -files[name].size_bytes)
-    total = sum(files[name].size_bytes for name in sound)
-    done = dict.fromkeys(sound, 0)
+    total = sum(entry.size_bytes for entry in files.values())
+    done = dict.fromkeys(files, 0)
     stopped = threading.Event()
 
     def check(name: str) -> str | None:
@@ -96,14 +93,11 @@ def verify(directory: Path, progress: OnProgress | None = None) -> list[str]:
             if stopped.is_set():
                 raise InterruptedError
 
-        try:
-            changed = hash_file(directory / name, count) != files[name]
-        except OSError as error:
-            return f"{directory / name} cannot be read ({error.strerror})."
-        return f"{directory / name} is damaged: its checksum is another." if changed else None
+        return problem_of(directory, name, files[name], count)
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        checks = {name: pool.submit(check, name) for name in sound}
+        largest_first = sorted(files, key=lambda name: -files[name].size_bytes)
+        checks = {name: pool.submit(check, name) for name in largest_first}
         try:
             while wait(checks.values(), timeout=PROGRESS_INTERVAL_S).not_done:
                 if progress:
@@ -112,12 +106,34 @@ def verify(directory: Path, progress: OnProgress | None = None) -> list[str]:
             stopped.set()
             pool.shutdown(cancel_futures=True)
             raise
-    problems |= {name: check.result() for name, check in checks.items()}
+    problems = {name: check.result() for name, check in checks.items()}
     unlisted = [name for name in _files_in(directory) if name not in files and name != METADATA]
     return [
         *(problem for _, problem in sorted(problems.items()) if problem),
         *(f"{directory / name} is not one of its files." for name in unlisted),
     ]
+
+
+def problem_of(
+    directory: Path, name: str, entry: FileEntry, on_block: Callable[[int], None] | None = None
+) -> str | None:
+    """What is wrong with one file of a checkpoint, its checksum included; None: nothing.
+
+    Args:
+        directory: of the checkpoint.
+        name: of the file, relative to it.
+        entry: what the file must be.
+        on_block: told the length of each block that is done.
+    """
+    if problem := _problem(directory, name, entry):
+        return problem
+    path = directory / name
+    try:
+        if hash_file(path, on_block) != entry:
+            return f"{path} is damaged: its checksum is another."
+    except OSError as error:
+        return f"{path} cannot be read ({error.strerror})."
+    return None
 
 
 def _problem(directory: Path, name: str, entry: FileEntry) -> str | None:
@@ -140,7 +156,7 @@ def _problem(directory: Path, name: str, entry: FileEntry) -> str | None:
 def _files_in(directory: Path) -> list[str]:
     """Paths of all that is no directory, relative, sorted."""
     return sorted(
-        (Path(folder) / name).relative_to(directory).as_posix()
+        os.fsencode((Path(folder) / name).relative_to(directory)).decode(errors="replace")
         for folder, folders, names in os.walk(directory)
         for name in [*names, *(f for f in folders if (Path(folder) / f).is_symlink())]
     )
@@ -183,42 +199,47 @@ class Store:
         for folder, _, _ in os.walk(partial, topdown=False):
             sync_directory(Path(folder))
         if os.path.lexists(final):
-            _remove(replaced)
+            remove(replaced)
             final.rename(replaced)
         try:
             partial.rename(final)
         except OSError:
-            self._restore_replaced()
+            self.restore_replaced()
             raise
         sync_directory(self.directory)
         sync_directory(self.directory.parent)
         self._point_to_newest()
         with contextlib.suppress(OSError):  # the next start removes it
-            _remove(replaced)
+            remove(replaced)
         return final
 
     def discard_partial(self, step: int) -> None:
         """Remove what was written for the checkpoint of a step, if anything was."""
-        _remove(self.partial(step))
+        remove(self.partial(step))
 
     def leftovers(self) -> list[Path]:
         """What a crash left of checkpoints that were being written or deleted."""
         if not self.directory.is_dir():
             return []
-        return sorted(
-            entry for entry in self.directory.iterdir() if _LEFTOVER.fullmatch(entry.name)
-        )
+        found = (entry for entry in self.directory.iterdir() if _LEFTOVER.fullmatch(entry.name))
+        return sorted(set(found) - set(self._unreplaced()))
 
     def remove_leftovers(self) -> list[Path]:
         """Remove what a crash left; what was removed.
 
         A checkpoint that was about to be replaced, and was not yet, is put back.
         """
-        self._restore_replaced()
+        self.restore_replaced()
         removed = self.leftovers()
         for entry in removed:
-            _remove(entry)
+            remove(entry)
         return removed
+
+    def restore_replaced(self) -> None:
+        """Put back a checkpoint that was about to be replaced when a crash came."""
+        for entry in self._unreplaced():
+            entry.rename(entry.with_name(_name_of(entry)))
+            sync_directory(self.directory)
 
     def steps(self) -> list[int]:
         """Steps of all checkpoints, damaged or not, ascending."""
@@ -260,11 +281,11 @@ class Store:
     def delete(self, step: int) -> None:
         """Delete the checkpoint of a step: all of it, or none."""
         deleted = self._hidden(step, "deleted")
-        _remove(deleted)
+        remove(deleted)
         self.path(step).rename(deleted)
         sync_directory(self.directory)
         self._point_to_newest()
-        _remove(deleted)
+        remove(deleted)
 
     def kept(self, keep_last: int, keep_every: int | None, keep_best: int) -> set[int]:
         """The steps that a rule keeps.
@@ -317,14 +338,15 @@ class Store:
     def _replaced(self, step: int) -> Path:
         return self._hidden(step, "replaced")
 
-    def _restore_replaced(self) -> None:
-        if not self.directory.is_dir():
-            return
-        for entry in list(self.directory.glob(".step-*.replaced")):
-            step = step_of(entry.name.removeprefix(".").removesuffix(".replaced"))
-            if step is not None and not os.path.lexists(self.path(step)):
-                entry.rename(self.path(step))
-                sync_directory(self.directory)
+    def _unreplaced(self) -> list[Path]:
+        """Checkpoints that lost their name to a replacement that never came."""
+        found = self.directory.glob(".step-*.replaced")
+        return [
+            entry
+            for entry in found
+            if step_of(_name_of(entry)) is not None
+            and not os.path.lexists(entry.with_name(_name_of(entry)))
+        ]
 
     def _problem_of_step(self, step: int) -> list[str]:
         try:
@@ -335,8 +357,8 @@ class Store:
 
     def _point_to_newest(self) -> None:
         """Bring `latest` up to date; only a hint, so a failure is none of the checkpoint."""
-        newest = self.newest()
         with contextlib.suppress(OSError):
+            newest = self.newest()
             if newest is None:
                 (self.directory / LATEST).unlink(missing_ok=True)
             else:
@@ -346,7 +368,12 @@ class Store:
 _LEFTOVER = re.compile(rf"\.{_STEP.pattern}\.(?:partial|deleted|replaced)|\.{LATEST}\.[0-9]+")
 
 
-def _remove(path: Path) -> None:
+def _name_of(hidden: Path) -> str:
+    """The name that a checkpoint on its way will have, or had."""
+    return hidden.name.removeprefix(".").rpartition(".")[0]
+
+
+def remove(path: Path) -> None:
     """Remove a directory with all in it, or a file, or nothing if there is none."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)

@@ -41,7 +41,7 @@ class Display:
 
     def __init__(
         self,
-        out_dir: Path,
+        out_dir: Path | None,
         *,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -50,7 +50,7 @@ class Display:
         """Open the log.
 
         Args:
-            out_dir: the run's directory.
+            out_dir: the run's directory; None: keep no log.
             stream: where a person looks; default: standard output.
             clock: seconds, for durations.
             now: the time stamp of a log line.
@@ -64,8 +64,10 @@ class Display:
             os.register_at_fork(after_in_child=_print_directly)
         self._live: Live | None = None
         self._shown: list[Phase | Training] = []
-        self._log_path = out_dir / LOG_NAME
         self._log: _Stream | None = None
+        if out_dir is None:
+            return
+        self._log_path = out_dir / LOG_NAME
         try:
             out_dir.mkdir(parents=True, exist_ok=True)
             file = self._log_path.open("a", encoding="utf-8", buffering=1)

@@ -33,9 +33,25 @@ def duration_text(seconds: float) -> str:
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60:02} min"
 
 
+def age_text(seconds: float) -> str:
+    """12 s, 3 min, 5 h, 12 days: how long ago something was, in whole units."""
+    whole = max(int(seconds), 0)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min"
+    if whole < 2 * 86400:
+        return f"{whole // 3600} h"
+    return f"{whole // 86400:,} days"
+
+
 def bytes_text(count: int) -> str:
-    """3.2 GiB, 812 MiB, 0.4 MiB."""
+    """3.2 GiB, 812 MiB, 0.4 MiB, 12 KiB, 208 B."""
     mib = count / 2**20
+    if count < 1024:
+        return f"{count} B"
+    if mib < 0.1:
+        return f"{count / 1024:.0f} KiB"
     if round(mib) >= 1024:
         return f"{mib / 1024:,.1f} GiB"
     return f"{mib:.0f} MiB" if mib >= 10 else f"{mib:.1f} MiB"
