@@ -61,8 +61,8 @@ from ftkit.resume import (
     require_free,
     verify_start,
 )
+from ftkit.survey import Place, is_at_work
 
-LOCK = "lock"
 BASE = "base"
 """What a full fine-tune needs of its base model but weights, in a checkpoint or beside the job."""
 Use = Literal["new", "overwrite", "go_on"]
@@ -151,7 +151,8 @@ def prepare(
         start = find_start(dataclasses.replace(recipe, precision=plan.precision))
         base = _find_base(recipe, start)
         if not in_place:
-            if not overwrite and not at_work(wanted):
+            place = Place(path=wanted, store=Store(wanted / CHECKPOINTS))
+            if not overwrite and not is_at_work(place):  # which is left alone like a complete one
                 require_free(wanted, recipe.method)
             out_dir = stack.enter_context(claim(wanted, "overwrite" if overwrite else "new"))
             if out_dir != wanted:
@@ -257,7 +258,7 @@ def claim(wanted: Path, use: Use) -> Iterator[Path]:
         state = out_dir / STATE
         created = [path for path in (out_dir, *out_dir.parents) if not path.exists()]
         state.mkdir(parents=True, exist_ok=True)
-        lock = (state / LOCK).open("w")
+        lock = (state / "lock").open("w")
     except OSError as error:
         raise _unwritable(out_dir, error) from None
     with lock:
@@ -268,7 +269,7 @@ def claim(wanted: Path, use: Use) -> Iterator[Path]:
                 f"out_dir {out_dir} belongs to a run that is still at work. "
                 "Wait for it, or try another --out_dir."
             ) from None
-        _remove_entries(state, keep=LOCK)  # of a run that was killed with its supervisor
+        _remove_entries(state, keep="lock")  # of a run that was killed with its supervisor
         replaced = state / "replaced"
         replaced.mkdir()
         if use != "go_on":
@@ -286,18 +287,6 @@ def claim(wanted: Path, use: Use) -> Iterator[Path]:
                 if any(path.iterdir()):
                     break
                 path.rmdir()
-
-
-def at_work(out_dir: Path) -> bool:
-    """Whether a run is at work in a directory."""
-    try:
-        with (out_dir / STATE / LOCK).open("r+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
 
 
 def _unwritable(out_dir: Path, error: OSError) -> UserError:

@@ -277,9 +277,11 @@ def _content_problems(checkpoint: Path) -> list[str]:
     file = checkpoint / RECIPE
     if RECIPE not in metadata.files:
         return [f"{checkpoint / METADATA} does not list {RECIPE}."]
-    if hash_file(file) != metadata.files[RECIPE]:
-        return [f"{file} is damaged: its checksum is another."]
-    return []
+    try:
+        changed = hash_file(file) != metadata.files[RECIPE]
+    except OSError as error:
+        return [f"{file} cannot be read ({error.strerror})."]
+    return [f"{file} is damaged: its checksum is another."] if changed else []
 
 
 def _saved_recipe(recipe: Recipe, checkpoint: Path, metadata: Metadata) -> Recipe:

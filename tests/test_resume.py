@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from checkpoints import save
 from runs import content
-from saved_runs import LAST, ended, recipe, save_run
+from saved_runs import LAST, ended, recipe, save_run, write_rows
 from test_cli import NO_TORCH
 
 from ftkit.checkpoint.store import Store
@@ -291,6 +291,16 @@ def test_what_is_read_first_is_checked_first(out, name):
     assert message.endswith("try --overwrite without --resume to start again.")
 
 
+def test_a_file_that_cannot_be_read_is_named(out, monkeypatch):
+    def fail(_: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    store = save_run(recipe(out), 5)
+    monkeypatch.setattr("ftkit.resume.hash_file", fail)
+    message = refusal(recipe(out, resume="auto"))
+    assert f"{store.path(5) / 'recipe.yaml'} cannot be read (Permission denied)." in message
+
+
 def test_a_changed_byte_anywhere_is_found_before_ranks_start(out, tmp_path):
     store = save_run(recipe(out), 5, 10)
     damage(store.path(10) / "adapter/adapter_model.safetensors")
@@ -527,6 +537,34 @@ def test_a_mistake_found_later_leaves_everything_as_it_was(asked, out, keys):
         fail()
     assert content(out) == before
     assert not (out / "tensorboard").exists()
+
+
+def test_a_failure_while_later_things_are_set_aside_is_undone(asked, out, monkeypatch):
+    def fail(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    save_run(asked(), 5, 10)
+    ended(out, "completed", 10, result=True)
+    before = content(out)
+    monkeypatch.setattr("ftkit.aside.cut_rows", fail)
+    assert "cannot be written: No space left on device" in mistake(asked(resume=5))
+    assert content(out) == before
+
+
+def test_a_failure_after_training_takes_nothing_back(asked, out):
+    store = save_run(asked(), 5, 10)
+
+    def fail() -> None:
+        with prepared(asked(resume=5)) as job:
+            leave(job, 7)
+            save(store, 7)
+            write_rows(out, range(1, 8))
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        fail()
+    assert store.steps() == [5, 7] and steps_in(out / "metrics.csv")[-1] == 7
+    assert Store(out / "set_aside/1/checkpoints").steps() == [10]
 
 
 def test_a_mistake_leaves_an_attempt_that_saved_nothing_as_it_was(asked, out):
