@@ -8,6 +8,7 @@ import dataclasses
 import re
 import shlex
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -131,18 +132,30 @@ def find_start(recipe: Recipe) -> Start | None:
     return _start(recipe, _checkpoint_at(resume), in_place=goes_on_in_place(recipe))
 
 
-def verify_start(start: Start, display: Display) -> None:
+def verify_start(
+    start: Start, display: Display, interrupted: Callable[[], bool] = lambda: False
+) -> None:
     """Read all files of the checkpoint and compare their checksums.
 
     Args:
         start: what `find_start` found.
         display: where the progress goes.
+        interrupted: whether the run is to end anyway; the rest is not read then.
 
     Raises:
         UserError: a file is not what it was; offers an earlier checkpoint.
     """
     with display.phase("checking the checkpoint", brief=True) as phase:
-        problems = verify(start.checkpoint, phase.advance)
+
+        def advance(done: int, total: int) -> None:
+            if interrupted():
+                raise InterruptedError
+            phase.advance(done, total)
+
+        try:
+            problems = verify(start.checkpoint, advance)
+        except InterruptedError:
+            return
     if problems:
         raise _damaged(start.checkpoint, problems, in_place=start.in_place)
 
@@ -264,9 +277,11 @@ def _content_problems(checkpoint: Path) -> list[str]:
     file = checkpoint / RECIPE
     if RECIPE not in metadata.files:
         return [f"{checkpoint / METADATA} does not list {RECIPE}."]
-    if hash_file(file) != metadata.files[RECIPE]:
-        return [f"{file} is damaged: its checksum is another."]
-    return []
+    try:
+        changed = hash_file(file) != metadata.files[RECIPE]
+    except OSError as error:
+        return [f"{file} cannot be read ({error.strerror})."]
+    return [f"{file} is damaged: its checksum is another."] if changed else []
 
 
 def _saved_recipe(recipe: Recipe, checkpoint: Path, metadata: Metadata) -> Recipe:
