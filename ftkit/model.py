@@ -1,7 +1,7 @@
 """The model that is trained: litgpt's GPT with unfused QKV, a head that is its own loss, LoRA."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import litgpt
 import torch
@@ -156,15 +156,43 @@ def outline(
         compute_dtype: number format of the arithmetic of quantised layers. Default: dtype.
     """
     asked = recipe.train.tie_embeddings
-    with torch.device("meta"):
-        model = LanguageModel(base.config, tied=base.tied if asked is None else asked)
-        if isinstance(recipe, LoraRecipe):
-            if recipe.quantize is not None:
-                from ftkit.quantization import quantize
-
-                quantize(model.gpt.transformer.h, recipe.quantize, compute_dtype or dtype)
-                model.quantized = recipe.quantize
+    model = outline_plain(
+        base,
+        dtype,
+        compute_dtype,
+        tied=base.tied if asked is None else asked,
+        kind=recipe.quantize if isinstance(recipe, LoraRecipe) else None,
+    )
+    if isinstance(recipe, LoraRecipe):
+        with torch.device("meta"):
             add_adapter(model, recipe)
+    return model.to(dtype)
+
+
+def outline_plain(
+    base: BaseModel,
+    dtype: torch.dtype,
+    compute_dtype: torch.dtype | None = None,
+    *,
+    tied: bool,
+    kind: Quantization | None = None,
+) -> LanguageModel:
+    """The model without its numbers and without an adapter.
+
+    Args:
+        base: whose architecture it has.
+        dtype: number format of the parameters that are not quantised.
+        compute_dtype: number format of the arithmetic of quantised layers. Default: dtype.
+        tied: whether embedding and head are one.
+        kind: how the weights of the blocks are stored; None: as numbers.
+    """
+    with torch.device("meta"):
+        model = LanguageModel(base.config, tied=tied)
+        if kind is not None:
+            from ftkit.quantization import quantize
+
+            quantize(model.gpt.transformer.h, kind, compute_dtype or dtype)
+            model.quantized = kind
     return model.to(dtype)
 
 
@@ -177,6 +205,7 @@ def fill(
     rope_length: int,
     seed: int,
     trained: Callable[[str], Rows] | None = None,
+    source: Iterable[tuple[str, Tensor]] | None = None,
     progress: Callable[[int, int], None],
 ) -> None:
     """Give an outlined model its memory and its numbers, parameter by parameter.
@@ -190,6 +219,7 @@ def fill(
         seed: of the adapter's initial values.
         trained: gives a trained parameter by our name, if training continues. Where all of them
             are trained, nothing is read of the base.
+        source: the weights by our names, where they are not those of the base.
         progress: called with (parameters filled, parameters in all).
     """
     names = {our_name(name): name for name, _ in model.named_parameters()}
@@ -205,14 +235,16 @@ def fill(
                 sharding.put(model, name, initial_adapter(ours, parameter.shape, seed))
         if trained is not None and all(p.requires_grad for p in model.parameters()):
             return
-        for done, (ours, tensor) in enumerate(_weights(base, model), start=1):
+        for done, (ours, tensor) in enumerate(_weights(base, model, source), start=1):
             sharding.put(model, names[ours], _stored(model, names[ours], tensor, device))
             progress(done, len(names))
 
 
-def _weights(base: BaseModel, model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
+def _weights(
+    base: BaseModel, model: LanguageModel, source: Iterable[tuple[str, Tensor]] | None
+) -> Iterator[tuple[str, Tensor]]:
     """The base model's weights, tied or untied as the model is."""
-    for name, tensor in weights(base):
+    for name, tensor in weights(base) if source is None else source:
         if name == "lm_head.weight" and model.tied:
             continue
         yield name, tensor

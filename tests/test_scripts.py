@@ -47,6 +47,7 @@ LIGHT_MODULES = [
     "report.metrics",
     "report.report",
     "report.table",
+    "result",
     "resume",
     "survey",
 ]

@@ -59,6 +59,23 @@ def load_source(data: Component, tokenizer: "Tokenizer", max_seq_length: int) ->
     return _load_litgpt(name, data["init_args"], tokenizer, max_seq_length)
 
 
+def prompt_style_of(data: Component) -> "PromptStyle":
+    """The prompt style of a recipe's data, which are not looked at.
+
+    Raises:
+        UserError: there are no such data, or no such style.
+    """
+    name = data_class(data)
+    if name == "JSON":
+        return resolve_prompt_style(json_options(data).prompt_style)
+    import litgpt.data
+
+    defaults = {
+        field.name: field.default for field in dataclasses.fields(getattr(litgpt.data, name))
+    }
+    return resolve_prompt_style(data["init_args"].get("prompt_style", defaults["prompt_style"]))
+
+
 def resolve_prompt_style(value: object) -> "PromptStyle":
     """The prompt style named in a recipe.
 
