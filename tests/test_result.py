@@ -173,7 +173,7 @@ def test_a_damaged_checkpoint_is_refused_and_another_one_offered(
 def test_an_adapter_is_not_put_on_another_model(ended, tmp_path):
     run = ended["lora"]
     other = make_llama(tmp_path / "other", initializer_range=0.5)
-    with pytest.raises(UserError, match="is not the model that .* was made from") as error:
+    with pytest.raises(UserError, match=r"is not the model that .* was made from") as error:
         loaded(run.out_dir, base=str(other))
     assert "--base PATH" in str(error.value)
 
