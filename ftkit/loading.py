@@ -3,7 +3,6 @@
 import dataclasses
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +34,6 @@ from ftkit.planning import Accelerator, Plan, make_plan
 from ftkit.recipe import Component, LoraRecipe, Precision, Quantization, Recipe
 from ftkit.result import ADAPTER_CONFIG, Result
 from ftkit.sharding import Whole
-from ftkit.strategy import make_precision
 from ftkit.training_state import PARAMETER, stored_name, trained_parameter
 
 if TYPE_CHECKING:
@@ -74,7 +72,7 @@ def plan_use(
     Raises:
         UserError: this machine cannot do what is asked.
     """
-    recipe = result.recipe or Recipe(checkpoint_dir=result.base or str(result.directory))
+    recipe = result.recipe or Recipe(checkpoint_dir=str(result.directory))
     recipe = dataclasses.replace(
         recipe,
         accelerator=accelerator or "auto",
@@ -88,11 +86,6 @@ def plan_use(
     if devices.accelerator == "cpu" and default.startswith("16"):
         default = "32-true"
     return make_plan(dataclasses.replace(recipe, precision=precision or default), devices)
-
-
-def forward_context(plan: Plan) -> AbstractContextManager[None]:
-    """In which the model computes, with the casts of the plan's precision."""
-    return make_precision(plan).forward_context()
 
 
 def open_result(result: Result, base: str | None = None) -> BaseModel:

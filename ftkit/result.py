@@ -84,7 +84,7 @@ def find_result(name: str) -> Result:
             f"{name} {what}. Name the out_dir of a run, such as out/finetune/lora, one of its "
             "checkpoints, an adapter, or a model."
         )
-    return Result(name=name, kind="model", directory=find_or_download(name), base=name)
+    return Result(name=name, kind="model", directory=find_or_download(name))
 
 
 def base_result(result: Result, base: str | None = None) -> Result:
@@ -102,9 +102,8 @@ def base_result(result: Result, base: str | None = None) -> Result:
         raise UserError(
             f"{result.name} does not say which base model it was made from. Try --base PATH."
         )
-    return dataclasses.replace(
-        result, name=name, kind="model", directory=find_or_download(name), base=name, metadata=None
-    )
+    directory = find_or_download(name)
+    return dataclasses.replace(result, name=name, kind="model", directory=directory, base=None)
 
 
 def _is_downloaded(name: str) -> bool:

@@ -36,6 +36,7 @@ LIGHT_MODULES = [
     "job",
     "launch",
     "manage",
+    "options",
     "parsing",
     "planning",
     "process",
