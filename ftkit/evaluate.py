@@ -4,6 +4,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -47,7 +48,7 @@ def evaluate(result: Result, options: EvaluateOptions, data: Sequence[Override])
         "result": result.name,
         "directory": str(result.directory),
         "step": result.metadata.step if result.metadata else None,
-        "base_model": in_use.loaded.base.name,
+        "base_model": _base_name(result, in_use),
         "precision": in_use.plan.precision,
         "quantize": in_use.quantize,
         "data": recipe.data,
@@ -104,6 +105,13 @@ def _held_out(result: Result, recipe: Recipe, in_use: InUse, *, whole_file: bool
             split=not whole_file,
             progress=lambda _, done, total: phase.advance(done, total),
         )
+
+
+def _base_name(result: Result, in_use: InUse) -> str:
+    """What it was made from; of a model of no run, its own name."""
+    if result.kind == "model" and result.base is not None:
+        return Path(result.base).name
+    return in_use.loaded.base.name
 
 
 def _measure(

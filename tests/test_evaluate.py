@@ -49,6 +49,7 @@ def test_a_result_has_the_numbers_that_its_run_reported(ended, values, name, whe
     assert found["precision"] == ended_run.report.resolved.precision
     assert found["quantize"] == ended_run.report.resolved.quantize
     assert found["step"] == ended_run.report.progress.steps
+    assert found["base_model"] == ended_run.report.resolved.base_model
 
 
 def test_another_storage_of_the_base_gives_other_numbers(ended, values):
