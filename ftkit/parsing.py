@@ -451,7 +451,8 @@ def _example(key: str, method: Method, wrong: Any = None) -> str:
     """A value that the key accepts: the most similar choice, or the default."""
     field = dict(_key_fields(RECIPE_OF[method]))[key]
     accepted = accepted_types(field.type)
-    choices = [str(c) for kind in accepted for c in typing.get_args(kind)]
+    literals = [kind for kind in accepted if typing.get_origin(kind) is Literal]
+    choices = [str(c) for kind in literals for c in typing.get_args(kind)]
     if close := difflib.get_close_matches(str(wrong), choices, n=1, cutoff=0.3):
         return close[0]
     if accepted == [str]:

@@ -430,15 +430,31 @@ def _check_ranges(recipe: Recipe) -> None:
 def _check_lora(recipe: LoraRecipe) -> None:
     if recipe.lora_r < 1:
         raise UserError(f"lora_r is {recipe.lora_r}, but must be at least 1. Try --lora_r 8.")
-    if recipe.lora_alpha < 1:
+    if not recipe.lora_alpha > 0:
         raise UserError(
-            f"lora_alpha is {recipe.lora_alpha}, but must be at least 1. Try --lora_alpha 16."
+            f"lora_alpha is {recipe.lora_alpha:g}, but must be above 0. Try --lora_alpha 16."
         )
     if not 0 <= recipe.lora_dropout < 1:
         raise UserError(
             f"lora_dropout is {recipe.lora_dropout:g}, but must lie in [0, 1). "
             "Try --lora_dropout 0.05."
         )
+    ratio = recipe.lora_plus_ratio
+    if ratio is not None and not (0 < ratio < math.inf):
+        raise UserError(
+            f"lora_plus_ratio is {ratio:g}, but must be above 0. Try --lora_plus_ratio 16."
+        )
+    if recipe.lora_variant == "dora" and recipe.lora_init != "default":
+        raise UserError(
+            f"lora_init is {recipe.lora_init}, but lora_variant dora starts from the lengths of "
+            "the base model's own rows. Try --lora_init default, or --lora_variant lora."
+        )
+    if recipe.lora_targets is not None:
+        if not recipe.lora_targets:
+            raise UserError(
+                "lora_targets is empty: no layer is adapted. Try --lora_targets '[q_proj, v_proj]'."
+            )
+        return
     if not any(getattr(recipe, layer) for layer in LORA_LAYERS):
         raise UserError(
             "No layer is adapted: every one of lora_query, lora_key, lora_value, lora_projection, "
