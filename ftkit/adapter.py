@@ -25,7 +25,7 @@ from ftkit.adapter_config import (
     adapter_keys,
     read_notes,
 )
-from ftkit.base.base_model import BaseModel, fuse, parameter_shapes, part_of
+from ftkit.base.base_model import BaseModel, fuse, parameter_shapes, part_of, weights
 from ftkit.base.naming import Fused
 from ftkit.checkpoint.shards import save_tensors
 from ftkit.errors import UserError
@@ -66,12 +66,12 @@ class _Layer:
 
 
 def save_adapter(
-    weights: Iterable[tuple[str, Tensor]], base: BaseModel, recipe: LoraRecipe, out: Path
+    parameters: Iterable[tuple[str, Tensor]], base: BaseModel, recipe: LoraRecipe, out: Path
 ) -> None:
     """Write trained weights as a PEFT adapter of the Hugging Face model.
 
     Args:
-        weights: our names and values of all parameters of the adapter, and of layers that are
+        parameters: our names and values of all parameters of the adapter, and of layers that are
             trained whole.
         base: the model that is adapted.
         recipe: the adapter's settings.
@@ -79,7 +79,7 @@ def save_adapter(
     """
     from peft import LoraConfig
 
-    given = {name: tensor.detach().cpu() for name, tensor in weights}
+    given = {name: tensor.detach().cpu() for name, tensor in parameters}
     layers = _joined_layers({name: t for name, t in given.items() if is_adapter(name)})
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
@@ -122,10 +122,10 @@ def save_adapter(
     _sort_targets(out / CONFIG)
 
 
-def _joined_layers(weights: Mapping[str, Tensor]) -> dict[str, _Layer]:
+def _joined_layers(parameters: Mapping[str, Tensor]) -> dict[str, _Layer]:
     """The matrices by our layer; what is subtracted from the start is more of them."""
     found: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in weights.items():
+    for name, tensor in parameters.items():
         layer, _, rest = name.partition(".lora_")
         found.setdefault(layer, {})[rest.removesuffix(".weight")] = tensor
     layers = {}
@@ -174,20 +174,18 @@ def _block_diagonal(
 
 
 def _whole_layers(
-    weights: Mapping[str, Tensor], base: BaseModel, recipe: LoraRecipe
+    parameters: Mapping[str, Tensor], base: BaseModel, recipe: LoraRecipe
 ) -> dict[str, Tensor]:
     """The parameters of layers that are trained whole, as Hugging Face calls them."""
     assert base.family is not None
     naming = base.family.naming
     found: dict[str, Tensor] = {}
-    for name, tensor in weights.items():
+    for name, tensor in parameters.items():
         theirs, fused = naming.stored_in(name)
         if fused is not None:
             _, _, layer, *_, kind = name.split(".")
             names = [f"{part.format(layer)}.{kind}" for part in fused.parts]
-            if not all(part in weights for part in names):
-                raise AssertionError(f"{theirs} is trained in part")
-            tensor = fuse([weights[part] for part in names], fused, base.config)
+            tensor = fuse([parameters[part] for part in names], fused, base.config)
         found[theirs] = tensor
     tied = base.tied if recipe.train.tie_embeddings is None else recipe.train.tie_embeddings
     embedding, head = (naming.stored_in(f"{name}.weight")[0] for name in (EMBEDDING, HEAD))
@@ -262,9 +260,10 @@ def read_adapter(directory: Path, base: BaseModel) -> Adapter:
     """
     changes = adapter_keys(directory)
     parts = read_notes(directory).get(PARTS, {})
+    whole = tuple(changes["lora_modules_to_save"] or ())
     tensors: dict[str, Tensor] = {}
+    copies: dict[str, Tensor] = {}
     holders = _holders(base)
-    tied = {}
     for name, tensor in _stored(directory).items():
         theirs, kind = _split(name)
         found = holders.get(theirs)
@@ -273,23 +272,42 @@ def read_adapter(directory: Path, base: BaseModel) -> Adapter:
                 f"adapter {directory} holds {name}, but {base.name} has no layer "
                 f"{theirs or name}. Give the model that the adapter was made for."
             )
-        if base.tied and found[0] == [HEAD] and kind in ("weight", "bias"):
-            tied[kind] = tensor
-            continue
         try:
-            tensors |= _ours(tensor, kind, *found, parts.get(theirs), base)
+            ours = _ours(tensor, kind, *found, parts.get(theirs), base)
         except (RuntimeError, ValueError, IndexError, KeyError) as error:
             raise UserError(
                 f"adapter {directory}: {name} of shape {list(tensor.shape)} does not fit "
                 f"{base.name} ({error}). Give the model that the adapter was made for."
             ) from None
-    embedding = tensors.get(f"{EMBEDDING}.weight")
-    if tied and (embedding is None or not torch.equal(embedding, tied["weight"])):
-        raise UserError(
-            f"adapter {directory} trains the head apart from the embedding, but they are one in "
-            f"{base.name}. Try a copy of the model with train.tie_embeddings false."
+        is_trained = kind.startswith("lora_") or f".{theirs}".endswith(
+            tuple(f".{module}" for module in whole)
         )
+        (tensors if is_trained else copies).update(ours)
+    head = f"{HEAD}.weight"
+    if base.tied and head in tensors | copies:
+        value = (tensors | copies).pop(head)
+        embedding = tensors.get(f"{EMBEDDING}.weight")
+        tensors.pop(head, None)
+        copies.pop(head, None)
+        if embedding is None:
+            copies[f"{EMBEDDING}.weight"] = value
+        elif not torch.equal(embedding, value):
+            raise UserError(
+                f"adapter {directory} trains head and embedding apart, but they are one in "
+                f"{base.name}. Merge the adapter where it was made, and start from the result."
+            )
+    _check_copies(copies, base, directory)
     return Adapter(changes, tensors)
+
+
+def _check_copies(copies: Mapping[str, Tensor], base: BaseModel, directory: Path) -> None:
+    """Refuse copies of the base model's weights, which PEFT adds at times, that differ from it."""
+    for name, tensor in weights(base) if copies else ():
+        if name in copies and not torch.equal(tensor.to(copies[name].dtype), copies[name]):
+            raise UserError(
+                f"adapter {directory} comes with {name} of its own, which differs from that of "
+                f"{base.name}. Give the model that the adapter was made for."
+            )
 
 
 def check_shapes(adapter: Adapter, shapes: Mapping[str, torch.Size], directory: Path) -> None:
@@ -343,7 +361,7 @@ def _stored(directory: Path) -> dict[str, Tensor]:
 
 def _split(name: str) -> tuple[str, str]:
     """Hugging Face's layer and what of it: lora_A, lora_B, lora_magnitude_vector, weight, bias."""
-    plain = name.removeprefix(_PREFIX)
+    plain = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
     layer, found, kind = plain.rpartition(".lora_")
     if found:
         return layer, "lora_" + kind.removesuffix(".weight")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ftkit.errors import UserError
-from ftkit.recipe import LoraRecipe, Recipe
+from ftkit.recipe import LAYER_SWITCHES, LoraRecipe, Recipe
 
 CONFIG = "adapter_config.json"
 WEIGHTS, OLD_WEIGHTS = "adapter_model.safetensors", "adapter_model.bin"
@@ -90,10 +90,17 @@ def with_adapter(recipe: Recipe) -> Recipe:
     defaults = {field.name: field.default for field in dataclasses.fields(recipe)}
     for key, value in keys.items():
         asked = getattr(recipe, key)
-        if asked not in (defaults[key], value):
+        if asked != defaults[key] and _in_order(asked) != _in_order(value):
             raise UserError(
                 f"{key} is {json.dumps(asked)}, but the adapter {recipe.adapter} has "
                 f"{json.dumps(value)}. Remove {key}, which is read from the adapter."
+            )
+    for key in LAYER_SWITCHES:
+        if getattr(recipe, key) != defaults[key]:
+            raise UserError(
+                f"{key} is {json.dumps(getattr(recipe, key))}, but the adapter {recipe.adapter} "
+                f"adapts {json.dumps(keys['lora_targets'])}. Remove {key}; the layers are read "
+                "from the adapter."
             )
     if recipe.lora_init != "default":
         raise UserError(
@@ -101,6 +108,10 @@ def with_adapter(recipe: Recipe) -> Recipe:
             f"{recipe.adapter}. Try --lora_init default."
         )
     return dataclasses.replace(recipe, **keys)
+
+
+def _in_order(value: Any) -> Any:
+    return sorted(value) if isinstance(value, list) else value
 
 
 def read_notes(directory: Path) -> dict[str, Any]:

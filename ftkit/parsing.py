@@ -461,7 +461,8 @@ def _example(key: str, method: Method, wrong: Any = None) -> str:
         return yaml.safe_dump(_plain(field.default)).partition("\n")[0]
     if choices:
         return choices[0]
-    return {int: "100", float: "1.0", bool: "true"}[accepted[0]]
+    examples = {int: "100", float: "1.0", bool: "true"}
+    return examples.get(accepted[0], "[lm_head]")
 
 
 def _describe(kind: Any) -> str:
@@ -471,5 +472,7 @@ def _describe(kind: Any) -> str:
         return f"one of: {', '.join(map(str, choices))}" if len(choices) > 1 else repr(choices[0])
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         return " or ".join(_describe(k) for k in accepted_types(kind))
+    if typing.get_origin(kind) is list:
+        return "a list of names"
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     return words.get(kind, "a path" if kind is Path else "a name, or class_path with init_args")

@@ -217,4 +217,14 @@ class LoraRecipe(Lora, Recipe):
         return "lora"
 
 
+LAYER_SWITCHES = (
+    "lora_query",
+    "lora_key",
+    "lora_value",
+    "lora_projection",
+    "lora_mlp",
+    "lora_head",
+)
+"""Keys that choose the adapted layers where lora_targets does not."""
+
 RECIPE_OF: dict[Method, type[Recipe]] = {"full": Recipe, "lora": LoraRecipe}
