@@ -278,6 +278,10 @@ class ZeroState:
         fragment = parameter._hp_mapping
         if fragment is None:  # this rank has nothing of it
             return
+        if len(kinds) > 1 and not fragment.optim_fragment:
+            # DeepSpeed links all groups after the first step of the first group.
+            self._zero._hp_optimizer_states_linked = False
+            self._zero._lazy_init_hp_params_optimizer_state()
         for kind in kinds:
             yield Part(
                 kind=kind or PARAMETER,

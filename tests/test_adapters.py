@@ -14,9 +14,10 @@ from torch import Tensor
 
 from ftkit.adapter import check_adapter, check_shapes, read_adapter, save_adapter
 from ftkit.adapter_config import with_adapter
-from ftkit.base.base_model import BaseModel, open_base
+from ftkit.base.base_model import BaseModel, hf_name, open_base
 from ftkit.errors import UserError
 from ftkit.finetuner import make_optimizer
+from ftkit.launch import launch
 from ftkit.lora import is_adapter
 from ftkit.model import LanguageModel, fill, our_name, outline, trained_weights
 from ftkit.parsing import read_recipe
@@ -82,11 +83,18 @@ def logits(model: LanguageModel) -> Tensor:
 
 
 @torch.no_grad()
-def logits_of_peft(base: BaseModel, adapter: Path | None) -> Tensor:
+def logits_of_peft(
+    base: BaseModel, adapter: Path | None, weights: dict[str, Tensor] | None = None
+) -> Tensor:
+    """Of the Hugging Face model, with other weights in places if there are any."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(base.directory, dtype=torch.float32)
+    for name, value in (weights or {}).items():
+        theirs = hf_name(base, name)
+        assert theirs is not None
+        model.get_parameter(theirs).data.copy_(value)
     if adapter is not None:
         model = PeftModel.from_pretrained(model, adapter)
     result: Tensor = model.eval()(TOKENS).logits
@@ -503,3 +511,39 @@ def test_an_adapter_that_lacks_a_tensor_or_has_one_too_many_is_refused(
     save_file(tensors, adapter / "adapter_model.safetensors")
     with pytest.raises(UserError, match=r"k_proj\.lora_B\S* is not among the layers"):
         build(llama, lora_recipe(llama, adapter=adapter))
+
+
+def test_a_wrong_adapter_is_refused_before_anything_starts(
+    llama: BaseModel, foreign: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    keys = {"checkpoint_dir": str(llama.directory), "out_dir": str(out), "adapter": str(foreign)}
+    recipe = read_recipe([], [*keys.items(), ("lora_r", "5")], method="lora")
+    with pytest.raises(UserError, match="lora_r is 5, but the adapter"):
+        launch(recipe, command=())
+    assert not out.exists()
+
+
+# --- Quantised bases ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("kind", ["bnb.nf4-dq", "bnb.int8"])
+def test_an_adapter_on_a_quantised_base_starts_there_and_fits_its_weights_in_peft(
+    llama: BaseModel, variant: str, kind: str, tmp_path: Path
+) -> None:
+    recipe = lora_recipe(llama, quantize=kind, lora_mlp=True, **VARIANTS[variant])
+    model = build(llama, recipe)
+    plain = build(llama, lora_recipe(llama, quantize=kind))
+    torch.testing.assert_close(logits(model), logits(plain), rtol=0, atol=1e-6)
+    adapter = export(train(model), llama, recipe, tmp_path / "adapter")
+    if kind == "bnb.int8":  # its products round activations too
+        return
+    weights = {
+        our_name(f"{name}.weight"): layer.unpacked(layer.weight)
+        for name, layer in model.named_modules()
+        if hasattr(layer, "unpacked")
+    }
+    torch.testing.assert_close(
+        logits(model), logits_of_peft(llama, adapter, weights), rtol=0, atol=TOLERANCE
+    )

@@ -11,8 +11,7 @@ from conftest import ROOT
 
 from ftkit.errors import UserError
 from ftkit.parsing import from_dict, key_types, read_keys, read_recipe, to_dict, to_yaml
-from ftkit.recipe import LAYER_SWITCHES
-from ftkit.recipe import LoraRecipe, Method, Recipe
+from ftkit.recipe import LAYER_SWITCHES, LoraRecipe, Method, Recipe
 
 RECIPES = ROOT / "recipes"
 FILES = sorted(RECIPES.rglob("*.yaml"))
