@@ -161,7 +161,12 @@ def verify_start(
 
 
 def check_disk(
-    out_dir: Path, checkpoint_bytes: int, recipe: Recipe, existing_bytes: int = 0
+    out_dir: Path,
+    checkpoint_bytes: int,
+    recipe: Recipe,
+    existing_bytes: int = 0,
+    *,
+    steps_left: int,
 ) -> None:
     """Refuse a run whose checkpoints will not fit on the disk.
 
@@ -170,13 +175,17 @@ def check_disk(
         checkpoint_bytes: size of one checkpoint.
         recipe: how many are kept. Those that `keep_every` adds are not counted.
         existing_bytes: of checkpoints that are there and will be deleted on the way.
+        steps_left: optimizer steps to come; there is at most one checkpoint for each.
 
     Raises:
         UserError: the disk has not enough free space.
     """
     kept = recipe.checkpoint
-    count = kept.keep_last + kept.keep_best + 1  # the next is written before an old one goes
-    needed = count * checkpoint_bytes - existing_bytes
+    # One more than is kept: the next is written before an old one goes.
+    count = min(kept.keep_last + kept.keep_best + 1, steps_left)
+    needed = count * checkpoint_bytes
+    if count < steps_left:
+        needed -= existing_bytes
     free = shutil.disk_usage(out_dir).free
     if needed <= free:
         return

@@ -387,24 +387,26 @@ def disk(monkeypatch) -> Callable[[float], None]:
 
 
 @pytest.mark.parametrize(
-    ("free", "keys", "existing", "fits"),
+    ("free", "keys", "existing", "left", "fits"),
     [
-        (8, {}, 0, True),
-        (7.9, {}, 0, False),
-        (10, {"checkpoint__keep_best": 1}, 0, True),
-        (9, {"checkpoint__keep_best": 1}, 0, False),
-        (4, {"checkpoint__keep_last": 1}, 0, True),
-        (2, {}, 6 * GIB, True),
-        (0, {}, 100 * GIB, True),
+        (8, {}, 0, 9, True),
+        (7.9, {}, 0, 9, False),
+        (10, {"checkpoint__keep_best": 1}, 0, 9, True),
+        (9, {"checkpoint__keep_best": 1}, 0, 9, False),
+        (4, {"checkpoint__keep_last": 1}, 0, 9, True),
+        (2, {}, 6 * GIB, 9, True),
+        (0, {}, 100 * GIB, 9, True),
+        (2, {"checkpoint__keep_last": 1000}, 6 * GIB, 1, True),  # the last step is all to come
+        (1.9, {"checkpoint__keep_last": 1000}, 6 * GIB, 1, False),
     ],
 )
-def test_the_disk_must_hold_what_is_kept_and_one_more(out, disk, free, keys, existing, fits):
+def test_the_disk_must_hold_what_is_kept_and_one_more(out, disk, free, keys, existing, left, fits):
     disk(free)
     if fits:
-        check_disk(out, 2 * GIB, recipe(out, **keys), existing)
+        check_disk(out, 2 * GIB, recipe(out, **keys), existing, steps_left=left)
         return
     with pytest.raises(UserError) as error:
-        check_disk(out, 2 * GIB, recipe(out, **keys), existing)
+        check_disk(out, 2 * GIB, recipe(out, **keys), existing, steps_left=left)
     message = str(error.value)
     assert f"has {free:.2f} GiB free" in message and "x 2.00 GiB" in message
     assert "Try --checkpoint.keep_last 1" in message and "another --out_dir" in message
@@ -413,7 +415,7 @@ def test_the_disk_must_hold_what_is_kept_and_one_more(out, disk, free, keys, exi
 def test_a_disk_too_small_for_one_needs_another(out, disk):
     disk(1)
     with pytest.raises(UserError, match=r"need 4\.00 GiB .* Try another --out_dir, or --checkp"):
-        check_disk(out, 2 * GIB, recipe(out, checkpoint__keep_last=1))
+        check_disk(out, 2 * GIB, recipe(out, checkpoint__keep_last=1), steps_left=9)
 
 
 # --- The supervisor's part ----------------------------------------------------------------------
