@@ -130,6 +130,16 @@ def test_a_row_that_does_not_fit_waits_and_the_file_is_whole_meanwhile(path):
     assert path.read_text().count("\n") == 5
 
 
+def test_a_validation_that_is_repeated_has_one_row(tmp_path):
+    path = tmp_path / "validation.csv"
+    for start in ({}, {"after_step": 8}):
+        with ValidationWriter(path, **start) as writer:
+            writer.write(step=8, samples=80, val_loss=1.5)
+    with ValidationWriter(path, after_step=8) as writer:
+        writer.write(step=12, samples=120, val_loss=1.25)
+    assert [row["step"] for row in read_validation(path)] == [8, 12]
+
+
 def test_rows_that_wait_are_written_at_the_end_if_there_is_space(path):
     with MetricsWriter(path) as writer:
         writer._file = DiskFullAfter(writer._file, room=10)

@@ -151,12 +151,21 @@ class ValidationWriter(_CsvWriter):
     def __init__(self, path: Path, *, after_step: int | None = None) -> None:
         """As `MetricsWriter`."""
         super().__init__(path, VALIDATION_COLUMNS, after_step)
+        rows = read_validation(path)
+        self._last_step = rows[-1]["step"] if rows else None
 
     def __enter__(self) -> "ValidationWriter":
         return self
 
     def write(self, *, step: int, samples: int, val_loss: float | None) -> None:
-        """Add the row of one validation; the perplexity follows from its loss."""
+        """Add the row of one validation; the perplexity follows from its loss.
+
+        A step that has a row keeps it: a run that was killed between its last validation and its
+        end goes on with that validation.
+        """
+        if step == self._last_step:
+            return
+        self._last_step = step
         value = None if val_loss is None else perplexity(val_loss)
         self._write_cells((str(step), str(samples), _cell(val_loss), _cell(value)))
 
