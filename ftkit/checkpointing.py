@@ -168,6 +168,7 @@ class Checkpointing:
                 )
             if saved.note is not None:
                 self._warn(f"After the checkpoint of step {saved.step}: {saved.note}.")
+        self._saver.require_success()
 
     def finish(self) -> None:
         """Wait for what is being written."""

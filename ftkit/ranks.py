@@ -178,7 +178,8 @@ class Ranks:
 
     def _note(self, rank: int, kind: ErrorKind, message: str) -> None:
         error = RankError(kind=kind, message=message, happened_at_s=time.time())
-        error.write(self._directories[rank] / ERROR)
+        with suppress(OSError):  # then the report says that it ended without a word
+            error.write(self._directories[rank] / ERROR)
 
     def _pause(self, _: int, __: FrameType | None) -> None:
         """Ctrl+Z: stand still with the ranks and their workers until `fg` or `bg`."""

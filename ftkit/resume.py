@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+from ftkit.checkpoint.formats import format_problem
 from ftkit.checkpoint.metadata import METADATA, Metadata, read_metadata
 from ftkit.checkpoint.store import Store, check_files, hash_file, step_of, verify
 from ftkit.errors import UserError
@@ -135,7 +136,7 @@ def find_start(recipe: Recipe) -> Start | None:
 def verify_start(
     start: Start, display: Display, interrupted: Callable[[], bool] = lambda: False
 ) -> None:
-    """Read all files of the checkpoint and compare their checksums.
+    """Read all files of the checkpoint: compare their checksums, and look at their formats.
 
     Args:
         start: what `find_start` found.
@@ -153,7 +154,11 @@ def verify_start(
             phase.advance(done, total)
 
         try:
-            problems = verify(start.checkpoint, advance)
+            problems = verify(start.checkpoint, advance) or [
+                problem
+                for name in sorted(start.metadata.files)
+                if (problem := format_problem(start.checkpoint / name))
+            ]
         except InterruptedError:
             return
     if problems:
@@ -290,13 +295,23 @@ def _content_problems(checkpoint: Path) -> list[str]:
         changed = hash_file(file) != metadata.files[RECIPE]
     except OSError as error:
         return [f"{file} cannot be read ({error.strerror})."]
-    return [f"{file} is damaged: its checksum is another."] if changed else []
+    if changed:
+        return [f"{file} is damaged: its checksum is another."]
+    try:
+        _recipe_in(checkpoint, metadata)
+    except UserError as error:
+        return [str(error).removeprefix("--config ")]
+    return []
+
+
+def _recipe_in(checkpoint: Path, metadata: Metadata) -> Recipe:
+    method: Method = "lora" if metadata.method == "lora" else "full"
+    return read_recipe([checkpoint / RECIPE], method=method)
 
 
 def _saved_recipe(recipe: Recipe, checkpoint: Path, metadata: Metadata) -> Recipe:
     """The recipe of a checkpoint; what it left open is what it came to, if that is asked now."""
-    method: Method = "lora" if metadata.method == "lora" else "full"
-    saved = read_recipe([checkpoint / RECIPE], method=method)
+    saved = _recipe_in(checkpoint, metadata)
     if recipe.precision is not None:
         saved = dataclasses.replace(saved, precision=cast(Precision, metadata.layout.precision))
     if recipe.train.max_seq_length is not None:

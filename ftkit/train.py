@@ -10,6 +10,7 @@ import os
 import sys
 import time
 import traceback
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TextIO
@@ -59,6 +60,7 @@ from ftkit.recorder import FINAL, LOG, Recorder
 from ftkit.report.display import Display
 from ftkit.report.report import DataCounts, Resolved
 from ftkit.resume import CHECKPOINTS, check_disk
+from ftkit.saving import SavingFailed
 from ftkit.sharding import Sharding
 from ftkit.strategy import (
     compute_dtype,
@@ -386,7 +388,9 @@ def run_rank(job_path: Path, terminal: TextIO) -> int:
         try:
             start = None if job.start is None else read_metadata(Path(job.start))
             device = make_device(job.plan)
-            with Recorder(job, job.plan, device, state, rank(), start=start) as recorder:
+            with Recorder(
+                job, job.plan, device, state, rank(), start=start, show_warning=display.warning
+            ) as recorder:
                 run(job, start, stop, display, recorder)
         except BaseException as exception:
             error = _explain(exception)
@@ -427,7 +431,7 @@ def _log_traceback(exception: BaseException, job: Job) -> None:
     lines = traceback.format_exception(exception)
     if job.plan.world_size > 1:
         lines = [f"rank {rank()}:\n", *lines]
-    with (job.recipe.out_dir / LOG).open("a", encoding="utf-8") as file:
+    with suppress(OSError), (job.recipe.out_dir / LOG).open("a", encoding="utf-8") as file:
         file.write("".join(lines))
 
 
@@ -442,7 +446,7 @@ def _explain(exception: BaseException) -> RankError:
     if isinstance(exception, torch.OutOfMemoryError | MemoryError) or _HOST_MEMORY in message:
         message = message or type(exception).__name__
         return RankError(kind="out_of_memory", message=message, happened_at_s=now)
-    if not isinstance(exception, NonFiniteLoss):
+    if not isinstance(exception, NonFiniteLoss | SavingFailed):
         message = f"{type(exception).__name__}: {message}"
     return RankError(kind="failed", message=message, happened_at_s=now)
 
