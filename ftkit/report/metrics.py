@@ -131,12 +131,20 @@ class ValidationWriter(_CsvWriter):
     def __init__(self, path: Path, *, after_step: int | None = None) -> None:
         """As `MetricsWriter`."""
         super().__init__(path, VALIDATION_COLUMNS, after_step)
+        known = read_validation(path)
+        self._last_step = known[-1]["step"] if known else None
 
     def __enter__(self) -> "ValidationWriter":
         return self
 
     def write(self, *, step: int, samples: int, val_loss: float | None) -> None:
-        """Add the row of one validation; the perplexity follows from its loss."""
+        """Add the row of one validation; the perplexity follows from its loss.
+
+        A step has one row, also if it is validated again after a crash.
+        """
+        if step == self._last_step:
+            return
+        self._last_step = step
         value = None if val_loss is None else perplexity(val_loss)
         self._write_cells((str(step), str(samples), _cell(val_loss), _cell(value)))
 
