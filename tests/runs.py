@@ -130,7 +130,7 @@ def command_of(
 def watched(
     out_dir: Path, command: Sequence[str], cwd: Path, environment: dict[str, str]
 ) -> Iterator[Run]:
-    """Start a command; it does not outlive the block."""
+    """Start a command in a process group of its own; it does not outlive the block."""
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -138,6 +138,7 @@ def watched(
         text=True,
         cwd=cwd,
         env=environment,
+        process_group=0,
     )
     run = Run(out_dir, process)
     try:
