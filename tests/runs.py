@@ -18,7 +18,15 @@ from ftkit.ranks import STATE, rank_directory
 from ftkit.report.report import FILE_NAME, read_report
 
 TIMEOUT_S = 120
-FILES = ["final", "metrics.csv", "recipe.yaml", "report.json", "run.log", "validation.csv"]
+FILES = [
+    "checkpoints",
+    "final",
+    "metrics.csv",
+    "recipe.yaml",
+    "report.json",
+    "run.log",
+    "validation.csv",
+]
 """What a run that completes leaves in its directory."""
 
 DEFAULT_SIGNALS = """

@@ -542,7 +542,7 @@ def test_a_copied_full_fine_tune_goes_on_from_a_step_and_sets_the_rest_aside(
 ):
     shutil.copytree(full.out_dir, tmp_path / "copy")
     copy = Sittings(tmp_path, common, "copy")
-    found = copy.run(from_config(copy.out_dir, out_dir=copy.out_dir, resume=40))
+    found = copy.run(from_config(copy.out_dir, resume=40))  # out_dir in it is the old one
     assert (found.code, found.report.outcome) == (0, "completed")
     assert_same_curve(copy.out_dir, full.out_dir)
     aside = copy.out_dir / "set_aside" / "1"
@@ -592,6 +592,8 @@ def test_a_full_fine_tune_goes_on_with_no_other_base_model(
     branch = Sittings(tmp_path, common, "branch")
     with refused(branch, words) as err:
         assert f"checkpoint_dir {other} is not the model" in err
+    with refused(branch, [*words, "--checkpoint_dir", "random:pythia-14m"]) as err:
+        assert "checkpoint_dir is random:pythia-14m, but the checkpoint" in err
     assert not branch.out_dir.exists()
 
 
