@@ -176,7 +176,7 @@ class Checkpointing:
         self.report()
 
     def amend(self, step: int, validation_loss: float | None) -> None:
-        """Add to the checkpoint of the last step what was measured after it was saved."""
+        """Add to the newest checkpoint, of this step, what was measured after it was saved."""
         self.finish()
         if rank() > 0 or self._store.newest() != step:
             return

@@ -188,6 +188,11 @@ def _find_base(recipe: Recipe, start: Start | None) -> str | None:
     """The base model; None: the checkpoint has all that is needed of it."""
     base = recipe.checkpoint_dir
     if base.startswith("random:"):
+        if start is not None:
+            raise UserError(
+                f"checkpoint_dir is {base}, but the checkpoint {start.checkpoint} was made from "
+                f"{start.metadata.base.name}. Try --checkpoint_dir {start.metadata.base.name}."
+            )
         return base
     if start is not None and recipe.method == "full" and (start.checkpoint / BASE).is_dir():
         return None

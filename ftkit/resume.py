@@ -88,6 +88,22 @@ def goes_on_in_place(recipe: Recipe) -> bool:
     return path == out_dir or path.is_relative_to(out_dir / CHECKPOINTS)
 
 
+def follow_moved(recipe: Recipe, file: Path) -> Recipe:
+    """The recipe of a run that goes on where its directory is now, if it was moved or copied.
+
+    Args:
+        recipe: what is asked.
+        file: that it was read from.
+    """
+    run = file.expanduser().resolve().parent
+    by_out_dir = recipe.resume == "auto" or not isinstance(recipe.resume, str)
+    if recipe.resume is False or not by_out_dir or file.name != RECIPE:
+        return recipe
+    if run == _out_dir(recipe).resolve() or Store(run / CHECKPOINTS).newest() is None:
+        return recipe
+    return dataclasses.replace(recipe, out_dir=run)
+
+
 def require_free(out_dir: Path, method: Method) -> None:
     """Refuse a new run in the place of one that is not complete and can go on.
 

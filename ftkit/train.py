@@ -146,6 +146,7 @@ def run(
         recorder,
         checkpointing=checkpointing,
         stored=stored,
+        start_is_validated=start is not None and start.validation_loss is not None,
         stop_after=job.stop_after,
         command_started_at_s=job.started_at_s,
         loggers=loggers,

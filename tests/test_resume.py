@@ -33,6 +33,7 @@ from ftkit.resume import (
     check_disk,
     continue_command,
     find_start,
+    follow_moved,
     goes_on_in_place,
     last_words,
     verify_start,
@@ -368,6 +369,33 @@ def test_the_command_that_goes_on_is_that_of_the_method_and_quoted():
     assert continue_command(Path("a b"), "full") == (
         "ftkit finetune_full --config 'a b/recipe.yaml' --resume auto"
     )
+
+
+# --- Moved runs ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("resume", "name", "follows"),
+    [
+        ("auto", "recipe.yaml", True),
+        ("true", "recipe.yaml", True),
+        ("5", "recipe.yaml", True),
+        ("false", "recipe.yaml", False),
+        ("/some/run", "recipe.yaml", False),
+        ("auto", "other.yaml", False),
+    ],
+)
+def test_a_moved_run_goes_on_where_its_recipe_lies(out, tmp_path, resume, name, follows):
+    save_run(recipe(out), 5)
+    moved = out.rename(tmp_path / "moved")
+    found = follow_moved(recipe(out, resume=resume), moved / name)
+    assert found.out_dir == (moved if follows else out)
+
+
+def test_a_recipe_beside_base_models_stays_where_it_wants_to_be(out, tmp_path):
+    (tmp_path / "checkpoints" / "org").mkdir(parents=True)
+    asked = recipe(out, resume="auto")
+    assert follow_moved(asked, tmp_path / "recipe.yaml") == asked
 
 
 # --- Disk ---------------------------------------------------------------------------------------
