@@ -36,21 +36,25 @@ def _before_save(step: int, action: Callable[[Saver], None]) -> None:
 
 
 def killed_at(step: int, number: int) -> None:
-    """Die at one moment from the saving of a step on.
+    """Die at one moment from the saving of a step on; see `killed_in`."""
+    _before_save(step, lambda saver: killed_in(str(saver.store.directory.parent), number))
+
+
+def killed_in(out_dir: str, number: int) -> None:
+    """Die at one moment from now on.
 
     The moments lie before each call that changes something beside the logs, and so after each.
     What is not synced yet is half there.
 
     Args:
-        step: of the checkpoint.
+        out_dir: of the run.
         number: calls that happen before.
     """
-    out_dir = ""
-    left = number
+    left, process = number, os.getpid()
 
     def happens(path: object) -> None:
         nonlocal left
-        if not out_dir or not _concerns(path, out_dir):
+        if os.getpid() != process or not _concerns(path, out_dir):
             return
         if left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -60,15 +64,10 @@ def killed_at(step: int, number: int) -> None:
         if event in CHANGES or (event == "open" and (arguments[2] or 0) & WRITING):
             happens(arguments[0])
 
-    def arm(saver: Saver) -> None:
-        nonlocal out_dir
-        out_dir = str(saver.store.directory.parent)
-        sys.addaudithook(audit)
-
     def fsync(descriptor: int, fsync: Callable[[int], None] = os.fsync) -> None:
         path = Path(f"/proc/self/fd/{descriptor}").readlink()
         status = os.fstat(descriptor)
-        if left == 0 and stat.S_ISREG(status.st_mode) and out_dir and _concerns(path, out_dir):
+        if left == 0 and stat.S_ISREG(status.st_mode) and _concerns(path, out_dir):
             with path.open("r+b") as file:
                 file.truncate(status.st_size // 2)
         happens(path)
@@ -83,7 +82,7 @@ def killed_at(step: int, number: int) -> None:
 
     os.fsync = fsync  # type: ignore[assignment]
     shards.save_file = save_file
-    _before_save(step, arm)
+    sys.addaudithook(audit)
 
 
 def _concerns(path: object, out_dir: str) -> bool:

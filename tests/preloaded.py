@@ -21,6 +21,8 @@ from typing import Any, NoReturn
 import psutil
 
 TIMEOUT_S = 120
+SUPERVISOR = -1
+"""Among ranks with faults, the process that starts them."""
 
 
 class Attempt:
@@ -184,6 +186,11 @@ def _serve() -> NoReturn:
     die_with_parent(os.getppid())
     assert threading.active_count() == len(list(Path("/proc/self/task").iterdir())) == 1
 
+    def suffer(request: dict[str, Any], rank: int) -> None:
+        if str(rank) in request["faults"]:
+            name, *arguments = request["faults"][str(rank)]
+            getattr(faults, name)(*arguments)
+
     def start_rank(
         request: dict[str, Any], job: Job, state: Path, rank: int, placement: dict[str, str]
     ) -> _Forked:
@@ -200,9 +207,7 @@ def _serve() -> NoReturn:
                     os.close(int(link.name))
             os.environ.update(placement)
             _write_to(ranks.output_log(job.recipe.out_dir, rank))
-            if str(rank) in request["faults"]:
-                name, *arguments = request["faults"][str(rank)]
-                getattr(faults, name)(*arguments)
+            suffer(request, rank)
             with os.fdopen(terminal, "w") as stream:
                 return run_rank(state / "job.json", stream)
 
@@ -215,6 +220,7 @@ def _serve() -> NoReturn:
         _write_to(Path(request["output"]))
         ranks.GRACE_S = 0.5
         ranks._start = lambda *arguments: start_rank(request, *arguments)  # type: ignore[assignment]
+        suffer(request, SUPERVISOR)
         sys.argv = ["ftkit", *request["arguments"]]
         cli.main()
         return 0

@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ import torch
 import yaml
 from conftest import command_environment
 from faults import BALLAST
-from preloaded import Attempt, Preloaded, preloaded
+from preloaded import SUPERVISOR, Attempt, Preloaded, preloaded
 from rank_jobs import Outcome
 from runs import options
 
@@ -236,6 +237,26 @@ def test_a_run_survives_a_kill_at_each_stage_of_a_commit(runs, tmp_path, method)
     assert all(itertools.takewhile(bool, map(commit.killed_at, itertools.count())))
     names = {name for state in commit.states for name in state}
     assert {".step-00000004.partial", ".step-00000002.deleted", "latest"} <= names
+
+
+@pytest.mark.slow
+def test_a_run_survives_a_kill_while_it_goes_back_to_an_earlier_step(stopped, tmp_path):
+    """Later checkpoints and rows are on their way to set_aside, or there already."""
+    run, out = stopped("lora"), tmp_path / "out"
+    back = ("--resume", 2)
+    for number in itertools.count(step=2):
+        run.copy(out)
+        attempt = run.runs.run(out, *back, faults={SUPERVISOR: ["killed_in", str(out), number]})
+        assert attempt.code == -signal.SIGKILL, attempt.output
+        if store_of(out).steps() == [3, 4]:  # the ranks were done
+            break
+        aside = list(out.glob("set_aside/*/checkpoints/step-00000003"))
+        assert len(aside) + (3 in store_of(out).steps()) >= 1
+        run.runs.complete(out, *back)
+        assert_equal(out, run.whole, 4)
+        assert list(out.glob("set_aside/*/checkpoints/step-00000003"))
+        shutil.rmtree(out)
+    assert number > 5
 
 
 # --- A full disk ----------------------------------------------------------------------------------
@@ -557,6 +578,24 @@ def test_a_payload_in_place_of_a_file_is_refused_and_does_not_run(
     assert str(store_of(out).path(3) / name) in message
     assert message.endswith("Try the one before it: --resume 2.")
     assert not (tmp_path / "trace").exists()
+
+
+@pytest.mark.slow
+def test_the_real_command_refuses_a_payload(ftkit, stopped, tmp_path):
+    """Not forked from a process that has imported what would run it."""
+    run = stopped("lora")
+    out = run.copy(tmp_path / "out")
+    name = "shard-00000-of-00001.safetensors"
+    replace(store_of(out).path(3), name, pickled(tmp_path / "trace"), checksums=True)
+    words = ("finetune", "--config", out / "recipe.yaml", "--out_dir", out)
+    done = ftkit(*words, "--resume", "auto")
+    assert done.returncode == 2
+    assert str(store_of(out).path(3) / name) in done.stderr and "--resume 2" in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    assert not (tmp_path / "trace").exists()
+    done = ftkit(*words, "--resume", 2)
+    assert done.returncode == 0, done.stderr
+    assert_equal(out, run.whole, 4)
 
 
 @pytest.mark.slow
