@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ftkit.checkpoint.store import LATEST, Store
@@ -25,8 +25,8 @@ _OWN = (RECIPE, FILE_NAME, *ROWS, LOG_NAME, FINAL, CHECKPOINTS, "tensorboard", "
 def ready_to_go_on(out_dir: Path, start: Start | None, state: Path) -> Iterator[None]:
     """The directory of a run as it was at its start; all that is later is set aside.
 
-    Without a start, an attempt that saved nothing is set aside as a whole. If the block ends with
-    a UserError or cannot begin, the directory is as it was before.
+    Without a start, an attempt that saved nothing is set aside as a whole. If that fails, or
+    the block ends with a UserError, the directory is as it was before.
 
     Args:
         out_dir: of the run, locked.
@@ -40,20 +40,17 @@ def ready_to_go_on(out_dir: Path, start: Start | None, state: Path) -> Iterator[
             (before / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(out_dir / name, before / name)
     target = _next_number(out_dir / SET_ASIDE)
-    try:
+    with ExitStack() as undoing:
+        undoing.callback(_put_back, out_dir, existed, before, target)
         if start is None:
             _move(sorted(existed), out_dir, target)
         else:
             _set_later_aside(out_dir, start.metadata.step, target)
+        undo = undoing.pop_all()
+    try:
         yield
-    except (UserError, OSError):
-        for name in _OWN:
-            if name not in existed:
-                _remove(out_dir / name)
-        if target.exists():
-            _move_back(target, out_dir)
-        if before.exists():
-            shutil.copytree(before, out_dir, dirs_exist_ok=True)
+    except UserError:  # nothing has run
+        undo.close()
         raise
 
 
@@ -91,6 +88,16 @@ def _move(names: list[str], source: Path, target: Path) -> None:
     for name in names:
         target.mkdir(parents=True, exist_ok=True)
         (source / name).rename(target / name)
+
+
+def _put_back(out_dir: Path, existed: set[str], before: Path, target: Path) -> None:
+    for name in _OWN:
+        if name not in existed:
+            _remove(out_dir / name)
+    if target.exists():
+        _move_back(target, out_dir)
+    if before.exists():
+        shutil.copytree(before, out_dir, dirs_exist_ok=True)
 
 
 def _move_back(target: Path, out_dir: Path) -> None:

@@ -44,14 +44,14 @@ PATIENCE_S = 10.0
 
 def take_part(
     placed: ExternalRanks,
-    prepare: Callable[[], AbstractContextManager[Job]],
+    prepare: Callable[[Sequence[signal.Signals]], AbstractContextManager[Job]],
     conclude: Callable[[Job, Sequence[signal.Signals]], int],
 ) -> int:
     """Run this rank; on rank 0 also prepare the run and write the report.
 
     Args:
         placed: which rank this is.
-        prepare: checks the recipe and claims the run's directory.
+        prepare: checks the recipe and claims the run's directory; given the signals received.
         conclude: writes the report and gives the exit code.
     """
     die_with_parent(os.getppid())
@@ -61,7 +61,7 @@ def take_part(
     ended = [_ended(rank) for rank in range(1, placed.world_size)]
     with Ranks(placed) as ranks, ExitStack() as stack:
         try:
-            job = stack.enter_context(prepare())
+            job = stack.enter_context(prepare(ranks.received))
         except Completed:
             store.set(JOB, COMPLETE)
             _wait_for(store, ended, patience_s=PATIENCE_S)

@@ -205,6 +205,8 @@ def optimizer_of(plan: Plan) -> tuple[type[torch.optim.Optimizer], dict[str, Any
     implementation = {"fused", "foreach", "capturable", "differentiable"}
     # 16-mixed clips unscaled gradients before the step, DeepSpeed updates slices of its own.
     may_fuse = plan.precision != "16-mixed" and plan.strategy != "deepspeed"
+    if plan.strategy == "fsdp":  # torch has fused steps over DTensors for these alone
+        may_fuse = may_fuse and class_path in ("torch.optim.Adam", "torch.optim.AdamW")
     if "fused" in known and may_fuse and not implementation & arguments.keys():
         arguments["fused"] = True
     return optimizer_class, arguments

@@ -62,8 +62,8 @@ from ftkit.resume import (
     require_free,
     verify_start,
 )
+from ftkit.survey import Place, is_at_work
 
-LOCK = "lock"
 BASE = "base"
 """What a full fine-tune needs of its base model but weights, in a checkpoint or beside the job."""
 Use = Literal["new", "overwrite", "go_on"]
@@ -91,8 +91,8 @@ def launch(
         UserError: before anything has started, and nothing is left behind.
     """
 
-    def prepared() -> AbstractContextManager[Job]:
-        return prepare(recipe, command, overwrite, started_at_s, stop_after)
+    def prepared(received: Sequence[signal.Signals]) -> AbstractContextManager[Job]:
+        return prepare(recipe, command, overwrite, started_at_s, stop_after, received)
 
     started_at_s = time.time()
     placed = external_ranks()
@@ -107,7 +107,7 @@ def launch(
                 f"num_nodes is {recipe.num_nodes}, but this command starts ranks on one machine "
                 "only. Start it on every machine with torchrun or srun, or try --num_nodes 1."
             )
-        with Ranks() as ranks, prepared() as job:
+        with Ranks() as ranks, prepared(ranks.received) as job:
             ranks.run(job, job.recipe.out_dir / STATE)
             return conclude(job, ranks.received)
     except Completed as completed:
@@ -122,6 +122,7 @@ def prepare(
     overwrite: bool,
     started_at_s: float,
     stop_after: StopAfter | None = None,
+    received: Sequence[signal.Signals] = (),
 ) -> Iterator[Job]:
     """A job whose every setting is checked, with its base model at hand and its directory claimed.
 
@@ -151,7 +152,8 @@ def prepare(
         start = find_start(dataclasses.replace(recipe, precision=plan.precision))
         base = _find_base(recipe, start)
         if not in_place:
-            if not overwrite and not at_work(wanted):
+            place = Place(path=wanted, store=Store(wanted / CHECKPOINTS))
+            if not overwrite and not is_at_work(place):  # which is left alone like a complete one
                 require_free(wanted, recipe.method)
             out_dir = stack.enter_context(claim(wanted, "overwrite" if overwrite else "new"))
             if out_dir != wanted:
@@ -172,7 +174,7 @@ def prepare(
             if in_place:
                 stack.enter_context(ready_to_go_on(out_dir, start, state))
             if start is not None:
-                _go_on(start, job, copy_base=base is None)
+                _go_on(start, job, received, copy_base=base is None)
             written = dataclasses.replace(job.recipe, resume=False)
             write_durably(out_dir / RECIPE, to_yaml(written))
             job.write(state / "job.json")
@@ -200,11 +202,11 @@ def _find_base(recipe: Recipe, start: Start | None) -> str | None:
         ) from None
 
 
-def _go_on(start: Start, job: Job, *, copy_base: bool) -> None:
+def _go_on(start: Start, job: Job, received: Sequence[signal.Signals], *, copy_base: bool) -> None:
     """Check the checkpoint, take from it what the run needs, and say what goes on and how."""
     out_dir = job.recipe.out_dir
     with Display(out_dir) as display:
-        verify_start(start, display)
+        verify_start(start, display, interrupted=lambda: bool(received))
         if copy_base:  # the checkpoint may be deleted while the run goes on
             shutil.copytree(start.checkpoint / BASE, out_dir / STATE / BASE)
         if not start.in_place:
@@ -258,7 +260,7 @@ def claim(wanted: Path, use: Use) -> Iterator[Path]:
         state = out_dir / STATE
         created = [path for path in (out_dir, *out_dir.parents) if not path.exists()]
         state.mkdir(parents=True, exist_ok=True)
-        lock = (state / LOCK).open("w")
+        lock = (state / "lock").open("w")
     except OSError as error:
         raise _unwritable(out_dir, error) from None
     with lock:
@@ -269,7 +271,7 @@ def claim(wanted: Path, use: Use) -> Iterator[Path]:
                 f"out_dir {out_dir} belongs to a run that is still at work. "
                 "Wait for it, or try another --out_dir."
             ) from None
-        _remove_entries(state, keep=LOCK)  # of a run that was killed with its supervisor
+        _remove_entries(state, keep="lock")  # of a run that was killed with its supervisor
         replaced = state / "replaced"
         replaced.mkdir()
         if use != "go_on":
@@ -287,18 +289,6 @@ def claim(wanted: Path, use: Use) -> Iterator[Path]:
                 if any(path.iterdir()):
                     break
                 path.rmdir()
-
-
-def at_work(out_dir: Path) -> bool:
-    """Whether a run is at work in a directory."""
-    try:
-        with (out_dir / STATE / LOCK).open("r+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
 
 
 def _unwritable(out_dir: Path, error: OSError) -> UserError:

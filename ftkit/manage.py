@@ -32,8 +32,8 @@ from ftkit.report.formatting import (
     printable,
     shortened,
 )
+from ftkit.resume import RECIPE
 from ftkit.survey import (
-    RECIPE,
     Entry,
     Place,
     claimed,

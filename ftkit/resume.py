@@ -8,6 +8,7 @@ import dataclasses
 import re
 import shlex
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -132,28 +133,45 @@ def find_start(recipe: Recipe) -> Start | None:
     return _start(recipe, _checkpoint_at(resume), in_place=goes_on_in_place(recipe))
 
 
-def verify_start(start: Start, display: Display) -> None:
+def verify_start(
+    start: Start, display: Display, interrupted: Callable[[], bool] = lambda: False
+) -> None:
     """Read all files of the checkpoint: compare their checksums, and look at their formats.
 
     Args:
         start: what `find_start` found.
         display: where the progress goes.
+        interrupted: whether the run is to end anyway; the rest is not read then.
 
     Raises:
         UserError: a file is not what it was; offers an earlier checkpoint.
     """
     with display.phase("checking the checkpoint", brief=True) as phase:
-        problems = verify(start.checkpoint, phase.advance) or [
-            problem
-            for name in sorted(start.metadata.files)
-            if (problem := format_problem(start.checkpoint / name))
-        ]
+
+        def advance(done: int, total: int) -> None:
+            if interrupted():
+                raise InterruptedError
+            phase.advance(done, total)
+
+        try:
+            problems = verify(start.checkpoint, advance) or [
+                problem
+                for name in sorted(start.metadata.files)
+                if (problem := format_problem(start.checkpoint / name))
+            ]
+        except InterruptedError:
+            return
     if problems:
         raise _damaged(start.checkpoint, problems, in_place=start.in_place)
 
 
 def check_disk(
-    out_dir: Path, checkpoint_bytes: int, recipe: Recipe, existing_bytes: int = 0
+    out_dir: Path,
+    checkpoint_bytes: int,
+    recipe: Recipe,
+    existing_bytes: int = 0,
+    *,
+    steps_left: int,
 ) -> None:
     """Refuse a run whose checkpoints will not fit on the disk.
 
@@ -162,13 +180,17 @@ def check_disk(
         checkpoint_bytes: size of one checkpoint.
         recipe: how many are kept. Those that `keep_every` adds are not counted.
         existing_bytes: of checkpoints that are there and will be deleted on the way.
+        steps_left: optimizer steps to come; there is at most one checkpoint for each.
 
     Raises:
         UserError: the disk has not enough free space.
     """
     kept = recipe.checkpoint
-    count = kept.keep_last + kept.keep_best + 1  # the next is written before an old one goes
-    needed = count * checkpoint_bytes - existing_bytes
+    # One more than is kept: the next is written before an old one goes.
+    count = min(kept.keep_last + kept.keep_best + 1, steps_left)
+    needed = count * checkpoint_bytes
+    if count < steps_left:
+        needed -= existing_bytes
     free = shutil.disk_usage(out_dir).free
     if needed <= free:
         return
@@ -269,7 +291,11 @@ def _content_problems(checkpoint: Path) -> list[str]:
     file = checkpoint / RECIPE
     if RECIPE not in metadata.files:
         return [f"{checkpoint / METADATA} does not list {RECIPE}."]
-    if hash_file(file) != metadata.files[RECIPE]:
+    try:
+        changed = hash_file(file) != metadata.files[RECIPE]
+    except OSError as error:
+        return [f"{file} cannot be read ({error.strerror})."]
+    if changed:
         return [f"{file} is damaged: its checksum is another."]
     try:
         _recipe_in(checkpoint, metadata)

@@ -16,9 +16,7 @@ from ftkit.checkpoint.metadata import METADATA, CheckpointError, Metadata, read_
 from ftkit.checkpoint.store import Store, check_files, step_of
 from ftkit.errors import UserError
 from ftkit.ranks import STATE
-
-CHECKPOINTS = "checkpoints"
-RECIPE = "recipe.yaml"
+from ftkit.resume import CHECKPOINTS, RECIPE
 
 
 @dataclass(frozen=True, kw_only=True)

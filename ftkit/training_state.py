@@ -321,7 +321,7 @@ def canonical_kind(optimizer: Optimizer, key: str) -> str:
 def state_kinds(
     optimizer_class: type[Optimizer], arguments: dict[str, Any], device: torch.device
 ) -> dict[str, bool]:
-    """The kinds of tensors that an optimizer keeps for a parameter, found by a step with one.
+    """The kinds of tensors that an optimizer keeps for parameters, found by a step with two.
 
     Returns:
         For each kind, whether it has the parameter's shape.
@@ -329,26 +329,53 @@ def state_kinds(
     Raises:
         UserError: it keeps something that is no tensor, or cannot step.
     """
-    parameter = nn.Parameter(torch.zeros(2, 3, device=device))
-    parameter.grad = torch.zeros_like(parameter)
+    if optimizer_class.__module__.startswith("deepspeed."):  # made in a second, and known
+        return {"exp_avg": True, "exp_avg_sq": True}
+    parameters = [nn.Parameter(torch.zeros(shape, device=device)) for shape in ((2, 3), (3,))]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
     try:
-        optimizer = optimizer_class([parameter], **arguments)
+        optimizer = optimizer_class(parameters, **arguments)
         optimizer.step()
     except (RuntimeError, ValueError, TypeError) as error:
         raise UserError(
             f"optimizer {optimizer_class.__name__} cannot fine-tune: {error}. "
             "Try --optimizer AdamW."
         ) from None
-    kinds = {}
-    for key, value in optimizer.state[parameter].items():
-        if _is_tensor_state(key, value, parameter):
-            kinds[canonical_kind(optimizer, key)] = value.shape == parameter.shape
-        elif not (_is_scalar_state(value) or _is_constant(key) or value is None):
-            raise UserError(
-                f"optimizer {optimizer_class.__name__} keeps a {key} that checkpoints cannot hold. "
-                "Try --optimizer AdamW, or --checkpoint.save false."
-            )
+    kinds: dict[str, bool] = {}
+    for parameter in parameters:
+        for key, value in optimizer.state[parameter].items():
+            if _is_tensor_state(key, value, parameter):
+                kind = canonical_kind(optimizer, key)
+                kinds[kind] = kinds.get(kind, True) and value.shape == parameter.shape
+            elif not (_is_scalar_state(value) or _is_constant(key) or value is None):
+                raise UserError(
+                    f"optimizer {optimizer_class.__name__} keeps a {key} that checkpoints cannot "
+                    "hold. Try --optimizer AdamW, or --checkpoint.save false."
+                )
     return kinds
+
+
+def bytes_per_number(
+    kinds: Mapping[str, bool],
+    optimizer_class: type[Optimizer],
+    arguments: Mapping[str, Any],
+    dtype: torch.dtype,
+) -> float:
+    """What a checkpoint needs for each trained number: itself and the state of its optimizer.
+
+    Args:
+        kinds: from `state_kinds`.
+        optimizer_class: whose state it is.
+        arguments: of it.
+        dtype: of what the optimizer updates.
+    """
+    state_bytes: float = dtype.itemsize
+    if optimizer_class.__name__.endswith("8bit") or arguments.get("optim_bits") == 8:
+        state_bytes = 1 + 4 / BLOCK
+    elif optimizer_class.__module__.startswith("bitsandbytes"):
+        state_bytes = 4
+    return dtype.itemsize + state_bytes * sum(kinds.values())
 
 
 def _is_constant(key: str) -> bool:

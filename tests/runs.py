@@ -68,7 +68,13 @@ class Run:
         return sorted(ranks, key=lambda rank: int(rank.environ()["RANK"]))
 
     def wait_for_rank(self) -> psutil.Process:
-        self.wait_for(lambda: self.state.exists() and len(self.processes()) == 2)
+        def started() -> bool:
+            if not self.state.exists() or len(self.processes()) != 2:
+                return False
+            children = psutil.Process(self.process.pid).children()
+            return all("RANK" in child.environ() for child in children)  # not before its exec
+
+        self.wait_for(started)
         return self.rank()
 
     def wait_for_steps(self, count: int) -> None:

@@ -448,7 +448,7 @@ def test_no_run_starts_while_clean_is_at_work(said, out_dir, monkeypatch):
     refused = []
 
     def delete_(store: Store, step: int) -> None:
-        with pytest.raises(UserError, match="still at work"), claim(out_dir, overwrite=True):
+        with pytest.raises(UserError, match="still at work"), claim(out_dir, "overwrite"):
             pass
         refused.append(step)
         delete(store, step)

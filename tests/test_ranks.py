@@ -14,7 +14,10 @@ import psutil
 import pytest
 from conftest import Start, command_environment
 from runs import FILES, FOREVER, TIMEOUT_S, Run, command_of, rows, watched
+from saved_runs import ended, save_run
 
+from ftkit.cli import split_options
+from ftkit.parsing import read_recipe
 from ftkit.report.report import Report, read_report
 
 DEADLINE_S = 30
@@ -371,6 +374,19 @@ def test_a_mistake_under_torchrun_is_told_once_and_leaves_nothing(common, tmp_pa
     assert err.count("ftkit: data.json_path is none.json, but there is no such") == 1
     assert set(re.findall(r"exitcode *: (\d+)", err)) == {"2"}
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_complete_run_under_slurm_ends_well_everywhere(common, tmp_path: Path) -> None:
+    out_dir = tmp_path / "out"
+    words = command_of(out_dir, common, resume="auto")
+    save_run(read_recipe([], split_options(words[1:]).values, method="lora"), 5)
+    ended(out_dir, "completed", 5, result=True)
+    with slurm(out_dir, words, tmp_path) as tasks:
+        (out, err), others = tasks[0].communicate(timeout=TIMEOUT_S), tasks[1].communicate()
+        assert [task.returncode for task in tasks] == [0, 0]
+    assert (err, others) == ("", ("", ""))
+    assert out.startswith(f"{out_dir} is complete at step 5;")
 
 
 @pytest.mark.slow

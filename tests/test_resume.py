@@ -1,27 +1,32 @@
 """Where a run goes on: which checkpoint is found, what is refused, and what is set aside."""
 
 import csv
+import dataclasses
 import fcntl
 import io
 import shlex
+import signal
+import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from checkpoints import safetensors, save
+from checkpoints import save
 from runs import content
+from saved_runs import LAST, ended, recipe, save_run, write_rows
+from test_cli import NO_TORCH
 
 from ftkit.checkpoint.store import Store
 from ftkit.cli import split_options
 from ftkit.errors import UserError
-from ftkit.job import Job, StopAfter
-from ftkit.launch import prepare
-from ftkit.parsing import read_recipe, to_yaml
-from ftkit.ranks import STATE
+from ftkit.job import Job, RankError, StopAfter
+from ftkit.launch import conclude, prepare
+from ftkit.parsing import read_recipe
+from ftkit.ranks import ERROR, STATE, rank_directory
 from ftkit.recipe import Method, Recipe
 from ftkit.report.display import Display
-from ftkit.report.report import OutcomeName, Progress, Report, write_report
+from ftkit.report.report import Progress, read_report, write_report
 from ftkit.resume import (
     Completed,
     Start,
@@ -33,68 +38,14 @@ from ftkit.resume import (
     verify_start,
 )
 
-LAST = 2000
-"""Steps of a run of two epochs, as `checkpoints.some_metadata` has them."""
-
 
 @pytest.fixture
 def out(tmp_path) -> Path:
     return tmp_path / "out"
 
 
-def recipe(out: Path, method: Method = "lora", **keys: object) -> Recipe:
-    """A recipe of the run in out; dots are written as two underscores."""
-    values = {"checkpoint_dir": "base", "out_dir": out, "train__epochs": 2} | keys
-    pairs = [(key.replace("__", "."), str(value)) for key, value in values.items()]
-    return read_recipe([], pairs, method=method)
-
-
-def save_run(asked: Recipe, *steps: int, **changes: object) -> Store:
-    """Checkpoints and rows of a run, as it leaves them."""
-    out = asked.out_dir
-    store = Store(out / "checkpoints")
-    files = {
-        "recipe.yaml": to_yaml(asked).encode(),
-        "shard-00000-of-00001.safetensors": safetensors(1000),
-        "adapter/adapter_model.safetensors": safetensors(100),
-    }
-    if asked.method == "full":
-        files["base/config.json"] = b"{}"
-    out.mkdir(exist_ok=True)
-    for step in steps:
-        save(store, step, files, method=asked.method, **changes)
-    (out / "recipe.yaml").write_text(to_yaml(asked))
-    (out / "run.log").write_text("log\n")
-    write_rows(out, range(1, max(steps, default=0) + 3))
-    return store
-
-
-def write_rows(out: Path, steps: range) -> None:
-    lines = ["step,samples,loss,lr,grad_norm,tokens,tokens_per_s"]
-    lines += [f"{step},{step * 16},1.0,0.1,,5,6.0" for step in steps]
-    (out / "metrics.csv").write_text("\n".join(lines) + "\n")
-    (out / "validation.csv").write_text("step,samples,val_loss,perplexity\n2,32,1.0,2.7\n")
-
-
 def steps_in(file: Path) -> list[int]:
     return [int(row["step"]) for row in csv.DictReader(io.StringIO(file.read_text()))]
-
-
-def ended(out: Path, outcome: OutcomeName, steps: int, *, result: bool = False) -> None:
-    """The report of a run, and its result."""
-    report = Report(
-        outcome=outcome,
-        exit_reason="train.epochs of 2 reached",
-        exit_code=0,
-        phase="saving",
-        started_at="2026-01-02T03:04:05Z",
-        finished_at="2026-01-02T03:04:05Z",
-        progress=Progress(steps=steps),
-    )
-    write_report(report, out)
-    if result:
-        (out / "final").mkdir()
-        (out / "final/model").write_text("result")
 
 
 def found(asked: Recipe) -> Start:
@@ -340,6 +291,16 @@ def test_what_is_read_first_is_checked_first(out, name):
     assert message.endswith("try --overwrite without --resume to start again.")
 
 
+def test_a_file_that_cannot_be_read_is_named(out, monkeypatch):
+    def fail(_: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    store = save_run(recipe(out), 5)
+    monkeypatch.setattr("ftkit.resume.hash_file", fail)
+    message = refusal(recipe(out, resume="auto"))
+    assert f"{store.path(5) / 'recipe.yaml'} cannot be read (Permission denied)." in message
+
+
 def test_a_changed_byte_anywhere_is_found_before_ranks_start(out, tmp_path):
     store = save_run(recipe(out), 5, 10)
     damage(store.path(10) / "adapter/adapter_model.safetensors")
@@ -352,6 +313,15 @@ def test_a_changed_byte_anywhere_is_found_before_ranks_start(out, tmp_path):
             verify_start(start, display)
         assert "adapter_model.safetensors is damaged" in str(error.value)
         assert str(error.value).endswith(option)
+
+
+def test_the_check_ends_when_the_run_is_to_end(out, tmp_path, monkeypatch):
+    store = save_run(recipe(out), 5)
+    damage(store.path(5) / "adapter/adapter_model.safetensors")
+    monkeypatch.setattr("ftkit.checkpoint.store.PROGRESS_INTERVAL_S", 0)
+    monkeypatch.setattr("ftkit.checkpoint.store.hash_file", lambda *_: time.sleep(0.1))
+    with Display(tmp_path) as display:
+        verify_start(found(recipe(out, resume="auto")), display, interrupted=lambda: True)
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_refused(out):
@@ -417,24 +387,26 @@ def disk(monkeypatch) -> Callable[[float], None]:
 
 
 @pytest.mark.parametrize(
-    ("free", "keys", "existing", "fits"),
+    ("free", "keys", "existing", "left", "fits"),
     [
-        (8, {}, 0, True),
-        (7.9, {}, 0, False),
-        (10, {"checkpoint__keep_best": 1}, 0, True),
-        (9, {"checkpoint__keep_best": 1}, 0, False),
-        (4, {"checkpoint__keep_last": 1}, 0, True),
-        (2, {}, 6 * GIB, True),
-        (0, {}, 100 * GIB, True),
+        (8, {}, 0, 9, True),
+        (7.9, {}, 0, 9, False),
+        (10, {"checkpoint__keep_best": 1}, 0, 9, True),
+        (9, {"checkpoint__keep_best": 1}, 0, 9, False),
+        (4, {"checkpoint__keep_last": 1}, 0, 9, True),
+        (2, {}, 6 * GIB, 9, True),
+        (0, {}, 100 * GIB, 9, True),
+        (2, {"checkpoint__keep_last": 1000}, 6 * GIB, 1, True),  # the last step is all to come
+        (1.9, {"checkpoint__keep_last": 1000}, 6 * GIB, 1, False),
     ],
 )
-def test_the_disk_must_hold_what_is_kept_and_one_more(out, disk, free, keys, existing, fits):
+def test_the_disk_must_hold_what_is_kept_and_one_more(out, disk, free, keys, existing, left, fits):
     disk(free)
     if fits:
-        check_disk(out, 2 * GIB, recipe(out, **keys), existing)
+        check_disk(out, 2 * GIB, recipe(out, **keys), existing, steps_left=left)
         return
     with pytest.raises(UserError) as error:
-        check_disk(out, 2 * GIB, recipe(out, **keys), existing)
+        check_disk(out, 2 * GIB, recipe(out, **keys), existing, steps_left=left)
     message = str(error.value)
     assert f"has {free:.2f} GiB free" in message and "x 2.00 GiB" in message
     assert "Try --checkpoint.keep_last 1" in message and "another --out_dir" in message
@@ -443,7 +415,7 @@ def test_the_disk_must_hold_what_is_kept_and_one_more(out, disk, free, keys, exi
 def test_a_disk_too_small_for_one_needs_another(out, disk):
     disk(1)
     with pytest.raises(UserError, match=r"need 4\.00 GiB .* Try another --out_dir, or --checkp"):
-        check_disk(out, 2 * GIB, recipe(out, checkpoint__keep_last=1))
+        check_disk(out, 2 * GIB, recipe(out, checkpoint__keep_last=1), steps_left=9)
 
 
 # --- The supervisor's part ----------------------------------------------------------------------
@@ -567,6 +539,34 @@ def test_a_mistake_found_later_leaves_everything_as_it_was(asked, out, keys):
         fail()
     assert content(out) == before
     assert not (out / "tensorboard").exists()
+
+
+def test_a_failure_while_later_things_are_set_aside_is_undone(asked, out, monkeypatch):
+    def fail(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    save_run(asked(), 5, 10)
+    ended(out, "completed", 10, result=True)
+    before = content(out)
+    monkeypatch.setattr("ftkit.aside.cut_rows", fail)
+    assert "cannot be written: No space left on device" in mistake(asked(resume=5))
+    assert content(out) == before
+
+
+def test_a_failure_after_training_takes_nothing_back(asked, out):
+    store = save_run(asked(), 5, 10)
+
+    def fail() -> None:
+        with prepared(asked(resume=5)) as job:
+            leave(job, 7)
+            save(store, 7)
+            write_rows(out, range(1, 8))
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        fail()
+    assert store.steps() == [5, 7] and steps_in(out / "metrics.csv")[-1] == 7
+    assert Store(out / "set_aside/1/checkpoints").steps() == [10]
 
 
 def test_a_mistake_leaves_an_attempt_that_saved_nothing_as_it_was(asked, out):
@@ -700,4 +700,80 @@ def test_lora_needs_its_base_model_and_says_which(asked, out):
     assert message.startswith("checkpoint_dir no-where does not exist.")
     assert (
         "continues from the base model base/tiny: say where it is with --checkpoint_dir" in message
+    )
+
+
+# --- The end of a sitting -----------------------------------------------------------------------
+
+
+def leave(job: Job, steps: int, error: RankError | None = None, **changes: object) -> None:
+    """What rank 0 leaves for the supervisor."""
+    state = rank_directory(job.recipe.out_dir / STATE, 0)
+    state.mkdir()
+    (job.recipe.out_dir / "run.log").touch()
+    report = dataclasses.replace(job.new_report(), progress=Progress(steps=steps), **changes)
+    write_report(report, state)
+    if error is not None:
+        error.write(state / ERROR)
+
+
+def test_an_interrupted_sitting_says_how_to_go_on(asked, out, capsys):
+    store = save_run(asked(), 5)
+    with prepared(asked(resume="auto")) as job:
+        leave(job, 7, RankError(kind="interrupted", message="SIGINT", happened_at_s=1.0))
+        save(store, 7)
+        assert conclude(job, [signal.SIGINT]) == 130
+    text = capsys.readouterr().out
+    assert text.endswith(
+        f"stopped after step 7, saved to {store.path(7)}\n"
+        f"continue with: {continue_command(out, 'lora')}\n"
+    )
+    assert text.splitlines()[-1] in (out / "run.log").read_text()
+    assert read_report(out).outcome == "interrupted"
+
+
+def test_a_sitting_that_ends_as_asked_is_no_failure(asked, out, capsys):
+    store = save_run(asked(), 5)
+    with prepared(asked(resume="auto"), stop_after=StopAfter(steps=2)) as job:
+        leave(job, 7, outcome="stopped", exit_code=0, exit_reason=str(job.stop_after))
+        save(store, 7)
+        assert conclude(job, []) == 0
+    report = read_report(out)
+    assert (report.outcome, report.exit_reason) == ("stopped", "--stop_after 2")
+    assert "continue with: " in capsys.readouterr().out
+
+
+def test_a_complete_run_has_nothing_to_go_on_with(asked, capsys):
+    with prepared(asked()) as job:
+        leave(job, 7, outcome="completed", exit_code=0, exit_reason="train.epochs of 2 reached")
+        assert conclude(job, []) == 0
+    assert "continue with" not in capsys.readouterr().out
+
+
+def test_a_mistake_that_a_rank_finds_before_its_first_step_changes_nothing(asked, out):
+    save_run(asked(), 5)
+    before = content(out)
+
+    def fail() -> None:
+        with prepared(asked(resume="auto")) as job:
+            leave(job, 5, RankError(kind="user", message="other data", happened_at_s=1.0))
+            conclude(job, [])
+
+    with pytest.raises(UserError, match="other data"):
+        fail()
+    assert content(out) == before
+
+
+# --- The command --------------------------------------------------------------------------------
+
+
+def test_the_command_on_a_complete_run_ends_well_and_imports_no_torch(ftkit, common, out):
+    words = [*common, "--out_dir", str(out), "--resume", "auto"]
+    save_run(read_recipe([], split_options(words).values, method="lora"), 5)
+    ended(out, "completed", 5, result=True)
+    end = ftkit("finetune", *words, before=NO_TORCH)
+    assert (end.returncode, end.stderr) == (0, "imported: []\n")
+    assert end.stdout == (
+        f"{out} is complete at step 5; the result is in {out / 'final'}\n"
+        f"train on with: {continue_command(out, 'lora')} --train.max_steps 10\n"
     )

@@ -22,6 +22,7 @@ BASH_SCRIPTS = [path for path in SCRIPTS if "bash" in path.read_text().partition
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 
 LIGHT_MODULES = [
+    "aside",
     "base.hub",
     "checkpoint.metadata",
     "checkpoint.store",
@@ -29,7 +30,9 @@ LIGHT_MODULES = [
     "data.files",
     "data.order",
     "durable",
+    "duration",
     "errors",
+    "fields",
     "job",
     "launch",
     "manage",
@@ -44,6 +47,7 @@ LIGHT_MODULES = [
     "report.metrics",
     "report.report",
     "report.table",
+    "resume",
     "survey",
 ]
 HEAVY_PACKAGES = [
