@@ -178,7 +178,7 @@ def _serve() -> NoReturn:
     import faults
     import peft  # noqa: F401
 
-    from ftkit import cli, ranks
+    from ftkit import cli, launch, ranks  # noqa: F401 (the command imports launch late)
     from ftkit.job import Job
     from ftkit.process import die_with_parent
     from ftkit.train import run_rank
