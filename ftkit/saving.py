@@ -7,6 +7,7 @@ and commits; that is the only moment at which a checkpoint comes into being.
 import dataclasses
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -281,4 +282,6 @@ def _take_receipt(directory: Path, step: int) -> dict[str, Any]:
 def _in_words(failure: Exception) -> str:
     if isinstance(failure, OSError) and failure.errno:
         return os.strerror(failure.errno)
+    if found := re.search(r"I/O error: (.+) \(os error", str(failure)):  # of safetensors
+        return found[1]
     return f"{type(failure).__name__}: {failure}"

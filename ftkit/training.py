@@ -6,7 +6,7 @@ import math
 import random
 import secrets
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from enum import IntEnum
 
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
@@ -381,7 +381,19 @@ class Training:
         if rank() > 0:
             return
         for logger in self.trainer.loggers:
-            logger.log_metrics(values, step=step)
+            try:
+                logger.log_metrics(values, step=step)
+            except (OSError, ValueError) as error:  # TensorBoard: ValueError from OSError
+                cause = error.__context__ or error
+                if not isinstance(cause, OSError):
+                    raise
+                self.trainer.loggers = [kept for kept in self.trainer.loggers if kept is not logger]
+                text = (
+                    f"{self.recipe.logger_name} gets no values any more ({cause.strerror}); "
+                    "metrics.csv has all of them"
+                )
+                self.display.warning(text)
+                self.recorder.warn(text)
 
 
 def _example_index(choice: str | int, data: DataSets, seed: int) -> int:
@@ -396,6 +408,15 @@ def _example_index(choice: str | int, data: DataSets, seed: int) -> int:
     return index
 
 
+class _TensorBoard(TensorBoardLogger):
+    """Does not end a run whose last values it cannot write."""
+
+    def finalize(self, status: str) -> None:
+        """Write what is not written yet."""
+        with suppress(OSError):
+            super().finalize(status)
+
+
 def make_loggers(plan: Plan, *, start_step: int, run_ids: dict[str, str]) -> list[Logger]:
     """The loggers beside metrics.csv; they go on where an earlier sitting left off.
 
@@ -408,9 +429,7 @@ def make_loggers(plan: Plan, *, start_step: int, run_ids: dict[str, str]) -> lis
     recipe = plan.recipe
     if recipe.logger_name == "tensorboard":
         first_step = start_step + 1 if start_step else 0  # 0: the validation before all steps
-        return [
-            TensorBoardLogger(recipe.out_dir, name="tensorboard", version="", purge_step=first_step)
-        ]
+        return [_TensorBoard(recipe.out_dir, name="tensorboard", version="", purge_step=first_step)]
     if recipe.logger_name == "wandb":
         if importlib.util.find_spec("wandb") is None:
             raise UserError(

@@ -121,7 +121,7 @@ def test_a_row_that_does_not_fit_waits_and_the_file_is_whole_meanwhile(path):
     writer._file = DiskFullAfter(writer._file, room=10)
     for step in (2, 3):
         writer.write(**{**ROW, "step": step})
-        assert "cannot write all of a row" in str(writer.failure)
+        assert "No space left" in str(writer.failure)
         assert read_metrics(path) == [ROW]
     writer._file.room = 10_000
     writer.write(**{**ROW, "step": 4})

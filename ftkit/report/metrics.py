@@ -4,6 +4,7 @@ Numbers are written with full precision; a value that is missing or not a number
 """
 
 import csv
+import errno
 import io
 import math
 import os
@@ -88,7 +89,7 @@ class _CsvWriter:
         end = self._file.tell()
         try:
             if self._file.write(line) != len(line):
-                raise OSError(f"cannot write all of a row to {self._file.name}")
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
             with suppress(OSError):
                 os.truncate(self._file.fileno(), end)
