@@ -1,6 +1,7 @@
 """LoRA through PEFT: which layers, their first values, and the adapter on disk."""
 
 import math
+import shutil
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from ftkit.base.base_model import BaseModel, hf_name
+from ftkit.base.tensor_files import sync
 from ftkit.checkpoint.shards import save_tensors
 from ftkit.errors import UserError
 from ftkit.recipe import LoraRecipe
@@ -93,6 +95,8 @@ def save_adapter(
 ) -> None:
     """Write the LoRA weights as a PEFT adapter of the Hugging Face model.
 
+    The directory appears complete or not at all.
+
     Args:
         weights: our names and values of all trained parameters.
         base: the model that is adapted.
@@ -110,14 +114,24 @@ def save_adapter(
         targets.add(theirs.rpartition(".")[2])
         matrix = matrix.replace(".default", "")
         tensors[f"base_model.model.{theirs}.lora_{matrix}"] = tensor.cpu()
-    out.mkdir(parents=True)
-    save_tensors(tensors, out / "adapter_model.safetensors", {})
-    LoraConfig(
+    config = LoraConfig(
         r=recipe.lora_r,
         lora_alpha=recipe.lora_alpha,
         lora_dropout=recipe.lora_dropout,
-        target_modules=sorted(targets),
         task_type="CAUSAL_LM",
         base_model_name_or_path=base.name if base.directory is None else str(base.directory),
         inference_mode=True,
-    ).save_pretrained(str(out))
+    )
+    config.target_modules = sorted(targets)  # LoraConfig made it a set, without an order
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        save_tensors(tensors, partial / "adapter_model.safetensors", {})
+        config.save_pretrained(str(partial))
+        for path in (*partial.iterdir(), partial):
+            sync(path)
+        partial.rename(out)
+        sync(out.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

@@ -171,6 +171,7 @@ class Checkpointing:
                 )
             if saved.note is not None:
                 self._warn(f"After the checkpoint of step {saved.step}: {saved.note}.")
+        self._saver.require_success()
 
     def finish(self) -> None:
         """Wait for what is being written."""
@@ -178,7 +179,7 @@ class Checkpointing:
         self.report()
 
     def amend(self, step: int, validation_loss: float | None) -> None:
-        """Add to the checkpoint of the last step what was measured after it was saved."""
+        """Add to the newest checkpoint, of this step, what was measured after it was saved."""
         self.finish()
         if rank() > 0 or self._store.newest() != step:
             return

@@ -4,8 +4,10 @@ Imports and connecting cost more than the tiny runs themselves. Started by test_
 torchrun's environment variables: `python rank_cases.py JOB.json ...`.
 """
 
+import functools
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from ftkit.process import die_with_parent
@@ -14,6 +16,10 @@ if __name__ == "__main__":
     die_with_parent(os.getppid())
     from ftkit.train import run_rank
 
+    with suppress(ImportError):  # DeepSpeed's optimizer asks each time, which takes a second
+        import cpuinfo
+
+        cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     with Path(os.devnull).open("w") as nowhere:
         for job in sys.argv[1:]:
             if run_rank(Path(job), nowhere):

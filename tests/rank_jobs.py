@@ -29,6 +29,14 @@ needs_deepspeed = pytest.mark.skipif(
     not HAS_DEEPSPEED, reason="deepspeed is not installed: scripts/setup_env"
 )
 METHODS: list[Method] = ["full", "lora"]
+NO_EVALUATION: tuple[tuple[str, Any], ...] = (
+    ("eval.interval", 0),
+    ("eval.initial_validation", False),
+    ("eval.final_validation", False),
+    ("eval.max_new_tokens", 0),
+    ("eval.exact_match", 0),
+)
+"""For tests of what is learned alone."""
 LORA = ["lora_key", "lora_projection", "lora_mlp", "lora_head"]
 
 

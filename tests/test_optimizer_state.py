@@ -1,9 +1,9 @@
 """Every kind of optimizer state goes on, on the same layout to the last bit, and on any other."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
-from rank_jobs import HAS_DEEPSPEED, Case, Outcome, Run, make_run
+from rank_jobs import HAS_DEEPSPEED, NO_EVALUATION, Case, Outcome, Run, make_run
 
 CUT = 4
 """Steps of the first sitting, of 9."""
@@ -24,9 +24,7 @@ ADAM_32_BIT: Changes = (("optimizer", "bitsandbytes.optim.AdamW32bit"), *ADAM_8_
 LION: Changes = (("optimizer", "bitsandbytes.optim.Lion8bit"), ("optimizer.lr", 3e-4))
 ADAMW: Changes = (("optimizer", "AdamW"), *ADAM_8_BIT[1:])
 DROPOUT: Changes = (("lora_dropout", 0.2),)
-SMALLER_BATCH: Changes = (("train.global_batch_size", 7),)
 QLORA: Changes = (("quantize", "bnb.nf4-dq"),)
-MASTERS: Changes = ()
 STAGE_1: Changes = (("strategy.stage", 1), ("strategy.offload_optimizer", False))
 STAGE_2: Changes = (("strategy.stage", 2),)
 
@@ -85,7 +83,9 @@ MOVES = {
     ),
     "paged to 8-bit": move(("single", 1, PAGED), ("single", 1, ADAM_8_BIT), within=0.0),
     "32-bit of bitsandbytes to torch": move(("single", 1, ADAM_32_BIT), ("single", 1, ADAMW)),
-    "torch to 32-bit of bitsandbytes, fsdp x2": move(("single", 1, ADAMW), ("fsdp", 2, ADAM_32_BIT)),
+    "torch to 32-bit of bitsandbytes, fsdp x2": move(
+        ("single", 1, ADAMW), ("fsdp", 2, ADAM_32_BIT)
+    ),
     "8-bit to torch": move(("single", 1, ADAM_8_BIT), ("single", 1, ADAMW), within=3e-3),
     "torch to 8-bit": move(("single", 1, ADAMW), ("single", 1, ADAM_8_BIT), within=3e-3),
     "8-bit to deepspeed x2": move(("single", 1, ADAM_8_BIT), ("deepspeed", 2, ADAMW), within=3e-3),
@@ -93,9 +93,7 @@ MOVES = {
     "ZeRO-1 to single": move(("deepspeed", 2, STAGE_1), ("single", 1, ())),
     "single to ZeRO-1": move(("single", 1, ()), ("deepspeed", 2, STAGE_1)),
     "ZeRO-2 x3 to ZeRO-3 x2": move(("deepspeed", 3, STAGE_2), ("deepspeed", 2, ())),
-    "ZeRO-3 to ZeRO-2, LoRA": move(
-        ("deepspeed", 2, ()), ("deepspeed", 2, STAGE_2), method="lora"
-    ),
+    "ZeRO-3 to ZeRO-2, LoRA": move(("deepspeed", 2, ()), ("deepspeed", 2, STAGE_2), method="lora"),
     "ZeRO-1 in bf16-true": same(Case("deepspeed", "full", "bf16-true", STAGE_1), 2),
     "fsdp x2 that keeps gathered parameters": move(
         ("fsdp", 2, (("strategy.sharding", "SHARD_GRAD_OP"),)), ("single", 1, ())
@@ -131,18 +129,24 @@ def results(run: Run, request: pytest.FixtureRequest) -> dict[str, tuple[Outcome
     items = [item for item in request.session.items if isinstance(item, pytest.Function)]
     params = [item.callspec.params for item in items if hasattr(item, "callspec")]
     names = [values["name"] for values in params if values.get("name") in MOVES]
-    moves = {name: MOVES[name] for name in names}
+    moves = {name: _without_evaluation(MOVES[name]) for name in names}
     whole = _in_groups(run, [(m.source_ranks, m.source) for m in moves.values()])
     firsts = {m: _stopping(m.source) for m in moves.values()}
     stopped = _in_groups(run, [(m.source_ranks, firsts[m]) for m in moves.values()])
-    seconds = {
-        m: _starting(m.target, stopped[m.source_ranks, firsts[m]]) for m in moves.values()
-    }
+    seconds = {m: _starting(m.target, stopped[m.source_ranks, firsts[m]]) for m in moves.values()}
     continued = _in_groups(run, [(m.target_ranks, seconds[m]) for m in moves.values()])
     return {
         name: (continued[m.target_ranks, seconds[m]], whole[m.source_ranks, m.source])
         for name, m in moves.items()
     }
+
+
+def _without_evaluation(move: Move) -> Move:
+    source, target = (
+        replace(case, changes=(*NO_EVALUATION, *case.changes))
+        for case in (move.source, move.target)
+    )
+    return replace(move, source=source, target=target)
 
 
 def _in_groups(run: Run, cases: list[tuple[int, Case]]) -> dict[tuple[int, Case], Outcome]:
@@ -154,20 +158,11 @@ def _in_groups(run: Run, cases: list[tuple[int, Case]]) -> dict[tuple[int, Case]
 
 
 def _stopping(case: Case) -> Case:
-    return Case(
-        case.strategy, case.method, case.precision, case.changes, case.tied, stop_after=CUT
-    )
+    return replace(case, stop_after=CUT)
 
 
 def _starting(case: Case, outcome: Outcome) -> Case:
-    return Case(
-        case.strategy,
-        case.method,
-        case.precision,
-        case.changes,
-        case.tied,
-        start=outcome.out_dir,
-    )
+    return replace(case, start=outcome.out_dir)
 
 
 def params() -> list[object]:
@@ -182,9 +177,7 @@ def params() -> list[object]:
 
 
 @pytest.mark.parametrize("name", params())
-def test_optimizer_state_goes_on(
-    results: dict[str, tuple[Outcome, Outcome]], name: str
-) -> None:
+def test_optimizer_state_goes_on(results: dict[str, tuple[Outcome, Outcome]], name: str) -> None:
     found, expected = results[name]
     within = MOVES[name].within
     if within:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from rank_jobs import HAS_DEEPSPEED, METHODS, Case, Outcome, Run, make_run
+from rank_jobs import HAS_DEEPSPEED, METHODS, NO_EVALUATION, Case, Outcome, Run, make_run
 
 from ftkit.recipe import Method
 
@@ -45,7 +45,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.fixture(scope="module")
 def whole(run: Run) -> dict[Method, Outcome]:
     """Runs that nothing interrupted."""
-    cases = {method: Case("single", method) for method in METHODS}
+    cases = {method: Case("single", method, changes=NO_EVALUATION) for method in METHODS}
     found = run(1, list(cases.values()))
     return {method: found[case] for method, case in cases.items()}
 
@@ -57,7 +57,7 @@ def first_sittings(run: Run, layouts: list[Layout]) -> Runs:
     found: Runs = {}
     for world_size, group in itertools.groupby(sorted(layouts, key=_ranks), key=_ranks):
         cases = {
-            (layout, method): Case(layout.strategy, method, stop_after=CUT)
+            (layout, method): Case(layout.strategy, method, changes=NO_EVALUATION, stop_after=CUT)
             for layout in group
             for method in METHODS
         }
@@ -77,7 +77,7 @@ def second_sittings(
                 target.strategy,
                 method,
                 start=outcome.out_dir,
-                changes=(("train.micro_batch_size", 3),),
+                changes=(*NO_EVALUATION, ("train.micro_batch_size", 3)),
             )
             for target in group
             for (source, method), outcome in sources.items()
@@ -103,6 +103,8 @@ def continued(run: Run, stopped: Runs) -> dict[tuple[Layout, Layout, Method], Ou
 
 def assert_continues(found: Outcome, expected: Outcome) -> None:
     """The second sitting learns what the uninterrupted run learned from there on."""
+    assert found.report.checkpoints is not None
+    assert (found.report.checkpoints.saved, found.report.checkpoints.failed) == (1, 0)
     assert [row["step"] for row in found.rows] == list(range(1, LAST + 1))
     assert found.losses == pytest.approx(expected.losses, rel=1e-5)
     for column in ("samples", "tokens", "lr"):
@@ -124,3 +126,27 @@ def test_a_run_goes_on_under_another_strategy(
     method: Method,
 ) -> None:
     assert_continues(continued[source, target, method], whole[method])
+
+
+@pytest.fixture(scope="module")
+def all_stopped(run: Run) -> Runs:
+    return first_sittings(run, LAYOUTS)
+
+
+@pytest.fixture(scope="module")
+def all_continued(run: Run, all_stopped: Runs) -> dict[tuple[Layout, Layout, Method], Outcome]:
+    return second_sittings(run, all_stopped, LAYOUTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("target", LAYOUTS, ids=str)
+@pytest.mark.parametrize("source", LAYOUTS, ids=str)
+def test_a_run_goes_on_under_any_other_layout(
+    all_continued: dict[tuple[Layout, Layout, Method], Outcome],
+    whole: dict[Method, Outcome],
+    source: Layout,
+    target: Layout,
+    method: Method,
+) -> None:
+    assert_continues(all_continued[source, target, method], whole[method])

@@ -4,9 +4,11 @@ Numbers are written with full precision; a value that is missing or not a number
 """
 
 import csv
+import errno
 import io
 import math
 import os
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -36,18 +38,22 @@ def perplexity(loss: float) -> float:
 class _CsvWriter:
     """Rows of numbers in a CSV file, each given to the system before the call returns.
 
-    A row that cannot be written (disk full) raises OSError and leaves none of its bytes behind, so
-    that the file stays readable and a later row can follow.
+    A row that cannot be written (disk full) leaves none of its bytes behind and waits in memory:
+    it is written before the next row, once there is space. So the file is always readable and has
+    no gap.
     """
 
     def __init__(self, path: Path, columns: tuple[str, ...], after_step: int | None) -> None:
+        self._waiting: deque[bytes] = deque()
+        self.failure: OSError | None = None
+        """Why rows are waiting, if they are."""
         end = 0 if after_step is None else _end_of_rows(path, columns, after_step)
         self._file = path.open("r+b" if end else "wb", buffering=0)
         if end:
             self._file.truncate(end)
             self._file.seek(end)
         else:
-            self._write_cells(columns)
+            self._append(_line(columns))
 
     def __enter__(self) -> "_CsvWriter":
         return self
@@ -60,16 +66,31 @@ class _CsvWriter:
     ) -> None:
         self.close()
 
+    def flush(self) -> None:
+        """Try again to write the rows that are waiting; see `failure`."""
+        try:
+            while self._waiting:
+                self._append(self._waiting[0])
+                self._waiting.popleft()
+            self.failure = None
+        except OSError as error:
+            self.failure = error
+
     def close(self) -> None:
-        """Close the file; it is complete after every row anyway."""
+        """Close the file; but for rows that are waiting, it is complete after every row anyway."""
+        self.flush()
         self._file.close()
 
     def _write_cells(self, cells: tuple[str, ...]) -> None:
-        line = (",".join(cells) + "\n").encode()
+        self._waiting.append(_line(cells))
+        self.flush()
+
+    def _append(self, line: bytes) -> None:
+        """Write a line, or nothing of it and raise OSError."""
         end = self._file.tell()
         try:
             if self._file.write(line) != len(line):
-                raise OSError(f"cannot write all of a row to {self._file.name}")
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
             with suppress(OSError):
                 os.truncate(self._file.fileno(), end)
@@ -132,12 +153,21 @@ class ValidationWriter(_CsvWriter):
     def __init__(self, path: Path, *, after_step: int | None = None) -> None:
         """As `MetricsWriter`."""
         super().__init__(path, VALIDATION_COLUMNS, after_step)
+        rows = read_validation(path)
+        self._last_step = rows[-1]["step"] if rows else None
 
     def __enter__(self) -> "ValidationWriter":
         return self
 
     def write(self, *, step: int, samples: int, val_loss: float | None) -> None:
-        """Add the row of one validation; the perplexity follows from its loss."""
+        """Add the row of one validation; the perplexity follows from its loss.
+
+        A step that has a row keeps it: a run that was killed between its last validation and its
+        end goes on with that validation.
+        """
+        if step == self._last_step:
+            return
+        self._last_step = step
         value = None if val_loss is None else perplexity(val_loss)
         self._write_cells((str(step), str(samples), _cell(val_loss), _cell(value)))
 
@@ -242,6 +272,10 @@ def _lines_from_the_end(file: BinaryIO, first: int) -> Iterator[tuple[int, bytes
             yield start + end, tail[begin:end]
             end = begin
         tail = tail[:complete]
+
+
+def _line(cells: tuple[str, ...]) -> bytes:
+    return (",".join(cells) + "\n").encode()
 
 
 def _step(line: bytes, header: bytes) -> int | None:
