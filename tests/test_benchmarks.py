@@ -65,7 +65,7 @@ def test_steps_are_beside_writing_while_a_save_lasts():
 
 def test_the_figures_that_were_measured_make_tables():
     benchmark = script("benchmark_checkpoints")
-    (file,) = FIGURES.glob("checkpoints_*.json")
+    (file,) = FIGURES.glob("checkpoints-*.json")
     figures = json.loads(file.read_text())
     text = benchmark.tables(figures)
     assert text.count("| fsdp x2 |") == 1
