@@ -105,6 +105,7 @@ class Saver:
         companions: Callable[[Path], list[Path]] | None,
         *,
         wait: bool,
+        started: float,
     ) -> None:
         """Save; returns as soon as training may go on.
 
@@ -114,8 +115,8 @@ class Saver:
             companions: on rank 0 writes the other files into the directory it is given, and
                 returns them.
             wait: until it is committed.
+            started: when training came to a stand for this, by `time.perf_counter`.
         """
-        started = time.perf_counter()
         self.wait()
         asynchronous = self._asynchronous and not wait
         held = [self._held(piece, copy=asynchronous) for piece in pieces]

@@ -1,6 +1,7 @@
 """The metric logs: full precision, one flushed row at a time, readable whatever happened."""
 
 import math
+import time
 from pathlib import Path
 
 import numpy
@@ -258,3 +259,29 @@ class DiskFullAfter:
 
     def __getattr__(self, name):
         return getattr(self._file, name)
+
+
+@pytest.mark.parametrize("block", [1, 2, 7, 64, 10_000])
+def test_rows_are_cut_alike_however_the_file_is_read(block, path, tmp_path, monkeypatch):
+    write_steps(path, range(1, 30))
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines) + "30,4")
+    monkeypatch.setattr(metrics, "_BLOCK_BYTES", block)
+    assert cut_rows(path, 17, tmp_path / "aside.csv") == 12
+    assert path.read_text() == "".join(lines[:18])
+    assert (tmp_path / "aside.csv").read_text() == "".join([lines[0], *lines[18:]])
+    with MetricsWriter(path, after_step=17) as writer:
+        writer.write(**ROW | {"step": 18})
+    assert steps_in(path) == list(range(1, 19))
+    assert cut_rows(path, 0, tmp_path / "all.csv") == 18
+    assert path.read_text() == lines[0]
+
+
+def test_rows_far_into_a_long_file_are_cut_without_reading_it(path, tmp_path):
+    write_steps(path, range(1, 3))
+    header, row, _ = path.read_text().splitlines(keepends=True)
+    rest = row.partition(",")[2]
+    path.write_text(header + "".join(f"{step},{rest}" for step in range(1, 1_000_001)))
+    started = time.perf_counter()
+    assert cut_rows(path, 999_999, tmp_path / "aside.csv") == 1
+    assert time.perf_counter() - started < 0.5

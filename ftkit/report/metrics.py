@@ -13,13 +13,14 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TypeAlias
+from typing import BinaryIO, TypeAlias
 
 from ftkit.durable import write_durably
 from ftkit.errors import UserError
 
 METRICS_COLUMNS = ("step", "samples", "loss", "lr", "grad_norm", "tokens", "tokens_per_s")
 VALIDATION_COLUMNS = ("step", "samples", "val_loss", "perplexity")
+_BLOCK_BYTES = 64 * 2**10
 _INTEGERS = frozenset({"step", "samples", "tokens"})
 
 Number: TypeAlias = int | float | None
@@ -209,16 +210,24 @@ def cut_rows(path: Path, after_step: int, into: Path) -> int:
     """
     if not path.exists():
         return 0
-    content = path.read_bytes()
-    header, *lines = content.decode("utf-8", errors="replace").splitlines(keepends=True) or [""]
-    rows = [(step, line) for line in lines if (step := _step(line, header)) is not None]
-    kept = [line for step, line in rows if step <= after_step]
-    removed = [line for step, line in rows if step > after_step]
-    if removed:
-        into.parent.mkdir(parents=True, exist_ok=True)
-        write_durably(into, "".join((header, *removed)))
-    if len(kept) < len(lines):
-        write_durably(path, "".join((header, *kept)))
+    removed: list[bytes] = []
+    with path.open("rb+") as file:
+        header = file.readline()
+        size = file.seek(0, os.SEEK_END)
+        kept = len(header)
+        for end, line in _lines_from_the_end(file, len(header)):
+            step = _step(line, header)
+            if step is not None and step <= after_step:
+                kept = end
+                break
+            if step is not None:
+                removed.append(line)
+        if removed:
+            into.parent.mkdir(parents=True, exist_ok=True)
+            write_durably(into, b"".join((header, *reversed(removed))).decode(errors="replace"))
+        if kept < size:
+            file.truncate(kept)
+            os.fsync(file.fileno())
     return len(removed)
 
 
@@ -235,8 +244,8 @@ def _end_of_rows(path: Path, columns: tuple[str, ...], after_step: int) -> int:
             raise UserError(
                 f"{path} has other columns than {header.decode().strip()}. Move it elsewhere."
             )
-        for end, line in _lines_from_the_end(file.read(), len(header)):
-            step = _step(line.decode("utf-8", errors="replace"), header.decode())
+        for end, line in _lines_from_the_end(file, len(header)):
+            step = _step(line, header)
             if step is None:
                 continue
             if step > after_step:
@@ -245,23 +254,42 @@ def _end_of_rows(path: Path, columns: tuple[str, ...], after_step: int) -> int:
     return len(header)
 
 
-def _lines_from_the_end(content: bytes, offset: int) -> Iterator[tuple[int, bytes]]:
-    """Each line from the last to the first, after the position in the file where it ends."""
-    end = len(content)
-    while end:
-        start = content.rfind(b"\n", 0, end - 1) + 1
-        yield offset + end, content[start:end]
-        end = start
+def _lines_from_the_end(file: BinaryIO, first: int) -> Iterator[tuple[int, bytes]]:
+    """Each line from the last to the first, after the position in the file where it ends.
+
+    A file of a million rows is not read where the last few tell what is asked.
+
+    Args:
+        file: open for reading.
+        first: where the first of these lines begins.
+    """
+    start = file.seek(0, os.SEEK_END)
+    tail = b""
+    while start > first:
+        position = max(first, start - _BLOCK_BYTES)
+        file.seek(position)
+        tail = file.read(start - position) + tail
+        start = position
+        # The first line of a block may begin in the one before it.
+        complete = 0 if start == first else tail.find(b"\n") + 1
+        if start > first and complete in (0, len(tail)):
+            continue
+        end = len(tail)
+        while end > complete:
+            begin = max(complete, tail.rfind(b"\n", 0, end - 1) + 1)
+            yield start + end, tail[begin:end]
+            end = begin
+        tail = tail[:complete]
 
 
 def _line(cells: tuple[str, ...]) -> bytes:
     return (",".join(cells) + "\n").encode()
 
 
-def _step(line: str, header: str) -> int | None:
+def _step(line: bytes, header: bytes) -> int | None:
     """The step of a row; None if the row is not whole."""
-    cells = line.split(",")
-    whole = line.endswith("\n") and len(cells) == len(header.split(",")) and cells[0].isdecimal()
+    cells = line.split(b",")
+    whole = line.endswith(b"\n") and len(cells) == header.count(b",") + 1 and cells[0].isdigit()
     return int(cells[0]) if whole else None
 
 
