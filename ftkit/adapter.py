@@ -7,6 +7,7 @@ elsewhere. Values that were subtracted from the start (PiSSA, OLoRA) become more
 
 import json
 import math
+import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from ftkit.adapter_config import (
 )
 from ftkit.base.base_model import BaseModel, fuse, parameter_shapes, part_of, weights
 from ftkit.base.naming import Fused
+from ftkit.base.tensor_files import sync
 from ftkit.checkpoint.shards import save_tensors
 from ftkit.errors import UserError
 from ftkit.lora import INITIAL, TRAINED, is_adapter, names_of
@@ -70,6 +72,8 @@ def save_adapter(
 ) -> None:
     """Write trained weights as a PEFT adapter of the Hugging Face model.
 
+    The directory appears complete or not at all.
+
     Args:
         parameters: our names and values of all parameters of the adapter, and of layers that are
             trained whole.
@@ -100,12 +104,10 @@ def save_adapter(
         ranks[theirs] = a.shape[0]
     whole = _whole_layers({n: t for n, t in given.items() if not is_adapter(n)}, base, recipe)
     tensors |= {f"{_PREFIX}{name}": tensor for name, tensor in whole.items()}
-    out.mkdir(parents=True)
     notes = {METADATA: json.dumps(_notes(recipe, base, parts, layers))} if parts else {}
-    save_tensors(tensors, out / WEIGHTS, notes)
     rank = next((r for theirs, r in ranks.items() if theirs not in parts), recipe.lora_r)
     others = _by_short_name({theirs: r for theirs, r in ranks.items() if r != rank}, base)
-    LoraConfig(
+    config = LoraConfig(
         r=rank,
         lora_alpha=_alpha(recipe, rank),  # type: ignore[arg-type]
         lora_dropout=recipe.lora_dropout,
@@ -118,8 +120,20 @@ def save_adapter(
         task_type="CAUSAL_LM",
         base_model_name_or_path=base.name if base.directory is None else str(base.directory),
         inference_mode=True,
-    ).save_pretrained(str(out))
-    _sort_targets(out / CONFIG)
+    )
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        save_tensors(tensors, partial / WEIGHTS, notes)
+        config.save_pretrained(str(partial))
+        _sort_targets(partial / CONFIG)
+        for path in (*partial.iterdir(), partial):
+            sync(path)
+        partial.rename(out)
+        sync(out.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _joined_layers(parameters: Mapping[str, Tensor]) -> dict[str, _Layer]:

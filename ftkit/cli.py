@@ -186,7 +186,10 @@ def _finetune(name: str, argv: Sequence[str]) -> int:
         return 0
     from ftkit.job import StopAfter
     from ftkit.launch import launch
+    from ftkit.resume import follow_moved
 
+    if own["config"] and "out_dir" not in dict(overrides):
+        recipe = follow_moved(recipe, Path(own["config"][-1]))
     return launch(
         recipe,
         command=["ftkit", name, *argv],

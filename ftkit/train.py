@@ -10,6 +10,7 @@ import os
 import sys
 import time
 import traceback
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TextIO
@@ -24,6 +25,7 @@ import torch
 from ftkit.adapter import Adapter, check_adapter, check_shapes, read_adapter, save_adapter
 from ftkit.base.base_model import BaseModel, open_base, open_companions, save_hf
 from ftkit.base.fingerprint import fingerprint
+from ftkit.base.hub import find_here
 from ftkit.callbacks import (
     Interrupted,
     StopRequest,
@@ -58,6 +60,8 @@ from ftkit.recipe import LoraRecipe, Recipe
 from ftkit.recorder import FINAL, LOG, Recorder
 from ftkit.report.display import Display
 from ftkit.report.report import DataCounts, Resolved
+from ftkit.resume import CHECKPOINTS, check_disk
+from ftkit.saving import SavingFailed
 from ftkit.sharding import Sharding
 from ftkit.strategy import (
     compute_dtype,
@@ -66,7 +70,7 @@ from ftkit.strategy import (
     rank,
 )
 from ftkit.training import NonFiniteLoss, Training, make_loggers
-from ftkit.training_state import check_kinds, state_kinds, trained_parameter
+from ftkit.training_state import bytes_per_number, check_kinds, state_kinds, trained_parameter
 
 
 def run(
@@ -143,6 +147,7 @@ def run(
         recorder,
         checkpointing=checkpointing,
         stored=stored,
+        start_is_validated=start is not None and start.validation_loss is not None,
         stop_after=job.stop_after,
         command_started_at_s=job.started_at_s,
         loggers=loggers,
@@ -207,8 +212,9 @@ def _identities(
         )
     if not base.has_weights:
         assert start is not None
-        return start.base, of_data
-    of_base = BaseIdentity(name=recipe.checkpoint_dir, fingerprint=fingerprint(base))
+        of_base = _identity_here(recipe.checkpoint_dir) or start.base
+    else:
+        of_base = BaseIdentity(name=recipe.checkpoint_dir, fingerprint=fingerprint(base))
     if start is not None and of_base.fingerprint != start.base.fingerprint:
         raise UserError(
             f"checkpoint_dir {recipe.checkpoint_dir} is not the model that the checkpoint of step "
@@ -216,6 +222,17 @@ def _identities(
             "or start a new run with another --out_dir."
         )
     return of_base, of_data
+
+
+def _identity_here(checkpoint_dir: str) -> BaseIdentity | None:
+    """Of a base model that is not needed any more; None: it is not here, or not whole."""
+    try:
+        found = find_here(checkpoint_dir)
+        if found is None:
+            return None
+        return BaseIdentity(name=checkpoint_dir, fingerprint=fingerprint(open_base(str(found))))
+    except UserError:
+        return None
 
 
 def _max_seq_length(base: BaseModel, asked: int | None) -> int:
@@ -251,12 +268,18 @@ def _build(
         kinds = state_kinds(optimizer_class, arguments, make_device(plan))
         if stored is not None:
             check_kinds(kinds, stored, recipe.optimizer["class_path"])
+        masters = torch.float32 if plan.strategy == "deepspeed" else parameter_dtype(plan)
+        number_bytes = bytes_per_number(kinds, optimizer_class, arguments, masters)
     schedule, notices = make_schedule(
         recipe, len(data.train), base_learning_rate(recipe), **_position(start)
     )
     for notice in notices:
         _warn(notice, display, recorder)
     model = outline(base, recipe, parameter_dtype(plan), compute_dtype(plan))
+    if recipe.checkpoint.save and not base.random and rank() == 0:
+        _require_space(
+            job, model, number_bytes, schedule.total_steps - _position(start)["start_step"]
+        )
     adapter = None if stored is not None else _adapter(recipe, base, model)
 
     def load(model: LanguageModel, sharding: Sharding, device: torch.device) -> None:
@@ -321,6 +344,22 @@ def _adapter(recipe: Recipe, base: BaseModel, model: LanguageModel) -> Adapter |
     return adapter
 
 
+def _require_space(job: Job, model: LanguageModel, number_bytes: float, steps_left: int) -> None:
+    """Refuse a run whose checkpoints will not fit on the disk; their small files do not count."""
+    recipe = job.plan.recipe
+    numbers = sum(parameter.numel() for parameter in trainable(model))
+    if isinstance(recipe, LoraRecipe):
+        number_bytes += parameter_dtype(job.plan).itemsize  # the adapter beside the shards
+    there = (recipe.out_dir / CHECKPOINTS).rglob("*")
+    check_disk(
+        recipe.out_dir,
+        int(numbers * number_bytes),
+        recipe,
+        sum(path.stat().st_size for path in there if path.is_file()),
+        steps_left=steps_left,
+    )
+
+
 def _summary(resolved: Resolved, method: str) -> str:
     assert resolved.parameters and resolved.trainable_parameters
     return (
@@ -367,7 +406,9 @@ def run_rank(job_path: Path, terminal: TextIO) -> int:
         try:
             start = None if job.start is None else read_metadata(Path(job.start))
             device = make_device(job.plan)
-            with Recorder(job, job.plan, device, state, rank(), start=start) as recorder:
+            with Recorder(
+                job, job.plan, device, state, rank(), start=start, show_warning=display.warning
+            ) as recorder:
                 run(job, start, stop, display, recorder)
         except BaseException as exception:
             error = _explain(exception)
@@ -408,7 +449,7 @@ def _log_traceback(exception: BaseException, job: Job) -> None:
     lines = traceback.format_exception(exception)
     if job.plan.world_size > 1:
         lines = [f"rank {rank()}:\n", *lines]
-    with (job.recipe.out_dir / LOG).open("a", encoding="utf-8") as file:
+    with suppress(OSError), (job.recipe.out_dir / LOG).open("a", encoding="utf-8") as file:
         file.write("".join(lines))
 
 
@@ -423,7 +464,7 @@ def _explain(exception: BaseException) -> RankError:
     if isinstance(exception, torch.OutOfMemoryError | MemoryError) or _HOST_MEMORY in message:
         message = message or type(exception).__name__
         return RankError(kind="out_of_memory", message=message, happened_at_s=now)
-    if not isinstance(exception, NonFiniteLoss):
+    if not isinstance(exception, NonFiniteLoss | SavingFailed):
         message = f"{type(exception).__name__}: {message}"
     return RankError(kind="failed", message=message, happened_at_s=now)
 

@@ -368,6 +368,28 @@ def state_kinds(
     return kinds
 
 
+def bytes_per_number(
+    kinds: Mapping[str, bool],
+    optimizer_class: type[Optimizer],
+    arguments: Mapping[str, Any],
+    dtype: torch.dtype,
+) -> float:
+    """What a checkpoint needs for each trained number: itself and the state of its optimizer.
+
+    Args:
+        kinds: from `state_kinds`.
+        optimizer_class: whose state it is.
+        arguments: of it.
+        dtype: of what the optimizer updates.
+    """
+    state_bytes: float = dtype.itemsize
+    if optimizer_class.__name__.endswith("8bit") or arguments.get("optim_bits") == 8:
+        state_bytes = 1 + 4 / BLOCK
+    elif optimizer_class.__module__.startswith("bitsandbytes"):
+        state_bytes = 4
+    return dtype.itemsize + state_bytes * sum(kinds.values())
+
+
 def _is_constant(key: str) -> bool:
     """Whether it is one of bitsandbytes' tables, which belong to a state or to a single step."""
     return key.startswith(("qmap", "absmax", "unorm"))
