@@ -100,6 +100,7 @@ class Checkpointing:
         )
         every = settings.save_every
         self._interval_s = parse_duration(every) if every is not None else float("inf")
+        self._versions = versions()  # looking them up takes time that training would stand still
         self._saved_at = time.monotonic()
         self._saved_step = start.step if start is not None and goes_on_in_place(job) else None
 
@@ -135,12 +136,14 @@ class Checkpointing:
             wait: until the checkpoint is complete.
         """
         if step != self._saved_step:
+            started = time.perf_counter()
             module = self._module
             assert module.sharding is not None
             module.sharding.settle(module.model)
             companions = self._companions()
             pieces = capture(module.model, self._holder, rank(), self._plan.world_size)
-            self._saver.save(self._metadata(step, validation_loss), pieces, companions, wait=wait)
+            metadata = self._metadata(step, validation_loss)
+            self._saver.save(metadata, pieces, companions, wait=wait, started=started)
             self._saved_at, self._saved_step = time.monotonic(), step
         elif wait:
             self._saver.wait()
@@ -168,6 +171,7 @@ class Checkpointing:
                 )
             if saved.note is not None:
                 self._warn(f"After the checkpoint of step {saved.step}: {saved.note}.")
+        self._saver.require_success()
 
     def finish(self) -> None:
         """Wait for what is being written."""
@@ -175,7 +179,7 @@ class Checkpointing:
         self.report()
 
     def amend(self, step: int, validation_loss: float | None) -> None:
-        """Add to the checkpoint of the last step what was measured after it was saved."""
+        """Add to the newest checkpoint, of this step, what was measured after it was saved."""
         self.finish()
         if rank() > 0 or self._store.newest() != step:
             return
@@ -206,6 +210,7 @@ class Checkpointing:
             return None
 
         def write(directory: Path) -> list[Path]:
+            self._recorder.sync_rows()
             own, others = directory / "recipe.yaml", directory / "base"
             text = to_yaml(dataclasses.replace(recipe, resume=False))
             own.write_text(text, encoding="utf-8")
@@ -249,7 +254,7 @@ class Checkpointing:
                 micro_batch_size=plan.micro_batch_size,
                 accelerator=plan.accelerator,
             ),
-            versions=versions(),
+            versions=self._versions,
             saved_at=utc_now(),
             changes=[*(self._start.changes if self._start else []), *self._job.changes],
             loggers=self._run_ids,

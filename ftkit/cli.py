@@ -238,7 +238,10 @@ def _finetune(name: str, argv: Sequence[str]) -> int:
         return 0
     from ftkit.job import StopAfter
     from ftkit.launch import launch
+    from ftkit.resume import follow_moved
 
+    if own["config"] and "out_dir" not in dict(overrides):
+        recipe = follow_moved(recipe, Path(own["config"][-1]))
     return launch(
         recipe,
         command=["ftkit", name, *argv],
@@ -392,6 +395,8 @@ def _placeholder(kind: Any) -> str:
         if typing.get_origin(accepted) is Literal:
             choices = typing.get_args(accepted)
             found.append(f"{{{','.join(choices)}}}" if len(choices) > 1 else choices[0])
+        elif typing.get_origin(accepted) is list:
+            found.append("[NAME,...]")
         else:
             found.append(words.get(accepted, "NAME"))
     return "|".join(found)
@@ -455,6 +460,8 @@ def _finetune_parser(name: str) -> ArgumentParser:
     for action in parser._actions:
         if action.dest in kinds:
             action.metavar = _placeholder(kinds[action.dest])
+            # jsonargparse offers --KEY+ to append to a list
+            action.option_strings = [o for o in action.option_strings if not o.endswith("+")]
         elif any(key.startswith(f"{action.dest}.") for key in kinds):
             action.help = argparse.SUPPRESS  # a group as a whole: for recipe files
     return parser

@@ -1,7 +1,10 @@
 """Files that are still there, and whole, after a crash of the program or the machine."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+
+RESERVE_BYTES = 2**18
 
 
 def write_durably(path: Path, text: str) -> None:
@@ -20,6 +23,32 @@ def write_durably(path: Path, text: str) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     sync_directory(path.parent)
+
+
+def make_reserve(path: Path) -> None:
+    """Take space on a disk, for what `insist` has to write when the disk is full.
+
+    Raises:
+        OSError: there is none left.
+    """
+    path.write_bytes(os.urandom(RESERVE_BYTES))  # what can be compressed takes no space
+
+
+def insist(write: Callable[[], object], reserve: Path) -> None:
+    """Write something small; if that fails, once more with the space that was reserved.
+
+    Args:
+        write: writes it.
+        reserve: what `make_reserve` made, or nothing.
+
+    Raises:
+        OSError: it cannot be written all the same.
+    """
+    try:
+        write()
+    except OSError:
+        reserve.unlink(missing_ok=True)
+        write()
 
 
 def sync_directory(directory: Path) -> None:

@@ -8,4 +8,4 @@ class UserError(Exception):
     with exit code 2.
     """
 
-    exit_code = 2
+    exit_code: int = 2

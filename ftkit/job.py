@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ftkit.durable import insist
 from ftkit.duration import parse_duration
 from ftkit.errors import UserError
 from ftkit.parsing import from_dict, to_dict
@@ -15,6 +16,8 @@ from ftkit.recipe import Method, Recipe
 from ftkit.report.machine import hardware, versions
 from ftkit.report.report import Progress, Report, recipe_as_dict, utc_now, utc_text
 
+RESERVE = "reserve"
+"""File beside the job: space for last words on a full disk."""
 ErrorKind = Literal["user", "out_of_memory", "interrupted", "failed", "died"]
 """What a rank says itself, but for `died`: it ended without a word."""
 
@@ -143,8 +146,8 @@ class RankError:
     """Seconds since the epoch: the first error of several ranks is the cause."""
 
     def write(self, path: Path) -> None:
-        """Leave the error for the supervisor."""
-        write_json(path, dataclasses.asdict(self))
+        """Leave the error for the supervisor, as a file in the rank's directory."""
+        insist(lambda: write_json(path, dataclasses.asdict(self)), path.parents[1] / RESERVE)
 
     @classmethod
     def read(cls, path: Path) -> "RankError | None":
@@ -157,5 +160,8 @@ class RankError:
 def write_json(path: Path, values: dict[str, Any]) -> None:
     """Write a small file so that a reader sees all of it or nothing."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(values), encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(json.dumps(values), encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -12,16 +12,18 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
+from ftkit.adapter_config import with_adapter
 from ftkit.aside import copy_rows, ready_to_go_on
 from ftkit.base.hub import find_or_download
 from ftkit.checkpoint.store import Store
 from ftkit.data.files import check_data
+from ftkit.durable import insist, make_reserve, write_durably
 from ftkit.errors import UserError
-from ftkit.job import Job, RankError, StopAfter
+from ftkit.job import RESERVE, Job, RankError, StopAfter
 from ftkit.parsing import to_yaml
 from ftkit.planning import Devices, make_plan
 from ftkit.ranks import (
@@ -96,6 +98,7 @@ def launch(
     started_at_s = time.time()
     placed = external_ranks()
     try:
+        recipe = with_adapter(recipe)
         if placed is not None:
             from ftkit.external import take_part
 
@@ -175,8 +178,9 @@ def prepare(
             if start is not None:
                 _go_on(start, job, received, copy_base=base is None)
             written = dataclasses.replace(job.recipe, resume=False)
-            (out_dir / RECIPE).write_text(to_yaml(written), encoding="utf-8")
+            write_durably(out_dir / RECIPE, to_yaml(written))
             job.write(state / "job.json")
+            make_reserve(state / RESERVE)
         except OSError as error:
             raise _unwritable(out_dir, error) from None
         yield job
@@ -186,6 +190,11 @@ def _find_base(recipe: Recipe, start: Start | None) -> str | None:
     """The base model; None: the checkpoint has all that is needed of it."""
     base = recipe.checkpoint_dir
     if base.startswith("random:"):
+        if start is not None:
+            raise UserError(
+                f"checkpoint_dir is {base}, but the checkpoint {start.checkpoint} was made from "
+                f"{start.metadata.base.name}. Try --checkpoint_dir {start.metadata.base.name}."
+            )
         return base
     if start is not None and recipe.method == "full" and (start.checkpoint / BASE).is_dir():
         return None
@@ -332,9 +341,13 @@ def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
             reports[0].phases_s or PhaseTimes(), total=time.time() - job.started_at_s
         ),
     )
-    write_report(report, out_dir)
-    _collect_output(out_dir, job.plan.world_size)
     with Display(out_dir) as display:
+        try:
+            insist(lambda: write_report(report, out_dir), out_dir / STATE / RESERVE)
+        except OSError as failure:
+            display.warning(f"{out_dir / FILE_NAME} cannot be written ({failure.strerror})")
+        with suppress(OSError):
+            _collect_output(out_dir, job.plan.world_size)
         display.show(render(report, out_dir))
         if report.outcome != "completed":
             display.message(last_words(out_dir, job.recipe.method, max(steps, job.start_step)))

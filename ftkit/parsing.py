@@ -469,7 +469,8 @@ def _example(key: str, method: Method, wrong: Any = None) -> str:
     """A value that the key accepts: the most similar choice, or the default."""
     field = dict(_key_fields(RECIPE_OF[method]))[key]
     accepted = accepted_types(field.type)
-    choices = [str(c) for kind in accepted for c in typing.get_args(kind)]
+    literals = [kind for kind in accepted if typing.get_origin(kind) is Literal]
+    choices = [str(c) for kind in literals for c in typing.get_args(kind)]
     if close := difflib.get_close_matches(str(wrong), choices, n=1, cutoff=0.3):
         return close[0]
     if accepted == [str]:
@@ -478,7 +479,8 @@ def _example(key: str, method: Method, wrong: Any = None) -> str:
         return yaml.safe_dump(_plain(field.default)).partition("\n")[0]
     if choices:
         return choices[0]
-    return {int: "100", float: "1.0", bool: "true"}[accepted[0]]
+    examples = {int: "100", float: "1.0", bool: "true"}
+    return examples.get(accepted[0], "[lm_head]")
 
 
 def describe(kind: Any) -> str:
@@ -488,5 +490,7 @@ def describe(kind: Any) -> str:
         return f"one of: {', '.join(map(str, choices))}" if len(choices) > 1 else repr(choices[0])
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         return " or ".join(describe(k) for k in accepted_types(kind))
+    if typing.get_origin(kind) is list:
+        return "a list of names"
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     return words.get(kind, "a path" if kind is Path else "a name, or class_path with init_args")

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from ftkit.errors import UserError
 from ftkit.job import ErrorKind, Job, RankError
 from ftkit.recipe import Recipe
 from ftkit.report.display import LOG_NAME
@@ -100,10 +101,19 @@ def external_ranks() -> ExternalRanks | None:
     )
 
 
+class StoppedEarly(UserError):
+    """A signal came while the run was prepared; everything is as it was."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        self.exit_code, name = EXIT_BY_SIGNAL[number]
+        super().__init__(f"stopped by {name} before the run began; nothing has changed")
+
+
 class Ranks:
     """Runs the ranks, and passes signals on to them.
 
-    The first signal asks them to end gracefully, the second one kills them. Each has a process
+    The first signal asks them to end gracefully, the second one kills them. Before they are started
+    it raises `StoppedEarly`. Each has a process
     group of its own, so that Ctrl+C and Ctrl+Z reach only this process. A signal that is ignored
     stays so, as `nohup` wants it.
 
@@ -114,6 +124,7 @@ class Ranks:
     def __init__(self, placed: ExternalRanks | None = None) -> None:
         self.received: list[signal.Signals] = []
         self._placed = placed
+        self._started = False
         self._killing = False
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._directories: list[Path] = []
@@ -136,6 +147,7 @@ class Ranks:
 
         How a rank failed is in its `ERROR` afterwards, also if it could not say it itself.
         """
+        self._started = True
         world_size = job.plan.world_size
         self._directories = [rank_directory(state, rank) for rank in range(world_size)]
         with ExitStack() as stack:
@@ -178,7 +190,8 @@ class Ranks:
 
     def _note(self, rank: int, kind: ErrorKind, message: str) -> None:
         error = RankError(kind=kind, message=message, happened_at_s=time.time())
-        error.write(self._directories[rank] / ERROR)
+        with suppress(OSError):  # then the report says that it ended without a word
+            error.write(self._directories[rank] / ERROR)
 
     def _pause(self, _: int, __: FrameType | None) -> None:
         """Ctrl+Z: stand still with the ranks and their workers until `fg` or `bg`."""
@@ -194,6 +207,10 @@ class Ranks:
 
     def _stop(self, number: int, _: FrameType | None) -> None:
         self.received.append(signal.Signals(number))
+        if not self._started:
+            if len(self.received) == 1:
+                raise StoppedEarly(self.received[0])
+            return  # it is being put back
         if not any(process.poll() is None for process in self._processes.values()):
             return
         first = len(self.received) == 1

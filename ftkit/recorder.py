@@ -2,7 +2,8 @@
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, get_args
@@ -12,7 +13,8 @@ import torch
 
 from ftkit.callbacks import PARTS, StepRecord
 from ftkit.checkpoint.metadata import Metadata
-from ftkit.job import Job
+from ftkit.durable import insist
+from ftkit.job import RESERVE, Job
 from ftkit.planning import Plan
 from ftkit.report.machine import DeviceUtilization, host_memory
 from ftkit.report.metrics import MetricsWriter, ValidationWriter, perplexity
@@ -48,6 +50,8 @@ class Recorder:
     The report so far lies in the state directory, so that the supervisor has one however the
     rank ends. A run that goes on from a checkpoint keeps its logs and what the report says of the
     whole run; see `ftkit.report.report`.
+
+    A full disk does not stop a run: rows wait for space, the report for the next time it is due.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class Recorder:
         rank: int = 0,
         *,
         start: Metadata | None = None,
+        show_warning: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Prepare.
 
@@ -70,7 +75,9 @@ class Recorder:
             rank: rank 0 also writes metrics.csv and validation.csv, of which rows after the
                 start are gone already (see `ftkit.report.metrics.cut_rows`).
             start: of the checkpoint that the run goes on from; None: it begins.
+            show_warning: shows a warning of the recorder itself to a person.
         """
+        self._show_warning = show_warning
         self._start = start
         self._start_step = start.step if start else 0
         self._job, self._plan, self._device, self._state = job, plan, device, state
@@ -106,7 +113,7 @@ class Recorder:
             self._restore(start)
 
     def __enter__(self) -> "Recorder":
-        self._write()
+        self._try_to_write()
         return self
 
     def __exit__(
@@ -115,8 +122,10 @@ class Recorder:
         self._utilization.stop()
         self._metrics.close()
         self._validation.close()
+        self._note_failures()
         self._summarise()
-        self.enter(self.report.phase)
+        self._account(self.report.phase)
+        insist(self._write, self._state.parent / RESERVE)
 
     @property
     def steps(self) -> int:
@@ -183,6 +192,8 @@ class Recorder:
             stall_s: how long training stood still for it.
             write_s: from the request to its completion.
         """
+        for table in (self._metrics, self._validation):
+            table.flush()  # a run that goes on from there wants the rows before
         self._stalls_s.append(stall_s)
         self._writes_s.append(write_s)
         self.note(
@@ -195,6 +206,11 @@ class Recorder:
                 write_s=_spread(self._writes_s),
             )
         )
+
+    def sync_rows(self) -> None:
+        """Wait until the rows so far are on the disk: a checkpoint counts on those before it."""
+        self._metrics.sync()
+        self._validation.sync()
 
     def on_failed_save(self) -> None:
         """Count a checkpoint that could not be written."""
@@ -221,6 +237,10 @@ class Recorder:
 
     def enter(self, phase: PhaseName) -> None:
         """Time from now on belongs to this phase."""
+        self._account(phase)
+        self._try_to_write()
+
+    def _account(self, phase: PhaseName) -> None:
         now = time.time()
         self._times[self.report.phase] += now - self._since
         self._since = now
@@ -231,7 +251,6 @@ class Recorder:
         if phase == "training" and self._cpu_start is None:
             self._cpu_start = (_cpu_seconds(self._cpu), now)
             self._utilization.start()
-        self._write()
 
     def on_step(self, record: StepRecord, imbalance: float | None) -> None:
         """Count an optimizer step and write its row of metrics.csv.
@@ -258,6 +277,7 @@ class Recorder:
             tokens=record.tokens,
             tokens_per_s=record.tokens / record.duration_s,
         )
+        self._note_failures()
         if time.time() - self._written_at > STATE_INTERVAL_S:
             self._summarise()
             self.enter(self.report.phase)
@@ -265,6 +285,7 @@ class Recorder:
     def on_validation(self, step: int, loss: float) -> None:
         """Note a validation and write its row of validation.csv."""
         self._validation.write(step=step, samples=self.samples, val_loss=loss)
+        self._note_failures()
         before = self.report.loss
         assert before is not None
         best = before.validation_best
@@ -376,9 +397,25 @@ class Recorder:
             host_bytes=self._host_bytes,
         )
 
+    def _note_failures(self) -> None:
+        """Warn of rows that cannot be written, once."""
+        for name, table in ((METRICS, self._metrics), (VALIDATION, self._validation)):
+            if table.failure is None:
+                continue
+            reason = table.failure.strerror or table.failure
+            text = f"{name} cannot be written ({reason}): its rows wait until there is space"
+            if text not in self.report.warnings:
+                self.warn(text)
+                self._show_warning(text)
+
+    def _try_to_write(self) -> None:
+        """Write the report so far; if that fails, the next one will do."""
+        with suppress(OSError):
+            self._write()
+
     def _write(self) -> None:
-        write_report(self.report, self._state)
         self._written_at = time.time()
+        write_report(self.report, self._state)
 
 
 def _spread(seconds: Sequence[float]) -> Spread:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+from ftkit.checkpoint.formats import format_problem
 from ftkit.checkpoint.metadata import METADATA, Metadata, read_metadata
 from ftkit.checkpoint.store import Store, check_files, hash_file, step_of, verify
 from ftkit.errors import UserError
@@ -87,6 +88,22 @@ def goes_on_in_place(recipe: Recipe) -> bool:
     return path == out_dir or path.is_relative_to(out_dir / CHECKPOINTS)
 
 
+def follow_moved(recipe: Recipe, file: Path) -> Recipe:
+    """The recipe of a run that goes on where its directory is now, if it was moved or copied.
+
+    Args:
+        recipe: what is asked.
+        file: that it was read from.
+    """
+    run = file.expanduser().resolve().parent
+    by_out_dir = recipe.resume == "auto" or not isinstance(recipe.resume, str)
+    if recipe.resume is False or not by_out_dir or file.name != RECIPE:
+        return recipe
+    if run == _out_dir(recipe).resolve() or Store(run / CHECKPOINTS).newest() is None:
+        return recipe
+    return dataclasses.replace(recipe, out_dir=run)
+
+
 def require_free(out_dir: Path, method: Method) -> None:
     """Refuse a new run in the place of one that is not complete and can go on.
 
@@ -135,7 +152,7 @@ def find_start(recipe: Recipe) -> Start | None:
 def verify_start(
     start: Start, display: Display, interrupted: Callable[[], bool] = lambda: False
 ) -> None:
-    """Read all files of the checkpoint and compare their checksums.
+    """Read all files of the checkpoint: compare their checksums, and look at their formats.
 
     Args:
         start: what `find_start` found.
@@ -153,7 +170,11 @@ def verify_start(
             phase.advance(done, total)
 
         try:
-            problems = verify(start.checkpoint, advance)
+            problems = verify(start.checkpoint, advance) or [
+                problem
+                for name in sorted(start.metadata.files)
+                if (problem := format_problem(start.checkpoint / name))
+            ]
         except InterruptedError:
             return
     if problems:
@@ -161,7 +182,12 @@ def verify_start(
 
 
 def check_disk(
-    out_dir: Path, checkpoint_bytes: int, recipe: Recipe, existing_bytes: int = 0
+    out_dir: Path,
+    checkpoint_bytes: int,
+    recipe: Recipe,
+    existing_bytes: int = 0,
+    *,
+    steps_left: int,
 ) -> None:
     """Refuse a run whose checkpoints will not fit on the disk.
 
@@ -170,13 +196,17 @@ def check_disk(
         checkpoint_bytes: size of one checkpoint.
         recipe: how many are kept. Those that `keep_every` adds are not counted.
         existing_bytes: of checkpoints that are there and will be deleted on the way.
+        steps_left: optimizer steps to come; there is at most one checkpoint for each.
 
     Raises:
         UserError: the disk has not enough free space.
     """
     kept = recipe.checkpoint
-    count = kept.keep_last + kept.keep_best + 1  # the next is written before an old one goes
-    needed = count * checkpoint_bytes - existing_bytes
+    # One more than is kept: the next is written before an old one goes.
+    count = min(kept.keep_last + kept.keep_best + 1, steps_left)
+    needed = count * checkpoint_bytes
+    if count < steps_left:
+        needed -= existing_bytes
     free = shutil.disk_usage(out_dir).free
     if needed <= free:
         return
@@ -281,13 +311,23 @@ def _content_problems(checkpoint: Path) -> list[str]:
         changed = hash_file(file) != metadata.files[RECIPE]
     except OSError as error:
         return [f"{file} cannot be read ({error.strerror})."]
-    return [f"{file} is damaged: its checksum is another."] if changed else []
+    if changed:
+        return [f"{file} is damaged: its checksum is another."]
+    try:
+        _recipe_in(checkpoint, metadata)
+    except UserError as error:
+        return [str(error).removeprefix("--config ")]
+    return []
+
+
+def _recipe_in(checkpoint: Path, metadata: Metadata) -> Recipe:
+    method: Method = "lora" if metadata.method == "lora" else "full"
+    return read_recipe([checkpoint / RECIPE], method=method)
 
 
 def _saved_recipe(recipe: Recipe, checkpoint: Path, metadata: Metadata) -> Recipe:
     """The recipe of a checkpoint; what it left open is what it came to, if that is asked now."""
-    method: Method = "lora" if metadata.method == "lora" else "full"
-    saved = read_recipe([checkpoint / RECIPE], method=method)
+    saved = _recipe_in(checkpoint, metadata)
     if recipe.precision is not None:
         saved = dataclasses.replace(saved, precision=cast(Precision, metadata.layout.precision))
     if recipe.train.max_seq_length is not None:

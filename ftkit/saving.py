@@ -7,6 +7,7 @@ and commits; that is the only moment at which a checkpoint comes into being.
 import dataclasses
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -89,7 +90,7 @@ class Saver:
         self._asynchronous = asynchronous
         self._thread: threading.Thread | None = None
         self._finished: list[Saved] = []
-        self._failures = 0
+        self._failures: list[str] = []
         self._copies: dict[str, Tensor] = {}
 
     @property
@@ -104,6 +105,7 @@ class Saver:
         companions: Callable[[Path], list[Path]] | None,
         *,
         wait: bool,
+        started: float,
     ) -> None:
         """Save; returns as soon as training may go on.
 
@@ -113,8 +115,8 @@ class Saver:
             companions: on rank 0 writes the other files into the directory it is given, and
                 returns them.
             wait: until it is committed.
+            started: when training came to a stand for this, by `time.perf_counter`.
         """
-        started = time.perf_counter()
         self.wait()
         asynchronous = self._asynchronous and not wait
         held = [self._held(piece, copy=asynchronous) for piece in pieces]
@@ -135,21 +137,25 @@ class Saver:
             self._thread.join()
 
     def finished(self) -> list[Saved]:
-        """What came to an end since the last call, on rank 0.
-
-        Raises:
-            SavingFailed: it failed too often in a row.
-        """
+        """What came to an end since the last call, on rank 0."""
         found, self._finished = self._finished, []
         for saved in found:
-            self._failures = self._failures + 1 if saved.error else 0
-        if self._failures >= MOST_FAILURES:
-            raise SavingFailed(
-                f"{self._failures} checkpoints in a row could not be saved, the last one because: "
-                f"{found[-1].error}. The last complete one is untouched. Free some space in "
-                f"{self.store.directory}, then continue with --resume auto."
-            )
+            self._failures = [*self._failures, saved.error] if saved.error else []
         return found
+
+    def require_success(self) -> None:
+        """Give up if saving failed too often in a row, as far as `finished` has told.
+
+        Raises:
+            SavingFailed: it did.
+        """
+        if len(self._failures) >= MOST_FAILURES:
+            raise SavingFailed(
+                f"{len(self._failures)} checkpoints in a row could not be saved, the last one "
+                f"because: {self._failures[-1]}. The ones before are untouched. Make sure that "
+                f"{self.store.directory} can be written and has space, then continue with "
+                "--resume auto."
+            )
 
     def _held(self, piece: Piece, *, copy: bool) -> Piece:
         """The piece in host memory, apart from what training changes."""
@@ -277,4 +283,6 @@ def _take_receipt(directory: Path, step: int) -> dict[str, Any]:
 def _in_words(failure: Exception) -> str:
     if isinstance(failure, OSError) and failure.errno:
         return os.strerror(failure.errno)
+    if found := re.search(r"I/O error: (.+) \(os error", str(failure)):  # of safetensors
+        return found[1]
     return f"{type(failure).__name__}: {failure}"

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 import traceback
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TextIO
@@ -21,9 +22,10 @@ if __name__ == "__main__":  # before the slow imports: a supervisor may die at a
 
 import torch
 
-from ftkit.adapter import check_adapter, save_adapter
+from ftkit.adapter import Adapter, check_adapter, check_shapes, read_adapter, save_adapter
 from ftkit.base.base_model import BaseModel, open_base, open_companions, save_hf
 from ftkit.base.fingerprint import fingerprint
+from ftkit.base.hub import find_here
 from ftkit.callbacks import (
     Interrupted,
     StopRequest,
@@ -42,6 +44,7 @@ from ftkit.data.samples import DataSets, load_data
 from ftkit.errors import UserError
 from ftkit.finetuner import FineTuner, base_learning_rate, compile_cpu_optimizer, optimizer_of
 from ftkit.job import Job, RankError
+from ftkit.lora import our_name
 from ftkit.model import (
     LanguageModel,
     fill,
@@ -57,6 +60,8 @@ from ftkit.recipe import LoraRecipe, Recipe
 from ftkit.recorder import FINAL, LOG, Recorder
 from ftkit.report.display import Display
 from ftkit.report.report import DataCounts, Resolved
+from ftkit.resume import CHECKPOINTS, check_disk
+from ftkit.saving import SavingFailed
 from ftkit.sharding import Sharding
 from ftkit.strategy import (
     compute_dtype,
@@ -65,7 +70,7 @@ from ftkit.strategy import (
     rank,
 )
 from ftkit.training import NonFiniteLoss, Training, make_loggers
-from ftkit.training_state import check_kinds, state_kinds, trained_parameter
+from ftkit.training_state import bytes_per_number, check_kinds, state_kinds, trained_parameter
 
 
 def run(
@@ -142,6 +147,7 @@ def run(
         recorder,
         checkpointing=checkpointing,
         stored=stored,
+        start_is_validated=start is not None and start.validation_loss is not None,
         stop_after=job.stop_after,
         command_started_at_s=job.started_at_s,
         loggers=loggers,
@@ -206,8 +212,9 @@ def _identities(
         )
     if not base.has_weights:
         assert start is not None
-        return start.base, of_data
-    of_base = BaseIdentity(name=recipe.checkpoint_dir, fingerprint=fingerprint(base))
+        of_base = _identity_here(recipe.checkpoint_dir) or start.base
+    else:
+        of_base = BaseIdentity(name=recipe.checkpoint_dir, fingerprint=fingerprint(base))
     if start is not None and of_base.fingerprint != start.base.fingerprint:
         raise UserError(
             f"checkpoint_dir {recipe.checkpoint_dir} is not the model that the checkpoint of step "
@@ -215,6 +222,17 @@ def _identities(
             "or start a new run with another --out_dir."
         )
     return of_base, of_data
+
+
+def _identity_here(checkpoint_dir: str) -> BaseIdentity | None:
+    """Of a base model that is not needed any more; None: it is not here, or not whole."""
+    try:
+        found = find_here(checkpoint_dir)
+        if found is None:
+            return None
+        return BaseIdentity(name=checkpoint_dir, fingerprint=fingerprint(open_base(str(found))))
+    except UserError:
+        return None
 
 
 def _max_seq_length(base: BaseModel, asked: int | None) -> int:
@@ -241,7 +259,7 @@ def _build(
     """The model, adapted as the recipe says, with its schedule; still without memory."""
     recipe = plan.recipe
     if isinstance(recipe, LoraRecipe) and recipe.checkpoint.save and not base.random:
-        check_adapter(base)
+        check_adapter(base, recipe)
     if isinstance(plan.options, DeepSpeedOptions) and plan.options.offload_optimizer:
         with display.phase("preparing DeepSpeed's CPU optimizer (compiled once, about a minute)"):
             compile_cpu_optimizer()
@@ -250,12 +268,19 @@ def _build(
         kinds = state_kinds(optimizer_class, arguments, make_device(plan))
         if stored is not None:
             check_kinds(kinds, stored, recipe.optimizer["class_path"])
+        masters = torch.float32 if plan.strategy == "deepspeed" else parameter_dtype(plan)
+        number_bytes = bytes_per_number(kinds, optimizer_class, arguments, masters)
     schedule, notices = make_schedule(
         recipe, len(data.train), base_learning_rate(recipe), **_position(start)
     )
     for notice in notices:
         _warn(notice, display, recorder)
     model = outline(base, recipe, parameter_dtype(plan), compute_dtype(plan))
+    if recipe.checkpoint.save and not base.random and rank() == 0:
+        _require_space(
+            job, model, number_bytes, schedule.total_steps - _position(start)["start_step"]
+        )
+    adapter = None if stored is not None else _adapter(recipe, base, model)
 
     def load(model: LanguageModel, sharding: Sharding, device: torch.device) -> None:
         with display.phase("loading weights") as phase:
@@ -269,6 +294,7 @@ def _build(
                 ),
                 seed=recipe.seed,
                 trained=None if stored is None else partial(trained_parameter, stored),
+                adapter=None if adapter is None else adapter.tensors,
                 progress=phase.advance,
             )
 
@@ -302,6 +328,36 @@ def _build(
     recorder.note(resolved=resolved)
     display.message(_summary(resolved, recipe.method))
     return module
+
+
+def _adapter(recipe: Recipe, base: BaseModel, model: LanguageModel) -> Adapter | None:
+    """The adapter that training starts from."""
+    if not isinstance(recipe, LoraRecipe) or recipe.adapter is None:
+        return None
+    adapter = read_adapter(recipe.adapter, base)
+    shapes = {
+        our_name(name): parameter.shape
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    check_shapes(adapter, shapes, recipe.adapter)
+    return adapter
+
+
+def _require_space(job: Job, model: LanguageModel, number_bytes: float, steps_left: int) -> None:
+    """Refuse a run whose checkpoints will not fit on the disk; their small files do not count."""
+    recipe = job.plan.recipe
+    numbers = sum(parameter.numel() for parameter in trainable(model))
+    if isinstance(recipe, LoraRecipe):
+        number_bytes += parameter_dtype(job.plan).itemsize  # the adapter beside the shards
+    there = (recipe.out_dir / CHECKPOINTS).rglob("*")
+    check_disk(
+        recipe.out_dir,
+        int(numbers * number_bytes),
+        recipe,
+        sum(path.stat().st_size for path in there if path.is_file()),
+        steps_left=steps_left,
+    )
 
 
 def _summary(resolved: Resolved, method: str) -> str:
@@ -350,7 +406,9 @@ def run_rank(job_path: Path, terminal: TextIO) -> int:
         try:
             start = None if job.start is None else read_metadata(Path(job.start))
             device = make_device(job.plan)
-            with Recorder(job, job.plan, device, state, rank(), start=start) as recorder:
+            with Recorder(
+                job, job.plan, device, state, rank(), start=start, show_warning=display.warning
+            ) as recorder:
                 run(job, start, stop, display, recorder)
         except BaseException as exception:
             error = _explain(exception)
@@ -391,7 +449,7 @@ def _log_traceback(exception: BaseException, job: Job) -> None:
     lines = traceback.format_exception(exception)
     if job.plan.world_size > 1:
         lines = [f"rank {rank()}:\n", *lines]
-    with (job.recipe.out_dir / LOG).open("a", encoding="utf-8") as file:
+    with suppress(OSError), (job.recipe.out_dir / LOG).open("a", encoding="utf-8") as file:
         file.write("".join(lines))
 
 
@@ -406,7 +464,7 @@ def _explain(exception: BaseException) -> RankError:
     if isinstance(exception, torch.OutOfMemoryError | MemoryError) or _HOST_MEMORY in message:
         message = message or type(exception).__name__
         return RankError(kind="out_of_memory", message=message, happened_at_s=now)
-    if not isinstance(exception, NonFiniteLoss):
+    if not isinstance(exception, NonFiniteLoss | SavingFailed):
         message = f"{type(exception).__name__}: {message}"
     return RankError(kind="failed", message=message, happened_at_s=now)
 

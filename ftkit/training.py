@@ -6,7 +6,7 @@ import math
 import random
 import secrets
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from enum import IntEnum
 
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
@@ -63,6 +63,7 @@ class Training:
         *,
         checkpointing: Checkpointing | None,
         stored: StoredState | None,
+        start_is_validated: bool,
         stop_after: StopAfter | None,
         command_started_at_s: float,
         loggers: list[Logger],
@@ -79,11 +80,13 @@ class Training:
             recorder: where measurements go.
             checkpointing: saves the state of training; None: nothing is saved.
             stored: the state of training that this run continues from.
+            start_is_validated: whether the validation loss of this state is known.
             stop_after: when this sitting ends.
             command_started_at_s: what a time in it counts from, in seconds since the epoch.
             loggers: beside metrics.csv.
         """
         self.checkpointing, self._stored = checkpointing, stored
+        self._start_is_validated = start_is_validated
         self._stop_after, self._command_started_at_s = stop_after, command_started_at_s
         self._loggers = loggers
         self.plan, self.module, self.data, self.base = plan, module, data, base
@@ -151,9 +154,15 @@ class Training:
     def _at_start(self) -> None:
         self.stop.install()  # Lightning has taken SIGTERM over
         self.stop.wait_for_step = True
-        if self.module.start_step == 0:
+        step = self.module.start_step
+        if step == 0:
             wanted = self.evaluation.initial_validation
             self._evaluate(step=0, validation=wanted, exact_match=True, example=wanted)
+        elif self._validation_due(step) and not self._start_is_validated:
+            # A signal came first: what was due then is done now.
+            self._evaluate(step, validation=True, exact_match=False, example=True)
+            if self.checkpointing is not None and self._validated(step) is not None:
+                self.checkpointing.amend(step, self._validated(step))
         self.recorder.enter("training")
         if signal_number := self.stop.requested():
             self.trainer.should_stop = True
@@ -185,9 +194,7 @@ class Training:
 
     def _between_steps(self, step: int) -> bool:
         """Validate and save if it is time; whether to end training here."""
-        interval = self.evaluation.interval
-        is_due = interval and step % interval == 0 and step < self.total_steps
-        if is_due and not self.stop.requested():
+        if self._validation_due(step) and not self.stop.requested():
             self._evaluate(step, validation=True, exact_match=False, example=True)
             self.recorder.enter("training")
         signal_number, occasion = divmod(of_rank_0(self._wishes()), len(_Occasion))
@@ -210,6 +217,11 @@ class Training:
                 self._save(step, wait=bool(signal_number) or self.stopped)
             self.checkpointing.report()
         return ends
+
+    def _validation_due(self, step: int) -> bool:
+        """Whether there is a validation after a step that is not the last."""
+        interval = self.evaluation.interval
+        return bool(interval) and step % interval == 0 and step < self.total_steps
 
     def _wishes(self) -> int:
         """What this rank's signals and clocks ask for, as one number: a signal and an occasion."""
@@ -244,7 +256,9 @@ class Training:
         if self.signal_number is None and not self.stopped:
             wanted = self.evaluation.final_validation
             step = self.recorder.steps
-            self._evaluate(step, validation=wanted, exact_match=True, example=wanted)
+            # An earlier sitting may have come as far as this.
+            known = step == self.module.start_step and self._start_is_validated
+            self._evaluate(step, validation=wanted and not known, exact_match=True, example=wanted)
             self.signal_number = self.stop.requested() or None
             if self.checkpointing is not None:
                 self.recorder.enter("saving")
@@ -359,7 +373,19 @@ class Training:
         if rank() > 0:
             return
         for logger in self.trainer.loggers:
-            logger.log_metrics(values, step=step)
+            try:
+                logger.log_metrics(values, step=step)
+            except (OSError, ValueError) as error:  # TensorBoard: ValueError from OSError
+                cause = error.__context__ or error
+                if not isinstance(cause, OSError):
+                    raise
+                self.trainer.loggers = [kept for kept in self.trainer.loggers if kept is not logger]
+                text = (
+                    f"{self.recipe.logger_name} gets no values any more ({cause.strerror}); "
+                    "metrics.csv has all of them"
+                )
+                self.display.warning(text)
+                self.recorder.warn(text)
 
 
 def _example_index(choice: str | int, data: DataSets, seed: int) -> int:
@@ -374,6 +400,15 @@ def _example_index(choice: str | int, data: DataSets, seed: int) -> int:
     return index
 
 
+class _TensorBoard(TensorBoardLogger):
+    """Does not end a run whose last values it cannot write."""
+
+    def finalize(self, status: str) -> None:
+        """Write what is not written yet."""
+        with suppress(OSError):
+            super().finalize(status)
+
+
 def make_loggers(plan: Plan, *, start_step: int, run_ids: dict[str, str]) -> list[Logger]:
     """The loggers beside metrics.csv; they go on where an earlier sitting left off.
 
@@ -386,9 +421,7 @@ def make_loggers(plan: Plan, *, start_step: int, run_ids: dict[str, str]) -> lis
     recipe = plan.recipe
     if recipe.logger_name == "tensorboard":
         first_step = start_step + 1 if start_step else 0  # 0: the validation before all steps
-        return [
-            TensorBoardLogger(recipe.out_dir, name="tensorboard", version="", purge_step=first_step)
-        ]
+        return [_TensorBoard(recipe.out_dir, name="tensorboard", version="", purge_step=first_step)]
     if recipe.logger_name == "wandb":
         if importlib.util.find_spec("wandb") is None:
             raise UserError(

@@ -1,5 +1,6 @@
 """Small checkpoints for tests that need no training."""
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,13 @@ FILES = {
     "adapter/adapter_config.json": b'{"r": 8}\n',
     "adapter/adapter_model.safetensors": bytes(range(100)),
 }
+
+
+def safetensors(size: int) -> bytes:
+    """A file with one tensor of that many bytes."""
+    entry = {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}
+    header = json.dumps({"tensor": entry}).encode()
+    return len(header).to_bytes(8, "little") + header + bytes(size)
 
 
 def some_metadata(step: int, **changes: Any) -> Metadata:

@@ -44,6 +44,14 @@ def command_environment() -> dict[str, str]:
     }
 
 
+def start_up_of_ranks(directory: Path, statements: str) -> Path:
+    """What to put on a command's PYTHONPATH so that its ranks run statements before all else."""
+    condition = 'import os, sys\nif "ftkit.train" in sys.orig_argv:\n'
+    file = directory / "sitecustomize.py"
+    file.write_text(condition + textwrap.indent(statements, "    "))
+    return directory
+
+
 @pytest.fixture
 def ftkit(tmp_path: Path) -> Command:
     """Runs the command in an empty directory: `ftkit("finetune", "--help")`."""
@@ -126,10 +134,7 @@ def start(common: list[str], tmp_path_factory: pytest.TempPathFactory) -> Start:
         words = command_of(out_dir, common, *switches, **keys)
         environment = command_environment()
         if in_ranks:
-            start_up = tmp_path_factory.mktemp("start-up")
-            file = start_up / "sitecustomize.py"
-            condition = 'import os, sys\nif "ftkit.train" in sys.orig_argv:\n'
-            file.write_text(condition + textwrap.indent(in_ranks, "    "))
+            start_up = start_up_of_ranks(tmp_path_factory.mktemp("start-up"), in_ranks)
             environment["PYTHONPATH"] += f":{start_up}"
         with watched(out_dir, command_line(*words, before=before), cwd, environment) as run:
             yield run

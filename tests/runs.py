@@ -18,7 +18,15 @@ from ftkit.ranks import STATE, rank_directory
 from ftkit.report.report import FILE_NAME, read_report
 
 TIMEOUT_S = 120
-FILES = ["final", "metrics.csv", "recipe.yaml", "report.json", "run.log", "validation.csv"]
+FILES = [
+    "checkpoints",
+    "final",
+    "metrics.csv",
+    "recipe.yaml",
+    "report.json",
+    "run.log",
+    "validation.csv",
+]
 """What a run that completes leaves in its directory."""
 
 DEFAULT_SIGNALS = """
@@ -136,7 +144,7 @@ def command_of(
 def watched(
     out_dir: Path, command: Sequence[str], cwd: Path, environment: dict[str, str]
 ) -> Iterator[Run]:
-    """Start a command; it does not outlive the block."""
+    """Start a command in a process group of its own; it does not outlive the block."""
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -144,6 +152,7 @@ def watched(
         text=True,
         cwd=cwd,
         env=environment,
+        process_group=0,
     )
     run = Run(out_dir, process)
     try:

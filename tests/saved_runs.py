@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from checkpoints import save
+from checkpoints import safetensors, save
 
 from ftkit.checkpoint.store import Store
 from ftkit.parsing import read_recipe, to_yaml
@@ -26,8 +26,8 @@ def save_run(asked: Recipe, *steps: int, **changes: object) -> Store:
     store = Store(out / "checkpoints")
     files = {
         "recipe.yaml": to_yaml(asked).encode(),
-        "shard-00000-of-00001.safetensors": bytes(1000),
-        "adapter/adapter_model.safetensors": bytes(100),
+        "shard-00000-of-00001.safetensors": safetensors(1000),
+        "adapter/adapter_model.safetensors": safetensors(100),
     }
     if asked.method == "full":
         files["base/config.json"] = b"{}"

@@ -432,10 +432,14 @@ def test_leftovers_are_named_and_nothing_else_is_removed(store):
     write_partial(store, 10)
     (store.directory / ".latest.4711").write_text("step")
     (store.directory / ".step-00000007.deleted").write_text("a file")
+    for name in (".metadata.json.4711", ".metadata.json.mine"):
+        (store.path(5) / name).write_text("half of i")
+    assert store.verify(5) == [f"{store.path(5)}/.metadata.json.mine is not one of its files."]
     others = [".step-7.partial", ".step-00000007.mine", ".hidden", "notes.txt"]
     for name in others:
         (store.directory / name).mkdir()
     removed = [".latest.4711", ".step-00000007.deleted", ".step-00000010.partial"]
+    removed.append(".metadata.json.4711")
     assert [path.name for path in store.remove_leftovers()] == removed
     assert store.remove_leftovers() == []
     left = {path.name for path in store.directory.iterdir()}

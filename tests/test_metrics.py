@@ -1,6 +1,7 @@
 """The metric logs: full precision, one flushed row at a time, readable whatever happened."""
 
 import math
+import time
 from pathlib import Path
 
 import numpy
@@ -115,18 +116,37 @@ def test_a_full_disk_is_an_error_of_the_system():
         MetricsWriter(Path("/dev/full"))
 
 
-def test_after_a_row_that_did_not_fit_the_file_is_whole_and_goes_on(path):
+def test_a_row_that_does_not_fit_waits_and_the_file_is_whole_meanwhile(path):
     writer = MetricsWriter(path)
     writer.write(**ROW)
     writer._file = DiskFullAfter(writer._file, room=10)
-    with pytest.raises(OSError, match="cannot write all of a row"):
-        writer.write(**{**ROW, "step": 2})
-    assert read_metrics(path) == [ROW]
+    for step in (2, 3):
+        writer.write(**{**ROW, "step": step})
+        assert "No space left" in str(writer.failure)
+        assert read_metrics(path) == [ROW]
     writer._file.room = 10_000
-    writer.write(**{**ROW, "step": 3})
-    writer.close()
-    assert [row["step"] for row in read_metrics(path)] == [1, 3]
-    assert path.read_text().count("\n") == 3
+    writer.write(**{**ROW, "step": 4})
+    assert writer.failure is None
+    assert steps_in(path) == [1, 2, 3, 4]
+    assert path.read_text().count("\n") == 5
+
+
+def test_a_validation_that_is_repeated_has_one_row(tmp_path):
+    path = tmp_path / "validation.csv"
+    for start in ({}, {"after_step": 8}):
+        with ValidationWriter(path, **start) as writer:
+            writer.write(step=8, samples=80, val_loss=1.5)
+    with ValidationWriter(path, after_step=8) as writer:
+        writer.write(step=12, samples=120, val_loss=1.25)
+    assert [row["step"] for row in read_validation(path)] == [8, 12]
+
+
+def test_rows_that_wait_are_written_at_the_end_if_there_is_space(path):
+    with MetricsWriter(path) as writer:
+        writer._file = DiskFullAfter(writer._file, room=10)
+        writer.write(**ROW)
+        writer._file.room = 10_000
+    assert read_metrics(path) == [ROW]
 
 
 def steps_in(path: Path) -> list[int]:
@@ -239,3 +259,29 @@ class DiskFullAfter:
 
     def __getattr__(self, name):
         return getattr(self._file, name)
+
+
+@pytest.mark.parametrize("block", [1, 2, 7, 64, 10_000])
+def test_rows_are_cut_alike_however_the_file_is_read(block, path, tmp_path, monkeypatch):
+    write_steps(path, range(1, 30))
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines) + "30,4")
+    monkeypatch.setattr(metrics, "_BLOCK_BYTES", block)
+    assert cut_rows(path, 17, tmp_path / "aside.csv") == 12
+    assert path.read_text() == "".join(lines[:18])
+    assert (tmp_path / "aside.csv").read_text() == "".join([lines[0], *lines[18:]])
+    with MetricsWriter(path, after_step=17) as writer:
+        writer.write(**ROW | {"step": 18})
+    assert steps_in(path) == list(range(1, 19))
+    assert cut_rows(path, 0, tmp_path / "all.csv") == 18
+    assert path.read_text() == lines[0]
+
+
+def test_rows_far_into_a_long_file_are_cut_without_reading_it(path, tmp_path):
+    write_steps(path, range(1, 3))
+    header, row, _ = path.read_text().splitlines(keepends=True)
+    rest = row.partition(",")[2]
+    path.write_text(header + "".join(f"{step},{rest}" for step in range(1, 1_000_001)))
+    started = time.perf_counter()
+    assert cut_rows(path, 999_999, tmp_path / "aside.csv") == 1
+    assert time.perf_counter() - started < 0.5

@@ -1,7 +1,9 @@
 """The measurements of a rank in a run of several sittings: what is whole, and what is of one."""
 
 import dataclasses
+import errno
 import json
+import os
 import time
 from pathlib import Path
 
@@ -10,12 +12,20 @@ import torch
 
 from ftkit.callbacks import PARTS, StepRecord
 from ftkit.checkpoint.metadata import BaseIdentity, DataIdentity, Layout, Metadata
-from ftkit.job import Job
+from ftkit.durable import make_reserve
+from ftkit.job import RESERVE, Job
 from ftkit.parsing import read_recipe
 from ftkit.planning import Devices
 from ftkit.recorder import Recorder
 from ftkit.report.metrics import read_metrics, read_validation
-from ftkit.report.report import ExactMatch, Example, Spread, read_report
+from ftkit.report.report import (
+    ExactMatch,
+    Example,
+    Report,
+    Spread,
+    read_report,
+    write_report,
+)
 
 SAMPLES_PER_EPOCH = 100
 
@@ -214,6 +224,23 @@ def test_the_report_says_where_the_sitting_went_on_from(inside, tmp_path):
     assert resumed.checkpoint == ("checkpoints/step-00000008" if inside else str(checkpoint))
     assert (resumed.from_step, resumed.strategy, resumed.world_size) == (8, "fsdp", 2)
     assert resumed.changes == ["optimizer.lr: 0.001 -> 0.002"]
+
+
+def test_a_full_disk_stops_nothing_and_the_last_report_has_reserved_space(tmp_path, monkeypatch):
+    reserve = tmp_path / RESERVE
+
+    def write(report: Report, directory: Path) -> None:
+        if reserve.exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_report(report, directory)
+
+    monkeypatch.setattr("ftkit.recorder.write_report", write)
+    make_reserve(reserve)
+    with make_recorder(tmp_path) as recorder:
+        recorder.enter("training")
+        train(recorder, range(1, 4))
+        assert not (tmp_path / "state/report.json").exists()
+    assert read_report(tmp_path / "state").progress.steps == 3
 
 
 def test_checkpoints_are_counted_and_timed(tmp_path):

@@ -33,6 +33,7 @@ from ftkit.resume import (
     check_disk,
     continue_command,
     find_start,
+    follow_moved,
     goes_on_in_place,
     last_words,
     verify_start,
@@ -370,6 +371,33 @@ def test_the_command_that_goes_on_is_that_of_the_method_and_quoted():
     )
 
 
+# --- Moved runs ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("resume", "name", "follows"),
+    [
+        ("auto", "recipe.yaml", True),
+        ("true", "recipe.yaml", True),
+        ("5", "recipe.yaml", True),
+        ("false", "recipe.yaml", False),
+        ("/some/run", "recipe.yaml", False),
+        ("auto", "other.yaml", False),
+    ],
+)
+def test_a_moved_run_goes_on_where_its_recipe_lies(out, tmp_path, resume, name, follows):
+    save_run(recipe(out), 5)
+    moved = out.rename(tmp_path / "moved")
+    found = follow_moved(recipe(out, resume=resume), moved / name)
+    assert found.out_dir == (moved if follows else out)
+
+
+def test_a_recipe_beside_base_models_stays_where_it_wants_to_be(out, tmp_path):
+    (tmp_path / "checkpoints" / "org").mkdir(parents=True)
+    asked = recipe(out, resume="auto")
+    assert follow_moved(asked, tmp_path / "recipe.yaml") == asked
+
+
 # --- Disk ---------------------------------------------------------------------------------------
 
 GIB = 2**30
@@ -387,24 +415,26 @@ def disk(monkeypatch) -> Callable[[float], None]:
 
 
 @pytest.mark.parametrize(
-    ("free", "keys", "existing", "fits"),
+    ("free", "keys", "existing", "left", "fits"),
     [
-        (8, {}, 0, True),
-        (7.9, {}, 0, False),
-        (10, {"checkpoint__keep_best": 1}, 0, True),
-        (9, {"checkpoint__keep_best": 1}, 0, False),
-        (4, {"checkpoint__keep_last": 1}, 0, True),
-        (2, {}, 6 * GIB, True),
-        (0, {}, 100 * GIB, True),
+        (8, {}, 0, 9, True),
+        (7.9, {}, 0, 9, False),
+        (10, {"checkpoint__keep_best": 1}, 0, 9, True),
+        (9, {"checkpoint__keep_best": 1}, 0, 9, False),
+        (4, {"checkpoint__keep_last": 1}, 0, 9, True),
+        (2, {}, 6 * GIB, 9, True),
+        (0, {}, 100 * GIB, 9, True),
+        (2, {"checkpoint__keep_last": 1000}, 6 * GIB, 1, True),  # the last step is all to come
+        (1.9, {"checkpoint__keep_last": 1000}, 6 * GIB, 1, False),
     ],
 )
-def test_the_disk_must_hold_what_is_kept_and_one_more(out, disk, free, keys, existing, fits):
+def test_the_disk_must_hold_what_is_kept_and_one_more(out, disk, free, keys, existing, left, fits):
     disk(free)
     if fits:
-        check_disk(out, 2 * GIB, recipe(out, **keys), existing)
+        check_disk(out, 2 * GIB, recipe(out, **keys), existing, steps_left=left)
         return
     with pytest.raises(UserError) as error:
-        check_disk(out, 2 * GIB, recipe(out, **keys), existing)
+        check_disk(out, 2 * GIB, recipe(out, **keys), existing, steps_left=left)
     message = str(error.value)
     assert f"has {free:.2f} GiB free" in message and "x 2.00 GiB" in message
     assert "Try --checkpoint.keep_last 1" in message and "another --out_dir" in message
@@ -413,7 +443,7 @@ def test_the_disk_must_hold_what_is_kept_and_one_more(out, disk, free, keys, exi
 def test_a_disk_too_small_for_one_needs_another(out, disk):
     disk(1)
     with pytest.raises(UserError, match=r"need 4\.00 GiB .* Try another --out_dir, or --checkp"):
-        check_disk(out, 2 * GIB, recipe(out, checkpoint__keep_last=1))
+        check_disk(out, 2 * GIB, recipe(out, checkpoint__keep_last=1), steps_left=9)
 
 
 # --- The supervisor's part ----------------------------------------------------------------------

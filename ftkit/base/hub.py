@@ -48,14 +48,11 @@ def find_or_download(name: str, *, token: str | None = None, root: Path = ROOT) 
     Raises:
         UserError: there is no such model, its directory lacks files, or it cannot be downloaded.
     """
-    if name.startswith("embedded:"):
-        return _embedded(name)
+    if found := find_here(name, root=root):
+        return found
     path = Path(name).expanduser()
     repo_id = _repository(name, root)
     download_path = root / repo_id if repo_id else None
-    for candidate in (path, download_path):
-        if candidate and candidate.is_dir() and not missing_files(candidate):
-            return candidate
     if path.is_dir() and (download_path is None or path.resolve() != download_path.resolve()):
         raise UserError(
             f"checkpoint_dir {name} is no complete base model: {_listed(missing_files(path))} is "
@@ -70,6 +67,22 @@ def find_or_download(name: str, *, token: str | None = None, root: Path = ROOT) 
         f"checkpoint_dir {name} {what}. Give the directory of a base model, or a hub name such "
         f"as TinyLlama/TinyLlama_v1.1.{_suggestion(name)}"
     )
+
+
+def find_here(name: str, *, root: Path = ROOT) -> Path | None:
+    """The directory of a base model, complete, if it is on this machine.
+
+    Raises:
+        UserError: what is there cannot be read, or no such model is embedded.
+    """
+    if name.startswith("embedded:"):
+        return _embedded(name)
+    path = Path(name).expanduser()
+    repo_id = _repository(name, root)
+    for candidate in (path, root / repo_id if repo_id else None):
+        if candidate and candidate.is_dir() and not missing_files(candidate):
+            return candidate
+    return None
 
 
 def download(repo_id: str, *, token: str | None = None, root: Path = ROOT) -> Path:

@@ -107,7 +107,12 @@ def verify(directory: Path, progress: OnProgress | None = None) -> list[str]:
             pool.shutdown(cancel_futures=True)
             raise
     problems = {name: check.result() for name, check in checks.items()}
-    unlisted = [name for name in _files_in(directory) if name not in files and name != METADATA]
+    known = {METADATA, *files}
+    unlisted = [
+        name
+        for name in _files_in(directory)
+        if name not in known and not _REPLACEMENT.fullmatch(name)
+    ]
     return [
         *(problem for _, problem in sorted(problems.items()) if problem),
         *(f"{directory / name} is not one of its files." for name in unlisted),
@@ -221,8 +226,14 @@ class Store:
         """What a crash left of checkpoints that were being written or deleted."""
         if not self.directory.is_dir():
             return []
-        found = (entry for entry in self.directory.iterdir() if _LEFTOVER.fullmatch(entry.name))
-        return sorted(set(found) - set(self._unreplaced()))
+        found = {entry for entry in self.directory.iterdir() if _LEFTOVER.fullmatch(entry.name)}
+        replacements = {
+            entry
+            for step in self.steps()
+            for entry in self.path(step).glob(f".{METADATA}.*")
+            if _REPLACEMENT.fullmatch(entry.name)
+        }
+        return sorted((found | replacements) - set(self._unreplaced()))
 
     def remove_leftovers(self) -> list[Path]:
         """Remove what a crash left; what was removed.
@@ -365,6 +376,8 @@ class Store:
                 write_durably(self.directory / LATEST, f"{self.path(newest).name}\n")
 
 
+_REPLACEMENT = re.compile(rf"\.{re.escape(METADATA)}\.[0-9]+")
+"""What a crash leaves in a checkpoint whose metadata were being replaced."""
 _LEFTOVER = re.compile(rf"\.{_STEP.pattern}\.(?:partial|deleted|replaced)|\.{LATEST}\.[0-9]+")
 
 

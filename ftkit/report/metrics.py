@@ -4,20 +4,23 @@ Numbers are written with full precision; a value that is missing or not a number
 """
 
 import csv
+import errno
 import io
 import math
 import os
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TypeAlias
+from typing import BinaryIO, TypeAlias
 
 from ftkit.durable import write_durably
 from ftkit.errors import UserError
 
 METRICS_COLUMNS = ("step", "samples", "loss", "lr", "grad_norm", "tokens", "tokens_per_s")
 VALIDATION_COLUMNS = ("step", "samples", "val_loss", "perplexity")
+_BLOCK_BYTES = 64 * 2**10
 _INTEGERS = frozenset({"step", "samples", "tokens"})
 
 Number: TypeAlias = int | float | None
@@ -35,18 +38,22 @@ def perplexity(loss: float) -> float:
 class _CsvWriter:
     """Rows of numbers in a CSV file, each given to the system before the call returns.
 
-    A row that cannot be written (disk full) raises OSError and leaves none of its bytes behind, so
-    that the file stays readable and a later row can follow.
+    A row that cannot be written (disk full) leaves none of its bytes behind and waits in memory:
+    it is written before the next row, once there is space. So the file is always readable and has
+    no gap.
     """
 
     def __init__(self, path: Path, columns: tuple[str, ...], after_step: int | None) -> None:
+        self._waiting: deque[bytes] = deque()
+        self.failure: OSError | None = None
+        """Why rows are waiting, if they are."""
         end = 0 if after_step is None else _end_of_rows(path, columns, after_step)
         self._file = path.open("r+b" if end else "wb", buffering=0)
         if end:
             self._file.truncate(end)
             self._file.seek(end)
         else:
-            self._write_cells(columns)
+            self._append(_line(columns))
 
     def __enter__(self) -> "_CsvWriter":
         return self
@@ -59,16 +66,39 @@ class _CsvWriter:
     ) -> None:
         self.close()
 
+    def flush(self) -> None:
+        """Try again to write the rows that are waiting; see `failure`."""
+        try:
+            while self._waiting:
+                self._append(self._waiting[0])
+                self._waiting.popleft()
+            self.failure = None
+        except OSError as error:
+            self.failure = error
+
+    def sync(self) -> None:
+        """Wait until the rows so far are on the disk.
+
+        Raises:
+            OSError: they cannot be.
+        """
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
-        """Close the file; it is complete after every row anyway."""
+        """Close the file; but for rows that are waiting, it is complete after every row anyway."""
+        self.flush()
         self._file.close()
 
     def _write_cells(self, cells: tuple[str, ...]) -> None:
-        line = (",".join(cells) + "\n").encode()
+        self._waiting.append(_line(cells))
+        self.flush()
+
+    def _append(self, line: bytes) -> None:
+        """Write a line, or nothing of it and raise OSError."""
         end = self._file.tell()
         try:
             if self._file.write(line) != len(line):
-                raise OSError(f"cannot write all of a row to {self._file.name}")
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
             with suppress(OSError):
                 os.truncate(self._file.fileno(), end)
@@ -131,12 +161,21 @@ class ValidationWriter(_CsvWriter):
     def __init__(self, path: Path, *, after_step: int | None = None) -> None:
         """As `MetricsWriter`."""
         super().__init__(path, VALIDATION_COLUMNS, after_step)
+        rows = read_validation(path)
+        self._last_step = rows[-1]["step"] if rows else None
 
     def __enter__(self) -> "ValidationWriter":
         return self
 
     def write(self, *, step: int, samples: int, val_loss: float | None) -> None:
-        """Add the row of one validation; the perplexity follows from its loss."""
+        """Add the row of one validation; the perplexity follows from its loss.
+
+        A step that has a row keeps it: a run that was killed between its last validation and its
+        end goes on with that validation.
+        """
+        if step == self._last_step:
+            return
+        self._last_step = step
         value = None if val_loss is None else perplexity(val_loss)
         self._write_cells((str(step), str(samples), _cell(val_loss), _cell(value)))
 
@@ -171,16 +210,24 @@ def cut_rows(path: Path, after_step: int, into: Path) -> int:
     """
     if not path.exists():
         return 0
-    content = path.read_bytes()
-    header, *lines = content.decode("utf-8", errors="replace").splitlines(keepends=True) or [""]
-    rows = [(step, line) for line in lines if (step := _step(line, header)) is not None]
-    kept = [line for step, line in rows if step <= after_step]
-    removed = [line for step, line in rows if step > after_step]
-    if removed:
-        into.parent.mkdir(parents=True, exist_ok=True)
-        write_durably(into, "".join((header, *removed)))
-    if len(kept) < len(lines):
-        write_durably(path, "".join((header, *kept)))
+    removed: list[bytes] = []
+    with path.open("rb+") as file:
+        header = file.readline()
+        size = file.seek(0, os.SEEK_END)
+        kept = len(header)
+        for end, line in _lines_from_the_end(file, len(header)):
+            step = _step(line, header)
+            if step is not None and step <= after_step:
+                kept = end
+                break
+            if step is not None:
+                removed.append(line)
+        if removed:
+            into.parent.mkdir(parents=True, exist_ok=True)
+            write_durably(into, b"".join((header, *reversed(removed))).decode(errors="replace"))
+        if kept < size:
+            file.truncate(kept)
+            os.fsync(file.fileno())
     return len(removed)
 
 
@@ -197,8 +244,8 @@ def _end_of_rows(path: Path, columns: tuple[str, ...], after_step: int) -> int:
             raise UserError(
                 f"{path} has other columns than {header.decode().strip()}. Move it elsewhere."
             )
-        for end, line in _lines_from_the_end(file.read(), len(header)):
-            step = _step(line.decode("utf-8", errors="replace"), header.decode())
+        for end, line in _lines_from_the_end(file, len(header)):
+            step = _step(line, header)
             if step is None:
                 continue
             if step > after_step:
@@ -207,19 +254,42 @@ def _end_of_rows(path: Path, columns: tuple[str, ...], after_step: int) -> int:
     return len(header)
 
 
-def _lines_from_the_end(content: bytes, offset: int) -> Iterator[tuple[int, bytes]]:
-    """Each line from the last to the first, after the position in the file where it ends."""
-    end = len(content)
-    while end:
-        start = content.rfind(b"\n", 0, end - 1) + 1
-        yield offset + end, content[start:end]
-        end = start
+def _lines_from_the_end(file: BinaryIO, first: int) -> Iterator[tuple[int, bytes]]:
+    """Each line from the last to the first, after the position in the file where it ends.
+
+    A file of a million rows is not read where the last few tell what is asked.
+
+    Args:
+        file: open for reading.
+        first: where the first of these lines begins.
+    """
+    start = file.seek(0, os.SEEK_END)
+    tail = b""
+    while start > first:
+        position = max(first, start - _BLOCK_BYTES)
+        file.seek(position)
+        tail = file.read(start - position) + tail
+        start = position
+        # The first line of a block may begin in the one before it.
+        complete = 0 if start == first else tail.find(b"\n") + 1
+        if start > first and complete in (0, len(tail)):
+            continue
+        end = len(tail)
+        while end > complete:
+            begin = max(complete, tail.rfind(b"\n", 0, end - 1) + 1)
+            yield start + end, tail[begin:end]
+            end = begin
+        tail = tail[:complete]
 
 
-def _step(line: str, header: str) -> int | None:
+def _line(cells: tuple[str, ...]) -> bytes:
+    return (",".join(cells) + "\n").encode()
+
+
+def _step(line: bytes, header: bytes) -> int | None:
     """The step of a row; None if the row is not whole."""
-    cells = line.split(",")
-    whole = line.endswith("\n") and len(cells) == len(header.split(",")) and cells[0].isdecimal()
+    cells = line.split(b",")
+    whole = line.endswith(b"\n") and len(cells) == header.count(b",") + 1 and cells[0].isdigit()
     return int(cells[0]) if whole else None
 
 

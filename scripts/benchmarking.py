@@ -1,0 +1,48 @@
+"""What the benchmarks share: a base model made on the spot, and the memory of a run's ranks."""
+
+import shutil
+from pathlib import Path
+
+import psutil
+
+from ftkit import embedded
+from ftkit.report.machine import host_memory
+
+MIB = 2**20
+
+
+def make_base(directory: Path, layers: int, width: int) -> tuple[int, int]:
+    """A random Llama in Hugging Face layout; its parameters and the bytes of its weights."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=8192,
+        hidden_size=width,
+        intermediate_size=width * 11 // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        max_position_embeddings=512,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(directory)
+    for file in (embedded.path("quickstart") / "model").glob("tokenizer*"):
+        shutil.copy(file, directory)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return parameters, parameters * 4
+
+
+def anonymous_bytes(supervisor: int) -> int:
+    """RssAnon + RssShmem of all ranks together; what they fork shares their pages."""
+    total = 0
+    for process in psutil.Process(supervisor).children():
+        try:
+            status = Path(f"/proc/{process.pid}/status")
+            if status.exists():
+                total += host_memory(status).rss_anon_plus_shmem_bytes
+        except (psutil.Error, OSError):
+            continue
+    return total

@@ -1,0 +1,141 @@
+"""What can go wrong in a rank, put there on purpose; see preloaded.py."""
+
+import errno
+import os
+import resource
+import signal
+import stat
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ftkit import saving
+from ftkit.checkpoint import shards
+from ftkit.saving import Saver
+
+CHANGES = {"os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.chmod", "os.truncate"}
+"""Audit events of calls that change a file system; see docs.python.org/3/library/audit_events."""
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+BALLAST = "ballast"
+"""File that fills a disk."""
+
+
+def _before_save(step: int, action: Callable[[Saver], None]) -> None:
+    """Do something right before a step is saved, when nothing else is being written."""
+    save = Saver.save
+
+    def with_action(saver: Saver, metadata: Any, *arguments: Any, **options: Any) -> None:
+        if metadata.step == step:
+            saver.wait()
+            action(saver)
+        save(saver, metadata, *arguments, **options)
+
+    Saver.save = with_action  # type: ignore[method-assign]
+
+
+def killed_at(step: int, number: int) -> None:
+    """Die at one moment from the saving of a step on; see `killed_in`."""
+    _before_save(step, lambda saver: killed_in(str(saver.store.directory.parent), number))
+
+
+def killed_in(out_dir: str, number: int) -> None:
+    """Die at one moment from now on.
+
+    The moments lie before each call that changes something beside the logs, and so after each.
+    What is not synced yet is half there.
+
+    Args:
+        out_dir: of the run.
+        number: calls that happen before.
+    """
+    left, process = number, os.getpid()
+
+    def happens(path: object) -> None:
+        nonlocal left
+        if os.getpid() != process or not _concerns(path, out_dir):
+            return
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left -= 1
+
+    def audit(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in CHANGES or (event == "open" and (arguments[2] or 0) & WRITING):
+            happens(arguments[0])
+
+    def fsync(descriptor: int, fsync: Callable[[int], None] = os.fsync) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        status = os.fstat(descriptor)
+        if left == 0 and stat.S_ISREG(status.st_mode) and _concerns(path, out_dir):
+            with path.open("r+b") as file:
+                file.truncate(status.st_size // 2)
+        happens(path)
+        fsync(descriptor)
+
+    def save_file(
+        tensors: Any, path: Path, save: Callable[..., None] = shards.save_file, **options: Any
+    ) -> None:
+        happens(path)
+        save(tensors, path, **options)
+        happens(path)
+
+    os.fsync = fsync  # type: ignore[assignment]
+    shards.save_file = save_file
+    sys.addaudithook(audit)
+
+
+def _concerns(path: object, out_dir: str) -> bool:
+    """Whether it is something of the run but what ranks and supervisor tell each other."""
+    if not isinstance(path, str | Path):
+        return False
+    if not Path(path).is_absolute():  # an entry of a directory that is being deleted
+        return True
+    is_log = str(path).endswith((".csv", ".log"))
+    return str(path).startswith(f"{out_dir}/") and f"{out_dir}/.run" not in str(path) and not is_log
+
+
+def full_disk(full_at: int, free_at: int | None) -> None:
+    """Fill the disk right before a step is saved, to the last byte.
+
+    Args:
+        full_at: this step.
+        free_at: the step before whose saving there is space again; None: never.
+    """
+
+    def fill(saver: Saver) -> None:
+        with (saver.store.directory.parent / BALLAST).open("wb", buffering=0) as file:
+            for size in (2**16, 2**12, 1):
+                with suppress(OSError):
+                    while file.write(bytes(size)):
+                        pass
+
+    _before_save(full_at, fill)
+    if free_at is not None:
+        _before_save(free_at, lambda saver: (saver.store.directory.parent / BALLAST).unlink())
+
+
+def small_files(limit: int, full_at: int, free_at: int | None) -> None:
+    """From one step on, no file can be written beyond a limit, until another step.
+
+    Args:
+        limit: in bytes.
+        full_at: the step before whose saving that begins.
+        free_at: the step before whose saving it ends; None: never.
+    """
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    lower = (limit, before[1])
+    _before_save(full_at, lambda _: resource.setrlimit(resource.RLIMIT_FSIZE, lower))
+    if free_at is not None:
+        _before_save(free_at, lambda _: resource.setrlimit(resource.RLIMIT_FSIZE, before))
+
+
+def failing_shard(*steps: int) -> None:
+    """The shard of this rank cannot be written at these steps."""
+
+    def write(path: Path, pieces: Any, write: Callable[..., None] = saving.write_shard) -> None:
+        if any(path.parent.name == f".step-{step:08}.partial" for step in steps):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        write(path, pieces)
+
+    saving.write_shard = write

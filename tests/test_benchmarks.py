@@ -1,0 +1,74 @@
+"""The scripts that measure and draw; the figures they left in scripts/benchmarks."""
+
+import json
+import sys
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+FIGURES = SCRIPTS / "benchmarks"
+
+
+def script(name: str) -> ModuleType:
+    spec = spec_from_loader(name, SourceFileLoader(name, str(SCRIPTS / name)))
+    module = module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(autouse=True)
+def as_a_script(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+
+def test_the_chart_is_drawn_from_its_rows_and_is_the_same_each_time(tmp_path):
+    pytest.importorskip("matplotlib")
+    chart = script("plot_switching_hardware")
+    labels = [place.label for place in chart.SITTINGS]
+    rows = [(step, chart.UNINTERRUPTED, 1 / step) for step in range(1, 9)]
+    rows += [(step, labels[(step - 1) // 2], 1 / step * (1 + 1e-7)) for step in range(1, 9)]
+    chart.write_rows(rows, tmp_path / "rows.csv")
+    assert chart.read_rows(tmp_path / "rows.csv") == rows
+    pictures = [tmp_path / "1.svg", tmp_path / "2.svg"]
+    for picture in pictures:
+        chart.draw(rows, picture)
+    assert pictures[0].read_text() == pictures[1].read_text()
+    assert "<svg" in pictures[0].read_text()
+
+
+def test_the_chart_that_is_shown_keeps_what_is_promised():
+    chart = script("plot_switching_hardware")
+    rows = chart.read_rows(chart.OUT.with_suffix(".csv"))
+    alone = {step: loss for step, where, loss in rows if where == chart.UNINTERRUPTED}
+    moved = {step: loss for step, where, loss in rows if where != chart.UNINTERRUPTED}
+    assert moved.keys() == alone.keys()
+    assert {where for _, where, _ in rows} == {
+        chart.UNINTERRUPTED,
+        *(place.label for place in chart.SITTINGS),
+    }
+    assert all(abs(moved[step] - loss) <= chart.TOLERANCE * loss for step, loss in alone.items())
+    assert chart.OUT.with_suffix(".svg").stat().st_size < 200_000
+
+
+def test_steps_are_beside_writing_while_a_save_lasts():
+    benchmark = script("benchmark_checkpoints")
+    steps = dict.fromkeys(range(1, 13), 1.0)
+    stalls, writes = {1: 0.5, 2: 0.5}, {1: 3.0, 2: 0.9}
+    assert benchmark.beside_writing(4, stalls, writes, steps) == {5, 6}
+
+
+def test_the_figures_that_were_measured_make_tables():
+    benchmark = script("benchmark_checkpoints")
+    (file,) = FIGURES.glob("checkpoints-*.json")
+    figures = json.loads(file.read_text())
+    text = benchmark.tables(figures)
+    assert text.count("| fsdp x2 |") == 1
+    assert "resumed at step 1,000,000" in text
+    assert all(row["ratio"] <= 0.1 for row in figures["stall"])
+    assert all(row["ratio"] <= 1.05 for row in figures["memory"])
