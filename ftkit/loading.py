@@ -1,38 +1,34 @@
 """A result in memory, ready to answer: base model and adapter, or the weights of a checkpoint."""
 
 import dataclasses
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import yaml
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
-from ftkit.adapter import ADAPTED_LAYERS, is_adapter
+from ftkit.adapter import check_shapes, read_adapter
+from ftkit.adapter_config import CONFIG
 from ftkit.base.base_model import (
     BaseModel,
     open_base,
     open_companions,
-    our_name,
     parameter_shapes,
     weights,
 )
 from ftkit.base.fingerprint import fingerprint
-from ftkit.base.hub import read_json
 from ftkit.checkpoint.metadata import CheckpointError
 from ftkit.checkpoint.shards import StoredState
 from ftkit.data.sources import prompt_style_of, resolve_prompt_style
 from ftkit.errors import UserError
 from ftkit.launch import BASE, find_devices
+from ftkit.lora import our_name
 from ftkit.model import LanguageModel, fill, outline, outline_plain
 from ftkit.planning import Accelerator, Plan, make_plan
-from ftkit.recipe import Component, LoraRecipe, Precision, Quantization, Recipe
-from ftkit.result import ADAPTER_CONFIG, Result
+from ftkit.recipe import Component, LoraRecipe, Precision, Quantization, Recipe, Train
+from ftkit.result import Result
 from ftkit.sharding import Whole
 from ftkit.training_state import PARAMETER, stored_name, trained_parameter
 
@@ -41,7 +37,6 @@ if TYPE_CHECKING:
 
 ROPE_LENGTH = 4096
 """Most positions that a model is prepared for; longer texts make it prepare more."""
-_LORA = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<matrix>[AB])\.weight")
 
 Progress = Callable[[int, int], None]
 """Called with parameters filled and parameters in all."""
@@ -108,7 +103,7 @@ def open_result(result: Result, base: str | None = None) -> BaseModel:
     name = base or result.base
     if name is None:
         raise UserError(
-            f"{result.directory / ADAPTER_CONFIG} does not say which base model the adapter "
+            f"{result.directory / CONFIG} does not say which base model the adapter "
             "belongs to. Try --base PATH."
         )
     try:
@@ -173,16 +168,21 @@ def load_result(
     """
     found = open_result(result, base)
     if result.kind == "adapter":
-        changes, tensors = _read_adapter(result.directory, found)
-        recipe = _lora_recipe(result, found)
-        recipe = dataclasses.replace(recipe, **changes, quantize=quantize)
-        model = outline(found, recipe, dtype, compute_dtype)
-        _check_shapes(model, tensors, result, found)
-        source, trained = None, tensors.__getitem__
+        train = Train() if result.recipe is None else result.recipe.train
+        try:
+            adapter = read_adapter(result.directory, found)
+            recipe = LoraRecipe(
+                checkpoint_dir=found.name, train=train, quantize=quantize, **adapter.changes
+            )
+            model = outline(found, recipe, dtype, compute_dtype)
+            check_shapes(adapter, _trained_shapes(model), result.directory)
+        except UserError as error:
+            raise UserError(f"{error}\nAnother base model is given with --base PATH.") from None
+        source, tensors = None, adapter.tensors
     else:
         model = outline_plain(found, dtype, compute_dtype, tied=found.tied, kind=quantize)
         model.requires_grad_(False)
-        source, trained = full_weights(result, found), None
+        source, tensors = full_weights(result, found), {}
     fill(
         model,
         found,
@@ -190,7 +190,7 @@ def load_result(
         device=device,
         rope_length=min(found.config.block_size, ROPE_LENGTH),
         seed=0,
-        trained=trained,
+        adapter=tensors,
         source=source,
         progress=progress,
     )
@@ -221,61 +221,10 @@ def _stored(result: Result) -> StoredState:
         raise UserError(f"{result.directory} is damaged: {error}.") from None
 
 
-def _lora_recipe(result: Result, base: BaseModel) -> LoraRecipe:
-    if isinstance(result.recipe, LoraRecipe):
-        return result.recipe
-    return LoraRecipe(checkpoint_dir=str(base.directory or base.name))
-
-
-def _read_adapter(directory: Path, base: BaseModel) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The recipe keys that outline a PEFT adapter, and its tensors by our names."""
-    settings = read_json(directory / ADAPTER_CONFIG)
-    file = directory / "adapter_model.safetensors"
-    try:
-        stored = load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{file} is missing or damaged ({error}). Name another adapter.") from None
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in stored.items():
-        found = _LORA.fullmatch(name)
-        layer = our_name(base, found["layer"]) if found else None
-        if found is None or layer is None:
-            raise UserError(
-                f"{file} holds {name}, which {base.name} has no layer for. Name the base model "
-                "that the adapter belongs to with --base PATH."
-            )
-        tensors[f"{layer}.lora_{found['matrix']}.default.weight"] = tensor
-    rank, alpha = settings.get("r"), settings.get("lora_alpha")
-    if not isinstance(rank, int) or not isinstance(alpha, int | float):
-        raise UserError(f"{directory / ADAPTER_CONFIG} names no r and lora_alpha of a LoRA.")
-    changes: dict[str, Any] = {"lora_r": rank, "lora_alpha": alpha, "lora_dropout": 0.0}
-    for key, endings in ADAPTED_LAYERS.items():
-        adapted = tuple(f"{ending}.lora_A.default.weight" for ending in endings)
-        changes[key] = any(name.endswith(adapted) for name in tensors)
-    return changes, tensors
-
-
-def _check_shapes(
-    model: LanguageModel, tensors: dict[str, Tensor], result: Result, base: BaseModel
-) -> None:
-    """UserError unless the adapter has exactly the matrices that the model takes."""
-    from ftkit.model import our_name as without_prefix
-
-    wanted = {
-        without_prefix(name): parameter.shape
+def _trained_shapes(model: LanguageModel) -> dict[str, torch.Size]:
+    """The shapes of what an adapter has to fill, by our names."""
+    return {
+        our_name(name): parameter.shape
         for name, parameter in model.named_parameters()
-        if is_adapter(name)
+        if parameter.requires_grad
     }
-    for name in sorted(wanted.keys() | tensors.keys()):
-        if name not in tensors or name not in wanted:
-            what = "lacks" if name in wanted else "holds"
-            raise UserError(
-                f"The adapter in {result.directory} {what} {name}, and so does not fit "
-                f"{base.name}. Name the base model that it belongs to with --base PATH."
-            )
-        if tensors[name].shape != wanted[name]:
-            raise UserError(
-                f"The adapter in {result.directory} was made for a model of another size: {name} "
-                f"is {list(tensors[name].shape)}, but {base.name} takes {list(wanted[name])}. "
-                "Name the base model that it belongs to with --base PATH."
-            )

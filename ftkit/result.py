@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
+from ftkit.adapter_config import CONFIG as ADAPTER_CONFIG
 from ftkit.base.hub import find_or_download, is_litgpt, missing_files, read_json, weight_files
 from ftkit.checkpoint.metadata import METADATA, CheckpointError, Metadata, read_metadata
 from ftkit.checkpoint.store import Store, check_files, problem_of, step_of
@@ -19,8 +20,6 @@ from ftkit.report.report import FILE_NAME, Report, read_report
 from ftkit.resume import CHECKPOINTS, FINAL, RECIPE
 from ftkit.survey import find, misnamed
 
-ADAPTER_CONFIG = "adapter_config.json"
-"""What makes a directory a PEFT adapter."""
 _ADAPTER, _BASE = "adapter", "base"
 """Directories in a checkpoint: of a LoRA run, of a full fine-tune."""
 

@@ -12,6 +12,12 @@ from ftkit.report.report import Report
 CASES = {
     "lora": Case("single", "lora"),
     "qlora": Case("single", "lora", changes=(("quantize", "bnb.nf4-dq"),)),
+    "dora": Case(
+        "single",
+        "lora",
+        changes=(("lora_variant", "dora"), ("lora_modules_to_save", ("embed_tokens",))),
+    ),
+    "pissa": Case("single", "lora", changes=(("lora_init", "pissa"), ("quantize", "bnb.nf4"))),
     "full": Case("single", "full"),
     "tied": Case("single", "full", tied=True),
     "mixed": Case("single", "lora", "bf16-mixed"),

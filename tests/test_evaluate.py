@@ -11,7 +11,7 @@ from ftkit.cli import run
 from ftkit.errors import UserError
 from ftkit.result import find_result
 
-NAMES = ["lora", "qlora", "full", "tied", "mixed", "bf16"]
+NAMES = ["lora", "qlora", "dora", "pissa", "full", "tied", "mixed", "bf16"]
 
 
 @pytest.fixture
