@@ -85,12 +85,12 @@ ftkit.model.outline = speaking
 SPEAKING_OF_ONE = """
 import ftkit.planning
 make_schedule = ftkit.planning.make_schedule
-def noticing(*arguments):
+def noticing(*arguments, **keys):
     for _ in range(2):
         warnings.warn("a library warns on rank 1", UserWarning, stacklevel=1)
         print("a library prints on rank 1", flush=True)
         os.system("echo a program prints on rank 1")
-    schedule, notices = make_schedule(*arguments)
+    schedule, notices = make_schedule(*arguments, **keys)
     return schedule, [*notices, "only rank 1 knows this"]
 ftkit.planning.make_schedule = noticing
 """
