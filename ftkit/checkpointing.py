@@ -210,6 +210,7 @@ class Checkpointing:
             return None
 
         def write(directory: Path) -> list[Path]:
+            self._recorder.sync_rows()
             own, others = directory / "recipe.yaml", directory / "base"
             text = to_yaml(dataclasses.replace(recipe, resume=False))
             own.write_text(text, encoding="utf-8")

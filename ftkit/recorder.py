@@ -207,6 +207,11 @@ class Recorder:
             )
         )
 
+    def sync_rows(self) -> None:
+        """Wait until the rows so far are on the disk: a checkpoint counts on those before it."""
+        self._metrics.sync()
+        self._validation.sync()
+
     def on_failed_save(self) -> None:
         """Count a checkpoint that could not be written."""
         before = self._checkpoints()

@@ -76,6 +76,14 @@ class _CsvWriter:
         except OSError as error:
             self.failure = error
 
+    def sync(self) -> None:
+        """Wait until the rows so far are on the disk.
+
+        Raises:
+            OSError: they cannot be.
+        """
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
         """Close the file; but for rows that are waiting, it is complete after every row anyway."""
         self.flush()
