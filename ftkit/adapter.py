@@ -1,137 +1,433 @@
-"""LoRA through PEFT: which layers, their first values, and the adapter on disk."""
+"""Adapters on disk, as PEFT reads and writes them for the Hugging Face model.
 
+Where that model fuses several of our layers into one, so does the adapter: the matrices A of the
+parts are stacked, and each part's B fills its own rows and columns of a larger B, which is zero
+elsewhere. Values that were subtracted from the start (PiSSA, OLoRA) become more columns.
+"""
+
+import json
 import math
 import shutil
-import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.nn as nn
+from safetensors.torch import load_file
 from torch import Tensor
 
-from ftkit.base.base_model import BaseModel, hf_name
+from ftkit.adapter_config import (
+    CONFIG,
+    METADATA,
+    OLD_WEIGHTS,
+    PARTS,
+    WEIGHTS,
+    adapter_keys,
+    read_notes,
+)
+from ftkit.base.base_model import BaseModel, fuse, parameter_shapes, part_of, weights
+from ftkit.base.naming import Fused
 from ftkit.base.tensor_files import sync
 from ftkit.checkpoint.shards import save_tensors
 from ftkit.errors import UserError
+from ftkit.lora import INITIAL, TRAINED, is_adapter, names_of
 from ftkit.recipe import LoraRecipe
 
-ADAPTED_LAYERS = {
-    "lora_query": ("q_proj",),
-    "lora_key": ("k_proj",),
-    "lora_value": ("v_proj",),
-    "lora_projection": ("attn.proj",),
-    "lora_mlp": ("mlp.fc", "mlp.fc_1", "mlp.fc_2", "mlp.proj"),
-    "lora_head": ("lm_head",),
-}
-"""Recipe keys and the layers (name endings) that they adapt."""
+EMBEDDING, HEAD = "transformer.wte", "lm_head"
+_PREFIX = "base_model.model."
+_MAGNITUDE = "lora_magnitude_vector"
 
 
-def add_adapter(model: nn.Module, recipe: LoraRecipe) -> None:
-    """Freeze the model and put LoRA matrices beside the chosen layers."""
-    from peft import LoraConfig, inject_adapter_in_model
-
-    model.requires_grad_(False)
-    if recipe.quantize is not None:  # PEFT then chooses its LoRA layers for quantised ones
-        bits = 8 if recipe.quantize == "bnb.int8" else 4
-        setattr(model, f"is_loaded_in_{bits}bit", True)
-    config = LoraConfig(
-        r=recipe.lora_r,
-        lora_alpha=recipe.lora_alpha,
-        lora_dropout=recipe.lora_dropout,
-        target_modules=adapted_layers(model, recipe),
-    )
-    inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
-
-
-def adapted_layers(model: nn.Module, recipe: LoraRecipe) -> list[str]:
-    """Full names of the layers that the recipe's LoRA keys choose."""
-    endings = tuple(
-        f".{ending}"
-        for key, layer_endings in ADAPTED_LAYERS.items()
-        if getattr(recipe, key)
-        for ending in layer_endings
-    )
-    return [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name.endswith(endings)
-    ]
-
-
-def is_adapter(name: str) -> bool:
-    """Whether a parameter belongs to the adapter."""
-    return ".lora_" in name
-
-
-def initial_adapter(name: str, shape: torch.Size, seed: int) -> Tensor:
-    """The first values of a LoRA matrix, the same on every device and layout.
-
-    A is drawn as PEFT draws it (Kaiming-uniform), B is zero, so that training starts at the base
-    model. Each matrix has a generator of its own: no other matrix changes its values.
-    """
-    if ".lora_B." in name:
-        return torch.zeros(shape)
-    generator = torch.Generator().manual_seed(seed ^ zlib.crc32(name.encode()))
-    return nn.init.kaiming_uniform_(torch.empty(shape), a=math.sqrt(5), generator=generator)
-
-
-def check_adapter(base: BaseModel) -> None:
+def check_adapter(base: BaseModel, recipe: LoraRecipe) -> None:
     """Refuse LoRA where its result could not be written as a PEFT adapter.
 
     Raises:
-        UserError: the Hugging Face model fuses query, key and value into one layer.
+        UserError: the Hugging Face model is not known, or has no layers for a DoRA adapter.
     """
-    if hf_name(base, "transformer.h.0.attn.qkv.q_proj") is None:
+    if base.family is None:
         raise UserError(
-            f"checkpoint_dir {base.name}: LoRA is not supported for this model, because its "
-            "Hugging Face version has no separate query, key and value layers that a PEFT adapter "
-            "could name. Try ftkit finetune_full, or --checkpoint.save false to measure only."
+            f"checkpoint_dir {base.name}: LoRA is not supported for this model, because ftkit does "
+            "not know what its layers are called by Hugging Face. Try ftkit finetune_full, or "
+            "--checkpoint.save false to measure only."
+        )
+    if recipe.lora_variant == "dora" and base.family.naming.fused:
+        raise UserError(
+            f"lora_variant is dora, but Hugging Face's {base.family.class_name} has query, key and "
+            "value in one layer, for which a DoRA adapter has one rank. Try --lora_variant rslora."
         )
 
 
+@dataclass
+class _Layer:
+    """The low-rank matrices of one of our layers."""
+
+    a: Tensor
+    b: Tensor
+    magnitude: Tensor | None
+
+
 def save_adapter(
-    weights: Iterable[tuple[str, Tensor]], base: BaseModel, recipe: LoraRecipe, out: Path
+    parameters: Iterable[tuple[str, Tensor]], base: BaseModel, recipe: LoraRecipe, out: Path
 ) -> None:
-    """Write the LoRA weights as a PEFT adapter of the Hugging Face model.
+    """Write trained weights as a PEFT adapter of the Hugging Face model.
 
     The directory appears complete or not at all.
 
     Args:
-        weights: our names and values of all trained parameters.
+        parameters: our names and values of all parameters of the adapter, and of layers that are
+            trained whole.
         base: the model that is adapted.
         recipe: the adapter's settings.
         out: a directory that does not exist yet.
     """
     from peft import LoraConfig
 
-    tensors = {}
-    targets = set()
-    for name, tensor in weights:
-        layer, _, matrix = name.rpartition(".lora_")
-        theirs = hf_name(base, layer)
-        assert theirs is not None, "check_adapter refuses these families"
-        targets.add(theirs.rpartition(".")[2])
-        matrix = matrix.replace(".default", "")
-        tensors[f"base_model.model.{theirs}.lora_{matrix}"] = tensor.cpu()
+    given = {name: tensor.detach().cpu() for name, tensor in parameters}
+    layers = _joined_layers({name: t for name, t in given.items() if is_adapter(name)})
+    tensors: dict[str, Tensor] = {}
+    ranks: dict[str, int] = {}
+    parts: dict[str, list[str]] = {}
+    for theirs, ours, fused in _their_layers(base, layers):
+        found = {name: layers[name] for name in ours if name in layers}
+        if fused is None:
+            (layer,) = found.values()
+            a, b = layer.a, layer.b
+            if layer.magnitude is not None:
+                tensors[f"{_PREFIX}{theirs}.{_MAGNITUDE}"] = layer.magnitude
+        else:
+            a = torch.cat([layer.a for layer in found.values()])
+            b = _block_diagonal(found, ours, fused, base)
+            parts[theirs] = list(found)
+        tensors[f"{_PREFIX}{theirs}.lora_A.weight"] = a.contiguous()
+        tensors[f"{_PREFIX}{theirs}.lora_B.weight"] = b.contiguous()
+        ranks[theirs] = a.shape[0]
+    whole = _whole_layers({n: t for n, t in given.items() if not is_adapter(n)}, base, recipe)
+    tensors |= {f"{_PREFIX}{name}": tensor for name, tensor in whole.items()}
+    notes = {METADATA: json.dumps(_notes(recipe, base, parts, layers))} if parts else {}
+    rank = next((r for theirs, r in ranks.items() if theirs not in parts), recipe.lora_r)
+    others = _by_short_name({theirs: r for theirs, r in ranks.items() if r != rank}, base)
     config = LoraConfig(
-        r=recipe.lora_r,
-        lora_alpha=recipe.lora_alpha,
+        r=rank,
+        lora_alpha=_alpha(recipe, rank),  # type: ignore[arg-type]
         lora_dropout=recipe.lora_dropout,
+        use_dora=recipe.lora_variant == "dora",
+        use_rslora=recipe.lora_variant == "rslora",
+        rank_pattern=others,
+        alpha_pattern={name: _alpha(recipe, other) for name, other in others.items()},
+        target_modules=list(_by_short_name(ranks, base)),
+        modules_to_save=sorted({name.rpartition(".")[0] for name in whole}) or None,
         task_type="CAUSAL_LM",
         base_model_name_or_path=base.name if base.directory is None else str(base.directory),
         inference_mode=True,
     )
-    config.target_modules = sorted(targets)  # LoraConfig made it a set, without an order
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        save_tensors(tensors, partial / "adapter_model.safetensors", {})
+        save_tensors(tensors, partial / WEIGHTS, notes)
         config.save_pretrained(str(partial))
+        _sort_targets(partial / CONFIG)
         for path in (*partial.iterdir(), partial):
             sync(path)
         partial.rename(out)
         sync(out.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _joined_layers(parameters: Mapping[str, Tensor]) -> dict[str, _Layer]:
+    """The matrices by our layer; what is subtracted from the start is more of them."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in parameters.items():
+        layer, _, rest = name.partition(".lora_")
+        found.setdefault(layer, {})[rest.removesuffix(".weight")] = tensor
+    layers = {}
+    for layer, matrices in found.items():
+        a, b = matrices[f"A.{TRAINED}"], matrices[f"B.{TRAINED}"]
+        if f"A.{INITIAL}" in matrices:
+            a = torch.cat([a, matrices[f"A.{INITIAL}"]])
+            b = torch.cat([b, -matrices[f"B.{INITIAL}"]], dim=1)
+        layers[layer] = _Layer(a, b, matrices.get(f"magnitude_vector.{TRAINED}"))
+    return layers
+
+
+def _their_layers(
+    base: BaseModel, layers: Iterable[str]
+) -> list[tuple[str, list[str], Fused | None]]:
+    """Each layer of Hugging Face's that holds one of ours: its name, all it holds, and how."""
+    assert base.family is not None, "check_adapter refuses other models"
+    found: dict[str, tuple[str, list[str], Fused | None]] = {}
+    for ours in layers:
+        theirs, fused = base.family.naming.stored_in(ours)
+        names = [ours]
+        if fused is not None:
+            layer = ours.split(".")[2]
+            names = [part.format(layer) for part in fused.parts]
+        found.setdefault(theirs, (theirs, names, fused))
+    return list(found.values())
+
+
+def _block_diagonal(
+    found: Mapping[str, _Layer], ours: list[str], fused: Fused, base: BaseModel
+) -> Tensor:
+    """B of a fused layer: each part in its own rows and columns."""
+    shapes = parameter_shapes(base)
+    columns = sum(layer.b.shape[1] for layer in found.values())
+    like = next(iter(found.values())).b
+    blocks = []
+    start = 0
+    for name in ours:
+        block = like.new_zeros(shapes[f"{name}.weight"][0], columns)
+        if name in found:
+            b = found[name].b
+            block[:, start : start + b.shape[1]] = b
+            start += b.shape[1]
+        blocks.append(block)
+    return fuse(blocks, fused, base.config)
+
+
+def _whole_layers(
+    parameters: Mapping[str, Tensor], base: BaseModel, recipe: LoraRecipe
+) -> dict[str, Tensor]:
+    """The parameters of layers that are trained whole, as Hugging Face calls them."""
+    assert base.family is not None
+    naming = base.family.naming
+    found: dict[str, Tensor] = {}
+    for name, tensor in parameters.items():
+        theirs, fused = naming.stored_in(name)
+        if fused is not None:
+            _, _, layer, *_, kind = name.split(".")
+            names = [f"{part.format(layer)}.{kind}" for part in fused.parts]
+            tensor = fuse([parameters[part] for part in names], fused, base.config)
+        found[theirs] = tensor
+    tied = base.tied if recipe.train.tie_embeddings is None else recipe.train.tie_embeddings
+    embedding, head = (naming.stored_in(f"{name}.weight")[0] for name in (EMBEDDING, HEAD))
+    if tied and embedding in found:  # PEFT trains a copy of each
+        found[head] = found[embedding].clone()
+    return found
+
+
+def _alpha(recipe: LoraRecipe, rank: int) -> int | float:
+    """The alpha that scales matrices of another rank as the recipe scales its own."""
+    factor = rank / recipe.lora_r
+    alpha = recipe.lora_alpha * (math.sqrt(factor) if recipe.lora_variant == "rslora" else factor)
+    return int(alpha) if float(alpha).is_integer() else alpha
+
+
+def _by_short_name(values: Mapping[str, Any], base: BaseModel) -> dict[str, Any]:
+    """Values by the last word of the layers' names, where all layers of this name have the same.
+
+    By full names otherwise; sorted.
+    """
+    assert base.family is not None
+    everywhere: dict[str, set[str]] = {}
+    for name in parameter_shapes(base):
+        theirs = base.family.naming.stored_in(name)[0].rpartition(".")[0]
+        everywhere.setdefault(theirs.rpartition(".")[2], set()).add(theirs)
+    found = {}
+    for theirs, value in values.items():
+        short = theirs.rpartition(".")[2]
+        same = all(values.get(name) == value for name in everywhere.get(short, {theirs}))
+        found[short if same else theirs] = value
+    return dict(sorted(found.items()))
+
+
+def _notes(
+    recipe: LoraRecipe, base: BaseModel, parts: Mapping[str, list[str]], layers: Iterable[str]
+) -> dict[str, Any]:
+    """What an adapter of fused layers does not say about the layers that were trained."""
+    rank = recipe.lora_r * (1 if recipe.lora_init == "default" else 2)
+    return {
+        "lora_r": rank,
+        "lora_alpha": _alpha(recipe, rank),
+        "lora_targets": sorted({names_of(base, ours)[0] for ours in layers}),
+        PARTS: parts,
+    }
+
+
+def _sort_targets(path: Path) -> None:
+    """PEFT writes a set, in an order that changes from process to process."""
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    for key in ("target_modules", "modules_to_save"):
+        if isinstance(settings.get(key), list):
+            settings[key].sort()
+    path.write_text(json.dumps(settings, indent=2, sort_keys=True), encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter that was read."""
+
+    changes: Mapping[str, Any]
+    """Keys of a recipe that it decides."""
+    tensors: Mapping[str, Tensor]
+    """Its values by our names of the parameters."""
+
+
+def read_adapter(directory: Path, base: BaseModel) -> Adapter:
+    """Read a PEFT adapter of a base model's Hugging Face version, made by ftkit or elsewhere.
+
+    Raises:
+        UserError: it is no adapter, damaged, of a kind that ftkit does not train, or of another
+            model; names the tensor.
+    """
+    changes = adapter_keys(directory)
+    parts = read_notes(directory).get(PARTS, {})
+    whole = tuple(changes["lora_modules_to_save"] or ())
+    tensors: dict[str, Tensor] = {}
+    copies: dict[str, Tensor] = {}
+    holders = _holders(base)
+    for name, tensor in _stored(directory).items():
+        theirs, kind = _split(name)
+        found = holders.get(theirs)
+        if found is None:
+            raise UserError(
+                f"adapter {directory} holds {name}, but {base.name} has no layer "
+                f"{theirs or name}. Give the model that the adapter was made for."
+            )
+        try:
+            ours = _ours(tensor, kind, *found, parts.get(theirs), base)
+        except (RuntimeError, ValueError, IndexError, KeyError) as error:
+            raise UserError(
+                f"adapter {directory}: {name} of shape {list(tensor.shape)} does not fit "
+                f"{base.name} ({error}). Give the model that the adapter was made for."
+            ) from None
+        is_trained = kind.startswith("lora_") or f".{theirs}".endswith(
+            tuple(f".{module}" for module in whole)
+        )
+        (tensors if is_trained else copies).update(ours)
+    head = f"{HEAD}.weight"
+    if base.tied and head in tensors | copies:
+        value = (tensors | copies).pop(head)
+        embedding = tensors.get(f"{EMBEDDING}.weight")
+        tensors.pop(head, None)
+        copies.pop(head, None)
+        if embedding is None:
+            copies[f"{EMBEDDING}.weight"] = value
+        elif not torch.equal(embedding, value):
+            raise UserError(
+                f"adapter {directory} trains head and embedding apart, but they are one in "
+                f"{base.name}. Merge the adapter where it was made, and start from the result."
+            )
+    _check_copies(copies, base, directory)
+    return Adapter(changes, tensors)
+
+
+def _check_copies(copies: Mapping[str, Tensor], base: BaseModel, directory: Path) -> None:
+    """Refuse copies of the base model's weights, which PEFT adds at times, that differ from it."""
+    for name, tensor in weights(base) if copies else ():
+        if name in copies and not torch.equal(tensor.to(copies[name].dtype), copies[name]):
+            raise UserError(
+                f"adapter {directory} comes with {name} of its own, which differs from that of "
+                f"{base.name}. Give the model that the adapter was made for."
+            )
+
+
+def check_shapes(adapter: Adapter, shapes: Mapping[str, torch.Size], directory: Path) -> None:
+    """Refuse an adapter that does not fill a model's parameters exactly.
+
+    Args:
+        adapter: from the directory.
+        shapes: of the model's trained parameters, by our names.
+        directory: where it lies, for the message.
+
+    Raises:
+        UserError: a tensor is missing, not of the model, or of another shape.
+    """
+    for name, tensor in adapter.tensors.items():
+        if name not in shapes:
+            problem = "is not among the layers that it says it adapts"
+        elif tensor.shape != shapes[name]:
+            problem = f"has shape {list(tensor.shape)}, but the model needs {list(shapes[name])}"
+        else:
+            continue
+        raise UserError(
+            f"adapter {directory}: {name} {problem}. Give the model that the adapter was made for."
+        )
+    for name in shapes:
+        if name not in adapter.tensors:
+            raise UserError(
+                f"adapter {directory} lacks {name}, which its {CONFIG} says it adapts. Give the "
+                "model that the adapter was made for."
+            )
+
+
+def _stored(directory: Path) -> dict[str, Tensor]:
+    try:
+        if (directory / WEIGHTS).is_file():
+            return load_file(directory / WEIGHTS)
+        found = torch.load(directory / OLD_WEIGHTS, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise UserError(
+            f"adapter {directory} has no {WEIGHTS}. Take it from where it was saved again."
+        ) from None
+    except Exception as error:  # of safetensors, of zip files, of pickles with code
+        text = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"The weights of the adapter {directory} cannot be read ({text}). Save it as "
+            f"{WEIGHTS}, or take it from where it was saved again."
+        ) from error
+    if not isinstance(found, dict) or not all(isinstance(t, Tensor) for t in found.values()):
+        raise UserError(f"{directory / OLD_WEIGHTS} holds no tensors. Save it as {WEIGHTS}.")
+    return found
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Hugging Face's layer and what of it: lora_A, lora_B, lora_magnitude_vector, weight, bias."""
+    plain = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
+    layer, found, kind = plain.rpartition(".lora_")
+    if found:
+        return layer, "lora_" + kind.removesuffix(".weight")
+    layer, _, kind = plain.rpartition(".")
+    return layer, kind
+
+
+def _holders(base: BaseModel) -> dict[str, tuple[list[str], Fused | None]]:
+    """Every layer of Hugging Face's model, with ours that it holds."""
+    if base.family is None:
+        return {}
+    found: dict[str, tuple[list[str], Fused | None]] = {}
+    for name in (*parameter_shapes(base), f"{HEAD}.weight"):
+        if name.endswith(".weight"):
+            theirs, fused = base.family.naming.stored_in(name)
+            holder = found.setdefault(theirs.removesuffix(".weight"), ([], fused))
+            layer = name.removesuffix(".weight")
+            if layer not in holder[0]:
+                holder[0].append(layer)
+    return found
+
+
+def _ours(
+    tensor: Tensor,
+    kind: str,
+    layers: list[str],
+    fused: Fused | None,
+    adapted: list[str] | None,
+    base: BaseModel,
+) -> dict[str, Tensor]:
+    """A tensor of a Hugging Face layer, by our names.
+
+    Args:
+        tensor: of the layer.
+        kind: from `_split`.
+        layers: ours that the layer holds.
+        fused: how, if there are several.
+        adapted: those of them that own the tensor's ranks in turn; None: each owns all.
+        base: that is adapted.
+    """
+    end = f".{kind}.{TRAINED}.weight" if kind.startswith("lora_") else f".{kind}"
+    if fused is None:
+        return {f"{layers[0]}{end}": tensor}
+    owners = layers if adapted is None else adapted
+    if kind == "lora_A":
+        pieces = [tensor] * len(owners) if adapted is None else tensor.chunk(len(owners))
+        return {f"{name}{end}": piece for name, piece in zip(owners, pieces, strict=True)}
+    shapes = parameter_shapes(base)
+    found = {}
+    for index, name in enumerate(owners):
+        rows = part_of(tensor, fused, f"{name}.weight", shapes, base.config)
+        if kind == "lora_B" and adapted is not None:
+            rows = rows.chunk(len(owners), dim=1)[index]
+        found[f"{name}{end}"] = rows
+    return found

@@ -11,9 +11,8 @@ from typing import Any, Literal
 import lightning as L
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.utils.data import DataLoader
 
+from ftkit.evaluation import sum_over_ranks
 from ftkit.finetuner import FineTuner
 from ftkit.planning import Plan
 
@@ -243,46 +242,6 @@ class StepMeter(L.Callback):
         trainer.should_stop = self._between_steps(step)
         self._clock.restart()
         self._last_end = time.perf_counter()
-
-
-@torch.no_grad()
-def validation_loss(
-    trainer: L.Trainer,
-    module: FineTuner,
-    batches: DataLoader[dict[str, Any]],
-    stop: StopRequest,
-    progress: Callable[[int, int], None],
-) -> float | None:
-    """Mean loss over the label tokens of all batches, in nats.
-
-    Args:
-        trainer: its precision and device are used.
-        module: in evaluation mode.
-        batches: as collated for training.
-        stop: a request ends the validation early.
-        progress: called with (batches done, batches in all).
-
-    Returns:
-        The loss; None if it was stopped early.
-    """
-    sums = torch.zeros(2, dtype=torch.float64, device=module.device)
-    for done, batch in enumerate(batches, start=1):
-        if stop.requested():
-            return None
-        batch = trainer.strategy.batch_to_device(batch)
-        with trainer.precision_plugin.forward_context():
-            sums[0] += module.model(batch["input_ids"], batch["positions"], batch["targets"])
-        sums[1] += len(batch["targets"])
-        progress(done, len(batches))
-    total, label_tokens = sum_over_ranks(sums).tolist()
-    return total / label_tokens
-
-
-def sum_over_ranks(values: Tensor) -> Tensor:
-    """The sum of a tensor over all ranks, in place; every rank calls this."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(values)
-    return values
 
 
 def make_trainer(plan: Plan, **parts: Any) -> L.Trainer:

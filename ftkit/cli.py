@@ -1,6 +1,7 @@
 """The command: parse, call one function, print a UserError without a traceback."""
 
 import argparse
+import dataclasses
 import difflib
 import os
 import sys
@@ -14,6 +15,7 @@ from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
 from ftkit import __version__
 from ftkit.errors import UserError
+from ftkit.options import ChatOptions, EvaluateOptions, GenerateOptions, choices, read_options
 from ftkit.parsing import Override, accepted_types, add_recipe_keys, key_types, read_recipe, to_yaml
 from ftkit.recipe import RECIPE_OF, Method
 
@@ -25,7 +27,55 @@ COMMANDS = {
     "finetune_full": "fine-tune every parameter",
     "download": "fetch a base model from the Hugging Face hub",
     "checkpoints": "list, show, verify, clean up or compare what runs have saved",
+    "generate": "answer one prompt or many with the result of a run, or any model",
+    "chat": "talk with the result of a run, or any model",
+    "evaluate": "measure a result on held-out data: loss, perplexity, exact match",
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Using:
+    """A command that uses a result: what it does, its options, how it is called."""
+
+    text: str
+    options: type
+    examples: tuple[str, ...]
+    takes_data: bool = False
+
+
+USING = {
+    "generate": _Using(
+        text="Answer prompts with a result: the adapter or model of a run, one of its "
+        "checkpoints, an adapter, or a base model. Prompts are made as the run made them.",
+        options=GenerateOptions,
+        examples=(
+            "out/finetune/lora --prompt 'Tell me a story.' --temperature 0.8",
+            "out/finetune/lora --prompts questions.txt --out answers.jsonl",
+            "out/finetune/lora --prompt 'Tell me a story.' --compare_base",
+        ),
+    ),
+    "chat": _Using(
+        text="Talk with a result, line by line. Ctrl+C stops an answer, Ctrl+D ends. What was "
+        "said before counts where the prompt style has a place for it (llama3, r1).",
+        options=ChatOptions,
+        examples=("out/finetune/lora --temperature 0.8",),
+    ),
+    "evaluate": _Using(
+        text="Measure a result on the validation data of its run, in the way of the run: the "
+        "numbers are those that it reported. Or on other data: then a single file is taken whole, "
+        "unless --data.val_split_fraction is given.",
+        options=EvaluateOptions,
+        examples=(
+            "out/finetune/lora",
+            "out/finetune/lora --data JSON --data.json_path held_out.json",
+        ),
+        takes_data=True,
+    ),
+}
+RESULT = (
+    "A run (its out_dir), one of its checkpoints, a PEFT adapter, a model directory (Hugging Face "
+    "or LitGPT), a hub name, or embedded:quickstart."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +179,8 @@ def run(argv: Sequence[str]) -> int:
         return _download(rest)
     if name == "checkpoints":
         return _checkpoints(rest)
+    if name in USING:
+        return _use(name, rest)
     close = difflib.get_close_matches(name, COMMANDS, n=1)
     hint = f"Did you mean ftkit {close[0]}?" if close else "See ftkit --help."
     raise UserError(f"{name!r} is not a command. {hint} Commands: {', '.join(COMMANDS)}.")
@@ -278,6 +330,39 @@ def _checkpoints(argv: Sequence[str]) -> int:
     return manage.clean_checkpoints(first, int(keep_last), dry_run="dry_run" in options.switches)
 
 
+def _use(name: str, argv: Sequence[str]) -> int:
+    command = USING[name]
+    known = [f for f in dataclasses.fields(command.options) if f.type is bool]
+    switches = ["help", *(f.name for f in known)]
+    options = split_options(argv, switches=switches, most_words=1)
+    if "help" in options.switches:
+        _using_parser(name).print_help()
+        return 0
+    data = [
+        (key, value)
+        for key, value in options.values
+        if command.takes_data and key.partition(".")[0] == "data"
+    ]
+    values = [pair for pair in options.values if pair not in data]
+    asked: Any = read_options(name, command.options, values, sorted(options.switches))
+    if not options.words:
+        raise UserError(f"RESULT is missing: {RESULT} Try ftkit {name} {command.examples[0]}.")
+    from ftkit.result import find_result
+
+    result = find_result(options.words[0])
+    if name == "generate":
+        from ftkit.generate import generate
+
+        return generate(result, asked)
+    if name == "chat":
+        from ftkit.chat import chat
+
+        return chat(result, asked)
+    from ftkit.evaluate import evaluate
+
+    return evaluate(result, asked, data)
+
+
 class _Help(DefaultHelpFormatter):
     """Help in words: choices and kinds as placeholders, defaults as a recipe has them."""
 
@@ -293,6 +378,15 @@ class _Help(DefaultHelpFormatter):
         return f"{text} Default: {str(default).lower() if isinstance(default, bool) else default}."
 
 
+class _HelpWithExamples(_Help):
+    """Help whose examples keep their lines."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if text.startswith("Examples:"):
+            return "".join(f"{indent}{line}\n" for line in text.splitlines())
+        return super()._fill_text(text, width, indent)
+
+
 def _placeholder(kind: Any) -> str:
     """What stands for the value of a key: {auto,cpu,cuda}, NUMBER, PATH."""
     words = {int: "N", float: "NUMBER", str: "TEXT", Path: "PATH", bool: "{true,false}"}
@@ -301,6 +395,8 @@ def _placeholder(kind: Any) -> str:
         if typing.get_origin(accepted) is Literal:
             choices = typing.get_args(accepted)
             found.append(f"{{{','.join(choices)}}}" if len(choices) > 1 else choices[0])
+        elif typing.get_origin(accepted) is list:
+            found.append("[NAME,...]")
         else:
             found.append(words.get(accepted, "NAME"))
     return "|".join(found)
@@ -320,7 +416,10 @@ def _parser(*, with_keys: bool = False) -> ArgumentParser:
         command = ArgumentParser(prog=f"ftkit {name}")
         if with_keys:
             makers = {"download": _download_parser, "checkpoints": _checkpoints_parser}
-            command = _finetune_parser(name) if name in FINETUNE else makers[name]()
+            if name in FINETUNE:
+                command = _finetune_parser(name)
+            else:
+                command = _using_parser(name) if name in USING else makers[name]()
         commands.add_subcommand(name, command, help=text)
         if with_keys and name == "checkpoints":
             _add_managing(command)
@@ -361,6 +460,8 @@ def _finetune_parser(name: str) -> ArgumentParser:
     for action in parser._actions:
         if action.dest in kinds:
             action.metavar = _placeholder(kinds[action.dest])
+            # jsonargparse offers --KEY+ to append to a list
+            action.option_strings = [o for o in action.option_strings if not o.endswith("+")]
         elif any(key.startswith(f"{action.dest}.") for key in kinds):
             action.help = argparse.SUPPRESS  # a group as a whole: for recipe files
     return parser
@@ -437,4 +538,44 @@ def _managing_parser(name: str) -> ArgumentParser:
         parser.add_argument(
             "--dry_run", action="store_true", help="Only say what would be deleted."
         )
+    return parser
+
+
+def _using_parser(name: str) -> ArgumentParser:
+    command = USING[name]
+    lines = "".join(f"\n  ftkit {name} {example}" for example in command.examples)
+    parser = ArgumentParser(
+        prog=f"ftkit {name}",
+        usage=f"ftkit {name} RESULT [--KEY VALUE ...]",
+        description=command.text,
+        epilog=f"Examples:{lines}",
+        formatter_class=_HelpWithExamples,
+    )
+    parser.add_argument("result", metavar="RESULT", help=RESULT)
+    if command.takes_data:
+        parser.add_argument(
+            "--data",
+            metavar="NAME",
+            help="Other data than those of the run; options as --data.NAME VALUE, such as "
+            "--data.json_path FILE.",
+        )
+    own_first = sorted(
+        dataclasses.fields(command.options),
+        key=lambda option: option.name not in command.options.__annotations__,
+    )
+    for option in own_first:
+        text, words = option.metadata["help"], choices(option.type)
+        if option.type is bool:
+            parser.add_argument(f"--{option.name}", action="store_true", help=text)
+        elif words:
+            parser.add_argument(
+                f"--{option.name}", choices=words, default=option.default, help=text
+            )
+        else:
+            parser.add_argument(
+                f"--{option.name}",
+                metavar=_placeholder(option.type),
+                default=option.default,
+                help=text,
+            )
     return parser

@@ -66,6 +66,12 @@ KIND_OF: dict[str, Kind] = {
     "lora_projection": "fixed",
     "lora_mlp": "fixed",
     "lora_head": "fixed",
+    "lora_targets": "fixed",
+    "lora_modules_to_save": "fixed",
+    "lora_variant": "fixed",
+    "lora_init": "fixed",
+    "lora_plus_ratio": "tunable",
+    "adapter": "fixed",
 }
 """Every key of a recipe."""
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from ftkit.errors import UserError
 from ftkit.model import LanguageModel, trainable
 from ftkit.planning import DeepSpeedOptions, Plan, Schedule
-from ftkit.recipe import Recipe
+from ftkit.recipe import LoraRecipe, Recipe
 from ftkit.sharding import Sharding
 from ftkit.strategy import make_sharding
 
@@ -167,11 +167,25 @@ def make_optimizer(plan: Plan, model: torch.nn.Module) -> torch.optim.Optimizer:
 
         optimizer_class = over_local_rows(optimizer_class)
     try:
-        return optimizer_class(trainable(model), **arguments)
+        return optimizer_class(_groups(plan, model), **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(
             f"optimizer {chosen['class_path']} refuses its arguments {chosen['init_args']}: {error}"
         ) from None
+
+
+def _groups(plan: Plan, model: torch.nn.Module) -> list[dict[str, Any]]:
+    """What is trained, in groups of one learning rate; the first has the recipe's."""
+    recipe = plan.recipe
+    ratio = recipe.lora_plus_ratio if isinstance(recipe, LoraRecipe) else None
+    if ratio is None:
+        return [{"params": trainable(model)}]
+    found: dict[bool, list[torch.nn.Parameter]] = {False: [], True: []}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            found[".lora_B." in name].append(parameter)
+    rate = base_learning_rate(recipe)
+    return [{"params": found[False], "lr": rate}, {"params": found[True], "lr": rate * ratio}]
 
 
 def optimizer_of(plan: Plan) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from pathlib import Path
 from typing import Literal
 
+from ftkit.adapter_config import with_adapter
 from ftkit.aside import copy_rows, ready_to_go_on
 from ftkit.base.hub import find_or_download
 from ftkit.checkpoint.store import Store
@@ -97,6 +98,7 @@ def launch(
     started_at_s = time.time()
     placed = external_ranks()
     try:
+        recipe = with_adapter(recipe)
         if placed is not None:
             from ftkit.external import take_part
 

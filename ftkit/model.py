@@ -1,7 +1,8 @@
 """The model that is trained: litgpt's GPT with unfused QKV, a head that is its own loss, LoRA."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import litgpt
 import torch
@@ -10,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ftkit.adapter import add_adapter, initial_adapter, is_adapter
+from ftkit import lora
 from ftkit.base.base_model import BaseModel, weights
+from ftkit.lora import is_adapter, our_name
 from ftkit.recipe import LoraRecipe, Quantization, Recipe
 from ftkit.sharding import Rows, Sharding
 
@@ -97,6 +99,8 @@ class LanguageModel(nn.Module):
         for block in self.gpt.transformer.h:
             block.attn.qkv = QKV(config, bias=config.bias or config.attn_bias)
         self.tied = tied
+        self.lora: LoraRecipe | None = None
+        """How the model is adapted."""
         self.quantized: Quantization | None = None
         """How the weights of the blocks are stored, if not as numbers."""
         self.tie()
@@ -134,11 +138,6 @@ class LanguageModel(nn.Module):
         return result
 
 
-def our_name(name: str) -> str:
-    """The name of a parameter or module without the wrapper's prefix."""
-    return name.removeprefix("gpt.").removeprefix("head.").replace(".base_layer.", ".")
-
-
 def outline(
     base: BaseModel,
     recipe: Recipe,
@@ -156,15 +155,44 @@ def outline(
         compute_dtype: number format of the arithmetic of quantised layers. Default: dtype.
     """
     asked = recipe.train.tie_embeddings
-    with torch.device("meta"):
-        model = LanguageModel(base.config, tied=base.tied if asked is None else asked)
-        if isinstance(recipe, LoraRecipe):
-            if recipe.quantize is not None:
-                from ftkit.quantization import quantize
+    model = outline_plain(
+        base,
+        dtype,
+        compute_dtype,
+        tied=base.tied if asked is None else asked,
+        kind=recipe.quantize if isinstance(recipe, LoraRecipe) else None,
+    )
+    if isinstance(recipe, LoraRecipe):
+        with torch.device("meta"):
+            lora.add_adapter(model, base, recipe)
+        model.lora = recipe
+    return model.to(dtype)
 
-                quantize(model.gpt.transformer.h, recipe.quantize, compute_dtype or dtype)
-                model.quantized = recipe.quantize
-            add_adapter(model, recipe)
+
+def outline_plain(
+    base: BaseModel,
+    dtype: torch.dtype,
+    compute_dtype: torch.dtype | None = None,
+    *,
+    tied: bool,
+    kind: Quantization | None = None,
+) -> LanguageModel:
+    """The model without its numbers and without an adapter.
+
+    Args:
+        base: whose architecture it has.
+        dtype: number format of the parameters that are not quantised.
+        compute_dtype: number format of the arithmetic of quantised layers. Default: dtype.
+        tied: whether embedding and head are one.
+        kind: how the weights of the blocks are stored; None: as numbers.
+    """
+    with torch.device("meta"):
+        model = LanguageModel(base.config, tied=tied)
+        if kind is not None:
+            from ftkit.quantization import quantize
+
+            quantize(model.gpt.transformer.h, kind, compute_dtype or dtype)
+            model.quantized = kind
     return model.to(dtype)
 
 
@@ -177,6 +205,8 @@ def fill(
     rope_length: int,
     seed: int,
     trained: Callable[[str], Rows] | None = None,
+    adapter: Mapping[str, Tensor] | None = None,
+    source: Iterable[tuple[str, Tensor]] | None = None,
     progress: Callable[[int, int], None],
 ) -> None:
     """Give an outlined model its memory and its numbers, parameter by parameter.
@@ -188,31 +218,71 @@ def fill(
         device: where the parameters live.
         rope_length: positions of the table of rotary embeddings.
         seed: of the adapter's initial values.
-        trained: gives a trained parameter by our name, if training continues. Where all of them
-            are trained, nothing is read of the base.
+        trained: gives a parameter that a checkpoint holds by our name, if training continues.
+            Where those are all parameters, nothing is read of the base.
+        adapter: first values of what is trained, by our names, instead of those that the recipe
+            names.
+        source: the weights by our names, where they are not those of the base.
         progress: called with (parameters filled, parameters in all).
     """
     names = {our_name(name): name for name, _ in model.named_parameters()}
+    adapted = _adapted_weights(model)
+    left = dict.fromkeys(names)
     sharding.allocate(model, device)
     model.place_rotary_tables(device, rope_length)
+
+    def put(ours: str, value: Rows) -> None:
+        sharding.put(model, names[ours], value)
+        del left[ours]
+        progress(len(names) - len(left), len(names))
+
     with torch.no_grad():
-        for done, (ours, name) in enumerate(names.items(), start=1):
+        for ours, name in names.items():
             parameter = model.get_parameter(name)
-            if trained is not None and parameter.requires_grad:
-                sharding.put(model, name, trained(ours))
-                progress(done, len(names))
+            if trained is not None and in_checkpoint(ours, parameter):
+                put(ours, trained(ours))
+            elif adapter is not None and ours in adapter:
+                put(ours, adapter[ours])
             elif is_adapter(ours):
-                sharding.put(model, name, initial_adapter(ours, parameter.shape, seed))
-        if trained is not None and all(p.requires_grad for p in model.parameters()):
+                assert model.lora is not None
+                if not lora.follows_from_base(ours, model.lora):
+                    put(ours, lora.initial_adapter(ours, parameter.shape, seed))
+        if not left:
             return
-        for done, (ours, tensor) in enumerate(_weights(base, model), start=1):
-            sharding.put(model, names[ours], _stored(model, names[ours], tensor, device))
-            progress(done, len(names))
+        for ours, tensor in _weights(base, model, source):
+            if ours not in left:  # trained whole beside the adapter
+                continue
+            dtype = model.get_parameter(names[ours]).dtype
+            stored = _stored(model, names[ours], tensor, device)
+            put(ours, stored)
+            for name in adapted.get(ours, ()):
+                if any(key.startswith(f"{our_name(name)}.lora_") for key in left):
+                    assert model.lora is not None
+                    layer = model.get_submodule(name)
+                    numbers = _numbers(layer, stored.to(device), dtype)
+                    for end, value in lora.adapter_from_base(numbers, layer, model.lora).items():
+                        put(f"{our_name(name)}.{end}", value)
 
 
-def _weights(base: BaseModel, model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
+def in_checkpoint(name: str, parameter: nn.Parameter) -> bool:
+    """Whether checkpoints hold a parameter: it is trained, or no base model tells it."""
+    return parameter.requires_grad or is_adapter(name)
+
+
+def _adapted_weights(model: LanguageModel) -> dict[str, list[str]]:
+    """Our name of a weight and the layers that adapt it; two where embedding and head are one."""
+    names = {parameter: our_name(name) for name, parameter in model.named_parameters()}
+    found: dict[str, list[str]] = {}
+    for name, layer in lora.lora_layers(model):
+        found.setdefault(names[layer.get_base_layer().weight], []).append(name)
+    return found
+
+
+def _weights(
+    base: BaseModel, model: LanguageModel, source: Iterable[tuple[str, Tensor]] | None
+) -> Iterator[tuple[str, Tensor]]:
     """The base model's weights, tied or untied as the model is."""
-    for name, tensor in weights(base):
+    for name, tensor in weights(base) if source is None else source:
         if name == "lm_head.weight" and model.tied:
             continue
         yield name, tensor
@@ -227,6 +297,13 @@ def _stored(model: LanguageModel, name: str, tensor: Tensor, device: torch.devic
     from ftkit.quantization import packed
 
     return packed(model, name, tensor, device)
+
+
+def _numbers(layer: Any, stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """What an adapted layer computes with, given what its weight holds: [out, in]."""
+    base = layer.get_base_layer()
+    unpacked: Tensor = base.unpacked(stored) if hasattr(base, "unpacked") else stored.to(dtype)
+    return unpacked
 
 
 def parameter_count(model: LanguageModel) -> int:
@@ -261,8 +338,11 @@ def flops_per_token(model: LanguageModel, sequence_length: float) -> float:
 
 
 def trained_weights(model: LanguageModel, sharding: Sharding) -> Iterator[tuple[str, Tensor]]:
-    """Every trained parameter by our name, whole, for writing it to disk; called by every rank."""
+    """What a result is written from, by our name and whole; called by every rank.
+
+    Every trained parameter, and what belongs to the adapter besides.
+    """
     sharding.settle(model)
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
+        if in_checkpoint(our_name(name), parameter):
             yield our_name(name), sharding.whole(parameter)

@@ -94,6 +94,24 @@ def read_recipe(
     for file in files:
         for key, value in _flatten(_load_file(Path(file), "--config ")):
             _assign(merged, key, value)
+    return _overridden(merged, overrides, method)
+
+
+def with_overrides(recipe: Recipe, overrides: Sequence[Override]) -> Recipe:
+    """A recipe with some keys set anew, as `read_recipe` sets them.
+
+    Raises:
+        UserError: unknown key, value of the wrong type, or a class that recipes may not name.
+    """
+    merged: dict[str, Any] = {}
+    for key, value in _flatten(to_dict(recipe)):
+        _assign(merged, key, value)
+    return _overridden(merged, overrides, recipe.method)
+
+
+def _overridden(
+    merged: dict[str, Any], overrides: Sequence[Override], method: Method | None
+) -> Recipe:
     for key, text in sorted(overrides, key=_specificity):
         _assign(merged, key, _parse_value(key, text))
     if method is None:
@@ -435,7 +453,7 @@ def _type_message(text: str, merged: dict[str, Any], method: Method) -> str:
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None
     return (
-        f"{key} is {_shown(value)}, but must be {_describe(kinds[key])}. "
+        f"{key} is {_shown(value)}, but must be {describe(kinds[key])}. "
         f"Try --{key} {_example(key, method, value)}."
     )
 
@@ -451,7 +469,8 @@ def _example(key: str, method: Method, wrong: Any = None) -> str:
     """A value that the key accepts: the most similar choice, or the default."""
     field = dict(_key_fields(RECIPE_OF[method]))[key]
     accepted = accepted_types(field.type)
-    choices = [str(c) for kind in accepted for c in typing.get_args(kind)]
+    literals = [kind for kind in accepted if typing.get_origin(kind) is Literal]
+    choices = [str(c) for kind in literals for c in typing.get_args(kind)]
     if close := difflib.get_close_matches(str(wrong), choices, n=1, cutoff=0.3):
         return close[0]
     if accepted == [str]:
@@ -460,15 +479,18 @@ def _example(key: str, method: Method, wrong: Any = None) -> str:
         return yaml.safe_dump(_plain(field.default)).partition("\n")[0]
     if choices:
         return choices[0]
-    return {int: "100", float: "1.0", bool: "true"}[accepted[0]]
+    examples = {int: "100", float: "1.0", bool: "true"}
+    return examples.get(accepted[0], "[lm_head]")
 
 
-def _describe(kind: Any) -> str:
+def describe(kind: Any) -> str:
     """A type in words: 'a whole number', 'true or false', 'one of: auto, cpu, cuda'."""
     if typing.get_origin(kind) is Literal:
         choices = typing.get_args(kind)
         return f"one of: {', '.join(map(str, choices))}" if len(choices) > 1 else repr(choices[0])
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        return " or ".join(_describe(k) for k in accepted_types(kind))
+        return " or ".join(describe(k) for k in accepted_types(kind))
+    if typing.get_origin(kind) is list:
+        return "a list of names"
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     return words.get(kind, "a path" if kind is Path else "a name, or class_path with init_args")

@@ -5,25 +5,17 @@ downloaded or started.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, cast, get_args, get_type_hints
 
 from ftkit.duration import parse_duration
 from ftkit.errors import UserError
-from ftkit.recipe import LoraRecipe, Precision, Recipe
+from ftkit.recipe import LAYER_SWITCHES, LoraRecipe, Precision, Recipe
 
 Accelerator = Literal["cpu", "cuda"]
 Strategy = Literal["single", "ddp", "fsdp", "deepspeed"]
 
 STRATEGIES = ("auto", "single", "ddp", "fsdp", "deepspeed")
-LORA_LAYERS = (
-    "lora_query",
-    "lora_key",
-    "lora_value",
-    "lora_projection",
-    "lora_mlp",
-    "lora_head",
-)
 
 
 WHOLE_NORM_OPTIMIZERS = ("LAMB", "LAMB8bit", "LAMB32bit", "LARS", "LARS8bit", "LARS32bit")
@@ -180,6 +172,7 @@ def make_plan(recipe: Recipe, devices: Devices) -> Plan:
     notices += notice
     strategy = _strategy(recipe, count)
     _check_supported(recipe, strategy, precision)
+    notices += _ignored_layers(recipe)
     train = recipe.train
     micro_batch_size = min(train.micro_batch_size, train.global_batch_size)
     if micro_batch_size < train.micro_batch_size:
@@ -427,19 +420,44 @@ def _check_ranges(recipe: Recipe) -> None:
         _check_lora(recipe)
 
 
+def _ignored_layers(recipe: Recipe) -> list[str]:
+    """What chooses layers and is not looked at, because lora_targets does."""
+    if not isinstance(recipe, LoraRecipe) or recipe.lora_targets is None:
+        return []
+    defaults = {field.name: field.default for field in fields(recipe)}
+    ignored = [key for key in LAYER_SWITCHES if getattr(recipe, key) != defaults[key]]
+    return [f"lora_targets chooses the layers: {', '.join(ignored)} has no effect."] * bool(ignored)
+
+
 def _check_lora(recipe: LoraRecipe) -> None:
     if recipe.lora_r < 1:
         raise UserError(f"lora_r is {recipe.lora_r}, but must be at least 1. Try --lora_r 8.")
-    if recipe.lora_alpha < 1:
+    if not recipe.lora_alpha > 0:
         raise UserError(
-            f"lora_alpha is {recipe.lora_alpha}, but must be at least 1. Try --lora_alpha 16."
+            f"lora_alpha is {recipe.lora_alpha:g}, but must be above 0. Try --lora_alpha 16."
         )
     if not 0 <= recipe.lora_dropout < 1:
         raise UserError(
             f"lora_dropout is {recipe.lora_dropout:g}, but must lie in [0, 1). "
             "Try --lora_dropout 0.05."
         )
-    if not any(getattr(recipe, layer) for layer in LORA_LAYERS):
+    ratio = recipe.lora_plus_ratio
+    if ratio is not None and not (0 < ratio < math.inf):
+        raise UserError(
+            f"lora_plus_ratio is {ratio:g}, but must be above 0. Try --lora_plus_ratio 16."
+        )
+    if recipe.lora_variant == "dora" and recipe.lora_init != "default":
+        raise UserError(
+            f"lora_init is {recipe.lora_init}, but lora_variant dora starts from the lengths of "
+            "the base model's own rows. Try --lora_init default."
+        )
+    if recipe.lora_targets is not None:
+        if not recipe.lora_targets:
+            raise UserError(
+                "lora_targets is empty: no layer is adapted. Try --lora_targets '[q_proj, v_proj]'."
+            )
+        return
+    if not any(getattr(recipe, layer) for layer in LAYER_SWITCHES):
         raise UserError(
             "No layer is adapted: every one of lora_query, lora_key, lora_value, lora_projection, "
             "lora_mlp and lora_head is false. Try --lora_query true --lora_value true."

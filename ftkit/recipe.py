@@ -11,6 +11,8 @@ from typing import Any, Literal, TypedDict
 Precision = Literal["32-true", "bf16-true", "bf16-mixed", "16-true", "16-mixed"]
 Quantization = Literal["bnb.nf4", "bnb.nf4-dq", "bnb.fp4", "bnb.fp4-dq", "bnb.int8"]
 Method = Literal["full", "lora"]
+LoraVariant = Literal["lora", "dora", "rslora"]
+LoraInit = Literal["default", "pissa", "olora"]
 
 
 class Component(TypedDict):
@@ -167,8 +169,9 @@ class Lora:
     """Quantize the frozen base model with bitsandbytes (QLoRA)."""
     lora_r: int = 8
     """Rank of the adapter matrices."""
-    lora_alpha: int = 16
-    """Scale of the adapter: its output is multiplied by lora_alpha / lora_r."""
+    lora_alpha: int | float = 16
+    """Scale of the adapter: its output is multiplied by lora_alpha / lora_r, in rsLoRA by
+    lora_alpha / sqrt(lora_r)."""
     lora_dropout: float = 0.05
     """Dropout before the adapter."""
     lora_query: bool = True
@@ -183,6 +186,23 @@ class Lora:
     """Adapt the layers of the MLP."""
     lora_head: bool = False
     """Adapt the output head."""
+    lora_targets: list[str] | str | None = None
+    """Adapt these layers instead of those above: a list of names as Hugging Face calls them,
+    such as [q_proj, v_proj], or a name or regular expression for full names, such as
+    '.*layers.[0-3].*_proj'."""
+    lora_modules_to_save: list[str] | None = None
+    """Train these layers whole beside the adapter and keep them with it, such as
+    [embed_tokens, lm_head]."""
+    lora_variant: LoraVariant = "lora"
+    """lora; dora: trains the length of each row of the weights too; rslora: scales by the square
+    root of the rank, for high ranks."""
+    lora_init: LoraInit = "default"
+    """First values. default: random, with a product of zero; pissa: the largest singular vectors
+    of the base weight; olora: its QR decomposition. Training starts at the base model with all."""
+    lora_plus_ratio: float | None = None
+    """LoRA+: learning rate of the matrices B as a multiple of that of A; 16 is usual."""
+    adapter: Path | None = None
+    """Start from this PEFT adapter: rank, scale, variant and layers are read from it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,5 +216,15 @@ class LoraRecipe(Lora, Recipe):
         """How the model is adapted: every weight, or LoRA weights alone."""
         return "lora"
 
+
+LAYER_SWITCHES = (
+    "lora_query",
+    "lora_key",
+    "lora_value",
+    "lora_projection",
+    "lora_mlp",
+    "lora_head",
+)
+"""Keys that choose the adapted layers where lora_targets does not."""
 
 RECIPE_OF: dict[Method, type[Recipe]] = {"full": Recipe, "lora": LoraRecipe}

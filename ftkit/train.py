@@ -22,7 +22,7 @@ if __name__ == "__main__":  # before the slow imports: a supervisor may die at a
 
 import torch
 
-from ftkit.adapter import check_adapter, save_adapter
+from ftkit.adapter import Adapter, check_adapter, check_shapes, read_adapter, save_adapter
 from ftkit.base.base_model import BaseModel, open_base, open_companions, save_hf
 from ftkit.base.fingerprint import fingerprint
 from ftkit.base.hub import find_here
@@ -44,6 +44,7 @@ from ftkit.data.samples import DataSets, load_data
 from ftkit.errors import UserError
 from ftkit.finetuner import FineTuner, base_learning_rate, compile_cpu_optimizer, optimizer_of
 from ftkit.job import Job, RankError
+from ftkit.lora import our_name
 from ftkit.model import (
     LanguageModel,
     fill,
@@ -258,7 +259,7 @@ def _build(
     """The model, adapted as the recipe says, with its schedule; still without memory."""
     recipe = plan.recipe
     if isinstance(recipe, LoraRecipe) and recipe.checkpoint.save and not base.random:
-        check_adapter(base)
+        check_adapter(base, recipe)
     if isinstance(plan.options, DeepSpeedOptions) and plan.options.offload_optimizer:
         with display.phase("preparing DeepSpeed's CPU optimizer (compiled once, about a minute)"):
             compile_cpu_optimizer()
@@ -279,6 +280,7 @@ def _build(
         _require_space(
             job, model, number_bytes, schedule.total_steps - _position(start)["start_step"]
         )
+    adapter = None if stored is not None else _adapter(recipe, base, model)
 
     def load(model: LanguageModel, sharding: Sharding, device: torch.device) -> None:
         with display.phase("loading weights") as phase:
@@ -292,6 +294,7 @@ def _build(
                 ),
                 seed=recipe.seed,
                 trained=None if stored is None else partial(trained_parameter, stored),
+                adapter=None if adapter is None else adapter.tensors,
                 progress=phase.advance,
             )
 
@@ -325,6 +328,20 @@ def _build(
     recorder.note(resolved=resolved)
     display.message(_summary(resolved, recipe.method))
     return module
+
+
+def _adapter(recipe: Recipe, base: BaseModel, model: LanguageModel) -> Adapter | None:
+    """The adapter that training starts from."""
+    if not isinstance(recipe, LoraRecipe) or recipe.adapter is None:
+        return None
+    adapter = read_adapter(recipe.adapter, base)
+    shapes = {
+        our_name(name): parameter.shape
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    check_shapes(adapter, shapes, recipe.adapter)
+    return adapter
 
 
 def _require_space(job: Job, model: LanguageModel, number_bytes: float, steps_left: int) -> None:

@@ -10,7 +10,6 @@ from contextlib import nullcontext, suppress
 from enum import IntEnum
 
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
-from torch import Tensor
 
 from ftkit.base.base_model import BaseModel
 from ftkit.callbacks import (
@@ -19,15 +18,13 @@ from ftkit.callbacks import (
     StopRequest,
     make_trainer,
     of_rank_0,
-    validation_loss,
 )
 from ftkit.checkpoint.shards import StoredState
 from ftkit.checkpointing import Checkpointing
-from ftkit.data.files import Record
 from ftkit.data.order import ElasticOrder
 from ftkit.data.samples import DataSets, train_batches, validation_loader
-from ftkit.decode import answer_greedily
 from ftkit.errors import UserError
+from ftkit.evaluation import answer_records, exact_matches, validation_loss
 from ftkit.finetuner import FineTuner
 from ftkit.job import StopAfter
 from ftkit.planning import Plan
@@ -302,7 +299,12 @@ class Training:
         )
         with self.display.phase("validating", brief=True) as phase:
             loss = validation_loss(
-                self.trainer, self.module, batches, self.stop, progress=phase.advance
+                self.module.model,
+                batches,
+                self.module.device,
+                context=self.trainer.precision_plugin.forward_context,
+                stopped=self.stop.requested,
+                progress=phase.advance,
             )
         if loss is None:
             return
@@ -314,26 +316,26 @@ class Training:
         )
 
     def _count_matches(self, step: int) -> None:
-        indices = range(min(self.evaluation.exact_match, len(self.data.val)))
-        expected = [self.data.val.records[i]["output"].strip() for i in indices]
-        longest = max(len(self.base.tokenizer.encode(text)) for text in expected)
-        right = 0
-        title = f"answering {len(indices)} validation records"
+        records = self.data.val.records[: self.evaluation.exact_match]
+        title = f"answering {len(records)} validation records"
         with self.display.phase(title, brief=True) as phase:
-            size = max(1, self.plan.micro_batch_size)
-            for start in range(0, len(indices), size):
-                if self.stop.requested():
-                    return
-                chunk = indices[start : start + size]
-                answers = self._answer(list(chunk), max_new_tokens=longest + 1)
-                right += sum(a == expected[i] for a, i in zip(answers, chunk, strict=True))
-                phase.advance(start + len(chunk), len(indices))
-        share = right / len(indices)
+            share = exact_matches(
+                self.module.model,
+                self.base.tokenizer,
+                self.data.prompt_style,
+                records,
+                batch_size=self.plan.micro_batch_size,
+                context=self.trainer.precision_plugin.forward_context,
+                stopped=self.stop.requested,
+                progress=phase.advance,
+            )
+        if share is None:
+            return
         when = "before" if step == 0 else "after"
         self.display.message(
-            f"exact match {when} training: {share:.1%} of {len(indices)} held-out records"
+            f"exact match {when} training: {share:.1%} of {len(records)} held-out records"
         )
-        known = self.recorder.report.exact_match or ExactMatch(samples=len(indices))
+        known = self.recorder.report.exact_match or ExactMatch(samples=len(records))
         self.recorder.note(
             exact_match=dataclasses.replace(known, before=share)
             if step == 0
@@ -343,7 +345,14 @@ class Training:
     def _show_example(self, step: int) -> None:
         record = self.data.val.records[self.example]
         with self.display.phase("answering an example", brief=True):
-            (answer,) = self._answer([self.example], self.evaluation.max_new_tokens or 0)
+            (answer,) = answer_records(
+                self.module.model,
+                self.base.tokenizer,
+                self.data.prompt_style,
+                [record],
+                max_new_tokens=self.evaluation.max_new_tokens or 0,
+                context=self.trainer.precision_plugin.forward_context,
+            )
         asked = " ".join(filter(None, (record["instruction"], record.get("input"))))
         self.display.message(f"sample: {asked}\nanswer: {answer}")
         known = self.recorder.report.examples or [
@@ -359,23 +368,6 @@ class Training:
             else dataclasses.replace(known[0], after=answer)
         )
         self.recorder.note(examples=[example])
-
-    def _answer(self, indices: list[int], max_new_tokens: int) -> list[str]:
-        tokenizer = self.base.tokenizer
-        assert tokenizer.eos_id is not None
-        prompts = [self._prompt(self.data.val.records[i]) for i in indices]
-        with self.trainer.precision_plugin.forward_context():
-            answers = answer_greedily(
-                self.module.model,
-                prompts,
-                eos_id=tokenizer.eos_id,
-                max_new_tokens=max_new_tokens,
-            )
-        return [tokenizer.decode(answer).strip() for answer in answers]
-
-    def _prompt(self, record: Record) -> Tensor:
-        text = self.data.prompt_style.apply(prompt=record["instruction"], **record)
-        return self.base.tokenizer.encode(text)
 
     def _log(self, values: dict[str, float], step: int) -> None:
         if rank() > 0:

@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 from ftkit.checkpoint.metadata import CheckpointError
 from ftkit.checkpoint.shards import BLOCK, Piece, StoredState, StoredTensor, share_of
 from ftkit.errors import UserError
-from ftkit.model import our_name
+from ftkit.lora import our_name
+from ftkit.model import in_checkpoint
 
 PARAMETER = "parameter"
 """Kind of a parameter's own numbers, beside the kinds of its optimizer state."""
@@ -76,7 +77,7 @@ def capture(model: nn.Module, holder: Holder, rank: int, world_size: int) -> Ite
     What every rank holds is shared out in equal ranges.
     """
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
+        if not in_checkpoint(name, parameter):
             continue
         for part in holder.parts(parameter):
             first, last = 0, part.values.numel()
@@ -96,7 +97,7 @@ def capture(model: nn.Module, holder: Holder, rank: int, world_size: int) -> Ite
 
 
 def trained_parameter(stored: StoredState, name: str) -> StoredTensor:
-    """A trained parameter in a checkpoint, by our name."""
+    """A parameter in a checkpoint, by our name."""
     return stored[stored_name(PARAMETER, name)]
 
 
@@ -255,6 +256,10 @@ class ZeroState:
             size = parameter.ds_tensor.ds_numel
             start = min(self._rank * size, parameter.ds_numel)
             size = min(size, parameter.ds_numel - start)  # the last partition is padded
+            if not parameter.requires_grad:  # DeepSpeed's optimizer does not know it
+                values = parameter.ds_tensor.detach()[:size]
+                yield Part(kind=PARAMETER, shape=parameter.ds_shape, start=start, values=values)
+                return
             for kind in kinds:
                 # DeepSpeed's public functions copy to the GPU what is in host memory.
                 values, _ = self._zero._get_fp32_opt_state_partition(
@@ -267,9 +272,16 @@ class ZeroState:
                     values=values.detach()[:size],
                 )
             return
+        if not parameter.requires_grad:
+            yield _local(parameter, PARAMETER)
+            return
         fragment = parameter._hp_mapping
         if fragment is None:  # this rank has nothing of it
             return
+        if len(kinds) > 1 and not fragment.optim_fragment:
+            # DeepSpeed links all groups after the first step of the first group.
+            self._zero._hp_optimizer_states_linked = False
+            self._zero._lazy_init_hp_params_optimizer_state()
         for kind in kinds:
             yield Part(
                 kind=kind or PARAMETER,

@@ -8,10 +8,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 from runs import DEFAULT_SIGNALS, Run, command_of, options, watched
+
+if TYPE_CHECKING:
+    from results import Ended
 
 ROOT = Path(__file__).parents[1]
 
@@ -79,6 +83,14 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tiny import make_data
 
     return make_data(tmp_path_factory.mktemp("data") / "records.json")
+
+
+@pytest.fixture(scope="session")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> "dict[str, Ended]":
+    """Runs that have ended, by method: lora, qlora, full, ...; not to be changed."""
+    from results import train_all
+
+    return train_all(tmp_path_factory)
 
 
 @pytest.fixture(scope="session")

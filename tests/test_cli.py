@@ -1,5 +1,6 @@
 """The command line: help, mistakes, completion, and how little it imports."""
 
+import dataclasses
 import re
 import subprocess
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 from conftest import ROOT
 
 from ftkit import __version__
-from ftkit.cli import CHECKPOINTS, COMMANDS, main, split_options
+from ftkit.cli import CHECKPOINTS, COMMANDS, USING, main, split_options
 from ftkit.parsing import key_types, read_recipe
 
 RECIPES = ROOT / "recipes"
@@ -107,6 +108,19 @@ def test_help_of_download_names_its_options(said):
     assert (code, err) == (0, "")
     assert out.startswith("usage: ftkit download REPO_ID ")
     assert "--access_token TOKEN" in out and "--checkpoint_dir PATH" in out
+
+
+@pytest.mark.parametrize("command", USING)
+def test_help_of_a_command_that_uses_a_result_explains_it_with_examples(said, command):
+    code, out, err = said(command, "--help")
+    assert (code, err) == (0, "")
+    assert out.startswith(f"usage: ftkit {command} RESULT ")
+    shown = re.findall(r"^  (?:-h, )?--(\S+)", out, re.MULTILINE)
+    known = {f.name for f in dataclasses.fields(USING[command].options)} | {"help"}
+    assert sorted(shown) == sorted(known | ({"data"} if USING[command].takes_data else set()))
+    assert f"\nExamples:\n  ftkit {command} out/" in out
+    assert max(map(len, out.splitlines())) <= 80
+    assert said(command, "-h", "out/run") == (0, out, "")
 
 
 @pytest.mark.parametrize("command", CHECKPOINTS)
@@ -294,11 +308,14 @@ def completion(tmp_path_factory) -> Path:
         ("ftkit finetune --quantize bnb.n", {"bnb.nf4", "bnb.nf4-dq"}),
         ("ftkit finetune_full --logger_name ", {"csv", "tensorboard", "wandb"}),
         ("ftkit download --a", {"--access_token"}),
-        ("ftkit ch", {"checkpoints"}),
+        ("ftkit ch", {"chat", "checkpoints"}),
         ("ftkit checkpoints ", set(CHECKPOINTS)),
         ("ftkit checkpoints verify --f", {"--format"}),
         ("ftkit checkpoints list --format ", {"table", "json"}),
         ("ftkit checkpoints clean --", {"--help", "--keep_last", "--dry_run"}),
+        ("ftkit generate --prompt", {"--prompt", "--prompts", "--prompt_style"}),
+        ("ftkit evaluate --accelerator ", {"auto", "cpu", "cuda"}),
+        ("ftkit chat --t", {"--temperature", "--top_k", "--top_p"}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
@@ -340,6 +357,9 @@ def check():
         (["finetune", "--checkpoint_dir", "b", "--data", "JSON"], 2),
         (["checkpoints", "list", "--help"], 0),
         (["checkpoints", "verify", ROOT / "none"], 2),
+        (["generate", "--help"], 0),
+        (["generate", ROOT / "none", "--prompt", "a"], 2),
+        (["evaluate", ROOT / "none", "--max_iters", "0"], 2),
     ],
     ids=[
         "help",
@@ -350,6 +370,9 @@ def check():
         "no data",
         "checkpoints help",
         "no checkpoints",
+        "generate help",
+        "no result",
+        "bad option",
     ],
 )
 def test_what_starts_no_run_imports_no_torch(ftkit, argv, code):

@@ -57,6 +57,11 @@ def test_a_recipe_does_not_differ_from_its_copy(method):
     [
         ({"lora_r": 16}, "lora_r 8 -> 16"),
         ({"lora_alpha": 8}, "lora_alpha 16 -> 8"),
+        ({"lora_variant": "dora"}, "lora_variant lora -> dora"),
+        ({"lora_init": "pissa"}, "lora_init default -> pissa"),
+        ({"lora_targets": "[q_proj]"}, "lora_targets empty -> ['q_proj']"),
+        ({"lora_modules_to_save": "[lm_head]"}, "lora_modules_to_save empty -> ['lm_head']"),
+        ({"adapter": "some/adapter"}, "adapter empty -> some/adapter"),
         ({"lora_query": "false"}, "lora_query true -> false"),
         ({"lora_mlp": "true"}, "lora_mlp false -> true"),
         ({"quantize": "bnb.nf4"}, "quantize empty -> bnb.nf4"),

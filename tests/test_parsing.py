@@ -11,8 +11,7 @@ from conftest import ROOT
 
 from ftkit.errors import UserError
 from ftkit.parsing import from_dict, key_types, read_keys, read_recipe, to_dict, to_yaml
-from ftkit.planning import LORA_LAYERS
-from ftkit.recipe import LoraRecipe, Method, Recipe
+from ftkit.recipe import LAYER_SWITCHES, LoraRecipe, Method, Recipe
 
 RECIPES = ROOT / "recipes"
 FILES = sorted(RECIPES.rglob("*.yaml"))
@@ -115,7 +114,7 @@ LORA = {
     "lora_r": 32,
     "lora_alpha": 16,
     "lora_dropout": 0.05,
-    **dict.fromkeys(LORA_LAYERS, True),
+    **dict.fromkeys(LAYER_SWITCHES, True),
 }
 SGD = {"class_path": "torch.optim.SGD", "init_args": {}}
 

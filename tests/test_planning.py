@@ -380,7 +380,6 @@ def test_an_unknown_strategy_names_those_there_are():
         "num_nodes": 1,
         "seed": 0,
         "lora_r": 1,
-        "lora_alpha": 1,
     }.items(),
 )
 def test_whole_numbers_have_a_least_value(key, least):
@@ -396,6 +395,14 @@ def test_whole_numbers_have_a_least_value(key, least):
         ({"train__max_time": 0}, "train.max_time is 0, but must be above 0."),
         ({"train__max_time": ".nan"}, "train.max_time is nan, but must be above 0."),
         ({"train__max_norm": -1}, "train.max_norm is -1, but must be above 0."),
+        ({"lora_alpha": 0}, "lora_alpha is 0, but must be above 0."),
+        ({"lora_plus_ratio": 0}, "lora_plus_ratio is 0, but must be above 0."),
+        ({"lora_plus_ratio": ".inf"}, "lora_plus_ratio is inf, but must be above 0."),
+        ({"lora_targets": "[]"}, "lora_targets is empty: no layer is adapted."),
+        (
+            {"lora_variant": "dora", "lora_init": "pissa"},
+            "lora_init is pissa, but lora_variant dora starts from the lengths",
+        ),
         ({"train__min_lr": -1e-5}, "train.min_lr is -1e-05, but must not be negative."),
         ({"train__min_lr": ".nan"}, "train.min_lr is nan, but must not be negative."),
         ({"train__lr_warmup_fraction": 1.5}, "train.lr_warmup_fraction is 1.5, but must lie"),

@@ -209,7 +209,10 @@ OUT_OF_MEMORY = "torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2
         ),
         ("ftkit.finetuner:FineTuner.optimizer_step", OUT_OF_MEMORY, "training"),
         pytest.param(
-            "ftkit.callbacks:validation_loss", "MemoryError()", "validation", marks=pytest.mark.slow
+            "ftkit.evaluation:validation_loss",
+            "MemoryError()",
+            "validation",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "ftkit.model:trained_weights", OUT_OF_MEMORY, "saving", marks=pytest.mark.slow

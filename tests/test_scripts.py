@@ -36,6 +36,7 @@ LIGHT_MODULES = [
     "job",
     "launch",
     "manage",
+    "options",
     "parsing",
     "planning",
     "process",
@@ -47,6 +48,7 @@ LIGHT_MODULES = [
     "report.metrics",
     "report.report",
     "report.table",
+    "result",
     "resume",
     "survey",
 ]

@@ -108,7 +108,7 @@ def train(tmp_path_factory: pytest.TempPathFactory, base: Path, data_file: Path)
             Display(out_dir) as display,
             Recorder(job, job.plan, torch.device("cpu"), state) as recorder,
         ):
-            run(job, StopRequest(), display, recorder)
+            run(job, None, StopRequest(), display, recorder)
         return Result(
             read_metrics(out_dir / "metrics.csv"),
             read_validation(out_dir / "validation.csv"),

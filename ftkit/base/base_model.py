@@ -432,10 +432,10 @@ def _stored_weights(
     for name in shapes:
         their_name, fused = base.naming.stored_in(name)
         tensor = stored[their_name].read()
-        yield name, tensor if fused is None else _part(tensor, fused, name, shapes, base.config)
+        yield name, tensor if fused is None else part_of(tensor, fused, name, shapes, base.config)
 
 
-def _part(
+def part_of(
     tensor: Tensor, fused: Fused, name: str, shapes: Mapping[str, torch.Size], config: litgpt.Config
 ) -> Tensor:
     """The rows of a fused tensor that are our parameter."""
@@ -448,8 +448,8 @@ def _part(
     return tensor.split(rows)[names.index(name)]
 
 
-def _fuse(parts: list[Tensor], fused: Fused, config: litgpt.Config) -> Tensor:
-    """The inverse of `_part`."""
+def fuse(parts: list[Tensor], fused: Fused, config: litgpt.Config) -> Tensor:
+    """The inverse of `part_of`."""
     if fused.layout == "heads":
         heads = [part.unflatten(0, (config.n_head, -1)) for part in parts]
         return torch.cat(heads, dim=1).flatten(0, 1)
@@ -479,7 +479,7 @@ def _joined(
         parts[name] = tensor
         names = _part_names(fused, name)
         if all(part in parts for part in names):
-            yield their_name, _fuse([parts.pop(part) for part in names], fused, base.config)
+            yield their_name, fuse([parts.pop(part) for part in names], fused, base.config)
     missing.pop(HEAD, None)
     if missing:
         raise ValueError(f"not given: {', '.join(missing)}")

@@ -5,7 +5,7 @@ Imports neither torch nor litgpt, so that a mistake shows before any process is 
 
 import difflib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,9 @@ STREAMING = ("LitData", "MicroLlama", "OpenWebText", "TextFiles", "TinyLlama", "
 
 Record = dict[str, str]
 """The texts of one example: instruction and output; input and sys_prompt where given."""
+
+ANSWERED = ("instruction", "output")
+"""Texts that a record must have to be learned from."""
 
 _RULE = "A record is an object with the texts instruction, output and, if needed, input."
 _SUFFIXES = (".json", ".jsonl")
@@ -151,10 +154,14 @@ def suggest(name: str, choices: Iterable[str], *, default: str) -> str:
     return by_lower[matches[0]] if matches else default
 
 
-def read_records(file: Path) -> list[Record]:
+def read_records(file: Path, *, required: Sequence[str] = ANSWERED) -> list[Record]:
     """Read a .json file (a list of records) or a .jsonl file (a record per line).
 
     A byte order mark, CRLF line ends and empty lines of a .jsonl file are accepted.
+
+    Args:
+        file: what to read.
+        required: texts that every record must have.
 
     Raises:
         UserError: with file, place and reason.
@@ -172,15 +179,17 @@ def read_records(file: Path) -> list[Record]:
         ) from None
     if not text.strip():
         raise UserError(f"{file} is empty. {_RULE}\nSet data.json_path to a file with records.")
-    return _read_lines(file, text) if file.suffix.lower() == ".jsonl" else _read_list(file, text)
+    read = _read_lines if file.suffix.lower() == ".jsonl" else _read_list
+    return read(file, text, required)
 
 
-def as_record(value: object, where: str) -> Record:
+def as_record(value: object, where: str, required: Sequence[str] = ANSWERED) -> Record:
     """The texts of a record; other keys are dropped.
 
     Args:
         value: what was read.
         where: file and place, for the error.
+        required: texts that it must have.
 
     Raises:
         UserError: not an object, a text missing or not a text.
@@ -193,10 +202,10 @@ def as_record(value: object, where: str) -> Record:
         if isinstance(text, str):
             _check_encodes(text, key, where)
             record[key] = text
-        elif key not in value and key in ("instruction", "output"):
+        elif key not in value and key in required:
             keys = ", ".join(str(key) for key in value) or "none"
             raise UserError(f"{where} has no {key}; its keys: {keys}. {_RULE}\nAdd {key}.")
-        elif text is not None or key in ("instruction", "output"):
+        elif text is not None or key in required:
             raise UserError(
                 f"{where}: {key} is {_name_type(text)}. {_RULE}\nMake {key} a text, or remove "
                 "the record."
@@ -269,7 +278,7 @@ def _find_split(directory: Path, split: str) -> Path:
     )
 
 
-def _read_list(file: Path, text: str) -> list[Record]:
+def _read_list(file: Path, text: str, required: Sequence[str]) -> list[Record]:
     value = _parse(text, f"{file}, ", ".json")
     if not isinstance(value, list):
         raise UserError(
@@ -278,10 +287,10 @@ def _read_list(file: Path, text: str) -> list[Record]:
         )
     if not value:
         raise UserError(f"{file} holds an empty list. {_RULE}\nAdd records.")
-    return [as_record(item, f"{file}, record {n}") for n, item in enumerate(value, 1)]
+    return [as_record(item, f"{file}, record {n}", required) for n, item in enumerate(value, 1)]
 
 
-def _read_lines(file: Path, text: str) -> list[Record]:
+def _read_lines(file: Path, text: str, required: Sequence[str]) -> list[Record]:
     if text.lstrip().startswith("["):
         raise UserError(
             f"{file} holds a list, but a .jsonl file has one record per line.\n"
@@ -289,7 +298,7 @@ def _read_lines(file: Path, text: str) -> list[Record]:
         )
     # Not splitlines: it also splits at U+2028 and others, which JSON allows inside texts.
     return [
-        as_record(_parse(line, f"{file}, ", ".jsonl", line=n), f"{file}, line {n}")
+        as_record(_parse(line, f"{file}, ", ".jsonl", line=n), f"{file}, line {n}", required)
         for n, line in enumerate(text.split("\n"), 1)
         if line.strip()
     ]

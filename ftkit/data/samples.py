@@ -142,6 +142,53 @@ def load_data(
     return DataSets(**sets, counts=counts, prompt_style=source.prompt_style)
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """The validation records of a data set, to evaluate on."""
+
+    samples: SampleSet
+    """With records."""
+    counts: dict[str, int]
+    """As in DataSets."""
+    prompt_style: "PromptStyle"
+    """How an instruction becomes a prompt."""
+
+
+def load_held_out(
+    data: Component,
+    tokenizer: "Tokenizer",
+    max_seq_length: int,
+    *,
+    split: bool,
+    progress: Progress = lambda *_: None,
+) -> HeldOut:
+    """The validation part of what `load_data` gives.
+
+    Args:
+        data: the recipe's data.
+        tokenizer: of the base model.
+        max_seq_length: samples are cut to this many tokens.
+        split: split it off a single JSON file, as training does; else take the whole file.
+        progress: called at least every 1000 records.
+
+    Raises:
+        UserError: the data cannot be had, are not what they should be, or no sample is left.
+    """
+    check_data(data)
+    _check_tokenizer(tokenizer)
+    source = load_source(data, tokenizer, max_seq_length, split=split)
+    samples, counts = _tokenise(
+        "val",
+        source.val,
+        tokenizer,
+        source.prompt_style,
+        mask_prompt=source.mask_prompt,
+        max_seq_length=max_seq_length,
+        progress=progress,
+    )
+    return HeldOut(samples=samples, counts=counts, prompt_style=source.prompt_style)
+
+
 def _check_tokenizer(tokenizer: "Tokenizer") -> None:
     needed = {"eos_token": tokenizer.eos_id, "bos_token": tokenizer.bos_id}
     if not tokenizer.use_bos:

@@ -42,21 +42,41 @@ class Source:
     mask_prompt: bool
 
 
-def load_source(data: Component, tokenizer: "Tokenizer", max_seq_length: int) -> Source:
+def load_source(
+    data: Component, tokenizer: "Tokenizer", max_seq_length: int, *, split: bool = True
+) -> Source:
     """Read, and if necessary download, the records of the data set.
 
     Args:
         data: checked by ftkit.data.files.check_data.
         tokenizer: passed on to LitGPT's modules.
         max_seq_length: passed on to LitGPT's modules.
+        split: split validation records off a single JSON file; else all of them are that.
 
     Raises:
         UserError: the data cannot be had, or are not what they should be.
     """
     name = data_class(data)
     if name == "JSON":
-        return _load_json(data)
+        return _load_json(data, split)
     return _load_litgpt(name, data["init_args"], tokenizer, max_seq_length)
+
+
+def prompt_style_of(data: Component) -> "PromptStyle":
+    """The prompt style of a recipe's data, which are not looked at.
+
+    Raises:
+        UserError: there are no such data, or no such style.
+    """
+    name = data_class(data)
+    if name == "JSON":
+        return resolve_prompt_style(json_options(data).prompt_style)
+    import litgpt.data
+
+    defaults = {
+        field.name: field.default for field in dataclasses.fields(getattr(litgpt.data, name))
+    }
+    return resolve_prompt_style(data["init_args"].get("prompt_style", defaults["prompt_style"]))
 
 
 def resolve_prompt_style(value: object) -> "PromptStyle":
@@ -96,13 +116,15 @@ def resolve_prompt_style(value: object) -> "PromptStyle":
         ) from None
 
 
-def _load_json(data: Component) -> Source:
+def _load_json(data: Component, split: bool) -> Source:
     options = json_options(data)
     prompt_style = resolve_prompt_style(options.prompt_style)
     train_file, val_file = options.files()
     train: Sequence[Record] = read_records(train_file)
     if val_file is not None:
         val: Sequence[Record] = read_records(val_file)
+    elif not split:
+        train, val = [], train
     else:
         fraction = options.val_split_fraction or _DEFAULT_VAL_SPLIT_FRACTION
         train, val = _split(train, fraction, options.seed, train_file)
