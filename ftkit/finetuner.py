@@ -226,13 +226,6 @@ def optimizer_of(plan: Plan) -> tuple[type[torch.optim.Optimizer], dict[str, Any
     return optimizer_class, arguments
 
 
-def compile_cpu_optimizer() -> None:
-    """Have DeepSpeed compile its CPU optimizer, or find it compiled; ranks wait for each other."""
-    from deepspeed.ops.op_builder import CPUAdamBuilder
-
-    CPUAdamBuilder().load(verbose=False)
-
-
 def _optimizer_class(class_path: str) -> type[torch.optim.Optimizer]:
     package, _, name = class_path.rpartition(".")
     try:

@@ -62,7 +62,11 @@ class DeepSpeed(DeepSpeedStrategy):
 
     def setup_environment(self) -> None:
         if isinstance(self.accelerator, CPUAccelerator):
+            import deepspeed
+
             assert self.parallel_devices is not None
+            # Compiled in every process at the start, for a collective that training does not use.
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
             # DeepSpeed wants devices with an index.
             self.parallel_devices = [
                 torch.device("cpu", index) for index in range(len(self.parallel_devices))

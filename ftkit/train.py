@@ -42,7 +42,8 @@ from ftkit.checkpointing import Checkpointing, goes_on_in_place
 from ftkit.data.order import ElasticOrder
 from ftkit.data.samples import DataSets, load_data
 from ftkit.errors import UserError
-from ftkit.finetuner import FineTuner, base_learning_rate, compile_cpu_optimizer, optimizer_of
+from ftkit.extensions import compile_cpu_optimizer
+from ftkit.finetuner import FineTuner, base_learning_rate, optimizer_of
 from ftkit.job import Job, RankError
 from ftkit.lora import our_name
 from ftkit.model import (
