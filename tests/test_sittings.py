@@ -248,7 +248,7 @@ def at_moments(directory: Path, common: list[str]) -> Sittings:
     run = Sittings(directory, common)
     first = run.first_words(resume="auto", checkpoint__keep_last=100)
     run.stopped_at(first, run.moment("ftkit.model:fill"), CTRL_C)
-    run.stopped_at(first, run.moment("ftkit.callbacks:validation_loss"), CTRL_C)
+    run.stopped_at(first, run.moment("ftkit.evaluation:validation_loss"), CTRL_C)
     run.stopped_at(run.go_on(), run.moment("ftkit.model:fill"), SIGTERM)
     saving = run.moment("ftkit.checkpoint.shards:write_shard")
     run.stopped_at([*run.go_on(), "--train.save_interval", "15"], saving, CTRL_C)
@@ -260,7 +260,7 @@ def at_moments(directory: Path, common: list[str]) -> Sittings:
         twice.wait_for(endless.reached)
         twice.process.send_signal(CTRL_C)
     at_last = f"arguments[0].global_step == {LAST}"
-    validation = run.moment("ftkit.callbacks:validation_loss", when=at_last)
+    validation = run.moment("ftkit.evaluation:validation_loss", when=at_last)
     run.stopped_at(run.go_on(), validation, SIGTERM)
     result = run.moment("peft:LoraConfig.save_pretrained", when="'final' in arguments[1]")
     run.stopped_at(run.go_on(), result, SIGHUP)
@@ -486,7 +486,7 @@ def test_ranks_that_a_signal_ended_go_on_exactly(
     assert_saved(run.stopped_in_training(run.first_words(), number, group=True), number, run.store)
     assert not [problem for s in run.store.steps() for problem in run.store.verify(s)]
     if strategy == "fsdp":
-        validation = run.moment("ftkit.callbacks:validation_loss")
+        validation = run.moment("ftkit.evaluation:validation_loss")
         assert_saved(run.stopped_at(run.go_on(), validation, CTRL_C), CTRL_C, run.store)
     assert run.run(run.go_on()).report.outcome == "completed"
     assert_same_curve(run.out_dir, whole)
