@@ -259,8 +259,8 @@ def at_moments(directory: Path, common: list[str]) -> Sittings:
         twice.process.send_signal(CTRL_C)
         twice.wait_for(endless.reached)
         twice.process.send_signal(CTRL_C)
-    at_last = f"arguments[0].global_step == {LAST}"
-    validation = run.moment("ftkit.evaluation:validation_loss", when=at_last)
+    at_last = f"arguments[1] == {LAST}"
+    validation = run.moment("ftkit.training:Training._validate", when=at_last)
     run.stopped_at(run.go_on(), validation, SIGTERM)
     result = run.moment("peft:LoraConfig.save_pretrained", when="'final' in arguments[1]")
     run.stopped_at(run.go_on(), result, SIGHUP)
