@@ -169,7 +169,9 @@ class MemoryMeter(L.Callback):
         self._assign_holdings(trainer, module)
         live = self._following()
         if self._device.type == "cpu":  # where no allocator tells what is taken
-            live.assign_unknown(o for o in gc.get_objects() if issubclass(type(o), Tensor))
+            objects = gc.get_objects()
+            kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, Tensor)}
+            live.assign_unknown(item for item in objects if type(item) in kinds)
         self._moments = {}
         self._device_peak.restart()
         live.restart()
