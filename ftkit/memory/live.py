@@ -161,7 +161,7 @@ class LiveTensors(TorchDispatchMode):
     def assign_unknown(self, tensors: Iterable[Tensor]) -> None:
         """Say which tensors there are besides; those that nothing has shown are unattributed."""
         for storage in self._storages(tensors):
-            if storage._cdata not in self._alive:
+            if storage._cdata not in self._alive and storage.nbytes():
                 self._enter(storage, "unattributed", is_new=False)
 
     def restart(self) -> None:

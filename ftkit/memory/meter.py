@@ -28,7 +28,8 @@ def steps_to_measure(order: ElasticOrder) -> set[int]:
     In the first one the optimizer has no state yet.
     """
     first, end = order.start_step, order.total_steps
-    near = range(min(first + 1, end - 1), min(first + STEPS_LOOKED_AT, end))
+    second = first + 1 if end - first > 1 else first
+    near = range(second, min(first + STEPS_LOOKED_AT, end))
     return {near[0], max(near, key=order.largest_micro_batch)} if near else set()
 
 
