@@ -143,12 +143,17 @@ class MemoryMeter(L.Callback):
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
-        """What is known is told: memory may be what ended the run."""
+        """Tell what is known if memory has run out: of this step, else of one measured before.
+
+        If neither was measured, what a step keeps is known alone.
+        """
         if isinstance(exception, torch.OutOfMemoryError | MemoryError):
-            if not self._entered:
+            if not self._entered and not self._highest_bytes:
                 self._begin(trainer, pl_module)
-            self._assign_holdings(trainer, pl_module)
-            self._end(trainer, trainer.global_step + 1)
+            if self._entered:
+                self._assign_holdings(trainer, pl_module)
+                self._highest_bytes = 0
+                self._end(trainer, trainer.global_step + 1)
         elif self._entered:
             self._leave()
 
