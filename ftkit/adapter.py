@@ -7,7 +7,6 @@ elsewhere. Values that were subtracted from the start (PiSSA, OLoRA) become more
 
 import json
 import math
-import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +27,8 @@ from ftkit.adapter_config import (
 )
 from ftkit.base.base_model import BaseModel, fuse, parameter_shapes, part_of, weights
 from ftkit.base.naming import Fused
-from ftkit.base.tensor_files import sync
 from ftkit.checkpoint.shards import save_tensors
+from ftkit.durable import new_directory
 from ftkit.errors import UserError
 from ftkit.lora import INITIAL, TRAINED, is_adapter, names_of
 from ftkit.recipe import LoraRecipe
@@ -121,19 +120,10 @@ def save_adapter(
         base_model_name_or_path=base.name if base.directory is None else str(base.directory),
         inference_mode=True,
     )
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir(parents=True)
+    with new_directory(out) as partial:
         save_tensors(tensors, partial / WEIGHTS, notes)
         config.save_pretrained(str(partial))
         _sort_targets(partial / CONFIG)
-        for path in (*partial.iterdir(), partial):
-            sync(path)
-        partial.rename(out)
-        sync(out.parent)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _joined_layers(parameters: Mapping[str, Tensor]) -> dict[str, _Layer]:

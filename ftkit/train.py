@@ -23,9 +23,10 @@ if __name__ == "__main__":  # before the slow imports: a supervisor may die at a
 import torch
 
 from ftkit.adapter import Adapter, check_adapter, check_shapes, read_adapter, save_adapter
-from ftkit.base.base_model import BaseModel, open_base, open_companions, save_hf
+from ftkit.base.base_model import BaseModel, open_base, open_companions
 from ftkit.base.fingerprint import fingerprint
 from ftkit.base.hub import find_here
+from ftkit.base.writing import save_hf
 from ftkit.callbacks import (
     Interrupted,
     StopRequest,
