@@ -71,16 +71,16 @@ def new_directory(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
         OSError: another process fills it, or it cannot be written.
     """
     partial, replaced = (out.with_name(f".{out.name}.{end}") for end in ("partial", "replaced"))
-    if replaced.exists() and not out.exists():  # a crash between the two renames below
-        replaced.rename(out)
-    shutil.rmtree(replaced, ignore_errors=True)
-    if not overwrite and out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(out))
     partial.mkdir(parents=True, exist_ok=True)
     descriptor = _locked(partial)
     try:
         for path in partial.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if replaced.exists() and not out.exists():  # a crash between the two renames below
+            replaced.rename(out)
+        shutil.rmtree(replaced, ignore_errors=True)
+        if not overwrite and out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(out))
         yield partial
         for path in (*partial.rglob("*"), partial):
             sync(path)

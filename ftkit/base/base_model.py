@@ -4,7 +4,7 @@ Our names are explained in `ftkit.base.naming`.
 """
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -197,15 +197,28 @@ def parameter_shapes(base: BaseModel) -> dict[str, torch.Size]:
 def weights(base: BaseModel) -> Iterator[tuple[str, Tensor]]:
     """Every parameter as (our name, tensor), in the order of `parameter_shapes`.
 
-    Tensors are views of the files, mapped into memory and read when touched; only what lies
-    scattered over the heads of a fused projection (GPT-NeoX) is copied. Drop each before taking
-    the next, and memory stays at one parameter. A tied model has no lm_head.weight.
+    Drop each before taking the next, and memory stays at one parameter. A tied model has no
+    lm_head.weight.
 
     Raises:
-        UserError: a tensor is missing, unexpected or of another shape; before any is given out.
+        UserError: as `weight_reader`, before any is given out.
     """
+    read = weight_reader(base)
+    return ((name, read(name)) for name in parameter_shapes(base))
+
+
+def weight_reader(base: BaseModel) -> Callable[[str], Tensor]:
+    """What gives any parameter by our name.
+
+    Tensors are views of the files, mapped into memory and read when touched; only what lies
+    scattered over the heads of a fused projection (GPT-NeoX) is copied. Random ones are drawn.
+
+    Raises:
+        UserError: a tensor is missing, unexpected or of another shape.
+    """
+    shapes = parameter_shapes(base)
     if base.directory is None:
-        return _random_weights(base)
+        return lambda name: _random_weight(base, name, shapes[name])
     if not base.has_weights:
         raise UserError(
             f"{base.directory} holds the settings of {base.name}, but not its weights. Give the "
@@ -219,7 +232,13 @@ def weights(base: BaseModel) -> Iterator[tuple[str, Tensor]]:
             f"{base.directory} holds a head and an embedding that differ, but its config.json "
             "says that they are one. Set tie_word_embeddings there to false."
         )
-    return _stored_weights(base, stored)
+
+    def read(name: str) -> Tensor:
+        their_name, fused = base.naming.stored_in(name)
+        tensor = stored[their_name].read()
+        return tensor if fused is None else part_of(tensor, fused, name, shapes, base.config)
+
+    return read
 
 
 def hf_name(base: BaseModel, our_name: str) -> str | None:
@@ -264,17 +283,14 @@ def _open_random(checkpoint_dir: str) -> BaseModel:
     )
 
 
-def _random_weights(base: BaseModel) -> Iterator[tuple[str, Tensor]]:
+def _random_weight(base: BaseModel, name: str, shape: torch.Size) -> Tensor:
     """The same numbers on every rank: each parameter has a seed of its own."""
-    unit_offset = "Gemma" in base.config.name
-    for name, shape in parameter_shapes(base).items():
-        if len(shape) > 1:
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            yield name, torch.empty(shape).normal_(std=_INITIAL_STD, generator=generator)
-        elif name.endswith(".bias") or unit_offset:
-            yield name, torch.zeros(shape)
-        else:
-            yield name, torch.ones(shape)
+    if len(shape) > 1:
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        return torch.empty(shape).normal_(std=_INITIAL_STD, generator=generator)
+    if name.endswith(".bias") or "Gemma" in base.config.name:  # its norms add one
+        return torch.zeros(shape)
+    return torch.ones(shape)
 
 
 def _short_name(directory: Path) -> str:
@@ -358,16 +374,6 @@ def _require_complete(base: BaseModel, stored: Mapping[str, StoredTensor]) -> No
                 f"The weights in {base.directory} hold {name}, which its settings do not explain. "
                 "Take both from the same model, and adapters and classifiers merged or removed."
             )
-
-
-def _stored_weights(
-    base: BaseModel, stored: Mapping[str, StoredTensor]
-) -> Iterator[tuple[str, Tensor]]:
-    shapes = parameter_shapes(base)
-    for name in shapes:
-        their_name, fused = base.naming.stored_in(name)
-        tensor = stored[their_name].read()
-        yield name, tensor if fused is None else part_of(tensor, fused, name, shapes, base.config)
 
 
 def part_of(
