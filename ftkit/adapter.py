@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ftkit.adapter_config import (
+    BASE,
     CONFIG,
     METADATA,
     OLD_WEIGHTS,
@@ -67,7 +68,11 @@ class _Layer:
 
 
 def save_adapter(
-    parameters: Iterable[tuple[str, Tensor]], base: BaseModel, recipe: LoraRecipe, out: Path
+    parameters: Iterable[tuple[str, Tensor]],
+    base: BaseModel,
+    recipe: LoraRecipe,
+    out: Path,
+    base_fingerprint: str | None = None,
 ) -> None:
     """Write trained weights as a PEFT adapter of the Hugging Face model.
 
@@ -79,6 +84,7 @@ def save_adapter(
         base: the model that is adapted.
         recipe: the adapter's settings.
         out: a directory that does not exist yet.
+        base_fingerprint: of the base model, noted so that another one is refused.
     """
     from peft import LoraConfig
 
@@ -104,6 +110,8 @@ def save_adapter(
     whole = _whole_layers({n: t for n, t in given.items() if not is_adapter(n)}, base, recipe)
     tensors |= {f"{_PREFIX}{name}": tensor for name, tensor in whole.items()}
     notes = {METADATA: json.dumps(_notes(recipe, base, parts, layers))} if parts else {}
+    if base_fingerprint is not None:
+        notes[BASE] = base_fingerprint
     rank = next((r for theirs, r in ranks.items() if theirs not in parts), recipe.lora_r)
     others = _by_short_name({theirs: r for theirs, r in ranks.items() if r != rank}, base)
     config = LoraConfig(

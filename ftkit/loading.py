@@ -114,10 +114,10 @@ def open_result(result: Result, base: str | None = None, option: str = "--base")
             raise
         raise UserError(f"{error}\nSay where the base model is with {option} PATH.") from None
     if result.fingerprint is not None and result.fingerprint != fingerprint(found):
-        assert result.metadata is not None
+        known = f" ({result.metadata.base.name})" if result.metadata else ""
         raise UserError(
-            f"{name} is not the model that {result.name} was made from "
-            f"({result.metadata.base.name}): its weights differ. Try {option} PATH with that model."
+            f"{name} is not the model that {result.name} was made from{known}: its weights "
+            f"differ. Try {option} PATH with that model."
         )
     return found
 

@@ -236,6 +236,16 @@ def test_another_base_model_is_refused(ended, tmp_path):
     assert "does not exist" in text
 
 
+def test_an_adapter_alone_knows_its_base_model(ended, tmp_path):
+    adapter = Path(shutil.copytree(ended["lora"].final, tmp_path / "adapter"))
+    other = make_llama(tmp_path / "other", rope_theta=500.0)
+    text = mistake(adapter, "--out", tmp_path / "merged", "--checkpoint_dir", other)
+    assert "is not the model that" in text
+    moved = make_llama(tmp_path / "moved")
+    merged = merge(adapter, tmp_path / "merged", "--checkpoint_dir", moved)
+    assert_equal(transformers_logits(merged), own_logits(ended["lora"].out_dir))
+
+
 def test_an_adapter_of_another_shape_is_refused(bases, tmp_path):
     base = bases["llama"]
     recipe = lora_recipe(base)
