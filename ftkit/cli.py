@@ -249,6 +249,14 @@ def _use(name: str, argv: Sequence[str]) -> int:
         from ftkit.chat import chat
 
         return chat(result, asked)
+    if name == "merge":
+        from ftkit.merge import merge
+
+        return merge(result, asked)
+    if name == "export":
+        from ftkit.export import export
+
+        return export(result, asked)
     from ftkit.evaluate import evaluate
 
     return evaluate(result, asked, data)
