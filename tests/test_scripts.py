@@ -28,6 +28,8 @@ LIGHT_MODULES = [
     "checkpoint.store",
     "cli",
     "commands",
+    "comparison.compare",
+    "comparison.plots",
     "data.files",
     "data.order",
     "durable",
@@ -53,6 +55,7 @@ LIGHT_MODULES = [
     "report.throughput",
     "result",
     "resume",
+    "run_state",
     "survey",
     "usage",
 ]

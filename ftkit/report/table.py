@@ -24,7 +24,6 @@ from ftkit.report.report import (
     Example,
     Files,
     Loss,
-    OutcomeName,
     PeakMemory,
     PhaseName,
     Progress,
@@ -55,7 +54,7 @@ def render(report: Report, out_dir: Path | None = None) -> Group:
     table.add_column(overflow="fold")
     words = report.outcome.replace("_", " ")
     end = "" if report.outcome in ENDED_WELL else f" (during {_PHASE_WORDS[report.phase]})"
-    style = _OUTCOME_STYLES[report.outcome]
+    style = STYLE_OF_OUTCOME[report.outcome]
     table.add_row(Text(words, style), Text(printable(report.exit_reason) + end))
     for label, value in _measured_rows(report):
         if value:
@@ -72,13 +71,14 @@ _PHASE_WORDS: dict[PhaseName, str] = {
     "validation": "validation",
     "saving": "saving",
 }
-_OUTCOME_STYLES: dict[OutcomeName, str] = {
+STYLE_OF_OUTCOME: dict[str, str] = {
     "completed": "bold green",
     "stopped": "bold green",
     "interrupted": "bold yellow",
     "out_of_memory": "bold red",
     "failed": "bold red",
 }
+"""Of the word for how a run ended."""
 
 
 class _Parts:
