@@ -142,7 +142,7 @@ def start(common: list[str], tmp_path_factory: pytest.TempPathFactory) -> Start:
     return start_
 
 
-SET_BY_LIBRARIES = ("PYTEST_CURRENT_TEST", "WANDB_SERVICE")
+SET_BY_LIBRARIES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "WANDB_SERVICE")
 
 
 def _environment() -> dict[str, str]:

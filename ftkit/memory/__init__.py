@@ -1,0 +1,1 @@
+"""Memory of a step: measured in runs, and counted without running."""

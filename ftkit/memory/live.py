@@ -1,0 +1,260 @@
+"""Which tensors are alive, byte by byte and by category, at every moment of a step.
+
+Works on real tensors and on fake ones (`torch._subclasses.FakeTensorMode`), so that what is
+measured in a run and what is predicted before it are counted by the same code:
+
+    live = LiveTensors(torch.device("cpu"))
+    live.assign(model.parameters(), "parameters")
+    with live:                      # the storages of all operations are followed from here on
+        live.restart()              # the step begins
+        live.begin_forward()
+        loss = model(batch)
+        live.end_forward()
+        loss.backward()
+        live.assign((p.grad for p in model.parameters()), "gradients")
+        optimizer.step()
+    live.peak().bytes["activations"]
+
+A storage counts once, however many tensors look at it. One that an operation makes is temporary,
+unless it turns out to be something else: it is assigned, such as a gradient after the backward
+pass, or it was made in a forward pass and is alive when the pass ends, which makes it an
+activation. Then it was so from the beginning. That is known later than the peak may be: the
+changes are kept, and `peak` goes through them again.
+"""
+
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, Self, get_args
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_iter
+
+Category = Literal[
+    "parameters", "gradients", "optimizer_state", "activations", "temporaries", "unattributed"
+]
+CATEGORIES: tuple[Category, ...] = get_args(Category)
+_OPEN = ("temporaries", "unattributed")
+"""Categories of storages that may turn out to be something else."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Bytes alive at one moment."""
+
+    bytes: dict[Category, int]
+    """By category."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all categories."""
+        return sum(self.bytes.values())
+
+
+class _Storage:
+    """A storage that is, or was, alive."""
+
+    __slots__ = ("born", "category", "reference", "size_bytes", "turned_out")
+
+    def __init__(self, born: int) -> None:
+        self.size_bytes = 0
+        self.category: Category = "temporaries"
+        self.turned_out: Category | None = None
+        """What it was when it seemed temporary or was not attributed yet."""
+        self.born = born
+        """Forward passes begun when it was first seen; 0: there was none."""
+        self.reference: Any = None
+        """Weak; tells when the storage is freed."""
+
+    def as_counted(self, category: Category) -> Category:
+        """What it was while it was in a category, as far as is known by now."""
+        return self.turned_out or category if category in _OPEN else category
+
+
+class LiveTensors(TorchDispatchMode):
+    """Follows the storages of one device while it is entered; see the module's text.
+
+    What was born before is known if it was assigned, or when an operation first takes it; it
+    counts from the start, and is unattributed until it is assigned. Memory that an operation takes
+    and gives back inside itself is not seen. Storages that are freed by resizing them, as FSDP
+    does, are.
+    """
+
+    def __init__(self, device: torch.device, *, granularity_bytes: int = 1) -> None:
+        """Prepare.
+
+        Args:
+            device: storages of this kind of device are counted; cpu for fake tensors on cpu.
+            granularity_bytes: sizes are rounded up to a multiple, as allocators do (CUDA's: 512).
+        """
+        super().__init__()
+        self._device = device.type
+        self._granularity_bytes = granularity_bytes
+        self._alive: dict[int, _Storage] = {}
+        self._changes: list[tuple[_Storage, int, Category, int, Category]] = []
+        """Storage; bytes and category before; the same after."""
+        self._bytes = dict.fromkeys(CATEGORIES, 0)
+        self._changes_before = 0
+        """How many of the changes only say what was alive at the start."""
+        self._forward_passes = 0
+        self._resize: Any = None
+
+    def __enter__(self) -> Self:
+        self._resize = resize = torch.UntypedStorage.resize_
+
+        def resize_and_count(storage: torch.UntypedStorage, size: int) -> Any:
+            known = self._alive.get(storage._cdata)
+            if known is None and storage.device.type == self._device:
+                known = self._enter(storage, "temporaries", is_new=False)
+            result = resize(storage, size)
+            if known is not None:
+                self._change(known, self._size_bytes(storage), known.category)
+            return result
+
+        torch.UntypedStorage.resize_ = resize_and_count  # type: ignore[method-assign, assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if DTensor in types:
+            return NotImplemented  # its operations on local tensors come here again
+        kwargs = kwargs or {}
+        for tensor in tree_iter((args, kwargs)):
+            if isinstance(tensor, Tensor):
+                self._see(tensor, "unattributed", is_new=False)
+        result = func(*args, **kwargs)
+        for tensor in tree_iter(result):
+            if isinstance(tensor, Tensor):
+                self._see(tensor, "temporaries", is_new=True)
+        return result
+
+    def assign(self, tensors: Iterable[Tensor | None], category: Category) -> None:
+        """Say what tensors are, from now on until they are freed.
+
+        Args:
+            tensors: also sharded ones, of which the part in this process counts; None is none.
+            category: what they are.
+        """
+        for whole in tensors:
+            for tensor in () if whole is None else _plain(whole):
+                if tensor.device.type == self._device:
+                    storage = tensor.untyped_storage()
+                    known = self._alive.get(storage._cdata)
+                    if known is None:
+                        self._enter(storage, category, is_new=False)
+                    else:
+                        self._change(known, self._size_bytes(storage), category)
+
+    def restart(self) -> None:
+        """Forget how it came to what is alive now; `peak` is the highest moment from here on."""
+        self._changes = [
+            (storage, 0, storage.category, storage.size_bytes, storage.category)
+            for storage in list(self._alive.values())
+        ]
+        self._changes_before = len(self._changes)
+        self._forward_passes = 0
+        for storage, *_ in self._changes:
+            storage.born = 0
+
+    def begin_forward(self) -> None:
+        """A forward pass begins: what it makes and leaves alive are activations."""
+        self._forward_passes += 1
+
+    def end_forward(self, gathered: Iterable[Tensor] = ()) -> None:
+        """The forward pass has ended.
+
+        Args:
+            gathered: parameters in the form that the forward pass needed; what they hold for it
+                stays temporary.
+        """
+        spared = {part.untyped_storage()._cdata for tensor in gathered for part in _plain(tensor)}
+        for key, storage in list(self._alive.items()):
+            made_in_it = storage.born == self._forward_passes and storage.size_bytes > 0
+            if made_in_it and storage.category == "temporaries" and key not in spared:
+                self._change(storage, storage.size_bytes, "activations")
+
+    def now(self) -> Snapshot:
+        """What is alive."""
+        return Snapshot(dict(self._bytes))
+
+    def peak(self) -> Snapshot:
+        """The moment since `restart` with the most bytes alive; the first, if there are several."""
+        now = dict.fromkeys(CATEGORIES, 0)
+        total, highest_total, highest = 0, -1, now
+        for number, (storage, size_before, before, size_after, after) in enumerate(self._changes):
+            now[storage.as_counted(before)] -= size_before
+            now[storage.as_counted(after)] += size_after
+            total += size_after - size_before
+            if number + 1 >= self._changes_before and total > highest_total:
+                highest_total, highest = total, dict(now)
+        return Snapshot(highest)
+
+    def _see(self, whole: Tensor, category: Category, *, is_new: bool) -> None:
+        """Count a tensor that an operation has taken or made, unless it is known."""
+        for tensor in _plain(whole):
+            if tensor.device.type != self._device:
+                continue
+            storage = tensor.untyped_storage()
+            known = self._alive.get(storage._cdata)
+            if known is None:
+                self._enter(storage, category, is_new=is_new)
+            elif known.size_bytes != (size_bytes := self._size_bytes(storage)):
+                self._change(known, size_bytes, known.category)
+
+    def _enter(
+        self, storage: torch.UntypedStorage, category: Category, *, is_new: bool
+    ) -> _Storage:
+        """Follow a storage; one that no operation has made here was there from the start."""
+        key = storage._cdata
+        entered = self._alive[key] = _Storage(self._forward_passes if is_new else 0)
+
+        def leave(_: Any) -> None:
+            self._change(self._alive.pop(key), 0, entered.category)
+
+        entered.reference = weakref.ref(storage, leave)
+        self._change(entered, self._size_bytes(storage), category)
+        if not is_new and self._changes and self._changes[-1][0] is entered:
+            self._changes.insert(self._changes_before, self._changes.pop())
+            self._changes_before += 1
+        return entered
+
+    def _change(self, storage: _Storage, size_bytes: int, category: Category) -> None:
+        before = storage.category
+        if (storage.size_bytes, before) == (size_bytes, category):
+            return
+        if before in _OPEN and category not in _OPEN and storage.turned_out is None:
+            storage.turned_out = category
+        self._changes.append((storage, storage.size_bytes, before, size_bytes, category))
+        self._bytes[before] -= storage.size_bytes
+        self._bytes[category] += size_bytes
+        storage.size_bytes, storage.category = size_bytes, category
+
+    def _size_bytes(self, storage: torch.UntypedStorage) -> int:
+        return -(-storage.nbytes() // self._granularity_bytes) * self._granularity_bytes
+
+
+def _plain(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors with memory of their own that a tensor consists of in this process."""
+    whole: Any = tensor
+    if isinstance(tensor, DTensor):
+        yield from _plain(tensor._local_tensor)
+    elif is_traceable_wrapper_subclass(whole):
+        for name in whole.__tensor_flatten__()[0]:
+            yield from _plain(getattr(whole, name))
+    else:
+        yield tensor
