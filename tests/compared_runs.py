@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ftkit.parsing import read_recipe, to_yaml
 from ftkit.ranks import STATE, rank_directory
-from ftkit.recipe import Method
+from ftkit.recipe import RECIPE_OF, Method
 from ftkit.report.json_values import recipe_as_dict
 from ftkit.report.machine import Gpu, Hardware
+from ftkit.report.memory import Breakdown, RankStepMemory, StepMemory, StepMoments
 from ftkit.report.metrics import MetricsWriter, ValidationWriter
 from ftkit.report.report import (
     Loss,
@@ -54,9 +54,12 @@ def make_run(
     **keys: Any,
 ) -> Report:
     """A run with rows and, but for write, its report; dots of keys are two underscores."""
-    values = {"checkpoint_dir": "base", "out_dir": out} | keys
-    pairs = [(key.replace("__", "."), str(value)) for key, value in values.items()]
-    recipe = read_recipe([], pairs, method=method)
+    asked = RECIPE_OF[method](checkpoint_dir="base", out_dir=out)
+    recipe = recipe_as_dict(asked) | {"precision": keys.pop("precision", None)}
+    for key, value in keys.items():
+        section, _, name = key.partition("__")
+        place = recipe[section].get("init_args", recipe[section]) if name else recipe
+        place[name or section] = value
     out.mkdir(parents=True)
     losses = [final_loss + 2 * math.exp(-6 * step / total_steps) for step in range(1, steps + 1)]
     with MetricsWriter(out / "metrics.csv") as rows:
@@ -68,7 +71,7 @@ def make_run(
     with ValidationWriter(out / "validation.csv") as rows:
         for step in range(10, steps + 1, 10) if validated else ():
             rows.write(step=step, samples=step * 16, val_loss=losses[step - 1] + 0.1)
-    (out / "recipe.yaml").write_text(to_yaml(recipe))
+    (out / "recipe.yaml").write_text("checkpoint_dir: base\n")
     memory = RankMemory(
         rank=0,
         allocated_bytes=peak_bytes if gpu else None,
@@ -91,7 +94,7 @@ def make_run(
         started_at="2026-01-02T03:04:05Z",
         finished_at="2026-01-02T03:05:05Z",
         method=method,
-        recipe=recipe_as_dict(recipe),
+        recipe=recipe,
         resolved=Resolved(
             base_model="base",
             accelerator="cuda" if gpu else "cpu",
@@ -99,7 +102,7 @@ def make_run(
             devices=1,
             world_size=1,
             strategy="single",
-            precision=recipe.precision or "bf16-mixed",
+            precision=recipe["precision"] or "bf16-mixed",
             total_steps=total_steps,
         ),
         hardware=Hardware(
@@ -110,6 +113,7 @@ def make_run(
         progress=Progress(steps=steps, samples=steps * 16, epochs=1.0),
         throughput=speed if steps else None,
         peak_memory=PeakMemory.of([memory]) if peak_bytes else None,
+        step_memory=StepMemory(ranks=[_step_memory(peak_bytes)]) if peak_bytes and steps else None,
         loss=Loss(
             first=losses[0] if losses else None,
             last=losses[-1] if losses else None,
@@ -122,6 +126,23 @@ def make_run(
     if write:
         write_report(report, out)
     return report
+
+
+def _step_memory(peak_bytes: int) -> RankStepMemory:
+    parts = Breakdown(
+        parameters=2 * GIB,
+        gradients=GIB,
+        optimizer_state=2 * GIB,
+        activations=peak_bytes - 11 * GIB // 2,
+        temporaries=GIB // 2,
+    )
+    return RankStepMemory(
+        rank=0,
+        step=2,
+        peak_bytes=parts.total,
+        peak_breakdown_bytes=parts,
+        moments_bytes=StepMoments(),
+    )
 
 
 def note_in_ranks(out: Path, *reports: Report) -> None:

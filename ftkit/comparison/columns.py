@@ -3,12 +3,13 @@
 import difflib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from ftkit.comparison.runs import ComparedRun, differing_settings
 from ftkit.errors import UserError
 from ftkit.report.formatting import bytes_text, duration_text, number_text, percent_text
+from ftkit.report.memory import Breakdown
 from ftkit.report.report import ENDED_WELL, Report
 from ftkit.run_state import AT_WORK
 
@@ -38,6 +39,16 @@ def _loss_text(value: float) -> str:
 def _of(section: str, name: str) -> Callable[[Report], float | None]:
     """A number of a section of the report."""
     return lambda report: getattr(getattr(report, section), name, None)
+
+
+def _of_step_memory(name: str) -> Callable[[Report], float | None]:
+    """Bytes of a category at the peak of the measured steps, on the rank that needs most."""
+
+    def value(report: Report) -> float | None:
+        memory = report.step_memory
+        return getattr(memory.fullest.peak_breakdown_bytes, name) if memory else None
+
+    return value
 
 
 MEASURES = (
@@ -96,6 +107,22 @@ MEASURES = (
         better="lower",
     ),
     Measure(
+        key="tensors_bytes",
+        head="tensors",
+        value=_of_step_memory("total"),
+        text=bytes_text,
+        better="lower",
+    ),
+    *(
+        Measure(
+            key=f"{part.name}_bytes",
+            head=part.name.replace("_", " "),
+            value=_of_step_memory(part.name),
+            text=bytes_text,
+        )
+        for part in fields(Breakdown)
+    ),
+    Measure(
         key="host_bytes",
         head="host memory",
         value=_of("peak_memory", "host_bytes"),
@@ -119,6 +146,8 @@ _WORTH = (
     "reserved_bytes",
     "training_s",
     "mfu",
+    "tensors_bytes",
+    *(f"{part.name}_bytes" for part in fields(Breakdown)),
 )
 """What a narrow table keeps first; settings come after `state`."""
 

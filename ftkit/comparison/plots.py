@@ -40,10 +40,10 @@ PART_COLORS = {
     "optimizer state": "#009E73",
     "activations": "#E69F00",
     "temporaries": "#D55E00",
-    "unattributed": "#999999",
-    "tensors": "#0072B2",
-    "host memory": "#56B4E9",
-    "reserved, not used": "#DDDDDD",
+    "unattributed": "#777777",
+    "other tensors": "#CC79A7",
+    "other host memory": "#C8C8C8",
+    "reserved, not used": "#E4E4E4",
 }
 _POINTS = 600
 """Most points of a curve: more are averaged."""

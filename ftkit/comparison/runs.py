@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from ftkit.report.metrics import (
     read_metrics,
     read_validation,
 )
-from ftkit.report.report import FILE_NAME, Report, Resolved
+from ftkit.report.report import FILE_NAME, RankMemory, Report, Resolved
 from ftkit.run_state import StateName, is_run, look
 
 _NOT_COMPARED = ("out_dir", "resume", "access_token", "log")
@@ -112,15 +112,30 @@ class ComparedRun:
 
     @property
     def memory_parts(self) -> dict[str, int]:
-        """Bytes of the rank that needed most at its peak, by what they were; they add up."""
-        memory = self.report.peak_memory
-        if memory is None:
+        """Bytes of the rank that needed most at its peak, by what they were; they add up.
+
+        What the tensors are is known of the measured steps; the peak may be at another moment.
+        """
+        ranks = self.report.peak_memory.ranks if self.report.peak_memory else []
+        if not ranks:
             return {}
-        if memory.allocated_bytes is not None:
-            unused = (memory.reserved_bytes or 0) - memory.allocated_bytes
-            return {"tensors": memory.allocated_bytes, "reserved, not used": max(unused, 0)}
-        host = memory.host_bytes if memory.host_bytes is not None else memory.rss_bytes
-        return {} if host is None else {"host memory": host}
+        fullest = max(ranks, key=lambda rank: (rank.allocated_bytes or 0, _host_bytes(rank)))
+        parts: dict[str, int] = {}
+        if self.report.step_memory:
+            measured = self.report.step_memory.fullest
+            fullest = next((rank for rank in ranks if rank.rank == measured.rank), fullest)
+            named = asdict(measured.peak_breakdown_bytes)
+            parts = {name.replace("_", " "): size for name, size in named.items()}
+        known = sum(parts.values())
+        if fullest.allocated_bytes is None:
+            rest = {"other host memory": _host_bytes(fullest) - known}
+        else:
+            reserved = fullest.reserved_bytes or 0
+            rest = {
+                "other tensors": fullest.allocated_bytes - known,
+                "reserved, not used": reserved - max(fullest.allocated_bytes, known),
+            }
+        return {name: size for name, size in (parts | rest).items() if size > 0}
 
     @property
     def memory_limit_bytes(self) -> int | None:
@@ -188,6 +203,10 @@ def differing_settings(runs: list[ComparedRun]) -> list[str]:
     return [key for key in keys if any(value != values(key)[0] for value in values(key))]
 
 
+def _host_bytes(rank: RankMemory) -> int:
+    return rank.host_bytes or rank.rss_bytes or 0
+
+
 def _find(path: Path) -> Iterator[Path]:
     """The runs that a path stands for, in the order of their names."""
     if path.is_file() and path.name == FILE_NAME:
@@ -208,7 +227,7 @@ def _reason(error: UserError, directory: Path) -> str:
 
 def _names(directories: list[Path]) -> list[str]:
     """The paths without the part that is common to all."""
-    absolute = [directory.absolute() for directory in directories]
+    absolute = [directory.resolve() for directory in directories]
     if len(absolute) < 2:
         return [directory.name for directory in absolute]
     common = os.path.commonpath(absolute)
