@@ -20,6 +20,7 @@ from ftkit.commands import (
     USING,
     WORDS,
 )
+from ftkit.duration import parse_duration
 from ftkit.errors import UserError
 from ftkit.options import read_options
 from ftkit.parsing import Override, read_recipe, to_yaml
@@ -257,6 +258,12 @@ def _look(name: str, argv: Sequence[str]) -> int:
             f"{command.word} is missing: {command.word_help} "
             f"Try ftkit {name} {command.examples[0]}."
         )
+    if name == "watch":
+        from ftkit.watch import watch
+
+        interval_s = parse_duration(values.get("interval", "2s"), "interval")
+        once = "once" in options.switches
+        return watch(Path(options.words[0]), once=once, interval_s=interval_s)
     from ftkit.comparison.compare import compare_runs
 
     plot = Path(values["plot"]) if "plot" in values else None

@@ -14,6 +14,7 @@ COMMANDS = {
     "finetune_full": "fine-tune every parameter",
     "download": "fetch a base model from the Hugging Face hub",
     "compare": "put runs side by side: what differs, what came out; as a table and as a picture",
+    "watch": "follow a run from another terminal: progress, loss curve, memory, checkpoint",
     "checkpoints": "list, show, verify, clean up or compare what runs have saved",
     "generate": "answer one prompt or many with the result of a run, or any model",
     "chat": "talk with the result of a run, or any model",
@@ -177,5 +178,18 @@ LOOKING = {
             "out --sort allocated_bytes --format csv",
             "out/* --plot comparison.html",
         ),
+    ),
+    "watch": Looking(
+        text="Follow a run, at work or ended, from another terminal: progress, loss curve, speed, "
+        "memory, newest checkpoint, time left, and how it ended. Reads its files and writes "
+        "nothing. Ends with the run; Ctrl+C ends it earlier and leaves the run alone.",
+        word="OUT_DIR",
+        word_help="The run: its out_dir.",
+        most_words=1,
+        options={
+            "once": Option(text="Show how the run is now, and end."),
+            "interval": Option(placeholder="DURATION", text="Time between two looks. Default: 2s."),
+        },
+        examples=("out/finetune/lora", "out/finetune/lora --once"),
     ),
 }

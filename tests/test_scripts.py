@@ -45,6 +45,7 @@ LIGHT_MODULES = [
     "process",
     "ranks",
     "recipe",
+    "report.curve",
     "report.display",
     "report.formatting",
     "report.json_values",
@@ -58,6 +59,7 @@ LIGHT_MODULES = [
     "run_state",
     "survey",
     "usage",
+    "watch",
 ]
 HEAVY_PACKAGES = [
     "bitsandbytes",

@@ -124,7 +124,7 @@ def _measured_rows(report: Report) -> Iterator[tuple[str, str]]:
     if report.tokens:
         yield "padding", f"{percent_text(report.tokens.padding_fraction)} of computed positions"
     if report.peak_memory:
-        yield "peak memory", _memory_text(report.peak_memory)
+        yield "peak memory", memory_text(report.peak_memory)
     if report.step_memory:
         yield from _step_memory_rows(report.step_memory)
     if report.loss:
@@ -225,7 +225,8 @@ def _throughput_text(speed: Throughput, world_size: int) -> str:
     )
 
 
-def _memory_text(memory: PeakMemory) -> str:
+def memory_text(memory: PeakMemory) -> str:
+    """9.1 GiB allocated, 10.2 GiB reserved, 2.2 GiB host (largest of 4 ranks)."""
     values = {
         "allocated": memory.allocated_bytes,
         "reserved": memory.reserved_bytes,
