@@ -75,7 +75,7 @@ USING = {
         options=MergeOptions,
         examples=(
             "out/finetune/lora --out out/merged",
-            "out/finetune/qlora --out out/merged --base original --dtype bfloat16",
+            "out/finetune/qlora --out out/merged --base original",
         ),
     ),
     "export": Using(
@@ -85,8 +85,8 @@ USING = {
         options=ExportOptions,
         examples=(
             "out/finetune/full --format litgpt --out out/for-litgpt",
-            "out/finetune/full/checkpoints/step-00001500 --format hf --out out/step-1500",
-            "out/finetune/lora/checkpoints/step-00001500 --format peft --out out/adapter-1500",
+            "out/full/checkpoints/step-00001500 --format hf --out out/step-1500",
+            "out/lora/checkpoints/step-00001500 --format peft --out out/adapter",
         ),
     ),
 }
