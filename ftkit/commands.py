@@ -85,8 +85,8 @@ USING = {
         options=ExportOptions,
         examples=(
             "out/finetune/full --format litgpt --out out/for-litgpt",
-            "out/full/checkpoints/step-00001500 --format hf --out out/step-1500",
-            "out/lora/checkpoints/step-00001500 --format peft --out out/adapter",
+            "out/full/checkpoints/step-00001500 --format hf --out out/hf",
+            "out/lora --format peft --out out/adapter",
         ),
     ),
 }
