@@ -69,6 +69,7 @@ def merge(result: Result, options: MergeOptions) -> int:
             f"--base is quantized, but {result.name} does not say that its base model was "
             "quantised in training. Leave --base out."
         )
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it tells which kernels it lacks
     with cleaning_up_on_signals(), Display(None, stream=sys.stderr) as display:
         with display.phase(f"reading {result.name}", brief=True):
             adapter = open_adapter(
@@ -89,7 +90,6 @@ def _merge(result: Result, adapter: OpenAdapter, options: MergeOptions, display:
     choices: dict[str, Quantization | None] = {"original": None}
     if result.quantize is not None:
         choices = {"quantized": result.quantize, "original": None}
-        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it tells which kernels it lacks
     chosen: str = options.base or next(iter(choices))
     merged = {name: Merged(adapter, kind, dtype) for name, kind in choices.items()}
     written = merged[chosen]
