@@ -170,12 +170,11 @@ FOREVER: dict[str, Any] = {
 ENDLESS_STEP = FOREVER | {"train__max_steps": 2, "train__global_batch_size": 1_000_000}
 
 
-def run_ranks(world_size: int, jobs: list[Path]) -> None:
+def run_ranks(world_size: int, jobs: list[Path], script: str = "rank_cases.py") -> None:
     """Run the jobs in that many processes; the test fails with the first error of a rank."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    script = Path(__file__).with_name("rank_cases.py")
     processes = []
     logs = [jobs[0].with_name(f"rank-{rank}.log") for rank in range(world_size)]
     for rank in range(world_size):
@@ -190,7 +189,7 @@ def run_ranks(world_size: int, jobs: list[Path]) -> None:
             "OMP_NUM_THREADS": "1",
             "DS_ACCELERATOR": "cpu",
         }
-        command = [sys.executable, str(script), *map(str, jobs)]
+        command = [sys.executable, str(Path(__file__).with_name(script)), *map(str, jobs)]
         with logs[rank].open("w") as log:
             processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
     try:

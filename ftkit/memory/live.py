@@ -25,6 +25,7 @@ changes are kept, and `peak` goes through them again.
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
@@ -99,6 +100,8 @@ class LiveTensors(TorchDispatchMode):
         self._bytes = dict.fromkeys(CATEGORIES, 0)
         self._changes_before = 0
         """How many of the changes only say what was alive at the start."""
+        self._marks: list[tuple[int, str]] = []
+        """Where a stretch of the step begins, and its name."""
         self._forward_passes = 0
         self._resize: Any = None
 
@@ -161,6 +164,7 @@ class LiveTensors(TorchDispatchMode):
             for storage in list(self._alive.values())
         ]
         self._changes_before = len(self._changes)
+        self._marks.clear()
         self._forward_passes = 0
         for storage, *_ in self._changes:
             storage.born = 0
@@ -186,17 +190,32 @@ class LiveTensors(TorchDispatchMode):
         """What is alive."""
         return Snapshot(dict(self._bytes))
 
+    def mark(self, name: str) -> None:
+        """A stretch of the step begins here; `peaks` tells them apart."""
+        self._marks.append((len(self._changes), name))
+
     def peak(self) -> Snapshot:
         """The moment since `restart` with the most bytes alive; the first, if there are several."""
+        return max((peak for _, peak in self.peaks()), key=lambda peak: peak.total_bytes)
+
+    def peaks(self) -> list[tuple[str, Snapshot]]:
+        """The highest moment of each stretch since `restart`, in order; the first has no name."""
         now = dict.fromkeys(CATEGORIES, 0)
-        total, highest_total, highest = 0, -1, now
-        for number, (storage, size_before, before, size_after, after) in enumerate(self._changes):
-            now[storage.as_counted(before)] -= size_before
+        for storage, _, _, size_after, after in self._changes[: self._changes_before]:
             now[storage.as_counted(after)] += size_after
-            total += size_after - size_before
-            if number + 1 >= self._changes_before and total > highest_total:
-                highest_total, highest = total, dict(now)
-        return Snapshot(highest)
+        total = sum(now.values())
+        found = []
+        stretches = [(self._changes_before, ""), *self._marks, (len(self._changes), "")]
+        for (start, name), (end, _) in pairwise(stretches):
+            highest_total, highest = total, dict(now)
+            for storage, size_before, before, size_after, after in self._changes[start:end]:
+                now[storage.as_counted(before)] -= size_before
+                now[storage.as_counted(after)] += size_after
+                total += size_after - size_before
+                if total > highest_total:
+                    highest_total, highest = total, dict(now)
+            found.append((name, Snapshot(highest)))
+        return found
 
     def _see(self, whole: Tensor, category: Category) -> None:
         """Count a tensor that an operation has taken or made, unless it is known."""
