@@ -8,13 +8,13 @@ from pathlib import Path
 from ftkit.checkpoint.store import LATEST, Store
 from ftkit.errors import UserError
 from ftkit.report.display import LOG_NAME
-from ftkit.report.metrics import cut_rows
+from ftkit.report.metrics import METRICS_NAME, VALIDATION_NAME, cut_rows
 from ftkit.report.report import FILE_NAME
 from ftkit.resume import CHECKPOINTS, FINAL, RECIPE, Start
 
 SET_ASIDE = "set_aside"
 """Directory inside out_dir; in it a numbered one for each time."""
-ROWS = ("metrics.csv", "validation.csv")
+ROWS = (METRICS_NAME, VALIDATION_NAME)
 
 _REWRITTEN = (RECIPE, FILE_NAME, *ROWS, LOG_NAME, f"{CHECKPOINTS}/{LATEST}")
 _OWN = (RECIPE, FILE_NAME, *ROWS, LOG_NAME, FINAL, CHECKPOINTS, "tensorboard", "wandb")

@@ -29,8 +29,8 @@ from ftkit.ranks import STATE, rank_directory
 from ftkit.recipe import LoraRecipe
 from ftkit.recorder import Recorder
 from ftkit.report.display import Display
+from ftkit.report.formatting import utc_now
 from ftkit.report.machine import versions
-from ftkit.report.report import utc_now
 from ftkit.resume import CHECKPOINTS
 from ftkit.saving import Retention, Saver
 from ftkit.strategy import rank

@@ -51,6 +51,7 @@ KIND_OF: dict[str, Kind] = {
     "checkpoint.keep_every": "hardware",
     "checkpoint.keep_best": "hardware",
     "checkpoint.asynchronous": "hardware",
+    "memory.activation_checkpointing": "hardware",
     "optimizer": "tunable",  # within a family: see carries_over
     "logger_name": "hardware",
     "seed": "fixed",

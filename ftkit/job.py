@@ -13,8 +13,10 @@ from ftkit.errors import UserError
 from ftkit.parsing import from_dict, to_dict
 from ftkit.planning import Devices, Plan, make_plan
 from ftkit.recipe import Method, Recipe
+from ftkit.report.formatting import utc_now, utc_text
+from ftkit.report.json_values import recipe_as_dict
 from ftkit.report.machine import hardware, versions
-from ftkit.report.report import Progress, Report, recipe_as_dict, utc_now, utc_text
+from ftkit.report.report import Progress, Report
 
 RESERVE = "reserve"
 """File beside the job: space for last words on a full disk."""

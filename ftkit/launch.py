@@ -38,6 +38,8 @@ from ftkit.ranks import (
 )
 from ftkit.recipe import Recipe
 from ftkit.report.display import Display
+from ftkit.report.formatting import utc_now
+from ftkit.report.json_values import without_tokens
 from ftkit.report.report import (
     ENDED_WELL,
     FILE_NAME,
@@ -47,8 +49,6 @@ from ftkit.report.report import (
     Progress,
     Report,
     read_report,
-    utc_now,
-    without_tokens,
     write_report,
 )
 from ftkit.report.table import render

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import litgpt
@@ -166,7 +167,18 @@ def outline(
         with torch.device("meta"):
             lora.add_adapter(model, base, recipe)
         model.lora = recipe
+    if recipe.memory.activation_checkpointing:
+        for block in model.gpt.transformer.h:
+            block.forward = partial(_keep_the_inputs_alone, block.forward)
     return model.to(dtype)
+
+
+def _keep_the_inputs_alone(forward: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """The result of a block, which is computed again where the backward pass needs it."""
+    if not torch.is_grad_enabled():
+        return forward(*inputs)
+    # ZeRO-3 has taken the parameters back that the check would look at.
+    return checkpoint(forward, *inputs, use_reentrant=False, determinism_check="none")
 
 
 def outline_plain(

@@ -16,8 +16,16 @@ from ftkit.checkpoint.metadata import Metadata
 from ftkit.durable import insist
 from ftkit.job import RESERVE, Job
 from ftkit.planning import Plan
+from ftkit.report.display import LOG_NAME
+from ftkit.report.json_values import from_json
 from ftkit.report.machine import DeviceUtilization, host_memory
-from ftkit.report.metrics import MetricsWriter, ValidationWriter, perplexity
+from ftkit.report.metrics import (
+    METRICS_NAME,
+    VALIDATION_NAME,
+    MetricsWriter,
+    ValidationWriter,
+    perplexity,
+)
 from ftkit.report.report import (
     Checkpoints,
     ExactMatch,
@@ -33,13 +41,11 @@ from ftkit.report.report import (
     Spread,
     StepTimes,
     Throughput,
-    ThroughputMeter,
     Tokens,
-    from_json,
     write_report,
 )
+from ftkit.report.throughput import ThroughputMeter
 
-METRICS, VALIDATION, LOG, FINAL = "metrics.csv", "validation.csv", "run.log", "final"
 STATE_INTERVAL_S = 5.0
 """Most seconds of training that a report can miss when the process is killed."""
 
@@ -96,8 +102,8 @@ class Recorder:
         self._flops_per_token: float | None = None
         tables = job.recipe.out_dir if rank == 0 else state
         after_step = start.step if start else None
-        self._metrics = MetricsWriter(tables / METRICS, after_step=after_step)
-        self._validation = ValidationWriter(tables / VALIDATION, after_step=after_step)
+        self._metrics = MetricsWriter(tables / METRICS_NAME, after_step=after_step)
+        self._validation = ValidationWriter(tables / VALIDATION_NAME, after_step=after_step)
         self._stalls_s: list[float] = []
         self._writes_s: list[float] = []
         self._utilization = DeviceUtilization(device.index if device.type == "cuda" else None)
@@ -107,7 +113,7 @@ class Recorder:
         self.report = dataclasses.replace(
             job.new_report(),
             loss=Loss(),
-            files=Files(metrics=METRICS, validation=VALIDATION, log=LOG),
+            files=Files(metrics=METRICS_NAME, validation=VALIDATION_NAME, log=LOG_NAME),
         )
         if start:
             self._restore(start)
@@ -399,7 +405,7 @@ class Recorder:
 
     def _note_failures(self) -> None:
         """Warn of rows that cannot be written, once."""
-        for name, table in ((METRICS, self._metrics), (VALIDATION, self._validation)):
+        for name, table in ((METRICS_NAME, self._metrics), (VALIDATION_NAME, self._validation)):
             if table.failure is None:
                 continue
             reason = table.failure.strerror or table.failure

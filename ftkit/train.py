@@ -50,6 +50,7 @@ from ftkit.model import (
     LanguageModel,
     fill,
     flops_per_token,
+    in_checkpoint,
     outline,
     parameter_count,
     trainable,
@@ -58,10 +59,10 @@ from ftkit.model import (
 from ftkit.planning import DeepSpeedOptions, Plan, make_schedule, sample_budget
 from ftkit.ranks import ERROR, rank_directory
 from ftkit.recipe import LoraRecipe, Recipe
-from ftkit.recorder import FINAL, LOG, Recorder
-from ftkit.report.display import Display
+from ftkit.recorder import Recorder
+from ftkit.report.display import LOG_NAME, Display
 from ftkit.report.report import DataCounts, Resolved
-from ftkit.resume import CHECKPOINTS, check_disk
+from ftkit.resume import CHECKPOINTS, FINAL, check_disk
 from ftkit.saving import SavingFailed
 from ftkit.sharding import Sharding
 from ftkit.strategy import (
@@ -348,13 +349,17 @@ def _adapter(recipe: Recipe, base: BaseModel, model: LanguageModel) -> Adapter |
 def _require_space(job: Job, model: LanguageModel, number_bytes: float, steps_left: int) -> None:
     """Refuse a run whose checkpoints will not fit on the disk; their small files do not count."""
     recipe = job.plan.recipe
-    numbers = sum(parameter.numel() for parameter in trainable(model))
+    itemsize = parameter_dtype(job.plan).itemsize
+    held = [p for name, p in model.named_parameters() if in_checkpoint(our_name(name), p)]
+    checkpoint_bytes = sum(
+        p.numel() * (number_bytes if p.requires_grad else itemsize) for p in held
+    )
     if isinstance(recipe, LoraRecipe):
-        number_bytes += parameter_dtype(job.plan).itemsize  # the adapter beside the shards
+        checkpoint_bytes += sum(p.numel() for p in held) * itemsize  # the adapter beside the shards
     there = (recipe.out_dir / CHECKPOINTS).rglob("*")
     check_disk(
         recipe.out_dir,
-        int(numbers * number_bytes),
+        int(checkpoint_bytes),
         recipe,
         sum(path.stat().st_size for path in there if path.is_file()),
         steps_left=steps_left,
@@ -450,7 +455,7 @@ def _log_traceback(exception: BaseException, job: Job) -> None:
     lines = traceback.format_exception(exception)
     if job.plan.world_size > 1:
         lines = [f"rank {rank()}:\n", *lines]
-    with suppress(OSError), (job.recipe.out_dir / LOG).open("a", encoding="utf-8") as file:
+    with suppress(OSError), (job.recipe.out_dir / LOG_NAME).open("a", encoding="utf-8") as file:
         file.write("".join(lines))
 
 

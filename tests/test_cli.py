@@ -9,7 +9,8 @@ import pytest
 from conftest import ROOT
 
 from ftkit import __version__
-from ftkit.cli import CHECKPOINTS, COMMANDS, USING, main, split_options
+from ftkit.cli import main, split_options
+from ftkit.commands import CHECKPOINTS, COMMANDS, USING
 from ftkit.parsing import key_types, read_recipe
 
 RECIPES = ROOT / "recipes"

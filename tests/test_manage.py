@@ -14,7 +14,7 @@ from ftkit import manage, survey
 from ftkit.checkpoint.store import Store
 from ftkit.cli import run
 from ftkit.errors import UserError
-from ftkit.report.report import utc_now
+from ftkit.report.formatting import utc_now
 from ftkit.survey import Entry
 
 

@@ -28,6 +28,7 @@ from ftkit.report.formatting import (
     printable,
     shortened,
 )
+from ftkit.report.json_values import recipe_as_dict, without_tokens
 from ftkit.report.machine import Gpu, Hardware
 from ftkit.report.report import (
     Checkpoints,
@@ -46,14 +47,12 @@ from ftkit.report.report import (
     Spread,
     StepTimes,
     Throughput,
-    ThroughputMeter,
     Tokens,
     read_report,
-    recipe_as_dict,
-    without_tokens,
     write_report,
 )
 from ftkit.report.table import render
+from ftkit.report.throughput import ThroughputMeter
 
 GIB = 2**30
 TOKEN = "hf_" + "abcdefghijklmnopqrstuvwxyzABCDEF"

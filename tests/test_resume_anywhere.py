@@ -35,6 +35,15 @@ LAYOUTS = [
     ),
 ]
 SMALL = [layout for layout in LAYOUTS if layout == Layout("single", 1) or layout.world_size == 2]
+PAIRS = [
+    pytest.param(
+        source,
+        target,
+        id=f"{source} to {target}",
+        marks=() if {source, target} <= set(SMALL) else pytest.mark.slow,
+    )
+    for source, target in itertools.product(LAYOUTS, repeat=2)
+]
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +60,7 @@ def whole(run: Run) -> dict[Method, Outcome]:
 
 
 Runs = dict[tuple[Layout, Method], Outcome]
+Continued = dict[tuple[Layout, Layout, Method], Outcome]
 
 
 def first_sittings(run: Run, layouts: list[Layout]) -> Runs:
@@ -66,9 +76,7 @@ def first_sittings(run: Run, layouts: list[Layout]) -> Runs:
     return found
 
 
-def second_sittings(
-    run: Run, sources: Runs, targets: list[Layout]
-) -> dict[tuple[Layout, Layout, Method], Outcome]:
+def second_sittings(run: Run, sources: Runs, targets: list[Layout]) -> Continued:
     """Every run that stopped, continued on every layout, with another micro-batch size."""
     found = {}
     for world_size, group in itertools.groupby(sorted(targets, key=_ranks), key=_ranks):
@@ -92,13 +100,14 @@ def _ranks(layout: Layout) -> int:
 
 
 @pytest.fixture(scope="module")
-def stopped(run: Run) -> Runs:
-    return first_sittings(run, SMALL)
-
-
-@pytest.fixture(scope="module")
-def continued(run: Run, stopped: Runs) -> dict[tuple[Layout, Layout, Method], Outcome]:
-    return second_sittings(run, stopped, SMALL)
+def continued(run: Run, request: pytest.FixtureRequest) -> Continued:
+    """The pairs that were selected."""
+    layouts = set()
+    for item in request.session.items:
+        if isinstance(item, pytest.Function) and item.function is test_a_run_goes_on_anywhere:
+            layouts |= {item.callspec.params["source"], item.callspec.params["target"]}
+    selected = sorted(layouts)
+    return second_sittings(run, first_sittings(run, selected), selected)
 
 
 def assert_continues(found: Outcome, expected: Outcome) -> None:
@@ -116,37 +125,13 @@ def assert_continues(found: Outcome, expected: Outcome) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("target", SMALL, ids=str)
-@pytest.mark.parametrize("source", SMALL, ids=str)
-def test_a_run_goes_on_under_another_strategy(
-    continued: dict[tuple[Layout, Layout, Method], Outcome],
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_a_run_goes_on_anywhere(
+    continued: Continued,
     whole: dict[Method, Outcome],
     source: Layout,
     target: Layout,
     method: Method,
 ) -> None:
+    """Under another strategy, on other ranks, with another micro-batch size."""
     assert_continues(continued[source, target, method], whole[method])
-
-
-@pytest.fixture(scope="module")
-def all_stopped(run: Run) -> Runs:
-    return first_sittings(run, LAYOUTS)
-
-
-@pytest.fixture(scope="module")
-def all_continued(run: Run, all_stopped: Runs) -> dict[tuple[Layout, Layout, Method], Outcome]:
-    return second_sittings(run, all_stopped, LAYOUTS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("target", LAYOUTS, ids=str)
-@pytest.mark.parametrize("source", LAYOUTS, ids=str)
-def test_a_run_goes_on_under_any_other_layout(
-    all_continued: dict[tuple[Layout, Layout, Method], Outcome],
-    whole: dict[Method, Outcome],
-    source: Layout,
-    target: Layout,
-    method: Method,
-) -> None:
-    assert_continues(all_continued[source, target, method], whole[method])

@@ -110,6 +110,7 @@ STAGE_2 = ("strategy.stage", 2)
 NO_OFFLOAD = ("strategy.offload_optimizer", False)
 SGD = (("optimizer", "SGD"), ("optimizer.lr", 0.1))
 DROPOUT = (("lora_dropout", 0.2),)
+CHECKPOINTED = ("memory.activation_checkpointing", True)
 
 OPTIONS = {
     "fsdp that keeps gathered parameters": Case(
@@ -131,6 +132,10 @@ OPTIONS = {
     "ddp, tied, LoRA": Case("ddp", "lora", tied=True),
     "fsdp, tied, LoRA": Case("fsdp", "lora", tied=True),
     "ZeRO-3, tied, LoRA": Case("deepspeed", "lora", tied=True),
+    "ddp, checkpointed": Case("ddp", "full", changes=(CHECKPOINTED,)),
+    "fsdp, checkpointed": Case("fsdp", "full", changes=(CHECKPOINTED,)),
+    "ZeRO-3, checkpointed": Case("deepspeed", "full", changes=(CHECKPOINTED,)),
+    "ZeRO-2, checkpointed": Case("deepspeed", "full", changes=(CHECKPOINTED, STAGE_2, NO_OFFLOAD)),
 }
 QUICK = {
     "fsdp that keeps gathered parameters",
@@ -138,12 +143,15 @@ QUICK = {
     "ZeRO-3 with SGD",
     "fsdp, tied, LoRA",
     "ZeRO-3, tied",
+    "fsdp, checkpointed",
+    "ZeRO-3, checkpointed",
 }
 SINGLE = [
     Case("single", "full", changes=SGD),
     Case("single", "full", tied=True),
     Case("single", "lora", tied=True),
     Case("single", "lora", changes=DROPOUT),
+    Case("single", "lora", changes=(*DROPOUT, CHECKPOINTED)),
 ]
 
 
@@ -157,7 +165,11 @@ def options(run: Run, request: pytest.FixtureRequest) -> dict[Case, Outcome]:
     items = [item for item in request.session.items if isinstance(item, pytest.Function)]
     params = [item.callspec.params for item in items if hasattr(item, "callspec")]
     names = {values["name"] for values in params if values.get("name") in OPTIONS}
-    dropout = [Case(name, "lora", changes=DROPOUT) for name in ("ddp", "fsdp", "deepspeed")]
+    dropout = [
+        Case(name, "lora", changes=changes)
+        for name in ("ddp", "fsdp", "deepspeed")
+        for changes in (DROPOUT, (*DROPOUT, CHECKPOINTED))
+    ]
     return run(2, runnable([*(OPTIONS[name] for name in sorted(names)), *dropout]))
 
 
@@ -193,3 +205,12 @@ def test_dropout_keeps_the_ranks_in_step(
     expected = other_single[Case("single", "lora", changes=DROPOUT)]
     assert len(found.rows) == len(expected.rows)
     assert found.losses == pytest.approx(expected.losses, rel=0.05)
+
+
+@pytest.mark.parametrize("strategy", ["single", *STRATEGIES])
+def test_what_is_computed_again_draws_the_same_dropout(
+    options: dict[Case, Outcome], other_single: dict[Case, Outcome], strategy: str
+) -> None:
+    runs = options | other_single
+    found = runs[Case(strategy, "lora", changes=(*DROPOUT, CHECKPOINTED))]
+    assert found.losses == runs[Case(strategy, "lora", changes=DROPOUT)].losses

@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ftkit.durable import write_durably
-from ftkit.report.report import from_json
+from ftkit.report.json_values import from_json
 
 FORMAT_VERSION = 1
 METADATA = "metadata.json"

@@ -23,8 +23,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from ftkit.report.formatting import duration_text, number_text, printable
-from ftkit.report.report import utc_now
+from ftkit.report.formatting import duration_text, number_text, printable, utc_now
 
 LOG_NAME = "run.log"
 LINE_INTERVAL_S = 5.0

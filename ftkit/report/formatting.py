@@ -1,6 +1,7 @@
 """Numbers, sizes, durations and foreign text, as people read them."""
 
 import re
+import time
 
 
 def printable(text: str) -> str:
@@ -67,3 +68,13 @@ def number_text(value: float) -> str:
 def percent_text(fraction: float) -> str:
     """41.2 %, 0.409 %, 0 %, 100 %."""
     return f"{number_text(fraction * 100)} %"
+
+
+def utc_now() -> str:
+    """The time in UTC, ISO 8601, to the second: 2026-11-20T21:30:00Z."""
+    return utc_text(time.time())
+
+
+def utc_text(seconds: float) -> str:
+    """A time in seconds since the epoch, as `utc_now` gives it."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))

@@ -10,18 +10,14 @@ step; everything else, such as times, tokens and throughput, is of the sitting t
 
 import dataclasses
 import json
-import math
-import re
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 from ftkit.durable import write_durably
 from ftkit.errors import UserError
-from ftkit.recipe import Recipe
+from ftkit.report.json_values import for_json, from_json
 from ftkit.report.machine import Hardware
 
 SCHEMA_VERSION = 1
@@ -162,7 +158,7 @@ class Tokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
-    """Speed over the window: training steps without the first few, see ThroughputMeter."""
+    """Speed over the window: training steps without the first few; see `ThroughputMeter`."""
 
     tokens_per_s: float
     """Real tokens per second, over all ranks."""
@@ -405,7 +401,7 @@ def write_report(report: Report, out_dir: Path) -> Path:
     JSON has no word for it.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(_clean(dataclasses.asdict(report)), indent=2, allow_nan=False) + "\n"
+    text = json.dumps(for_json(dataclasses.asdict(report)), indent=2, allow_nan=False) + "\n"
     path = out_dir / FILE_NAME
     write_durably(path, text)
     return path
@@ -441,150 +437,3 @@ def read_report(path: Path) -> Report:
         raise UserError(f"{file} is not a report: {error}") from error
     assert isinstance(report, Report)
     return report
-
-
-def from_json(kind: Any, value: Any) -> Any:
-    """A value read from JSON as the given type; keys that a dataclass lacks are passed over.
-
-    Args:
-        kind: a dataclass, list, dict, union with None, literal, scalar or Any.
-        value: as the json module reads it.
-
-    Raises:
-        TypeError: it is of another type, or a key is missing.
-    """
-    origin, arguments = get_origin(kind), get_args(kind)
-    if kind is Any or (origin is Literal and value in arguments):
-        return value
-    if origin in (Union, UnionType):
-        if value is None:
-            return None
-        (kind,) = (argument for argument in arguments if argument is not NoneType)
-        return from_json(kind, value)
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):
-        hints = get_type_hints(kind)
-        known = {key: from_json(hints[key], item) for key, item in value.items() if key in hints}
-        return kind(**known)
-    if origin is list and isinstance(value, list):
-        return [from_json(arguments[0], item) for item in value]
-    if origin is dict and isinstance(value, dict):
-        return {key: from_json(arguments[1], item) for key, item in value.items()}
-    if kind is float and type(value) in (int, float):
-        return float(value)
-    if type(value) is kind:
-        return value
-    raise TypeError(f"{value!r} is not {getattr(kind, '__name__', kind)}.")
-
-
-_SECRET = r"[\w.-]*(?:access_token|hf_token|api_key)"
-_SECRET_KEY = re.compile(_SECRET)
-_SECRET_FLAG = re.compile(rf"--{_SECRET}")
-_SECRET_ASSIGNMENT = re.compile(rf"""({_SECRET}["']?\s*[=:]\s*["']?)[^\s"',}}]+""")
-_HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
-REMOVED = "***"
-
-
-def recipe_as_dict(recipe: Recipe) -> dict[str, Any]:
-    """The recipe with its defaults, ready for JSON, without access tokens at any depth."""
-    cleaned: dict[str, Any] = _clean(dataclasses.asdict(recipe))
-    return cleaned
-
-
-def without_tokens(argv: Sequence[str]) -> list[str]:
-    """The command line with the values of access tokens replaced."""
-    cleaned: list[str] = []
-    for argument in argv:
-        if cleaned and _SECRET_FLAG.fullmatch(cleaned[-1]):
-            cleaned.append(REMOVED)
-        else:
-            cleaned.append(_redact(_SECRET_ASSIGNMENT.sub(rf"\g<1>{REMOVED}", argument)))
-    return cleaned
-
-
-def _redact(text: str) -> str:
-    return _HUB_TOKEN.sub(REMOVED, text)
-
-
-def _clean(value: Any) -> Any:
-    """The value ready for JSON: tokens removed, paths as text, numbers finite or None."""
-    if isinstance(value, dict):
-        return {k: _clean(v) for k, v in value.items() if not _SECRET_KEY.fullmatch(str(k))}
-    if isinstance(value, list | tuple):
-        return [_clean(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, str | Path):
-        return _redact(str(value))
-    return value
-
-
-class ThroughputMeter:
-    """Speed over the window: all training steps without the first few.
-
-    The first steps also compile kernels, fill caches and allocate memory, so up to skip_steps of
-    them are left out, but never more than a quarter of the steps: a run of 12 or more steps leaves
-    out 3, one of 4 to 7 leaves out 1, and one of fewer than 4 steps counts them all.
-    ``Throughput.window_steps`` says how many were counted.
-    """
-
-    def __init__(self, skip_steps: int = 3) -> None:
-        self.skip_steps = skip_steps
-        self._first: list[tuple[float, int, int]] = []
-        self._steps = 0
-        self._sums = (0.0, 0, 0)
-
-    def add(self, *, duration_s: float, tokens: int, samples: int) -> None:
-        """Count one step.
-
-        Args:
-            duration_s: time of the step, without validation and saving.
-            tokens: real tokens of the step, over all ranks.
-            samples: samples of the step, over all ranks.
-        """
-        step = (duration_s, tokens, samples)
-        self._steps += 1
-        if len(self._first) < self.skip_steps:
-            self._first.append(step)
-        self._sums = _plus(self._sums, step)
-
-    @property
-    def skipped_steps(self) -> int:
-        """Steps left out of the window so far."""
-        return min(self.skip_steps, self._steps // 4)
-
-    def result(self, world_size: int) -> Throughput | None:
-        """The speed over the window, or None before the first step.
-
-        Args:
-            world_size: ranks that share the tokens.
-        """
-        window_s, tokens, samples = self._sums
-        for duration_s, step_tokens, step_samples in self._first[: self.skipped_steps]:
-            window_s -= duration_s
-            tokens -= step_tokens
-            samples -= step_samples
-        window_steps = self._steps - self.skipped_steps
-        if window_steps == 0 or window_s <= 0:
-            return None
-        return Throughput(
-            tokens_per_s=tokens / window_s,
-            samples_per_s=samples / window_s,
-            steps_per_s=window_steps / window_s,
-            window_steps=window_steps,
-            window_s=window_s,
-            tokens_per_s_per_device=tokens / window_s / world_size,
-        )
-
-
-def _plus(a: tuple[float, int, int], b: tuple[float, int, int]) -> tuple[float, int, int]:
-    return a[0] + b[0], a[1] + b[1], a[2] + b[2]
-
-
-def utc_now() -> str:
-    """The time in UTC, ISO 8601, to the second: 2026-11-20T21:30:00Z."""
-    return utc_text(time.time())
-
-
-def utc_text(seconds: float) -> str:
-    """A time in seconds since the epoch, as `utc_now` gives it."""
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
