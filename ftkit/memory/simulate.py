@@ -10,7 +10,7 @@ with every layer: two small models of different depth tell those of any depth.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -27,8 +27,8 @@ from torch.overrides import TorchFunctionMode
 
 from ftkit.base.base_model import BaseModel
 from ftkit.finetuner import make_optimizer
-from ftkit.memory.live import Category, LiveTensors, Snapshot
-from ftkit.model import LanguageModel, outline, trainable
+from ftkit.memory.live import LiveTensors, Snapshot
+from ftkit.model import LanguageModel, outline, parameter_count, trainable
 from ftkit.planning import Plan
 from ftkit.recipe import LoraRecipe
 from ftkit.sharding import FullyShard, Sharding, Whole
@@ -41,8 +41,37 @@ DEPTHS = (4, 6)
 """Layers of the two small models: enough that both ends have blocks of their own, and a multiple
 of 2 apart, for models whose layers alternate."""
 
+SMALL = 100_000
+"""DeepSpeed's stage3_param_persistence_threshold."""
+
 Peaks = dict[str, Snapshot]
 """The highest moment of each stretch of a step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Of a whole model, however it is spread over ranks."""
+
+    parameters: int
+    """Numbers in its parameters, however many of them a byte holds."""
+    parameter_bytes: int
+    """Of its parameters; scales of quantised ones apart."""
+    trained: int
+    """Numbers that an optimizer updates."""
+    trained_bytes: int
+    """Of these parameters."""
+    elements: int
+    """Elements of its parameters: a quantised one holds two numbers in one."""
+    small_elements: int
+    """Those of parameters below SMALL, which ZeRO-3 never parts again once they are gathered."""
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What came of running a step without numbers."""
+
+    peaks: Peaks
+    sizes: Sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +91,7 @@ class MicroBatch:
         return cls(sequences=sequences, positions=positions, targets=sequences * positions)
 
 
-def step_peaks(base: BaseModel, plan: Plan, batch: MicroBatch) -> Peaks:
+def simulate(base: BaseModel, plan: Plan, batch: MicroBatch) -> Simulation:
     """The highest moment of each stretch of an optimizer step after the first.
 
     Under DeepSpeed the model is whole and the update is left out: what ZeRO shards, gathers and
@@ -78,7 +107,18 @@ def step_peaks(base: BaseModel, plan: Plan, batch: MicroBatch) -> Peaks:
         return _run(base, plan, batch, depth)
     less, more = (_run(base, plan, batch, layers) for layers in DEPTHS)
     steps = (depth - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0])
-    return {name: _extended(less[name], more[name], steps) for name in less if name in more}
+
+    def extended(first: Mapping[Any, int], second: Mapping[Any, int]) -> dict[Any, int]:
+        return {key: round(first[key] + (second[key] - first[key]) * steps) for key in first}
+
+    return Simulation(
+        {
+            name: Snapshot(extended(less.peaks[name].bytes, more.peaks[name].bytes))
+            for name in less.peaks
+            if name in more.peaks
+        },
+        Sizes(**extended(dataclasses.asdict(less.sizes), dataclasses.asdict(more.sizes))),
+    )
 
 
 def _layers_differ(plan: Plan) -> bool:
@@ -90,29 +130,30 @@ def _layers_differ(plan: Plan) -> bool:
     return any("." in text for text in (*texts, *saved))
 
 
-def _extended(less: Snapshot, more: Snapshot, steps: float) -> Snapshot:
-    """What grew from `less` to `more` in one step, after that many steps."""
-    return Snapshot(
-        {
-            category: round(count + (more.bytes[category] - count) * steps)
-            for category, count in less.bytes.items()
-        }
-    )
-
-
-def _run(base: BaseModel, plan: Plan, batch: MicroBatch, layers: int) -> Peaks:
+def _run(base: BaseModel, plan: Plan, batch: MicroBatch, layers: int) -> Simulation:
     base = dataclasses.replace(base, config=with_layers(base.config, layers))
     model = outline(base, plan.recipe, parameter_dtype(plan), compute_dtype(plan))
+    sizes = _sizes(model)
     with _ranks(plan) as sharding, FakeTensorMode(allow_non_fake_inputs=True), _like_cuda(plan):
         sharding.allocate(model, CPU)
-        for parameter in model.parameters():
-            parameter.grad = None
         recipe = plan.recipe
         asked = recipe.train.max_seq_length or base.config.block_size
         answers = recipe.eval.max_new_tokens or 0
         model.place_rotary_tables(CPU, min(base.config.block_size, asked + answers))
         _pack(model)
-        return _Step(model, plan, batch).peaks()
+        return Simulation(_Step(model, plan, batch).peaks(), sizes)
+
+
+def _sizes(model: LanguageModel) -> Sizes:
+    parameters, trained = list(model.parameters()), trainable(model)
+    return Sizes(
+        parameters=parameter_count(model),
+        parameter_bytes=sum(p.numel() * p.itemsize for p in parameters),
+        trained=sum(p.numel() for p in trained),
+        trained_bytes=sum(p.numel() * p.itemsize for p in trained),
+        elements=sum(p.numel() for p in parameters),
+        small_elements=sum(p.numel() for p in parameters if p.numel() < SMALL),
+    )
 
 
 def with_layers(config: litgpt.Config, layers: int) -> litgpt.Config:
@@ -153,10 +194,8 @@ class _CudaDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _masked_dropout(
-    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Tensor:
-    return torch.native_dropout(input, p, True)[0] if training and p > 0 else input
+def _masked_dropout(x: Tensor, p: float, training: bool, inplace: bool) -> Tensor:
+    return torch.native_dropout(x, p, True)[0] if training and p > 0 else x
 
 
 def _like_cuda(plan: Plan) -> AbstractContextManager[Any]:
@@ -169,10 +208,12 @@ def _pack(model: LanguageModel) -> None:
         return
     from bitsandbytes.functional import create_dynamic_map, name2qmap
 
+    from ftkit.quantization import EightBit, FourBit
+
     with unset_fake_temporarily():  # a table that bitsandbytes computes once in a process
         name2qmap.setdefault("dynamic", create_dynamic_map())
     for module in model.modules():
-        if hasattr(module, "pack"):
+        if isinstance(module, FourBit | EightBit):
             module.pack(torch.empty(module.out_features, module.in_features))
 
 
@@ -242,9 +283,7 @@ class _Step:
         if optimizer is None:
             return
         self._mark("optimizer")
-        norm = torch.nn.utils.get_total_norm(
-            [p.grad for p in self._trained if p.grad is not None]
-        )
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self._trained if p.grad is not None])
         if self._plan.recipe.train.max_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self._trained, 1.0, norm)
         optimizer.step()
