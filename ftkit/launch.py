@@ -40,6 +40,7 @@ from ftkit.recipe import Recipe
 from ftkit.report.display import Display
 from ftkit.report.formatting import utc_now
 from ftkit.report.json_values import without_tokens
+from ftkit.report.memory import StepMemory
 from ftkit.report.report import (
     ENDED_WELL,
     FILE_NAME,
@@ -336,6 +337,7 @@ def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
     report = dataclasses.replace(
         _with_outcome(reports[0], received, error, phase=reports[rank].phase),
         peak_memory=PeakMemory.of(memory) if memory else None,
+        step_memory=StepMemory.of([report.step_memory for report in reports]),
         warnings=_all_warnings(reports),
         phases_s=dataclasses.replace(
             reports[0].phases_s or PhaseTimes(), total=time.time() - job.started_at_s

@@ -15,10 +15,12 @@ from ftkit.callbacks import PARTS, StepRecord
 from ftkit.checkpoint.metadata import Metadata
 from ftkit.durable import insist
 from ftkit.job import RESERVE, Job
+from ftkit.memory.meter import DevicePeak
 from ftkit.planning import Plan
 from ftkit.report.display import LOG_NAME
 from ftkit.report.json_values import from_json
 from ftkit.report.machine import DeviceUtilization, host_memory
+from ftkit.report.memory import RankStepMemory, StepMemory
 from ftkit.report.metrics import (
     METRICS_NAME,
     VALIDATION_NAME,
@@ -106,6 +108,7 @@ class Recorder:
         self._validation = ValidationWriter(tables / VALIDATION_NAME, after_step=after_step)
         self._stalls_s: list[float] = []
         self._writes_s: list[float] = []
+        self.device_peak = DevicePeak(device)
         self._utilization = DeviceUtilization(device.index if device.type == "cuda" else None)
         self._cpu = psutil.Process()
         self._cpu_start: tuple[float, float] | None = None
@@ -288,6 +291,10 @@ class Recorder:
             self._summarise()
             self.enter(self.report.phase)
 
+    def on_step_memory(self, measured: RankStepMemory) -> None:
+        """Note what the memory of a step consists of."""
+        self.note(step_memory=StepMemory(ranks=[measured]))
+
     def on_validation(self, step: int, loss: float) -> None:
         """Note a validation and write its row of validation.csv."""
         self._validation.write(step=step, samples=self.samples, val_loss=loss)
@@ -394,11 +401,10 @@ class Recorder:
     def _memory(self) -> RankMemory:
         host = host_memory()
         self._host_bytes = max(self._host_bytes, host.rss_anon_plus_shmem_bytes)
-        cuda = self._device.type == "cuda"
         return RankMemory(
             rank=self._rank,
-            allocated_bytes=torch.cuda.max_memory_allocated() if cuda else None,
-            reserved_bytes=torch.cuda.max_memory_reserved() if cuda else None,
+            allocated_bytes=self.device_peak.allocated_bytes,
+            reserved_bytes=self.device_peak.reserved_bytes,
             rss_bytes=host.peak_rss_bytes,
             host_bytes=self._host_bytes,
         )

@@ -27,6 +27,7 @@ from ftkit.errors import UserError
 from ftkit.evaluation import answer_records, exact_matches, validation_loss
 from ftkit.finetuner import FineTuner
 from ftkit.job import StopAfter
+from ftkit.memory.meter import MemoryMeter, steps_to_measure
 from ftkit.planning import Plan
 from ftkit.recorder import Recorder
 from ftkit.report.display import Display
@@ -112,19 +113,25 @@ class Training:
             accelerator=self.plan.accelerator,
             devices=self.plan.devices,
             num_nodes=self.recipe.num_nodes,
-            strategy=make_strategy(self.plan),
+            strategy=make_strategy(self.plan, self.module),
             plugins=make_plugins(self.plan),
             logger=self._loggers,
             log_every_n_steps=1,
             default_root_dir=self.recipe.out_dir,
             callbacks=[
+                MemoryMeter(
+                    steps_to_measure(order),
+                    device,
+                    self.recorder.device_peak,
+                    self.recorder.on_step_memory,
+                ),
                 StepMeter(
                     at_start=self._at_start,
                     on_step=self._on_step,
                     between_steps=self._between_steps,
                     at_end=self._at_end,
                     seed=self.recipe.seed,
-                )
+                ),
             ],
         )
         batches = train_batches(

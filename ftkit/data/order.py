@@ -124,6 +124,13 @@ class ElasticOrder:
             for ranks in self._layout(samples)
         ]
 
+    def largest_micro_batch(self, step: int) -> int:
+        """Positions of the step's largest micro-batch over all ranks, padding included."""
+        samples = self.samples(step)
+        lengths = self._lengths[samples]
+        (first, *_) = self._layout(samples)
+        return max(int(lengths[run].max()) * len(run) for run in first if len(run))
+
     def imbalance(self, step: int) -> float:
         """Tokens of the fullest rank, relative to the mean of all ranks; 1.0 is perfect."""
         samples = self.samples(step)

@@ -79,9 +79,10 @@ class _Storage:
 class LiveTensors(TorchDispatchMode):
     """Follows the storages of one device while it is entered; see the module's text.
 
-    What was born before is known if it was assigned, or when an operation first takes it; then it
-    is unattributed until it is assigned. Memory that an operation takes and gives back inside
-    itself is not seen. Storages that are freed by resizing them, as FSDP does, are.
+    What was born before is known if it was assigned, or when an operation first takes it; it
+    counts from the start, and is unattributed until it is assigned. Memory that an operation takes
+    and gives back inside itself is not seen. Storages that are freed by resizing them, as FSDP
+    does, are.
     """
 
     def __init__(self, device: torch.device, *, granularity_bytes: int = 1) -> None:
@@ -109,8 +110,10 @@ class LiveTensors(TorchDispatchMode):
         self._resize = resize = torch.UntypedStorage.resize_
 
         def resize_and_count(storage: torch.UntypedStorage, size: int) -> Any:
-            result = resize(storage, size)
             known = self._alive.get(storage._cdata)
+            if known is None and storage.device.type == self._device:
+                known = self._enter(storage, "temporaries", is_new=False)
+            result = resize(storage, size)
             if known is not None:
                 self._change(known, self._size_bytes(storage), known.category)
             return result
@@ -136,11 +139,11 @@ class LiveTensors(TorchDispatchMode):
         kwargs = kwargs or {}
         for tensor in tree_iter((args, kwargs)):
             if isinstance(tensor, Tensor):
-                self._see(tensor, "unattributed")
+                self._see(tensor, "unattributed", is_new=False)
         result = func(*args, **kwargs)
         for tensor in tree_iter(result):
             if isinstance(tensor, Tensor):
-                self._see(tensor, "temporaries")
+                self._see(tensor, "temporaries", is_new=True)
         return result
 
     def assign(self, tensors: Iterable[Tensor | None], category: Category) -> None:
@@ -154,8 +157,11 @@ class LiveTensors(TorchDispatchMode):
             for tensor in () if whole is None else _plain(whole):
                 if tensor.device.type == self._device:
                     storage = tensor.untyped_storage()
-                    known = self._alive.get(storage._cdata) or self._enter(storage)
-                    self._change(known, self._size_bytes(storage), category)
+                    known = self._alive.get(storage._cdata)
+                    if known is None:
+                        self._enter(storage, category, is_new=False)
+                    else:
+                        self._change(known, self._size_bytes(storage), category)
 
     def restart(self) -> None:
         """Forget how it came to what is alive now; `peak` is the highest moment from here on."""
@@ -217,7 +223,7 @@ class LiveTensors(TorchDispatchMode):
             found.append((name, Snapshot(highest)))
         return found
 
-    def _see(self, whole: Tensor, category: Category) -> None:
+    def _see(self, whole: Tensor, category: Category, *, is_new: bool) -> None:
         """Count a tensor that an operation has taken or made, unless it is known."""
         for tensor in _plain(whole):
             if tensor.device.type != self._device:
@@ -225,19 +231,25 @@ class LiveTensors(TorchDispatchMode):
             storage = tensor.untyped_storage()
             known = self._alive.get(storage._cdata)
             if known is None:
-                known = self._enter(storage)
-                self._change(known, self._size_bytes(storage), category)
+                self._enter(storage, category, is_new=is_new)
             elif known.size_bytes != (size_bytes := self._size_bytes(storage)):
                 self._change(known, size_bytes, known.category)
 
-    def _enter(self, storage: torch.UntypedStorage) -> _Storage:
+    def _enter(
+        self, storage: torch.UntypedStorage, category: Category, *, is_new: bool
+    ) -> _Storage:
+        """Follow a storage; one that no operation has made here was there from the start."""
         key = storage._cdata
-        entered = self._alive[key] = _Storage(self._forward_passes)
+        entered = self._alive[key] = _Storage(self._forward_passes if is_new else 0)
 
         def leave(_: Any) -> None:
             self._change(self._alive.pop(key), 0, entered.category)
 
         entered.reference = weakref.ref(storage, leave)
+        self._change(entered, self._size_bytes(storage), category)
+        if not is_new and self._changes and self._changes[-1][0] is entered:
+            self._changes.insert(self._changes_before, self._changes.pop())
+            self._changes_before += 1
         return entered
 
     def _change(self, storage: _Storage, size_bytes: int, category: Category) -> None:

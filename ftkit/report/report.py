@@ -19,8 +19,11 @@ from ftkit.durable import write_durably
 from ftkit.errors import UserError
 from ftkit.report.json_values import for_json, from_json
 from ftkit.report.machine import Hardware
+from ftkit.report.memory import StepMemory
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+READABLE_VERSIONS = (1, SCHEMA_VERSION)
+"""Version 2 has `Report.step_memory` besides; nothing else has changed its meaning."""
 FILE_NAME = "report.json"
 
 OutcomeName = Literal["completed", "stopped", "interrupted", "out_of_memory", "failed"]
@@ -380,6 +383,8 @@ class Report:
     """Speed of training."""
     peak_memory: PeakMemory | None = None
     """Highest memory."""
+    step_memory: StepMemory | None = None
+    """What the memory of a step consists of."""
     loss: Loss | None = None
     """Loss of training and validation."""
     exact_match: ExactMatch | None = None
@@ -426,7 +431,7 @@ def read_report(path: Path) -> Report:
     version = content.get("schema_version") if isinstance(content, dict) else None
     if version is None:
         raise UserError(f"{file} is not a report: it has no schema_version.")
-    if version != SCHEMA_VERSION:
+    if version not in READABLE_VERSIONS:
         raise UserError(
             f"{file} has schema_version {version}, but this ftkit reads version {SCHEMA_VERSION}.\n"
             "Read it with the ftkit that wrote it (see its versions.ftkit)."

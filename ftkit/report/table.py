@@ -17,6 +17,7 @@ from ftkit.report.formatting import (
     printable,
     shortened,
 )
+from ftkit.report.memory import StepMemory
 from ftkit.report.report import (
     ENDED_WELL,
     Checkpoints,
@@ -124,6 +125,8 @@ def _measured_rows(report: Report) -> Iterator[tuple[str, str]]:
         yield "padding", f"{percent_text(report.tokens.padding_fraction)} of computed positions"
     if report.peak_memory:
         yield "peak memory", _memory_text(report.peak_memory)
+    if report.step_memory:
+        yield from _step_memory_rows(report.step_memory)
     if report.loss:
         yield from _loss_rows(report.loss)
     if match := report.exact_match:
@@ -231,6 +234,22 @@ def _memory_text(memory: PeakMemory) -> str:
     text = _joined(f"{bytes_text(v)} {word}" for word, v in values.items() if v is not None)
     ranks = len(memory.ranks)
     return f"{text} (largest of {ranks} ranks)" if text and ranks > 1 else text
+
+
+def _step_memory_rows(memory: StepMemory) -> Iterator[tuple[str, str]]:
+    fullest = memory.fullest
+    parts = dataclasses.asdict(fullest.peak_breakdown_bytes)
+    moments = fullest.moments_bytes
+    totals = {f.name: getattr(moments, f.name) for f in dataclasses.fields(moments)}
+    rank = f", rank {fullest.rank}" if len(memory.ranks) > 1 else ""
+    consists_of = _bytes_by_name(parts)
+    yield "tensors", f"{bytes_text(fullest.peak_bytes)} (step {fullest.step}{rank}): {consists_of}"
+    known = {name: moment.total for name, moment in totals.items() if moment is not None}
+    yield "", _bytes_by_name(known)
+
+
+def _bytes_by_name(counts: dict[str, int]) -> str:
+    return _joined(f"{name.replace('_', ' ')} {bytes_text(n)}" for name, n in counts.items() if n)
 
 
 def _loss_rows(loss: Loss) -> Iterator[tuple[str, str]]:

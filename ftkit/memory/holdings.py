@@ -1,0 +1,70 @@
+"""What holds memory from step to step, tensor by tensor, under every strategy."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ftkit.memory.live import Category
+
+_ZERO_WORDS: tuple[tuple[str, Category], ...] = (
+    ("grad", "gradients"),
+    ("ipg", "gradients"),
+    ("fp32", "optimizer_state"),
+    ("16", "parameters"),
+    ("lp_param", "parameters"),
+)
+"""What an attribute of DeepSpeed's optimizer is, by a word in its name; the first one counts."""
+
+
+def parameters(model: nn.Module) -> Iterator[Tensor]:
+    """Weights, tables, and what turns packed weights into numbers."""
+    for parameter in model.parameters():
+        part = getattr(parameter, "ds_tensor", None)  # under ZeRO-3
+        if part is not None:
+            yield part
+        if part is None or getattr(parameter, "ds_persist", False):  # small ones stay gathered
+            yield parameter
+    yield from model.buffers()
+    for module in model.modules():
+        if type(module).__module__ == "ftkit.quantization":
+            yield from _tensors_in(vars(module))
+
+
+def gradients(model: nn.Module) -> Iterator[Tensor]:
+    """Those that the parameters hold."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            yield parameter.grad
+
+
+def of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Category]]:
+    """What an optimizer keeps; DeepSpeed's has weights and gradients too."""
+    if type(optimizer).__module__.startswith("deepspeed.runtime.zero"):
+        for name, value in vars(optimizer).items():
+            for word, category in _ZERO_WORDS:
+                if word in name:
+                    for tensor in _tensors_in(value):
+                        if not hasattr(tensor, "ds_tensor"):  # may be gathered just now
+                            yield tensor, category
+                        if tensor.is_leaf and tensor.grad is not None:
+                            yield tensor.grad, "gradients"
+                    break
+        optimizer = optimizer.optimizer  # type: ignore[attr-defined]
+    for tensor in _tensors_in(optimizer.state):
+        yield tensor, "optimizer_state"
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested containers, in bitsandbytes' states and in DeepSpeed's buckets."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors_in(item)
+    elif isinstance(value, list | tuple | set):
+        for item in value:
+            yield from _tensors_in(item)
+    elif type(value).__module__.startswith(("bitsandbytes.", "deepspeed.runtime.zero")):
+        yield from _tensors_in(getattr(value, "__dict__", {}))

@@ -1,0 +1,208 @@
+"""Measures what the memory of a step consists of, in a few steps of a run."""
+
+from collections.abc import Callable, Collection
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from ftkit.data.order import ElasticOrder
+from ftkit.memory.holdings import gradients, of_optimizer, parameters
+from ftkit.memory.live import LiveTensors, Snapshot
+from ftkit.report.memory import Breakdown, RankStepMemory, StepMoments
+
+CUDA_GRANULARITY_BYTES = 512
+"""torch's allocator rounds every size up to a multiple (c10/cuda/CUDACachingAllocator.h)."""
+
+STEPS_LOOKED_AT = 100
+"""The step with the largest micro-batch is looked for among this many."""
+
+Moment = Literal["before_forward", "after_forward", "after_backward", "after_optimizer"]
+
+
+def steps_to_measure(order: ElasticOrder) -> set[int]:
+    """The second step of a sitting, and one near its start that needs most memory.
+
+    In the first one the optimizer has no state yet.
+    """
+    first, end = order.start_step, order.total_steps
+    near = range(min(first + 1, end - 1), min(first + STEPS_LOOKED_AT, end))
+    return {near[0], max(near, key=order.largest_micro_batch)} if near else set()
+
+
+class DevicePeak:
+    """The highest device memory since the start, though single steps are measured on their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._allocated = self._reserved = 0
+
+    def restart(self) -> None:
+        """From here on, `within` counts; the highest before is kept."""
+        if self._cuda:
+            self._allocated, self._reserved = self.allocated_bytes or 0, self.reserved_bytes or 0
+            torch.cuda.reset_peak_memory_stats()
+
+    def within(self) -> int | None:
+        """Highest allocated bytes since `restart`; None on CPU."""
+        return torch.cuda.max_memory_allocated() if self._cuda else None
+
+    def now(self) -> int | None:
+        """Allocated bytes; None on CPU."""
+        return torch.cuda.memory_allocated() if self._cuda else None
+
+    @property
+    def allocated_bytes(self) -> int | None:
+        """Highest memory in tensors, as torch counts it; None on CPU."""
+        return max(self._allocated, torch.cuda.max_memory_allocated()) if self._cuda else None
+
+    @property
+    def reserved_bytes(self) -> int | None:
+        """Highest memory that torch took from the driver; None on CPU."""
+        return max(self._reserved, torch.cuda.max_memory_reserved()) if self._cuda else None
+
+
+class MemoryMeter(L.Callback):
+    """Follows every tensor of the chosen steps; in all others it does nothing.
+
+    Comes before other callbacks, so that theirs is not in the measurement.
+    """
+
+    def __init__(
+        self,
+        steps: Collection[int],
+        device: torch.device,
+        device_peak: DevicePeak,
+        on_measured: Callable[[RankStepMemory], None],
+    ) -> None:
+        """Prepare.
+
+        Args:
+            steps: which to measure, as numbers of steps done before.
+            device: whose memory counts.
+            device_peak: what the allocator says of it.
+            on_measured: called after a step that took more than those measured before.
+        """
+        self._steps = steps
+        self._device = device
+        self._device_peak = device_peak
+        self._on_measured = on_measured
+        self._live: LiveTensors | None = None
+        self._entered = False
+        self._moments: dict[Moment, Snapshot] = {}
+        self._highest_bytes = 0
+
+    def on_train_batch_start(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        batch: dict[str, Any],
+        batch_idx: int,
+    ) -> None:
+        begins = batch_idx % trainer.accumulate_grad_batches == 0
+        if begins and trainer.global_step in self._steps:
+            self._begin(trainer, pl_module)
+        if self._entered:
+            live = self._following()
+            live.assign((v for v in batch.values() if isinstance(v, Tensor)), "activations")
+            self._note("before_forward")
+            live.begin_forward()
+
+    def on_before_backward(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor
+    ) -> None:
+        if self._entered:
+            self._following().end_forward(gathered=pl_module.parameters())
+            self._note("after_forward")
+
+    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._entered:
+            self._assign_holdings(trainer, pl_module)
+            self._note("after_backward")
+        elif trainer.global_step + 1 in self._steps:
+            # Buckets of gradients stay, but nothing shows them before the next backward pass.
+            self._following().assign(gradients(pl_module), "gradients")
+
+    def on_train_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: dict[str, Any],
+        batch_idx: int,
+    ) -> None:
+        if self._entered and not trainer.fit_loop._should_accumulate():
+            self._assign_holdings(trainer, pl_module)
+            self._note("after_optimizer")
+            self._end(trainer, trainer.global_step)
+
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
+        """What is known is told: memory may be what ended the run."""
+        if isinstance(exception, torch.OutOfMemoryError | MemoryError):
+            if not self._entered:
+                self._begin(trainer, pl_module)
+            self._assign_holdings(trainer, pl_module)
+            self._end(trainer, trainer.global_step + 1)
+        elif self._entered:
+            self._leave()
+
+    def _following(self) -> LiveTensors:
+        if self._live is None:
+            granularity = CUDA_GRANULARITY_BYTES if self._device.type == "cuda" else 1
+            self._live = LiveTensors(self._device, granularity_bytes=granularity)
+        return self._live
+
+    def _assign_holdings(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        live = self._following()
+        for optimizer in trainer.strategy.optimizers:
+            for tensor, category in of_optimizer(optimizer):
+                live.assign([tensor], category)
+        live.assign(gradients(module), "gradients")
+        live.assign(parameters(module), "parameters")
+
+    def _begin(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self._assign_holdings(trainer, module)
+        self._moments = {}
+        self._device_peak.restart()
+        live = self._following()
+        live.restart()
+        live.__enter__()
+        self._entered = True
+
+    def _note(self, moment: Moment) -> None:
+        found = self._with_allocated(self._following().now(), self._device_peak.now())
+        if moment not in self._moments or found.total_bytes > self._moments[moment].total_bytes:
+            self._moments[moment] = found
+
+    def _end(self, trainer: L.Trainer, step: int) -> None:
+        peak = self._with_allocated(self._following().peak(), self._device_peak.within())
+        self._leave()
+        if step not in self._steps:  # else the next one is measured too
+            self._live = None
+        if peak.total_bytes <= self._highest_bytes:
+            return
+        self._highest_bytes = peak.total_bytes
+        moments = {name: Breakdown(**found.bytes) for name, found in self._moments.items()}
+        self._on_measured(
+            RankStepMemory(
+                rank=trainer.global_rank,
+                step=step,
+                peak_bytes=peak.total_bytes,
+                peak_breakdown_bytes=Breakdown(**peak.bytes),
+                moments_bytes=StepMoments(**moments),
+            )
+        )
+
+    def _leave(self) -> None:
+        self._following().__exit__(None, None, None)
+        self._entered = False
+
+    def _with_allocated(self, found: Snapshot, allocated_bytes: int | None) -> Snapshot:
+        """What the allocator knows beyond the tensors is unattributed."""
+        if allocated_bytes is None:
+            return found
+        beyond = found.bytes["unattributed"] + allocated_bytes - found.total_bytes
+        return Snapshot(found.bytes | {"unattributed": beyond})
