@@ -12,6 +12,7 @@ COMMANDS = {
     "finetune": "fine-tune with LoRA or QLoRA (the same as finetune_lora)",
     "finetune_lora": "fine-tune with LoRA or QLoRA",
     "finetune_full": "fine-tune every parameter",
+    "plan": "predict memory, disk and steps before anything is loaded",
     "download": "fetch a base model from the Hugging Face hub",
     "checkpoints": "list, show, verify, clean up or compare what runs have saved",
     "generate": "answer one prompt or many with the result of a run, or any model",

@@ -11,7 +11,7 @@ with every layer: two small models of different depth tell those of any depth.
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,6 @@ import torch.nn.functional as F
 from bitsandbytes.optim.optimizer import Optimizer8bit
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.overrides import TorchFunctionMode
 
 from ftkit.base.base_model import BaseModel
 from ftkit.finetuner import make_optimizer
@@ -182,24 +181,20 @@ def _ranks(plan: Plan) -> Iterator[Sharding]:
         dist.destroy_process_group()
 
 
-class _CudaDropout(TorchFunctionMode):
-    """Dropout as on CUDA, where its mask has one byte for each number."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is F.dropout:
-            return _masked_dropout(*args, **kwargs)
-        return func(*args, **kwargs)
-
-
 def _masked_dropout(x: Tensor, p: float, training: bool, inplace: bool) -> Tensor:
     return torch.native_dropout(x, p, True)[0] if training and p > 0 else x
 
 
-def _like_cuda(plan: Plan) -> AbstractContextManager[Any]:
-    return _CudaDropout() if plan.accelerator == "cuda" else nullcontext()
+@contextmanager
+def _like_cuda(plan: Plan) -> Iterator[None]:
+    """Dropout as on CUDA, where its mask has one byte for each number; on CPUs it has more."""
+    usual = F.dropout
+    if plan.accelerator == "cuda":
+        F.dropout = _masked_dropout  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        F.dropout = usual
 
 
 def _pack(model: LanguageModel) -> None:

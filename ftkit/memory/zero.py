@@ -12,15 +12,13 @@ from ftkit.finetuner import optimizer_of
 from ftkit.memory.live import Category, Snapshot
 from ftkit.memory.simulate import CPU, Peaks, Simulation
 from ftkit.planning import DeepSpeedOptions, Plan
-from ftkit.strategy import deepspeed_config, parameter_dtype
+from ftkit.strategy import REDUCE_BUCKET_ELEMENTS, parameter_dtype
 from ftkit.training_state import state_kinds
 
-_DEFAULTS = {
-    "reduce_bucket_size": 500_000_000,
-    "stage3_prefetch_bucket_size": 50_000_000,
-    "stage3_max_reuse_distance": 1_000_000_000,
-}
-"""Numbers, where the settings do not name them (`runtime/zero/config.py`)."""
+_PREFETCH_ELEMENTS = 50_000_000
+"""DeepSpeed's stage3_prefetch_bucket_size, which ftkit leaves as it is."""
+_REUSE_ELEMENTS = 1_000_000_000
+"""DeepSpeed's stage3_max_reuse_distance, likewise."""
 _FP32_BYTES = 4
 
 
@@ -56,10 +54,7 @@ class _Rank:
         self._options = plan.options
         self._peaks, self._sizes, self._world_size = whole.peaks, whole.sizes, plan.world_size
         self._working_bytes = parameter_dtype(plan).itemsize
-        settings = _DEFAULTS | deepspeed_config(plan)["zero_optimization"]
-        self._bucket = int(settings["reduce_bucket_size"])
-        self._prefetch = int(settings["stage3_prefetch_bucket_size"])
-        self._reuse_distance = int(settings["stage3_max_reuse_distance"])
+        self._bucket = min(self._sizes.trained, REDUCE_BUCKET_ELEMENTS)
         optimizer_class, arguments = optimizer_of(plan)
         self._states = sum(state_kinds(optimizer_class, arguments, CPU).values())
 
@@ -69,12 +64,12 @@ class _Rank:
             return {}
         share = math.ceil(self._sizes.trained / self._world_size)
         found: dict[Category, int] = {
-            "parameters": share * _FP32_BYTES,  # masters
-            "gradients": share * (_FP32_BYTES + self._working_bytes),  # of them, and accumulated
-            "optimizer_state": share * _FP32_BYTES * self._states,
+            # Of the masters, and accumulated in the number format of the model.
+            "gradients": share * (_FP32_BYTES + self._working_bytes),
+            "optimizer_state": share * _FP32_BYTES * (1 + self._states),  # masters first
         }
         if self._options.offload_parameters and self._options.stage == 3:
-            found["parameters"] += math.ceil(self._sizes.parameter_bytes / self._world_size)
+            found["parameters"] = math.ceil(self._sizes.parameter_bytes / self._world_size)
         return found
 
     def during(self, name: str) -> Snapshot:
@@ -87,14 +82,16 @@ class _Rank:
             found["parameters"] -= sizes.parameter_bytes
             if not options.offload_parameters:
                 found["parameters"] += math.ceil(sizes.parameter_bytes / self._world_size)
-            found["temporaries"] += self._gathered(name)
+            average_bytes = sizes.parameter_bytes / sizes.elements
+            found["parameters"] += round(sizes.small_elements * average_bytes)
+            found["temporaries"] += round(self._gathered(name) * average_bytes)
         elif options.stage == 1:
             found["gradients"] += sizes.trained_bytes
         if not options.offload_optimizer:
             found["optimizer_state"] += share * _FP32_BYTES * self._states
             found["gradients"] += share * self._working_bytes
             if self._working_bytes != _FP32_BYTES:
-                found["parameters"] += share * _FP32_BYTES  # masters
+                found["optimizer_state"] += share * _FP32_BYTES  # masters
             if name == "optimizer":
                 found["temporaries"] += share * _FP32_BYTES  # gradients of the masters
         if name.endswith("backward") and (sizes.trained > self._bucket or name == _LAST):
@@ -109,23 +106,20 @@ class _Rank:
         return Snapshot(kept | {"parameters": first["parameters"]})
 
     def _gathered(self, name: str) -> int:
-        """Bytes of whole parameters.
+        """Elements of large parameters that are whole for a while.
 
         They are gathered ahead, a bucket at a time, into one buffer that is copied parameter by
         parameter; those needed again soon enough (the distance counts both ways) are kept.
         """
-        small = self._sizes.small_elements
-        large = self._sizes.elements - small
-        ahead, kept = min(self._prefetch, large), min(self._reuse_distance // 2, large)
+        large = self._sizes.elements - self._sizes.small_elements
+        ahead, kept = min(_PREFETCH_ELEMENTS, large), min(_REUSE_ELEMENTS // 2, large)
         if name == "optimizer":
-            count = 0
-        elif name == "loss, forward":  # the last parameters have been copied
-            count = kept
-        elif name == "loss, backward" or name.startswith("block -"):
-            count = kept if kept == large and "backward" in name else kept + ahead
-        else:
-            count = 2 * ahead if kept < large else large + ahead * ("forward" in name)
-        return round((small + count) * self._sizes.parameter_bytes / self._sizes.elements)
+            return 0
+        if name == "loss, forward":  # the last parameters have been copied
+            return kept
+        if name == "loss, backward" or name.startswith("block -"):
+            return kept if kept == large and "backward" in name else kept + ahead
+        return 2 * ahead if kept < large else large + ahead * ("forward" in name)
 
 
 _LAST = "block 0, backward"
