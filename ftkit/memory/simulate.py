@@ -15,7 +15,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import litgpt
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -36,9 +35,8 @@ from ftkit.strategy import compute_dtype, parameter_dtype
 CPU = torch.device("cpu")
 CUDA_BLOCK_BYTES = 512
 """What torch's CUDA allocator rounds sizes up to (kMinBlockSize in c10/cuda)."""
-DEPTHS = (4, 6)
-"""Layers of the two small models: enough that both ends have blocks of their own, and a multiple
-of 2 apart, for models whose layers alternate."""
+DEPTHS = (4, 5)
+"""Layers of the two small models: enough that both ends have blocks of their own."""
 
 SMALL = 100_000
 """DeepSpeed's stage3_param_persistence_threshold."""
@@ -102,7 +100,7 @@ def simulate(base: BaseModel, plan: Plan, batch: MicroBatch) -> Simulation:
         batch: each micro-batch of the step.
     """
     depth = base.config.n_layer
-    if depth <= DEPTHS[-1] + 1 or _layers_differ(plan):
+    if depth <= DEPTHS[-1] + 1 or _layers_differ(base, plan):
         return _run(base, plan, batch, depth)
     less, more = (_run(base, plan, batch, layers) for layers in DEPTHS)
     steps = (depth - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0])
@@ -120,18 +118,22 @@ def simulate(base: BaseModel, plan: Plan, batch: MicroBatch) -> Simulation:
     )
 
 
-def _layers_differ(plan: Plan) -> bool:
-    """Whether layers may be adapted one by one: by expressions that name their numbers."""
-    recipe = plan.recipe
-    targets = recipe.lora_targets if isinstance(recipe, LoraRecipe) else None
-    texts = [targets] if isinstance(targets, str) else targets or []
-    saved = (recipe.lora_modules_to_save if isinstance(recipe, LoraRecipe) else None) or []
-    return any("." in text for text in (*texts, *saved))
+def _layers_differ(base: BaseModel, plan: Plan) -> bool:
+    """Whether layers look at different windows, or may be adapted one by one by their numbers."""
+    config, recipe = base.config, plan.recipe
+    if config.sliding_window_indices is not None or config.rope_indices is not None:
+        return True
+    if not isinstance(recipe, LoraRecipe):
+        return False
+    targets = recipe.lora_targets or []
+    names = [targets] if isinstance(targets, str) else targets
+    return any("." in name for name in (*names, *(recipe.lora_modules_to_save or [])))
 
 
 def _run(base: BaseModel, plan: Plan, batch: MicroBatch, layers: int) -> Simulation:
-    base = dataclasses.replace(base, config=with_layers(base.config, layers))
-    model = outline(base, plan.recipe, parameter_dtype(plan), compute_dtype(plan))
+    model = outline(
+        with_layers(base, layers), plan.recipe, parameter_dtype(plan), compute_dtype(plan)
+    )
     sizes = _sizes(model)
     with _ranks(plan) as sharding, FakeTensorMode(allow_non_fake_inputs=True), _like_cuda(plan):
         sharding.allocate(model, CPU)
@@ -155,14 +157,9 @@ def _sizes(model: LanguageModel) -> Sizes:
     )
 
 
-def with_layers(config: litgpt.Config, layers: int) -> litgpt.Config:
+def with_layers(base: BaseModel, layers: int) -> BaseModel:
     """The same architecture with another number of layers."""
-    changes: dict[str, Any] = {"n_layer": layers}
-    for name in ("sliding_window_indices", "rope_indices"):
-        of_layers = getattr(config, name, None)
-        if of_layers is not None:
-            changes[name] = [of_layers[i % len(of_layers)] for i in range(layers)]
-    return dataclasses.replace(config, **changes)
+    return dataclasses.replace(base, config=dataclasses.replace(base.config, n_layer=layers))
 
 
 @contextmanager
@@ -239,7 +236,7 @@ class _Step:
                 self._make_buckets()
             for parameter in self._trained:
                 parameter.register_post_accumulate_grad_hook(self._on_gradient)
-            self._step(optimizer, micro_steps=1)
+            self._first_step(optimizer)
             live.restart()
             self._step(optimizer, micro_steps=min(plan.micro_steps, 2))
             found: Peaks = {}
@@ -255,6 +252,17 @@ class _Step:
         if isinstance(optimizer, Optimizer8bit):
             optimizer.update_step = _no_update  # type: ignore[method-assign]
         return optimizer
+
+    def _first_step(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """After it there are optimizer states, and under FSDP what its first pass prepares."""
+        if optimizer is None:
+            return
+        if self._plan.strategy == "fsdp":
+            self._step(optimizer, micro_steps=1)
+            return
+        for parameter in self._trained:
+            parameter.grad = torch.zeros_like(parameter)
+        self._update(optimizer)
 
     def _step(self, optimizer: torch.optim.Optimizer | None, *, micro_steps: int) -> None:
         live, batch = self._live, self._batch
@@ -275,14 +283,16 @@ class _Step:
             loss.backward()
             self._backward = False
             del loss, ids, positions, targets
-        if optimizer is None:
-            return
-        self._mark("optimizer")
+        if optimizer is not None:
+            self._mark("optimizer")
+            self._update(optimizer)
+
+    def _update(self, optimizer: torch.optim.Optimizer) -> None:
         norm = torch.nn.utils.get_total_norm([p.grad for p in self._trained if p.grad is not None])
         if self._plan.recipe.train.max_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self._trained, 1.0, norm)
         optimizer.step()
-        live.assign(_states(optimizer), "optimizer_state")
+        self._live.assign(_states(optimizer), "optimizer_state")
         optimizer.zero_grad(set_to_none=True)
 
     def _gathered(self) -> Iterator[Tensor]:
