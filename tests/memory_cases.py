@@ -1,41 +1,70 @@
-"""Runs jobs one after the other in the ranks of one process group and counts their tensors.
+"""As rank_cases.py, with torch's profiler as a witness of every measured step.
 
-As rank_cases.py; beside each rank's report it leaves `peak.json` with the bytes of all tensors at
-the highest moment after the first step.
+It sees each byte that the allocator of the CPU hands out, also inside operations. What it saw lies
+beside the job: `witness-RANK.json`.
 """
 
 import json
-import os
-import sys
+import runpy
 from pathlib import Path
 from typing import Any
 
-from ftkit.process import die_with_parent
+from torch.profiler import ProfilerActivity, profile
+
+from ftkit.memory import meter
+from ftkit.strategy import rank
+from ftkit.training import Training
+
+
+class Witness(meter.MemoryMeter):
+    """Compares the tracked tensors with the allocations."""
+
+    directory: Path
+
+    def _begin(self, trainer: Any, module: Any) -> None:
+        super()._begin(trainer, module)
+        self._known_bytes = self._following().total_bytes
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self._profile.start()
+
+    def _end(self, trainer: Any, step: int) -> None:
+        self._profile.stop()
+        tracked_bytes = self._following().peak().total_bytes
+        end_bytes = self._following().total_bytes
+        events = self._profile.profiler.kineto_results.events()
+        now = highest = self._known_bytes
+        for event in sorted(events, key=lambda event: event.start_ns()):
+            if event.name() == "[memory]":
+                now += event.nbytes()
+                highest = max(highest, now)
+        file = self.directory / f"witness-{rank()}.json"
+        seen = json.loads(file.read_text()) if file.exists() else []
+        seen.append(
+            {
+                "step": step,
+                "tracked_bytes": tracked_bytes,
+                "allocated_bytes": highest,
+                "tracked_at_end_bytes": end_bytes,
+                "allocated_at_end_bytes": now,
+            }
+        )
+        file.write_text(json.dumps(seen))
+        super()._end(trainer, step)
+
+
+def of_run(training: Training) -> None:
+    Witness.directory = training.recipe.out_dir / ".run"
+
 
 if __name__ == "__main__":
-    die_with_parent(os.getppid())
-    import torch
+    from ftkit import training
 
-    from ftkit.callbacks import StepMeter
-    from ftkit.memory.live import LiveTensors
-    from ftkit.ranks import rank_directory
-    from ftkit.strategy import rank
-    from ftkit.train import run_rank
+    fit = training.Training.fit
 
-    measure = StepMeter.on_train_batch_end
-    live = LiveTensors(torch.device("cpu"))
+    def witnessed(self: Training, order: Any) -> None:
+        of_run(self)
+        fit(self, order)
 
-    def restart_after_first_step(self: StepMeter, trainer: Any, *args: Any) -> None:
-        measure(self, trainer, *args)
-        if trainer.global_step == 1 and not trainer.fit_loop._should_accumulate():
-            live.restart()
-
-    StepMeter.on_train_batch_end = restart_after_first_step  # type: ignore[method-assign]
-    with Path(os.devnull).open("w") as nowhere:
-        for job in map(Path, sys.argv[1:]):
-            live = LiveTensors(torch.device("cpu"))
-            with live:
-                if run_rank(job, nowhere):
-                    sys.exit(f"{job} failed")
-            peak = live.peak()
-            (rank_directory(job.parent, rank()) / "peak.json").write_text(json.dumps(peak.bytes))
+    training.Training.fit = witnessed  # type: ignore[method-assign]
+    training.MemoryMeter = Witness  # type: ignore[misc]
+    runpy.run_path(str(Path(__file__).with_name("rank_cases.py")), run_name="__main__")

@@ -5,6 +5,7 @@ torchrun's environment variables: `python rank_cases.py JOB.json ...`.
 """
 
 import functools
+import gc
 import os
 import sys
 from contextlib import suppress
@@ -24,3 +25,4 @@ if __name__ == "__main__":
         for job in sys.argv[1:]:
             if run_rank(Path(job), nowhere):
                 sys.exit(f"{job} failed")
+            gc.collect()  # else the memory of one run would still be there in the next

@@ -127,11 +127,26 @@ def test_memory_of_another_device_does_not_count() -> None:
     del kept
 
 
-def test_what_was_there_before_is_unattributed_until_it_is_assigned() -> None:
-    before = torch.randn(100)
+def test_what_was_there_before_counts_from_the_start_once_it_is_shown() -> None:
+    gradient, other = torch.randn(100), torch.randn(10)
     with LiveTensors(torch.device("cpu")) as live:
-        before.add_(1)
-        assert live.now().bytes["unattributed"] == 400
-        live.assign([before], "optimizer_state")
-        assert live.now().bytes["unattributed"] == 0
-    assert live.now().bytes["optimizer_state"] == 400
+        live.assign_unknown([other])
+        live.restart()
+        start = live.moment()
+        assert live.at(start).total_bytes == 40
+        live.assign([gradient], "gradients")
+    assert live.at(start).bytes["gradients"] == 400
+    assert live.at(start).bytes["unattributed"] == 40
+
+
+def test_a_buffer_for_gradients_that_is_made_in_a_forward_pass_is_no_activation() -> None:
+    with LiveTensors(torch.device("cpu")) as live:
+        live.restart()
+        live.begin_forward()
+        buffer = torch.empty(100)
+        live.end_forward()
+        assert live.now().bytes["activations"] == 400
+        after_forward = live.moment()
+        live.assign([buffer], "gradients")
+    assert live.at(after_forward).bytes["gradients"] == 400
+    assert live.peak().bytes["activations"] == 0

@@ -69,7 +69,7 @@ def measured_and_predicted(
         out_dir.mkdir()
         changed = Case(case.strategy, case.method, case.precision, STEPS + case.changes)
         jobs.append(write_job(changed, world_size, out_dir, base, data))
-    run_ranks(world_size, jobs, "memory_cases.py")
+    run_ranks(world_size, jobs, "counted_cases.py")
     found = {}
     for job in jobs:
         peaks = [rank_directory(job.parent, rank) / "peak.json" for rank in range(world_size)]

@@ -387,3 +387,41 @@ def test_loggers_write_beside_metrics_csv(
     assert len(result.metrics) == 2
     pattern = {"tensorboard": "events.out.tfevents.*", "wandb": "*.wandb"}[logger]
     assert len(list(result.out_dir.rglob(pattern))) == 1
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_measuring_memory_changes_no_number(
+    train: Train, monkeypatch: pytest.MonkeyPatch, method: Method
+) -> None:
+    changes = {"lora_dropout": 0.1} if method == "lora" else {}
+    measured = train(method, **changes)
+    assert measured.report.step_memory
+    monkeypatch.setattr("ftkit.training.steps_to_measure", lambda _: set())
+    plain = train(method, **changes)
+    assert plain.report.step_memory is None
+    assert measured.losses == plain.losses
+    weights = measured.weights()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in plain.weights().items())
+
+
+@pytest.mark.parametrize("at_step", [1, 3])
+def test_what_filled_the_memory_is_told_where_it_runs_out(
+    train: Train, monkeypatch: pytest.MonkeyPatch, at_step: int
+) -> None:
+    from ftkit.finetuner import FineTuner
+
+    told = []
+    training_step = FineTuner.training_step
+
+    def fail_late(self: FineTuner, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        if self.trainer.global_step == at_step:
+            raise torch.OutOfMemoryError("no memory left")
+        return training_step(self, batch, batch_idx)
+
+    monkeypatch.setattr(FineTuner, "training_step", fail_late)
+    monkeypatch.setattr(Recorder, "on_step_memory", lambda _, measured: told.append(measured))
+    with pytest.raises(torch.OutOfMemoryError):
+        train("full")
+    assert told[-1].step == at_step + 1
+    assert told[-1].peak_breakdown_bytes.parameters > 0
+    assert told[-1].peak_breakdown_bytes.optimizer_state > 0

@@ -39,8 +39,6 @@ Category = Literal[
     "parameters", "gradients", "optimizer_state", "activations", "temporaries", "unattributed"
 ]
 CATEGORIES: tuple[Category, ...] = get_args(Category)
-_OPEN = ("temporaries", "unattributed")
-"""Categories of storages that may turn out to be something else."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ class _Storage:
         self.size_bytes = 0
         self.category: Category = "temporaries"
         self.turned_out: Category | None = None
-        """What it was when it seemed temporary or was not attributed yet."""
+        """What it was when it still seemed temporary."""
         self.born = born
         """Forward passes begun when it was first seen; 0: there was none."""
         self.reference: Any = None
@@ -73,16 +71,16 @@ class _Storage:
 
     def as_counted(self, category: Category) -> Category:
         """What it was while it was in a category, as far as is known by now."""
-        return self.turned_out or category if category in _OPEN else category
+        return self.turned_out or category if category == "temporaries" else category
 
 
 class LiveTensors(TorchDispatchMode):
     """Follows the storages of one device while it is entered; see the module's text.
 
-    What was born before is known if it was assigned, or when an operation first takes it; it
-    counts from the start, and is unattributed until it is assigned. Memory that an operation takes
-    and gives back inside itself is not seen. Storages that are freed by resizing them, as FSDP
-    does, are.
+    What was born before is known if it is assigned; then it counts from the start. What an
+    operation takes and nothing has shown before was made inside another operation: it is temporary
+    from then on. Memory that an operation takes and gives back inside itself is not seen. Storages
+    that are freed by resizing them, as FSDP does, are.
     """
 
     def __init__(self, device: torch.device, *, granularity_bytes: int = 1) -> None:
@@ -98,11 +96,12 @@ class LiveTensors(TorchDispatchMode):
         self._alive: dict[int, _Storage] = {}
         self._changes: list[tuple[_Storage, int, Category, int, Category]] = []
         """Storage; bytes and category before; the same after."""
-        self._bytes = dict.fromkeys(CATEGORIES, 0)
         self._changes_before = 0
         """How many of the changes only say what was alive at the start."""
+        self.total_bytes = 0
+        """What is alive, of all categories."""
         self._marks: list[tuple[int, str]] = []
-        """Where a stretch of the step begins, and its name."""
+        """Where a stretch of the step begins, as `moment` says, and its name."""
         self._forward_passes = 0
         self._resize: Any = None
 
@@ -139,29 +138,34 @@ class LiveTensors(TorchDispatchMode):
         kwargs = kwargs or {}
         for tensor in tree_iter((args, kwargs)):
             if isinstance(tensor, Tensor):
-                self._see(tensor, "unattributed", is_new=False)
+                self._see(tensor)
         result = func(*args, **kwargs)
         for tensor in tree_iter(result):
             if isinstance(tensor, Tensor):
-                self._see(tensor, "temporaries", is_new=True)
+                self._see(tensor)
         return result
 
     def assign(self, tensors: Iterable[Tensor | None], category: Category) -> None:
-        """Say what tensors are, from now on until they are freed.
+        """Say what tensors are, until they are freed.
 
         Args:
             tensors: also sharded ones, of which the part in this process counts; None is none.
             category: what they are.
         """
-        for whole in tensors:
-            for tensor in () if whole is None else _plain(whole):
-                if tensor.device.type == self._device:
-                    storage = tensor.untyped_storage()
-                    known = self._alive.get(storage._cdata)
-                    if known is None:
-                        self._enter(storage, category, is_new=False)
-                    else:
-                        self._change(known, self._size_bytes(storage), category)
+        for storage in self._storages(tensors):
+            known = self._alive.get(storage._cdata)
+            if known is None:
+                self._enter(storage, category, is_new=False)
+            else:
+                if known.category == "temporaries":
+                    known.turned_out = category
+                self._change(known, self._size_bytes(storage), category)
+
+    def assign_unknown(self, tensors: Iterable[Tensor]) -> None:
+        """Say which tensors there are besides; those that nothing has shown are unattributed."""
+        for storage in self._storages(tensors):
+            if storage._cdata not in self._alive and storage.nbytes():
+                self._enter(storage, "unattributed", is_new=False)
 
     def restart(self) -> None:
         """Forget how it came to what is alive now; `peak` is the highest moment from here on."""
@@ -186,19 +190,30 @@ class LiveTensors(TorchDispatchMode):
             gathered: parameters in the form that the forward pass needed; what they hold for it
                 stays temporary.
         """
-        spared = {part.untyped_storage()._cdata for tensor in gathered for part in _plain(tensor)}
+        spared = {storage._cdata for storage in self._storages(gathered)}
         for key, storage in list(self._alive.items()):
             made_in_it = storage.born == self._forward_passes and storage.size_bytes > 0
             if made_in_it and storage.category == "temporaries" and key not in spared:
-                self._change(storage, storage.size_bytes, "activations")
+                storage.turned_out = "activations"
 
     def now(self) -> Snapshot:
-        """What is alive."""
-        return Snapshot(dict(self._bytes))
+        """What is alive, as far as is known by now."""
+        found = dict.fromkeys(CATEGORIES, 0)
+        for storage in list(self._alive.values()):
+            found[storage.as_counted(storage.category)] += storage.size_bytes
+        return Snapshot(found)
+
+    def moment(self) -> int:
+        """This moment, for `at`."""
+        return len(self._changes) - self._changes_before
+
+    def at(self, moment: int) -> Snapshot:
+        """What was alive at a moment since `restart`, as far as is known by now."""
+        return self._replayed(self._changes_before + moment)
 
     def mark(self, name: str) -> None:
         """A stretch of the step begins here; `peaks` tells them apart."""
-        self._marks.append((len(self._changes), name))
+        self._marks.append((self.moment(), name))
 
     def peak(self) -> Snapshot:
         """The moment since `restart` with the most bytes alive; the first, if there are several."""
@@ -206,15 +221,14 @@ class LiveTensors(TorchDispatchMode):
 
     def peaks(self) -> list[tuple[str, Snapshot]]:
         """The highest moment of each stretch since `restart`, in order; the first has no name."""
-        now = dict.fromkeys(CATEGORIES, 0)
-        for storage, _, _, size_after, after in self._changes[: self._changes_before]:
-            now[storage.as_counted(after)] += size_after
+        now = self.at(0).bytes
         total = sum(now.values())
         found = []
-        stretches = [(self._changes_before, ""), *self._marks, (len(self._changes), "")]
+        stretches = [(0, ""), *self._marks, (self.moment(), "")]
         for (start, name), (end, _) in pairwise(stretches):
             highest_total, highest = total, dict(now)
-            for storage, size_before, before, size_after, after in self._changes[start:end]:
+            changes = self._changes[self._changes_before + start : self._changes_before + end]
+            for storage, size_before, before, size_after, after in changes:
                 now[storage.as_counted(before)] -= size_before
                 now[storage.as_counted(after)] += size_after
                 total += size_after - size_before
@@ -223,15 +237,26 @@ class LiveTensors(TorchDispatchMode):
             found.append((name, Snapshot(highest)))
         return found
 
-    def _see(self, whole: Tensor, category: Category, *, is_new: bool) -> None:
-        """Count a tensor that an operation has taken or made, unless it is known."""
-        for tensor in _plain(whole):
-            if tensor.device.type != self._device:
-                continue
-            storage = tensor.untyped_storage()
+    def _replayed(self, changes: int) -> Snapshot:
+        found = dict.fromkeys(CATEGORIES, 0)
+        for storage, size_before, before, size_after, after in self._changes[:changes]:
+            found[storage.as_counted(before)] -= size_before
+            found[storage.as_counted(after)] += size_after
+        return Snapshot(found)
+
+    def _storages(self, tensors: Iterable[Tensor | None]) -> Iterator[torch.UntypedStorage]:
+        """The memory of tensors, as far as it is on the device."""
+        for whole in tensors:
+            for tensor in () if whole is None else _plain(whole):
+                if tensor.device.type == self._device:
+                    yield tensor.untyped_storage()
+
+    def _see(self, whole: Tensor) -> None:
+        """Count a tensor that an operation has taken or made."""
+        for storage in self._storages([whole]):
             known = self._alive.get(storage._cdata)
             if known is None:
-                self._enter(storage, category, is_new=is_new)
+                self._enter(storage, "temporaries", is_new=True)
             elif known.size_bytes != (size_bytes := self._size_bytes(storage)):
                 self._change(known, size_bytes, known.category)
 
@@ -253,15 +278,11 @@ class LiveTensors(TorchDispatchMode):
         return entered
 
     def _change(self, storage: _Storage, size_bytes: int, category: Category) -> None:
-        before = storage.category
-        if (storage.size_bytes, before) == (size_bytes, category):
-            return
-        if before in _OPEN and category not in _OPEN and storage.turned_out is None:
-            storage.turned_out = category
-        self._changes.append((storage, storage.size_bytes, before, size_bytes, category))
-        self._bytes[before] -= storage.size_bytes
-        self._bytes[category] += size_bytes
-        storage.size_bytes, storage.category = size_bytes, category
+        if (storage.size_bytes, storage.category) != (size_bytes, category):
+            change = (storage, storage.size_bytes, storage.category, size_bytes, category)
+            self._changes.append(change)
+            self.total_bytes += size_bytes - storage.size_bytes
+            storage.size_bytes, storage.category = size_bytes, category
 
     def _size_bytes(self, storage: torch.UntypedStorage) -> int:
         return -(-storage.nbytes() // self._granularity_bytes) * self._granularity_bytes

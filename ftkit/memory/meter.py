@@ -1,5 +1,6 @@
 """Measures what the memory of a step consists of, in a few steps of a run."""
 
+import gc
 from collections.abc import Callable, Collection
 from typing import Any, Literal
 
@@ -27,7 +28,8 @@ def steps_to_measure(order: ElasticOrder) -> set[int]:
     In the first one the optimizer has no state yet.
     """
     first, end = order.start_step, order.total_steps
-    near = range(min(first + 1, end - 1), min(first + STEPS_LOOKED_AT, end))
+    second = first + 1 if end - first > 1 else first
+    near = range(second, min(first + STEPS_LOOKED_AT, end))
     return {near[0], max(near, key=order.largest_micro_batch)} if near else set()
 
 
@@ -90,7 +92,8 @@ class MemoryMeter(L.Callback):
         self._on_measured = on_measured
         self._live: LiveTensors | None = None
         self._entered = False
-        self._moments: dict[Moment, Snapshot] = {}
+        self._moments: dict[Moment, tuple[int, int, int | None]] = {}
+        """Total bytes, the moment, and what the allocator says."""
         self._highest_bytes = 0
 
     def on_train_batch_start(
@@ -165,27 +168,36 @@ class MemoryMeter(L.Callback):
 
     def _begin(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self._assign_holdings(trainer, module)
+        live = self._following()
+        if self._device.type == "cpu":  # where no allocator tells what is taken
+            objects = gc.get_objects()
+            kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, Tensor)}
+            live.assign_unknown(item for item in objects if type(item) in kinds)
         self._moments = {}
         self._device_peak.restart()
-        live = self._following()
         live.restart()
         live.__enter__()
         self._entered = True
 
     def _note(self, moment: Moment) -> None:
-        found = self._with_allocated(self._following().now(), self._device_peak.now())
-        if moment not in self._moments or found.total_bytes > self._moments[moment].total_bytes:
+        live = self._following()
+        found = live.total_bytes, live.moment(), self._device_peak.now()
+        if moment not in self._moments or found[0] > self._moments[moment][0]:
             self._moments[moment] = found
 
     def _end(self, trainer: L.Trainer, step: int) -> None:
-        peak = self._with_allocated(self._following().peak(), self._device_peak.within())
+        live = self._following()
+        peak = _with_allocated(live.peak(), self._device_peak.within())
+        moments = {
+            name: Breakdown(**_with_allocated(live.at(moment), allocated_bytes).bytes)
+            for name, (_, moment, allocated_bytes) in self._moments.items()
+        }
         self._leave()
         if step not in self._steps:  # else the next one is measured too
             self._live = None
         if peak.total_bytes <= self._highest_bytes:
             return
         self._highest_bytes = peak.total_bytes
-        moments = {name: Breakdown(**found.bytes) for name, found in self._moments.items()}
         self._on_measured(
             RankStepMemory(
                 rank=trainer.global_rank,
@@ -200,9 +212,10 @@ class MemoryMeter(L.Callback):
         self._following().__exit__(None, None, None)
         self._entered = False
 
-    def _with_allocated(self, found: Snapshot, allocated_bytes: int | None) -> Snapshot:
-        """What the allocator knows beyond the tensors is unattributed."""
-        if allocated_bytes is None:
-            return found
-        beyond = found.bytes["unattributed"] + allocated_bytes - found.total_bytes
-        return Snapshot(found.bytes | {"unattributed": beyond})
+
+def _with_allocated(found: Snapshot, allocated_bytes: int | None) -> Snapshot:
+    """What the allocator knows beyond the tensors is unattributed."""
+    if allocated_bytes is None:
+        return found
+    beyond = found.bytes["unattributed"] + allocated_bytes - found.total_bytes
+    return Snapshot(found.bytes | {"unattributed": beyond})
