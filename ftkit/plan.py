@@ -15,7 +15,7 @@ from ftkit.errors import UserError
 from ftkit.finetuner import base_learning_rate
 from ftkit.memory.gpus import Gpu
 from ftkit.memory.predict import PredictedMemory, predict
-from ftkit.memory.simulate import MicroBatch
+from ftkit.memory.simulate import largest_micro_batch
 from ftkit.parsing import Override, read_recipe
 from ftkit.planning import Devices, Plan, make_plan, make_schedule
 from ftkit.recipe import Recipe
@@ -118,7 +118,7 @@ def plan_recipe(recipe: Recipe, *, gpu: Gpu | None = None, name: str = "") -> Pl
             f"positions. Try --train.max_seq_length {longest}."
         )
     length = asked or longest
-    memory = predict(base, made, MicroBatch.largest(made.micro_batch_size, length))
+    memory = predict(base, made, largest_micro_batch(made.micro_batch_size, length))
     samples = _samples(recipe)
     steps = _steps(recipe, samples)
     return Planned(

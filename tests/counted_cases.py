@@ -16,26 +16,32 @@ if __name__ == "__main__":
     die_with_parent(os.getppid())
     import torch
 
+    from ftkit import train
     from ftkit.callbacks import StepMeter
     from ftkit.memory.live import LiveTensors
     from ftkit.ranks import rank_directory
     from ftkit.strategy import rank
-    from ftkit.train import run_rank
 
-    measure = StepMeter.on_train_batch_end
+    measure, predict = StepMeter.on_train_batch_end, train._note_prediction
     live = LiveTensors(torch.device("cpu"))
+    state = Path()
 
     def restart_after_first_step(self: StepMeter, trainer: Any, *args: Any) -> None:
         measure(self, trainer, *args)
         if trainer.global_step == 1 and not trainer.fit_loop._should_accumulate():
             live.restart()
 
+    def count_before_prediction(job: Any, recorder: Any) -> None:
+        live.__exit__(None, None, None)
+        (state / "peak.json").write_text(json.dumps(live.peak().bytes))
+        predict(job, recorder)
+
+    train._note_prediction = count_before_prediction
     StepMeter.on_train_batch_end = restart_after_first_step  # type: ignore[method-assign]
     with Path(os.devnull).open("w") as nowhere:
         for job in map(Path, sys.argv[1:]):
             live = LiveTensors(torch.device("cpu"))
-            with live:
-                if run_rank(job, nowhere):
-                    sys.exit(f"{job} failed")
-            peak = live.peak()
-            (rank_directory(job.parent, rank()) / "peak.json").write_text(json.dumps(peak.bytes))
+            state = rank_directory(job.parent, rank())
+            live.__enter__()
+            if train.run_rank(job, nowhere):
+                sys.exit(f"{job} failed")

@@ -10,7 +10,7 @@ from ftkit.base.blueprint import read_blueprint
 from ftkit.cli import run
 from ftkit.errors import UserError
 from ftkit.memory.gpus import GPUS, find_gpu
-from ftkit.memory.simulate import MicroBatch, simulate, with_layers
+from ftkit.memory.simulate import largest_micro_batch, simulate, with_layers
 from ftkit.plan import Planned, plan, variations
 
 MODEL = "random:pythia-14m"
@@ -39,7 +39,7 @@ def test_memory_grows_by_the_same_amount_with_every_layer(
     keys: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = with_layers(read_blueprint(MODEL), 9)
-    batch = MicroBatch.largest(2, 64)
+    batch = largest_micro_batch(2, 64)
     made = planned(**keys).plan
     extended = simulate(base, made, batch)
     monkeypatch.setattr("ftkit.memory.simulate.DEPTHS", (9, 9))

@@ -12,8 +12,9 @@ from tiny import make_llama
 from ftkit.base.base_model import open_base
 from ftkit.job import Job
 from ftkit.memory.predict import PredictedMemory, predict
-from ftkit.memory.simulate import MicroBatch
+from ftkit.memory.simulate import largest_micro_batch
 from ftkit.ranks import rank_directory
+from ftkit.report.report import FILE_NAME, read_report
 
 LENGTH = 128
 STEPS: tuple[tuple[str, Any], ...] = (
@@ -75,7 +76,10 @@ def measured_and_predicted(
         peaks = [rank_directory(job.parent, rank) / "peak.json" for rank in range(world_size)]
         measured = max(sum(json.loads(peak.read_text()).values()) for peak in peaks)
         plan = Job.read(job).plan
-        batch = MicroBatch.largest(plan.micro_batch_size, LENGTH)
+        batch = largest_micro_batch(plan.micro_batch_size, LENGTH)
+        report = read_report(rank_directory(job.parent, 0) / FILE_NAME)
+        assert report.step_memory is not None and report.step_memory.predicted is not None
+        assert abs(report.step_memory.predicted.error_fraction) < 0.02, job
         found[job.parents[1].name] = measured, predict(open_base(str(base)), plan, batch)
     return found
 

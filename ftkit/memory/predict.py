@@ -5,13 +5,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ftkit.base.base_model import BaseModel
+from ftkit.base.blueprint import read_blueprint
 from ftkit.finetuner import optimizer_of
 from ftkit.memory import gpus
 from ftkit.memory.live import CATEGORIES, Category
-from ftkit.memory.simulate import CPU, MicroBatch, Peaks, Simulation, simulate
+from ftkit.memory.simulate import CPU, Peaks, Simulation, simulate
 from ftkit.memory.zero import with_zero
 from ftkit.planning import FsdpOptions, Plan
 from ftkit.recipe import LoraRecipe
+from ftkit.report.memory import Breakdown, MicroBatchSize, PredictedStep, RankStepMemory
 from ftkit.strategy import parameter_dtype
 from ftkit.training_state import bytes_per_number, state_kinds
 
@@ -53,7 +55,7 @@ class PredictedMemory:
         return False if self.low_bytes > memory_bytes else None
 
 
-def predict(base: BaseModel, plan: Plan, batch: MicroBatch) -> PredictedMemory:
+def predict(base: BaseModel, plan: Plan, batch: MicroBatchSize) -> PredictedMemory:
     """The memory of a plan's ranks.
 
     Args:
@@ -98,6 +100,24 @@ def predict(base: BaseModel, plan: Plan, batch: MicroBatch) -> PredictedMemory:
         parameters=simulation.sizes.parameters,
         trained_parameters=trained,
         offloaded_bytes=offloaded,
+    )
+
+
+def predict_measured(base: str, plan: Plan, measured: RankStepMemory) -> PredictedStep | None:
+    """The step that a rank has measured, as it would have been predicted.
+
+    Args:
+        base: the base model: a directory, or random:NAME.
+        plan: what was run.
+        measured: tells the size of the micro-batch.
+    """
+    if measured.micro_batch is None:
+        return None
+    memory = predict(read_blueprint(base), plan, measured.micro_batch)
+    return PredictedStep(
+        peak_bytes=memory.peak_bytes,
+        peak_breakdown_bytes=Breakdown(**memory.breakdown_bytes),
+        error_fraction=memory.peak_bytes / measured.peak_bytes - 1,
     )
 
 

@@ -29,6 +29,7 @@ from ftkit.memory.live import LiveTensors, Snapshot
 from ftkit.model import LanguageModel, outline, parameter_count, trainable
 from ftkit.planning import Plan
 from ftkit.recipe import LoraRecipe
+from ftkit.report.memory import MicroBatchSize
 from ftkit.sharding import FullyShard, Sharding, Whole
 from ftkit.strategy import compute_dtype, parameter_dtype
 
@@ -71,24 +72,13 @@ class Simulation:
     sizes: Sizes
 
 
-@dataclass(frozen=True, kw_only=True)
-class MicroBatch:
-    """The size of what a forward pass computes on."""
-
-    sequences: int
-    positions: int
-    """Of each sequence, padding included."""
-    targets: int
-    """Positions in all that carry loss."""
-
-    @classmethod
-    def largest(cls, sequences: int, max_seq_length: int) -> "MicroBatch":
-        """What no micro-batch exceeds: sequences of full length whose every token carries loss."""
-        positions = max_seq_length - 1  # the last token is only a target
-        return cls(sequences=sequences, positions=positions, targets=sequences * positions)
+def largest_micro_batch(sequences: int, max_seq_length: int) -> MicroBatchSize:
+    """What no micro-batch exceeds: sequences of full length whose every token carries loss."""
+    positions = max_seq_length - 1  # the last token is only a target
+    return MicroBatchSize(sequences=sequences, positions=positions, targets=sequences * positions)
 
 
-def simulate(base: BaseModel, plan: Plan, batch: MicroBatch) -> Simulation:
+def simulate(base: BaseModel, plan: Plan, batch: MicroBatchSize) -> Simulation:
     """The highest moment of each stretch of an optimizer step after the first.
 
     Under DeepSpeed the model is whole and the update is left out: what ZeRO shards, gathers and
@@ -130,7 +120,7 @@ def _layers_differ(base: BaseModel, plan: Plan) -> bool:
     return any("." in name for name in (*names, *(recipe.lora_modules_to_save or [])))
 
 
-def _run(base: BaseModel, plan: Plan, batch: MicroBatch, layers: int) -> Simulation:
+def _run(base: BaseModel, plan: Plan, batch: MicroBatchSize, layers: int) -> Simulation:
     model = outline(
         with_layers(base, layers), plan.recipe, parameter_dtype(plan), compute_dtype(plan)
     )
@@ -162,20 +152,39 @@ def with_layers(base: BaseModel, layers: int) -> BaseModel:
     return dataclasses.replace(base, config=dataclasses.replace(base.config, n_layer=layers))
 
 
+_MESSAGES = (
+    "all_gather_single",
+    "reduce_scatter_single",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+)
+"""What FSDP calls in torch.distributed; the latter two before torch 2.13."""
+
+
 @contextmanager
 def _ranks(plan: Plan) -> Iterator[Sharding]:
-    """This process as rank 0 of as many as the plan has, which exist in name only."""
+    """This process as one rank of as many as the plan has, and none of them is spoken to."""
     if plan.strategy != "fsdp":
         yield Whole()
         return
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.world_size)
+    connected = dist.is_initialized()  # in a run, whose ranks are as many
+    if not connected:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.world_size)
+    talk = {
+        name: getattr(dist, name) for name in ("all_gather_into_tensor", "reduce_scatter_tensor")
+    }
     try:
+        for name in talk:
+            setattr(dist, name, _nothing)
         yield FullyShard(plan, init_device_mesh("cpu", (plan.world_size,)))
     finally:
-        dist.destroy_process_group()
+        for name, function in talk.items():
+            setattr(dist, name, function)
+        if not connected:
+            dist.destroy_process_group()
 
 
 def _masked_dropout(x: Tensor, p: float, training: bool, inplace: bool) -> Tensor:
@@ -212,7 +221,7 @@ def _pack(model: LanguageModel) -> None:
 class _Step:
     """Optimizer steps of a model on this rank, in the order of ftkit's training."""
 
-    def __init__(self, model: LanguageModel, plan: Plan, batch: MicroBatch) -> None:
+    def __init__(self, model: LanguageModel, plan: Plan, batch: MicroBatchSize) -> None:
         self._model, self._plan, self._batch = model, plan, batch
         self._mixed = plan.precision.endswith("-mixed") and plan.strategy in ("single", "ddp")
         granularity_bytes = CUDA_BLOCK_BYTES if plan.accelerator == "cuda" else 1
@@ -250,7 +259,7 @@ class _Step:
         with unset_fake_temporarily():  # bitsandbytes computes tables
             optimizer = make_optimizer(self._plan, self._model)
         if isinstance(optimizer, Optimizer8bit):
-            optimizer.update_step = _no_update  # type: ignore[method-assign]
+            optimizer.update_step = _nothing  # type: ignore[method-assign]
         return optimizer
 
     def _first_step(self, optimizer: torch.optim.Optimizer | None) -> None:
@@ -351,8 +360,8 @@ class _Step:
         self._live.assign([parameter.grad], "gradients")
 
 
-def _no_update(*_: Any) -> None:
-    """In place of the kernels of bitsandbytes, which take no memory of their own."""
+def _nothing(*_: Any, **__: Any) -> None:
+    """In place of messages, and of bitsandbytes' kernels, which take no memory of their own."""
 
 
 def _states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
