@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ftkit.errors import UserError
 from ftkit.memory.gpus import Gpu
 from ftkit.parsing import Override
-from ftkit.plan import Planned
+from ftkit.plan import Planned, largest_that_fits
 from ftkit.planning import DeepSpeedOptions, FsdpOptions
 from ftkit.recipe import LoraRecipe
 
@@ -39,12 +39,13 @@ class Change:
         return shlex.join(words)
 
 
-def changes_that_fit(planned: Planned, attempt: Try) -> list[Change]:
+def changes_that_fit(planned: Planned, attempt: Try, *, most: int | None = None) -> list[Change]:
     """Changes after which the plan fits, or may fit, one line for each thing to give up.
 
     Args:
         planned: what does not fit, with its GPU.
         attempt: plans the recipe anew with some keys changed.
+        most: look for no more than this many.
     """
     assert planned.gpu is not None
     if planned.fits:
@@ -52,6 +53,8 @@ def changes_that_fit(planned: Planned, attempt: Try) -> list[Change]:
     single = list(_single(planned, planned.gpu))
     found: list[Change] = []
     for step in single:
+        if most is not None and sum(bool(change.planned.fits) for change in found) >= most:
+            break
         more_devices = step.title.startswith("FSDP on")
         if more_devices and any(c.planned.fits and "FSDP on" in c.title for c in found):
             continue  # fewer are enough
@@ -163,30 +166,3 @@ def _least(planned: Planned, steps: Sequence[_Step], attempt: Try) -> Change | N
 
 def _micro_batch(size: int) -> Override:
     return "train.micro_batch_size", str(size)
-
-
-def largest_that_fits(whole: Planned, attempt: Callable[[int], Planned]) -> Planned | None:
-    """The plan with the largest half, quarter, ... of the micro-batch that fits.
-
-    If none is sure to fit, the plan with a micro-batch of 1, which may; None: that does not fit.
-
-    Args:
-        whole: with the full micro-batch, which does not fit for sure.
-        attempt: plans with another one.
-    """
-    assert whole.gpu is not None
-    full = whole.plan.micro_batch_size
-    if full == 1:
-        return None
-    one = attempt(1)
-    if not one.fits:
-        return None if one.fits is False else one
-    sequence_bytes = (whole.memory.high_bytes - one.memory.high_bytes) / (full - 1)
-    size = full // 2
-    while size > 1:
-        if one.memory.high_bytes + (size - 1) * sequence_bytes <= whole.gpu.memory_bytes:
-            found = attempt(size)
-            if found.fits:
-                return found
-        size //= 2
-    return one

@@ -157,17 +157,32 @@ def quantize(model: nn.Module, kind: Quantization, compute_dtype: torch.dtype) -
         kind: as in recipes.
         compute_dtype: number format of their arithmetic.
     """
-    family = kind.removeprefix("bnb.")
-    if family == "int8":  # it would report in every call that its kernels take float16
+    if kind == "bnb.int8":  # it would report in every call that its kernels take float16
         logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     for name, layer in list(model.named_modules()):
         if type(layer) is nn.Linear:
-            model.set_submodule(
-                name,
-                EightBit(layer, compute_dtype)
-                if family == "int8"
-                else FourBit(layer, family, compute_dtype),
-            )
+            model.set_submodule(name, _quantized(layer, kind, compute_dtype))
+
+
+def _quantized(
+    layer: nn.Linear, kind: Quantization, compute_dtype: torch.dtype
+) -> FourBit | EightBit:
+    if kind == "bnb.int8":
+        return EightBit(layer, compute_dtype)
+    return FourBit(layer, kind.removeprefix("bnb."), compute_dtype)
+
+
+def rounded(weight: Tensor, kind: Quantization) -> Tensor:
+    """[out, in] float32, the numbers that a quantised layer computes with.
+
+    Args:
+        weight: [out, in].
+        kind: as in recipes.
+    """
+    rows, columns = weight.shape
+    outline = nn.Linear(columns, rows, bias=False, device="meta")
+    layer = _quantized(outline, kind, torch.float32)
+    return layer.unpacked(layer.pack(weight))
 
 
 def packed(model: nn.Module, name: str, value: Tensor, device: torch.device) -> Tensor:

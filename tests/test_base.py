@@ -29,10 +29,10 @@ from ftkit.base.base_model import (
     our_name,
     parameter_shapes,
     save_companions,
-    save_hf,
     weights,
 )
 from ftkit.base.fingerprint import _architecture, fingerprint
+from ftkit.base.writing import save_hf
 from ftkit.errors import UserError
 
 VOCABULARY = 67
