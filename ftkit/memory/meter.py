@@ -11,7 +11,7 @@ from torch import Tensor
 from ftkit.data.order import ElasticOrder
 from ftkit.memory.holdings import gradients, of_optimizer, parameters
 from ftkit.memory.live import LiveTensors, Snapshot
-from ftkit.report.memory import Breakdown, RankStepMemory, StepMoments
+from ftkit.report.memory import Breakdown, MicroBatchSize, RankStepMemory, StepMoments
 
 CUDA_GRANULARITY_BYTES = 512
 """torch's allocator rounds every size up to a multiple (c10/cuda/CUDACachingAllocator.h)."""
@@ -96,6 +96,7 @@ class MemoryMeter(L.Callback):
         self._has_looked_around = False
         self._moments: dict[Moment, tuple[int, int, int | None]] = {}
         """Total bytes, the moment, and what the allocator says."""
+        self._micro_batch: MicroBatchSize | None = None
         self._highest_bytes = 0
 
     def on_train_batch_start(
@@ -111,6 +112,7 @@ class MemoryMeter(L.Callback):
         if self._entered:
             self._live.assign((v for v in batch.values() if isinstance(v, Tensor)), "activations")
             self._note("before_forward")
+            self._note_size(batch)
             self._live.begin_forward()
 
     def on_before_backward(
@@ -173,10 +175,19 @@ class MemoryMeter(L.Callback):
             self._live.assign_unknown(item for item in objects if type(item) in kinds)
             self._has_looked_around = True  # a tenth of a second; what it found is followed
         self._moments = {}
+        self._micro_batch = None
         self._device_peak.restart()
         self._live.restart()
         self._live.__enter__()
         self._entered = True
+
+    def _note_size(self, batch: dict[str, Any]) -> None:
+        sequences, positions = batch["input_ids"].shape
+        known = self._micro_batch
+        if known is None or sequences * positions > known.sequences * known.positions:
+            self._micro_batch = MicroBatchSize(
+                sequences=sequences, positions=positions, targets=len(batch["targets"])
+            )
 
     def _note(self, moment: Moment) -> None:
         found = self._live.total_bytes, self._live.moment(), self._device_peak.now()
@@ -200,6 +211,7 @@ class MemoryMeter(L.Callback):
                 peak_bytes=peak.total_bytes,
                 peak_breakdown_bytes=Breakdown(**peak.bytes),
                 moments_bytes=StepMoments(**moments),
+                micro_batch=self._micro_batch,
             )
         )
 
