@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -31,6 +32,7 @@ from ftkit.usage import (
     finetune_parser,
     looking_parser,
     managing_parser,
+    plan_parser,
     using_parser,
     whole_parser,
 )
@@ -77,6 +79,8 @@ def run(argv: Sequence[str]) -> int:
     name, rest = argv[0], argv[1:]
     if name in FINETUNE:
         return _finetune(name, rest)
+    if name == "plan":
+        return _plan(rest)
     if name == "download":
         return _download(rest)
     if name == "checkpoints":
@@ -151,6 +155,32 @@ def _finetune(name: str, argv: Sequence[str]) -> int:
         command=["ftkit", name, *argv],
         overwrite="overwrite" in options.switches,
         stop_after=StopAfter.parse(own["stop_after"][-1]) if own["stop_after"] else None,
+    )
+
+
+def _plan(argv: Sequence[str]) -> int:
+    options = split_options(argv, ["help", "fit"], most_words=len(argv))
+    if "help" in options.switches:
+        plan_parser().print_help()
+        return 0
+    own: dict[str, list[str]] = {"config": options.words, "gpu": [], "sweep": [], "format": []}
+    overrides = [(key, value) for key, value in options.values if key not in own]
+    for key, value in options.values:
+        if key in own:
+            own[key].append(value)
+    form = (own["format"] or ["table"])[-1]
+    if form not in FORMATS:
+        raise UserError(f"--format is {form!r}, but must be table or json. Try --format json.")
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # of kernels that nothing here needs
+    from ftkit.plan_command import plan_all
+
+    return plan_all(
+        own["config"],
+        overrides,
+        gpu=own["gpu"][-1] if own["gpu"] else None,
+        sweeps=own["sweep"],
+        form=FORMATS[form],
+        fit="fit" in options.switches,
     )
 
 

@@ -4,6 +4,7 @@ The supervisor starts it as `python -m ftkit.train JOB.json ITS_PID TERMINAL`, w
 and error in a log from the first import on, and the terminal as an open file descriptor.
 """
 
+import dataclasses
 import io
 import logging
 import os
@@ -46,6 +47,7 @@ from ftkit.extensions import compile_cpu_optimizer
 from ftkit.finetuner import FineTuner, base_learning_rate, optimizer_of
 from ftkit.job import Job, RankError
 from ftkit.lora import our_name
+from ftkit.memory.predict import predict_measured
 from ftkit.model import (
     LanguageModel,
     fill,
@@ -415,7 +417,10 @@ def run_rank(job_path: Path, terminal: TextIO) -> int:
             with Recorder(
                 job, job.plan, device, state, rank(), start=start, show_warning=display.warning
             ) as recorder:
-                run(job, start, stop, display, recorder)
+                try:
+                    run(job, start, stop, display, recorder)
+                finally:
+                    _note_prediction(job, recorder)
         except BaseException as exception:
             error = _explain(exception)
             error.write(state / ERROR)
@@ -423,6 +428,19 @@ def run_rank(job_path: Path, terminal: TextIO) -> int:
                 _log_traceback(exception, job)
             return 1
     return 0
+
+
+def _note_prediction(job: Job, recorder: Recorder) -> None:
+    """What the measured step was expected to need; it takes a second, after all else."""
+    measured = recorder.report.step_memory
+    if rank() > 0 or measured is None:
+        return
+    try:
+        predicted = predict_measured(job.base, job.plan, measured.ranks[0])
+    except Exception as error:  # a report is not worth less without it
+        recorder.warn(f"memory was not predicted: {type(error).__name__}: {error}")
+    else:
+        recorder.note(step_memory=dataclasses.replace(measured, predicted=predicted))
 
 
 def _log_libraries() -> None:

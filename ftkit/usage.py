@@ -76,7 +76,11 @@ def whole_parser(*, with_keys: bool = False) -> ArgumentParser:
     for name, text in COMMANDS.items():
         command = ArgumentParser(prog=f"ftkit {name}")
         if with_keys:
-            makers = {"download": download_parser, "checkpoints": checkpoints_parser}
+            makers = {
+                "plan": plan_parser,
+                "download": download_parser,
+                "checkpoints": checkpoints_parser,
+            }
             if name in FINETUNE:
                 command = finetune_parser(name)
             elif name in LOOKING:
@@ -128,6 +132,48 @@ def finetune_parser(name: str) -> ArgumentParser:
             action.option_strings = [o for o in action.option_strings if not o.endswith("+")]
         elif any(key.startswith(f"{action.dest}.") for key in kinds):
             action.help = argparse.SUPPRESS  # a group as a whole: for recipe files
+    return parser
+
+
+def plan_parser() -> ArgumentParser:
+    """The options of ftkit plan; keys of recipes come beside them."""
+    parser = ArgumentParser(
+        prog="ftkit plan",
+        usage="ftkit plan [RECIPE.yaml ...] [--gpu GPU] [--sweep KEY=A,B ...] [--fit] "
+        "[--KEY VALUE ...]",
+        description="Predict what recipes need: memory of each rank with its parts, host memory, "
+        "disk, steps. Nothing is loaded or downloaded, and no GPU is needed. Several recipes and "
+        "variations become one table. Any LoRA key or quantize means LoRA, else full fine-tuning. "
+        "The exit code is 3 if it does not fit on the GPU; of several, if none does.",
+        epilog="Examples:\n"
+        "  ftkit plan recipes/open-llama-7b-full.yaml --precision bf16-true --gpu a100-80gb\n"
+        "  ftkit plan recipes/*.yaml --gpu 24GiB\n"
+        "  ftkit plan recipes/tiny-llama-full.yaml --sweep train.micro_batch_size=1,2,4,8",
+        formatter_class=_HelpWithExamples,
+    )
+    parser.add_argument("recipes", metavar="RECIPE.yaml", nargs="*", help="Also as --config FILE.")
+    parser.add_argument(
+        "--gpu",
+        metavar="GPU",
+        help="What each rank runs on: a100-80gb, a100-40gb, h100, h200, a10g, l4, rtx4090, "
+        "v100-32gb, t4, a size such as 24GiB, or auto for the one here.",
+    )
+    parser.add_argument(
+        "--sweep",
+        metavar="KEY=A,B,C",
+        help="Plan once for each value; several sweeps: for every combination.",
+    )
+    parser.add_argument(
+        "--fit",
+        action="store_true",
+        help="Show the smallest changes that make it fit on the GPU, cheapest in speed first.",
+    )
+    parser.add_argument(
+        "--format",
+        choices=list(FORMATS),
+        default="table",
+        help="json: nothing else is written to standard output.",
+    )
     return parser
 
 

@@ -18,6 +18,7 @@ from ftkit.ranks import STATE, rank_directory
 from ftkit.report.report import FILE_NAME, read_report
 
 TIMEOUT_S = 120
+"""A process that has not ended by then never would: collectives wait for half an hour."""
 FILES = [
     "checkpoints",
     "final",

@@ -66,10 +66,11 @@ def test_a_wide_terminal_has_a_row_for_each_run(out):
     assert [re.split("  +", line.strip()) for line in lines[:3]] == [
         ["micro_"],
         ["run", "outcome", "batch_size", "steps", "loss", "val loss", "tokens/s", "time",
-         "training", "peak memory", "reserved", "parameters", "gradients", "optimizer state",
-         "activations", "temporaries", "host memory"],
+         "training", "peak memory", "reserved", "tensors", "predicted", "off by", "parameters",
+         "gradients", "optimizer state", "activations", "temporaries", "host memory"],
         ["four", "completed", "4", "40", "0.5050", "0.6050", "* 4,000", "* 25.0 s", "* 20.0 s",
-         "14.0 GiB", "15.0 GiB", "2.0 GiB", "1.0 GiB", "2.0 GiB", "8.5 GiB", "512 MiB", "3.0 GiB"],
+         "14.0 GiB", "15.0 GiB", "14.0 GiB", "14.2 GiB", "1.79 %", "2.0 GiB", "1.0 GiB", "2.0 GiB",
+         "8.5 GiB", "512 MiB", "3.0 GiB"],
     ]  # fmt: skip
     assert [line.split()[0] for line in lines[2:6]] == ["four", "one", "ctrl-c", "eight"]
 
@@ -90,6 +91,9 @@ time              * 25.0 s   37.0 s     11.0 s       5.0 s
 training          * 20.0 s   32.0 s     6.0 s        0 ms
 peak memory       14.0 GiB   * 8.0 GiB  9.0 GiB      23.0 GiB
 reserved          15.0 GiB   * 9.0 GiB  10.0 GiB     24.0 GiB
+tensors           14.0 GiB   * 8.0 GiB  9.0 GiB
+predicted         14.2 GiB   8.2 GiB    9.2 GiB
+off by            1.79 %     3.12 %     2.78 %
 parameters        2.0 GiB    2.0 GiB    2.0 GiB
 gradients         1.0 GiB    1.0 GiB    1.0 GiB
 optimizer state   2.0 GiB    2.0 GiB    2.0 GiB
@@ -112,8 +116,9 @@ one     completed               1     2,500    * 8.0 GiB
 ctrl-c  interrupted             2     4,000      9.0 GiB
 eight   out of memory           8               23.0 GiB
 left out for width: steps, loss, val loss, time, training,
-reserved, parameters, gradients, optimizer state,
-activations, temporaries, host memory (--format csv has all)
+reserved, tensors, predicted, off by, parameters, gradients,
+optimizer state, activations, temporaries, host memory
+(--format csv has all)
 * best of those that ended well
 ctrl-c: Ctrl+C
 eight: CUDA out of memory. Tried to allocate 2.00 GiB"""

@@ -95,9 +95,9 @@ def open_base(checkpoint_dir: str, *, token: str | None = None, root: Path = hub
     if checkpoint_dir.startswith("random:"):
         return _open_random(checkpoint_dir)
     directory = hub.find_or_download(checkpoint_dir, token=token, root=root)
-    name = _short_name(directory)
+    name = short_name(directory)
     settings = hub.read_json(directory / "config.json")
-    config, naming, family = _read_settings(
+    config, naming, family = read_settings(
         directory, settings, name, is_litgpt=hub.is_litgpt(directory)
     )
     stored = stored_tensors(_weight_files(directory))
@@ -141,7 +141,7 @@ def open_companions(directory: Path) -> BaseModel:
     if name.startswith("random:"):
         return _open_random(name)
     settings = hub.read_json(directory / "config.json")
-    config, naming, family = _read_settings(
+    config, naming, family = read_settings(
         directory, settings, name, is_litgpt=(directory / _LITGPT_SETTINGS).is_file()
     )
     return BaseModel(
@@ -342,14 +342,15 @@ def _random_weights(base: BaseModel) -> Iterator[tuple[str, Tensor]]:
             yield name, torch.ones(shape)
 
 
-def _short_name(directory: Path) -> str:
+def short_name(directory: Path) -> str:
+    """What reports call the model in a directory."""
     for name in hub.EMBEDDED_MODELS:
         if directory.resolve() == (embedded.path(name) / "model").resolve():
             return name
     return directory.resolve().name
 
 
-def _read_settings(
+def read_settings(
     directory: Path, settings: Mapping[str, Any], name: str, *, is_litgpt: bool
 ) -> tuple[litgpt.Config, Naming, Family | None]:
     """Architecture, names of the parameters in files, and family of the model in a directory."""

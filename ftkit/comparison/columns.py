@@ -51,6 +51,11 @@ def _of_step_memory(name: str) -> Callable[[Report], float | None]:
     return value
 
 
+def _of_prediction(name: str) -> Callable[[Report], float | None]:
+    """What was expected of the measured step."""
+    return lambda report: getattr(report.step_memory and report.step_memory.predicted, name, None)
+
+
 MEASURES = (
     Measure(key="steps", head="steps", value=_of("progress", "steps"), text=number_text),
     Measure(key="loss", head="loss", value=_of("loss", "last"), text=_loss_text),
@@ -113,6 +118,18 @@ MEASURES = (
         text=bytes_text,
         better="lower",
     ),
+    Measure(
+        key="predicted_bytes",
+        head="predicted",
+        value=_of_prediction("peak_bytes"),
+        text=bytes_text,
+    ),
+    Measure(
+        key="prediction_error",
+        head="off by",
+        value=_of_prediction("error_fraction"),
+        text=percent_text,
+    ),
     *(
         Measure(
             key=f"{part.name}_bytes",
@@ -147,6 +164,8 @@ _WORTH = (
     "training_s",
     "mfu",
     "tensors_bytes",
+    "predicted_bytes",
+    "prediction_error",
     *(f"{part.name}_bytes" for part in fields(Breakdown)),
 )
 """What a narrow table keeps first; settings come after `state`."""

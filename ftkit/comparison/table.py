@@ -71,11 +71,9 @@ class ComparisonTable:
 
 
 def shown_columns(runs: list[ComparedRun]) -> list[Column]:
-    """What a table for people shows: no measure that no run has, and no number twice."""
-    measured = {column.key: column for column in measure_columns(runs) if any(column.values)}
-    if "allocated_bytes" in measured:
-        measured.pop("tensors_bytes", None)
-    return [*name_columns(runs), *setting_columns(runs), *measured.values()]
+    """What a table for people shows: no measure that no run has."""
+    measured = [column for column in measure_columns(runs) if any(column.values)]
+    return [*name_columns(runs), *setting_columns(runs), *measured]
 
 
 def notes(runs: list[ComparedRun]) -> list[str]:

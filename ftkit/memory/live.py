@@ -25,6 +25,7 @@ changes are kept, and `peak` goes through them again.
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
@@ -99,6 +100,8 @@ class LiveTensors(TorchDispatchMode):
         """How many of the changes only say what was alive at the start."""
         self.total_bytes = 0
         """What is alive, of all categories."""
+        self._marks: list[tuple[int, str]] = []
+        """Where a stretch of the step begins, as `moment` says, and its name."""
         self._forward_passes = 0
         self._resize: Any = None
 
@@ -171,6 +174,7 @@ class LiveTensors(TorchDispatchMode):
             for storage in list(self._alive.values())
         ]
         self._changes_before = len(self._changes)
+        self._marks.clear()
         self._forward_passes = 0
         for storage, *_ in self._changes:
             storage.born = 0
@@ -207,14 +211,31 @@ class LiveTensors(TorchDispatchMode):
         """What was alive at a moment since `restart`, as far as is known by now."""
         return self._replayed(self._changes_before + moment)
 
+    def mark(self, name: str) -> None:
+        """A stretch of the step begins here; `peaks` tells them apart."""
+        self._marks.append((self.moment(), name))
+
     def peak(self) -> Snapshot:
         """The moment since `restart` with the most bytes alive; the first, if there are several."""
-        total, highest_total, highest = 0, -1, 0
-        for number, (_, size_before, _, size_after, _) in enumerate(self._changes, 1):
-            total += size_after - size_before
-            if number >= self._changes_before and total > highest_total:
-                highest_total, highest = total, number
-        return self._replayed(highest)
+        return max((peak for _, peak in self.peaks()), key=lambda peak: peak.total_bytes)
+
+    def peaks(self) -> list[tuple[str, Snapshot]]:
+        """The highest moment of each stretch since `restart`, in order; the first has no name."""
+        now = self.at(0).bytes
+        total = sum(now.values())
+        found = []
+        stretches = [(0, ""), *self._marks, (self.moment(), "")]
+        for (start, name), (end, _) in pairwise(stretches):
+            highest_total, highest = total, dict(now)
+            changes = self._changes[self._changes_before + start : self._changes_before + end]
+            for storage, size_before, before, size_after, after in changes:
+                now[storage.as_counted(before)] -= size_before
+                now[storage.as_counted(after)] += size_after
+                total += size_after - size_before
+                if total > highest_total:
+                    highest_total, highest = total, dict(now)
+            found.append((name, Snapshot(highest)))
+        return found
 
     def _replayed(self, changes: int) -> Snapshot:
         found = dict.fromkeys(CATEGORIES, 0)

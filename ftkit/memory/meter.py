@@ -11,7 +11,7 @@ from torch import Tensor
 from ftkit.data.order import ElasticOrder
 from ftkit.memory.holdings import gradients, of_optimizer, parameters
 from ftkit.memory.live import LiveTensors, Snapshot
-from ftkit.report.memory import Breakdown, RankStepMemory, StepMoments
+from ftkit.report.memory import Breakdown, MicroBatchSize, RankStepMemory, StepMoments
 
 CUDA_GRANULARITY_BYTES = 512
 """torch's allocator rounds every size up to a multiple (c10/cuda/CUDACachingAllocator.h)."""
@@ -94,6 +94,7 @@ class MemoryMeter(L.Callback):
         self._entered = False
         self._moments: dict[Moment, tuple[int, int, int | None]] = {}
         """Total bytes, the moment, and what the allocator says."""
+        self._micro_batch: MicroBatchSize | None = None
         self._highest_bytes = 0
 
     def on_train_batch_start(
@@ -110,6 +111,7 @@ class MemoryMeter(L.Callback):
             live = self._following()
             live.assign((v for v in batch.values() if isinstance(v, Tensor)), "activations")
             self._note("before_forward")
+            self._note_size(batch)
             live.begin_forward()
 
     def on_before_backward(
@@ -179,10 +181,19 @@ class MemoryMeter(L.Callback):
             kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, Tensor)}
             live.assign_unknown(item for item in objects if type(item) in kinds)
         self._moments = {}
+        self._micro_batch = None
         self._device_peak.restart()
         live.restart()
         live.__enter__()
         self._entered = True
+
+    def _note_size(self, batch: dict[str, Any]) -> None:
+        sequences, positions = batch["input_ids"].shape
+        known = self._micro_batch
+        if known is None or sequences * positions > known.sequences * known.positions:
+            self._micro_batch = MicroBatchSize(
+                sequences=sequences, positions=positions, targets=len(batch["targets"])
+            )
 
     def _note(self, moment: Moment) -> None:
         live = self._following()
@@ -210,6 +221,7 @@ class MemoryMeter(L.Callback):
                 peak_bytes=peak.total_bytes,
                 peak_breakdown_bytes=Breakdown(**peak.bytes),
                 moments_bytes=StepMoments(**moments),
+                micro_batch=self._micro_batch,
             )
         )
 

@@ -53,6 +53,18 @@ class StepMoments:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MicroBatchSize:
+    """What one forward pass computes on."""
+
+    sequences: int
+    """How many."""
+    positions: int
+    """Of each sequence, padding included."""
+    targets: int
+    """Positions in all that carry loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankStepMemory:
     """Memory of one rank in the measured step that took most."""
 
@@ -66,6 +78,20 @@ class RankStepMemory:
     """At that moment."""
     moments_bytes: StepMoments
     """At four moments of it."""
+    micro_batch: MicroBatchSize | None = None
+    """The largest of this rank in the step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictedStep:
+    """The same step of rank 0, predicted from the recipe and the size of its micro-batch alone."""
+
+    peak_bytes: int
+    """Highest total within the step."""
+    peak_breakdown_bytes: Breakdown
+    """At that moment."""
+    error_fraction: float
+    """Predicted peak relative to the measured one of rank 0, minus 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +100,8 @@ class StepMemory:
 
     ranks: list[RankStepMemory]
     """One entry per rank."""
+    predicted: PredictedStep | None = None
+    """What was expected of rank 0."""
 
     @property
     def fullest(self) -> RankStepMemory:
@@ -84,4 +112,5 @@ class StepMemory:
     def of(cls, parts: Sequence["StepMemory | None"]) -> "StepMemory | None":
         """Those of all ranks in one; None: none was measured."""
         ranks = [rank for part in parts if part is not None for rank in part.ranks]
-        return cls(ranks=ranks) if ranks else None
+        predicted = [part.predicted for part in parts if part is not None and part.predicted]
+        return cls(ranks=ranks, predicted=next(iter(predicted), None)) if ranks else None

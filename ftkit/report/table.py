@@ -247,6 +247,10 @@ def _step_memory_rows(memory: StepMemory) -> Iterator[tuple[str, str]]:
     yield "tensors", f"{bytes_text(fullest.peak_bytes)} (step {fullest.step}{rank}): {consists_of}"
     known = {name: moment.total for name, moment in totals.items() if moment is not None}
     yield "", _bytes_by_name(known)
+    if expected := memory.predicted:
+        consists_of = _bytes_by_name(dataclasses.asdict(expected.peak_breakdown_bytes))
+        error = f"{expected.error_fraction:+.1%}".replace("%", " %")
+        yield "predicted", f"{bytes_text(expected.peak_bytes)} ({error}): {consists_of}"
 
 
 def _bytes_by_name(counts: dict[str, int]) -> str:

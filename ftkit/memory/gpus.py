@@ -1,0 +1,87 @@
+"""What GPUs offer, and what a CUDA process takes beside its tensors."""
+
+import re
+from dataclasses import dataclass
+
+from ftkit.errors import UserError
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """A kind of GPU."""
+
+    name: str
+    memory_bytes: int
+    """What CUDA offers to programs: less than the product's name says."""
+    bf16: bool = True
+    """Whether it computes bfloat16 in hardware (compute capability 8.0 and later)."""
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu(name="a100-40gb", memory_bytes=int(39.4 * _GIB)),
+        Gpu(name="a100-80gb", memory_bytes=int(79.1 * _GIB)),
+        Gpu(name="h100", memory_bytes=int(79.1 * _GIB)),
+        Gpu(name="h200", memory_bytes=int(139.8 * _GIB)),
+        Gpu(name="a10g", memory_bytes=int(22.0 * _GIB)),
+        Gpu(name="l4", memory_bytes=int(22.0 * _GIB)),
+        Gpu(name="rtx4090", memory_bytes=int(23.6 * _GIB)),
+        Gpu(name="v100-32gb", memory_bytes=int(31.7 * _GIB), bf16=False),
+        Gpu(name="t4", memory_bytes=int(14.6 * _GIB), bf16=False),
+    )
+}
+"""Memory as torch gives it in its out-of-memory messages ("total capacity of 79.10 GiB")."""
+
+# Not calibrated: estimates from public reports, until scripts/calibrate_memory has run on a GPU.
+CONTEXT_BYTES = int(0.5 * _GIB)
+"""CUDA context and loaded kernels of a process; about 0.3 to 0.6 GiB."""
+WORKSPACE_BYTES = 32 * 2**20
+"""cuBLAS' workspace, which torch allocates with its tensors: 8 MiB, on Hopper 32 MiB
+(CUDA_WORKSPACE_CONFIG in the documentation of cuBLAS)."""
+COMMUNICATION_BYTES = int(0.5 * _GIB)
+"""NCCL's buffers for several ranks; grows with the number of channels and peers."""
+FRAGMENTATION = 0.04
+"""Share that the caching allocator holds beyond the tensors, usually."""
+FRAGMENTATION_RANGE = (0.0, 0.10)
+"""Lowest and highest such share: before it gives up, it returns what it does not use."""
+TENSOR_ERROR = 0.02
+"""Of the bytes in tensors: kernels of CUDA keep other things than those of CPUs."""
+
+
+def find_gpu(text: str) -> Gpu:
+    """The GPU of a name, of a size such as 24GiB, or of this machine (auto).
+
+    Raises:
+        UserError: it is none of these, or there is none here.
+    """
+    name = text.strip().lower()
+    if name in GPUS:
+        return GPUS[name]
+    if name == "auto":
+        return _gpu_here()
+    size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(gib|gb|g|mib|mb)", name)
+    if size and float(size[1]) > 0:
+        units = {"gib": 2**30, "g": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6}
+        return Gpu(name=text.strip(), memory_bytes=int(float(size[1]) * units[size[2]]))
+    raise UserError(
+        f"--gpu is {text!r}, but must be one of {', '.join(GPUS)}, a size such as 24GiB, or auto. "
+        "Try --gpu 24GiB."
+    )
+
+
+def _gpu_here() -> Gpu:
+    """The smallest GPU of this machine."""
+    from ftkit.report.machine import hardware
+
+    found = [gpu for gpu in hardware().gpus if gpu.memory_bytes]
+    if not found:
+        raise UserError(
+            "--gpu is auto, but this machine shows no NVIDIA GPU. Name one: --gpu a100-80gb, or "
+            "give its memory: --gpu 24GiB."
+        )
+    smallest = min(found, key=lambda gpu: gpu.memory_bytes or 0)
+    old = re.search(r"\b(V100|T4|P100|P40|GTX|RTX 20|Quadro RTX|TITAN)", smallest.name) is not None
+    return Gpu(name=smallest.name, memory_bytes=smallest.memory_bytes or 0, bf16=not old)

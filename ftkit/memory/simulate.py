@@ -1,0 +1,381 @@
+"""An optimizer step of a plan on fake tensors: which bytes would be alive when.
+
+The model, its layers, its loss, its sharding and its optimizer are those of a run; only their
+numbers are missing. What a rank holds is counted by the code that counts it in a run
+(`ftkit.memory.live`).
+
+A model of many layers is not run whole. The step is cut into stretches (the forward pass of the
+first block, of the last one, the loss, ...), and the bytes of each stretch grow by the same amount
+with every layer: two small models of different depth tell those of any depth.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from bitsandbytes.optim.optimizer import Optimizer8bit
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+
+from ftkit.base.base_model import BaseModel
+from ftkit.finetuner import make_optimizer
+from ftkit.memory.live import LiveTensors, Snapshot
+from ftkit.model import LanguageModel, outline, parameter_count, trainable
+from ftkit.planning import Plan
+from ftkit.recipe import LoraRecipe
+from ftkit.report.memory import MicroBatchSize
+from ftkit.sharding import FullyShard, Sharding, Whole
+from ftkit.strategy import compute_dtype, parameter_dtype
+
+CPU = torch.device("cpu")
+CUDA_BLOCK_BYTES = 512
+"""What torch's CUDA allocator rounds sizes up to (kMinBlockSize in c10/cuda)."""
+DEPTHS = (4, 5)
+"""Layers of the two small models: enough that both ends have blocks of their own."""
+
+SMALL = 100_000
+"""DeepSpeed's stage3_param_persistence_threshold."""
+
+Peaks = dict[str, Snapshot]
+"""The highest moment of each stretch of a step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Of a whole model, however it is spread over ranks."""
+
+    parameters: int
+    """Numbers in its parameters, however many of them a byte holds."""
+    parameter_bytes: int
+    """Of its parameters; scales of quantised ones apart."""
+    trained: int
+    """Numbers that an optimizer updates."""
+    trained_bytes: int
+    """Of these parameters."""
+    elements: int
+    """Elements of its parameters: a quantised one holds two numbers in one."""
+    small_elements: int
+    """Those of parameters below SMALL, which ZeRO-3 never parts again once they are gathered."""
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What came of running a step without numbers."""
+
+    peaks: Peaks
+    sizes: Sizes
+
+
+def largest_micro_batch(sequences: int, max_seq_length: int) -> MicroBatchSize:
+    """What no micro-batch exceeds: sequences of full length whose every token carries loss."""
+    positions = max_seq_length - 1  # the last token is only a target
+    return MicroBatchSize(sequences=sequences, positions=positions, targets=sequences * positions)
+
+
+def simulate(base: BaseModel, plan: Plan, batch: MicroBatchSize) -> Simulation:
+    """The highest moment of each stretch of an optimizer step after the first.
+
+    Under DeepSpeed the model is whole and the update is left out: what ZeRO shards, gathers and
+    moves to the host is arithmetic on top of this (`ftkit.memory.zero`).
+
+    Args:
+        base: whose architecture is trained; its weights are not read.
+        plan: how.
+        batch: each micro-batch of the step.
+    """
+    depth = base.config.n_layer
+    if depth <= DEPTHS[-1] + 1 or _layers_differ(base, plan):
+        return _run(base, plan, batch, depth)
+    less, more = (_run(base, plan, batch, layers) for layers in DEPTHS)
+    steps = (depth - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0])
+
+    def extended(first: Mapping[Any, int], second: Mapping[Any, int]) -> dict[Any, int]:
+        return {key: round(first[key] + (second[key] - first[key]) * steps) for key in first}
+
+    return Simulation(
+        {
+            name: Snapshot(extended(less.peaks[name].bytes, more.peaks[name].bytes))
+            for name in less.peaks
+            if name in more.peaks
+        },
+        Sizes(**extended(dataclasses.asdict(less.sizes), dataclasses.asdict(more.sizes))),
+    )
+
+
+def _layers_differ(base: BaseModel, plan: Plan) -> bool:
+    """Whether layers look at different windows, or may be adapted one by one by their numbers."""
+    config, recipe = base.config, plan.recipe
+    if config.sliding_window_indices is not None or config.rope_indices is not None:
+        return True
+    if not isinstance(recipe, LoraRecipe):
+        return False
+    targets = recipe.lora_targets or []
+    names = [targets] if isinstance(targets, str) else targets
+    return any("." in name for name in (*names, *(recipe.lora_modules_to_save or [])))
+
+
+def _run(base: BaseModel, plan: Plan, batch: MicroBatchSize, layers: int) -> Simulation:
+    model = outline(
+        with_layers(base, layers), plan.recipe, parameter_dtype(plan), compute_dtype(plan)
+    )
+    sizes = _sizes(model)
+    with _ranks(plan) as sharding, FakeTensorMode(allow_non_fake_inputs=True), _like_cuda(plan):
+        sharding.allocate(model, CPU)
+        recipe = plan.recipe
+        asked = recipe.train.max_seq_length or base.config.block_size
+        answers = recipe.eval.max_new_tokens or 0
+        model.place_rotary_tables(CPU, min(base.config.block_size, asked + answers))
+        _pack(model)
+        return Simulation(_Step(model, plan, batch).peaks(), sizes)
+
+
+def _sizes(model: LanguageModel) -> Sizes:
+    parameters, trained = list(model.parameters()), trainable(model)
+    return Sizes(
+        parameters=parameter_count(model),
+        parameter_bytes=sum(p.numel() * p.itemsize for p in parameters),
+        trained=sum(p.numel() for p in trained),
+        trained_bytes=sum(p.numel() * p.itemsize for p in trained),
+        elements=sum(p.numel() for p in parameters),
+        small_elements=sum(p.numel() for p in parameters if p.numel() < SMALL),
+    )
+
+
+def with_layers(base: BaseModel, layers: int) -> BaseModel:
+    """The same architecture with another number of layers."""
+    return dataclasses.replace(base, config=dataclasses.replace(base.config, n_layer=layers))
+
+
+_MESSAGES = (
+    "all_gather_single",
+    "reduce_scatter_single",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+)
+"""What FSDP calls in torch.distributed; the latter two before torch 2.13."""
+
+
+@contextmanager
+def _ranks(plan: Plan) -> Iterator[Sharding]:
+    """This process as one rank of as many as the plan has, and none of them is spoken to."""
+    if plan.strategy != "fsdp":
+        yield Whole()
+        return
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    connected = dist.is_initialized()  # in a run, whose ranks are as many
+    if not connected:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.world_size)
+    talk = {
+        name: getattr(dist, name) for name in ("all_gather_into_tensor", "reduce_scatter_tensor")
+    }
+    try:
+        for name in talk:
+            setattr(dist, name, _nothing)
+        yield FullyShard(plan, init_device_mesh("cpu", (plan.world_size,)))
+    finally:
+        for name, function in talk.items():
+            setattr(dist, name, function)
+        if not connected:
+            dist.destroy_process_group()
+
+
+def _masked_dropout(x: Tensor, p: float, training: bool, inplace: bool) -> Tensor:
+    return torch.native_dropout(x, p, True)[0] if training and p > 0 else x
+
+
+@contextmanager
+def _like_cuda(plan: Plan) -> Iterator[None]:
+    """Dropout as on CUDA, where its mask has one byte for each number; on CPUs it has more."""
+    usual = F.dropout
+    if plan.accelerator == "cuda":
+        F.dropout = _masked_dropout  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        F.dropout = usual
+
+
+def _pack(model: LanguageModel) -> None:
+    """Give quantised layers their scales."""
+    if model.quantized is None:
+        return
+    from bitsandbytes.functional import create_dynamic_map, name2qmap
+
+    from ftkit.quantization import EightBit, FourBit
+
+    with unset_fake_temporarily():  # a table that bitsandbytes computes once in a process
+        name2qmap.setdefault("dynamic", create_dynamic_map())
+    for module in model.modules():
+        if isinstance(module, FourBit | EightBit):
+            module.pack(torch.empty(module.out_features, module.in_features))
+
+
+class _Step:
+    """Optimizer steps of a model on this rank, in the order of ftkit's training."""
+
+    def __init__(self, model: LanguageModel, plan: Plan, batch: MicroBatchSize) -> None:
+        self._model, self._plan, self._batch = model, plan, batch
+        self._mixed = plan.precision.endswith("-mixed") and plan.strategy in ("single", "ddp")
+        granularity_bytes = CUDA_BLOCK_BYTES if plan.accelerator == "cuda" else 1
+        self._live = LiveTensors(CPU, granularity_bytes=granularity_bytes)
+        self._trained = trainable(model)
+        self._buckets: dict[Tensor, Tensor] = {}
+        """Of DDP: where the gradient of a parameter lies after the last micro-step."""
+        self._is_last_micro_step = True
+        self._backward = False
+
+    def peaks(self) -> Peaks:
+        """The highest moment of each stretch of the second step."""
+        plan, live = self._plan, self._live
+        optimizer = None if plan.strategy == "deepspeed" else self._make_optimizer()
+        self._watch_blocks()
+        live.assign(self._model.parameters(), "parameters")
+        live.assign(self._model.buffers(), "parameters")
+        live.assign(scales(self._model), "parameters")
+        with live:
+            if plan.strategy == "ddp":
+                self._make_buckets()
+            for parameter in self._trained:
+                parameter.register_post_accumulate_grad_hook(self._on_gradient)
+            self._first_step(optimizer)
+            live.restart()
+            self._step(optimizer, micro_steps=min(plan.micro_steps, 2))
+            found: Peaks = {}
+            for name, snapshot in live.peaks():
+                known = found.get(name)
+                if known is None or snapshot.total_bytes > known.total_bytes:
+                    found[name] = snapshot
+        return found
+
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        with unset_fake_temporarily():  # bitsandbytes computes tables
+            optimizer = make_optimizer(self._plan, self._model)
+        if isinstance(optimizer, Optimizer8bit):
+            optimizer.update_step = _nothing  # type: ignore[method-assign]
+        return optimizer
+
+    def _first_step(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """After it there are optimizer states, and under FSDP what its first pass prepares."""
+        if optimizer is None:
+            return
+        if self._plan.strategy == "fsdp":
+            self._step(optimizer, micro_steps=1)
+            return
+        for parameter in self._trained:
+            parameter.grad = torch.zeros_like(parameter)
+        self._update(optimizer)
+
+    def _step(self, optimizer: torch.optim.Optimizer | None, *, micro_steps: int) -> None:
+        live, batch = self._live, self._batch
+        for number in range(micro_steps):
+            self._is_last_micro_step = number == micro_steps - 1
+            self._mark("before the blocks")
+            ids = torch.zeros(batch.sequences, batch.positions, dtype=torch.long)
+            positions = torch.zeros(batch.targets, dtype=torch.long)
+            targets = torch.zeros(batch.targets, dtype=torch.long)
+            live.begin_forward()
+            with torch.autocast("cpu", torch.bfloat16) if self._mixed else nullcontext():
+                share = self._model(ids, positions, targets) / batch.targets
+            loss = share * self._plan.micro_steps
+            del share
+            live.end_forward(self._gathered())
+            self._mark("loss, backward")
+            self._backward = True
+            loss.backward()
+            self._backward = False
+            del loss, ids, positions, targets
+        if optimizer is not None:
+            self._mark("optimizer")
+            self._update(optimizer)
+
+    def _update(self, optimizer: torch.optim.Optimizer) -> None:
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self._trained if p.grad is not None])
+        if self._plan.recipe.train.max_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(self._trained, 1.0, norm)
+        optimizer.step()
+        self._live.assign(_states(optimizer), "optimizer_state")
+        optimizer.zero_grad(set_to_none=True)
+
+    def _gathered(self) -> Iterator[Tensor]:
+        """Parameters that FSDP has gathered for the forward pass and not yet freed."""
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                group = module._get_fsdp_state()._fsdp_param_group
+                for parameter in group.fsdp_params if group is not None else ():
+                    if hasattr(parameter, "_unsharded_param"):
+                        yield parameter._unsharded_param
+
+    def _mark(self, name: str) -> None:
+        self._live.assign((p.grad for p in self._trained), "gradients")
+        self._live.mark(name)
+
+    def _watch_blocks(self) -> None:
+        """Begin a stretch where a block begins its forward or its backward pass."""
+        blocks = self._model.gpt.transformer.h
+        count = len(blocks)
+        for index, block in enumerate(blocks):
+            name = str(index) if index < count // 2 else str(index - count)
+
+            def forward(_: Any, __: Any, name: str = name) -> None:
+                if not self._backward:  # not when it is computed again
+                    self._mark(f"block {name}, forward")
+
+            def made(_: Any, __: Any, output: Tensor, name: str = name) -> None:
+                if not self._backward and output.requires_grad:
+                    output.register_hook(self._backward_of(name))
+
+            block.register_forward_pre_hook(forward)
+            block.register_forward_hook(made)
+        self._model.head.register_forward_pre_hook(
+            lambda *_: None if self._backward else self._mark("loss, forward")
+        )
+
+    def _backward_of(self, name: str) -> Callable[[Tensor], None]:
+        return lambda _: self._mark(f"block {name}, backward")
+
+    def _make_buckets(self) -> None:
+        """DDP's memory for all gradients, which it keeps from the first step on."""
+        for dtype in {p.dtype for p in self._trained}:
+            parameters = [p for p in self._trained if p.dtype == dtype]
+            bucket = torch.empty(sum(p.numel() for p in parameters), dtype=dtype)
+            self._live.assign([bucket], "gradients")
+            parts = bucket.split([p.numel() for p in parameters])
+            self._buckets |= {p: part.view_as(p) for p, part in zip(parameters, parts, strict=True)}
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        if self._plan.strategy == "deepspeed":  # at once in a bucket that is there for good
+            parameter.grad = None
+        elif self._buckets and self._is_last_micro_step:
+            parameter.grad = self._buckets[parameter]
+        self._live.assign([parameter.grad], "gradients")
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """In place of messages, and of bitsandbytes' kernels, which take no memory of their own."""
+
+
+def _states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def scales(model: nn.Module) -> Iterator[Tensor]:
+    """What quantised layers hold beside their parameters."""
+    for module in model.modules():
+        state = getattr(module, "quant_state", None)
+        while state is not None:
+            yield from (t for t in (state.absmax, state.code, state.offset) if t is not None)
+            state = state.state2
+        scale = getattr(getattr(module, "state", None), "SCB", None)
+        if isinstance(scale, Tensor):
+            yield scale

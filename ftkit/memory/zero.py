@@ -1,0 +1,125 @@
+"""What DeepSpeed's ZeRO shards, gathers and moves to the host: arithmetic over a whole model.
+
+DeepSpeed's own code cannot run on fake tensors. What it takes is simple to say: buffers of fixed
+size, equal shares, and parameters that it gathers ahead. Sources are `runtime/zero/stage3.py`,
+`stage_1_and_2.py` and `partitioned_param_coordinator.py` of DeepSpeed 0.19.
+"""
+
+import math
+from dataclasses import dataclass
+
+from ftkit.finetuner import optimizer_of
+from ftkit.memory.live import Category, Snapshot
+from ftkit.memory.simulate import CPU, Peaks, Simulation
+from ftkit.planning import DeepSpeedOptions, Plan
+from ftkit.strategy import REDUCE_BUCKET_ELEMENTS, parameter_dtype
+from ftkit.training_state import state_kinds
+
+_PREFETCH_ELEMENTS = 50_000_000
+"""DeepSpeed's stage3_prefetch_bucket_size, which ftkit leaves as it is."""
+_REUSE_ELEMENTS = 1_000_000_000
+"""DeepSpeed's stage3_max_reuse_distance, likewise."""
+_FP32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class OnHost:
+    """What a rank keeps in host memory while it trains on a device."""
+
+    bytes: dict[Category, int]
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all categories."""
+        return sum(self.bytes.values())
+
+
+def with_zero(whole: Simulation, plan: Plan) -> tuple[Peaks, OnHost]:
+    """The stretches of a step on a rank, and what it holds in host memory.
+
+    Args:
+        whole: a step with all parameters, and without optimizer and gradients.
+        plan: whose strategy is deepspeed.
+    """
+    rank = _Rank(whole, plan)
+    names = [*whole.peaks, "optimizer"]
+    return {name: rank.during(name) for name in names}, OnHost(rank.host())
+
+
+class _Rank:
+    """One rank's memory under ZeRO."""
+
+    def __init__(self, whole: Simulation, plan: Plan) -> None:
+        assert isinstance(plan.options, DeepSpeedOptions)
+        self._options = plan.options
+        self._peaks, self._sizes, self._world_size = whole.peaks, whole.sizes, plan.world_size
+        self._working_bytes = parameter_dtype(plan).itemsize
+        self._bucket = min(self._sizes.trained, REDUCE_BUCKET_ELEMENTS)
+        optimizer_class, arguments = optimizer_of(plan)
+        self._states = sum(state_kinds(optimizer_class, arguments, CPU).values())
+
+    def host(self) -> dict[Category, int]:
+        """Shares of what is updated there."""
+        if not self._options.offload_optimizer:
+            return {}
+        share = math.ceil(self._sizes.trained / self._world_size)
+        found: dict[Category, int] = {
+            # Of the masters, and accumulated in the number format of the model.
+            "gradients": share * (_FP32_BYTES + self._working_bytes),
+            "optimizer_state": share * _FP32_BYTES * (1 + self._states),  # masters first
+        }
+        if self._options.offload_parameters and self._options.stage == 3:
+            found["parameters"] = math.ceil(self._sizes.parameter_bytes / self._world_size)
+        return found
+
+    def during(self, name: str) -> Snapshot:
+        """The highest moment of a stretch."""
+        sizes, options = self._sizes, self._options
+        found = dict(self._peaks.get(name, self._between_steps()).bytes)
+        share = math.ceil(sizes.trained / self._world_size)
+        found["gradients"] += self._bucket * self._working_bytes
+        if options.stage == 3:
+            found["parameters"] -= sizes.parameter_bytes
+            if not options.offload_parameters:
+                found["parameters"] += math.ceil(sizes.parameter_bytes / self._world_size)
+            average_bytes = sizes.parameter_bytes / sizes.elements
+            found["parameters"] += round(sizes.small_elements * average_bytes)
+            found["temporaries"] += round(self._gathered(name) * average_bytes)
+        elif options.stage == 1:
+            found["gradients"] += sizes.trained_bytes
+        if not options.offload_optimizer:
+            found["optimizer_state"] += share * _FP32_BYTES * self._states
+            found["gradients"] += share * self._working_bytes
+            if self._working_bytes != _FP32_BYTES:
+                found["optimizer_state"] += share * _FP32_BYTES  # masters
+            if name == "optimizer":
+                found["temporaries"] += share * _FP32_BYTES  # gradients of the masters
+        if name.endswith("backward") and (sizes.trained > self._bucket or name == _LAST):
+            # A full bucket is arranged by ranks before it is sent.
+            found["temporaries"] += min(self._bucket, sizes.trained) * self._working_bytes
+        return Snapshot(found)
+
+    def _between_steps(self) -> Snapshot:
+        """The model alone."""
+        first = next(iter(self._peaks.values())).bytes
+        kept: dict[Category, int] = dict.fromkeys(first, 0)
+        return Snapshot(kept | {"parameters": first["parameters"]})
+
+    def _gathered(self, name: str) -> int:
+        """Elements of large parameters that are whole for a while.
+
+        They are gathered ahead, a bucket at a time, into one buffer that is copied parameter by
+        parameter; those needed again soon enough (the distance counts both ways) are kept.
+        """
+        large = self._sizes.elements - self._sizes.small_elements
+        ahead, kept = min(_PREFETCH_ELEMENTS, large), min(_REUSE_ELEMENTS // 2, large)
+        if name == "optimizer":
+            return 0
+        if name == "loss, forward":  # the last parameters have been copied
+            return kept
+        if name == "loss, backward" or name.startswith("block -"):
+            return kept if kept == large and "backward" in name else kept + ahead
+        return 2 * ahead if kept < large else large + ahead * ("forward" in name)
+
+
+_LAST = "block 0, backward"

@@ -1,0 +1,200 @@
+"""What a recipe will need, predicted before anything is loaded or downloaded."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ftkit.adapter_config import with_adapter
+from ftkit.base.blueprint import read_blueprint
+from ftkit.data.files import check_data, data_class, json_options, read_records
+from ftkit.errors import UserError
+from ftkit.finetuner import base_learning_rate
+from ftkit.memory.gpus import Gpu
+from ftkit.memory.predict import PredictedMemory, predict
+from ftkit.memory.simulate import largest_micro_batch
+from ftkit.parsing import Override, read_recipe
+from ftkit.planning import Devices, Plan, make_plan, make_schedule
+from ftkit.recipe import Recipe
+from ftkit.strategy import parameter_dtype
+
+_VAL_SPLIT_FRACTION = 0.05
+"""Of JSON data, if the recipe says nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A recipe resolved on devices, with what it will need."""
+
+    name: str
+    """Which one it is, among several."""
+    plan: Plan
+    base_model: str
+    max_seq_length: int
+    memory: PredictedMemory
+    """Of a rank."""
+    gpu: Gpu | None
+    """What it is to run on; None: not asked."""
+    disk_bytes: int
+    """For checkpoints and result at most; those that keep_every adds are not counted."""
+    tokens_per_step: int
+    """At most: sequences of full length."""
+    samples: int | None
+    """Training samples of an epoch at most; None: not known until the data is local."""
+    steps: int | None
+    """Optimizer steps at most; None: not known until the data is local."""
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether each device is large enough; None: too close to say, or not asked."""
+        return None if self.gpu is None else self.memory.fits(self.gpu.memory_bytes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as plain values, for JSON."""
+        plan, train = self.plan, self.plan.recipe.train
+        memory = dataclasses.asdict(self.memory)
+        return {
+            "name": self.name,
+            "fits": self.fits,
+            "gpu": self.gpu and self.gpu.name,
+            "gpu_memory_bytes": self.gpu and self.gpu.memory_bytes,
+            "base_model": self.base_model,
+            "method": plan.recipe.method,
+            "accelerator": plan.accelerator,
+            "devices": plan.devices,
+            "num_nodes": plan.recipe.num_nodes,
+            "world_size": plan.world_size,
+            "strategy": plan.strategy,
+            "precision": plan.precision,
+            "optimizer": plan.recipe.optimizer["class_path"],
+            "quantize": getattr(plan.recipe, "quantize", None),
+            "activation_checkpointing": plan.recipe.memory.activation_checkpointing,
+            "global_batch_size": train.global_batch_size,
+            "micro_batch_size": plan.micro_batch_size,
+            "micro_steps_per_step": plan.micro_steps,
+            "max_seq_length": self.max_seq_length,
+            **memory,
+            "disk_bytes": self.disk_bytes,
+            "tokens_per_step": self.tokens_per_step,
+            "samples_per_epoch": self.samples,
+            "steps": self.steps,
+        }
+
+
+def plan(
+    files: Sequence[str | Path] = (),
+    overrides: Sequence[Override] = (),
+    *,
+    gpu: Gpu | None = None,
+    name: str = "",
+) -> Planned:
+    """Predict what a recipe will need.
+
+    Args:
+        files: recipes, later ones win.
+        overrides: dotted key and YAML text, as on the command line.
+        gpu: what it is to run on. None: a GPU of any size, unless the recipe asks for CPUs.
+        name: of the result, among several.
+
+    Raises:
+        UserError: as a run would.
+    """
+    recipe = with_adapter(read_recipe(files, overrides))
+    return plan_recipe(recipe, gpu=gpu, name=name or (str(files[-1]) if files else ""))
+
+
+def plan_recipe(recipe: Recipe, *, gpu: Gpu | None = None, name: str = "") -> Planned:
+    """Predict what a recipe will need; see `plan`."""
+    check_data(recipe.data)
+    made = make_plan(recipe, _devices(recipe, gpu))
+    base = read_blueprint(recipe.checkpoint_dir)
+    asked, longest = recipe.train.max_seq_length, base.config.block_size
+    if asked is not None and asked > longest:
+        raise UserError(
+            f"train.max_seq_length is {asked}, but {base.name} was built for at most {longest} "
+            f"positions. Try --train.max_seq_length {longest}."
+        )
+    length = asked or longest
+    memory = predict(base, made, largest_micro_batch(made.micro_batch_size, length))
+    samples = _samples(recipe)
+    steps = _steps(recipe, samples)
+    return Planned(
+        name=name,
+        plan=made,
+        base_model=base.name,
+        max_seq_length=length,
+        memory=memory,
+        gpu=gpu if made.accelerator == "cuda" else None,
+        disk_bytes=_disk_bytes(made, memory, steps) if not base.random else 0,
+        tokens_per_step=recipe.train.global_batch_size * (length - 1),
+        samples=samples,
+        steps=steps,
+    )
+
+
+def variations(sweeps: Sequence[str]) -> list[tuple[Override, ...]]:
+    """Every combination of `key=a,b,c`, one such text for each key; one empty one for none.
+
+    Raises:
+        UserError: a text is not of this form.
+    """
+    choices: list[list[Override]] = []
+    for sweep in sweeps:
+        key, equals, values = sweep.partition("=")
+        if not (equals and key and all(values.split(","))):
+            raise UserError(
+                f"--sweep is {sweep!r}, but must be a key and its values. "
+                "Try --sweep train.micro_batch_size=1,2,4."
+            )
+        choices.append([(key.removeprefix("--"), value) for value in values.split(",")])
+    return list(itertools.product(*choices))
+
+
+def _devices(recipe: Recipe, gpu: Gpu | None) -> Devices:
+    """As many as the recipe asks for, wherever it will run."""
+    count = recipe.devices if isinstance(recipe.devices, int) else 1
+    if recipe.accelerator == "cpu" and gpu is None:
+        return Devices(accelerator="cpu", count=count)
+    if recipe.accelerator == "cpu":
+        raise UserError(
+            f"accelerator is cpu, but --gpu is {gpu.name if gpu else ''}. Leave one of them out."
+        )
+    return Devices(
+        accelerator="cuda",
+        count=max(count, 1),
+        names=(gpu.name,) if gpu else (),
+        bf16_native=gpu is None or gpu.bf16,
+    )
+
+
+def _samples(recipe: Recipe) -> int | None:
+    """Training records; those without an answer are skipped only when they are tokenised."""
+    if data_class(recipe.data) != "JSON":
+        return None
+    options = json_options(recipe.data)
+    train, val = options.files()
+    count = len(read_records(train))
+    if val is not None:
+        return count
+    fraction = options.val_split_fraction
+    return max(1, count - int(count * (_VAL_SPLIT_FRACTION if fraction is None else fraction)))
+
+
+def _steps(recipe: Recipe, samples: int | None) -> int | None:
+    if samples is None:
+        return recipe.train.max_steps
+    schedule, _ = make_schedule(recipe, samples, base_learning_rate(recipe))
+    return schedule.total_steps
+
+
+def _disk_bytes(made: Plan, memory: PredictedMemory, steps: int | None) -> int:
+    kept = made.recipe.checkpoint
+    if not kept.save:
+        return 0
+    # One more than is kept: the next is written before an old one goes.
+    count = min(kept.keep_last + kept.keep_best + 1, steps or math.inf)
+    result = memory.trained_parameters * parameter_dtype(made).itemsize
+    return int(count * memory.checkpoint_bytes) + result

@@ -1,0 +1,104 @@
+"""Predicted memory equals that of real runs: all tensors of a rank, counted one by one."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rank_jobs import HAS_DEEPSPEED, NO_EVALUATION, Case, write_job
+from runs import run_ranks
+from tiny import make_llama
+
+from ftkit.base.base_model import open_base
+from ftkit.job import Job
+from ftkit.memory.predict import PredictedMemory, predict
+from ftkit.memory.simulate import largest_micro_batch
+from ftkit.ranks import rank_directory
+from ftkit.report.report import FILE_NAME, read_report
+
+LENGTH = 128
+STEPS: tuple[tuple[str, Any], ...] = (
+    ("data.mask_prompt", False),
+    ("train.max_seq_length", LENGTH),
+    ("train.global_batch_size", 8),
+    ("train.epochs", None),
+    ("train.max_steps", 3),
+    ("checkpoint.save", False),
+    *NO_EVALUATION,
+)
+WHOLE_BATCH = ("train.micro_batch_size", 8)
+CHECKPOINTED = ("memory.activation_checkpointing", True)
+SINGLE = [
+    Case("single", "full"),
+    Case("single", "full", "bf16-mixed", (WHOLE_BATCH,)),
+    Case("single", "full", "bf16-true", (("optimizer", "SGD"),)),
+    Case("single", "full", "bf16-true", (WHOLE_BATCH, CHECKPOINTED)),
+    Case("single", "lora", "32-true", (WHOLE_BATCH, ("lora_dropout", 0.1))),
+    Case("single", "lora", "bf16-true", (("quantize", "bnb.nf4-dq"),)),
+    Case("single", "lora", "bf16-mixed", (CHECKPOINTED,)),
+]
+SEVERAL = [
+    Case("ddp", "full"),
+    Case("ddp", "lora", "bf16-true", (("train.micro_batch_size", 4),)),
+    Case("fsdp", "full"),
+    Case("fsdp", "full", "bf16-mixed", (("train.micro_batch_size", 4),)),
+    Case("fsdp", "lora", "bf16-true", (("quantize", "bnb.nf4"), CHECKPOINTED)),
+]
+DEEPSPEED = [
+    Case("deepspeed", "full"),
+    Case("deepspeed", "lora", "bf16-true", (("train.micro_batch_size", 4),)),
+]
+
+
+def measured_and_predicted(
+    directory: Path, world_size: int, cases: list[Case]
+) -> dict[str, tuple[int, PredictedMemory]]:
+    """By case: the tensor bytes of the rank that needs most, and what was predicted."""
+    base = make_llama(
+        directory / "base",
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=8,
+        vocab_size=1000,
+    )
+    data = directory / "records.json"
+    record = {"instruction": "name colours", "input": "", "output": "red green " * LENGTH}
+    data.write_text(json.dumps([record] * 40))
+    jobs = []
+    for number, case in enumerate(cases):
+        out_dir = directory / f"{number}-{case}"
+        out_dir.mkdir()
+        changed = Case(case.strategy, case.method, case.precision, STEPS + case.changes)
+        jobs.append(write_job(changed, world_size, out_dir, base, data))
+    run_ranks(world_size, jobs, "counted_cases.py")
+    found = {}
+    for job in jobs:
+        peaks = [rank_directory(job.parent, rank) / "peak.json" for rank in range(world_size)]
+        measured = max(sum(json.loads(peak.read_text()).values()) for peak in peaks)
+        plan = Job.read(job).plan
+        batch = largest_micro_batch(plan.micro_batch_size, LENGTH)
+        report = read_report(rank_directory(job.parent, 0) / FILE_NAME)
+        assert report.step_memory is not None and report.step_memory.predicted is not None
+        assert abs(report.step_memory.predicted.error_fraction) < 0.02, job
+        found[job.parents[1].name] = measured, predict(open_base(str(base)), plan, batch)
+    return found
+
+
+def assert_equal(found: dict[str, tuple[int, PredictedMemory]]) -> None:
+    errors = {
+        name: predicted.peak_bytes / measured - 1 for name, (measured, predicted) in found.items()
+    }
+    assert all(abs(error) < 0.02 for error in errors.values()), errors
+    for _, predicted in found.values():
+        assert sum(predicted.breakdown_bytes.values()) == predicted.peak_bytes
+
+
+@pytest.mark.slow
+def test_the_peak_of_a_step_on_one_device_is_predicted_within_2_percent(tmp_path: Path) -> None:
+    assert_equal(measured_and_predicted(tmp_path, 1, SINGLE))
+
+
+@pytest.mark.slow
+def test_the_peak_of_a_rank_among_several_is_predicted_within_2_percent(tmp_path: Path) -> None:
+    cases = SEVERAL + (DEEPSPEED if HAS_DEEPSPEED else [])
+    assert_equal(measured_and_predicted(tmp_path, 2, cases))
