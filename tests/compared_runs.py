@@ -11,7 +11,7 @@ from ftkit.ranks import STATE, rank_directory
 from ftkit.recipe import RECIPE_OF, Method
 from ftkit.report.json_values import recipe_as_dict
 from ftkit.report.machine import Gpu, Hardware
-from ftkit.report.memory import Breakdown, RankStepMemory, StepMemory, StepMoments
+from ftkit.report.memory import Breakdown, PredictedStep, RankStepMemory, StepMemory, StepMoments
 from ftkit.report.metrics import MetricsWriter, ValidationWriter
 from ftkit.report.report import (
     Loss,
@@ -113,7 +113,7 @@ def make_run(
         progress=Progress(steps=steps, samples=steps * 16, epochs=1.0),
         throughput=speed if steps else None,
         peak_memory=PeakMemory.of([memory]) if peak_bytes else None,
-        step_memory=StepMemory(ranks=[_step_memory(peak_bytes)]) if peak_bytes and steps else None,
+        step_memory=_step_memory(peak_bytes) if peak_bytes and steps else None,
         loss=Loss(
             first=losses[0] if losses else None,
             last=losses[-1] if losses else None,
@@ -128,7 +128,7 @@ def make_run(
     return report
 
 
-def _step_memory(peak_bytes: int) -> RankStepMemory:
+def _step_memory(peak_bytes: int) -> StepMemory:
     parts = Breakdown(
         parameters=2 * GIB,
         gradients=GIB,
@@ -136,13 +136,19 @@ def _step_memory(peak_bytes: int) -> RankStepMemory:
         activations=peak_bytes - 11 * GIB // 2,
         temporaries=GIB // 2,
     )
-    return RankStepMemory(
+    rank = RankStepMemory(
         rank=0,
         step=2,
         peak_bytes=parts.total,
         peak_breakdown_bytes=parts,
         moments_bytes=StepMoments(),
     )
+    predicted = PredictedStep(
+        peak_bytes=parts.total + GIB // 4,
+        peak_breakdown_bytes=parts,
+        error_fraction=GIB / 4 / parts.total,
+    )
+    return StepMemory(ranks=[rank], predicted=predicted)
 
 
 def note_in_ranks(out: Path, *reports: Report) -> None:

@@ -10,7 +10,7 @@ from conftest import ROOT
 
 from ftkit import __version__
 from ftkit.cli import main, split_options
-from ftkit.commands import CHECKPOINTS, COMMANDS, USING
+from ftkit.commands import CHECKPOINTS, COMMANDS, LOOKING, USING
 from ftkit.parsing import key_types, read_recipe
 
 RECIPES = ROOT / "recipes"
@@ -119,6 +119,18 @@ def test_help_of_a_command_that_uses_a_result_explains_it_with_examples(said, co
     shown = re.findall(r"^  (?:-h, )?--(\S+)", out, re.MULTILINE)
     known = {f.name for f in dataclasses.fields(USING[command].options)} | {"help"}
     assert sorted(shown) == sorted(known | ({"data"} if USING[command].takes_data else set()))
+    assert f"\nExamples:\n  ftkit {command} out/" in out
+    assert max(map(len, out.splitlines())) <= 80
+    assert said(command, "-h", "out/run") == (0, out, "")
+
+
+@pytest.mark.parametrize("command", LOOKING)
+def test_help_of_a_command_that_looks_at_runs_explains_it_with_examples(said, command):
+    code, out, err = said(command, "--help")
+    assert (code, err) == (0, "")
+    assert out.startswith(f"usage: ftkit {command} {LOOKING[command].word}")
+    shown = re.findall(r"^  (?:-h, )?--(\S+)", out, re.MULTILINE)
+    assert shown == ["help", *LOOKING[command].options]
     assert f"\nExamples:\n  ftkit {command} out/" in out
     assert max(map(len, out.splitlines())) <= 80
     assert said(command, "-h", "out/run") == (0, out, "")
@@ -316,6 +328,9 @@ def completion(tmp_path_factory) -> Path:
         ("ftkit checkpoints clean --", {"--help", "--keep_last", "--dry_run"}),
         ("ftkit generate --prompt", {"--prompt", "--prompts", "--prompt_style"}),
         ("ftkit evaluate --accelerator ", {"auto", "cpu", "cuda"}),
+        ("ftkit compare --", {"--help", "--sort", "--format", "--plot"}),
+        ("ftkit compare --format ", {"table", "json", "csv", "markdown"}),
+        ("ftkit watch --", {"--help", "--once", "--interval"}),
         ("ftkit chat --t", {"--temperature", "--top_k", "--top_p"}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -361,6 +376,8 @@ def check():
         (["generate", "--help"], 0),
         (["generate", ROOT / "none", "--prompt", "a"], 2),
         (["evaluate", ROOT / "none", "--max_iters", "0"], 2),
+        (["compare", ROOT / "none"], 2),
+        (["watch", ROOT / "none"], 2),
     ],
     ids=[
         "help",
@@ -374,6 +391,8 @@ def check():
         "generate help",
         "no result",
         "bad option",
+        "nothing to compare",
+        "nothing to watch",
     ],
 )
 def test_what_starts_no_run_imports_no_torch(ftkit, argv, code):

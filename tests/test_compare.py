@@ -6,6 +6,7 @@ import io
 import json
 import re
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -65,10 +66,11 @@ def test_a_wide_terminal_has_a_row_for_each_run(out):
     assert [re.split("  +", line.strip()) for line in lines[:3]] == [
         ["micro_"],
         ["run", "outcome", "batch_size", "steps", "loss", "val loss", "tokens/s", "time",
-         "training", "peak memory", "reserved", "parameters", "gradients", "optimizer state",
-         "activations", "temporaries", "host memory"],
+         "training", "peak memory", "reserved", "tensors", "predicted", "off by", "parameters",
+         "gradients", "optimizer state", "activations", "temporaries", "host memory"],
         ["four", "completed", "4", "40", "0.5050", "0.6050", "* 4,000", "* 25.0 s", "* 20.0 s",
-         "14.0 GiB", "15.0 GiB", "2.0 GiB", "1.0 GiB", "2.0 GiB", "8.5 GiB", "512 MiB", "3.0 GiB"],
+         "14.0 GiB", "15.0 GiB", "14.0 GiB", "14.2 GiB", "+1.8 %", "2.0 GiB", "1.0 GiB", "2.0 GiB",
+         "8.5 GiB", "512 MiB", "3.0 GiB"],
     ]  # fmt: skip
     assert [line.split()[0] for line in lines[2:6]] == ["four", "one", "ctrl-c", "eight"]
 
@@ -89,6 +91,9 @@ time              * 25.0 s   37.0 s     11.0 s       5.0 s
 training          * 20.0 s   32.0 s     6.0 s        0 ms
 peak memory       14.0 GiB   * 8.0 GiB  9.0 GiB      23.0 GiB
 reserved          15.0 GiB   * 9.0 GiB  10.0 GiB     24.0 GiB
+tensors           14.0 GiB   * 8.0 GiB  9.0 GiB
+predicted         14.2 GiB   8.2 GiB    9.2 GiB
+off by            +1.8 %     +3.1 %     +2.8 %
 parameters        2.0 GiB    2.0 GiB    2.0 GiB
 gradients         1.0 GiB    1.0 GiB    1.0 GiB
 optimizer state   2.0 GiB    2.0 GiB    2.0 GiB
@@ -100,23 +105,37 @@ ctrl-c: Ctrl+C
 eight: CUDA out of memory. Tried to allocate 2.00 GiB"""
 
 
-def test_a_narrow_terminal_keeps_what_counts_most_and_says_what_is_missing(out):
-    assert (
-        at_width(60, out)
-        == """\
-                           micro_
-run     outcome        batch_size  tokens/s  peak memory
-four    completed               4   * 4,000     14.0 GiB
-one     completed               1     2,500    * 8.0 GiB
-ctrl-c  interrupted             2     4,000      9.0 GiB
-eight   out of memory           8               23.0 GiB
-left out for width: steps, loss, val loss, time, training,
-reserved, parameters, gradients, optimizer state,
-activations, temporaries, host memory (--format csv has all)
-* best of those that ended well
-ctrl-c: Ctrl+C
-eight: CUDA out of memory. Tried to allocate 2.00 GiB"""
-    )
+def test_a_narrower_terminal_has_blocks_of_such_columns(out):
+    lines = at_width(52, out).splitlines()
+    second = lines.index("") + 1
+    assert lines[:2] == [
+        "run               four       one        ctrl-c",
+        "outcome           completed  completed  interrupted",
+    ]
+    assert lines[second : second + 2] == [
+        "run               eight",
+        "outcome           out of memory",
+    ]
+
+
+def test_of_many_runs_a_narrow_terminal_keeps_what_counts_most(out):
+    for number in range(8):
+        make_run(out / f"more-{number}", train__micro_batch_size=16, step_s=1, peak_bytes=9 * GIB)
+    lines = at_width(60, out).splitlines()
+    assert lines[:3] == [
+        "                           micro_",
+        "run     outcome        batch_size  tokens/s  peak memory",
+        "four    completed               4   * 4,000     14.0 GiB",
+    ]
+    assert lines[-7:] == [
+        "left out for width: steps, loss, val loss, time, training,",
+        "reserved, tensors, predicted, off by, parameters, gradients,",
+        "optimizer state, activations, temporaries, host memory",
+        "(--format csv has all)",
+        "* best of those that ended well",
+        "ctrl-c: Ctrl+C",
+        "eight: CUDA out of memory. Tried to allocate 2.00 GiB",
+    ]
 
 
 def test_where_there_is_no_terminal_the_table_has_80_columns(said, out):
@@ -387,9 +406,12 @@ def panels(*paths: object):
 
 def test_every_run_has_its_curve_by_step_and_by_time(matplotlib, out):
     runs, _, found = panels(out)
-    by_step = found["Loss by step; points: validation"]
+    by_step = found["Loss by step, mean of 2 steps; points: validation"]
     curves = [line for line in by_step.lines if line.get_linestyle() != "None"]
-    losses = [run.training.losses for run in runs]
+    losses = [
+        [(a + b) / 2 for a, b in pairwise([*run.training.losses[:1], *run.training.losses])]
+        for run in runs
+    ]
     assert [list(line.get_ydata()) for line in curves] == [pytest.approx(part) for part in losses]
     assert [len(line.get_xdata()) for line in curves] == [40, 40, 12, 0]
     by_time = found["Loss by time of training"]

@@ -51,6 +51,11 @@ def _of_step_memory(name: str) -> Callable[[Report], float | None]:
     return value
 
 
+def _of_prediction(name: str) -> Callable[[Report], float | None]:
+    """What was expected of the measured step."""
+    return lambda report: getattr(report.step_memory and report.step_memory.predicted, name, None)
+
+
 MEASURES = (
     Measure(key="steps", head="steps", value=_of("progress", "steps"), text=number_text),
     Measure(key="loss", head="loss", value=_of("loss", "last"), text=_loss_text),
@@ -113,6 +118,18 @@ MEASURES = (
         text=bytes_text,
         better="lower",
     ),
+    Measure(
+        key="predicted_bytes",
+        head="predicted",
+        value=_of_prediction("peak_bytes"),
+        text=bytes_text,
+    ),
+    Measure(
+        key="prediction_error",
+        head="off by",
+        value=_of_prediction("error_fraction"),
+        text=lambda fraction: f"{fraction * 100:+.1f} %",
+    ),
     *(
         Measure(
             key=f"{part.name}_bytes",
@@ -132,24 +149,29 @@ MEASURES = (
 )
 """All of them, in the order of the table."""
 _TIMES = ("time_s", "training_s")
+_SETTING = "setting"
 _WORTH = (
     "run",
     "state",
     "tokens_per_s",
     "allocated_bytes",
+    _SETTING,
+    _SETTING,
     "validation_loss",
-    "host_bytes",
+    "tensors_bytes",
     "time_s",
     "loss",
+    "host_bytes",
     "exact_match",
     "steps",
     "reserved_bytes",
     "training_s",
     "mfu",
-    "tensors_bytes",
+    "predicted_bytes",
+    "prediction_error",
     *(f"{part.name}_bytes" for part in fields(Breakdown)),
 )
-"""What a narrow table keeps first; settings come after `state`."""
+"""What a narrow table keeps first: among it the first two settings, further ones last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,13 +192,6 @@ class Column:
     """Which values are good."""
     is_setting: bool = False
     """Whether it was asked for, not measured."""
-
-    @property
-    def worth(self) -> float:
-        """How long it stays while a table becomes narrow; the lowest stays longest."""
-        if self.key == "state" and len(set(self.values)) == 1:
-            return math.inf
-        return 1.5 if self.is_setting else _WORTH.index(self.key)
 
     @property
     def is_numeric(self) -> bool:
@@ -243,6 +258,20 @@ def in_order(runs: list[ComparedRun], sort: str | None) -> list[ComparedRun]:
     )
     missing = [i for i, value in enumerate(column.values) if value is None]
     return [runs[i] for i in present + missing]
+
+
+def by_worth(columns: list[Column]) -> list[Column]:
+    """The columns in the order in which a narrow table keeps them."""
+    free = [i for i, key in enumerate(_WORTH) if key == _SETTING]
+    worth = {}
+    for column in columns:
+        if column.is_setting:
+            worth[column.key] = free.pop(0) if free else len(_WORTH)
+        else:
+            worth[column.key] = _WORTH.index(column.key)
+        if column.key == "state" and len(set(column.values)) == 1:
+            worth[column.key] = len(_WORTH)
+    return sorted(columns, key=lambda column: worth[column.key])
 
 
 def all_columns(runs: list[ComparedRun]) -> list[Column]:

@@ -47,8 +47,10 @@ PART_COLORS = {
 }
 _POINTS = 600
 """Most points of a curve: more are averaged."""
-_RAW_POINTS = 60
+_RAW_POINTS = 25
 """Up to so many steps are drawn as they are; of more, a running mean shows the trend."""
+_VISIBLE = 1 / 500
+"""Share of the highest peak from which on a part of memory can be seen."""
 _LIMIT_IN_SIGHT = 4.0
 """How many times the highest peak the device's limit may be to be drawn."""
 _FEW = 6
@@ -197,7 +199,7 @@ def _draw_losses(by_step: "Axes", by_time: "Axes", runs: list[ComparedRun]) -> "
     from matplotlib.lines import Line2D
 
     longest = max((len(run.training.steps) for run in runs), default=0)
-    window = 1 if longest <= _RAW_POINTS else max(2, longest // 40)
+    window = 1 if longest <= _RAW_POINTS else max(2, longest // 20)
     unit_s, unit = _time_unit(
         max((s for run in runs for s in run.training.seconds[-1:]), default=0)
     )
@@ -252,7 +254,10 @@ def _draw_memory(axes: "Axes", runs: list[ComparedRun]) -> None:
     peaks = [sum(part.values()) for part in parts]
     unit, name = (2**30, "GiB") if max(peaks, default=0) >= 2**30 else (2**20, "MiB")
     starts = [0.0] * len(runs)
-    for part in (part for part in PART_COLORS if any(part in found for found in parts)):
+    visible = _VISIBLE * max(peaks, default=0)
+    for part in PART_COLORS:
+        if not any(found.get(part, 0) > visible for found in parts):
+            continue
         sizes = [found.get(part, 0) / unit for found in parts]
         axes.barh(
             range(len(runs)), sizes, left=starts, height=0.72, color=PART_COLORS[part],

@@ -16,6 +16,7 @@ from rich.text import Text
 from ftkit.comparison.columns import (
     Column,
     all_columns,
+    by_worth,
     distinct,
     measure_columns,
     name_columns,
@@ -29,6 +30,7 @@ from ftkit.report.table import STYLE_OF_OUTCOME
 _GAP = 2
 _LONGEST = 28
 """Characters of a name or a setting in a terminal."""
+_MOST_BLOCKS = 3
 _LONGEST_IF_NARROW = 20
 _LONGEST_HEAD = 10
 """Longer heads are broken at an underscore."""
@@ -42,7 +44,10 @@ _BEST = "bold green"
 
 
 class ComparisonTable:
-    """The table for a terminal: a row for each run, or a column where that is too wide."""
+    """The table for a terminal: a row for each run, or a column where that is too wide.
+
+    Few runs are shown in blocks of columns, one below the other; of many, the rows are shortened.
+    """
 
     def __init__(self, runs: list[ComparedRun]) -> None:
         self._runs = runs
@@ -53,8 +58,10 @@ class ComparisonTable:
         width = options.max_width
         if _width(self._columns) <= width:
             yield _by_rows(self._columns)
-        elif _turned_width(self._columns) <= width:
-            yield _by_columns(self._columns)
+        elif blocks := _blocks(self._columns, width):
+            for i, runs in enumerate(blocks):
+                yield from [""] * (i > 0)
+                yield _by_columns(self._columns, runs)
         else:
             kept = _narrowed([_for_terminal(c, _LONGEST_IF_NARROW) for c in self._shown], width)
             yield _by_rows(kept)
@@ -71,11 +78,9 @@ class ComparisonTable:
 
 
 def shown_columns(runs: list[ComparedRun]) -> list[Column]:
-    """What a table for people shows: no measure that no run has, and no number twice."""
-    measured = {column.key: column for column in measure_columns(runs) if any(column.values)}
-    if "allocated_bytes" in measured:
-        measured.pop("tensors_bytes", None)
-    return [*name_columns(runs), *setting_columns(runs), *measured.values()]
+    """What a table for people shows: no measure that no run has."""
+    measured = [column for column in measure_columns(runs) if any(column.values)]
+    return [*name_columns(runs), *setting_columns(runs), *measured]
 
 
 def notes(runs: list[ComparedRun]) -> list[str]:
@@ -200,16 +205,27 @@ def _width(columns: list[Column]) -> int:
     return sum(map(_column_width, columns)) + _GAP * (len(columns) - 1)
 
 
-def _turned_width(columns: list[Column]) -> int:
+def _blocks(columns: list[Column], width: int) -> list[list[int]]:
+    """The runs in blocks that fit as columns; none if there are too many for that."""
     heads = max(cell_len(column.head) for column in columns)
-    runs = range(len(columns[0].texts))
-    return heads + sum(_GAP + max(cell_len(column.texts[i]) for column in columns) for i in runs)
+    blocks: list[list[int]] = []
+    left = 0
+    for i in range(len(columns[0].texts)):
+        needed = _GAP + max(cell_len(column.texts[i]) for column in columns)
+        if heads + needed > width:
+            return []
+        if not blocks or needed > left:
+            blocks.append([])
+            left = width - heads
+        blocks[-1].append(i)
+        left -= needed
+    return blocks if len(blocks) <= _MOST_BLOCKS else []
 
 
 def _narrowed(columns: list[Column], width: int) -> list[Column]:
     """As many of the columns as fit, those of most worth first, in their order."""
     kept: list[Column] = []
-    for column in sorted(columns, key=lambda column: column.worth):
+    for column in by_worth(columns):
         if not kept or _width([*kept, column]) <= width:
             kept.append(column)
     return [column for column in columns if column in kept]
@@ -236,13 +252,14 @@ def _by_rows(columns: list[Column]) -> Table:
     return table
 
 
-def _by_columns(columns: list[Column]) -> Table:
+def _by_columns(columns: list[Column], runs: list[int]) -> Table:
     table = Table.grid(padding=(0, _GAP, 0, 0))
-    table.add_column(no_wrap=True, style="cyan")
-    for _ in columns[0].texts:
+    heads = max(cell_len(column.head) for column in columns)
+    table.add_column(no_wrap=True, style="cyan", min_width=heads)
+    for _ in runs:
         table.add_column(no_wrap=True)
     for column in columns:
-        cells = [_cell(column, i) for i in range(len(column.texts))]
+        cells = [_cell(column, i) for i in runs]
         if column.key == "run":
             cells = [Text(cell.plain, "bold") for cell in cells]
         table.add_row(Text(column.head), *cells)
