@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ftkit.errors import UserError
 from ftkit.memory.gpus import Gpu
 from ftkit.parsing import Override
-from ftkit.plan import Planned, largest_that_fits
+from ftkit.prediction import Planned, largest_that_fits
 from ftkit.planning import DeepSpeedOptions, FsdpOptions
 from ftkit.recipe import LoraRecipe
 

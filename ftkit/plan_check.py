@@ -12,7 +12,7 @@ from ftkit.errors import UserError
 from ftkit.fit import changes_that_fit
 from ftkit.memory.gpus import Gpu
 from ftkit.parsing import Override
-from ftkit.plan import Planned, plan
+from ftkit.prediction import Planned, plan
 
 ADVICE = 3
 """Changes that a refusal names."""

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ftkit.fit import Change
 from ftkit.memory.live import CATEGORIES
-from ftkit.plan import Planned
+from ftkit.prediction import Planned
 from ftkit.recipe import LoraRecipe
 from ftkit.report.formatting import bytes_text, percent_text
 

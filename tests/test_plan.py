@@ -15,7 +15,7 @@ from ftkit.fit import changes_that_fit
 from ftkit.memory.gpus import GPUS, find_gpu
 from ftkit.memory.simulate import largest_micro_batch, simulate, with_layers
 from ftkit.parsing import Override
-from ftkit.plan import Planned, plan, variations
+from ftkit.prediction import Planned, plan
 
 MODEL = "random:pythia-14m"
 ROOT = Path(__file__).parents[1]
@@ -123,16 +123,6 @@ def test_steps_are_known_where_the_data_is(tmp_path: Path) -> None:
     assert (found.samples, found.steps) == (48, 6)
     assert planned().steps is None
     assert planned(train__max_steps=7).steps == 7
-
-
-def test_every_combination_of_sweeps_is_planned() -> None:
-    assert variations([]) == [()]
-    assert variations(["train.micro_batch_size=1,2", "precision=32-true"]) == [
-        (("train.micro_batch_size", "1"), ("precision", "32-true")),
-        (("train.micro_batch_size", "2"), ("precision", "32-true")),
-    ]
-    with pytest.raises(UserError, match=r"--sweep train\.micro_batch_size=1,2,4"):
-        variations(["train.micro_batch_size"])
 
 
 def test_gpus_are_named_or_given_by_size(monkeypatch: pytest.MonkeyPatch) -> None:

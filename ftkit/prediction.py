@@ -1,7 +1,6 @@
 """What a recipe will need, predicted before anything is loaded or downloaded."""
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -175,24 +174,6 @@ def plan_recipe(recipe: Recipe, *, gpu: Gpu | None = None, name: str = "") -> Pl
         samples=samples,
         steps=steps,
     )
-
-
-def variations(sweeps: Sequence[str]) -> list[tuple[Override, ...]]:
-    """Every combination of `key=a,b,c`, one such text for each key; one empty one for none.
-
-    Raises:
-        UserError: a text is not of this form.
-    """
-    choices: list[list[Override]] = []
-    for sweep in sweeps:
-        key, equals, values = sweep.partition("=")
-        if not (equals and key and all(values.split(","))):
-            raise UserError(
-                f"--sweep is {sweep!r}, but must be a key and its values. "
-                "Try --sweep train.micro_batch_size=1,2,4."
-            )
-        choices.append([(key.removeprefix("--"), value) for value in values.split(",")])
-    return list(itertools.product(*choices))
 
 
 def _devices(recipe: Recipe, gpu: Gpu | None) -> Devices:
