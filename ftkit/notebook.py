@@ -24,6 +24,7 @@ from ftkit.errors import DoesNotFit, UserError
 from ftkit.parsing import Override, as_text, read_recipe
 from ftkit.process import PassingOn, start_command
 from ftkit.report import table
+from ftkit.report.formatting import utc_now
 from ftkit.report.report import Report
 from ftkit.resume import follow_moved
 from ftkit.run_state import RunState, StateName, Supervisor, look
@@ -45,11 +46,12 @@ class ShownReport(Report):
 class Run(os.PathLike[str]):
     """A run: at work, or ended. Wherever a path of a run is wanted, it stands for its out_dir."""
 
-    def __init__(self, out_dir: Path, child: "subprocess.Popen[bytes] | None" = None) -> None:
+    def __init__(self, out_dir: Path) -> None:
         self.out_dir = out_dir
         """Its directory, absolute."""
-        self._child = child
+        self._child: subprocess.Popen[bytes] | None = None
         self._output: IO[bytes] | None = None
+        self._started_at = utc_now()
 
     @property
     def outcome(self) -> StateName:
@@ -141,6 +143,9 @@ class Run(os.PathLike[str]):
             place.show(sight)
             if ended or (self._child is None and not sight.run.at_work):
                 break
+        report = sight.run.report
+        if self._child is not None and report and report.started_at < self._started_at:
+            place.note(self._said().strip())  # that there was nothing to do
         place.conclude(sight.run)
         if len(signals.received) > 1:
             raise KeyboardInterrupt
@@ -237,8 +242,8 @@ def _start(
     switches: list[str],
 ) -> Run:
     """Start the command, and find out which directory is its own."""
-    one = isinstance(recipe, str | os.PathLike)
-    files = [os.fspath(file) for file in ([recipe] if one else recipe or ())]
+    several = [recipe] if isinstance(recipe, str | os.PathLike) else recipe or ()
+    files = [os.fspath(file) for file in several]
     overrides: list[Override] = [(key, as_text(value)) for key, value in keys.items()]
     asked = read_recipe(files, overrides, method=FINETUNE[command])
     if files and "out_dir" not in keys:
@@ -246,12 +251,12 @@ def _start(
     words = [command, *(f"--config={file}" for file in files)]
     words += [f"--{key}={text}" for key, text in overrides]
     place = cell.place()
-    output = tempfile.TemporaryFile()
+    output = tempfile.TemporaryFile()  # noqa: SIM115 - it belongs to the run
     with PassingOn(signal.SIGINT) as signals:
-        child = start_command([*words, *switches], output)
-        signals.to(child)
-        run = Run(asked.out_dir.expanduser().absolute(), child)
+        run = Run(asked.out_dir.expanduser().absolute())
         run._output = output
+        run._child = child = start_command([*words, *switches], output)
+        signals.to(child)
         while (out_dir := _claimed(run.out_dir, child.pid)) is None:
             if child.poll() is not None:
                 return _without_directory(run, place, interrupted=bool(signals.received))

@@ -46,10 +46,9 @@ def plan(
         UserError: as a run would.
     """
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # of kernels that nothing here needs
-    one = isinstance(recipe, str | os.PathLike)
-    files = [recipe] if one else list(recipe or ())
+    several = [recipe] if isinstance(recipe, str | os.PathLike) else recipe or ()
     found = prediction.plan(
-        [os.fspath(file) for file in files],
+        [os.fspath(file) for file in several],
         [(key, as_text(value)) for key, value in keys.items()],
         gpu=None if gpu is None else find_gpu(gpu),
         name=name,
