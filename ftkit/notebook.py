@@ -32,7 +32,7 @@ from ftkit.watch import Watcher, as_html
 
 PathLike = str | os.PathLike[str]
 _POLL_S = 0.1
-_TOLD = re.compile(r"^ftkit: (.*)\Z", re.MULTILINE | re.DOTALL)
+_TOLD = re.compile(r"(?:.*^)?ftkit: (.*)\Z", re.MULTILINE | re.DOTALL)
 """What the command says when it refuses to run."""
 
 
@@ -143,8 +143,7 @@ class Run(os.PathLike[str]):
             place.show(sight)
             if ended or (self._child is None and not sight.run.at_work):
                 break
-        report = sight.run.report
-        if self._child is not None and report and report.started_at < self._started_at:
+        if self._child is not None and not self._has_reported():
             place.note(self._said().strip())  # that there was nothing to do
         place.conclude(sight.run)
         if len(signals.received) > 1:
@@ -164,10 +163,18 @@ class Run(os.PathLike[str]):
 
     def _raise_what_was_told(self) -> None:
         """Raise as an error what the child said when it refused to run."""
-        if self._child is None or self._child.poll() is None:
+        if self._child is None or self._child.poll() is None or self._has_reported():
             return
-        if self._child.returncode and (told := _TOLD.search(self._said())):
+        if self._child.returncode and (told := _TOLD.match(self._said())):
             raise _error(told[1].strip(), self._child.returncode)
+
+    def _has_reported(self) -> bool:
+        """Whether there is a report of what was started here."""
+        try:
+            report = self._look().report
+        except UserError:
+            return False
+        return report is not None and report.started_at >= self._started_at
 
     def _said(self) -> str:
         if self._output is None:
@@ -225,7 +232,7 @@ def attach(out_dir: PathLike) -> Run:
         UserError: the directory holds no run.
     """
     run = Run(Path(out_dir).expanduser().absolute())
-    look(run.out_dir)
+    run._look()
     return run
 
 
