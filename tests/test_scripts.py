@@ -19,13 +19,16 @@ from ftkit.recipe import Component, LoraRecipe, Recipe
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted(p for p in (ROOT / "scripts").glob("[!_]*") if p.is_file() and not p.suffix)
 BASH_SCRIPTS = [path for path in SCRIPTS if "bash" in path.read_text().partition("\n")[0]]
-RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+RECIPES = sorted(
+    path for path in (ROOT / "recipes").rglob("*.yaml") if path.parent.name != "sweeps"
+)
 
 LIGHT_MODULES = [
     "aside",
     "base.hub",
     "checkpoint.metadata",
     "checkpoint.store",
+    "cell",
     "cli",
     "commands",
     "comparison.compare",
@@ -39,6 +42,7 @@ LIGHT_MODULES = [
     "job",
     "launch",
     "manage",
+    "notebook",
     "options",
     "parsing",
     "planning",
@@ -50,6 +54,7 @@ LIGHT_MODULES = [
     "report.formatting",
     "report.json_values",
     "report.machine",
+    "report.markup",
     "report.metrics",
     "report.report",
     "report.table",
@@ -58,7 +63,10 @@ LIGHT_MODULES = [
     "resume",
     "run_state",
     "survey",
+    "sweep",
+    "sweep_runs",
     "usage",
+    "variations",
     "watch",
 ]
 HEAVY_PACKAGES = [
