@@ -207,6 +207,16 @@ def test_set_up_adds_an_option_to_the_environment_it_has(setup):
     assert calls[-len(install("")) :] == install(".[dev]")
 
 
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [(["--notebook"], ".[notebook]"), (["--notebook", "--dev"], ".[dev]")],
+)
+def test_set_up_installs_jupyter_where_it_is_asked_for(setup, options, what):
+    assert setup.run(*options).returncode == 0
+    assert setup.calls() == [*FRESH, *install(what)]
+    assert setup.run("--notebook").stdout == ""
+
+
 def test_a_failed_set_up_shows_what_pip_said_and_starts_over_next_time(setup):
     (setup.root / "pip_says").write_text("no matching distribution\n")
     run = setup.run()
