@@ -7,7 +7,6 @@ elsewhere. Values that were subtracted from the start (PiSSA, OLoRA) become more
 
 import json
 import math
-import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ftkit.adapter_config import (
+    BASE,
     CONFIG,
     METADATA,
     OLD_WEIGHTS,
@@ -28,8 +28,8 @@ from ftkit.adapter_config import (
 )
 from ftkit.base.base_model import BaseModel, fuse, parameter_shapes, part_of, weights
 from ftkit.base.naming import Fused
-from ftkit.base.tensor_files import sync
 from ftkit.checkpoint.shards import save_tensors
+from ftkit.durable import new_directory
 from ftkit.errors import UserError
 from ftkit.lora import INITIAL, TRAINED, is_adapter, names_of
 from ftkit.recipe import LoraRecipe
@@ -68,7 +68,11 @@ class _Layer:
 
 
 def save_adapter(
-    parameters: Iterable[tuple[str, Tensor]], base: BaseModel, recipe: LoraRecipe, out: Path
+    parameters: Iterable[tuple[str, Tensor]],
+    base: BaseModel,
+    recipe: LoraRecipe,
+    out: Path,
+    base_fingerprint: str | None = None,
 ) -> None:
     """Write trained weights as a PEFT adapter of the Hugging Face model.
 
@@ -80,6 +84,7 @@ def save_adapter(
         base: the model that is adapted.
         recipe: the adapter's settings.
         out: a directory that does not exist yet.
+        base_fingerprint: of the base model, noted so that another one is refused.
     """
     from peft import LoraConfig
 
@@ -105,6 +110,8 @@ def save_adapter(
     whole = _whole_layers({n: t for n, t in given.items() if not is_adapter(n)}, base, recipe)
     tensors |= {f"{_PREFIX}{name}": tensor for name, tensor in whole.items()}
     notes = {METADATA: json.dumps(_notes(recipe, base, parts, layers))} if parts else {}
+    if base_fingerprint is not None:
+        notes[BASE] = base_fingerprint
     rank = next((r for theirs, r in ranks.items() if theirs not in parts), recipe.lora_r)
     others = _by_short_name({theirs: r for theirs, r in ranks.items() if r != rank}, base)
     config = LoraConfig(
@@ -121,19 +128,10 @@ def save_adapter(
         base_model_name_or_path=base.name if base.directory is None else str(base.directory),
         inference_mode=True,
     )
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir(parents=True)
+    with new_directory(out) as partial:
         save_tensors(tensors, partial / WEIGHTS, notes)
         config.save_pretrained(str(partial))
         _sort_targets(partial / CONFIG)
-        for path in (*partial.iterdir(), partial):
-            sync(path)
-        partial.rename(out)
-        sync(out.parent)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _joined_layers(parameters: Mapping[str, Tensor]) -> dict[str, _Layer]:

@@ -12,6 +12,8 @@ CONFIG = "adapter_config.json"
 WEIGHTS, OLD_WEIGHTS = "adapter_model.safetensors", "adapter_model.bin"
 METADATA = "ftkit"
 """Key of the header of WEIGHTS with what ftkit notes of fused layers, as JSON."""
+BASE = "ftkit_base"
+"""Key of the header of WEIGHTS with the fingerprint of the base model."""
 PARTS = "parts"
 """Among the notes: Hugging Face's names of fused layers, each with our layers in order."""
 
@@ -116,6 +118,21 @@ def _in_order(value: Any) -> Any:
 
 def read_notes(directory: Path) -> dict[str, Any]:
     """What ftkit noted of the layers that an adapter of its own fuses; {} for others."""
+    try:
+        notes = json.loads(_header(directory).get(METADATA, "{}"))
+    except (ValueError, TypeError) as error:
+        raise _unreadable(directory / WEIGHTS, error) from error
+    return notes if isinstance(notes, dict) else {}
+
+
+def base_fingerprint(directory: Path) -> str | None:
+    """Of the base model that an adapter was trained on; None: ftkit did not write it there."""
+    found = _header(directory).get(BASE)
+    return found if isinstance(found, str) else None
+
+
+def _header(directory: Path) -> dict[str, Any]:
+    """What the header of the weights says beside their names; {} where there is none."""
     path = directory / WEIGHTS
     if not path.is_file():
         return {}
@@ -123,12 +140,16 @@ def read_notes(directory: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(min(size, 2**27)))
-        notes = json.loads(header.get("__metadata__", {}).get(METADATA, "{}"))
+        found = header.get("__metadata__", {})
     except (OSError, ValueError, AttributeError) as error:
-        raise UserError(
-            f"{path} cannot be read ({error}). Take the adapter from where it was saved again."
-        ) from error
-    return notes if isinstance(notes, dict) else {}
+        raise _unreadable(path, error) from error
+    return found if isinstance(found, dict) else {}
+
+
+def _unreadable(path: Path, error: Exception) -> UserError:
+    return UserError(
+        f"{path} cannot be read ({error}). Take the adapter from where it was saved again."
+    )
 
 
 def _config(directory: Path) -> dict[str, Any]:
@@ -141,9 +162,7 @@ def _config(directory: Path) -> dict[str, Any]:
             "adapter, such as a run's final/."
         ) from None
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"{path} cannot be read ({error}). Take the adapter from where it was saved again."
-        ) from error
+        raise _unreadable(path, error) from error
     if not isinstance(content, dict):
         raise UserError(
             f"{path} holds no settings. Take the adapter from where it was saved again."

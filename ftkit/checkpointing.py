@@ -201,6 +201,7 @@ class Checkpointing:
         """What writes the files beside the shards, on rank 0."""
         recipe = self._plan.recipe
         module, base = self._module, self._base
+        fingerprint = self._base_identity.fingerprint
         adapter: list[tuple[str, Tensor]] = []
         if isinstance(recipe, LoraRecipe):
             assert module.sharding is not None
@@ -216,7 +217,7 @@ class Checkpointing:
             own.write_text(text, encoding="utf-8")
             if isinstance(recipe, LoraRecipe):
                 others = directory / "adapter"
-                save_adapter(adapter, base, recipe, others)
+                save_adapter(adapter, base, recipe, others, fingerprint)
             else:
                 others.mkdir()
                 save_companions(base, others)

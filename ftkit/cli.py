@@ -37,7 +37,7 @@ from ftkit.usage import (
     whole_parser,
 )
 
-SWITCHES = ("help", "overwrite", "print_config")
+SWITCHES = ("force", "help", "overwrite", "print_config")
 """Options without a value."""
 
 
@@ -155,6 +155,7 @@ def _finetune(name: str, argv: Sequence[str]) -> int:
         command=["ftkit", name, *argv],
         overwrite="overwrite" in options.switches,
         stop_after=StopAfter.parse(own["stop_after"][-1]) if own["stop_after"] else None,
+        force="force" in options.switches,
     )
 
 
@@ -328,6 +329,14 @@ def _use(name: str, argv: Sequence[str]) -> int:
         from ftkit.chat import chat
 
         return chat(result, asked)
+    if name == "merge":
+        from ftkit.merge import merge
+
+        return merge(result, asked)
+    if name == "export":
+        from ftkit.export import export
+
+        return export(result, asked)
     from ftkit.evaluate import evaluate
 
     return evaluate(result, asked, data)

@@ -3,7 +3,13 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from ftkit.options import ChatOptions, EvaluateOptions, GenerateOptions
+from ftkit.options import (
+    ChatOptions,
+    EvaluateOptions,
+    ExportOptions,
+    GenerateOptions,
+    MergeOptions,
+)
 from ftkit.recipe import Method
 
 FINETUNE: dict[str, Method] = {"finetune": "lora", "finetune_lora": "lora", "finetune_full": "full"}
@@ -20,6 +26,8 @@ COMMANDS = {
     "generate": "answer one prompt or many with the result of a run, or any model",
     "chat": "talk with the result of a run, or any model",
     "evaluate": "measure a result on held-out data: loss, perplexity, exact match",
+    "merge": "make a LoRA run's adapter and its base model one Hugging Face model",
+    "export": "write a result for Hugging Face, LitGPT or PEFT",
 }
 
 
@@ -60,6 +68,27 @@ USING = {
             "out/finetune/lora --data JSON --data.json_path held_out.json",
         ),
         takes_data=True,
+    ),
+    "merge": Using(
+        text="Add what LoRA has learned to the weights of the base model, and write the whole as "
+        "a Hugging Face model. Memory holds one file of weights, not the model. Logits on a "
+        "sample show how close it comes to the result itself.",
+        options=MergeOptions,
+        examples=(
+            "out/finetune/lora --out out/merged",
+            "out/finetune/qlora --out out/merged --base original",
+        ),
+    ),
+    "export": Using(
+        text="Write a full fine-tune, one of its checkpoints or any model for Hugging Face or "
+        "LitGPT, or the adapter of a LoRA run or checkpoint for PEFT. To write a LoRA run as a "
+        "model, merge it first.",
+        options=ExportOptions,
+        examples=(
+            "out/finetune/full --format litgpt --out out/for-litgpt",
+            "out/full/checkpoints/step-00001500 --format hf --out out/hf",
+            "out/lora --format peft --out out/adapter",
+        ),
     ),
 }
 RESULT = (

@@ -1,7 +1,11 @@
 """Files that are still there, and whole, after a crash of the program or the machine."""
 
+import errno
+import fcntl
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 RESERVE_BYTES = 2**18
@@ -22,7 +26,7 @@ def write_durably(path: Path, text: str) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    sync_directory(path.parent)
+    sync(path.parent)
 
 
 def make_reserve(path: Path) -> None:
@@ -51,9 +55,65 @@ def insist(write: Callable[[], object], reserve: Path) -> None:
         write()
 
 
-def sync_directory(directory: Path) -> None:
-    """Wait until the names in a directory are on the disk: new, renamed and removed entries."""
+@contextmanager
+def new_directory(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """A directory to fill, beside its place; after the block it is there, complete and synced.
+
+    If the block fails, or the program or the machine does, there is what was there before. What a
+    crash has left is cleared away by the next call.
+
+    Args:
+        out: its place; empty or not there.
+        overwrite: replace what is there, after the block.
+
+    Raises:
+        FileExistsError: something is there.
+        OSError: another process fills it, or it cannot be written.
+    """
+    partial, replaced = (out.with_name(f".{out.name}.{end}") for end in ("partial", "replaced"))
+    partial.mkdir(parents=True, exist_ok=True)
+    descriptor = _locked(partial)
+    try:
+        for path in partial.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if replaced.exists() and not out.exists():  # a crash between the two renames below
+            replaced.rename(out)
+        shutil.rmtree(replaced, ignore_errors=True)
+        if not overwrite and out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(out))
+        yield partial
+        for path in (*partial.rglob("*"), partial):
+            sync(path)
+        if overwrite and out.exists():
+            out.rename(replaced)
+        partial.rename(out)
+        sync(out.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        os.close(descriptor)
+
+
+def _locked(directory: Path) -> int:
+    """An open descriptor of a directory that no other process has locked so."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Whoever had it may have renamed or removed it just now.
+        if not directory.exists() or not os.path.samestat(os.fstat(descriptor), directory.stat()):
+            raise BlockingIOError
+    except OSError as error:
+        os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            message = "another process is writing it"
+            raise BlockingIOError(errno.EWOULDBLOCK, message, str(directory)) from None
+        raise
+    return descriptor
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a directory, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -9,3 +9,9 @@ class UserError(Exception):
     """
 
     exit_code: int = 2
+
+
+class DoesNotFit(UserError):
+    """A run that would certainly end for lack of memory."""
+
+    exit_code = 3

@@ -64,6 +64,7 @@ from ftkit.resume import (
     require_free,
     verify_start,
 )
+from ftkit.room import require_room, with_micro_batch
 from ftkit.survey import Place, is_at_work
 
 BASE = "base"
@@ -78,6 +79,7 @@ def launch(
     command: Sequence[str],
     overwrite: bool = False,
     stop_after: StopAfter | None = None,
+    force: bool = False,
 ) -> int:
     """Check, start and supervise one run; the exit code of the command.
 
@@ -88,13 +90,14 @@ def launch(
         command: the command line, for the report.
         overwrite: replace what is in out_dir instead of taking another directory.
         stop_after: end this sitting before the run is done.
+        force: start even if memory is certainly too small.
 
     Raises:
         UserError: before anything has started, and nothing is left behind.
     """
 
     def prepared(received: Sequence[signal.Signals]) -> AbstractContextManager[Job]:
-        return prepare(recipe, command, overwrite, started_at_s, stop_after, received)
+        return prepare(recipe, command, overwrite, started_at_s, stop_after, received, force=force)
 
     started_at_s = time.time()
     placed = external_ranks()
@@ -126,6 +129,8 @@ def prepare(
     started_at_s: float,
     stop_after: StopAfter | None = None,
     received: Sequence[signal.Signals] = (),
+    *,
+    force: bool = False,
 ) -> Iterator[Job]:
     """A job whose every setting is checked, with its base model at hand and its directory claimed.
 
@@ -135,6 +140,7 @@ def prepare(
     """
     check_data(recipe.data)
     devices = find_devices(recipe)
+    recipe = with_micro_batch(recipe, devices)
     plan = make_plan(recipe, devices)
     if plan.strategy == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
         raise UserError(
@@ -153,6 +159,8 @@ def prepare(
             out_dir = stack.enter_context(claim(wanted, "go_on"))
             Store(out_dir / CHECKPOINTS).remove_leftovers()
         start = find_start(dataclasses.replace(recipe, precision=plan.precision))
+        if not force:
+            require_room(recipe, devices, command)
         base = _find_base(recipe, start)
         if not in_place:
             place = Place(path=wanted, store=Store(wanted / CHECKPOINTS))

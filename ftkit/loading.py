@@ -1,7 +1,7 @@
 """A result in memory, ready to answer: base model and adapter, or the weights of a checkpoint."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -83,7 +83,7 @@ def plan_use(
     return make_plan(dataclasses.replace(recipe, precision=precision or default), devices)
 
 
-def open_result(result: Result, base: str | None = None) -> BaseModel:
+def open_result(result: Result, base: str | None = None, option: str = "--base") -> BaseModel:
     """The base model of an adapter; a model itself; of a checkpoint, the model without weights.
 
     It is tied if the weights of the result are.
@@ -91,6 +91,7 @@ def open_result(result: Result, base: str | None = None) -> BaseModel:
     Args:
         result: from `find_result`.
         base: where the base model is, if not where the run had it.
+        option: of the command line, by which that is given.
 
     Raises:
         UserError: it is not there, or is not the one that the result was made from.
@@ -104,21 +105,68 @@ def open_result(result: Result, base: str | None = None) -> BaseModel:
     if name is None:
         raise UserError(
             f"{result.directory / CONFIG} does not say which base model the adapter "
-            "belongs to. Try --base PATH."
+            f"belongs to. Try {option} PATH."
         )
     try:
         found = open_base(name)
     except UserError as error:
         if base is not None:
             raise
-        raise UserError(f"{error}\nSay where the base model is with --base PATH.") from None
+        raise UserError(f"{error}\nSay where the base model is with {option} PATH.") from None
     if result.fingerprint is not None and result.fingerprint != fingerprint(found):
-        assert result.metadata is not None
+        known = f" ({result.metadata.base.name})" if result.metadata else ""
         raise UserError(
-            f"{name} is not the model that {result.name} was made from "
-            f"({result.metadata.base.name}): its weights differ. Try --base PATH with that model."
+            f"{name} is not the model that {result.name} was made from{known}: its weights "
+            f"differ. Try {option} PATH with that model."
         )
     return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenAdapter:
+    """An adapter that was read, and the model that it adapts, which has no numbers yet."""
+
+    base: BaseModel
+    model: LanguageModel
+    """Outlined and adapted."""
+    tensors: Mapping[str, Tensor]
+    """Values of what was trained, by our names."""
+
+
+def open_adapter(
+    result: Result,
+    *,
+    dtype: torch.dtype,
+    compute_dtype: torch.dtype | None = None,
+    quantize: Quantization | None = None,
+    base: str | None = None,
+    option: str = "--base",
+) -> OpenAdapter:
+    """Read an adapter and outline the adapted model.
+
+    Args:
+        result: an adapter.
+        dtype: number format of the parameters that are not quantised.
+        compute_dtype: number format of the arithmetic of quantised layers. Default: dtype.
+        quantize: how the weights of the blocks are stored; None: as numbers.
+        base: where the base model is, if not where the run had it.
+        option: of the command line, by which that is given.
+
+    Raises:
+        UserError: something is missing or damaged, or the adapter belongs to another model.
+    """
+    found = open_result(result, base, option)
+    train = Train() if result.recipe is None else result.recipe.train
+    try:
+        adapter = read_adapter(result.directory, found)
+        recipe = LoraRecipe(
+            checkpoint_dir=found.name, train=train, quantize=quantize, **adapter.changes
+        )
+        model = outline(found, recipe, dtype, compute_dtype)
+        check_shapes(adapter, _trained_shapes(model), result.directory)
+    except UserError as error:
+        raise UserError(f"{error}\nAnother base model is given with {option} PATH.") from None
+    return OpenAdapter(base=found, model=model, tensors=adapter.tensors)
 
 
 def full_weights(result: Result, base: BaseModel) -> Iterator[tuple[str, Tensor]]:
@@ -166,20 +214,13 @@ def load_result(
     Raises:
         UserError: something is missing or damaged, or the adapter belongs to another model.
     """
-    found = open_result(result, base)
     if result.kind == "adapter":
-        train = Train() if result.recipe is None else result.recipe.train
-        try:
-            adapter = read_adapter(result.directory, found)
-            recipe = LoraRecipe(
-                checkpoint_dir=found.name, train=train, quantize=quantize, **adapter.changes
-            )
-            model = outline(found, recipe, dtype, compute_dtype)
-            check_shapes(adapter, _trained_shapes(model), result.directory)
-        except UserError as error:
-            raise UserError(f"{error}\nAnother base model is given with --base PATH.") from None
-        source, tensors = None, adapter.tensors
+        adapter = open_adapter(
+            result, dtype=dtype, compute_dtype=compute_dtype, quantize=quantize, base=base
+        )
+        found, model, source, tensors = adapter.base, adapter.model, None, adapter.tensors
     else:
+        found = open_result(result, base)
         model = outline_plain(found, dtype, compute_dtype, tied=found.tied, kind=quantize)
         model.requires_grad_(False)
         source, tensors = full_weights(result, found), {}
@@ -194,10 +235,10 @@ def load_result(
         source=source,
         progress=progress,
     )
-    return Loaded(model=model.eval(), base=found, prompt_style=_style(result, found))
+    return Loaded(model=model.eval(), base=found, prompt_style=prompt_style(result, found))
 
 
-def _style(result: Result, base: BaseModel) -> "PromptStyle":
+def prompt_style(result: Result, base: BaseModel) -> "PromptStyle":
     """Of the run; else of a LitGPT directory; else what LitGPT knows for models of this name."""
     if result.recipe is not None:
         return prompt_style_of(result.recipe.data)

@@ -101,6 +101,26 @@ def row_norms(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
         return torch.linalg.vector_norm(adapted, dim=1)
 
 
+@torch.no_grad()
+def merged(
+    weight: Tensor, a: Tensor, b: Tensor, scaling: float, magnitude: Tensor | None
+) -> Tensor:
+    """[out, in] float32, the weight of a plain layer that computes what an adapted one does.
+
+    Args:
+        weight: [out, in], the base layer's.
+        a: [rank, in].
+        b: [out, rank].
+        scaling: of their product.
+        magnitude: [out], DoRA's trained lengths of the rows; None: not DoRA.
+    """
+    adapted = torch.addmm(weight.float(), b.float(), a.float(), alpha=scaling)
+    if magnitude is not None:
+        lengths = torch.linalg.vector_norm(adapted, dim=1)
+        adapted *= (magnitude.float() / lengths)[:, None]
+    return adapted
+
+
 def add_adapter(model: nn.Module, base: BaseModel, recipe: LoraRecipe) -> None:
     """Freeze the model and put LoRA matrices beside the chosen layers; no memory is taken.
 

@@ -241,6 +241,10 @@ def fill(
     adapted = _adapted_weights(model)
     left = dict.fromkeys(names)
     sharding.allocate(model, device)
+    if model.quantized is not None:
+        from ftkit.quantization import allocate
+
+        allocate(model, device)
     model.place_rotary_tables(device, rope_length)
 
     def put(ours: str, value: Rows) -> None:

@@ -1,6 +1,7 @@
 """Options of the commands that use a result: each is declared once, with its help and its rule."""
 
 import difflib
+import re
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -13,8 +14,14 @@ from ftkit.recipe import Precision, Quantization
 
 Format = Literal["table", "json"]
 Storage = Quantization | Literal["none"]
+Dtype = Literal["float32", "bfloat16", "float16"]
 
 _Options = TypeVar("_Options")
+
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_SIZE = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})")
+_MODEL_FILES = ("config.json", "model_config.yaml", "adapter_config.json")
+"""What tells a model or an adapter."""
 
 
 def option(
@@ -184,6 +191,97 @@ class EvaluateOptions(UseOptions):
     format: Format = option(
         "table", "json: nothing else is written to standard output.", example="json"
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """Of commands that write a model or an adapter."""
+
+    out: Path | None = option(None, "Directory to write.", example="out/merged")
+    overwrite: bool = option(
+        False, "Replace the model or adapter in --out, once the new one is complete.", example=True
+    )
+    dtype: Dtype | None = option(
+        None, "Number format of the weights. Default: as they are stored.", example="bfloat16"
+    )
+    max_shard_size: str = option(
+        "5GB", "Largest file of weights in Hugging Face's layout.", example="5GB"
+    )
+
+    @property
+    def directory(self) -> Path:
+        """Where to write."""
+        assert self.out is not None
+        return self.out.expanduser()
+
+    @property
+    def max_shard_bytes(self) -> int:
+        """Largest file of weights."""
+        found = _SIZE.fullmatch(self.max_shard_size)
+        bytes_ = 0 if found is None else int(float(found[1]) * _UNITS[found[2]])
+        if bytes_ < 1:
+            raise UserError(
+                f"--max_shard_size is {self.max_shard_size!r}, but must be a number with "
+                f"{', '.join(_UNITS)}. Try --max_shard_size 5GB."
+            )
+        return bytes_
+
+    def __post_init__(self) -> None:
+        assert self.max_shard_bytes
+        if self.out is None:
+            raise UserError("--out is missing: where to write? Try --out out/merged.")
+        out = self.directory
+        if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+            return
+        if not out.is_dir():
+            raise UserError(f"--out {out} is a file. Try the name of a directory.")
+        if not self.overwrite:
+            raise UserError(f"--out {out} exists. Try another name, or --overwrite.")
+        is_model = any((out / name).is_file() for name in _MODEL_FILES)
+        if not is_model or any(path.is_dir() for path in out.iterdir()):
+            raise UserError(
+                f"--out {out} holds more than a model or an adapter, so --overwrite does not "
+                "replace it. Try another name, or remove it yourself."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeOptions(OutputOptions):
+    """Of ftkit merge."""
+
+    base: Literal["quantized", "original"] | None = option(
+        None,
+        "Of QLoRA: add what was learned to the quantised weights as training saw them, turned "
+        "back into numbers; or to the original ones. Default: quantized.",
+        example="original",
+    )
+    checkpoint_dir: str | None = option(
+        None,
+        "Where the base model is. Default: where the run had it.",
+        example="TinyLlama/TinyLlama_v1.1",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions(OutputOptions):
+    """Of ftkit export."""
+
+    format: Literal["hf", "litgpt", "peft"] | None = option(
+        None,
+        "hf: Hugging Face's layout; litgpt: LitGPT's; peft: the adapter of a LoRA run.",
+        example="hf",
+    )
+
+    def __post_init__(self) -> None:
+        if self.format is None:
+            raise UserError(
+                "--format is missing: for which program? Try --format hf, litgpt or peft."
+            )
+        if self.format == "peft" and self.dtype is not None:
+            raise UserError(
+                "--dtype: an adapter is exported as it is. Leave it out, or try --format hf."
+            )
+        super().__post_init__()
 
 
 def read_options(

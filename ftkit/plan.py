@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from ftkit.base.blueprint import read_blueprint
 from ftkit.data.files import check_data, data_class, json_options, read_records
 from ftkit.errors import UserError
 from ftkit.finetuner import base_learning_rate
-from ftkit.memory.gpus import Gpu
+from ftkit.memory.gpus import HOST, Gpu
 from ftkit.memory.predict import PredictedMemory, predict
 from ftkit.memory.simulate import largest_micro_batch
 from ftkit.parsing import Override, read_recipe
@@ -103,7 +103,49 @@ def plan(
         UserError: as a run would.
     """
     recipe = with_adapter(read_recipe(files, overrides))
-    return plan_recipe(recipe, gpu=gpu, name=name or (str(files[-1]) if files else ""))
+    name = name or (str(files[-1]) if files else "")
+    if recipe.train.micro_batch_size != "auto":
+        return plan_recipe(recipe, gpu=gpu, name=name)
+    if gpu is None:
+        raise UserError(
+            "train.micro_batch_size is auto, but no device is named. Try --gpu a100-80gb with it, "
+            "or --train.micro_batch_size 1."
+        )
+
+    def with_size(size: int) -> Planned:
+        train = dataclasses.replace(recipe.train, micro_batch_size=size)
+        return plan_recipe(dataclasses.replace(recipe, train=train), gpu=gpu, name=name)
+
+    ranks = recipe.num_nodes * (recipe.devices if isinstance(recipe.devices, int) else 1)
+    whole = with_size(math.ceil(recipe.train.global_batch_size / ranks))
+    return whole if whole.fits else largest_that_fits(whole, with_size) or with_size(1)
+
+
+def largest_that_fits(whole: Planned, attempt: Callable[[int], Planned]) -> Planned | None:
+    """The plan with the largest half, quarter, ... of the micro-batch that fits.
+
+    If none is sure to fit, the plan with a micro-batch of 1, which may; None: that does not fit.
+
+    Args:
+        whole: with the full micro-batch, which does not fit for sure.
+        attempt: plans with another one.
+    """
+    assert whole.gpu is not None
+    full = whole.plan.micro_batch_size
+    if full == 1:
+        return None
+    one = attempt(1)
+    if not one.fits:
+        return None if one.fits is False else one
+    sequence_bytes = (whole.memory.high_bytes - one.memory.high_bytes) / (full - 1)
+    size = full // 2
+    while size > 1:
+        if one.memory.high_bytes + (size - 1) * sequence_bytes <= whole.gpu.memory_bytes:
+            found = attempt(size)
+            if found.fits:
+                return found
+        size //= 2
+    return one
 
 
 def plan_recipe(recipe: Recipe, *, gpu: Gpu | None = None, name: str = "") -> Planned:
@@ -127,7 +169,7 @@ def plan_recipe(recipe: Recipe, *, gpu: Gpu | None = None, name: str = "") -> Pl
         base_model=base.name,
         max_seq_length=length,
         memory=memory,
-        gpu=gpu if made.accelerator == "cuda" else None,
+        gpu=gpu,
         disk_bytes=_disk_bytes(made, memory, steps) if not base.random else 0,
         tokens_per_step=recipe.train.global_batch_size * (length - 1),
         samples=samples,
@@ -156,7 +198,7 @@ def variations(sweeps: Sequence[str]) -> list[tuple[Override, ...]]:
 def _devices(recipe: Recipe, gpu: Gpu | None) -> Devices:
     """As many as the recipe asks for, wherever it will run."""
     count = recipe.devices if isinstance(recipe.devices, int) else 1
-    if recipe.accelerator == "cpu" and gpu is None:
+    if recipe.accelerator == "cpu" and (gpu is None or gpu.name == HOST):
         return Devices(accelerator="cpu", count=count)
     if recipe.accelerator == "cpu":
         raise UserError(

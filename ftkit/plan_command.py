@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from ftkit.errors import UserError
+from ftkit.fit import changes_that_fit
 from ftkit.memory.gpus import find_gpu
 from ftkit.parsing import Override
 from ftkit.plan import Planned, plan, variations
-from ftkit.plan_table import show
+from ftkit.plan_table import show, show_changes
 
 EXIT_DOES_NOT_FIT = 3
 
@@ -45,5 +47,20 @@ def plan_all(
                     name=", ".join(names),
                 )
             )
-    show(found, form)
+    if not fit:
+        show(found, form)
+        return _exit_code(found)
+    if device is None or len(found) != 1:
+        raise UserError(
+            "--fit is for one plan and one GPU. Try ftkit plan RECIPE.yaml --gpu a100-80gb --fit."
+        )
+    changes = changes_that_fit(
+        found[0],
+        lambda changed: plan(files[:1], [*overrides, *changed], gpu=device),
+    )
+    show_changes(found[0], [(c, c.command(files, overrides)) for c in changes], form)
+    return _exit_code(found)
+
+
+def _exit_code(found: Sequence[Planned]) -> int:
     return EXIT_DOES_NOT_FIT if all(planned.fits is False for planned in found) else 0

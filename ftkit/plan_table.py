@@ -3,12 +3,14 @@
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 from rich.console import Console, Group
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from ftkit.fit import Change
 from ftkit.memory.live import CATEGORIES
 from ftkit.plan import Planned
 from ftkit.recipe import LoraRecipe
@@ -17,7 +19,7 @@ from ftkit.report.formatting import bytes_text, percent_text
 _STYLES = {"fits": "bold green", "does not fit": "bold red", "UNCERTAIN": "bold yellow"}
 
 
-def show(found: Sequence[Planned], form: str) -> None:
+def show(found: Sequence[Planned], form: Literal["table", "json"]) -> None:
     """Write plans to standard output: one as rows, several as a table."""
     if form == "json":
         values = [planned.as_dict() for planned in found]
@@ -26,6 +28,31 @@ def show(found: Sequence[Planned], form: str) -> None:
     width = None if sys.stdout.isatty() else 160  # tables in files are not cut to 80 columns
     console = Console(width=width, highlight=False)
     console.print(_alone(found[0]) if len(found) == 1 else _several(found))
+
+
+def show_changes(
+    planned: Planned, changes: Sequence[tuple[Change, str]], form: Literal["table", "json"]
+) -> None:
+    """Write a plan with what makes it fit: each change with its command line."""
+    if form == "json":
+        described = [
+            {"title": change.title, "command": command, "plan": change.planned.as_dict()}
+            for change, command in changes
+        ]
+        print(json.dumps(planned.as_dict() | {"changes": described}, indent=2))
+        return
+    show([planned], form)
+    print()
+    if planned.fits:
+        print("It fits as it is.")
+    elif not changes:
+        print("No change known to ftkit makes it fit. Choose a smaller model or a larger GPU.")
+    else:
+        print("What makes it fit, the cheapest in speed first:")
+    for change, command in changes:
+        memory = change.planned.memory
+        needs = f"{memory.low_bytes / 2**30:.1f} to {memory.high_bytes / 2**30:.1f} GiB"
+        print(f"\n{change.title}: needs {needs}, {verdict(change.planned)}\n  {command}")
 
 
 def verdict(planned: Planned) -> str:

@@ -174,6 +174,11 @@ def make_plan(recipe: Recipe, devices: Devices) -> Plan:
     _check_supported(recipe, strategy, precision)
     notices += _ignored_layers(recipe)
     train = recipe.train
+    if train.micro_batch_size == "auto":
+        raise UserError(
+            "train.micro_batch_size is auto, which hangs on the free memory of a device. Try "
+            "--train.micro_batch_size 1, or ftkit plan with --gpu."
+        )
     micro_batch_size = min(train.micro_batch_size, train.global_batch_size)
     if micro_batch_size < train.micro_batch_size:
         notices.append(

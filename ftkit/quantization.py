@@ -11,11 +11,22 @@ from typing import Any
 import torch
 import torch.nn as nn
 from bitsandbytes import matmul, matmul_4bit  # type: ignore[attr-defined]
-from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_quant, quantize_4bit
+from bitsandbytes.functional import (
+    QuantState,
+    dequantize_4bit,
+    int8_vectorwise_quant,
+    quantize_4bit,
+    quantize_blockwise,
+)
 from bitsandbytes.nn.modules import Linear4bit, Linear8bitLt
 from torch import Tensor
 
 from ftkit.recipe import Quantization
+
+BLOCK = 64
+"""Weights that share a scale in 4 bits, as bitsandbytes has it."""
+_AT_ONCE = 2**18
+"""Weights that are quantised at once; a multiple of BLOCK."""
 
 
 class _FrozenProduct(torch.autograd.Function):
@@ -66,6 +77,7 @@ class FourBit(Linear4bit):
             quant_type=self._quant_type,
             device="meta",
         )
+        self._scales: Tensor | None = None
         # On CPUs with AVX512-BF16, bitsandbytes' forward in eval mode repacks the weight for good
         # and training goes on with wrong gradients.
         self.support_avx512bf16_for_cpu = False
@@ -78,17 +90,26 @@ class FourBit(Linear4bit):
         ):
             setattr(self.weight, name, value)  # read by PEFT when it puts LoRA beside the layer
 
+    def allocate(self, device: torch.device) -> None:
+        """Take memory for the scales.
+
+        Taken while weights are quantised, it would lie between temporaries and leave holes.
+        """
+        blocks = -(-self.in_features * self.out_features // BLOCK)
+        dtype = torch.uint8 if self._nested else torch.float32
+        self._scales = torch.empty(blocks, dtype=dtype, device=device)
+
     def pack(self, value: Tensor) -> Tensor:
         """Quantise a weight: keep its scales and return what the parameter holds.
 
         Args:
             value: [out, in] on the device of the computation.
         """
-        packed, self.quant_state = quantize_4bit(
-            value.float().contiguous(),
-            compress_statistics=self._nested,
-            quant_type=self._quant_type,
-        )
+        packed, self.quant_state = _quantize(value, self._quant_type, nested=self._nested)
+        if self._scales is None:
+            self.allocate(value.device)
+        assert self._scales is not None
+        self.quant_state.absmax = self._scales.copy_(self.quant_state.absmax)
         self.quant_state.dtype = self.compute_dtype
         return packed
 
@@ -149,6 +170,24 @@ class EightBit(Linear8bitLt):
         return _FrozenProduct.apply(x, self.weight, self.bias, self)
 
 
+def _quantize(value: Tensor, quant_type: str, *, nested: bool) -> tuple[Tensor, QuantState]:
+    """What bitsandbytes' quantize_4bit gives; in small pieces, as it takes several times each."""
+    numbers = value.flatten()
+    count = numbers.numel()
+    scales = torch.empty(-(-count // BLOCK), device=value.device)
+    packed = torch.empty((-(-count // 2), 1), dtype=torch.uint8, device=value.device)
+    for start in range(0, count, _AT_ONCE):
+        piece = numbers[start : start + _AT_ONCE].float()
+        part, state = quantize_4bit(piece, blocksize=BLOCK, quant_type=quant_type)
+        packed[start // 2 : start // 2 + len(part)] = part
+        scales[start // BLOCK : start // BLOCK + len(state.absmax)] = state.absmax
+    state.shape, state.absmax = value.shape, scales
+    if nested:
+        state.nested, state.offset = True, scales.mean()
+        state.absmax, state.state2 = quantize_blockwise(scales - state.offset, blocksize=256)
+    return packed, state
+
+
 def quantize(model: nn.Module, kind: Quantization, compute_dtype: torch.dtype) -> None:
     """Put quantised layers in place of the linear ones; no memory is taken.
 
@@ -157,17 +196,39 @@ def quantize(model: nn.Module, kind: Quantization, compute_dtype: torch.dtype) -
         kind: as in recipes.
         compute_dtype: number format of their arithmetic.
     """
-    family = kind.removeprefix("bnb.")
-    if family == "int8":  # it would report in every call that its kernels take float16
+    if kind == "bnb.int8":  # it would report in every call that its kernels take float16
         logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     for name, layer in list(model.named_modules()):
         if type(layer) is nn.Linear:
-            model.set_submodule(
-                name,
-                EightBit(layer, compute_dtype)
-                if family == "int8"
-                else FourBit(layer, family, compute_dtype),
-            )
+            model.set_submodule(name, _quantized(layer, kind, compute_dtype))
+
+
+def _quantized(
+    layer: nn.Linear, kind: Quantization, compute_dtype: torch.dtype
+) -> FourBit | EightBit:
+    if kind == "bnb.int8":
+        return EightBit(layer, compute_dtype)
+    return FourBit(layer, kind.removeprefix("bnb."), compute_dtype)
+
+
+def rounded(weight: Tensor, kind: Quantization) -> Tensor:
+    """[out, in] float32, the numbers that a quantised layer computes with.
+
+    Args:
+        weight: [out, in].
+        kind: as in recipes.
+    """
+    rows, columns = weight.shape
+    outline = nn.Linear(columns, rows, bias=False, device="meta")
+    layer = _quantized(outline, kind, torch.float32)
+    return layer.unpacked(layer.pack(weight))
+
+
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Take memory for what turns packed weights back into numbers."""
+    for layer in model.modules():
+        if isinstance(layer, FourBit):
+            layer.allocate(device)
 
 
 def packed(model: nn.Module, name: str, value: Tensor, device: torch.device) -> Tensor:

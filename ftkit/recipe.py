@@ -28,8 +28,9 @@ class Train:
 
     global_batch_size: int = 16
     """Sequences per optimizer step, over all ranks."""
-    micro_batch_size: int = 1
-    """Sequences per forward pass on one rank. Changes time and memory, never the loss."""
+    micro_batch_size: int | Literal["auto"] = 1
+    """Sequences per forward pass on one rank. Changes time and memory, never the loss. auto: as
+    many as fit in the free memory of the device, by prediction."""
     epochs: int | None = 5
     """Passes over the training data."""
     max_steps: int | None = None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from ftkit.adapter_config import CONFIG as ADAPTER_CONFIG
+from ftkit.adapter_config import base_fingerprint
 from ftkit.base.hub import find_or_download, is_litgpt, missing_files, read_json, weight_files
 from ftkit.checkpoint.metadata import METADATA, CheckpointError, Metadata, read_metadata
 from ftkit.checkpoint.store import Store, check_files, problem_of, step_of
@@ -43,6 +44,8 @@ class Result:
     """What a checkpoint of its run says: the one that is meant, or the newest."""
     precision: Precision | None = None
     """Number format in which its run computed."""
+    noted_fingerprint: str | None = None
+    """Of the base model, as an adapter notes it."""
 
     @property
     def method(self) -> Method | None:
@@ -59,7 +62,7 @@ class Result:
     @property
     def fingerprint(self) -> str | None:
         """Of the base model that it was trained from; None: not recorded."""
-        return self.metadata.base.fingerprint if self.metadata else None
+        return self.metadata.base.fingerprint if self.metadata else self.noted_fingerprint
 
 
 def find_result(name: str) -> Result:
@@ -144,7 +147,9 @@ def _run_around(directory: Path) -> Path | None:
 
 def _adapter(name: str, directory: Path, run: Path | None) -> Result:
     recorded = read_json(directory / ADAPTER_CONFIG).get("base_model_name_or_path")
-    result = _of_run(Result(name=name, kind="adapter", directory=directory), run)
+    noted = base_fingerprint(directory)
+    result = Result(name=name, kind="adapter", directory=directory, noted_fingerprint=noted)
+    result = _of_run(result, run)
     if not isinstance(recorded, str) or not recorded:
         return result
     # The recipe may name it relative to another directory; the adapter has where it was found.

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ftkit.base.tensor_files import sync
 from ftkit.checkpoint.metadata import FileEntry, Metadata
 from ftkit.checkpoint.shards import Piece, shard_name, write_shard
 from ftkit.checkpoint.store import Store, hash_file
+from ftkit.durable import sync
 from ftkit.job import write_json
 
 PATIENCE_S = 600.0

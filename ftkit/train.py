@@ -24,9 +24,10 @@ if __name__ == "__main__":  # before the slow imports: a supervisor may die at a
 import torch
 
 from ftkit.adapter import Adapter, check_adapter, check_shapes, read_adapter, save_adapter
-from ftkit.base.base_model import BaseModel, open_base, open_companions, save_hf
+from ftkit.base.base_model import BaseModel, open_base, open_companions
 from ftkit.base.fingerprint import fingerprint
 from ftkit.base.hub import find_here
+from ftkit.base.writing import save_hf
 from ftkit.callbacks import (
     Interrupted,
     StopRequest,
@@ -165,7 +166,7 @@ def run(
     if recipe.checkpoint.save and not base.random:
         recorder.enter("saving")
         with display.phase("saving the result"):
-            _save(module, base, recipe.out_dir / FINAL)
+            _save(module, base, base_identity.fingerprint, recipe.out_dir / FINAL)
         recorder.saved(FINAL)
     recorder.note(outcome="completed", exit_code=0, exit_reason=training.exit_reason)
 
@@ -380,7 +381,7 @@ def _summary(resolved: Resolved, method: str) -> str:
     )
 
 
-def _save(module: FineTuner, base: BaseModel, out: Path) -> None:
+def _save(module: FineTuner, base: BaseModel, fingerprint: str, out: Path) -> None:
     recipe = module.plan.recipe
     assert module.sharding is not None
     tensors = trained_weights(module.model, module.sharding)
@@ -388,7 +389,7 @@ def _save(module: FineTuner, base: BaseModel, out: Path) -> None:
         for _ in tensors:  # every rank takes part in gathering
             pass
     elif isinstance(recipe, LoraRecipe):
-        save_adapter(tensors, base, recipe, out)
+        save_adapter(tensors, base, recipe, out, fingerprint)
     else:
         save_hf(base, tensors, out)
 

@@ -118,6 +118,11 @@ def finetune_parser(name: str) -> ArgumentParser:
         "a run there that can be continued is refused.",
     )
     parser.add_argument(
+        "--force",
+        action="store_true",
+        help="Start even if, by prediction, the GPU's memory is certainly too small.",
+    )
+    parser.add_argument(
         "--stop_after",
         metavar="N|DURATION",
         help="Save and stop after this many optimizer steps of this command, or after a time such "

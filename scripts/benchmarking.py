@@ -11,7 +11,7 @@ from ftkit.report.machine import host_memory
 MIB = 2**20
 
 
-def make_base(directory: Path, layers: int, width: int) -> tuple[int, int]:
+def make_base(directory: Path, layers: int, width: int, dtype: str = "float32") -> tuple[int, int]:
     """A random Llama in Hugging Face layout; its parameters and the bytes of its weights."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -27,22 +27,22 @@ def make_base(directory: Path, layers: int, width: int) -> tuple[int, int]:
         eos_token_id=2,
     )
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config).to(getattr(torch, dtype))
     model.save_pretrained(directory)
     for file in (embedded.path("quickstart") / "model").glob("tokenizer*"):
         shutil.copy(file, directory)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return parameters, parameters * 4
+    return parameters, sum(parameter.nbytes for parameter in model.parameters())
 
 
-def anonymous_bytes(supervisor: int) -> int:
-    """RssAnon + RssShmem of all ranks together; what they fork shares their pages."""
-    total = 0
+def anonymous_bytes(supervisor: int) -> list[int]:
+    """RssAnon + RssShmem of each rank; what they fork shares their pages."""
+    found = []
     for process in psutil.Process(supervisor).children():
         try:
             status = Path(f"/proc/{process.pid}/status")
             if status.exists():
-                total += host_memory(status).rss_anon_plus_shmem_bytes
+                found.append(host_memory(status).rss_anon_plus_shmem_bytes)
         except (psutil.Error, OSError):
             continue
-    return total
+    return found

@@ -23,14 +23,14 @@ class Witness(meter.MemoryMeter):
 
     def _begin(self, trainer: Any, module: Any) -> None:
         super()._begin(trainer, module)
-        self._known_bytes = self._following().total_bytes
+        self._known_bytes = self._live.total_bytes
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         self._profile.start()
 
     def _end(self, trainer: Any, step: int) -> None:
         self._profile.stop()
-        tracked_bytes = self._following().peak().total_bytes
-        end_bytes = self._following().total_bytes
+        tracked_bytes = self._live.peak().total_bytes
+        end_bytes = self._live.total_bytes
         events = self._profile.profiler.kineto_results.events()
         now = highest = self._known_bytes
         for event in sorted(events, key=lambda event: event.start_ns()):

@@ -72,3 +72,27 @@ def test_the_figures_that_were_measured_make_tables():
     assert "resumed at step 1,000,000" in text
     assert all(row["ratio"] <= 0.1 for row in figures["stall"])
     assert all(row["ratio"] <= 1.05 for row in figures["memory"])
+
+
+def test_the_cost_of_measuring_is_that_of_the_measured_steps():
+    benchmark = script("benchmark_memory_measurement")
+
+    def run(times):
+        return {"seconds": dict(enumerate(times, 1)), "steps": [2], "losses": [1.0, 0.5, 0.4]}
+
+    pairs = [(run([9.0, 1.5, 1.0]), run([1.0, 1.0, 1.0])), (run([1, 1.75, 1]), run([5, 1.5, 1]))]
+    found = benchmark.cost(pairs)
+    assert found["added_s_of_pairs"] == [0.5, 0.25]
+    assert found["added_s"] == 0.375
+    assert found["below_1_percent_from_s"] == 37.5
+    pairs[1][0]["losses"] = [1.0, 0.5, 0.3]
+    with pytest.raises(AssertionError, match="losses differ"):
+        benchmark.cost(pairs)
+
+
+def test_the_figures_of_measuring_memory_make_a_table():
+    benchmark = script("benchmark_memory_measurement")
+    (file,) = FIGURES.glob("memory-measurement-*.json")
+    results = json.loads(file.read_text())["results"]
+    assert benchmark.table(results).count("s and more") == len(benchmark.CASES)
+    assert all(result["losses_are_equal"] for result in results.values())

@@ -1,6 +1,8 @@
 """What a recipe needs is predicted without weights, downloads or a GPU."""
 
 import json
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,10 @@ from tiny import make_records
 from ftkit.base.blueprint import read_blueprint
 from ftkit.cli import run
 from ftkit.errors import UserError
+from ftkit.fit import changes_that_fit
 from ftkit.memory.gpus import GPUS, find_gpu
 from ftkit.memory.simulate import largest_micro_batch, simulate, with_layers
+from ftkit.parsing import Override
 from ftkit.plan import Planned, plan, variations
 
 MODEL = "random:pythia-14m"
@@ -158,3 +162,56 @@ def test_several_plans_are_one_table(capsys: pytest.CaptureFixture[str]) -> None
     table = capsys.readouterr().out
     assert "micro_batch_size 1" in table and "micro_batch_size 2" in table
     assert table.count(" fits") == 2
+
+
+@pytest.mark.slow
+def test_fit_lists_changes_that_fit_with_command_lines_that_plan_the_same(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    keys = ["--checkpoint_dir", MODEL, "--train.max_seq_length", "64", "--precision", "32-true"]
+    keys += ["--train.micro_batch_size", "8"]
+    usual = planned(precision="32-true", train__micro_batch_size=8).memory
+    size = f"{usual.low_bytes * 0.95 / 2**20:.0f}MiB"
+    assert run(["plan", *keys, "--gpu", size, "--fit", "--format", "json"]) == 3
+    changes = json.loads(capsys.readouterr().out)["changes"]
+    assert [change["title"] for change in changes][:2] == [
+        "smaller micro-batch, same global batch",
+        "16-bit numbers",
+    ]
+    assert all(change["plan"]["fits"] is not False for change in changes)
+    for change in changes[:2]:
+        program, _, *words = shlex.split(change["command"])
+        assert program == "ftkit"
+        assert run(["plan", *words, "--gpu", size, "--format", "json"]) == 0
+        again = json.loads(capsys.readouterr().out)
+        assert again["peak_bytes"] == change["plan"]["peak_bytes"]
+
+
+@pytest.mark.slow
+def test_where_one_change_is_not_enough_several_are_tried() -> None:
+    base = {"precision": "32-true", "train__micro_batch_size": 1}
+    least = planned(**base, memory__activation_checkpointing=True, lora_r=8, quantize="bnb.nf4-dq")
+    gpu = find_gpu(f"{least.memory.high_bytes / 2**20 + 20:.0f}MiB")
+    found = planned(gpu=gpu.name, **base)
+    assert found.fits is False
+
+    def attempt(changed: Sequence[Override]) -> Planned:
+        return plan(
+            (),
+            [
+                ("checkpoint_dir", MODEL),
+                ("train.max_seq_length", "64"),
+                ("precision", "32-true"),
+                ("train.micro_batch_size", "1"),
+                *changed,
+            ],
+            gpu=gpu,
+        )
+
+    changes = changes_that_fit(found, attempt)
+    assert changes and changes[-1].planned.fits is not False
+
+
+def test_fit_needs_one_plan_and_a_gpu() -> None:
+    with pytest.raises(UserError, match="--gpu a100-80gb --fit"):
+        run(["plan", "--checkpoint_dir", MODEL, "--fit"])

@@ -438,3 +438,17 @@ def test_the_size_of_the_whole_parameter_decides_between_8_and_32_bits(
     assert len(optimizer.state) == 2
     for parameter, old in zip(trainable(model), before, strict=True):
         torch.testing.assert_close(parameter.to_local(), (old - 0.1), rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("shape", [(8, 64), (7, 333), (600, 1000)], ids=str)
+@pytest.mark.parametrize("kind", ["nf4", "nf4-dq", "fp4", "fp4-dq"])
+def test_weights_are_quantised_as_bitsandbytes_does_it_in_one_piece(kind, shape):
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    outlined = torch.nn.Linear(shape[1], shape[0], bias=False, device="meta")
+    layer = FourBit(outlined, kind, torch.float32)
+    packed = layer.pack(weight)
+    expected, state = quantize_4bit(
+        weight.float(), quant_type=kind[:3], compress_statistics=kind.endswith("-dq")
+    )
+    assert torch.equal(packed, expected)
+    assert torch.equal(layer.unpacked(packed), dequantize_4bit(expected, state))

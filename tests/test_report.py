@@ -18,6 +18,7 @@ from rich.console import Console
 from ftkit.errors import UserError
 from ftkit.recipe import Component, LoraRecipe, Recipe
 from ftkit.report import machine
+from ftkit.report import memory as memory_module
 from ftkit.report import report as report_module
 from ftkit.report.formatting import (
     age_text,
@@ -30,6 +31,7 @@ from ftkit.report.formatting import (
 )
 from ftkit.report.json_values import recipe_as_dict, without_tokens
 from ftkit.report.machine import Gpu, Hardware
+from ftkit.report.memory import Breakdown, RankStepMemory, StepMemory, StepMoments
 from ftkit.report.report import (
     Checkpoints,
     DataCounts,
@@ -147,6 +149,30 @@ COMPLETED = Report(
             for rank in range(4)
         ]
     ),
+    step_memory=StepMemory(
+        ranks=[
+            RankStepMemory(
+                rank=rank,
+                step=41,
+                peak_bytes=31 * GIB + rank,
+                peak_breakdown_bytes=Breakdown(
+                    parameters=4 * GIB,
+                    gradients=3 * GIB,
+                    optimizer_state=8 * GIB,
+                    activations=12 * GIB,
+                    temporaries=4 * GIB,
+                    unattributed=rank,
+                ),
+                moments_bytes=StepMoments(
+                    before_forward=Breakdown(parameters=12 * GIB),
+                    after_forward=Breakdown(parameters=29 * GIB),
+                    after_backward=Breakdown(parameters=15 * GIB),
+                    after_optimizer=Breakdown(parameters=12 * GIB),
+                ),
+            )
+            for rank in range(4)
+        ]
+    ),
     loss=Loss(
         first=2.4131,
         last=1.1023,
@@ -188,7 +214,7 @@ class TestFile:
     def test_the_keys_are_the_names_of_the_fields(self, tmp_path):
         content = json.loads(write_report(COMPLETED, tmp_path).read_text())
         assert content == json.loads(json.dumps(dataclasses.asdict(COMPLETED)))
-        assert content["schema_version"] == 1
+        assert content["schema_version"] == 2
         assert content["outcome"] == "completed"
         assert content["phases_s"]["set_up"] == 12.3
 
@@ -197,10 +223,11 @@ class TestFile:
         assert content["throughput"] is None
         assert content["loss"] is None
 
-    def test_every_field_is_defined_in_the_string_below_it(self):
+    @pytest.mark.parametrize("module", [report_module, memory_module])
+    def test_every_field_is_defined_in_the_string_below_it(self, module):
         undefined = [
             f"{section.name}.{ast.unparse(field.target)}"
-            for section in ast.parse(inspect.getsource(report_module)).body
+            for section in ast.parse(inspect.getsource(module)).body
             if isinstance(section, ast.ClassDef)
             for field, below in itertools.pairwise([*section.body, ast.Pass()])
             if isinstance(field, ast.AnnAssign) and not isinstance(below, ast.Expr)
@@ -227,6 +254,14 @@ class TestFile:
         assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
         assert read_report(tmp_path) == FAILED
 
+    def test_a_report_from_before_the_memory_of_steps_is_read(self, tmp_path):
+        content = json.loads(write_report(COMPLETED, tmp_path).read_text())
+        del content["step_memory"]
+        content["schema_version"] = 1
+        (tmp_path / "report.json").write_text(json.dumps(content))
+        before = dataclasses.replace(COMPLETED, schema_version=1, step_memory=None)
+        assert read_report(tmp_path) == before
+
     def test_unknown_keys_of_this_version_are_passed_over(self, tmp_path):
         content = json.loads(write_report(COMPLETED, tmp_path).read_text())
         content["energy"] = {"joules": 5}
@@ -237,7 +272,7 @@ class TestFile:
     @pytest.mark.parametrize(
         ("content", "reason"),
         [
-            ('{"schema_version": 2, "result": 5}', "schema_version 2"),
+            ('{"schema_version": 3, "result": 5}', "schema_version 3"),
             ("{}", "no schema_version"),
             ("[1, 2]", "no schema_version"),
             ('{"schema_version": 1', "not valid JSON"),
@@ -452,6 +487,8 @@ class TestTable:
             "11.6 s: data 4 ms, forward 3.1 s, backward 7.9 s, optimizer 450 ms, other 100 ms",
             "padding 3.23 % of computed positions",
             "31.0 GiB allocated, 36.0 GiB reserved, 800 MiB host (largest of 4 ranks)",
+            "31.0 GiB at its peak (step 41, rank 3): parameters 4.0 GiB",
+            "before forward 12.0 GiB, after forward 29.0 GiB",
             "loss 2.4131 -> 1.1023",
             "2.3801 -> 1.2044, best 1.1987, perplexity 3.33",
             "12.5 % -> 81.2 % of 64 answers",

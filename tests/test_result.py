@@ -9,6 +9,7 @@ import pytest
 import torch
 from litgpt.utils import save_config
 from results import CASES
+from safetensors.torch import load_file, save_file
 from tiny import make_llama
 
 from ftkit.base.base_model import open_base, weights
@@ -179,8 +180,10 @@ def test_an_adapter_is_not_put_on_another_model(ended, tmp_path):
     assert "--base PATH" in str(error.value)
 
 
-def test_an_adapter_alone_is_not_put_on_a_model_of_another_size(ended, tmp_path):
+def test_an_adapter_made_elsewhere_is_not_put_on_a_model_of_another_size(ended, tmp_path):
     adapter = copy_of(ended["lora"].final, tmp_path / "adapter")
+    file = adapter / "adapter_model.safetensors"
+    save_file(load_file(file), file, metadata={"format": "pt"})  # notes no base model
     wider = make_llama(tmp_path / "wider", hidden_size=128)
     deeper = make_llama(tmp_path / "deeper", num_hidden_layers=3)
     shallower = make_llama(tmp_path / "shallower", num_hidden_layers=1)

@@ -1,18 +1,16 @@
-"""A base model: opened, its weights read under our names, and written for Hugging Face.
+"""A base model: opened, and its weights read under our names.
 
 Our names are explained in `ftkit.base.naming`.
 """
 
-import shutil
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import litgpt
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from ftkit import embedded
@@ -21,10 +19,8 @@ from ftkit.base.architectures import Family
 from ftkit.base.naming import LITGPT, Fused, Naming
 from ftkit.base.tensor_files import (
     DTYPES,
-    ShardWriter,
     StoredTensor,
     stored_tensors,
-    sync,
     write_json,
 )
 from ftkit.base.tokenizer import Tokenizer
@@ -39,8 +35,8 @@ _BUFFERS = ("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias")
 """What old checkpoints hold beside parameters, by the ends of the names."""
 _INITIAL_STD = 0.02
 _LITGPT_SETTINGS = "model_config.yaml"
-_SETTINGS = ("config.json", _LITGPT_SETTINGS)
-_COMPANIONS = (*_SETTINGS, "generation_config.json", *hub.TOKENIZER_FILES)
+SETTINGS = ("config.json", _LITGPT_SETTINGS)
+_COMPANIONS = (*SETTINGS, "generation_config.json", *hub.TOKENIZER_FILES)
 
 
 @dataclass(frozen=True)
@@ -173,7 +169,7 @@ def save_companions(base: BaseModel, out: Path) -> None:
     Raises:
         OSError: a file cannot be read or written.
     """
-    for name, content in _companions(base):
+    for name, content in companions(base):
         (out / name).write_bytes(content)
     dtype = str(base.dtype).removeprefix("torch.")
     write_json(out / OUTLINE, {"name": base.name, "tied": base.tied, "dtype": dtype})
@@ -201,15 +197,28 @@ def parameter_shapes(base: BaseModel) -> dict[str, torch.Size]:
 def weights(base: BaseModel) -> Iterator[tuple[str, Tensor]]:
     """Every parameter as (our name, tensor), in the order of `parameter_shapes`.
 
-    Tensors are views of the files, mapped into memory and read when touched; only what lies
-    scattered over the heads of a fused projection (GPT-NeoX) is copied. Drop each before taking
-    the next, and memory stays at one parameter. A tied model has no lm_head.weight.
+    Drop each before taking the next, and memory stays at one parameter. A tied model has no
+    lm_head.weight.
 
     Raises:
-        UserError: a tensor is missing, unexpected or of another shape; before any is given out.
+        UserError: as `weight_reader`, before any is given out.
     """
+    read = weight_reader(base)
+    return ((name, read(name)) for name in parameter_shapes(base))
+
+
+def weight_reader(base: BaseModel) -> Callable[[str], Tensor]:
+    """What gives any parameter by our name.
+
+    Tensors are views of the files, mapped into memory and read when touched; only what lies
+    scattered over the heads of a fused projection (GPT-NeoX) is copied. Random ones are drawn.
+
+    Raises:
+        UserError: a tensor is missing, unexpected or of another shape.
+    """
+    shapes = parameter_shapes(base)
     if base.directory is None:
-        return _random_weights(base)
+        return lambda name: _random_weight(base, name, shapes[name])
     if not base.has_weights:
         raise UserError(
             f"{base.directory} holds the settings of {base.name}, but not its weights. Give the "
@@ -223,7 +232,13 @@ def weights(base: BaseModel) -> Iterator[tuple[str, Tensor]]:
             f"{base.directory} holds a head and an embedding that differ, but its config.json "
             "says that they are one. Set tie_word_embeddings there to false."
         )
-    return _stored_weights(base, stored)
+
+    def read(name: str) -> Tensor:
+        their_name, fused = base.naming.stored_in(name)
+        tensor = stored[their_name].read()
+        return tensor if fused is None else part_of(tensor, fused, name, shapes, base.config)
+
+    return read
 
 
 def hf_name(base: BaseModel, our_name: str) -> str | None:
@@ -238,67 +253,6 @@ def hf_name(base: BaseModel, our_name: str) -> str | None:
 def our_name(base: BaseModel, hf_name: str) -> str | None:
     """The inverse of `hf_name`; None where we have no module of its own for it."""
     return base.family.naming.ours(hf_name) if base.family else None
-
-
-def save_hf(
-    base: BaseModel,
-    tensors: Iterable[tuple[str, Tensor]],
-    out: Path,
-    *,
-    max_shard_bytes: int = 5 * 10**9,
-) -> None:
-    """Write a model that `transformers.AutoModelForCausalLM.from_pretrained(out)` loads.
-
-    The directory appears complete or not at all. Memory holds one shard at a time.
-
-    Args:
-        base: what the tensors are a version of; its settings and tokenizer are copied.
-        tensors: (our name, tensor) for each of `parameter_shapes`, in any order and number
-            format. The result is tied if, and only if, lm_head.weight is not among them.
-        out: a directory that is empty or does not exist.
-        max_shard_bytes: size of the files that the weights are split into.
-
-    Raises:
-        UserError: Hugging Face has no such model, or ``out`` is taken or cannot be written.
-        ValueError: the tensors are not those of the model.
-    """
-    if base.family is None:
-        raise UserError(
-            f"{base.name} has an architecture that ftkit cannot write for Hugging Face. It can "
-            f"write {', '.join(architectures.FAMILIES)}."
-        )
-    settings = {key: value for key, value in base.settings.items() if key != "auto_map"}
-    settings = settings or architectures.huggingface_settings(base.config, base.family)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} exists already. Remove it or choose another directory.")
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir(parents=True)
-        writer = ShardWriter(partial, max_shard_bytes)
-        for name, tensor in _joined(base, base.family.naming, tensors):
-            writer.add(name, tensor)
-        writer.finish()
-        dtype = writer.dtypes[base.family.naming.stored_in(EMBEDDING)[0]]
-        settings["dtype" if "dtype" in settings else "torch_dtype"] = str(dtype).split(".")[1]
-        head = base.family.naming.stored_in(HEAD)[0]
-        settings["tie_word_embeddings"] = head not in writer.dtypes
-        settings.setdefault("bos_token_id", base.tokenizer.bos_id)
-        settings.setdefault("eos_token_id", base.tokenizer.eos_id)
-        write_json(partial / "config.json", settings)
-        for name, content in _companions(base):
-            if name not in _SETTINGS:
-                (partial / name).write_bytes(content)
-        for path in (*partial.iterdir(), partial):
-            sync(path)
-        partial.rename(out)
-        sync(out.parent)
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"{out} cannot be written ({error}). Free some space or choose another directory."
-        ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _open_random(checkpoint_dir: str) -> BaseModel:
@@ -329,17 +283,14 @@ def _open_random(checkpoint_dir: str) -> BaseModel:
     )
 
 
-def _random_weights(base: BaseModel) -> Iterator[tuple[str, Tensor]]:
+def _random_weight(base: BaseModel, name: str, shape: torch.Size) -> Tensor:
     """The same numbers on every rank: each parameter has a seed of its own."""
-    unit_offset = "Gemma" in base.config.name
-    for name, shape in parameter_shapes(base).items():
-        if len(shape) > 1:
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            yield name, torch.empty(shape).normal_(std=_INITIAL_STD, generator=generator)
-        elif name.endswith(".bias") or unit_offset:
-            yield name, torch.zeros(shape)
-        else:
-            yield name, torch.ones(shape)
+    if len(shape) > 1:
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        return torch.empty(shape).normal_(std=_INITIAL_STD, generator=generator)
+    if name.endswith(".bias") or "Gemma" in base.config.name:  # its norms add one
+        return torch.zeros(shape)
+    return torch.ones(shape)
 
 
 def short_name(directory: Path) -> str:
@@ -426,21 +377,11 @@ def _require_complete(base: BaseModel, stored: Mapping[str, StoredTensor]) -> No
             )
 
 
-def _stored_weights(
-    base: BaseModel, stored: Mapping[str, StoredTensor]
-) -> Iterator[tuple[str, Tensor]]:
-    shapes = parameter_shapes(base)
-    for name in shapes:
-        their_name, fused = base.naming.stored_in(name)
-        tensor = stored[their_name].read()
-        yield name, tensor if fused is None else part_of(tensor, fused, name, shapes, base.config)
-
-
 def part_of(
     tensor: Tensor, fused: Fused, name: str, shapes: Mapping[str, torch.Size], config: litgpt.Config
 ) -> Tensor:
     """The rows of a fused tensor that are our parameter."""
-    names = _part_names(fused, name)
+    names = part_names(fused, name)
     rows = [shapes[part][0] for part in names]
     if fused.layout == "heads":
         heads = tensor.unflatten(0, (config.n_head, -1))
@@ -457,36 +398,13 @@ def fuse(parts: list[Tensor], fused: Fused, config: litgpt.Config) -> Tensor:
     return torch.cat(parts)
 
 
-def _part_names(fused: Fused, name: str) -> list[str]:
+def part_names(fused: Fused, name: str) -> list[str]:
     """The names of a fused tensor's parts, given one: transformer.h.LAYER. ... .weight."""
     _, _, layer, *_, kind = name.split(".")
     return [f"{part.format(layer)}.{kind}" for part in fused.parts]
 
 
-def _joined(
-    base: BaseModel, naming: Naming, tensors: Iterable[tuple[str, Tensor]]
-) -> Iterator[tuple[str, Tensor]]:
-    """Our tensors under their names, fused where theirs are; ValueError if they are not all."""
-    shapes = parameter_shapes(replace(base, tied=False))
-    missing = dict(shapes)
-    parts: dict[str, Tensor] = {}
-    for name, tensor in tensors:
-        if missing.pop(name, None) != tensor.shape:
-            raise ValueError(f"{name} {list(tensor.shape)} is twice, unknown or of another shape")
-        their_name, fused = naming.stored_in(name)
-        if fused is None:
-            yield their_name, tensor
-            continue
-        parts[name] = tensor
-        names = _part_names(fused, name)
-        if all(part in parts for part in names):
-            yield their_name, fuse([parts.pop(part) for part in names], fused, base.config)
-    missing.pop(HEAD, None)
-    if missing:
-        raise ValueError(f"not given: {', '.join(missing)}")
-
-
-def _companions(base: BaseModel) -> Iterator[tuple[str, bytes]]:
+def companions(base: BaseModel) -> Iterator[tuple[str, bytes]]:
     """Names and contents of the files beside the weights: settings and tokenizer."""
     if base.companions is not None:
         yield from base.companions.items()
@@ -494,7 +412,7 @@ def _companions(base: BaseModel) -> Iterator[tuple[str, bytes]]:
     sources = [base.tokenizer_directory / name for name in hub.TOKENIZER_FILES]
     if base.directory is not None:
         is_litgpt = hub.is_litgpt(base.directory)
-        names = [name for name in _SETTINGS if is_litgpt or name != _LITGPT_SETTINGS]
+        names = [name for name in SETTINGS if is_litgpt or name != _LITGPT_SETTINGS]
         sources += [base.directory / name for name in (*names, "generation_config.json")]
     for source in sources:
         if source.is_file():

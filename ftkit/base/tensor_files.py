@@ -1,7 +1,6 @@
 """Named tensors in files: mapped into memory when read, sharded safetensors when written."""
 
 import json
-import os
 import pickle
 import zipfile
 from collections.abc import Callable, Iterable
@@ -101,15 +100,6 @@ class ShardWriter:
 def write_json(file: Path, content: object) -> None:
     """Writes a settings file as Hugging Face does."""
     file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def sync(path: Path) -> None:
-    """Makes sure that a file or directory survives a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _safetensors(file: Path) -> dict[str, StoredTensor]:

@@ -24,7 +24,7 @@ from ftkit.checkpoint.metadata import (
     read_metadata,
     write_metadata,
 )
-from ftkit.durable import sync_directory, write_durably
+from ftkit.durable import sync, write_durably
 
 LATEST = "latest"
 """Names the newest checkpoint, for people and scripts; never read here."""
@@ -202,7 +202,7 @@ class Store:
         partial, final, replaced = self.partial(step), self.path(step), self._replaced(step)
         write_metadata(metadata, partial)
         for folder, _, _ in os.walk(partial, topdown=False):
-            sync_directory(Path(folder))
+            sync(Path(folder))
         if os.path.lexists(final):
             remove(replaced)
             final.rename(replaced)
@@ -211,8 +211,8 @@ class Store:
         except OSError:
             self.restore_replaced()
             raise
-        sync_directory(self.directory)
-        sync_directory(self.directory.parent)
+        sync(self.directory)
+        sync(self.directory.parent)
         self._point_to_newest()
         with contextlib.suppress(OSError):  # the next start removes it
             remove(replaced)
@@ -250,7 +250,7 @@ class Store:
         """Put back a checkpoint that was about to be replaced when a crash came."""
         for entry in self._unreplaced():
             entry.rename(entry.with_name(_name_of(entry)))
-            sync_directory(self.directory)
+            sync(self.directory)
 
     def steps(self) -> list[int]:
         """Steps of all checkpoints, damaged or not, ascending."""
@@ -294,7 +294,7 @@ class Store:
         deleted = self._hidden(step, "deleted")
         remove(deleted)
         self.path(step).rename(deleted)
-        sync_directory(self.directory)
+        sync(self.directory)
         self._point_to_newest()
         remove(deleted)
 
@@ -337,8 +337,8 @@ class Store:
         aside.mkdir(parents=True, exist_ok=True)
         for step in reversed(moved):
             self.path(step).rename(aside / self.path(step).name)
-        sync_directory(aside)
-        sync_directory(self.directory)
+        sync(aside)
+        sync(self.directory)
         self._point_to_newest()
         return moved
 

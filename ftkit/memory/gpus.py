@@ -35,6 +35,9 @@ GPUS = {
 }
 """Memory as torch gives it in its out-of-memory messages ("total capacity of 79.10 GiB")."""
 
+HOST = "host memory"
+"""In the place of a GPU: the memory of this machine, for ranks on CPUs."""
+
 # Not calibrated: estimates from public reports, until scripts/calibrate_memory has run on a GPU.
 CONTEXT_BYTES = int(0.5 * _GIB)
 """CUDA context and loaded kernels of a process; about 0.3 to 0.6 GiB."""

@@ -87,11 +87,13 @@ class MemoryMeter(L.Callback):
             on_measured: called after a step that took more than those measured before.
         """
         self._steps = steps
-        self._device = device
+        self._on_cuda = device.type == "cuda"
         self._device_peak = device_peak
         self._on_measured = on_measured
-        self._live: LiveTensors | None = None
+        granularity = CUDA_GRANULARITY_BYTES if self._on_cuda else 1
+        self._live = LiveTensors(device, granularity_bytes=granularity)
         self._entered = False
+        self._has_looked_around = False
         self._moments: dict[Moment, tuple[int, int, int | None]] = {}
         """Total bytes, the moment, and what the allocator says."""
         self._micro_batch: MicroBatchSize | None = None
@@ -108,17 +110,16 @@ class MemoryMeter(L.Callback):
         if begins and trainer.global_step in self._steps:
             self._begin(trainer, pl_module)
         if self._entered:
-            live = self._following()
-            live.assign((v for v in batch.values() if isinstance(v, Tensor)), "activations")
+            self._live.assign((v for v in batch.values() if isinstance(v, Tensor)), "activations")
             self._note("before_forward")
             self._note_size(batch)
-            live.begin_forward()
+            self._live.begin_forward()
 
     def on_before_backward(
         self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor
     ) -> None:
         if self._entered:
-            self._following().end_forward(gathered=pl_module.parameters())
+            self._live.end_forward(gathered=pl_module.parameters())
             self._note("after_forward")
 
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -127,7 +128,7 @@ class MemoryMeter(L.Callback):
             self._note("after_backward")
         elif trainer.global_step + 1 in self._steps:
             # Buckets of gradients stay, but nothing shows them before the next backward pass.
-            self._following().assign(gradients(pl_module), "gradients")
+            self._live.assign(gradients(pl_module), "gradients")
 
     def on_train_batch_end(
         self,
@@ -159,32 +160,25 @@ class MemoryMeter(L.Callback):
         elif self._entered:
             self._leave()
 
-    def _following(self) -> LiveTensors:
-        if self._live is None:
-            granularity = CUDA_GRANULARITY_BYTES if self._device.type == "cuda" else 1
-            self._live = LiveTensors(self._device, granularity_bytes=granularity)
-        return self._live
-
     def _assign_holdings(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        live = self._following()
         for optimizer in trainer.strategy.optimizers:
             for tensor, category in of_optimizer(optimizer):
-                live.assign([tensor], category)
-        live.assign(gradients(module), "gradients")
-        live.assign(parameters(module), "parameters")
+                self._live.assign([tensor], category)
+        self._live.assign(gradients(module), "gradients")
+        self._live.assign(parameters(module), "parameters")
 
     def _begin(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self._assign_holdings(trainer, module)
-        live = self._following()
-        if self._device.type == "cpu":  # where no allocator tells what is taken
+        if not self._on_cuda and not self._has_looked_around:  # no allocator tells what is taken
             objects = gc.get_objects()
             kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, Tensor)}
-            live.assign_unknown(item for item in objects if type(item) in kinds)
+            self._live.assign_unknown(item for item in objects if type(item) in kinds)
+            self._has_looked_around = True  # a tenth of a second; what it found is followed
         self._moments = {}
         self._micro_batch = None
         self._device_peak.restart()
-        live.restart()
-        live.__enter__()
+        self._live.restart()
+        self._live.__enter__()
         self._entered = True
 
     def _note_size(self, batch: dict[str, Any]) -> None:
@@ -196,21 +190,17 @@ class MemoryMeter(L.Callback):
             )
 
     def _note(self, moment: Moment) -> None:
-        live = self._following()
-        found = live.total_bytes, live.moment(), self._device_peak.now()
+        found = self._live.total_bytes, self._live.moment(), self._device_peak.now()
         if moment not in self._moments or found[0] > self._moments[moment][0]:
             self._moments[moment] = found
 
     def _end(self, trainer: L.Trainer, step: int) -> None:
-        live = self._following()
-        peak = _with_allocated(live.peak(), self._device_peak.within())
+        peak = _with_allocated(self._live.peak(), self._device_peak.within())
         moments = {
-            name: Breakdown(**_with_allocated(live.at(moment), allocated_bytes).bytes)
+            name: Breakdown(**_with_allocated(self._live.at(moment), allocated_bytes).bytes)
             for name, (_, moment, allocated_bytes) in self._moments.items()
         }
         self._leave()
-        if step not in self._steps:  # else the next one is measured too
-            self._live = None
         if peak.total_bytes <= self._highest_bytes:
             return
         self._highest_bytes = peak.total_bytes
@@ -226,7 +216,8 @@ class MemoryMeter(L.Callback):
         )
 
     def _leave(self) -> None:
-        self._following().__exit__(None, None, None)
+        self._live.__exit__(None, None, None)
+        self._live.restart()
         self._entered = False
 
 

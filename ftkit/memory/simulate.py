@@ -219,7 +219,7 @@ def _pack(model: LanguageModel) -> None:
 
 
 class _Step:
-    """Optimizer steps of a model on this rank, in the order of ftkit's training."""
+    """An optimizer step of a model on this rank, in the order of ftkit's training."""
 
     def __init__(self, model: LanguageModel, plan: Plan, batch: MicroBatchSize) -> None:
         self._model, self._plan, self._batch = model, plan, batch
@@ -229,7 +229,6 @@ class _Step:
         self._trained = trainable(model)
         self._buckets: dict[Tensor, Tensor] = {}
         """Of DDP: where the gradient of a parameter lies after the last micro-step."""
-        self._is_last_micro_step = True
         self._backward = False
 
     def peaks(self) -> Peaks:
@@ -246,8 +245,10 @@ class _Step:
             for parameter in self._trained:
                 parameter.register_post_accumulate_grad_hook(self._on_gradient)
             self._first_step(optimizer)
+            if plan.micro_steps > 1 and optimizer is not None:  # gradients of those before the last
+                self._make_gradients()
             live.restart()
-            self._step(optimizer, micro_steps=min(plan.micro_steps, 2))
+            self._step(optimizer)
             found: Peaks = {}
             for name, snapshot in live.peaks():
                 known = found.get(name)
@@ -267,31 +268,35 @@ class _Step:
         if optimizer is None:
             return
         if self._plan.strategy == "fsdp":
-            self._step(optimizer, micro_steps=1)
+            self._step(optimizer)
             return
-        for parameter in self._trained:
-            parameter.grad = torch.zeros_like(parameter)
+        self._make_gradients()
         self._update(optimizer)
 
-    def _step(self, optimizer: torch.optim.Optimizer | None, *, micro_steps: int) -> None:
+    def _make_gradients(self) -> None:
+        for parameter in self._trained:
+            parameter.grad = torch.zeros_like(parameter)
+        self._live.assign((p.grad for p in self._trained), "gradients")
+
+    def _step(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """The last micro-step, and the update."""
         live, batch = self._live, self._batch
-        for number in range(micro_steps):
-            self._is_last_micro_step = number == micro_steps - 1
-            self._mark("before the blocks")
-            ids = torch.zeros(batch.sequences, batch.positions, dtype=torch.long)
-            positions = torch.zeros(batch.targets, dtype=torch.long)
-            targets = torch.zeros(batch.targets, dtype=torch.long)
-            live.begin_forward()
-            with torch.autocast("cpu", torch.bfloat16) if self._mixed else nullcontext():
-                share = self._model(ids, positions, targets) / batch.targets
-            loss = share * self._plan.micro_steps
-            del share
-            live.end_forward(self._gathered())
-            self._mark("loss, backward")
-            self._backward = True
-            loss.backward()
-            self._backward = False
-            del loss, ids, positions, targets
+        self._mark("before the blocks")
+        ids = torch.zeros(batch.sequences, batch.positions, dtype=torch.long)
+        positions = torch.zeros(batch.targets, dtype=torch.long)
+        targets = torch.zeros(batch.targets, dtype=torch.long)
+        live.begin_forward()
+        live.assign([ids, positions, targets], "activations")
+        with torch.autocast("cpu", torch.bfloat16) if self._mixed else nullcontext():
+            share = self._model(ids, positions, targets) / batch.targets
+        loss = share * self._plan.micro_steps
+        del share
+        live.end_forward(self._gathered())
+        self._mark("loss, backward")
+        self._backward = True
+        loss.backward()
+        self._backward = False
+        del loss, ids, positions, targets
         if optimizer is not None:
             self._mark("optimizer")
             self._update(optimizer)
@@ -355,7 +360,7 @@ class _Step:
     def _on_gradient(self, parameter: Tensor) -> None:
         if self._plan.strategy == "deepspeed":  # at once in a bucket that is there for good
             parameter.grad = None
-        elif self._buckets and self._is_last_micro_step:
+        elif self._buckets:
             parameter.grad = self._buckets[parameter]
         self._live.assign([parameter.grad], "gradients")
 

@@ -433,7 +433,8 @@ def read_report(path: Path) -> Report:
         raise UserError(f"{file} is not a report: it has no schema_version.")
     if version not in READABLE_VERSIONS:
         raise UserError(
-            f"{file} has schema_version {version}, but this ftkit reads version {SCHEMA_VERSION}.\n"
+            f"{file} has schema_version {version}, but this ftkit reads versions "
+            f"{' and '.join(map(str, READABLE_VERSIONS))}.\n"
             "Read it with the ftkit that wrote it (see its versions.ftkit)."
         )
     try:

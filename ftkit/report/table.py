@@ -244,9 +244,10 @@ def _step_memory_rows(memory: StepMemory) -> Iterator[tuple[str, str]]:
     totals = {f.name: getattr(moments, f.name) for f in dataclasses.fields(moments)}
     rank = f", rank {fullest.rank}" if len(memory.ranks) > 1 else ""
     consists_of = _bytes_by_name(parts)
-    yield "tensors", f"{bytes_text(fullest.peak_bytes)} (step {fullest.step}{rank}): {consists_of}"
+    peak = f"{bytes_text(fullest.peak_bytes)} at its peak (step {fullest.step}{rank})"
+    yield "step memory", f"{peak}: {consists_of}"
     known = {name: moment.total for name, moment in totals.items() if moment is not None}
-    yield "", _bytes_by_name(known)
+    yield "  moments", _bytes_by_name(known)
     if expected := memory.predicted:
         consists_of = _bytes_by_name(dataclasses.asdict(expected.peak_breakdown_bytes))
         error = f"{expected.error_fraction:+.1%}".replace("%", " %")

@@ -77,6 +77,8 @@ def test_device_memory_and_time_are_in_the_report(
     assert report.peak_memory is not None and report.step_s is not None
     assert report.peak_memory.allocated_bytes and report.peak_memory.reserved_bytes
     assert report.peak_memory.allocated_bytes <= report.peak_memory.reserved_bytes
+    assert report.step_memory
+    assert 0 < report.step_memory.fullest.peak_bytes <= report.peak_memory.allocated_bytes
     assert report.step_s.forward and report.step_s.backward and report.step_s.optimizer
     assert losses(out_dir)[-1] < losses(out_dir)[0]
 

@@ -1,0 +1,168 @@
+"""The smallest changes that make a recipe fit a GPU, those that cost least speed first."""
+
+import json
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ftkit.errors import UserError
+from ftkit.memory.gpus import Gpu
+from ftkit.parsing import Override
+from ftkit.plan import Planned, largest_that_fits
+from ftkit.planning import DeepSpeedOptions, FsdpOptions
+from ftkit.recipe import LoraRecipe
+
+Try = Callable[[Sequence[Override]], Planned]
+"""The plan with some keys set anew."""
+_DEVICES = (2, 4, 8)
+_ADAMS = ("torch.optim.Adam", "torch.optim.AdamW")
+_IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable", "maximize", "amsgrad")
+"""Arguments of torch's optimizers that bitsandbytes' do not know or that mean something else."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """Keys of a recipe that are set anew, and what comes of it."""
+
+    title: str
+    overrides: tuple[Override, ...]
+    planned: Planned
+
+    def command(self, files: Sequence[str], given: Sequence[Override]) -> str:
+        """The run with this change, as a line to copy."""
+        method = self.planned.plan.recipe.method
+        words = ["ftkit", "finetune" if method == "lora" else "finetune_full"]
+        for file in files:
+            words += ["--config", file]
+        for key, value in dict([*given, *self.overrides]).items():
+            words += [f"--{key}", value]
+        return shlex.join(words)
+
+
+def changes_that_fit(planned: Planned, attempt: Try, *, most: int | None = None) -> list[Change]:
+    """Changes after which the plan fits, or may fit, one line for each thing to give up.
+
+    Args:
+        planned: what does not fit, with its GPU.
+        attempt: plans the recipe anew with some keys changed.
+        most: look for no more than this many.
+    """
+    assert planned.gpu is not None
+    if planned.fits:
+        return []
+    single = list(_single(planned, planned.gpu))
+    found: list[Change] = []
+    for step in single:
+        if most is not None and sum(bool(change.planned.fits) for change in found) >= most:
+            break
+        more_devices = step.title.startswith("FSDP on")
+        if more_devices and any(c.planned.fits and "FSDP on" in c.title for c in found):
+            continue  # fewer are enough
+        if change := _least(planned, [step], attempt):
+            found.append(change)
+    if any(change.planned.fits for change in found):
+        return found
+    # Nothing is enough on its own: keep what is learned, and give up one thing after the other.
+    for steps in _together(single):
+        change = _least(planned, steps, attempt)
+        if change is not None:
+            found.append(change)
+            if change.planned.fits:
+                break
+    return found
+
+
+@dataclass(frozen=True)
+class _Step:
+    title: str
+    overrides: tuple[Override, ...]
+
+
+def _single(planned: Planned, gpu: Gpu) -> Iterator[_Step]:
+    """What may be changed, the cheapest in speed first."""
+    plan, recipe = planned.plan, planned.plan.recipe
+    if plan.micro_batch_size > 1:
+        yield _Step("smaller micro-batch, same global batch", ())
+    if gpu.bf16 and plan.precision != "bf16-true":
+        yield _Step("16-bit numbers", (("precision", "bf16-true"),))
+    elif not gpu.bf16 and plan.precision == "32-true" and plan.strategy != "fsdp":
+        yield _Step("16-bit arithmetic", (("precision", "16-mixed"),))
+    optimizer = recipe.optimizer
+    if optimizer["class_path"] in _ADAMS and plan.strategy != "deepspeed":
+        name = optimizer["class_path"].rpartition(".")[2]
+        kept = {k: v for k, v in optimizer["init_args"].items() if k not in _IMPLEMENTATION}
+        yield _Step(
+            "8-bit optimizer state",
+            (
+                ("optimizer", f"bitsandbytes.optim.{name}8bit"),
+                *((f"optimizer.{key}", json.dumps(value)) for key, value in kept.items()),
+            ),
+        )
+    if not recipe.memory.activation_checkpointing:
+        yield _Step("activation checkpointing", (("memory.activation_checkpointing", "true"),))
+    if not isinstance(recipe, LoraRecipe):
+        yield _Step("LoRA", (("lora_r", "8"),))
+    if not isinstance(recipe, LoraRecipe) or recipe.quantize is None:
+        yield _Step("QLoRA", (("quantize", "bnb.nf4-dq"),))
+    for count in _DEVICES:
+        if recipe.num_nodes == 1 and count > plan.devices:
+            yield _Step(f"FSDP on {count} GPUs", (("devices", str(count)), ("strategy", "fsdp")))
+    options = plan.options
+    offloads = (isinstance(options, FsdpOptions) and options.cpu_offload) or (
+        isinstance(options, DeepSpeedOptions) and options.offload_optimizer
+    )
+    if not offloads:
+        yield _Step(
+            "parameters and optimizer in host memory",
+            (("strategy", "fsdp"), ("strategy.cpu_offload", "true")),
+        )
+
+
+def _together(single: Sequence[_Step]) -> Iterator[list[_Step]]:
+    """Several changes at once, more and more of them."""
+    by_title = {step.title: step for step in single}
+    gentle = [by_title[title] for title in _GENTLE if title in by_title]
+    for count in range(2, len(gentle) + 1):
+        yield gentle[:count]
+    for title in ("LoRA", "QLoRA"):
+        if title in by_title:
+            yield [*gentle, by_title[title]]
+    for count in _DEVICES:
+        if step := by_title.get(f"FSDP on {count} GPUs"):
+            yield [*gentle, step]
+            if "QLoRA" in by_title:
+                yield [*gentle, by_title["QLoRA"], step]
+
+
+_GENTLE = (
+    "16-bit numbers",
+    "16-bit arithmetic",
+    "activation checkpointing",
+    "8-bit optimizer state",
+)
+
+
+def _least(planned: Planned, steps: Sequence[_Step], attempt: Try) -> Change | None:
+    """The changes with the largest micro-batch that fits; None: not even one sequence does."""
+    overrides = tuple(pair for step in steps for pair in step.overrides)
+    title = " + ".join(step.title for step in steps)
+    try:
+        whole = attempt(overrides) if overrides else planned
+        if whole.fits:
+            return Change(title=title, overrides=overrides, planned=whole)
+        fitting = largest_that_fits(whole, lambda size: attempt((*overrides, _micro_batch(size))))
+    except UserError:  # the recipe's other settings do not go with it
+        return None
+    if fitting is None:
+        return (
+            Change(title=title, overrides=overrides, planned=whole) if whole.fits is None else None
+        )
+    return Change(
+        title=f"{title}, smaller micro-batch" if overrides else title,
+        overrides=(*overrides, _micro_batch(fitting.plan.micro_batch_size)),
+        planned=fitting,
+    )
+
+
+def _micro_batch(size: int) -> Override:
+    return "train.micro_batch_size", str(size)

@@ -1,0 +1,73 @@
+"""What commands have in common that write a model: whether it may and can be written, its files."""
+
+import math
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import yaml
+from torch import Tensor
+
+from ftkit.base.base_model import BaseModel
+from ftkit.errors import UserError
+from ftkit.loading import prompt_style
+from ftkit.report.formatting import bytes_text
+from ftkit.result import Result
+
+if TYPE_CHECKING:
+    from litgpt.prompts import PromptStyle
+
+PROMPT_STYLE = "prompt_style.yaml"
+_SPARE_BYTES = 2**26
+"""For tokenizer, settings and the file system's own use."""
+
+
+def check_apart(out: Path, *sources: Path | None) -> None:
+    """Refuse to replace a directory by something that is made from it.
+
+    Raises:
+        UserError: ``out`` is one of the sources, or holds one.
+    """
+    for source in sources:
+        if source is not None and source.resolve().is_relative_to(out.resolve()):
+            raise UserError(
+                f"--out {out} is, or holds, {source}, which is read. Try another directory."
+            )
+
+
+def check_space(out: Path, needed_bytes: int) -> None:
+    """Refuse what the disk has no room for; what is replaced goes only afterwards.
+
+    Raises:
+        UserError: there is too little.
+    """
+    place = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    free_bytes = shutil.disk_usage(place).free
+    if free_bytes < needed_bytes + _SPARE_BYTES:
+        raise UserError(
+            f"--out {out} needs {bytes_text(needed_bytes + _SPARE_BYTES)}, but the disk has "
+            f"{bytes_text(free_bytes)} free. Free some, or try --out on another disk."
+        )
+
+
+def as_written(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in the number format of its file.
+
+    Raises:
+        UserError: it holds what that format, or any, cannot.
+    """
+    converted = tensor.to(dtype)
+    if not torch.isfinite(converted).all():
+        largest = tensor.abs().max().item()
+        advice = "Try --dtype bfloat16." if math.isfinite(largest) else "Its training has diverged."
+        text = str(dtype).removeprefix("torch.")
+        raise UserError(f"{name} holds {largest:.4g}, which {text} cannot hold. {advice}")
+    return converted
+
+
+def files_beside(result: Result, base: BaseModel) -> dict[str, bytes]:
+    """The prompt style, where LitGPT and ftkit look for it."""
+    style: PromptStyle = prompt_style(result, base)
+    name = f"{type(style).__module__}.{type(style).__name__}"
+    return {PROMPT_STYLE: yaml.safe_dump({"class_path": name}).encode()}

@@ -1,0 +1,52 @@
+"""Plans a run for the command that is about to start it, in a process of its own.
+
+The supervisor imports no torch: it starts `python -m ftkit.plan_check RECIPE.yaml MIB BF16 DEVICE`
+and reads JSON from its standard output.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+
+from ftkit.errors import UserError
+from ftkit.fit import changes_that_fit
+from ftkit.memory.gpus import Gpu
+from ftkit.parsing import Override
+from ftkit.plan import Planned, plan
+
+ADVICE = 3
+"""Changes that a refusal names."""
+
+
+def check(file: str, gpu: Gpu) -> dict[str, object]:
+    """Whether the recipe fits, the micro-batch it comes to, and what to do if it does not."""
+
+    def attempt(changed: Sequence[Override]) -> Planned:
+        return plan([file], changed, gpu=gpu)
+
+    planned = attempt(())
+    changes = []
+    if planned.fits is False:
+        changes = changes_that_fit(planned, attempt, most=ADVICE)
+    return {
+        "fits": planned.fits,
+        "micro_batch_size": planned.plan.micro_batch_size,
+        "low_bytes": planned.memory.low_bytes,
+        "changes": [
+            {
+                "title": change.title,
+                "method": change.planned.plan.recipe.method,
+                "overrides": change.overrides,
+            }
+            for change in changes
+        ],
+    }
+
+
+if __name__ == "__main__":
+    _file, _mib, _bf16, _name = sys.argv[1:]
+    try:
+        _found = check(_file, Gpu(name=_name, memory_bytes=int(_mib) * 2**20, bf16=_bf16 == "True"))
+    except UserError as error:  # told better by the run itself
+        _found = {"error": str(error)}
+    print(json.dumps(_found))
