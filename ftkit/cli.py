@@ -11,7 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from ftkit import __version__
-from ftkit.commands import CHECKPOINTS, COMMANDS, FINETUNE, FORMATS, RESULT, USING, WORDS
+from ftkit.commands import (
+    CHECKPOINTS,
+    COMMANDS,
+    FINETUNE,
+    FORMATS,
+    LOOKING,
+    RESULT,
+    USING,
+    WORDS,
+)
+from ftkit.duration import parse_duration
 from ftkit.errors import UserError
 from ftkit.options import read_options
 from ftkit.parsing import Override, read_recipe, to_yaml
@@ -20,6 +30,7 @@ from ftkit.usage import (
     checkpoints_parser,
     download_parser,
     finetune_parser,
+    looking_parser,
     managing_parser,
     plan_parser,
     using_parser,
@@ -74,6 +85,8 @@ def run(argv: Sequence[str]) -> int:
         return _download(rest)
     if name == "checkpoints":
         return _checkpoints(rest)
+    if name in LOOKING:
+        return _look(name, rest)
     if name in USING:
         return _use(name, rest)
     close = difflib.get_close_matches(name, COMMANDS, n=1)
@@ -250,6 +263,42 @@ def _checkpoints(argv: Sequence[str]) -> int:
             f"--keep_last is {keep_last!r}, but must be a whole number from 1 up. {example}"
         )
     return manage.clean_checkpoints(first, int(keep_last), dry_run="dry_run" in options.switches)
+
+
+def _look(name: str, argv: Sequence[str]) -> int:
+    command = LOOKING[name]
+    switches = ["help", *(key for key, option in command.options.items() if option.is_switch)]
+    options = split_options(argv, switches=switches, most_words=command.most_words)
+    if "help" in options.switches:
+        looking_parser(name).print_help()
+        return 0
+    values = dict(options.values)
+    for key, value in values.items():
+        if key not in command.options:
+            close = difflib.get_close_matches(key, command.options, n=1)
+            hint = f"Did you mean --{close[0]}?" if close else f"See ftkit {name} --help."
+            raise UserError(f"--{key} is not an option of ftkit {name}. {hint}")
+        words = command.options[key].choices
+        if words and value not in words:
+            raise UserError(
+                f"--{key} is {value!r}, but must be one of {', '.join(words)}. "
+                f"Try --{key} {words[0]}."
+            )
+    if not options.words:
+        raise UserError(
+            f"{command.word} is missing: {command.word_help} "
+            f"Try ftkit {name} {command.examples[0]}."
+        )
+    if name == "watch":
+        from ftkit.watch import watch
+
+        interval_s = parse_duration(values.get("interval", "2s"), "interval")
+        once = "once" in options.switches
+        return watch(Path(options.words[0]), once=once, interval_s=interval_s)
+    from ftkit.comparison.compare import compare_runs
+
+    plot = Path(values["plot"]) if "plot" in values else None
+    return compare_runs(options.words, values.get("format", "table"), values.get("sort"), plot)
 
 
 def _use(name: str, argv: Sequence[str]) -> int:

@@ -20,6 +20,8 @@ COMMANDS = {
     "finetune_full": "fine-tune every parameter",
     "plan": "predict memory, disk and steps before anything is loaded",
     "download": "fetch a base model from the Hugging Face hub",
+    "compare": "put runs side by side: what differs, what came out; as a table and as a picture",
+    "watch": "follow a run from another terminal: progress, loss curve, memory, checkpoint",
     "checkpoints": "list, show, verify, clean up or compare what runs have saved",
     "generate": "answer one prompt or many with the result of a run, or any model",
     "chat": "talk with the result of a run, or any model",
@@ -74,7 +76,7 @@ USING = {
         options=MergeOptions,
         examples=(
             "out/finetune/lora --out out/merged",
-            "out/finetune/qlora --out out/merged --base original --dtype bfloat16",
+            "out/finetune/qlora --out out/merged --base original",
         ),
     ),
     "export": Using(
@@ -84,8 +86,8 @@ USING = {
         options=ExportOptions,
         examples=(
             "out/finetune/full --format litgpt --out out/for-litgpt",
-            "out/finetune/full/checkpoints/step-00001500 --format hf --out out/step-1500",
-            "out/finetune/lora/checkpoints/step-00001500 --format peft --out out/adapter-1500",
+            "out/full/checkpoints/step-00001500 --format hf --out out/hf",
+            "out/lora --format peft --out out/adapter",
         ),
     ),
 }
@@ -148,3 +150,76 @@ WORDS = {
     "B": "Another one.",
 }
 WITH_STEP = "The run: its out_dir, the checkpoints in it, or one of these."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """An option: one of its choices (the first is the default), a value, or else a switch."""
+
+    text: str
+    placeholder: str | None = None
+    choices: tuple[str, ...] = ()
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether it takes no value."""
+        return not self.choices and self.placeholder is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Looking:
+    """A command that looks at runs: what it does, its words, its options, how it is called."""
+
+    text: str
+    word: str
+    word_help: str
+    most_words: int
+    options: dict[str, Option]
+    examples: tuple[str, ...]
+
+
+LOOKING = {
+    "compare": Looking(
+        text="Put runs side by side, whatever became of them: the settings that differ, outcome, "
+        "loss, speed, time and peak memory. A star marks the best of those that ended well.",
+        word="RUN",
+        word_help="Runs (each its out_dir), or directories that hold runs at any depth.",
+        most_words=10_000,
+        options={
+            "sort": Option(
+                placeholder="KEY",
+                text="Sort by a result such as tokens_per_s, best first, or by a setting such as "
+                "train.micro_batch_size; JSON and CSV have all keys. Default: runs that ended "
+                "well first, by validation loss, and by tokens_per_s where it is equal.",
+            ),
+            "format": Option(
+                choices=("table", "json", "csv", "markdown"),
+                text="json, csv, markdown: nothing else is written to standard output.",
+            ),
+            "plot": Option(
+                placeholder="FILE",
+                text="Also draw loss by step and by time, peak memory and throughput into "
+                "FILE.png, or into FILE.html together with the table, as one page that loads "
+                "nothing.",
+            ),
+        },
+        examples=(
+            "out/finetune/lora out/finetune/lora-2",
+            "out --sort allocated_bytes --format csv",
+            "out/* --plot comparison.html",
+        ),
+    ),
+    "watch": Looking(
+        text="Follow a run, at work or ended, from another terminal: progress, loss curve, speed, "
+        "memory, newest checkpoint, time left, and how it ended. Reads its files and writes "
+        "nothing. Ends with the run; Ctrl+C ends it earlier and leaves the run alone.",
+        word="OUT_DIR",
+        word_help="The run: its out_dir.",
+        most_words=1,
+        options={
+            "once": Option(text="Show how the run is now, and end."),
+            "interval": Option(placeholder="DURATION", text="Time between two looks. Default: 2s."),
+        },
+        examples=("out/finetune/lora", "out/finetune/lora --once"),
+    ),
+}

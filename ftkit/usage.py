@@ -8,7 +8,17 @@ from typing import Any, Literal
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
-from ftkit.commands import CHECKPOINTS, COMMANDS, FINETUNE, FORMATS, RESULT, USING, WITH_STEP, WORDS
+from ftkit.commands import (
+    CHECKPOINTS,
+    COMMANDS,
+    FINETUNE,
+    FORMATS,
+    LOOKING,
+    RESULT,
+    USING,
+    WITH_STEP,
+    WORDS,
+)
 from ftkit.options import choices
 from ftkit.parsing import accepted_types, add_recipe_keys, key_types
 from ftkit.recipe import RECIPE_OF
@@ -73,6 +83,8 @@ def whole_parser(*, with_keys: bool = False) -> ArgumentParser:
             }
             if name in FINETUNE:
                 command = finetune_parser(name)
+            elif name in LOOKING:
+                command = looking_parser(name)
             else:
                 command = using_parser(name) if name in USING else makers[name]()
         commands.add_subcommand(name, command, help=text)
@@ -285,4 +297,34 @@ def using_parser(name: str) -> ArgumentParser:
                 default=option.default,
                 help=text,
             )
+    return parser
+
+
+def looking_parser(name: str) -> ArgumentParser:
+    """The words and options of a command that looks at runs."""
+    command = LOOKING[name]
+    lines = "".join(f"\n  ftkit {name} {example}" for example in command.examples)
+    several = command.most_words > 1
+    parser = ArgumentParser(
+        prog=f"ftkit {name}",
+        usage=f"ftkit {name} {command.word}{'...' if several else ''} [--KEY VALUE ...]",
+        description=command.text,
+        epilog=f"Examples:{lines}",
+        formatter_class=_HelpWithExamples,
+    )
+    parser.add_argument(
+        command.word.lower(),
+        metavar=command.word,
+        help=command.word_help,
+        nargs="+" if several else None,
+    )
+    for name, option in command.options.items():
+        if option.is_switch:
+            parser.add_argument(f"--{name}", action="store_true", help=option.text)
+        elif option.choices:
+            parser.add_argument(
+                f"--{name}", choices=option.choices, default=option.choices[0], help=option.text
+            )
+        else:
+            parser.add_argument(f"--{name}", metavar=option.placeholder, help=option.text)
     return parser

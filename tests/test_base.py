@@ -648,7 +648,7 @@ def test_the_name_number_format_and_longest_sequence_do_not_change_the_fingerpri
 def test_random_weights_are_told_apart_by_their_architecture_without_being_drawn(
     quickstart, monkeypatch
 ):
-    monkeypatch.setattr(base_model, "_random_weights", None)
+    monkeypatch.setattr(base_model, "_random_weight", None)
     names = ("pythia-14m", "pythia-70m", "SmolLM2-135M")
     found = [fingerprint(open_base(f"random:{name}")) for name in (*names, *names)]
     assert found[:3] == found[3:] and len(set(found)) == 3

@@ -148,15 +148,17 @@ def test_a_merged_model_is_exported(ended, tmp_path):
 
 
 def test_an_adapter_is_exported_as_it_is(ended, tmp_path):
-    for number, result in enumerate((ended["lora"].out_dir, ended["lora"].checkpoint)):
+    run = ended["lora"]
+    sources = {run.out_dir: run.final, run.checkpoint: run.checkpoint / "adapter"}
+    for number, (result, source) in enumerate(sources.items()):
         out = export(result, "peft", tmp_path / str(number))
         assert {file.name for file in out.iterdir()} == {
             "adapter_config.json",
             "adapter_model.safetensors",
         }
         for file in out.iterdir():
-            assert file.read_bytes() == (ended["lora"].final / file.name).read_bytes()
-        assert torch.equal(own_logits(out), own_logits(ended["lora"].out_dir))
+            assert file.read_bytes() == (source / file.name).read_bytes()
+        assert torch.equal(own_logits(out), own_logits(run.out_dir))
 
 
 def test_the_number_format_is_as_asked(ended, tmp_path):

@@ -28,6 +28,8 @@ LIGHT_MODULES = [
     "checkpoint.store",
     "cli",
     "commands",
+    "comparison.compare",
+    "comparison.plots",
     "data.files",
     "data.order",
     "durable",
@@ -43,6 +45,7 @@ LIGHT_MODULES = [
     "process",
     "ranks",
     "recipe",
+    "report.curve",
     "report.display",
     "report.formatting",
     "report.json_values",
@@ -53,8 +56,10 @@ LIGHT_MODULES = [
     "report.throughput",
     "result",
     "resume",
+    "run_state",
     "survey",
     "usage",
+    "watch",
 ]
 HEAVY_PACKAGES = [
     "bitsandbytes",

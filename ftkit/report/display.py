@@ -58,7 +58,7 @@ class Display:
         self._now = now
         self._warnings: list[str] = []
         self._stream = _Stream(stream or sys.stdout, self._on_stream_failure)
-        self._console = _terminal_of(self._stream)
+        self._console = terminal_of(self._stream)
         if self._console:
             os.register_at_fork(after_in_child=_print_directly)
         self._live: Live | None = None
@@ -437,7 +437,7 @@ class _Terminal(Console):
         return False
 
 
-def _terminal_of(stream: _Stream) -> _Terminal | None:
+def terminal_of(stream: TextIO | _Stream) -> Console | None:
     """The console of a stream on which lines can be redrawn; None for a pipe, file or notebook."""
     if not stream.isatty():
         return None

@@ -191,6 +191,55 @@ def read_validation(path: Path) -> list[Row]:
     return _read(path)
 
 
+class RowsReader:
+    """The rows of a log that is still being written; each time, only what is new is read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = self._end = 0
+        self._columns: list[str] = []
+        self._rows: list[Row] = []
+
+    def read_on(self) -> list[Row]:
+        """All rows so far, without those that a run which went back has cut off."""
+        try:
+            with self._path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                if status.st_ino != self._file or status.st_size < self._end:
+                    self._forget()
+                    self._file = status.st_ino
+                file.seek(self._end)
+                block = file.read()
+        except OSError:
+            self._forget()
+            return self._rows
+        complete = block[: block.rfind(b"\n") + 1]
+        self._end += len(complete)
+        lines = complete.decode(errors="replace").splitlines()
+        if lines and not self._columns:
+            self._columns = lines.pop(0).split(",")
+        try:
+            rows = [
+                {
+                    c: _number(c, cell)
+                    for c, cell in zip(self._columns, line.split(","), strict=True)
+                }
+                for line in lines
+            ]
+        except ValueError:  # the end of another row: the file was cut and is longer again
+            self._forget()
+            return self._rows
+        for row in rows:
+            while self._rows and (self._rows[-1]["step"] or 0) >= (row["step"] or 0):
+                self._rows.pop()
+            self._rows.append(row)
+        return self._rows
+
+    def _forget(self) -> None:
+        self._file = self._end = 0
+        self._columns, self._rows = [], []
+
+
 def cut_rows(path: Path, after_step: int, into: Path) -> int:
     """Move the rows after a step to another file: a run goes back to that step.
 

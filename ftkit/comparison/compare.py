@@ -1,0 +1,109 @@
+"""Compares runs: for the command, for Python, and in a notebook, where the result shows itself.
+
+comparison = compare(["out/a", "out/b"])
+comparison.plot("comparison.png")
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ftkit.comparison import table
+from ftkit.comparison.columns import in_order
+from ftkit.comparison.plots import check_plot, save_plot
+from ftkit.comparison.runs import ComparedRun, LeftOut, read_runs
+from ftkit.errors import UserError
+from ftkit.report.display import Display
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Runs side by side."""
+
+    runs: list[ComparedRun]
+    """In the order in which they are shown."""
+    left_out: list[LeftOut]
+    """What was named and is not compared."""
+
+    def table(self) -> table.ComparisonTable:
+        """For rich: as wide as the terminal."""
+        return table.ComparisonTable(self.runs)
+
+    def to_markdown(self) -> str:
+        """A table with the best values in bold."""
+        return table.as_markdown(self.runs)
+
+    def to_csv(self) -> str:
+        """Raw values, a row for each run."""
+        return table.as_csv(self.runs)
+
+    def to_json(self) -> dict[str, Any]:
+        """Raw values, ready for JSON."""
+        return table.as_json(self.runs, self.left_out)
+
+    def plot(self, path: str | Path) -> Path:
+        """Draw losses, memory and throughput into a PNG, or with the table into an HTML page.
+
+        Raises:
+            UserError: matplotlib is missing, the name has another ending, or it cannot be written.
+        """
+        return save_plot(self.runs, Path(path))
+
+    def _repr_html_(self) -> str:
+        return table.as_html(self.runs)
+
+
+FORMATS: dict[str, Callable[[Comparison], str]] = {
+    "json": lambda comparison: json.dumps(comparison.to_json(), indent=2),
+    "csv": Comparison.to_csv,
+    "markdown": Comparison.to_markdown,
+}
+"""The forms of a comparison but for the table."""
+
+
+def compare(paths: Iterable[str | Path], *, sort: str | None = None) -> Comparison:
+    """Compare runs, whatever became of them.
+
+    Args:
+        paths: runs (each its out_dir), or directories that hold runs.
+        sort: a column to sort by; see `ftkit.comparison.columns.in_order`.
+
+    Raises:
+        UserError: none of the paths leads to a run, or there is no such column.
+    """
+    runs, left_out = read_runs(paths)
+    if not runs:
+        found = "; ".join(f"{item.path} {item.reason}" for item in left_out)
+        raise UserError(
+            f"There is nothing to compare: {found or 'no run is named'}. Name the out_dir of runs, "
+            "such as ftkit compare out/finetune/lora out/finetune/lora-2."
+        )
+    return Comparison(runs=in_order(runs, sort), left_out=left_out)
+
+
+def compare_runs(paths: Sequence[str], form: str, sort: str | None, plot: Path | None) -> int:
+    """Show a comparison on standard output, and draw it; the exit code.
+
+    Args:
+        paths: runs, or directories that hold runs.
+        form: table, or one of `FORMATS`.
+        sort: a column to sort by.
+        plot: where to draw it.
+    """
+    if plot is not None:
+        check_plot(plot)
+    comparison = compare(paths, sort=sort)
+    for item in comparison.left_out:
+        print(f"ftkit: {item.path} {item.reason}: left out", file=sys.stderr)
+    if form in FORMATS:
+        print(FORMATS[form](comparison))
+    else:
+        with Display(None) as display:
+            display.show(comparison.table())
+    if plot is not None:
+        comparison.plot(plot)
+        print(f"ftkit: drawn into {plot}", file=sys.stderr)
+    return 0

@@ -1,0 +1,254 @@
+"""The runs that are compared: where they are, their settings, results and curves."""
+
+import math
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ftkit.errors import UserError
+from ftkit.recipe import Lora
+from ftkit.report.machine import Hardware
+from ftkit.report.metrics import (
+    METRICS_NAME,
+    VALIDATION_NAME,
+    Row,
+    read_metrics,
+    read_validation,
+)
+from ftkit.report.report import FILE_NAME, RankMemory, Report, Resolved
+from ftkit.run_state import StateName, is_run, look
+
+_NOT_COMPARED = ("out_dir", "resume", "access_token", "log")
+"""Keys of a recipe that say how a run is called and started."""
+_LORA_KEYS = frozenset(field.name for field in fields(Lora))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """A path that is not compared."""
+
+    path: Path
+    """As it was given."""
+    reason: str
+    """Why, in one line."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Losses in the order of the steps."""
+
+    steps: list[int]
+    """Optimizer steps done."""
+    seconds: list[float]
+    """Time of training up to the step, over all sittings."""
+    losses: list[float]
+    """Of the step, in nats."""
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """A run as it is compared."""
+
+    name: str
+    """What tells it from the others, in short."""
+    out_dir: Path
+    """Its directory."""
+    state: StateName
+    """At work, or how it ended."""
+    report: Report
+    """What was measured."""
+
+    @property
+    def resolved(self) -> Resolved:
+        """What the recipe came to, as far as it is known."""
+        return self.report.resolved or Resolved()
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """What was asked, by the keys of the command line; what was left open is filled in."""
+        recipe = {k: v for k, v in self.report.recipe.items() if k not in _NOT_COMPARED}
+        found = {"method": self.report.method, **dict(_leaves(recipe))}
+        for key, value in (
+            ("precision", self.resolved.precision),
+            ("strategy", self.resolved.strategy),
+            ("devices", self.resolved.devices),
+            ("device", self.resolved.device or self.resolved.accelerator),
+            ("train.max_seq_length", self.resolved.max_seq_length),
+        ):
+            if value is not None:
+                found[key] = value
+        return found
+
+    @cached_property
+    def training(self) -> Curve:
+        """The training loss, finite values only; empty where there are no rows."""
+        rows = _rows(self.out_dir / METRICS_NAME)
+        steps, seconds, losses = [], [], []
+        elapsed_s = 0.0
+        for row in rows:
+            tokens, speed = row.get("tokens"), row.get("tokens_per_s")
+            elapsed_s += tokens / speed if tokens and speed else 0.0
+            loss, step = row.get("loss"), row.get("step")
+            if step is not None and loss is not None and math.isfinite(loss):
+                steps.append(int(step))
+                seconds.append(elapsed_s)
+                losses.append(loss)
+        return Curve(steps, seconds, losses)
+
+    @cached_property
+    def validation(self) -> list[tuple[int, float]]:
+        """Step and loss of every validation."""
+        rows = _rows(self.out_dir / VALIDATION_NAME)
+        return [
+            (int(row["step"]), loss)
+            for row in rows
+            if row["step"] is not None
+            and (loss := row["val_loss"]) is not None
+            and math.isfinite(loss)
+        ]
+
+    @property
+    def memory_parts(self) -> dict[str, int]:
+        """Bytes of the rank that needed most at its peak, by what they were; they add up.
+
+        What the tensors are is known of the measured steps; the peak may be at another moment.
+        """
+        ranks = self.report.peak_memory.ranks if self.report.peak_memory else []
+        if not ranks:
+            return {}
+        fullest = max(ranks, key=lambda rank: (rank.allocated_bytes or 0, _host_bytes(rank)))
+        parts: dict[str, int] = {}
+        if self.report.step_memory:
+            measured = self.report.step_memory.fullest
+            fullest = next((rank for rank in ranks if rank.rank == measured.rank), fullest)
+            named = asdict(measured.peak_breakdown_bytes)
+            parts = {name.replace("_", " "): size for name, size in named.items()}
+        known = sum(parts.values())
+        if fullest.allocated_bytes is None:
+            rest = {"other host memory": _host_bytes(fullest) - known}
+        else:
+            reserved = fullest.reserved_bytes or 0
+            rest = {
+                "other tensors": fullest.allocated_bytes - known,
+                "reserved, not used": reserved - max(fullest.allocated_bytes, known),
+            }
+        return {name: size for name, size in (parts | rest).items() if size > 0}
+
+    @property
+    def memory_limit_bytes(self) -> int | None:
+        """Memory of the device; on CPU, the share of a rank in the memory of the machine."""
+        hardware = self.report.hardware or Hardware()
+        if self.resolved.accelerator == "cuda":
+            sizes = [
+                gpu.memory_bytes
+                for gpu in hardware.gpus
+                if gpu.name == self.resolved.device and gpu.memory_bytes
+            ]
+            return min(sizes, default=None)
+        if hardware.memory_bytes is None:
+            return None
+        return hardware.memory_bytes // (self.resolved.devices or 1)
+
+
+def read_runs(paths: Iterable[str | Path]) -> tuple[list[ComparedRun], list[LeftOut]]:
+    """The runs that paths stand for, each once, and what is none.
+
+    Args:
+        paths: runs, their reports, or directories with runs at any depth.
+    """
+    found: dict[Path, Path] = {}
+    left_out: list[LeftOut] = []
+    for path in map(Path, paths):
+        directories = list(_find(path.expanduser()))
+        for directory in directories:
+            found.setdefault(directory.resolve(), directory)
+        if not directories:
+            reason = "holds no run" if path.expanduser().exists() else "does not exist"
+            left_out.append(LeftOut(path=path, reason=reason))
+    states = []
+    for directory in found.values():
+        try:
+            state = look(directory)
+        except UserError as error:
+            left_out.append(LeftOut(path=directory, reason=_reason(error, directory)))
+            continue
+        if state.report is None:
+            left_out.append(LeftOut(path=directory, reason="has not measured anything yet"))
+        else:
+            states.append((directory, state.state, state.report))
+    names = _names([directory for directory, _, _ in states])
+    runs = [
+        ComparedRun(name, directory, state, report)
+        for name, (directory, state, report) in zip(names, states, strict=True)
+    ]
+    return runs, left_out
+
+
+def differing_settings(runs: list[ComparedRun]) -> list[str]:
+    """Keys of settings that are not the same in all runs, in the order of the recipe.
+
+    What only LoRA has is compared among LoRA runs.
+    """
+    keys = dict.fromkeys(key for run in runs for key in run.settings)
+
+    def values(key: str) -> list[Any]:
+        lora_only = key.partition(".")[0] in _LORA_KEYS
+        return [
+            run.settings.get(key) for run in runs if not lora_only or run.report.method == "lora"
+        ]
+
+    return [key for key in keys if any(value != values(key)[0] for value in values(key))]
+
+
+def _host_bytes(rank: RankMemory) -> int:
+    return rank.host_bytes or rank.rss_bytes or 0
+
+
+def _find(path: Path) -> Iterator[Path]:
+    """The runs that a path stands for, in the order of their names."""
+    if path.is_file() and path.name == FILE_NAME:
+        path = path.parent
+    if not path.is_dir():
+        return
+    for directory, below, _ in os.walk(path):
+        if is_run(Path(directory)):
+            below.clear()
+            yield Path(directory)
+        below[:] = sorted(name for name in below if not name.startswith("."))
+
+
+def _reason(error: UserError, directory: Path) -> str:
+    first = str(error).splitlines()[0]
+    return first.removeprefix(f"{directory} ").rstrip(".")
+
+
+def _names(directories: list[Path]) -> list[str]:
+    """The paths without the part that is common to all."""
+    absolute = [directory.resolve() for directory in directories]
+    if len(absolute) < 2:
+        return [directory.name for directory in absolute]
+    common = os.path.commonpath(absolute)
+    return [str(directory.relative_to(common)) for directory in absolute]
+
+
+def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Values by dotted keys; a class is the value of its key, its arguments lie below."""
+    for key, value in values.items():
+        if isinstance(value, dict) and "class_path" in value:
+            yield prefix + key, value["class_path"]
+            yield from _leaves(value.get("init_args") or {}, f"{prefix}{key}.")
+        elif isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _rows(path: Path) -> list[Row]:
+    """The rows of a log; none if it is not there or damaged."""
+    try:
+        return read_metrics(path) if path.name == METRICS_NAME else read_validation(path)
+    except (OSError, ValueError):
+        return []
