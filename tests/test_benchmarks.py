@@ -96,3 +96,11 @@ def test_the_figures_of_measuring_memory_make_a_table():
     results = json.loads(file.read_text())["results"]
     assert benchmark.table(results).count("s and more") == len(benchmark.CASES)
     assert all(result["losses_are_equal"] for result in results.values())
+
+
+def test_the_simulation_is_within_a_tenth_of_published_figures():
+    (file,) = FIGURES.glob("published-memory_*.json")
+    rows = json.loads(file.read_text())
+    published = script("check_published_memory").ROWS
+    assert [row["model"] for row in rows] == [row.model for row in published]
+    assert all(abs(row["error"]) < 0.1 for row in rows)

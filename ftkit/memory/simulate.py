@@ -215,7 +215,11 @@ def _pack(model: LanguageModel) -> None:
         name2qmap.setdefault("dynamic", create_dynamic_map())
     for module in model.modules():
         if isinstance(module, FourBit | EightBit):
-            module.pack(torch.empty(module.out_features, module.in_features))
+            weight = torch.empty(module.out_features, module.in_features)
+            if isinstance(module, FourBit):  # an operation takes the same time whatever its size
+                module.pack(weight, at_once=weight.numel())
+            else:
+                module.pack(weight)
 
 
 class _Step:
