@@ -72,3 +72,20 @@ def test_the_figures_that_were_measured_make_tables():
     assert "resumed at step 1,000,000" in text
     assert all(row["ratio"] <= 0.1 for row in figures["stall"])
     assert all(row["ratio"] <= 1.05 for row in figures["memory"])
+
+
+def test_qlora_takes_less_memory_than_lora_and_loads_below_the_target():
+    benchmark = script("benchmark_quantized_loading")
+    (file,) = FIGURES.glob("quantized-loading-*.json")
+    figures = json.loads(file.read_text())
+    lora = {}
+    for row in figures["results"]:
+        if row["quantize"] is None:
+            lora[row["strategy"]] = row
+            continue
+        loading = row["loading_bytes_of_largest_rank"]
+        assert loading < benchmark.TARGET * figures["bf16_bytes"]
+        peak = row["peak_bytes_of_largest_rank"]
+        assert peak < lora[row["strategy"]]["peak_bytes_of_largest_rank"]
+    assert lora.keys() == {strategy for strategy, _ in benchmark.LAYOUTS}
+    assert benchmark.table(figures["results"], figures["bf16_bytes"]).count("bnb.nf4") == 8
