@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from bitsandbytes.optim.optimizer import Optimizer8bit
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
@@ -263,8 +262,8 @@ class _Step:
     def _make_optimizer(self) -> torch.optim.Optimizer:
         with unset_fake_temporarily():  # bitsandbytes computes tables
             optimizer = make_optimizer(self._plan, self._model)
-        if isinstance(optimizer, Optimizer8bit):
-            optimizer.update_step = _nothing  # type: ignore[method-assign]
+        if hasattr(optimizer, "update_step"):  # of bitsandbytes, which takes a second to import
+            optimizer.update_step = _nothing
         return optimizer
 
     def _first_step(self, optimizer: torch.optim.Optimizer | None) -> None:
