@@ -301,6 +301,7 @@ def tiny_sweep(tiny_base, tiny_data, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_the_fourteen_experiments_on_one_gpu_run(tiny_sweep):
     runs = tiny_sweep("single_gpu")
     names = [
@@ -315,6 +316,7 @@ def test_the_fourteen_experiments_on_one_gpu_run(tiny_sweep):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_the_ten_experiments_on_several_gpus_run_on_two_processes(tiny_sweep):
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed: scripts/setup_env")
