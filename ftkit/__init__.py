@@ -1,3 +1,39 @@
-"""Fine-tune language models with PyTorch Lightning: full, LoRA and QLoRA."""
+"""Fine-tune language models with PyTorch Lightning: full, LoRA and QLoRA.
+
+In Python and in notebooks::
+
+    import ftkit
+
+    run = ftkit.finetune("recipes/x.yaml", **{"train.micro_batch_size": 8})
+    run.report
+    ftkit.compare([run, "out/other"]).plot()
+"""
+
+import importlib
+from typing import Any
 
 __version__ = "0.1.0"
+
+_MODULE_OF = {
+    "DoesNotFit": "errors",
+    "Plans": "plans",
+    "Run": "notebook",
+    "UserError": "errors",
+    "attach": "notebook",
+    "compare": "comparison.compare",
+    "finetune": "notebook",
+    "finetune_full": "notebook",
+    "plan": "plans",
+}
+"""The Python API; nothing of it is imported before it is used."""
+__all__ = [*_MODULE_OF]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'ftkit' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"ftkit.{_MODULE_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -33,6 +33,7 @@ from ftkit.usage import (
     looking_parser,
     managing_parser,
     plan_parser,
+    sweep_parser,
     using_parser,
     whole_parser,
 )
@@ -81,6 +82,8 @@ def run(argv: Sequence[str]) -> int:
         return _finetune(name, rest)
     if name == "plan":
         return _plan(rest)
+    if name == "sweep":
+        return _sweep(rest)
     if name == "download":
         return _download(rest)
     if name == "checkpoints":
@@ -182,6 +185,49 @@ def _plan(argv: Sequence[str]) -> int:
         sweeps=own["sweep"],
         form=FORMATS[form],
         fit="fit" in options.switches,
+    )
+
+
+def _sweep(argv: Sequence[str]) -> int:
+    options = split_options(argv, ["help", "overwrite", "dry_run"], most_words=1)
+    if "help" in options.switches:
+        sweep_parser().print_help()
+        return 0
+    own: dict[str, list[str]] = {"config": [], "sweep": [], "only": [], "out_dir": [], "plot": []}
+    overrides = [(key, value) for key, value in options.values if key not in own]
+    for key, value in options.values:
+        if key in own:
+            own[key].append(value)
+    if not options.words:
+        raise UserError(
+            "What is to be run? Name a file, such as ftkit sweep recipes/sweeps/single_gpu.yaml, "
+            "or a command, such as ftkit sweep finetune --config RECIPE.yaml --sweep seed=1,2."
+        )
+    if "resume" in dict(overrides):
+        raise UserError(
+            "--resume is not for sweeps, which go on by themselves. Leave it out, or start all "
+            "over with --overwrite."
+        )
+    from ftkit.sweep import sweep
+    from ftkit.sweep_runs import runs_of_file, runs_of_keys
+
+    (word,) = options.words
+    out_dir = Path(own["out_dir"][-1]) if own["out_dir"] else None
+    if word in FINETUNE:
+        runs = runs_of_keys(word, own["config"], own["sweep"], overrides, out_dir)
+    elif own["config"] or own["sweep"]:
+        raise UserError(
+            f"--config and --sweep go with a command, not with {word}. "
+            f"Try ftkit sweep finetune --config RECIPE.yaml --sweep seed=1,2."
+        )
+    else:
+        runs = runs_of_file(Path(word), overrides, out_dir)
+    return sweep(
+        runs,
+        only=own["only"],
+        overwrite="overwrite" in options.switches,
+        dry_run="dry_run" in options.switches,
+        plot=Path(own["plot"][-1]) if own["plot"] else None,
     )
 
 

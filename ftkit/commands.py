@@ -18,6 +18,7 @@ COMMANDS = {
     "finetune": "fine-tune with LoRA or QLoRA (the same as finetune_lora)",
     "finetune_lora": "fine-tune with LoRA or QLoRA",
     "finetune_full": "fine-tune every parameter",
+    "sweep": "run variations of recipes one after another, and compare them",
     "plan": "predict memory, disk and steps before anything is loaded",
     "download": "fetch a base model from the Hugging Face hub",
     "compare": "put runs side by side: what differs, what came out; as a table and as a picture",

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from ftkit.errors import UserError
 from ftkit.memory.gpus import Gpu
 from ftkit.parsing import Override
-from ftkit.prediction import Planned, largest_that_fits
 from ftkit.planning import DeepSpeedOptions, FsdpOptions
+from ftkit.prediction import Planned, largest_that_fits
 from ftkit.recipe import LoraRecipe
 
 Try = Callable[[Sequence[Override]], Planned]

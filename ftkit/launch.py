@@ -65,6 +65,7 @@ from ftkit.resume import (
     verify_start,
 )
 from ftkit.room import require_room, with_micro_batch
+from ftkit.run_state import Supervisor
 from ftkit.survey import Place, is_at_work
 
 BASE = "base"
@@ -276,7 +277,7 @@ def claim(wanted: Path, use: Use) -> Iterator[Path]:
         state = out_dir / STATE
         created = [path for path in (out_dir, *out_dir.parents) if not path.exists()]
         state.mkdir(parents=True, exist_ok=True)
-        lock = (state / "lock").open("w")
+        lock = (state / "lock").open("a")  # what a run at work wrote into it stays
     except OSError as error:
         raise _unwritable(out_dir, error) from None
     with lock:
@@ -287,6 +288,9 @@ def claim(wanted: Path, use: Use) -> Iterator[Path]:
                 f"out_dir {out_dir} belongs to a run that is still at work. "
                 "Wait for it, or try another --out_dir."
             ) from None
+        lock.truncate(0)
+        lock.write(Supervisor.here().to_json())
+        lock.flush()
         _remove_entries(state, keep="lock")  # of a run that was killed with its supervisor
         replaced = state / "replaced"
         replaced.mkdir()

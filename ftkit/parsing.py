@@ -7,6 +7,8 @@ does not matter, an override of ``data.json_path`` lands inside ``data.init_args
 
 import dataclasses
 import difflib
+import json
+import os
 import re
 import shlex
 import types
@@ -92,7 +94,7 @@ def read_recipe(
     """
     merged: dict[str, Any] = {}
     for file in files:
-        for key, value in _flatten(_load_file(Path(file), "--config ")):
+        for key, value in _flatten(load_yaml(Path(file), "--config ")):
             _assign(merged, key, value)
     return _overridden(merged, overrides, method)
 
@@ -162,7 +164,17 @@ def read_keys(path: Path) -> dict[str, Any]:
     Raises:
         UserError: it cannot be read, or is no recipe.
     """
-    return dict(_leaves(_load_file(path)))
+    return dict(_leaves(load_yaml(path)))
+
+
+def as_text(value: Any) -> str:
+    """A value as the text of an override: `read_recipe` reads it back as it was."""
+    if isinstance(value, str):
+        try:
+            return value if yaml.load(value, _Loader) == value else json.dumps(value)
+        except yaml.YAMLError:
+            return json.dumps(value)
+    return json.dumps(value, default=os.fspath)
 
 
 def _leaves(values: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
@@ -182,7 +194,7 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _load_file(path: Path, option: str = "") -> dict[str, Any]:
+def load_yaml(path: Path, option: str = "") -> dict[str, Any]:
     """The keys and values of a YAML file, which the option names if one does."""
     try:
         loaded = yaml.load(path.read_text(encoding="utf-8"), _Loader)

@@ -8,8 +8,8 @@ from ftkit.errors import UserError
 from ftkit.fit import changes_that_fit
 from ftkit.memory.gpus import find_gpu
 from ftkit.parsing import Override
-from ftkit.prediction import Planned, plan
 from ftkit.plan_table import show, show_changes
+from ftkit.prediction import Planned, plan
 from ftkit.variations import variations
 
 EXIT_DOES_NOT_FIT = 3

@@ -15,6 +15,7 @@ from ftkit.memory.live import CATEGORIES
 from ftkit.prediction import Planned
 from ftkit.recipe import LoraRecipe
 from ftkit.report.formatting import bytes_text, percent_text
+from ftkit.report.markup import block, escaped, grid, labelled, styled
 
 _STYLES = {"fits": "bold green", "does not fit": "bold red", "UNCERTAIN": "bold yellow"}
 
@@ -28,6 +29,23 @@ def show(found: Sequence[Planned], form: Literal["table", "json"]) -> None:
     width = None if sys.stdout.isatty() else 160  # tables in files are not cut to 80 columns
     console = Console(width=width, highlight=False)
     console.print(_alone(found[0]) if len(found) == 1 else _several(found))
+
+
+def as_html(found: Sequence[Planned]) -> str:
+    """Plans as HTML for a notebook: one as rows, several as a table."""
+    if len(found) == 1:
+        (planned,) = found
+        words = verdict(planned)
+        needed = f"{styled(words, _STYLES[words])} {escaped(_needs(planned))}" if words else ""
+        return block(f"<b>{escaped(_title(planned))}</b>", needed, labelled(_rows(planned)))
+    table = _several(found)
+    rows = [
+        [styled(cell.plain, str(cell.style)) for cell in _cells(planned, asked=_asked(found))]
+        for planned in found
+    ]
+    heads = [str(column.header) for column in table.columns]
+    right = [i for i, column in enumerate(table.columns) if column.justify == "right"]
+    return grid(heads, rows, right)
 
 
 def show_changes(
@@ -68,19 +86,28 @@ def _alone(planned: Planned) -> Group:
     table.add_column(overflow="fold")
     words = verdict(planned)
     if words:
-        assert planned.gpu is not None
-        memory = planned.memory
-        table.add_row(
-            Text(words, _STYLES[words]),
-            Text(
-                f"needs {bytes_text(memory.low_bytes)} to {bytes_text(memory.high_bytes)} of the "
-                f"{bytes_text(planned.gpu.memory_bytes)} of {planned.gpu.name}"
-            ),
-        )
+        table.add_row(Text(words, _STYLES[words]), Text(_needs(planned)))
     for label, value in _rows(planned):
         table.add_row(label, Text(value))
-    title = f"plan: {planned.plan.recipe.method} on {planned.base_model}"
-    return Group(Rule(Text(title, "bold"), characters="-", align="left", style="dim"), table)
+    return Group(
+        Rule(Text(_title(planned), "bold"), characters="-", align="left", style="dim"), table
+    )
+
+
+def _title(planned: Planned) -> str:
+    return f"plan: {planned.plan.recipe.method} on {planned.base_model}"
+
+
+def _needs(planned: Planned) -> str:
+    assert planned.gpu is not None
+    low, high = map(bytes_text, (planned.memory.low_bytes, planned.memory.high_bytes))
+    there = bytes_text(planned.gpu.memory_bytes)
+    return f"needs {low} to {high} of the {there} of {planned.gpu.name}"
+
+
+def _asked(found: Sequence[Planned]) -> bool:
+    """Whether any plan is for a device."""
+    return any(planned.gpu is not None for planned in found)
 
 
 def _rows(planned: Planned) -> Iterator[tuple[str, str]]:
@@ -138,7 +165,7 @@ def _several(found: Sequence[Planned]) -> Table:
     parts = ("parameters", "gradients", "optimizer", "activations", "temporary")
     for title in ("peak", *parts, "host"):
         table.add_column(title, justify="right", no_wrap=True)
-    asked = any(planned.gpu is not None for planned in found)
+    asked = _asked(found)
     if asked:
         table.add_column("needs", justify="right", no_wrap=True)
         table.add_column("", no_wrap=True)

@@ -1,28 +1,102 @@
-"""How processes end: with the one that started them, and cleaning up after themselves."""
+"""How processes start and end: with the one that started them, and cleaning up after themselves."""
 
 import ctypes
 import os
 import signal
+import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import IO, Any
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, however the parent ends.
+def start_command(words: Sequence[str], output: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
+    """Start `ftkit WORDS` as a child that gets SIGTERM, and so saves, when this process ends.
+
+    It has a process group of its own: Ctrl+C and a notebook's interrupt reach this process only,
+    which passes on what it wants to.
+
+    Args:
+        words: of the command line.
+        output: where what it prints goes; None: where that of this process goes.
+    """
+    # -P: modules in the current directory are the user's, not ours
+    command = [sys.executable, "-P", "-m", "ftkit.child", str(os.getpid()), *words]
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=None if output is None else subprocess.STDOUT,
+        process_group=0,
+    )
+
+
+class PassingOn:
+    """Inside the block, signals end nothing here: they are noted and passed on to a child.
+
+    Ctrl+Z pauses the child together with this process. A signal that is ignored stays so. In a
+    thread that is not the main one signals do what they did before.
+    """
+
+    def __init__(self, *numbers: signal.Signals) -> None:
+        self.received: list[signal.Signals] = []
+        """Signals so far, the first one first."""
+        self._numbers = numbers
+        self._passed_on = 0
+        self._child: subprocess.Popen[bytes] | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "PassingOn":
+        if threading.current_thread() is threading.main_thread():
+            handlers = dict.fromkeys(self._numbers, self._receive) | {signal.SIGTSTP: self._pause}
+            for number, handler in handlers.items():
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, handler)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def to(self, child: "subprocess.Popen[bytes]") -> None:
+        """Pass on to this child, also what has come since the last one."""
+        self._child = child
+        self._pass_on()
+
+    def _receive(self, number: int, _: object) -> None:
+        self.received.append(signal.Signals(number))
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        while self._child is not None and self._passed_on < len(self.received):
+            self._passed_on += 1
+            self._child.send_signal(self.received[self._passed_on - 1])
+
+    def _pause(self, _: int, __: object) -> None:
+        if self._child is not None:
+            self._child.send_signal(signal.SIGTSTP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        if self._child is not None:
+            self._child.send_signal(signal.SIGCONT)
+
+
+def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when its parent ends, however the parent ends.
 
     On systems without prctl nothing happens: there an orphan ends when it next writes to a pipe.
 
     Args:
         parent: its process id, as the parent itself gave it: it may have ended before this call.
+        number: what to send.
     """
     if not sys.platform.startswith("linux"):
         return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), number)
 
 
 @contextmanager

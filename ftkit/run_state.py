@@ -5,6 +5,9 @@ disk.
 """
 
 import dataclasses
+import json
+import os
+import socket
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count, takewhile
@@ -45,6 +48,34 @@ class RunState:
     def at_work(self) -> bool:
         """Whether more is to come."""
         return self.state in AT_WORK
+
+
+@dataclass(frozen=True, kw_only=True)
+class Supervisor:
+    """The process that a run at work belongs to; it stands in the lock of the run."""
+
+    host: str
+    """Name of its machine."""
+    process: int
+    """Its process id there."""
+
+    @classmethod
+    def here(cls) -> "Supervisor":
+        """This process."""
+        return cls(host=socket.gethostname(), process=os.getpid())
+
+    @classmethod
+    def of(cls, out_dir: Path) -> "Supervisor | None":
+        """That of a run; None: it has none now, or it cannot be read."""
+        try:
+            found = json.loads((out_dir / STATE / "lock").read_text(encoding="utf-8"))
+            return cls(host=found["host"], process=found["process"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def to_json(self) -> str:
+        """What the lock holds."""
+        return json.dumps(dataclasses.asdict(self))
 
 
 def is_run(path: Path) -> bool:

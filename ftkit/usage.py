@@ -78,6 +78,7 @@ def whole_parser(*, with_keys: bool = False) -> ArgumentParser:
         if with_keys:
             makers = {
                 "plan": plan_parser,
+                "sweep": sweep_parser,
                 "download": download_parser,
                 "checkpoints": checkpoints_parser,
             }
@@ -178,6 +179,61 @@ def plan_parser() -> ArgumentParser:
         choices=list(FORMATS),
         default="table",
         help="json: nothing else is written to standard output.",
+    )
+    return parser
+
+
+def sweep_parser() -> ArgumentParser:
+    """The options of ftkit sweep; keys of recipes come beside them."""
+    parser = ArgumentParser(
+        prog="ftkit sweep",
+        usage="ftkit sweep SWEEP.yaml [--KEY VALUE ...]\n"
+        "       ftkit sweep finetune|finetune_full --config RECIPE.yaml --sweep KEY=A,B ... "
+        "[--KEY VALUE ...]",
+        description="Run variations of recipes one after another, each in its own process and "
+        "directory, and compare them in the end. An out-of-memory or a failure does not stop the "
+        "sweep. Ctrl+C ends the current run gracefully and the sweep with it; the same command "
+        "goes on: what is complete is skipped, the stopped run resumes. Keys of recipes given as "
+        "options hold for all runs. The exit code is 1 if a run failed, 3 if all ran out of "
+        "memory.",
+        epilog="Examples:\n"
+        "  ftkit sweep recipes/sweeps/single_gpu.yaml --plot single_gpu.html\n"
+        "  ftkit sweep recipes/sweeps/multi_gpu.yaml --only 'a100-*'\n"
+        "  ftkit sweep finetune_full --config recipes/tiny-llama-full.yaml \\\n"
+        "    --sweep train.micro_batch_size=4,8 --sweep precision=bf16-true,32-true",
+        formatter_class=_HelpWithExamples,
+    )
+    parser.add_argument(
+        "sweep_file",
+        metavar="SWEEP.yaml",
+        help="A list of runs, each with name, command, config (its recipe, beside the file) and "
+        "keys of recipes; or a fine-tuning command, to vary keys of one recipe.",
+    )
+    parser.add_argument(
+        "--config", metavar="RECIPE.yaml", help="Recipe of a command; later ones win."
+    )
+    parser.add_argument(
+        "--sweep",
+        metavar="KEY=A,B,C",
+        help="Run the command once for each value; several sweeps: for every combination.",
+    )
+    parser.add_argument(
+        "--out_dir",
+        metavar="PATH",
+        help="Where the runs go, each into a directory of its name. Default: out_dir of "
+        "SWEEP.yaml, or that of the recipe with -sweep.",
+    )
+    parser.add_argument(
+        "--only", metavar="PATTERN", help="Only runs of such names, as 'a100-*'; repeatable."
+    )
+    parser.add_argument(
+        "--plot", metavar="FILE", help="Draw the comparison into FILE.png or FILE.html."
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="Do all runs again, also complete ones."
+    )
+    parser.add_argument(
+        "--dry_run", action="store_true", help="Only say what would be done, as command lines."
     )
     return parser
 

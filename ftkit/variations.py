@@ -43,7 +43,8 @@ def variations(sweeps: Sequence[str]) -> list[tuple[Override, ...]]:
 
 def _split(text: str) -> Iterator[str]:
     """The parts between commas that stand in no brackets and no quotes."""
-    part, open_ = "", []
+    part = ""
+    open_: list[str] = []
     for letter in text:
         if open_ and letter == open_[-1]:
             open_.pop()

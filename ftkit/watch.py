@@ -14,9 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ftkit.checkpoint.store import Store
-from ftkit.report.curve import curve
+from ftkit.report.curve import curve, means
 from ftkit.report.display import Display, clock_text, terminal_of
 from ftkit.report.formatting import age_text, duration_text, number_text, printable
+from ftkit.report.markup import bar, block, curve_picture, escaped, labelled, styled
 from ftkit.report.metrics import METRICS_NAME, VALIDATION_NAME, Row, RowsReader
 from ftkit.report.report import Progress, Report, Resolved
 from ftkit.report.table import STYLE_OF_OUTCOME, memory_text
@@ -29,6 +30,7 @@ _RECENT_STEPS = 20
 _SILENT_S = 30.0
 """Time without a step, and without another phase, that is worth a word."""
 _CURVE_LINES = 8
+_PICTURE_POINTS = 240
 _MOST_WIDTH = 100
 """Wider than this, a curve of eight lines tells no more."""
 
@@ -197,6 +199,22 @@ class View:
         return line
 
 
+def as_html(sight: Sight) -> str:
+    """A sight as HTML for a notebook."""
+    state = styled(sight.run.state.replace("_", " "), _style_of(sight.run.state))
+    head = f"<b>{escaped(str(sight.run.out_dir))}</b> {state} {escaped(_why(sight))}"
+    parts = [head]
+    if sight.total_steps:
+        parts.append(bar(min(sight.step, sight.total_steps), sight.total_steps))
+        clock = "  ".join((f"step {sight.step:,}/{sight.total_steps:,}", *_clock_texts(sight)))
+        parts.append(f'<span style="white-space:pre-wrap">{escaped(clock)}</span>')
+    parts.append(labelled(_rows_of(sight)))
+    if len(losses := sight.losses) > 1:
+        parts.append(curve_picture(means(losses, _PICTURE_POINTS)))
+        parts.append(f"loss from step {sight.rows[0]['step']:,} to {sight.step:,}")
+    return block(*parts)
+
+
 def watch(out_dir: Path, *, once: bool = False, interval_s: float = 2.0) -> int:
     """Show a run until it has ended; the exit code.
 
@@ -227,17 +245,30 @@ def watch(out_dir: Path, *, once: bool = False, interval_s: float = 2.0) -> int:
 
 def _print_lines(watcher: Watcher, sight: Sight, interval_s: float) -> None:
     """A line whenever something has happened: for pipes and files."""
-    print(printable(f"{sight.run.out_dir}: {_why(sight)}"), flush=True)
-    shown = _phase(sight)
+    lines = Lines()
     while True:
-        text = _line(sight)
-        if text != shown:
-            print(text, flush=True)
-            shown = text
+        lines.show(sight)
         if not sight.run.at_work:
             return
         time.sleep(interval_s)
         sight = watcher.look()
+
+
+class Lines:
+    """Prints what a run is, and then a line whenever something has happened."""
+
+    def __init__(self) -> None:
+        self._shown: str | None = None
+
+    def show(self, sight: Sight) -> None:
+        """Print what is new, if anything is."""
+        if self._shown is None:
+            print(printable(f"{sight.run.out_dir}: {_why(sight)}"), flush=True)
+            self._shown = _phase(sight)
+        text = _line(sight)
+        if text != self._shown:
+            print(text, flush=True)
+            self._shown = text
 
 
 def _line(sight: Sight) -> str:

@@ -9,11 +9,11 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from ftkit.comparison import table
 from ftkit.comparison.columns import in_order
-from ftkit.comparison.plots import check_plot, save_plot
+from ftkit.comparison.plots import Picture, check_plot, save_plot
 from ftkit.comparison.runs import ComparedRun, LeftOut, read_runs
 from ftkit.errors import UserError
 from ftkit.report.display import Display
@@ -44,13 +44,22 @@ class Comparison:
         """Raw values, ready for JSON."""
         return table.as_json(self.runs, self.left_out)
 
-    def plot(self, path: str | Path) -> Path:
-        """Draw losses, memory and throughput into a PNG, or with the table into an HTML page.
+    @overload
+    def plot(self) -> Picture: ...
+
+    @overload
+    def plot(self, path: str | Path) -> Path: ...
+
+    def plot(self, path: str | Path | None = None) -> Path | Picture:
+        """Draw losses, memory and throughput.
+
+        Args:
+            path: a PNG, or an HTML page with the table; None: a picture that a notebook shows.
 
         Raises:
             UserError: matplotlib is missing, the name has another ending, or it cannot be written.
         """
-        return save_plot(self.runs, Path(path))
+        return Picture.of(self.runs) if path is None else save_plot(self.runs, Path(path))
 
     def _repr_html_(self) -> str:
         return table.as_html(self.runs)

@@ -9,7 +9,9 @@ import importlib.util
 import io
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -84,9 +86,18 @@ def check_plot(path: Path) -> None:
             f"--plot is {str(path)!r}, but must end in .png or .html. "
             f"Try --plot {path.with_suffix('.png')}."
         )
+    require_matplotlib("--plot")
+
+
+def require_matplotlib(what: str) -> None:
+    """Refuse where it is missing.
+
+    Raises:
+        UserError: names what needs it.
+    """
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError(
-            "--plot needs matplotlib, which is not installed. It comes with the extra plot: try "
+            f"{what} needs matplotlib, which is not installed. It comes with the extra plot: try "
             "pip install 'ftkit[plot]', or pip install matplotlib."
         )
 
@@ -102,10 +113,7 @@ def save_plot(runs: list[ComparedRun], path: Path) -> Path:
         UserError: see `check_plot`; or it cannot be written.
     """
     check_plot(path)
-    import matplotlib as mpl
-
-    with mpl.rc_context(_STYLE), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing")  # a run may have any name
+    with _drawing():
         drawn = figure(runs)
         try:
             if path.suffix.lower() == ".png":
@@ -117,6 +125,40 @@ def save_plot(runs: list[ComparedRun], path: Path) -> Path:
                 f"--plot {path} cannot be written ({error.strerror}). Try another directory."
             ) from None
     return path
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture that shows itself in a notebook."""
+
+    png: bytes
+    """The file."""
+
+    @classmethod
+    def of(cls, runs: list[ComparedRun]) -> "Picture":
+        """The runs as `save_plot` draws them.
+
+        Raises:
+            UserError: matplotlib is missing.
+        """
+        require_matplotlib("A picture")
+        file = io.BytesIO()
+        with _drawing():
+            figure(runs).savefig(file, format="png", dpi=90)
+        return cls(file.getvalue())
+
+    def _repr_png_(self) -> bytes:
+        return self.png
+
+
+@contextmanager
+def _drawing() -> Iterator[None]:
+    """Our look inside the block; nothing of matplotlib's global state is changed after it."""
+    import matplotlib as mpl
+
+    with mpl.rc_context(_STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # a run may have any name
+        yield
 
 
 def svg(drawn: "Figure") -> str:

@@ -24,6 +24,7 @@ from ftkit.comparison.columns import (
 )
 from ftkit.comparison.runs import ComparedRun, LeftOut
 from ftkit.report.formatting import printable, shortened
+from ftkit.report.markup import GOOD
 from ftkit.report.report import ENDED_WELL
 from ftkit.report.table import STYLE_OF_OUTCOME
 
@@ -168,7 +169,7 @@ def as_html(runs: list[ComparedRun]) -> str:
 def _html_cell(tag: str, column: Column, text: str, *, best: bool = False) -> str:
     escaped = html.escape(printable(text))
     align = "right" if column.is_numeric else "left"
-    content = f'<b title="best" style="color:#00694c">{escaped}</b>' if best else escaped
+    content = f'<b title="best" style="color:{GOOD}">{escaped}</b>' if best else escaped
     return f'<{tag} style="text-align:{align}">{content}</{tag}>'
 
 

@@ -50,11 +50,18 @@ def _label(value: float) -> str:
     return f"{value:.4g}"
 
 
+def means(values: Sequence[float], count: int) -> list[float]:
+    """At most so many values: means of neighbours where there are more."""
+    if len(values) <= count:
+        return list(values)
+    edges = [round(i * len(values) / count) for i in range(count + 1)]
+    return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+
+
 def _resampled(values: Sequence[float], count: int) -> list[float]:
     """As many values as there is room for: means of more, straight lines between fewer."""
     if len(values) > count:
-        edges = [round(i * len(values) / count) for i in range(count + 1)]
-        return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+        return means(values, count)
     if len(values) == 1:
         return [values[0]]
     found = []

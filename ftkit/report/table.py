@@ -17,6 +17,7 @@ from ftkit.report.formatting import (
     printable,
     shortened,
 )
+from ftkit.report.markup import block, escaped, labelled, styled
 from ftkit.report.memory import StepMemory
 from ftkit.report.report import (
     ENDED_WELL,
@@ -48,8 +49,6 @@ def render(report: Report, out_dir: Path | None = None) -> Group:
         out_dir: the run's directory as the reader should see it; without it, the paths of the
             files are shown as the report has them.
     """
-    model = (report.resolved and report.resolved.base_model) or report.recipe.get("checkpoint_dir")
-    title = " ".join(filter(None, ("ftkit", report.method, model and f"on {model}")))
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True, style="cyan")
     table.add_column(overflow="fold")
@@ -62,7 +61,7 @@ def render(report: Report, out_dir: Path | None = None) -> Group:
             table.add_row(Text(label), _Parts(value))
     for label, value in _text_rows(report, out_dir):
         table.add_row(Text(label), Text(printable(value)))
-    line = Rule(Text(printable(title), "bold"), characters="-", align="left", style="dim")
+    line = Rule(Text(printable(_title(report)), "bold"), characters="-", align="left", style="dim")
     return Group(line, table)
 
 
@@ -80,6 +79,23 @@ STYLE_OF_OUTCOME: dict[str, str] = {
     "failed": "bold red",
 }
 """Of the word for how a run ended."""
+
+
+def as_html(report: Report, out_dir: Path | None = None) -> str:
+    """The same as HTML for a notebook; see `render`."""
+    words = report.outcome.replace("_", " ")
+    end = "" if report.outcome in ENDED_WELL else f" (during {_PHASE_WORDS[report.phase]})"
+    head = f"{styled(words, STYLE_OF_OUTCOME[report.outcome])} "
+    return block(
+        f"<b>{escaped(_title(report))}</b>",
+        head + escaped(report.exit_reason + end),
+        labelled((*_measured_rows(report), *_text_rows(report, out_dir))),
+    )
+
+
+def _title(report: Report) -> str:
+    model = (report.resolved and report.resolved.base_model) or report.recipe.get("checkpoint_dir")
+    return " ".join(filter(None, ("ftkit", report.method, model and f"on {model}")))
 
 
 class _Parts:

@@ -1,0 +1,57 @@
+"""Plans in a notebook: predicted in this process, where they show themselves."""
+
+import dataclasses
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from ftkit import prediction
+from ftkit.memory.gpus import find_gpu
+from ftkit.parsing import as_text
+from ftkit.plan_table import as_html
+
+
+class Plan(prediction.Planned):
+    """A plan that shows itself in a notebook."""
+
+    def _repr_html_(self) -> str:
+        return as_html([self])
+
+
+class Plans(list[Plan]):
+    """Plans that show themselves as one table: `Plans([ftkit.plan(...), ftkit.plan(...)])`."""
+
+    def _repr_html_(self) -> str:
+        return as_html(self)
+
+
+def plan(
+    recipe: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
+    /,
+    *,
+    gpu: str | None = None,
+    name: str = "",
+    **keys: Any,
+) -> Plan:
+    """Predict what a recipe will need, as `ftkit plan`; nothing is loaded or downloaded.
+
+    Args:
+        recipe: recipe files, later ones win.
+        gpu: what it is to run on: a100-80gb, 24GiB, or auto for the one here.
+        name: what to call it among several; else its recipe.
+        keys: of the recipe, dotted: `**{"train.micro_batch_size": 8}`.
+
+    Raises:
+        UserError: as a run would.
+    """
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # of kernels that nothing here needs
+    one = isinstance(recipe, str | os.PathLike)
+    files = [recipe] if one else list(recipe or ())
+    found = prediction.plan(
+        [os.fspath(file) for file in files],
+        [(key, as_text(value)) for key, value in keys.items()],
+        gpu=None if gpu is None else find_gpu(gpu),
+        name=name,
+    )
+    return Plan(**{f.name: getattr(found, f.name) for f in dataclasses.fields(found)})
