@@ -12,6 +12,7 @@ import websocket
 
 COLAB = "https://colab.research.google.com"
 TIMEOUT_S = 300
+OUTPUTS = ("stream", "display_data", "update_display_data", "execute_result", "error")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +64,7 @@ def execute(socket: websocket.WebSocket, source: str) -> list[dict[str, Any]]:
         kind = answer["msg_type"]
         if kind == "status" and answer["content"]["execution_state"] == "idle":
             return outputs
-        if kind in ("stream", "display_data", "execute_result", "error"):
+        if kind in OUTPUTS:
             outputs.append({"output_type": kind, **answer["content"]})
     raise TimeoutError(source)
 

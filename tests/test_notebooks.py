@@ -1,17 +1,23 @@
 """The notebooks: what they call exists, and what they show was computed by them."""
 
+import ast
 import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import pytest
+import yaml
+from conftest import command_environment
 
 ROOT = Path(__file__).parents[1]
 GPU_SERVER = ROOT / "notebooks/0_gpu_server.ipynb"
+SINGLE_GPU = ROOT / "notebooks/1_single_gpu.ipynb"
+EXECUTED = sorted((ROOT / "notebooks").glob("[1-9]*.ipynb"))
 
 
 def cells(notebook: Path) -> list[str]:
@@ -79,3 +85,49 @@ def test_the_notebook_uses_the_scripts_with_options_that_they_have(script):
     for word in " ".join(used).replace('"', " ").replace("{", " ").split():
         if word.startswith("--"):
             assert f"{word}" in usage
+
+
+@pytest.mark.parametrize("notebook", EXECUTED, ids=lambda notebook: notebook.stem)
+def test_what_a_notebook_shows_comes_from_one_run_from_top_to_bottom(notebook):
+    read = nbformat.read(notebook, as_version=4)
+    code = [cell for cell in read.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    shown = [output for cell in code for output in cell.outputs]
+    assert any("text/html" in output.get("data", {}) for output in shown)
+    assert not [output for output in shown if output.output_type == "error"]
+
+
+def test_the_experiments_on_a_single_gpu_are_those_of_the_committed_sweep():
+    program = "\n".join(cells(SINGLE_GPU))
+    sweep = yaml.safe_load((ROOT / "recipes/sweeps/single_gpu.yaml").read_text())["runs"]
+    asked: list[dict[str, object]] = []
+
+    def experiment(name, command, recipe, force=False, **keys):
+        asked.append({"name": name, "command": command, "config": f"../{recipe}.yaml", **keys})
+
+    calls = [node for node in ast.parse(program).body if isinstance(node, ast.Expr)]
+    calls = [node for node in calls if ast.unparse(node).startswith("experiment(")]
+    commands = SimpleNamespace(finetune="finetune", finetune_full="finetune_full")
+    module = ast.Module(body=list(calls), type_ignores=[])
+    exec(compile(module, str(SINGLE_GPU), "exec"), {"experiment": experiment, "ftkit": commands})
+    assert asked == sweep
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "notebook",
+    [path for path in EXECUTED if path != SINGLE_GPU],  # which tests/test_serve_notebook.py runs
+    ids=lambda notebook: notebook.stem,
+)
+def test_a_notebook_runs_from_any_directory(notebook, tmp_path):
+    copy = Path(shutil.copy(notebook, tmp_path))
+    run = subprocess.run(
+        [sys.executable, ROOT / "scripts/execute_notebooks", copy],
+        capture_output=True,
+        text=True,
+        env=command_environment(),
+        cwd=tmp_path,
+    )
+    assert run.returncode == 0, run.stderr
+    assert [path.name for path in tmp_path.iterdir()] == [copy.name]
+    test_what_a_notebook_shows_comes_from_one_run_from_top_to_bottom(copy)

@@ -1,5 +1,6 @@
 """scripts/serve_notebook: a real Jupyter server, used by another process."""
 
+import base64
 import os
 import re
 import shutil
@@ -16,6 +17,9 @@ import pytest
 import websocket
 from remote_kernel import COLAB, Server, run_cells
 from runs import wait_for
+from test_notebooks import SINGLE_GPU, cells
+
+from ftkit.report.report import read_report
 
 ROOT = Path(__file__).parents[1]
 FOREIGN = "https://example.org"
@@ -59,7 +63,7 @@ class Clone:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 text=True,
-                env=kept | {"HOME": str(self.root / "home")} | environment,
+                env=kept | {"HOME": str(self.root / "home"), "PYTHONPATH": str(ROOT)} | environment,
                 process_group=0,
             )
 
@@ -132,6 +136,20 @@ def test_it_runs_code_for_another_process_in_the_environment_of_the_project(proc
     executable = clone.root / ".venv/bin/python"
     assert outputs[2][0]["text"].split() == [sys.executable, str(executable), str(clone.root)]
     assert outputs[3][0]["ename"] == "ZeroDivisionError"
+
+
+@pytest.mark.slow
+def test_the_first_notebook_runs_remotely_and_its_outputs_come_back(process_and_server):
+    _, server, clone = process_and_server
+    outputs = run_cells(server, cells(SINGLE_GPU))
+    assert not [output for cell in outputs for output in cell if output["output_type"] == "error"]
+    *_, plans, comparison, picture = outputs
+    for shown in (plans[-1], comparison[-1]):
+        assert re.findall(r"14-13b-lora", shown["data"]["text/html"])
+    assert base64.b64decode(picture[-1]["data"]["image/png"]).startswith(b"\x89PNG")
+    runs = sorted((clone.root / "out/single_gpu").iterdir())
+    assert len(runs) == 14
+    assert {read_report(run / "report.json").outcome for run in runs} == {"completed"}
 
 
 def test_it_lets_the_page_of_colab_read_its_answers(server):
