@@ -97,7 +97,8 @@ def test_a_light_module_imports_no_heavy_package(module):
 
 @pytest.mark.parametrize("script", [*BASH_SCRIPTS, ROOT / ".ci/run"], ids=relative)
 def test_a_shell_script_is_clean(script):
-    checker = ["shellcheck"] if shutil.which("shellcheck") else ["bash", "-n"]
+    beside = Path(sys.executable).with_name("shellcheck")
+    checker = [beside] if beside.exists() else ["bash", "-n"]
     run = subprocess.run([*checker, script], capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
 
@@ -170,8 +171,9 @@ FRESH = ["venv", f"pip {TORCH}", "pip setuptools"]
 
 def install(what: str) -> list[str]:
     """The calls of pip that install ftkit; DeepSpeed comes where there is a compiler."""
+    chi = ["pip --no-deps python-chi"] if "dev" in what else []
     deepspeed = ["pip --no-build-isolation ninja deepspeed"] if shutil.which("g++") else []
-    return [f"pip --no-build-isolation --editable {what}", *deepspeed]
+    return [f"pip --no-build-isolation --editable {what}", *chi, *deepspeed]
 
 
 def test_set_up_installs_torch_and_then_ftkit(setup):
@@ -195,7 +197,7 @@ def test_set_up_follows_a_changed_requirement_and_keeps_its_options(setup, file)
     with (setup.root / file).open("a") as stream:
         stream.write("# changed\n")
     setup.run()
-    assert setup.calls()[-len(install("")) :] == install(".[dev]")
+    assert setup.calls()[-len(install(".[dev]")) :] == install(".[dev]")
 
 
 def test_set_up_adds_an_option_to_the_environment_it_has(setup):
@@ -204,7 +206,13 @@ def test_set_up_adds_an_option_to_the_environment_it_has(setup):
     setup.run("--dev")
     calls = setup.calls()
     assert "venv" not in calls
-    assert calls[-len(install("")) :] == install(".[dev]")
+    assert calls[-len(install(".[dev]")) :] == install(".[dev]")
+
+
+def test_set_up_with_cuda_does_not_ask_for_a_cpu_build(setup):
+    run = setup.run("--cuda")
+    assert f"{TORCH} from pip's index ... " in run.stdout
+    assert setup.calls() == [*FRESH, *install(".")]
 
 
 @pytest.mark.parametrize(
