@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch.distributed as dist
 
 from ftkit.errors import UserError
-from ftkit.job import Job, RankError
+from ftkit.job import FOR_MEMORY, Job, RankError
 from ftkit.process import die_with_parent
 from ftkit.ranks import (
     ERROR,
@@ -141,5 +141,6 @@ def _exit_code(directory: Path) -> int:
         report = directory / FILE_NAME
         return 0 if report.exists() and read_report(report).outcome in ENDED_WELL else 1
     by_signal = {number.name: code for number, (code, _) in EXIT_BY_SIGNAL.items()}
-    codes = {"user": UserError.exit_code, "out_of_memory": EXIT_OUT_OF_MEMORY} | by_signal
+    codes = {"user": UserError.exit_code} | dict.fromkeys(FOR_MEMORY, EXIT_OUT_OF_MEMORY)
+    codes |= by_signal
     return codes.get(error.message if error.kind == "interrupted" else error.kind, 1)

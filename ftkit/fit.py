@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ftkit.errors import UserError
-from ftkit.memory.gpus import Gpu
+from ftkit.memory.gpus import HOST, Gpu
 from ftkit.parsing import Override
 from ftkit.planning import DeepSpeedOptions, FsdpOptions
 from ftkit.prediction import Planned, largest_that_fits
@@ -104,6 +104,8 @@ def _single(planned: Planned, gpu: Gpu) -> Iterator[_Step]:
         yield _Step("LoRA", (("lora_r", "8"),))
     if not isinstance(recipe, LoraRecipe) or recipe.quantize is None:
         yield _Step("QLoRA", (("quantize", "bnb.nf4-dq"),))
+    if gpu.name == HOST:  # which more ranks would share
+        return
     for count in _DEVICES:
         if recipe.num_nodes == 1 and count > plan.devices:
             yield _Step(f"FSDP on {count} GPUs", (("devices", str(count)), ("strategy", "fsdp")))

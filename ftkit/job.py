@@ -20,8 +20,10 @@ from ftkit.report.report import Progress, Report
 
 RESERVE = "reserve"
 """File beside the job: space for last words on a full disk."""
-ErrorKind = Literal["user", "out_of_memory", "interrupted", "failed", "died"]
-"""What a rank says itself, but for `died`: it ended without a word."""
+ErrorKind = Literal["user", "out_of_memory", "interrupted", "failed", "died", "killed_for_memory"]
+"""What a rank says itself, but for the last two: it ended without a word."""
+WITHOUT_A_WORD: tuple[ErrorKind, ...] = ("died", "killed_for_memory")
+FOR_MEMORY: tuple[ErrorKind, ...] = ("out_of_memory", "killed_for_memory")
 
 
 @dataclass(frozen=True, kw_only=True)

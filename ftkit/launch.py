@@ -23,7 +23,7 @@ from ftkit.checkpoint.store import Store
 from ftkit.data.files import check_data
 from ftkit.durable import insist, make_reserve, write_durably
 from ftkit.errors import UserError
-from ftkit.job import RESERVE, Job, RankError, StopAfter
+from ftkit.job import FOR_MEMORY, RESERVE, WITHOUT_A_WORD, Job, RankError, StopAfter
 from ftkit.parsing import to_yaml
 from ftkit.planning import Devices, make_plan
 from ftkit.ranks import (
@@ -64,7 +64,7 @@ from ftkit.resume import (
     require_free,
     verify_start,
 )
-from ftkit.room import require_room, with_micro_batch
+from ftkit.room import find_shortage, require_room, shortage_text, with_micro_batch
 from ftkit.run_state import Supervisor
 from ftkit.survey import Place, is_at_work
 
@@ -360,9 +360,17 @@ def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
             insist(lambda: write_report(report, out_dir), out_dir / STATE / RESERVE)
         except OSError as failure:
             display.warning(f"{out_dir / FILE_NAME} cannot be written ({failure.strerror})")
+        if report.outcome == "out_of_memory":
+            with display.phase("looking for what would fit"):
+                shortage = find_shortage(job, reports[rank].peak_memory, report.exit_reason)
+            report = dataclasses.replace(report, shortage=shortage)
+            with suppress(OSError):
+                write_report(report, out_dir)
         with suppress(OSError):
             _collect_output(out_dir, job.plan.world_size)
         display.show(render(report, out_dir))
+        if report.shortage is not None:
+            display.message(shortage_text(report.shortage, job.plan.accelerator))
         if report.outcome != "completed":
             display.message(last_words(out_dir, job.recipe.method, max(steps, job.start_step)))
     return report.exit_code
@@ -381,7 +389,9 @@ def _cause(job: Job) -> tuple[int, RankError | None]:
     ]
     if not found:
         return 0, None
-    rank, error = min(found, key=lambda item: (item[1].kind != "died", item[1].happened_at_s))
+    rank, error = min(
+        found, key=lambda item: (item[1].kind not in WITHOUT_A_WORD, item[1].happened_at_s)
+    )
     if job.plan.world_size == 1 or error.kind in ("user", "interrupted"):
         return rank, error
     return rank, dataclasses.replace(error, message=f"rank {rank}: {error.message}")
@@ -438,7 +448,7 @@ def _with_outcome(
         return dataclasses.replace(
             report, outcome="interrupted", exit_code=exit_code, exit_reason=reason
         )
-    if error.kind == "out_of_memory":
+    if error.kind in FOR_MEMORY:
         return dataclasses.replace(
             report,
             outcome="out_of_memory",

@@ -131,7 +131,7 @@ def largest_that_fits(whole: Planned, attempt: Callable[[int], Planned]) -> Plan
     """
     assert whole.gpu is not None
     full = whole.plan.micro_batch_size
-    if full == 1:
+    if full == 1 or whole.memory.without_batch_bytes > whole.gpu.memory_bytes:
         return None
     one = attempt(1)
     if not one.fits:

@@ -18,6 +18,7 @@ from ftkit.errors import UserError
 from ftkit.job import ErrorKind, Job, RankError
 from ftkit.recipe import Recipe
 from ftkit.report.display import LOG_NAME
+from ftkit.report.machine import processes_killed_for_memory
 from ftkit.report.report import ENDED_WELL, FILE_NAME, read_report
 
 STATE = ".run"
@@ -29,6 +30,7 @@ EXIT_BY_SIGNAL = {
     signal.SIGHUP: (129, "SIGHUP"),
 }
 EXIT_OUT_OF_MEMORY = 3
+KILLED_FOR_MEMORY = "the kernel killed the training process, because host memory ran out"
 ERROR = "error.json"
 """File in a rank's directory that says how the rank failed, if it did."""
 OUTPUT = "output.log"
@@ -127,6 +129,7 @@ class Ranks:
         self._started = False
         self._killing = False
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._killed_before: int | None = None
         self._directories: list[Path] = []
         """Of every rank, also of those that run elsewhere."""
         self._before: dict[signal.Signals, Any] = {}
@@ -148,6 +151,7 @@ class Ranks:
         How a rank failed is in its `ERROR` afterwards, also if it could not say it itself.
         """
         self._started = True
+        self._killed_before = processes_killed_for_memory()
         world_size = job.plan.world_size
         self._directories = [rank_directory(state, rank) for rank in range(world_size)]
         with ExitStack() as stack:
@@ -179,8 +183,16 @@ class Ranks:
     def _note_deaths(self) -> None:
         for rank, process in self._processes.items():
             if process.poll() and not self._killing and not self._has_spoken(rank):
+                if process.returncode == -signal.SIGKILL and self._memory_ran_out():
+                    self._note(rank, "killed_for_memory", KILLED_FOR_MEMORY)
+                    continue
                 log = output_log(self._directories[rank].parents[1], rank)
                 self._note(rank, "died", describe_exit(process.returncode, log))
+
+    def _memory_ran_out(self) -> bool:
+        """Whether the kernel has killed a process for memory since the ranks were started."""
+        now = processes_killed_for_memory()
+        return now is not None and now > (self._killed_before or 0)
 
     def _has_spoken(self, rank: int) -> bool:
         """Whether it has said how it ended; what goes wrong after that is noise."""

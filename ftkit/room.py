@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -10,15 +11,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from ftkit.base.hub import find_here
 from ftkit.errors import DoesNotFit, UserError
+from ftkit.job import Job
 from ftkit.parsing import to_yaml
 from ftkit.planning import Devices
 from ftkit.recipe import Recipe
 from ftkit.report.formatting import bytes_text
-from ftkit.report.machine import hardware
+from ftkit.report.machine import available_host_bytes, hardware
+from ftkit.report.memory import Shortage
+from ftkit.report.report import PeakMemory
 
 _SUSPICIOUS = 0.5
 """A base model on this machine whose weights take more than this share of a GPU is looked at."""
@@ -71,6 +73,71 @@ def require_room(recipe: Recipe, devices: Devices, command: Sequence[str]) -> No
     raise DoesNotFit("\n".join(lines))
 
 
+_ASKED = re.compile(r"tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", re.IGNORECASE)
+_CAPACITY = re.compile(r"total capacity of ([\d.]+) (bytes|KiB|MiB|GiB)")
+"""In torch's messages: what did not fit, and (on CUDA) what there is."""
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_ADVICE_S = 60.0
+"""How long the end of a run may take for advice; it goes without after that."""
+
+
+def find_shortage(job: Job, peak: PeakMemory | None, message: str) -> Shortage:
+    """How much memory was missing in a run that has ended for it, and what would fit.
+
+    Args:
+        job: what was run.
+        peak: highest memory of the rank that ran out of it.
+        message: how it ended.
+    """
+    devices, ranks = job.devices, job.plan.devices
+    if devices.accelerator == "cpu":
+        held_bytes = (peak.host_bytes or peak.rss_bytes) if peak else None
+        available_bytes: int | None = available_host_bytes(ranks)
+    else:
+        held_bytes = peak.allocated_bytes if peak else None
+        available_bytes = _bytes_in(_CAPACITY, message) or _gpu_bytes(devices)
+    recipe = dataclasses.replace(job.recipe, checkpoint_dir=job.base, devices=ranks)
+    found: dict[str, Any] = {}
+    if available_bytes is not None:
+        found = _ask(recipe, devices, available_bytes, failed=True, timeout_s=_ADVICE_S)
+    return Shortage(
+        held_bytes=held_bytes,
+        asked_bytes=_bytes_in(_ASKED, message),
+        available_bytes=available_bytes,
+        predicted_peak_bytes=found.get("peak_bytes"),
+        changes=[
+            f"{change['title']}: {_command(job.command, change)}"
+            for change in found.get("changes", ())
+            if change["fits"]
+        ],
+    )
+
+
+def shortage_text(shortage: Shortage, accelerator: str) -> str:
+    """The same for people."""
+    parts = []
+    if shortage.held_bytes is not None:
+        parts.append(f"{bytes_text(shortage.held_bytes)} were held")
+    if shortage.asked_bytes is not None:
+        parts.append(f"{bytes_text(shortage.asked_bytes)} more were asked for")
+    if shortage.available_bytes is not None:
+        where = "free for each rank" if accelerator == "cpu" else "on each GPU"
+        parts.append(f"{bytes_text(shortage.available_bytes)} are {where}")
+    lines = [f"memory: {', '.join(parts)}"]
+    if shortage.predicted_peak_bytes is not None:
+        predicted = bytes_text(shortage.predicted_peak_bytes)
+        lines.append(f"predicted for sequences of full length: {predicted} in tensors")
+    if shortage.changes:
+        lines.append("what would fit, the cheapest in speed first:")
+        lines += [f"  {change}" for change in shortage.changes]
+    return "\n".join(lines)
+
+
+def _bytes_in(pattern: re.Pattern[str], message: str) -> int | None:
+    found = pattern.search(message)
+    return found and int(float(found[1]) * _UNITS[found[2]])
+
+
 def _is_worth_a_look(recipe: Recipe, memory_bytes: int) -> bool:
     name = recipe.checkpoint_dir
     if name.startswith("random:"):
@@ -108,14 +175,21 @@ def _free_bytes(recipe: Recipe, devices: Devices) -> int:
     """What each rank may take now."""
     if devices.accelerator == "cpu":
         ranks = recipe.devices if isinstance(recipe.devices, int) else 1
-        return psutil.virtual_memory().available // ranks
+        return available_host_bytes(ranks)
     import torch  # an answer only CUDA has
 
     return min(torch.cuda.mem_get_info(i)[0] for i in range(devices.count))
 
 
-def _ask(recipe: Recipe, devices: Devices, memory_bytes: int) -> dict[str, Any]:
-    """What `ftkit.plan_check` finds; {} if it finds nothing."""
+def _ask(
+    recipe: Recipe,
+    devices: Devices,
+    memory_bytes: int,
+    *,
+    failed: bool = False,
+    timeout_s: float | None = None,
+) -> dict[str, Any]:
+    """What `ftkit.plan_check` finds; {} if it finds nothing, or not in time."""
     if devices.accelerator == "cpu":
         recipe = dataclasses.replace(recipe, accelerator="cpu")
     with tempfile.TemporaryDirectory() as directory:
@@ -123,11 +197,15 @@ def _ask(recipe: Recipe, devices: Devices, memory_bytes: int) -> dict[str, Any]:
         file.write_text(to_yaml(recipe), encoding="utf-8")
         name = devices.names[0] if devices.names else "host memory"
         words = [str(file), str(memory_bytes // 2**20), str(devices.bf16_native), name]
-        answer = subprocess.run(
-            [sys.executable, "-m", "ftkit.plan_check", *words],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        try:
+            answer = subprocess.run(
+                [sys.executable, "-m", "ftkit.plan_check", *words, str(failed)],
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=timeout_s,
+            )
+        except subprocess.TimeoutExpired:
+            return {}
     found: dict[str, Any] = json.loads(answer.stdout) if answer.returncode == 0 else {}
     return found

@@ -1,6 +1,7 @@
 """What can go wrong in a rank, put there on purpose; see preloaded.py."""
 
 import errno
+import itertools
 import os
 import resource
 import signal
@@ -11,8 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ftkit import saving
+import torch
+
+from ftkit import ranks, room, saving
 from ftkit.checkpoint import shards
+from ftkit.finetuner import FineTuner
 from ftkit.saving import Saver
 
 CHANGES = {"os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.chmod", "os.truncate"}
@@ -128,6 +132,59 @@ def small_files(limit: int, full_at: int, free_at: int | None) -> None:
     _before_save(full_at, lambda _: resource.setrlimit(resource.RLIMIT_FSIZE, lower))
     if free_at is not None:
         _before_save(free_at, lambda _: resource.setrlimit(resource.RLIMIT_FSIZE, before))
+
+
+def little_memory(more: int) -> None:
+    """This process and those that it starts may take no more than so many bytes beyond now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[5])  # data and stack
+    limit = pages * resource.getpagesize() + more
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def kernel_that_kills_for_memory() -> None:
+    """The kernel's count of processes that it killed for memory grows each time it is asked."""
+    counts = itertools.count(7)
+    ranks.processes_killed_for_memory = lambda: next(counts)
+    no_advice()
+
+
+def no_advice() -> None:
+    """Nothing is found that would fit; importing takes too long for every test."""
+    room._ask = lambda *_, **__: {}  # type: ignore[assignment]
+
+
+def killed_in_training() -> None:
+    """SIGKILL in the first forward pass."""
+    _in_training(lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def out_of_memory(where: str) -> None:
+    """No memory on a GPU, in the forward or the backward pass."""
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "
+            "23.60 GiB of which 1.00 GiB is free."
+        )
+
+    if where == "forward":
+        _in_training(fail)
+        return
+    step = FineTuner.training_step
+
+    def failing(self: FineTuner, *arguments: Any) -> Any:
+        loss: Any = step(self, *arguments)
+        loss.register_hook(fail)
+        return loss
+
+    FineTuner.training_step = failing  # type: ignore[method-assign]
+
+
+def _in_training(action: Callable[[], object]) -> None:
+    def act(*_: Any) -> None:
+        action()
+
+    FineTuner.training_step = act  # type: ignore[method-assign, assignment]
 
 
 def failing_shard(*steps: int) -> None:

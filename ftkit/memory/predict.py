@@ -48,6 +48,12 @@ class PredictedMemory:
     offloaded_bytes: dict[Category, int] = field(default_factory=dict)
     """Part of host_bytes: what would be on the device otherwise."""
 
+    @property
+    def without_batch_bytes(self) -> int:
+        """A part of low_bytes that is needed whatever the micro-batch."""
+        of_batch: tuple[Category, ...] = ("gradients", "activations", "temporaries", "unattributed")
+        return self.low_bytes - sum(self.breakdown_bytes[category] for category in of_batch)
+
     def fits(self, memory_bytes: int) -> bool | None:
         """Whether a device of this size is enough; None: it is too close to say."""
         if self.high_bytes <= memory_bytes:

@@ -35,7 +35,7 @@ from ftkit.strategy import compute_dtype, parameter_dtype
 CPU = torch.device("cpu")
 CUDA_BLOCK_BYTES = 512
 """What torch's CUDA allocator rounds sizes up to (kMinBlockSize in c10/cuda)."""
-DEPTHS = (4, 5)
+DEPTHS = (3, 4)
 """Layers of the two small models: enough that both ends have blocks of their own."""
 
 SMALL = 100_000

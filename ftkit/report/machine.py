@@ -5,6 +5,8 @@ import platform
 import resource
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -117,6 +119,43 @@ def host_memory(status: Path = Path("/proc/self/status")) -> HostMemory:
         rss_anon_plus_shmem_bytes=(kib["RssAnon"] + kib["RssShmem"]) * 1024,
         peak_rss_bytes=kib["VmHWM"] * 1024,
     )
+
+
+def available_host_bytes(processes: int = 1) -> int:
+    """Host memory that each of some processes may take now, limits counted.
+
+    Args:
+        processes: that share the memory of the machine, or of the container.
+    """
+    shared = [psutil.virtual_memory().available]
+    for path in _container_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")):
+        with suppress(OSError, ValueError):  # absent, or "max"
+            shared.append(int(path.read_text()))
+    own = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS)]
+    return min([min(shared) // processes, *(n for n in own if n != resource.RLIM_INFINITY)])
+
+
+def _container_limits(membership: Path, groups: Path) -> Iterator[Path]:
+    """Files with the limit of the control group of this process, in version 2 and in version 1."""
+    yield groups / "memory.max"
+    yield groups / "memory" / "memory.limit_in_bytes"
+    with suppress(OSError):
+        for line in membership.read_text().splitlines():
+            if line.startswith("0::/"):
+                yield groups / line.removeprefix("0::/") / "memory.max"
+
+
+def processes_killed_for_memory(counters: Path = Path("/proc/vmstat")) -> int | None:
+    """How many processes the kernel has killed since it started because memory ran out.
+
+    Those of containers that reached their limit are among them. None: the kernel does not say.
+    """
+    with suppress(OSError, ValueError):
+        for line in counters.read_text().splitlines():
+            name, _, count = line.partition(" ")
+            if name == "oom_kill":
+                return int(count)
+    return None
 
 
 def _host_memory_without_proc() -> HostMemory:

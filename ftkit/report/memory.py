@@ -1,7 +1,7 @@
 """What the memory of a step consists of, as reports say it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +80,23 @@ class RankStepMemory:
     """At four moments of it."""
     micro_batch: MicroBatchSize | None = None
     """The largest of this rank in the step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shortage:
+    """How much memory was missing on the rank that ran out of it, and what to do."""
+
+    held_bytes: int | None = None
+    """The most that the rank held before, as torch counts it; on CPU, its host memory."""
+    asked_bytes: int | None = None
+    """What it asked for besides."""
+    available_bytes: int | None = None
+    """What there is for a rank: memory of its GPU; on CPU, its part of the free host memory, or
+    the limit that was set."""
+    predicted_peak_bytes: int | None = None
+    """Bytes in tensors at the peak of a step with sequences of full length."""
+    changes: list[str] = field(default_factory=list)
+    """Runs that would fit, the cheapest in speed first: what changes, and the command line."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from ftkit.durable import write_durably
 from ftkit.errors import UserError
 from ftkit.report.json_values import for_json, from_json
 from ftkit.report.machine import Hardware
-from ftkit.report.memory import StepMemory
+from ftkit.report.memory import Shortage, StepMemory
 
 SCHEMA_VERSION = 2
 READABLE_VERSIONS = (1, SCHEMA_VERSION)
@@ -385,6 +385,8 @@ class Report:
     """Highest memory."""
     step_memory: StepMemory | None = None
     """What the memory of a step consists of."""
+    shortage: Shortage | None = None
+    """How much memory was missing, if it ran out."""
     loss: Loss | None = None
     """Loss of training and validation."""
     exact_match: ExactMatch | None = None

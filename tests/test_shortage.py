@@ -1,0 +1,73 @@
+"""A run that is out of memory says how much was missing, and what would fit."""
+
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import command_environment
+from preloaded import SUPERVISOR, Attempt, Preloaded, preloaded
+from runs import options
+from tiny import make_llama
+
+from ftkit.report.report import Report, read_report
+
+MIB = 2**20
+WITHOUT_EVALUATION = {
+    "eval__interval": 0,
+    "eval__initial_validation": False,
+    "eval__final_validation": False,
+    "eval__max_new_tokens": 0,
+    "eval__exact_match": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Preloaded]:
+    with preloaded(tmp_path_factory.mktemp("server"), command_environment()) as found:
+        yield found
+
+
+@pytest.fixture
+def run(server: Preloaded, common: list[str], tmp_path: Path):
+    """Runs the command with faults; what it showed, and its report."""
+
+    def run(faults: dict[int, list[object]], **keys: object) -> tuple[Attempt, Report]:
+        words = ["finetune_full", *common, *options(**WITHOUT_EVALUATION | keys)]
+        attempt = server.run(*words, "--out_dir", tmp_path / "out", faults=faults)
+        return attempt, read_report(tmp_path / "out")
+
+    return run
+
+
+def test_a_limit_on_host_memory_is_named_with_runs_that_would_fit(run, tmp_path: Path) -> None:
+    base = make_llama(tmp_path / "base", hidden_size=512, intermediate_size=2048)
+    large = {"checkpoint_dir": base, "train__micro_batch_size": 4, "precision": "32-true"}
+    attempt, report = run({SUPERVISOR: ["little_memory", 16 * MIB]}, **large)
+    assert (attempt.code, report.outcome, report.exit_code) == (3, "out_of_memory", 3)
+    missing = report.shortage
+    assert missing and missing.held_bytes and missing.available_bytes
+    assert missing.predicted_peak_bytes and missing.predicted_peak_bytes > 16 * MIB
+    assert 1 <= len(missing.changes) <= 3
+    assert "are free for each rank" in attempt.output
+    assert "what would fit, the cheapest in speed first:" in attempt.output
+    for change in missing.changes:
+        _, _, command = change.partition(": ")
+        assert shlex.split(command)[0].endswith("ftkit") and "FSDP" not in change
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_what_torch_says_was_asked_for_is_set_against_what_there_is(run, where: str) -> None:
+    attempt, report = run({SUPERVISOR: ["no_advice"], 0: ["out_of_memory", where]})
+    assert (attempt.code, report.outcome, report.phase) == (3, "out_of_memory", "training")
+    assert report.shortage and report.shortage.asked_bytes == 2 * 2**30
+    assert "2.0 GiB more were asked for" in attempt.output
+    assert "what would fit" not in attempt.output.replace("looking for what would fit", "")
+
+
+def test_a_rank_that_the_kernel_kills_for_memory_is_out_of_memory(run) -> None:
+    faults = {SUPERVISOR: ["kernel_that_kills_for_memory"], 0: ["killed_in_training"]}
+    attempt, report = run(faults)
+    assert (attempt.code, report.outcome, report.phase) == (3, "out_of_memory", "training")
+    assert report.exit_reason.startswith("the kernel killed the training process, because host")
+    assert report.shortage and report.shortage.available_bytes
