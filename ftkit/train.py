@@ -5,6 +5,7 @@ and error in a log from the first import on, and the terminal as an open file de
 """
 
 import dataclasses
+import errno
 import io
 import logging
 import os
@@ -394,8 +395,12 @@ def _save(module: FineTuner, base: BaseModel, fingerprint: str, out: Path) -> No
         save_hf(base, tensors, out)
 
 
-_HOST_MEMORY = "DefaultCPUAllocator: can't allocate memory"
-"""In the RuntimeError of torch when host memory is exhausted."""
+_HOST_MEMORY = (
+    "DefaultCPUAllocator: can't allocate memory",  # torch
+    os.strerror(errno.ENOMEM),  # files mapped into memory, threads
+    "std::bad_alloc",
+)
+"""In errors of other types when host memory is exhausted."""
 
 
 def run_rank(job_path: Path, terminal: TextIO) -> int:
@@ -486,7 +491,8 @@ def _explain(exception: BaseException) -> RankError:
     if isinstance(exception, Interrupted):
         return RankError(kind="interrupted", message=str(exception), happened_at_s=now)
     message = str(exception)
-    if isinstance(exception, torch.OutOfMemoryError | MemoryError) or _HOST_MEMORY in message:
+    host_memory = any(words in message for words in _HOST_MEMORY)
+    if host_memory or isinstance(exception, torch.OutOfMemoryError | MemoryError):
         message = message or type(exception).__name__
         return RankError(kind="out_of_memory", message=message, happened_at_s=now)
     if not isinstance(exception, NonFiniteLoss | SavingFailed):

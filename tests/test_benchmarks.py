@@ -120,3 +120,35 @@ def test_qlora_takes_less_memory_than_lora_and_loads_below_the_target():
         assert peak < lora[row["strategy"]]["peak_bytes_of_largest_rank"]
     assert lora.keys() == {strategy for strategy, _ in benchmark.LAYOUTS}
     assert benchmark.table(figures["results"], figures["bf16_bytes"]).count("bnb.nf4") == 8
+
+
+@pytest.mark.slow
+def test_the_calibration_runs_its_tiny_recipes(tmp_path, monkeypatch, capsys):
+    calibrate = script("calibrate_memory")
+    figures = tmp_path / "figures.json"
+    monkeypatch.setattr(sys, "argv", ["calibrate_memory", "--cpu", "--output", str(figures)])
+    assert calibrate.main() == 0
+    rows = json.loads(figures.read_text())["recipes"]
+    assert len(rows) == len(calibrate.TINY)
+    assert all(abs(calibrate.allocated_error(row)) < 0.02 for row in rows)
+    assert len(capsys.readouterr().out.splitlines()) == len(rows)
+
+
+def test_the_calibration_fits_constants_and_says_which_predictions_are_far_off():
+    calibrate = script("calibrate_memory")
+
+    def row(predicted: int, reserved: int):
+        return {
+            "predicted_bytes": predicted,
+            "allocated_bytes": 1000,
+            "reserved_bytes": reserved,
+            "device_bytes": reserved + 300,
+            "breakdown_bytes": {"unattributed": 8},
+        }
+
+    good, shy, greedy = row(1010, 1050), row(940, 1000), row(1000, 1300)
+    assert [calibrate.is_close(one) for one in (good, shy, greedy)] == [True, False, False]
+    constants = calibrate.fitted([good, shy, greedy])
+    assert constants["CONTEXT_BYTES"] == 300 and constants["WORKSPACE_BYTES"] == 8
+    assert constants["FRAGMENTATION"] == pytest.approx(0.05)
+    assert constants["TENSOR_ERROR"] == pytest.approx(0.06)

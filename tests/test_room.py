@@ -14,7 +14,7 @@ from ftkit.plan_check import check
 from ftkit.planning import Devices
 from ftkit.recipe import Recipe
 from ftkit.report.machine import Gpu as GpuHere
-from ftkit.report.machine import Hardware
+from ftkit.report.machine import Hardware, processes_killed_for_memory
 
 CUDA = Devices(accelerator="cuda", count=1, names=("NVIDIA Some GPU",))
 COMMAND = ["ftkit", "finetune_full", "--config", "mine.yaml"]
@@ -86,6 +86,21 @@ def test_auto_is_refused_where_not_even_one_sequence_fits(gpu: dict[str, Any]) -
     asked = recipe(train__micro_batch_size="auto", accelerator="cpu")
     with pytest.raises(DoesNotFit, match=r"one sequence needs 40\.0 GiB"):
         room.with_micro_batch(asked, Devices(accelerator="cpu", count=2))
+
+
+def test_more_ranks_and_offload_are_no_advice_where_all_is_host_memory(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(to_yaml(recipe(accelerator="cpu", precision="32-true")))
+    found: Any = check(str(file), Gpu(name=HOST, memory_bytes=2**40), failed=True)
+    assert found["changes"] and all(change["fits"] for change in found["changes"])
+    assert not any("strategy" in dict(change["overrides"]) for change in found["changes"])
+
+
+def test_the_kernels_count_of_processes_killed_for_memory_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "vmstat"
+    file.write_text("pgfault 12\noom_kill 3\n")
+    assert processes_killed_for_memory(file) == 3
+    assert processes_killed_for_memory(tmp_path / "none") is None
 
 
 def test_the_check_finds_the_largest_micro_batch_for_the_memory(tmp_path: Path) -> None:

@@ -40,20 +40,36 @@ def run(server: Preloaded, common: list[str], tmp_path: Path):
     return run
 
 
-def test_a_limit_on_host_memory_is_named_with_runs_that_would_fit(run, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param(16 * MIB, id="a file is mapped", marks=pytest.mark.slow),
+        pytest.param(48 * MIB, id="the model is made"),
+        pytest.param(120 * MIB, id="the first step", marks=pytest.mark.slow),
+    ],
+)
+def test_a_limit_on_host_memory_is_named(run, tmp_path: Path, more: int) -> None:
     base = make_llama(tmp_path / "base", hidden_size=512, intermediate_size=2048)
-    large = {"checkpoint_dir": base, "train__micro_batch_size": 4, "precision": "32-true"}
-    attempt, report = run({SUPERVISOR: ["little_memory", 16 * MIB]}, **large)
+    large = {"checkpoint_dir": base, "train__micro_batch_size": 2, "precision": "32-true"}
+    attempt, report = run({SUPERVISOR: ["little_memory", more]}, **large)
     assert (attempt.code, report.outcome, report.exit_code) == (3, "out_of_memory", 3)
     missing = report.shortage
     assert missing and missing.held_bytes and missing.available_bytes
     assert missing.predicted_peak_bytes and missing.predicted_peak_bytes > 16 * MIB
-    assert 1 <= len(missing.changes) <= 3
     assert "are free for each rank" in attempt.output
-    assert "what would fit, the cheapest in speed first:" in attempt.output
+    assert "predicted for sequences of full length: " in attempt.output
+
+
+def test_runs_that_would_fit_are_listed_as_command_lines(run) -> None:
+    keys = {"train__micro_batch_size": 2, "precision": "32-true"}
+    attempt, report = run({0: ["out_of_memory", "forward"]}, **keys)
+    missing = report.shortage
+    assert attempt.code == 3 and missing is not None and 1 <= len(missing.changes) <= 3
+    lines = attempt.output.partition("what would fit, the cheapest in speed first:")[2]
     for change in missing.changes:
-        _, _, command = change.partition(": ")
-        assert shlex.split(command)[0].endswith("ftkit") and "FSDP" not in change
+        title, _, command = change.partition(": ")
+        assert title in lines and "FSDP" not in title, "ranks on one machine share its memory"
+        assert "finetune" in shlex.split(command)[1]
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
