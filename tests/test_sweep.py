@@ -179,6 +179,11 @@ def test_what_ended_early_goes_on_from_its_checkpoint_or_starts_again(action, tm
     assert action() == f"go on small: {outcome} before, from step 30"
 
 
+def test_a_run_that_could_not_write_its_report_starts_again(action, tmp_path):
+    make_run(tmp_path / "o/small", write=False)
+    assert action() == "start again small: failed before, nothing was saved"
+
+
 def test_a_run_at_work_is_left_alone(action, tmp_path):
     report = make_run(tmp_path / "o/small", "failed", write=False)
     note_in_ranks(tmp_path / "o/small", report)
