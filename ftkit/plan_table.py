@@ -14,6 +14,7 @@ from ftkit.fit import Change
 from ftkit.memory.live import CATEGORIES
 from ftkit.prediction import Planned
 from ftkit.recipe import LoraRecipe
+from ftkit.report.display import plain_text
 from ftkit.report.formatting import bytes_text, percent_text
 from ftkit.report.markup import block, escaped, grid, labelled, styled
 
@@ -26,9 +27,13 @@ def show(found: Sequence[Planned], form: Literal["table", "json"]) -> None:
         values = [planned.as_dict() for planned in found]
         print(json.dumps(values[0] if len(values) == 1 else values, indent=2))
         return
-    width = None if sys.stdout.isatty() else 160  # tables in files are not cut to 80 columns
-    console = Console(width=width, highlight=False)
-    console.print(_alone(found[0]) if len(found) == 1 else _several(found))
+    content = _alone(found[0]) if len(found) == 1 else _several(found)
+    if sys.stdout.isatty():
+        Console(highlight=False).print(content)
+    elif len(found) == 1:
+        print(plain_text(content))
+    else:
+        print(plain_text(content, width=160))  # a table of many columns is not folded in a file
 
 
 def as_html(found: Sequence[Planned]) -> str:

@@ -108,7 +108,7 @@ class Display:
 
     def show(self, renderable: RenderableType) -> None:
         """Show a table or another rich renderable, such as the rendered report."""
-        plain = _plain(renderable)
+        plain = plain_text(renderable)
         self._log_lines(plain)
         if self._console:
             self._console.print(renderable)
@@ -447,12 +447,12 @@ def terminal_of(stream: TextIO | _Stream) -> Console | None:
     return None if terminal.is_dumb_terminal else terminal
 
 
-def _plain(renderable: RenderableType) -> str:
-    """The renderable as lines of text without escape sequences."""
+def plain_text(renderable: RenderableType, width: int = REPORT_WIDTH) -> str:
+    """The renderable as lines of text without escape sequences, at most so many columns wide."""
     file = io.StringIO()
     console = Console(
         file=file,
-        width=REPORT_WIDTH,
+        width=width,
         force_terminal=False,
         force_jupyter=False,
         color_system=None,
