@@ -83,20 +83,46 @@ class PassingOn:
             self._child.send_signal(signal.SIGCONT)
 
 
-def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send this process a signal when its parent ends, however the parent ends.
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends, however the parent ends.
 
     On systems without prctl nothing happens: there an orphan ends when it next writes to a pipe.
 
     Args:
         parent: its process id, as the parent itself gave it: it may have ended before this call.
-        number: what to send.
     """
     if not sys.platform.startswith("linux"):
         return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
+    _ask_for_signal(signal.SIGKILL)
     if os.getppid() != parent:
-        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop_with_parent(parent: int) -> None:
+    """Send this process one SIGTERM when its parent ends, however the parent ends.
+
+    The kernel tells of the end of each thread of the parent to which this process falls; only when
+    all have ended it has another parent. A second SIGTERM would end a run at once.
+
+    Args:
+        parent: its process id, as the parent itself gave it: it may have ended before this call.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+
+    def stop_if_orphaned(*_: object) -> None:
+        if os.getppid() != parent:
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    signal.signal(signal.SIGUSR1, stop_if_orphaned)
+    _ask_for_signal(signal.SIGUSR1)
+    stop_if_orphaned()
+
+
+def _ask_for_signal(number: signal.Signals) -> None:
+    """Have the kernel send it when the parent ends; see prctl(2)."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
 
 
 @contextmanager
