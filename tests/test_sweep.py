@@ -333,6 +333,5 @@ def test_a_committed_sweep_has_every_experiment_of_the_tutorial(name):
     assert len(runs) == {"single_gpu": 14, "multi_gpu": 10}[name]
     if name == "multi_gpu":
         recipes = {path.stem for path in (ROOT / "recipes/multi_gpu").glob("*.yaml")}
-        assert {run.name for run in runs} == recipes
-    for run in runs:
-        run.recipe()  # can be read
+        assert {item.name for item in runs} == recipes
+    assert all(item.recipe() for item in runs)
