@@ -24,6 +24,7 @@ from ftkit.errors import DoesNotFit, UserError
 from ftkit.parsing import Override, as_text, read_recipe
 from ftkit.process import PassingOn, start_command
 from ftkit.report import table
+from ftkit.report.formatting import utc_now
 from ftkit.report.report import Report
 from ftkit.resume import follow_moved
 from ftkit.run_state import RunState, StateName, Supervisor, look
@@ -31,7 +32,7 @@ from ftkit.watch import Watcher, as_html
 
 PathLike = str | os.PathLike[str]
 _POLL_S = 0.1
-_TOLD = re.compile(r"^ftkit: (.*)\Z", re.MULTILINE | re.DOTALL)
+_TOLD = re.compile(r"(?:.*^)?ftkit: (.*)\Z", re.MULTILINE | re.DOTALL)
 """What the command says when it refuses to run."""
 
 
@@ -45,11 +46,12 @@ class ShownReport(Report):
 class Run(os.PathLike[str]):
     """A run: at work, or ended. Wherever a path of a run is wanted, it stands for its out_dir."""
 
-    def __init__(self, out_dir: Path, child: "subprocess.Popen[bytes] | None" = None) -> None:
+    def __init__(self, out_dir: Path) -> None:
         self.out_dir = out_dir
         """Its directory, absolute."""
-        self._child = child
+        self._child: subprocess.Popen[bytes] | None = None
         self._output: IO[bytes] | None = None
+        self._started_at = utc_now()
 
     @property
     def outcome(self) -> StateName:
@@ -141,6 +143,8 @@ class Run(os.PathLike[str]):
             place.show(sight)
             if ended or (self._child is None and not sight.run.at_work):
                 break
+        if self._child is not None and not self._has_reported():
+            place.note(self._said().strip())  # that there was nothing to do
         place.conclude(sight.run)
         if len(signals.received) > 1:
             raise KeyboardInterrupt
@@ -159,10 +163,18 @@ class Run(os.PathLike[str]):
 
     def _raise_what_was_told(self) -> None:
         """Raise as an error what the child said when it refused to run."""
-        if self._child is None or self._child.poll() is None:
+        if self._child is None or self._child.poll() is None or self._has_reported():
             return
-        if self._child.returncode and (told := _TOLD.search(self._said())):
+        if self._child.returncode and (told := _TOLD.match(self._said())):
             raise _error(told[1].strip(), self._child.returncode)
+
+    def _has_reported(self) -> bool:
+        """Whether there is a report of what was started here."""
+        try:
+            report = self._look().report
+        except UserError:
+            return False
+        return report is not None and report.started_at >= self._started_at
 
     def _said(self) -> str:
         if self._output is None:
@@ -220,7 +232,7 @@ def attach(out_dir: PathLike) -> Run:
         UserError: the directory holds no run.
     """
     run = Run(Path(out_dir).expanduser().absolute())
-    look(run.out_dir)
+    run._look()
     return run
 
 
@@ -237,8 +249,8 @@ def _start(
     switches: list[str],
 ) -> Run:
     """Start the command, and find out which directory is its own."""
-    one = isinstance(recipe, str | os.PathLike)
-    files = [os.fspath(file) for file in ([recipe] if one else recipe or ())]
+    several = [recipe] if isinstance(recipe, str | os.PathLike) else recipe or ()
+    files = [os.fspath(file) for file in several]
     overrides: list[Override] = [(key, as_text(value)) for key, value in keys.items()]
     asked = read_recipe(files, overrides, method=FINETUNE[command])
     if files and "out_dir" not in keys:
@@ -246,12 +258,12 @@ def _start(
     words = [command, *(f"--config={file}" for file in files)]
     words += [f"--{key}={text}" for key, text in overrides]
     place = cell.place()
-    output = tempfile.TemporaryFile()
+    output = tempfile.TemporaryFile()  # noqa: SIM115 - it belongs to the run
     with PassingOn(signal.SIGINT) as signals:
-        child = start_command([*words, *switches], output)
-        signals.to(child)
-        run = Run(asked.out_dir.expanduser().absolute(), child)
+        run = Run(asked.out_dir.expanduser().absolute())
         run._output = output
+        run._child = child = start_command([*words, *switches], output)
+        signals.to(child)
         while (out_dir := _claimed(run.out_dir, child.pid)) is None:
             if child.poll() is not None:
                 return _without_directory(run, place, interrupted=bool(signals.received))

@@ -168,13 +168,8 @@ def read_keys(path: Path) -> dict[str, Any]:
 
 
 def as_text(value: Any) -> str:
-    """A value as the text of an override: `read_recipe` reads it back as it was."""
-    if isinstance(value, str):
-        try:
-            return value if yaml.load(value, _Loader) == value else json.dumps(value)
-        except yaml.YAMLError:
-            return json.dumps(value)
-    return json.dumps(value, default=os.fspath)
+    """A value as the text of an override; text stays as it is, as on the command line."""
+    return value if isinstance(value, str) else json.dumps(value, default=os.fspath)
 
 
 def _leaves(values: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:

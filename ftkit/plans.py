@@ -6,10 +6,12 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from ftkit import prediction
-from ftkit.memory.gpus import find_gpu
-from ftkit.parsing import as_text
-from ftkit.plan_table import as_html
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # of kernels that nothing here needs
+
+from ftkit import prediction  # noqa: E402
+from ftkit.memory.gpus import find_gpu  # noqa: E402
+from ftkit.parsing import as_text  # noqa: E402
+from ftkit.plan_table import as_html  # noqa: E402
 
 
 class Plan(prediction.Planned):
@@ -45,11 +47,9 @@ def plan(
     Raises:
         UserError: as a run would.
     """
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # of kernels that nothing here needs
-    one = isinstance(recipe, str | os.PathLike)
-    files = [recipe] if one else list(recipe or ())
+    several = [recipe] if isinstance(recipe, str | os.PathLike) else recipe or ()
     found = prediction.plan(
-        [os.fspath(file) for file in files],
+        [os.fspath(file) for file in several],
         [(key, as_text(value)) for key, value in keys.items()],
         gpu=None if gpu is None else find_gpu(gpu),
         name=name,

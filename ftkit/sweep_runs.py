@@ -48,7 +48,7 @@ class SweepRun:
             self.command,
             *(f"--config={file}" for file in self.files),
             *(f"--{key}={value}" for key, value in (*self.varied, *self.overrides)),
-            f"--out_dir={as_text(self.out_dir)}",
+            f"--out_dir={self.out_dir}",
         ]
 
     @property
@@ -62,7 +62,7 @@ class SweepRun:
         Raises:
             UserError: names the run.
         """
-        overrides = [*self.varied, *self.overrides, ("out_dir", as_text(self.out_dir))]
+        overrides = [*self.varied, *self.overrides, ("out_dir", str(self.out_dir))]
         try:
             return with_adapter(read_recipe(self.files, overrides, method=FINETUNE[self.command]))
         except UserError as error:

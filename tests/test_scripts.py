@@ -19,13 +19,16 @@ from ftkit.recipe import Component, LoraRecipe, Recipe
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted(p for p in (ROOT / "scripts").glob("[!_]*") if p.is_file() and not p.suffix)
 BASH_SCRIPTS = [path for path in SCRIPTS if "bash" in path.read_text().partition("\n")[0]]
-RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+RECIPES = sorted(
+    path for path in (ROOT / "recipes").rglob("*.yaml") if path.parent.name != "sweeps"
+)
 
 LIGHT_MODULES = [
     "aside",
     "base.hub",
     "checkpoint.metadata",
     "checkpoint.store",
+    "cell",
     "cli",
     "commands",
     "comparison.compare",
@@ -39,6 +42,7 @@ LIGHT_MODULES = [
     "job",
     "launch",
     "manage",
+    "notebook",
     "options",
     "parsing",
     "planning",
@@ -50,6 +54,7 @@ LIGHT_MODULES = [
     "report.formatting",
     "report.json_values",
     "report.machine",
+    "report.markup",
     "report.metrics",
     "report.report",
     "report.table",
@@ -58,7 +63,10 @@ LIGHT_MODULES = [
     "resume",
     "run_state",
     "survey",
+    "sweep",
+    "sweep_runs",
     "usage",
+    "variations",
     "watch",
 ]
 HEAVY_PACKAGES = [
@@ -205,6 +213,16 @@ def test_set_up_with_cuda_does_not_ask_for_a_cpu_build(setup):
     run = setup.run("--cuda")
     assert f"{TORCH} from pip's index ... " in run.stdout
     assert setup.calls() == [*FRESH, *install(".")]
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [(["--notebook"], ".[notebook]"), (["--notebook", "--dev"], ".[dev]")],
+)
+def test_set_up_installs_jupyter_where_it_is_asked_for(setup, options, what):
+    assert setup.run(*options).returncode == 0
+    assert setup.calls() == [*FRESH, *install(what)]
+    assert setup.run("--notebook").stdout == ""
 
 
 def test_a_failed_set_up_shows_what_pip_said_and_starts_over_next_time(setup):

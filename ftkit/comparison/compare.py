@@ -5,6 +5,7 @@ comparison.plot("comparison.png")
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -73,7 +74,7 @@ FORMATS: dict[str, Callable[[Comparison], str]] = {
 """The forms of a comparison but for the table."""
 
 
-def compare(paths: Iterable[str | Path], *, sort: str | None = None) -> Comparison:
+def compare(paths: Iterable[str | os.PathLike[str]], *, sort: str | None = None) -> Comparison:
     """Compare runs, whatever became of them.
 
     Args:

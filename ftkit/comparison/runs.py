@@ -153,7 +153,9 @@ class ComparedRun:
         return hardware.memory_bytes // (self.resolved.devices or 1)
 
 
-def read_runs(paths: Iterable[str | Path]) -> tuple[list[ComparedRun], list[LeftOut]]:
+def read_runs(
+    paths: Iterable[str | os.PathLike[str]],
+) -> tuple[list[ComparedRun], list[LeftOut]]:
     """The runs that paths stand for, each once, and what is none.
 
     Args:
