@@ -53,6 +53,8 @@ class Options:
 
 def main() -> None:
     """Entry point of the `ftkit` command."""
+    # Threads that spin while they wait for each other take many times as long on a busy machine.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         code = run(sys.argv[1:])
         sys.stdout.flush()

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from rich.table import Table
@@ -109,15 +110,16 @@ def _merge(result: Result, adapter: OpenAdapter, options: MergeOptions, display:
         )
     differences: dict[str, _Difference] = {}
     with display.phase("comparing logits", brief=True) as phase:
-        steps = 1 + len(merged)
+        models = 1 + len(merged)
 
-        def progress(done: int, total: int) -> None:
-            phase.advance(len(differences) * total + done, steps * total)
+        def progress(before: int, done: int, total: int) -> None:
+            phase.advance(before * total + done, models * total)
 
-        expected = logits_of(adapter.model, adapted_values(adapter), sequences, progress)
-        for name, one in merged.items():
+        values = adapted_values(adapter)
+        expected = logits_of(adapter.model, values, sequences, partial(progress, 0))
+        for number, (name, one) in enumerate(merged.items(), start=1):
             plain = outline_plain(base, torch.float32, tied=False)
-            found = logits_of(plain, one, sequences, progress)
+            found = logits_of(plain, one, sequences, partial(progress, number))
             differences[name] = _difference(found, expected)
     _show(result, adapter, options, chosen, written_bytes, differences, sample)
 

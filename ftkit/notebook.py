@@ -128,6 +128,7 @@ class Run(os.PathLike[str]):
 
     def _follow(self, place: cell.Place, signals: PassingOn) -> "Run":
         watcher = Watcher(cell.short(self.out_dir))
+        told = False
         while True:
             ended = self._has_ended(place.interval_s)
             if ended:
@@ -138,8 +139,9 @@ class Run(os.PathLike[str]):
                 if ended or self._child is None:
                     raise
                 continue
-            if signals.received:
+            if signals.received and not told:
                 place.note("ending after the current step; once more ends it at once")
+                told = True
             place.show(sight)
             if ended or (self._child is None and not sight.run.at_work):
                 break

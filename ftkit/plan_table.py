@@ -158,8 +158,14 @@ def _rows(planned: Planned) -> Iterator[tuple[str, str]]:
 
 
 def _several(found: Sequence[Planned]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="cyan")
-    table.add_column("plan", overflow="fold")
+    table = Table(
+        box=None,
+        padding=(0, 2, 0, 0),
+        header_style="cyan",
+        caption="GiB of each rank; batch: sequences of a step / of a forward pass",
+        caption_justify="left",
+    )
+    table.add_column("plan", overflow="fold", min_width=24)
     for title in ("devices", "precision", "batch"):
         table.add_column(title, no_wrap=True)
     parts = ("parameters", "gradients", "optimizer", "activations", "temporary")
@@ -186,10 +192,10 @@ def _cells(planned: Planned, *, asked: bool) -> Iterator[Text]:
         yield Text(_gib(memory.breakdown_bytes[category]))
     yield Text(_gib(memory.host_bytes))
     if asked:
-        yield Text(f"{memory.low_bytes / 2**30:.1f}-{memory.high_bytes / 2**30:.1f} GiB")
+        yield Text(f"{memory.low_bytes / 2**30:.1f}-{memory.high_bytes / 2**30:.1f}")
         words = verdict(planned)
         yield Text(words, _STYLES.get(words, ""))
 
 
 def _gib(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB"
+    return f"{count / 2**30:.2f}"

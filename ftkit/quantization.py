@@ -25,7 +25,7 @@ from ftkit.recipe import Quantization
 
 BLOCK = 64
 """Weights that share a scale in 4 bits, as bitsandbytes has it."""
-_AT_ONCE = 2**18
+AT_ONCE = 2**18
 """Weights that are quantised at once; a multiple of BLOCK."""
 
 
@@ -99,13 +99,14 @@ class FourBit(Linear4bit):
         dtype = torch.uint8 if self._nested else torch.float32
         self._scales = torch.empty(blocks, dtype=dtype, device=device)
 
-    def pack(self, value: Tensor) -> Tensor:
+    def pack(self, value: Tensor, *, at_once: int = AT_ONCE) -> Tensor:
         """Quantise a weight: keep its scales and return what the parameter holds.
 
         Args:
             value: [out, in] on the device of the computation.
+            at_once: numbers of a piece; the result is the same.
         """
-        packed, self.quant_state = _quantize(value, self._quant_type, nested=self._nested)
+        packed, self.quant_state = _quantize(value, self._quant_type, self._nested, at_once)
         if self._scales is None:
             self.allocate(value.device)
         assert self._scales is not None
@@ -170,14 +171,16 @@ class EightBit(Linear8bitLt):
         return _FrozenProduct.apply(x, self.weight, self.bias, self)
 
 
-def _quantize(value: Tensor, quant_type: str, *, nested: bool) -> tuple[Tensor, QuantState]:
+def _quantize(
+    value: Tensor, quant_type: str, nested: bool, at_once: int
+) -> tuple[Tensor, QuantState]:
     """What bitsandbytes' quantize_4bit gives; in small pieces, as it takes several times each."""
     numbers = value.flatten()
     count = numbers.numel()
     scales = torch.empty(-(-count // BLOCK), device=value.device)
     packed = torch.empty((-(-count // 2), 1), dtype=torch.uint8, device=value.device)
-    for start in range(0, count, _AT_ONCE):
-        piece = numbers[start : start + _AT_ONCE].float()
+    for start in range(0, count, at_once):
+        piece = numbers[start : start + at_once].float()
         part, state = quantize_4bit(piece, blocksize=BLOCK, quant_type=quant_type)
         packed[start // 2 : start // 2 + len(part)] = part
         scales[start // BLOCK : start // BLOCK + len(state.absmax)] = state.absmax

@@ -22,7 +22,7 @@ from ftkit.process import PassingOn, start_command
 from ftkit.ranks import EXIT_BY_SIGNAL, EXIT_OUT_OF_MEMORY
 from ftkit.report.report import ENDED_WELL
 from ftkit.resume import CHECKPOINTS, RECIPE
-from ftkit.run_state import is_run, look
+from ftkit.run_state import AT_WORK, StateName, is_run, look
 from ftkit.sweep_runs import SweepRun, differences
 
 Action = Literal["start", "go on", "start again", "skip"]
@@ -126,23 +126,22 @@ def _action(run: SweepRun, *, overwrite: bool) -> tuple[Action, str]:
             f"{out_dir} is where {run.name} belongs, but holds something else. "
             "Try another --out_dir."
         )
-    found = look(out_dir)
-    state = found.state.replace("_", " ")
-    if found.at_work:
+    state = _state(out_dir)
+    if state in AT_WORK:
         return "skip", "at work"
     if overwrite:
-        return "start again", f"{state} before"
-    if found.state in _DONE:
+        return "start again", f"{_word(state)} before"
+    if state in _DONE:
         if different := differences(run, run.recipe(), out_dir / RECIPE):
             raise UserError(
                 f"{out_dir} holds this run with other settings: {'; '.join(different)}. "
                 "Try another --out_dir, or --overwrite."
             )
-        return "skip", state
+        return "skip", _word(state)
     newest = Store(out_dir / CHECKPOINTS).newest()
     if newest is None:
-        return "start again", f"{state} before, nothing was saved"
-    return "go on", f"{state} before, from step {newest:,}"
+        return "start again", f"{_word(state)} before, nothing was saved"
+    return "go on", f"{_word(state)} before, from step {newest:,}"
 
 
 def _do(run: SweepRun, words: Sequence[str], signals: PassingOn) -> str:
@@ -153,7 +152,19 @@ def _do(run: SweepRun, words: Sequence[str], signals: PassingOn) -> str:
     if code == UserError.exit_code or not is_run(run.out_dir.expanduser()):
         # The run itself has said why; a GPU that is too small is known before there is a directory.
         return "out of memory" if code == DoesNotFit.exit_code else _REFUSED
-    return look(run.out_dir.expanduser()).state.replace("_", " ")
+    return _word(_state(run.out_dir.expanduser()))
+
+
+def _state(out_dir: Path) -> StateName:
+    """How a run is now; one whose report could not be written has failed."""
+    try:
+        return look(out_dir).state
+    except UserError:
+        return "failed"
+
+
+def _word(state: StateName) -> str:
+    return state.replace("_", " ")
 
 
 def _interrupted(states: dict[str, str], count: int, number: signal.Signals) -> int:

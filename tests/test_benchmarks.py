@@ -96,3 +96,27 @@ def test_the_figures_of_measuring_memory_make_a_table():
     results = json.loads(file.read_text())["results"]
     assert benchmark.table(results).count("s and more") == len(benchmark.CASES)
     assert all(result["losses_are_equal"] for result in results.values())
+
+
+def test_the_simulation_is_within_a_tenth_of_published_figures():
+    (file,) = FIGURES.glob("published-memory_*.json")
+    rows = json.loads(file.read_text())
+    assert {row["program"] for row in rows} == {"litgpt", "lightning"}
+    assert all(row["source"] and abs(row["error"]) < 0.1 for row in rows)
+
+
+def test_qlora_takes_less_memory_than_lora_and_loads_below_the_target():
+    benchmark = script("benchmark_quantized_loading")
+    (file,) = FIGURES.glob("quantized-loading-*.json")
+    figures = json.loads(file.read_text())
+    lora = {}
+    for row in figures["results"]:
+        if row["quantize"] is None:
+            lora[row["strategy"]] = row
+            continue
+        loading = row["loading_bytes_of_largest_rank"]
+        assert loading < benchmark.TARGET * figures["bf16_bytes"]
+        peak = row["peak_bytes_of_largest_rank"]
+        assert peak < lora[row["strategy"]]["peak_bytes_of_largest_rank"]
+    assert lora.keys() == {strategy for strategy, _ in benchmark.LAYOUTS}
+    assert benchmark.table(figures["results"], figures["bf16_bytes"]).count("bnb.nf4") == 8

@@ -15,7 +15,7 @@ from ftkit.parsing import key_types, read_recipe
 
 RECIPES = ROOT / "recipes"
 FINETUNE = ["finetune", "finetune_lora", "finetune_full"]
-OWN = ["config", "print_config", "overwrite", "stop_after"]
+OWN = ["config", "print_config", "overwrite", "force", "stop_after"]
 """Options of these commands that are no key of a recipe."""
 
 
@@ -68,7 +68,7 @@ class TestHelpOfFinetune:
 
     def test_starts_with_the_config_and_the_switches(self, text, command):
         shown = re.findall(r"^  (?:-h, )?--(\S+)", text, re.MULTILINE)
-        assert shown[:6] == ["help", *OWN, "checkpoint_dir"]
+        assert shown[:7] == ["help", *OWN, "checkpoint_dir"]
 
     def test_says_what_kind_of_training_it_is_and_not_of_the_other_kind(self, text, command):
         kind, other = "LoRA and QLoRA", "Full fine-tuning"

@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -10,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 from compared_runs import at_work, make_run, note_in_ranks
-from conftest import ROOT, start_up_of_ranks
+from conftest import ROOT, command_environment, start_up_of_ranks
 from kernels import Kernel, kernel
-from runs import DEFAULT_SIGNALS, FOREVER, rows, wait_for
+from runs import DEFAULT_SIGNALS, FOREVER, rows, wait_for, watched
 
 import ftkit
 from ftkit.checkpoint.store import Store
@@ -36,10 +37,6 @@ def notebook(directory: Path, common: list[str]):
             f"import ftkit\nkeys = {json.dumps(keys)}\nforever = keys | {json.dumps(forever)}"
         )
         yield found
-
-
-def children_of(process: psutil.Process) -> set[psutil.Process]:
-    return {child for child in process.children(recursive=True) if child.is_running()}
 
 
 # --- In a kernel --------------------------------------------------------------------------------
@@ -261,6 +258,23 @@ def test_what_is_shown_of_a_run_at_work_is_escaped_html(tmp_path, monkeypatch):
     assert words(html).startswith("out/<b2>a&amp; running training: lora on base")
     assert "step 20/40" in words(html)
     assert "<polyline" in html
+
+
+@pytest.mark.slow
+def test_a_program_follows_in_lines_and_ctrl_c_stops_the_run(common, tmp_path):
+    keys = {word[2:]: value for word, value in zip(common[::2], common[1::2], strict=True)}
+    keys |= {key.replace("__", "."): str(value) for key, value in FOREVER.items()}
+    program = f"{DEFAULT_SIGNALS}\nimport ftkit\nrun = ftkit.finetune(**{keys}, out_dir='out')\n"
+    command = [sys.executable, "-c", f"{program}print(run.outcome)"]
+    with watched(tmp_path / "out", command, tmp_path, command_environment()) as run:
+        wait_for(lambda: len(rows(tmp_path / "out")) > 1)
+        run.process.send_signal(signal.SIGINT)
+        code, out, err = run.end()
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0].startswith("out: ")
+    assert lines.count("ending after the current step; once more ends it at once") == 1
+    assert lines[-1] == "interrupted"
 
 
 def test_html_has_colours_that_stand_out_from_white_and_from_black(tmp_path):

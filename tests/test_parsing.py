@@ -432,7 +432,7 @@ def test_a_key_like_no_other_points_to_the_help():
     [
         (
             "--train.micro_batch_size four",
-            "train.micro_batch_size is 'four', but must be a whole number or 'auto'. Try --train.micro_b",
+            "train.micro_batch_size is 'four', but must be a whole number or 'auto'. Try",
         ),
         ("--train.epochs 1.5", "train.epochs is 1.5, but must be a whole number."),
         ("--train.epochs true", "train.epochs is true, but must be a whole number."),

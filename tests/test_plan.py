@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tiny import make_records
 
+from ftkit import plans
 from ftkit.base.blueprint import read_blueprint
 from ftkit.cli import run
 from ftkit.errors import UserError
@@ -205,3 +206,14 @@ def test_where_one_change_is_not_enough_several_are_tried() -> None:
 def test_fit_needs_one_plan_and_a_gpu() -> None:
     with pytest.raises(UserError, match="--gpu a100-80gb --fit"):
         run(["plan", "--checkpoint_dir", MODEL, "--fit"])
+
+
+def test_in_a_notebook_a_plan_shows_itself_alone_and_among_others() -> None:
+    keys = {"checkpoint_dir": MODEL, "train.max_seq_length": 64}
+    found = plans.plan(gpu="t4", name="<b2>", **keys)
+    assert found.fits
+    alone, together = (shown._repr_html_() for shown in (found, plans.Plans([found, found])))
+    assert f"plan: full on {MODEL}" in alone and "fits" in alone
+    assert together.count("&lt;b2&gt;") == 2 and "<b2>" not in together
+    with pytest.raises(UserError, match=r"train\.max_stepz is not a key"):
+        plans.plan(**keys, **{"train.max_stepz": 1})

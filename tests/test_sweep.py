@@ -179,6 +179,11 @@ def test_what_ended_early_goes_on_from_its_checkpoint_or_starts_again(action, tm
     assert action() == f"go on small: {outcome} before, from step 30"
 
 
+def test_a_run_that_could_not_write_its_report_starts_again(action, tmp_path):
+    make_run(tmp_path / "o/small", write=False)
+    assert action() == "start again small: failed before, nothing was saved"
+
+
 def test_a_run_at_work_is_left_alone(action, tmp_path):
     report = make_run(tmp_path / "o/small", "failed", write=False)
     note_in_ranks(tmp_path / "o/small", report)
@@ -301,6 +306,7 @@ def tiny_sweep(tiny_base, tiny_data, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_the_fourteen_experiments_on_one_gpu_run(tiny_sweep):
     runs = tiny_sweep("single_gpu")
     names = [
@@ -315,6 +321,7 @@ def test_the_fourteen_experiments_on_one_gpu_run(tiny_sweep):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_the_ten_experiments_on_several_gpus_run_on_two_processes(tiny_sweep):
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed: scripts/setup_env")

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from bitsandbytes.optim.optimizer import Optimizer8bit
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
@@ -215,7 +214,11 @@ def _pack(model: LanguageModel) -> None:
         name2qmap.setdefault("dynamic", create_dynamic_map())
     for module in model.modules():
         if isinstance(module, FourBit | EightBit):
-            module.pack(torch.empty(module.out_features, module.in_features))
+            weight = torch.empty(module.out_features, module.in_features)
+            if isinstance(module, FourBit):  # an operation takes the same time whatever its size
+                module.pack(weight, at_once=weight.numel())
+            else:
+                module.pack(weight)
 
 
 class _Step:
@@ -259,8 +262,8 @@ class _Step:
     def _make_optimizer(self) -> torch.optim.Optimizer:
         with unset_fake_temporarily():  # bitsandbytes computes tables
             optimizer = make_optimizer(self._plan, self._model)
-        if isinstance(optimizer, Optimizer8bit):
-            optimizer.update_step = _nothing  # type: ignore[method-assign]
+        if hasattr(optimizer, "update_step"):  # of bitsandbytes, which takes a second to import
+            optimizer.update_step = _nothing
         return optimizer
 
     def _first_step(self, optimizer: torch.optim.Optimizer | None) -> None:
