@@ -14,7 +14,7 @@ from ftkit.parsing import from_dict, key_types, read_keys, read_recipe, to_dict,
 from ftkit.recipe import LAYER_SWITCHES, LoraRecipe, Method, Recipe
 
 RECIPES = ROOT / "recipes"
-FILES = sorted(RECIPES.rglob("*.yaml"))
+FILES = sorted(path for path in RECIPES.rglob("*.yaml") if path.parent.name != "sweeps")
 
 LITGPT_RECIPE = """
 checkpoint_dir: checkpoints/meta-llama/Llama-2-7b-hf
