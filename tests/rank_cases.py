@@ -15,14 +15,16 @@ from ftkit.process import die_with_parent
 
 if __name__ == "__main__":
     die_with_parent(os.getppid())
-    from ftkit.train import run_rank
+    from ftkit import train
 
     with suppress(ImportError):  # DeepSpeed's optimizer asks each time, which takes a second
         import cpuinfo
 
         cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+    # Takes longer than such a run; tests/test_step_memory.py and tests/test_train.py have it.
+    train._note_prediction = lambda job, recorder: None
     with Path(os.devnull).open("w") as nowhere:
         for job in sys.argv[1:]:
-            if run_rank(Path(job), nowhere):
+            if train.run_rank(Path(job), nowhere):
                 sys.exit(f"{job} failed")
             gc.collect()  # else the memory of one run would still be there in the next
