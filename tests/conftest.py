@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch: threads that spin beside others take very long
+# Before torch is imported: threads that spin beside others take very long.
+os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
 from runs import DEFAULT_SIGNALS, Run, command_of, options, watched
 
 if TYPE_CHECKING:

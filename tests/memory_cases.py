@@ -67,4 +67,8 @@ if __name__ == "__main__":
 
     training.Training.fit = witnessed  # type: ignore[method-assign]
     training.MemoryMeter = Witness  # type: ignore[misc]
-    runpy.run_path(str(Path(__file__).with_name("rank_cases.py")), run_name="__main__")
+    runpy.run_path(
+        str(Path(__file__).with_name("rank_cases.py")),
+        run_name="__main__",
+        init_globals={"MEASURES_MEMORY": True},
+    )

@@ -15,14 +15,16 @@ from ftkit.process import die_with_parent
 
 if __name__ == "__main__":
     die_with_parent(os.getppid())
-    from ftkit import train
+    from ftkit import train, training
 
     with suppress(ImportError):  # DeepSpeed's optimizer asks each time, which takes a second
         import cpuinfo
 
         cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
-    # Takes longer than such a run; tests/test_step_memory.py and tests/test_train.py have it.
+    # Both take longer than such a run; memory_cases.py measures, and counted_cases.py predicts.
     train._note_prediction = lambda job, recorder: None
+    if "MEASURES_MEMORY" not in globals():
+        training.steps_to_measure = lambda order: set()
     with Path(os.devnull).open("w") as nowhere:
         for job in sys.argv[1:]:
             if train.run_rank(Path(job), nowhere):
