@@ -128,7 +128,7 @@ MEASURES = (
         key="prediction_error",
         head="off by",
         value=_of_prediction("error_fraction"),
-        text=lambda fraction: f"{fraction * 100:+.1f} %",
+        text=lambda fraction: f"{fraction * 100:+z.1f} %",
     ),
     *(
         Measure(

@@ -266,7 +266,7 @@ def _step_memory_rows(memory: StepMemory) -> Iterator[tuple[str, str]]:
     yield "  moments", _bytes_by_name(known)
     if expected := memory.predicted:
         consists_of = _bytes_by_name(dataclasses.asdict(expected.peak_breakdown_bytes))
-        error = f"{expected.error_fraction:+.1%}".replace("%", " %")
+        error = f"{expected.error_fraction * 100:+z.1f} %"
         yield "predicted", f"{bytes_text(expected.peak_bytes)} ({error}): {consists_of}"
 
 
