@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from runs import DEFAULT_SIGNALS
 from test_adapters import ALL, FUSED, MAKERS, TOKENS, VARIANTS, build, logits, lora_recipe, train
 from test_adapters import export as save
 from tiny import make_llama
@@ -314,6 +315,7 @@ def test_a_signal_leaves_nothing_half_written(ended, ftkit, tmp_path, signal, co
         "--max_shard_size",
         "50KB",
         before=f"""
+{DEFAULT_SIGNALS}
 import os, signal
 from pathlib import Path
 from ftkit.base.tensor_files import ShardWriter
