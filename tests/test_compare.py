@@ -180,6 +180,16 @@ def test_settings_of_lora_do_not_differ_from_those_of_a_full_fine_tune(tmp_path)
     assert [run["settings"] for run in found] == [{"method": "full"}, {"method": "lora"}]
 
 
+def test_what_a_lora_run_has_beyond_the_defaults_is_shown_beside_a_full_fine_tune(tmp_path):
+    make_run(tmp_path / "full", method="full")
+    make_run(tmp_path / "qlora", quantize="bnb.nf4")
+    found = compare([tmp_path]).to_json()["runs"]
+    assert [run["settings"] for run in found] == [
+        {"method": "full", "quantize": None},
+        {"method": "lora", "quantize": "bnb.nf4"},
+    ]
+
+
 # --- Best, order ----------------------------------------------------------------------------------
 
 

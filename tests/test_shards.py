@@ -10,10 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 from bitsandbytes.functional import create_dynamic_map, dequantize_blockwise, quantize_blockwise
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ftkit.checkpoint.metadata import CheckpointError
-from ftkit.checkpoint.shards import BLOCK, Piece, StoredState, shard_name, share_of, write_shard
+from ftkit.checkpoint.shards import (
+    BLOCK,
+    Piece,
+    StoredState,
+    save_tensors,
+    shard_name,
+    share_of,
+    write_shard,
+)
 
 SHAPE = torch.Size((7, 5))
 TENSOR = torch.arange(35, dtype=torch.float32).view(SHAPE)
@@ -44,6 +53,17 @@ def test_any_range_is_read_from_any_cut(tmp_path: Path, seed: int) -> None:
     for first in range(8):
         assert torch.equal(stored[first:], TENSOR[first:])
     assert torch.equal(stored[:], TENSOR)
+
+
+def test_the_same_content_gives_the_same_bytes(tmp_path: Path) -> None:
+    tensors, notes = {"ä": TENSOR}, {"b": '{"x": "ü\\n"}', "a": "\u2028/", "c": ""}
+    files = [tmp_path / str(number) for number in range(16)]  # save_file has 24 orders of four keys
+    for file in files:
+        save_tensors(tensors, file, notes)
+    assert len({file.read_bytes() for file in files}) == 1
+    with safe_open(files[0], framework="pt") as stored:
+        assert stored.metadata() == {"format": "pt"} | notes
+        assert torch.equal(stored.get_tensor("ä"), TENSOR)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])

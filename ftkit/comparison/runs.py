@@ -23,7 +23,7 @@ from ftkit.run_state import StateName, is_run, look
 
 _NOT_COMPARED = ("out_dir", "resume", "access_token", "log")
 """Keys of a recipe that say how a run is called and started."""
-_LORA_KEYS = frozenset(field.name for field in fields(Lora))
+_LORA_DEFAULTS = {field.name: field.default for field in fields(Lora)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,17 +192,15 @@ def read_runs(
 def differing_settings(runs: list[ComparedRun]) -> list[str]:
     """Keys of settings that are not the same in all runs, in the order of the recipe.
 
-    What only LoRA has is compared among LoRA runs.
+    Where only LoRA has a setting, the other runs count as having its default.
     """
     keys = dict.fromkeys(key for run in runs for key in run.settings)
 
-    def values(key: str) -> list[Any]:
-        lora_only = key.partition(".")[0] in _LORA_KEYS
-        return [
-            run.settings.get(key) for run in runs if not lora_only or run.report.method == "lora"
-        ]
+    def value(run: ComparedRun, key: str) -> Any:
+        missing = None if run.report.method == "lora" else _LORA_DEFAULTS.get(key)
+        return run.settings.get(key, missing)
 
-    return [key for key in keys if any(value != values(key)[0] for value in values(key))]
+    return [key for key in keys if any(value(run, key) != value(runs[0], key) for run in runs)]
 
 
 def _host_bytes(rank: RankMemory) -> int:
