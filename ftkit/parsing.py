@@ -22,6 +22,7 @@ from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
 from ftkit.errors import UserError
 from ftkit.recipe import RECIPE_OF, Component, Lora, Method, Recipe
+from ftkit.yaml_files import dump_yaml, load_yaml, parse_yaml
 
 COMPONENTS = {"data": "litgpt.data", "optimizer": "torch.optim", "strategy": ""}
 """Fields that name a class, with the package a short name belongs to."""
@@ -39,42 +40,6 @@ EXCLUSIVE = [("train.lr_warmup_steps", "train.lr_warmup_fraction")]
 """Two ways to say one thing: the one that is set later replaces the other."""
 
 Override = tuple[str, str]
-
-
-class _Loader(yaml.SafeLoader):
-    """Safe YAML that refuses a key that appears twice, and leaves dates as text."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            if key_node.tag == "tag:yaml.org,2002:merge":
-                continue
-            if not isinstance(key_node, yaml.ScalarNode):
-                raise yaml.constructor.ConstructorError(
-                    None, None, "a key must be a single word", key_node.start_mark
-                )
-            if key_node.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key_node.value!r} appears twice", key_node.start_mark
-                )
-            seen.add(key_node.value)
-        return super().construct_mapping(node, deep)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Safe YAML that quotes every text which `_Loader` would read as a number."""
-
-
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-for _class in (_Loader, _Dumper):  # YAML 1.1 reads 2e-4 as text
-    _class.add_implicit_resolver(
-        "tag:yaml.org,2002:float",
-        re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-        list("-+.0123456789"),
-    )
 
 
 def read_recipe(
@@ -147,7 +112,7 @@ def to_dict(recipe: Recipe) -> dict[str, Any]:
 
 def to_yaml(recipe: Recipe) -> str:
     """The recipe with every default filled in, in the format that `read_recipe` reads."""
-    return yaml.dump(to_dict(recipe), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return dump_yaml(to_dict(recipe))
 
 
 def from_dict(values: dict[str, Any], method: Method) -> Recipe:
@@ -189,29 +154,6 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def load_yaml(path: Path, option: str = "") -> dict[str, Any]:
-    """The keys and values of a YAML file, which the option names if one does."""
-    try:
-        loaded = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except FileNotFoundError:
-        raise UserError(_missing_file(path, option)) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{option}{path} cannot be read: {error}.") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"{option}{path} is not valid YAML: {error}") from None
-    if not isinstance(loaded, dict):
-        raise UserError(f"{option}{path} must hold keys and values, such as 'seed: 1337'.")
-    return loaded
-
-
-def _missing_file(path: Path, option: str) -> str:
-    folder = path.parent
-    known = [str(folder / f.name) for f in folder.glob("*.y*ml")] if folder.is_dir() else []
-    close = difflib.get_close_matches(str(path), known, n=1, cutoff=0.5)
-    hint = f" Did you mean {close[0]}?" if close else " Check the path; recipes/ holds examples."
-    return f"{option}{path} does not exist.{hint}"
-
-
 def _specificity(override: Override) -> int:
     """Naming a class or a whole group comes before setting single keys of it."""
     head, _, rest = override[0].partition(".")
@@ -222,7 +164,7 @@ def _specificity(override: Override) -> int:
 
 def _parse_value(key: str, text: str) -> Any:
     try:
-        value = yaml.load(text, _Loader)
+        value = parse_yaml(text)
     except yaml.YAMLError:
         if key.partition(".")[0] in COMPONENTS and text.lstrip().startswith(("{", "[")):
             raise UserError(

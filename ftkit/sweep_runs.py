@@ -11,9 +11,10 @@ from typing import Any
 from ftkit.adapter_config import with_adapter
 from ftkit.commands import FINETUNE
 from ftkit.errors import UserError
-from ftkit.parsing import Override, as_text, load_yaml, read_recipe
+from ftkit.parsing import Override, as_text, read_recipe
 from ftkit.recipe import Recipe
 from ftkit.variations import variations
+from ftkit.yaml_files import load_yaml
 
 _NAME = re.compile(r"[\w+=-][\w.,+=-]*")
 """What can be the name of a run, and of its directory."""

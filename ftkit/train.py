@@ -13,7 +13,6 @@ import sys
 import time
 import traceback
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -24,59 +23,40 @@ if __name__ == "__main__":  # before the slow imports: a supervisor may die at a
 
 import torch
 
-from ftkit.adapter import Adapter, check_adapter, check_shapes, read_adapter, save_adapter
+from ftkit.adapter import save_adapter
 from ftkit.base.base_model import BaseModel, open_base, open_companions
-from ftkit.base.fingerprint import fingerprint
-from ftkit.base.hub import find_here
 from ftkit.base.writing import save_hf
-from ftkit.callbacks import (
-    Interrupted,
-    StopRequest,
-)
+from ftkit.building import build, checked_length, identities, position, warn
+from ftkit.callbacks import Interrupted, StopRequest
 from ftkit.checkpoint.metadata import (
-    BaseIdentity,
     CheckpointError,
-    DataIdentity,
     Metadata,
     read_metadata,
 )
 from ftkit.checkpoint.shards import StoredState
 from ftkit.checkpointing import Checkpointing, goes_on_in_place
 from ftkit.data.order import ElasticOrder
-from ftkit.data.samples import DataSets, load_data
+from ftkit.data.samples import load_data
 from ftkit.errors import UserError
-from ftkit.extensions import compile_cpu_optimizer
-from ftkit.finetuner import FineTuner, base_learning_rate, optimizer_of
+from ftkit.finetuner import FineTuner
 from ftkit.job import Job, RankError
-from ftkit.lora import our_name
 from ftkit.memory.predict import predict_measured
 from ftkit.model import (
-    LanguageModel,
-    fill,
-    flops_per_token,
-    in_checkpoint,
-    outline,
-    parameter_count,
-    trainable,
     trained_weights,
 )
-from ftkit.planning import DeepSpeedOptions, Plan, make_schedule, sample_budget
+from ftkit.planning import sample_budget
 from ftkit.ranks import ERROR, rank_directory
-from ftkit.recipe import LoraRecipe, Recipe
+from ftkit.recipe import LoraRecipe
 from ftkit.recorder import Recorder
 from ftkit.report.display import LOG_NAME, Display
-from ftkit.report.report import DataCounts, Resolved
-from ftkit.resume import CHECKPOINTS, FINAL, check_disk
+from ftkit.report.report import DataCounts
+from ftkit.resume import FINAL
 from ftkit.saving import SavingFailed
-from ftkit.sharding import Sharding
 from ftkit.strategy import (
-    compute_dtype,
     make_device,
-    parameter_dtype,
     rank,
 )
 from ftkit.training import NonFiniteLoss, Training, make_loggers
-from ftkit.training_state import bytes_per_number, check_kinds, state_kinds, trained_parameter
 
 
 def run(
@@ -93,7 +73,7 @@ def run(
     """
     plan, recipe = job.plan, job.recipe
     for notice in plan.notices:
-        _warn(notice, display, recorder)
+        warn(notice, display, recorder)
     torch.manual_seed(recipe.seed + rank())  # for dropout: every rank has masks of its own
     torch.set_float32_matmul_precision("high")
     device = make_device(plan)
@@ -103,7 +83,7 @@ def run(
     stored = _stored_state(job, start)
     continues_alone = start is not None and recipe.method == "full"
     base = open_companions(Path(job.base)) if continues_alone else open_base(job.base)
-    max_seq_length = _max_seq_length(base, recipe.train.max_seq_length)
+    max_seq_length = checked_length(base, recipe.train.max_seq_length)
     with display.phase("reading data") as phase:
         data = load_data(
             recipe.data,
@@ -112,8 +92,8 @@ def run(
             progress=lambda _, done, total: phase.advance(done, total),
         )
     recorder.note(data={split: DataCounts(**counts) for split, counts in data.counts.items()})
-    base_identity, data_identity = _identities(recipe, base, data, start)
-    module = _build(job, plan, base, data, max_seq_length, start, stored, display, recorder)
+    base_identity, data_identity = identities(recipe, base, data, start)
+    module = build(job, plan, base, data, max_seq_length, start, stored, display, recorder)
     run_ids = dict(start.loggers) if start is not None and goes_on_in_place(job) else {}
     if job.start is not None:
         recorder.resumed(Path(job.start), job.changes)
@@ -138,10 +118,10 @@ def run(
         seed=recipe.seed,
         global_batch_size=recipe.train.global_batch_size,
         micro_batch_size=plan.micro_batch_size,
-        total_samples=sample_budget(recipe, len(data.train), module.schedule, **_position(start)),
+        total_samples=sample_budget(recipe, len(data.train), module.schedule, **position(start)),
         rank=rank(),
         world_size=plan.world_size,
-        **_position(start),
+        **position(start),
     )
     training = Training(
         plan,
@@ -172,11 +152,6 @@ def run(
     recorder.note(outcome="completed", exit_code=0, exit_reason=training.exit_reason)
 
 
-def _warn(text: str, display: Display, recorder: Recorder) -> None:
-    display.warning(text)
-    recorder.warn(text)
-
-
 def _stored_state(job: Job, start: Metadata | None) -> StoredState | None:
     """The state of training that the run continues from."""
     if job.start is None or start is None:
@@ -189,197 +164,6 @@ def _stored_state(job: Job, start: Metadata | None) -> StoredState | None:
             f"{error} Take an earlier checkpoint with --resume STEP; ftkit checkpoints list shows "
             "those there are."
         ) from error
-
-
-def _position(start: Metadata | None) -> dict[str, int]:
-    """Where in the data a run begins."""
-    if start is None:
-        return {"start_step": 0, "start_samples": 0}
-    return {"start_step": start.step, "start_samples": start.samples}
-
-
-def _identities(
-    recipe: Recipe, base: BaseModel, data: DataSets, start: Metadata | None
-) -> tuple[BaseIdentity, DataIdentity]:
-    """Which model and which data these are; rank 0 alone looks.
-
-    Raises:
-        UserError: they are not those that the checkpoint has learned from.
-    """
-    if rank() > 0:
-        return BaseIdentity(name="", fingerprint=""), DataIdentity(fingerprint="", train_samples=0)
-    of_data = DataIdentity(fingerprint=data.train.fingerprint, train_samples=len(data.train))
-    if start is not None and of_data != start.data:
-        raise UserError(
-            f"data: these are not the training samples that the checkpoint of step {start.step} "
-            f"has learned from ({len(data.train):,} now, {start.data.train_samples:,} then; their "
-            "text, masks or order differ). Continue with the same data and prompt style, or start "
-            "a new run with another --out_dir."
-        )
-    if not base.has_weights:
-        assert start is not None
-        of_base = _identity_here(recipe.checkpoint_dir) or start.base
-    else:
-        of_base = BaseIdentity(name=recipe.checkpoint_dir, fingerprint=fingerprint(base))
-    if start is not None and of_base.fingerprint != start.base.fingerprint:
-        raise UserError(
-            f"checkpoint_dir {recipe.checkpoint_dir} is not the model that the checkpoint of step "
-            f"{start.step} was made from ({start.base.name}): its weights differ. Give that model, "
-            "or start a new run with another --out_dir."
-        )
-    return of_base, of_data
-
-
-def _identity_here(checkpoint_dir: str) -> BaseIdentity | None:
-    """Of a base model that is not needed any more; None: it is not here, or not whole."""
-    try:
-        found = find_here(checkpoint_dir)
-        if found is None:
-            return None
-        return BaseIdentity(name=checkpoint_dir, fingerprint=fingerprint(open_base(str(found))))
-    except UserError:
-        return None
-
-
-def _max_seq_length(base: BaseModel, asked: int | None) -> int:
-    longest = base.config.block_size
-    if asked is not None and asked > longest:
-        raise UserError(
-            f"train.max_seq_length is {asked}, but {base.name} was built for at most {longest} "
-            f"positions. Try --train.max_seq_length {longest}."
-        )
-    return asked or longest
-
-
-def _build(
-    job: Job,
-    plan: Plan,
-    base: BaseModel,
-    data: DataSets,
-    max_seq_length: int,
-    start: Metadata | None,
-    stored: StoredState | None,
-    display: Display,
-    recorder: Recorder,
-) -> FineTuner:
-    """The model, adapted as the recipe says, with its schedule; still without memory."""
-    recipe = plan.recipe
-    if isinstance(recipe, LoraRecipe) and recipe.checkpoint.save and not base.random:
-        check_adapter(base, recipe)
-    if isinstance(plan.options, DeepSpeedOptions) and plan.options.offload_optimizer:
-        with display.phase("preparing DeepSpeed's CPU optimizer (compiled once, about a minute)"):
-            compile_cpu_optimizer()
-    if recipe.checkpoint.save and not base.random:
-        optimizer_class, arguments = optimizer_of(plan)
-        kinds = state_kinds(optimizer_class, arguments, make_device(plan))
-        if stored is not None:
-            check_kinds(kinds, stored, recipe.optimizer["class_path"])
-        masters = torch.float32 if plan.strategy == "deepspeed" else parameter_dtype(plan)
-        number_bytes = bytes_per_number(kinds, optimizer_class, arguments, masters)
-    schedule, notices = make_schedule(
-        recipe, len(data.train), base_learning_rate(recipe), **_position(start)
-    )
-    for notice in notices:
-        _warn(notice, display, recorder)
-    model = outline(base, recipe, parameter_dtype(plan), compute_dtype(plan))
-    if recipe.checkpoint.save and not base.random and rank() == 0:
-        _require_space(
-            job, model, number_bytes, schedule.total_steps - _position(start)["start_step"]
-        )
-    adapter = None if stored is not None else _adapter(recipe, base, model)
-
-    def load(model: LanguageModel, sharding: Sharding, device: torch.device) -> None:
-        with display.phase("loading weights") as phase:
-            fill(
-                model,
-                base,
-                sharding=sharding,
-                device=device,
-                rope_length=min(
-                    base.config.block_size, max_seq_length + (recipe.eval.max_new_tokens or 0)
-                ),
-                seed=recipe.seed,
-                trained=None if stored is None else partial(trained_parameter, stored),
-                adapter=None if adapter is None else adapter.tensors,
-                progress=phase.advance,
-            )
-
-    module = FineTuner(model, plan, schedule, load, start_step=_position(start)["start_step"])
-    recorder.expect(
-        samples_per_epoch=len(data.train),
-        flops_per_token=flops_per_token(model, float(data.train.lengths.mean())),
-    )
-    resolved = Resolved(
-        base_model=base.name,
-        accelerator=plan.accelerator,
-        device=job.devices.names[0] if job.devices.names else "CPU",
-        devices=plan.devices,
-        world_size=plan.world_size,
-        strategy=plan.strategy,
-        sharding=plan.sharding,
-        communication=plan.communication,
-        precision=plan.precision,
-        quantize=recipe.quantize if isinstance(recipe, LoraRecipe) else None,
-        optimizer=recipe.optimizer["class_path"],
-        parameters=parameter_count(model),
-        trainable_parameters=sum(parameter.numel() for parameter in trainable(model)),
-        max_seq_length=max_seq_length,
-        global_batch_size=recipe.train.global_batch_size,
-        micro_batch_size=plan.micro_batch_size,
-        micro_steps_per_step=plan.micro_steps,
-        total_steps=schedule.total_steps,
-        warmup_steps=schedule.warmup_steps,
-        samples_per_epoch=len(data.train),
-    )
-    recorder.note(resolved=resolved)
-    display.message(_summary(resolved, recipe.method))
-    return module
-
-
-def _adapter(recipe: Recipe, base: BaseModel, model: LanguageModel) -> Adapter | None:
-    """The adapter that training starts from."""
-    if not isinstance(recipe, LoraRecipe) or recipe.adapter is None:
-        return None
-    adapter = read_adapter(recipe.adapter, base)
-    shapes = {
-        our_name(name): parameter.shape
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }
-    check_shapes(adapter, shapes, recipe.adapter)
-    return adapter
-
-
-def _require_space(job: Job, model: LanguageModel, number_bytes: float, steps_left: int) -> None:
-    """Refuse a run whose checkpoints will not fit on the disk; their small files do not count."""
-    recipe = job.plan.recipe
-    itemsize = parameter_dtype(job.plan).itemsize
-    held = [p for name, p in model.named_parameters() if in_checkpoint(our_name(name), p)]
-    checkpoint_bytes = sum(
-        p.numel() * (number_bytes if p.requires_grad else itemsize) for p in held
-    )
-    if isinstance(recipe, LoraRecipe):
-        checkpoint_bytes += sum(p.numel() for p in held) * itemsize  # the adapter beside the shards
-    there = (recipe.out_dir / CHECKPOINTS).rglob("*")
-    check_disk(
-        recipe.out_dir,
-        int(checkpoint_bytes),
-        recipe,
-        sum(path.stat().st_size for path in there if path.is_file()),
-        steps_left=steps_left,
-    )
-
-
-def _summary(resolved: Resolved, method: str) -> str:
-    assert resolved.parameters and resolved.trainable_parameters
-    return (
-        f"{method} fine-tuning of {resolved.base_model}: "
-        f"{resolved.trainable_parameters:,} of {resolved.parameters:,} parameters, "
-        f"{resolved.precision} on {resolved.device}\n"
-        f"{resolved.total_steps} steps of {resolved.global_batch_size} samples "
-        f"({resolved.micro_steps_per_step} x {resolved.micro_batch_size}), "
-        f"{resolved.samples_per_epoch:,} samples per epoch"
-    )
 
 
 def _save(module: FineTuner, base: BaseModel, fingerprint: str, out: Path) -> None:

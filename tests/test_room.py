@@ -35,17 +35,29 @@ def recipe(**keys: str) -> Recipe:
     return read_recipe([], list(values.items()))
 
 
+class Gpu24GiB:
+    """A machine with one GPU, its plans always found to be the same."""
+
+    def __init__(self) -> None:
+        self.answer: dict[str, Any] = dict(ANSWER)
+        self.plans = 0
+        """How many were made."""
+
+    def ask(self, *_: object) -> dict[str, Any]:
+        self.plans += 1
+        return self.answer
+
+
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A machine with one GPU of 24 GiB; what the plan is found to be."""
-    answer = dict(ANSWER)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu24GiB:
+    machine = Gpu24GiB()
     here = Hardware(gpus=[GpuHere(name="NVIDIA Some GPU", memory_bytes=24 * 2**30)])
     monkeypatch.setattr(room, "hardware", lambda: here)
-    monkeypatch.setattr(room, "_ask", lambda *_: answer)
-    return answer
+    monkeypatch.setattr(room, "_ask", machine.ask)
+    return machine
 
 
-def test_a_run_that_cannot_fit_is_refused_with_commands_that_would(gpu: dict[str, Any]) -> None:
+def test_a_run_that_cannot_fit_is_refused_with_commands_that_would(gpu: Gpu24GiB) -> None:
     with pytest.raises(DoesNotFit) as refused:
         room.require_room(recipe(), CUDA, COMMAND)
     assert refused.value.exit_code == 3
@@ -56,25 +68,26 @@ def test_a_run_that_cannot_fit_is_refused_with_commands_that_would(gpu: dict[str
 
 
 @pytest.mark.parametrize("fits", [True, None])
-def test_what_fits_or_may_fit_is_not_refused(gpu: dict[str, Any], fits: bool | None) -> None:
-    gpu["fits"] = fits
+def test_what_fits_or_may_fit_is_not_refused(gpu: Gpu24GiB, fits: bool | None) -> None:
+    gpu.answer["fits"] = fits
     room.require_room(recipe(), CUDA, COMMAND)
+    assert gpu.plans == 1
 
 
-def test_a_small_model_that_is_here_starts_without_a_plan(
-    gpu: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_small_model_that_is_here_starts_without_a_plan(gpu: Gpu24GiB, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"small")
     room.require_room(recipe(checkpoint_dir=str(tmp_path)), CUDA, COMMAND)
+    assert gpu.plans == 0
 
 
-def test_on_cpus_nothing_is_refused(gpu: dict[str, Any]) -> None:
+def test_on_cpus_nothing_is_refused(gpu: Gpu24GiB) -> None:
     room.require_room(recipe(), Devices(accelerator="cpu", count=2), COMMAND)
+    assert gpu.plans == 0
 
 
-def test_auto_takes_the_micro_batch_that_was_found(gpu: dict[str, Any]) -> None:
-    gpu["fits"] = True
+def test_auto_takes_the_micro_batch_that_was_found(gpu: Gpu24GiB) -> None:
+    gpu.answer["fits"] = True
     asked = recipe(train__micro_batch_size="auto", accelerator="cpu")
     found = room.with_micro_batch(asked, Devices(accelerator="cpu", count=2))
     assert found.train.micro_batch_size == 4
@@ -82,7 +95,7 @@ def test_auto_takes_the_micro_batch_that_was_found(gpu: dict[str, Any]) -> None:
     assert room.with_micro_batch(given, CUDA) == given
 
 
-def test_auto_is_refused_where_not_even_one_sequence_fits(gpu: dict[str, Any]) -> None:
+def test_auto_is_refused_where_not_even_one_sequence_fits(gpu: Gpu24GiB) -> None:
     asked = recipe(train__micro_batch_size="auto", accelerator="cpu")
     with pytest.raises(DoesNotFit, match=r"one sequence needs 40\.0 GiB"):
         room.with_micro_batch(asked, Devices(accelerator="cpu", count=2))
