@@ -177,7 +177,8 @@ def _plan(argv: Sequence[str]) -> int:
     form = (own["format"] or ["table"])[-1]
     if form not in FORMATS:
         raise UserError(f"--format is {form!r}, but must be table or json. Try --format json.")
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # of kernels that nothing here needs
+    for library in ("bitsandbytes", "DeepSpeed"):  # kernels and GPUs that a plan does not need
+        logging.getLogger(library).addFilter(_is_error)
     from ftkit.plan_command import plan_all
 
     return plan_all(
@@ -188,6 +189,10 @@ def _plan(argv: Sequence[str]) -> int:
         form=FORMATS[form],
         fit="fit" in options.switches,
     )
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
 
 
 def _sweep(argv: Sequence[str]) -> int:

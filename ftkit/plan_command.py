@@ -1,15 +1,19 @@
-"""`ftkit plan`: one recipe, several, or variations of them."""
+"""`ftkit plan`: one recipe, several, variations of them, or the runs of a sweep."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ftkit.commands import FINETUNE
 from ftkit.errors import UserError
 from ftkit.fit import changes_that_fit
 from ftkit.memory.gpus import find_gpu
 from ftkit.parsing import Override
 from ftkit.plan_table import show, show_changes
 from ftkit.prediction import Planned, plan
+from ftkit.recipe import Method
+from ftkit.sweep_runs import is_sweep, runs_of_file
 from ftkit.variations import variations
 
 EXIT_DOES_NOT_FIT = 3
@@ -27,7 +31,7 @@ def plan_all(
     """Plan every recipe in every variation and show them; the exit code.
 
     Args:
-        files: recipes, each a plan of its own.
+        files: recipes, each a plan of its own, and sweeps, whose runs are.
         overrides: for all of them.
         gpu: name or size, see `find_gpu`.
         sweeps: see `variations`.
@@ -36,16 +40,16 @@ def plan_all(
     """
     device = None if gpu is None else find_gpu(gpu)
     found: list[Planned] = []
-    for recipe in [[file] for file in files] or [[]]:
+    for recipe in _asked(files):
         for variation in variations(sweeps):
-            names = [Path(file).stem for file in recipe]
-            names += [f"{key.rpartition('.')[2]} {value}" for key, value in variation]
+            varied = [f"{key.rpartition('.')[2]} {value}" for key, value in variation]
             found.append(
                 plan(
-                    recipe,
-                    [*overrides, *variation],
+                    recipe.files,
+                    [*recipe.overrides, *overrides, *variation],
+                    method=recipe.method,
                     gpu=device,
-                    name=", ".join(names),
+                    name=", ".join([*recipe.names, *varied]),
                 )
             )
     if not fit:
@@ -61,6 +65,28 @@ def plan_all(
     )
     show_changes(found[0], [(c, c.command(files, overrides)) for c in changes], form)
     return _exit_code(found)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What is to be planned, before it is varied."""
+
+    names: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+    overrides: tuple[Override, ...] = ()
+    method: Method | None = None
+    """None: the keys tell."""
+
+
+def _asked(files: Sequence[str]) -> Iterator[_Asked]:
+    for file in files:
+        if is_sweep(Path(file)):
+            for run in runs_of_file(Path(file), (), None):
+                yield _Asked((run.name,), run.files, run.varied, FINETUNE[run.command])
+        else:
+            yield _Asked((Path(file).stem,), (file,))
+    if not files:
+        yield _Asked()
 
 
 def _exit_code(found: Sequence[Planned]) -> int:

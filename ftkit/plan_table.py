@@ -3,9 +3,11 @@
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from rich.console import Console, Group
+from rich.measure import Measurement
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
@@ -14,10 +16,12 @@ from ftkit.fit import Change
 from ftkit.memory.live import CATEGORIES
 from ftkit.prediction import Planned
 from ftkit.recipe import LoraRecipe
-from ftkit.report.display import plain_text
+from ftkit.report.display import REPORT_WIDTH, plain_text
 from ftkit.report.formatting import bytes_text, percent_text
 from ftkit.report.markup import block, escaped, grid, labelled, styled
 
+_ANY_WIDTH = 1000
+"""Of a file, where a table of many columns is neither folded nor cut."""
 _STYLES = {"fits": "bold green", "does not fit": "bold red", "UNCERTAIN": "bold yellow"}
 
 
@@ -27,13 +31,17 @@ def show(found: Sequence[Planned], form: Literal["table", "json"]) -> None:
         values = [planned.as_dict() for planned in found]
         print(json.dumps(values[0] if len(values) == 1 else values, indent=2))
         return
-    content = _alone(found[0]) if len(found) == 1 else _several(found)
-    if sys.stdout.isatty():
-        Console(highlight=False).print(content)
-    elif len(found) == 1:
-        print(plain_text(content))
+    terminal = Console(highlight=False)
+    if len(found) == 1:
+        content: Group | Table = _alone(found[0])
+        width = REPORT_WIDTH
     else:
-        print(plain_text(content, width=160))  # a table of many columns is not folded in a file
+        width = terminal.width if sys.stdout.isatty() else _ANY_WIDTH
+        content = side_by_side(found, width)
+    if sys.stdout.isatty():
+        terminal.print(content)
+    else:
+        print(plain_text(content, width))
 
 
 def as_html(found: Sequence[Planned]) -> str:
@@ -43,14 +51,31 @@ def as_html(found: Sequence[Planned]) -> str:
         words = verdict(planned)
         needed = f"{styled(words, _STYLES[words])} {escaped(_needs(planned))}" if words else ""
         return block(f"<b>{escaped(_title(planned))}</b>", needed, labelled(_rows(planned)))
-    table = _several(found)
+    columns = _columns(found)
     rows = [
-        [styled(cell.plain, str(cell.style)) for cell in _cells(planned, asked=_asked(found))]
-        for planned in found
+        [styled(column.cells[i].plain, str(column.cells[i].style)) for column in columns]
+        for i in range(len(found))
     ]
-    heads = [str(column.header) for column in table.columns]
-    right = [i for i, column in enumerate(table.columns) if column.justify == "right"]
-    return grid(heads, rows, right)
+    right = [i for i, column in enumerate(columns) if column.is_number]
+    return grid([column.head for column in columns], rows, right)
+
+
+def side_by_side(found: Sequence[Planned], width: int) -> Table:
+    """Several plans as a table.
+
+    Args:
+        found: the plans.
+        width: characters in a line; where they are few, parts of the memory are left out first.
+    """
+    columns = _columns(found)
+    terminal = Console(width=_ANY_WIDTH)
+    table = _table(columns, [])
+    for place in range(max(column.place for column in columns), 0, -1):
+        if Measurement.get(terminal, terminal.options, table).maximum <= width:
+            break
+        left_out = [column.head for column in columns if column.place >= place]
+        table = _table([column for column in columns if column.place < place], left_out)
+    return table
 
 
 def show_changes(
@@ -110,11 +135,6 @@ def _needs(planned: Planned) -> str:
     return f"needs {low} to {high} of the {there} of {planned.gpu.name}"
 
 
-def _asked(found: Sequence[Planned]) -> bool:
-    """Whether any plan is for a device."""
-    return any(planned.gpu is not None for planned in found)
-
-
 def _rows(planned: Planned) -> Iterator[tuple[str, str]]:
     plan, memory = planned.plan, planned.memory
     train = plan.recipe.train
@@ -162,44 +182,80 @@ def _rows(planned: Planned) -> Iterator[tuple[str, str]]:
         yield "steps", f"{planned.steps:,} at most, {planned.samples:,} samples per epoch at most"
 
 
-def _several(found: Sequence[Planned]) -> Table:
+@dataclass(frozen=True)
+class _Column:
+    head: str
+    cells: list[Text]
+    is_number: bool = False
+    place: int = 0
+    """Columns of the highest place are the first that a narrow terminal goes without."""
+
+
+def _columns(found: Sequence[Planned]) -> list[_Column]:
+    columns = [
+        _Column("plan", [Text(planned.name) for planned in found]),
+        _Column("devices", [Text(_devices(planned)) for planned in found], place=2),
+        _Column("precision", [Text(_precision(planned)) for planned in found], place=1),
+        _Column("batch", [Text(_batch(planned)) for planned in found], place=1),
+        _numbers("peak", [planned.memory.peak_bytes for planned in found], 0),
+    ]
+    heads = ("parameters", "gradients", "optimizer", "activations", "temporary")
+    for head, category in zip(heads, CATEGORIES, strict=False):
+        parts = [planned.memory.breakdown_bytes[category] for planned in found]
+        columns.append(_numbers(head, parts, 3))
+    columns.append(_numbers("host", [planned.memory.host_bytes for planned in found], 4))
+    if any(planned.gpu is not None for planned in found):
+        needs = [
+            Text(f"{planned.memory.low_bytes / 2**30:.1f}-{planned.memory.high_bytes / 2**30:.1f}")
+            for planned in found
+        ]
+        words = [verdict(planned) for planned in found]
+        columns.append(_Column("needs", needs, is_number=True))
+        columns.append(_Column("", [Text(word, _STYLES.get(word, "")) for word in words]))
+    return columns
+
+
+def _table(columns: Sequence[_Column], left_out: Sequence[str]) -> Table:
+    caption = "GiB of each rank"
+    if "batch" not in left_out:
+        caption += "; batch: sequences of a step / of a forward pass"
+    if left_out:
+        caption += f"\nnot shown here: {', '.join(left_out)}"
     table = Table(
         box=None,
         padding=(0, 2, 0, 0),
         header_style="cyan",
-        caption="GiB of each rank; batch: sequences of a step / of a forward pass",
+        caption=caption,
         caption_justify="left",
     )
-    table.add_column("plan", overflow="fold", min_width=24)
-    for title in ("devices", "precision", "batch"):
-        table.add_column(title, no_wrap=True)
-    parts = ("parameters", "gradients", "optimizer", "activations", "temporary")
-    for title in ("peak", *parts, "host"):
-        table.add_column(title, justify="right", no_wrap=True)
-    asked = _asked(found)
-    if asked:
-        table.add_column("needs", justify="right", no_wrap=True)
-        table.add_column("", no_wrap=True)
-    for planned in found:
-        table.add_row(*_cells(planned, asked=asked))
+    for column in columns:
+        table.add_column(
+            column.head,
+            justify="right" if column.is_number else "left",
+            no_wrap=column.head != "plan",
+            overflow="fold",
+        )
+    for cells in zip(*(column.cells for column in columns), strict=True):
+        table.add_row(*cells)
     return table
 
 
-def _cells(planned: Planned, *, asked: bool) -> Iterator[Text]:
-    plan, memory = planned.plan, planned.memory
-    yield Text(planned.name)
-    yield Text(f"{plan.world_size} {plan.strategy}")
-    quantize = plan.recipe.quantize if isinstance(plan.recipe, LoraRecipe) else None
-    yield Text(f"{plan.precision} {quantize}" if quantize else plan.precision)
-    yield Text(f"{plan.recipe.train.global_batch_size}/{plan.micro_batch_size}")
-    yield Text(_gib(memory.peak_bytes))
-    for category in CATEGORIES[:5]:
-        yield Text(_gib(memory.breakdown_bytes[category]))
-    yield Text(_gib(memory.host_bytes))
-    if asked:
-        yield Text(f"{memory.low_bytes / 2**30:.1f}-{memory.high_bytes / 2**30:.1f}")
-        words = verdict(planned)
-        yield Text(words, _STYLES.get(words, ""))
+def _devices(planned: Planned) -> str:
+    return f"{planned.plan.world_size} {planned.plan.strategy}"
+
+
+def _precision(planned: Planned) -> str:
+    recipe = planned.plan.recipe
+    quantize = recipe.quantize if isinstance(recipe, LoraRecipe) else None
+    return f"{planned.plan.precision} {quantize}" if quantize else planned.plan.precision
+
+
+def _batch(planned: Planned) -> str:
+    return f"{planned.plan.recipe.train.global_batch_size}/{planned.plan.micro_batch_size}"
+
+
+def _numbers(head: str, counts: Sequence[int], place: int) -> _Column:
+    return _Column(head, [Text(_gib(count)) for count in counts], is_number=True, place=place)
 
 
 def _gib(count: int) -> str:

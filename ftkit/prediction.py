@@ -17,7 +17,7 @@ from ftkit.memory.predict import PredictedMemory, predict
 from ftkit.memory.simulate import largest_micro_batch
 from ftkit.parsing import Override, read_recipe
 from ftkit.planning import Devices, Plan, make_plan, make_schedule
-from ftkit.recipe import Recipe
+from ftkit.recipe import Method, Recipe
 from ftkit.strategy import parameter_dtype
 
 _VAL_SPLIT_FRACTION = 0.05
@@ -87,6 +87,7 @@ def plan(
     files: Sequence[str | Path] = (),
     overrides: Sequence[Override] = (),
     *,
+    method: Method | None = None,
     gpu: Gpu | None = None,
     name: str = "",
 ) -> Planned:
@@ -95,13 +96,14 @@ def plan(
     Args:
         files: recipes, later ones win.
         overrides: dotted key and YAML text, as on the command line.
+        method: of fine-tuning; None: any LoRA key means LoRA.
         gpu: what it is to run on. None: a GPU of any size, unless the recipe asks for CPUs.
         name: of the result, among several.
 
     Raises:
         UserError: as a run would.
     """
-    recipe = with_adapter(read_recipe(files, overrides))
+    recipe = with_adapter(read_recipe(files, overrides, method=method))
     name = name or (str(files[-1]) if files else "")
     if recipe.train.micro_batch_size != "auto":
         return plan_recipe(recipe, gpu=gpu, name=name)

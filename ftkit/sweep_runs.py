@@ -70,6 +70,15 @@ class SweepRun:
             raise UserError(f"{self.name}: {error}") from None
 
 
+def is_sweep(file: Path) -> bool:
+    """Whether a YAML file lists runs, as no recipe does.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    return "runs" in load_yaml(file)
+
+
 def runs_of_file(file: Path, overrides: Sequence[Override], out_dir: Path | None) -> list[SweepRun]:
     """The runs of a sweep, as SWEEP.yaml names them.
 

@@ -145,15 +145,17 @@ def plan_parser() -> ArgumentParser:
     """The options of ftkit plan; keys of recipes come beside them."""
     parser = ArgumentParser(
         prog="ftkit plan",
-        usage="ftkit plan [RECIPE.yaml ...] [--gpu GPU] [--sweep KEY=A,B ...] [--fit] "
+        usage="ftkit plan [RECIPE.yaml | SWEEP.yaml ...] [--gpu GPU] [--sweep KEY=A,B ...] [--fit] "
         "[--KEY VALUE ...]",
         description="Predict what recipes need: memory of each rank with its parts, host memory, "
-        "disk, steps. Nothing is loaded or downloaded, and no GPU is needed. Several recipes and "
-        "variations become one table. Any LoRA key or quantize means LoRA, else full fine-tuning. "
-        "The exit code is 3 if it does not fit on the GPU; of several, if none does.",
+        "disk, steps. Nothing is loaded or downloaded, and no GPU is needed. Several recipes, the "
+        "runs of a sweep and variations become one table. Any LoRA key or quantize means LoRA, "
+        "else full fine-tuning. The exit code is 3 if it does not fit on the GPU; of several, if "
+        "none does.",
         epilog="Examples:\n"
         "  ftkit plan recipes/open-llama-7b-full.yaml --precision bf16-true --gpu a100-80gb\n"
         "  ftkit plan recipes/*.yaml --gpu 24GiB\n"
+        "  ftkit plan recipes/sweeps/single_gpu.yaml --gpu a100-80gb\n"
         "  ftkit plan recipes/tiny-llama-full.yaml --sweep train.micro_batch_size=1,2,4,8",
         formatter_class=_HelpWithExamples,
     )

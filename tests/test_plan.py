@@ -16,7 +16,9 @@ from ftkit.fit import changes_that_fit
 from ftkit.memory.gpus import GPUS, find_gpu
 from ftkit.memory.simulate import largest_micro_batch, simulate, with_layers
 from ftkit.parsing import Override
+from ftkit.plan_table import side_by_side
 from ftkit.prediction import Planned, plan
+from ftkit.report.display import plain_text
 
 MODEL = "random:pythia-14m"
 ROOT = Path(__file__).parents[1]
@@ -153,6 +155,37 @@ def test_several_plans_are_one_table(capsys: pytest.CaptureFixture[str]) -> None
     table = capsys.readouterr().out
     assert "micro_batch_size 1" in table and "micro_batch_size 2" in table
     assert table.count(" fits") == 2
+
+
+def test_the_runs_of_a_sweep_are_planned_with_what_is_asked_of_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "recipe.yaml").write_text(f"checkpoint_dir: {MODEL}\nseed: 2")
+    sweep = tmp_path / "sweep.yaml"
+    sweep.write_text(
+        "runs:\n"
+        "  - {name: all, command: finetune_full, config: recipe.yaml, train.micro_batch_size: 2}\n"
+        "  - {name: few, command: finetune, config: recipe.yaml, train.max_seq_length: 32}\n"
+    )
+    words = [str(sweep), "--train.max_seq_length", "64", "--format", "json"]
+    assert run(["plan", *words]) == 0
+    full, lora = json.loads(capsys.readouterr().out)
+    assert (full["name"], full["method"], full["micro_batch_size"]) == ("all", "full", 2)
+    assert (lora["name"], lora["method"], lora["max_seq_length"]) == ("few", "lora", 64)
+
+
+@pytest.mark.parametrize(
+    ("width", "there", "left_out"),
+    [(140, "host", None), (110, "gradients", "host"), (70, "precision", "gradients")],
+)
+def test_a_table_shows_what_a_terminal_has_room_for(
+    width: int, there: str, left_out: str | None
+) -> None:
+    text = plain_text(side_by_side([planned(gpu="t4"), planned(gpu="v100-32gb")], width), width)
+    head, first, second, *rest = text.splitlines()
+    assert there in head and first.endswith(" fits") and second.endswith(" fits")
+    assert max(map(len, (head, first, second))) <= width
+    assert left_out is None or (left_out not in head and left_out in " ".join(rest))
 
 
 @pytest.mark.slow

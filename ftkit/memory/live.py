@@ -33,7 +33,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_iter
 
 Category = Literal[
     "parameters", "gradients", "optimizer_state", "activations", "temporaries", "unattributed"
@@ -138,13 +137,10 @@ class LiveTensors(TorchDispatchMode):
         if func is torch.ops.prim.device.default:  # most calls on fake tensors, and no operation
             return args[0].device
         kwargs = kwargs or {}
-        for tensor in tree_iter((args, kwargs)):
-            if isinstance(tensor, Tensor):
-                self._see(tensor)
+        self._see_all(args)
+        self._see_all(kwargs.values())
         result = func(*args, **kwargs)
-        for tensor in tree_iter(result):
-            if isinstance(tensor, Tensor):
-                self._see(tensor)
+        self._see_all((result,))
         return result
 
     def assign(self, tensors: Iterable[Tensor | None], category: Category) -> None:
@@ -253,9 +249,16 @@ class LiveTensors(TorchDispatchMode):
                 if tensor.device.type == self._device:
                     yield tensor.untyped_storage()
 
-    def _see(self, whole: Tensor) -> None:
-        """Count a tensor that an operation has taken or made."""
-        for storage in self._storages([whole]):
+    def _see_all(self, values: Iterable[Any]) -> None:
+        """Count the tensors that an operation has taken or made: single ones, or lists of them."""
+        for value in values:
+            if isinstance(value, Tensor):
+                self._see(value)
+            elif isinstance(value, list | tuple):
+                self._see_all(value)
+
+    def _see(self, tensor: Tensor) -> None:
+        for storage in self._storages([tensor]):
             known = self._alive.get(storage._cdata)
             if known is None:
                 self._enter(storage, "temporaries", is_new=True)

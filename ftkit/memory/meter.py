@@ -1,7 +1,7 @@
 """Measures what the memory of a step consists of, in a few steps of a run."""
 
 import gc
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Literal
 
 import lightning as L
@@ -170,9 +170,8 @@ class MemoryMeter(L.Callback):
     def _begin(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self._assign_holdings(trainer, module)
         if not self._on_cuda and not self._has_looked_around:  # no allocator tells what is taken
-            objects = gc.get_objects()
-            kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, Tensor)}
-            self._live.assign_unknown(item for item in objects if type(item) in kinds)
+            kinds = set(_with_subclasses(Tensor))
+            self._live.assign_unknown(item for item in gc.get_objects() if type(item) in kinds)
             self._has_looked_around = True  # a tenth of a second; what it found is followed
         self._moments = {}
         self._micro_batch = None
@@ -219,6 +218,13 @@ class MemoryMeter(L.Callback):
         self._live.__exit__(None, None, None)
         self._live.restart()
         self._entered = False
+
+
+def _with_subclasses(kind: type[Tensor]) -> Iterator[type[Tensor]]:
+    yield kind
+    below: list[type[Tensor]] = kind.__subclasses__()
+    for each in below:
+        yield from _with_subclasses(each)
 
 
 def _with_allocated(found: Snapshot, allocated_bytes: int | None) -> Snapshot:
