@@ -176,7 +176,7 @@ def test_the_runs_of_a_sweep_are_planned_with_what_is_asked_of_all(
 
 @pytest.mark.parametrize(
     ("width", "there", "left_out"),
-    [(140, "host", None), (110, "gradients", "host"), (70, "precision", "gradients")],
+    [(140, "host", None), (114, "gradients", "host"), (70, "precision", "gradients")],
 )
 def test_a_table_shows_what_a_terminal_has_room_for(
     width: int, there: str, left_out: str | None
