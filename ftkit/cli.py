@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -177,8 +176,9 @@ def _plan(argv: Sequence[str]) -> int:
     form = (own["format"] or ["table"])[-1]
     if form not in FORMATS:
         raise UserError(f"--format is {form!r}, but must be table or json. Try --format json.")
-    for library in ("bitsandbytes", "DeepSpeed"):  # kernels and GPUs that a plan does not need
-        logging.getLogger(library).addFilter(_is_error)
+    from ftkit.process import silence_libraries
+
+    silence_libraries()  # before they are imported
     from ftkit.plan_command import plan_all
 
     return plan_all(
@@ -189,10 +189,6 @@ def _plan(argv: Sequence[str]) -> int:
         form=FORMATS[form],
         fit="fit" in options.switches,
     )
-
-
-def _is_error(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR
 
 
 def _sweep(argv: Sequence[str]) -> int:

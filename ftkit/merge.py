@@ -5,7 +5,6 @@ compared with the result's: no model is in memory as a whole.
 """
 
 import dataclasses
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -28,7 +27,7 @@ from ftkit.lora import TRAINED, our_name
 from ftkit.model import outline_plain
 from ftkit.options import MergeOptions
 from ftkit.outputs import as_written, check_apart, check_space, files_beside
-from ftkit.process import cleaning_up_on_signals
+from ftkit.process import cleaning_up_on_signals, silence_libraries
 from ftkit.recipe import Quantization
 from ftkit.report.display import Display
 from ftkit.report.formatting import bytes_text, number_text, percent_text, printable
@@ -70,7 +69,7 @@ def merge(result: Result, options: MergeOptions) -> int:
             f"--base is quantized, but {result.name} does not say that its base model was "
             "quantised in training. Leave --base out."
         )
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it tells which kernels it lacks
+    silence_libraries()
     with cleaning_up_on_signals(), Display(None, stream=sys.stderr) as display:
         with display.phase(f"reading {result.name}", brief=True):
             adapter = open_adapter(

@@ -22,6 +22,7 @@ from ftkit.report.markup import block, escaped, grid, labelled, styled
 
 _ANY_WIDTH = 1000
 """Of a file, where a table of many columns is neither folded nor cut."""
+_UNITS = "GiB of each rank; batch: sequences of a step / of a forward pass"
 _STYLES = {"fits": "bold green", "does not fit": "bold red", "UNCERTAIN": "bold yellow"}
 
 
@@ -57,7 +58,7 @@ def as_html(found: Sequence[Planned]) -> str:
         for i in range(len(found))
     ]
     right = [i for i, column in enumerate(columns) if column.is_number]
-    return grid([column.head for column in columns], rows, right)
+    return grid([column.head for column in columns], rows, right) + block(_UNITS)
 
 
 def side_by_side(found: Sequence[Planned], width: int) -> Table:
@@ -216,9 +217,7 @@ def _columns(found: Sequence[Planned]) -> list[_Column]:
 
 
 def _table(columns: Sequence[_Column], left_out: Sequence[str]) -> Table:
-    caption = "GiB of each rank"
-    if "batch" not in left_out:
-        caption += "; batch: sequences of a step / of a forward pass"
+    caption = _UNITS
     if left_out:
         caption += f"\nnot shown here: {', '.join(left_out)}"
     table = Table(

@@ -1,12 +1,13 @@
 """Plans in a notebook: predicted in this process, where they show themselves."""
 
 import dataclasses
-import logging
 import os
 from collections.abc import Sequence
 from typing import Any
 
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # of kernels that nothing here needs
+from ftkit.process import silence_libraries
+
+silence_libraries()  # before they are imported
 
 from ftkit import prediction  # noqa: E402
 from ftkit.memory.gpus import find_gpu  # noqa: E402

@@ -1,6 +1,7 @@
 """How processes start and end: with the one that started them, and cleaning up after themselves."""
 
 import ctypes
+import logging
 import os
 import signal
 import subprocess
@@ -11,6 +12,19 @@ from contextlib import contextmanager
 from typing import IO, Any
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def silence_libraries() -> None:
+    """Keep bitsandbytes and DeepSpeed from telling which kernels and devices they do not find.
+
+    For processes that do not train: the log of a run has it all.
+    """
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    logging.getLogger("DeepSpeed").addFilter(_is_error)  # it sets its level itself
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
 
 
 def start_command(words: Sequence[str], output: IO[bytes] | None = None) -> subprocess.Popen[bytes]:

@@ -1,6 +1,5 @@
 """A result at work: on a device, in a precision, with prompts in and text out."""
 
-import logging
 import sys
 import time
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from ftkit.errors import UserError
 from ftkit.loading import Loaded, load_result, plan_use
 from ftkit.options import AnswerOptions, UseOptions
 from ftkit.planning import Plan
+from ftkit.process import silence_libraries
 from ftkit.recipe import Quantization
 from ftkit.report.display import Display
 from ftkit.result import Result
@@ -47,7 +47,7 @@ def put_to_use(result: Result, options: UseOptions) -> InUse:
     if options.quantize is not None:
         quantize = None if options.quantize == "none" else options.quantize
     torch.set_float32_matmul_precision("high")  # as in training
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it tells which kernels it lacks
+    silence_libraries()
     device = make_device(plan)
     with (
         Display(None, stream=sys.stderr) as display,

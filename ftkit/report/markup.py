@@ -55,7 +55,7 @@ def grid(heads: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[in
 
     def cell(tag: str, i: int, content: str) -> str:
         align = "right" if i in right else "left"
-        return f'<{tag} style="{_CELL}text-align:{align}">{content}</{tag}>'
+        return f'<{tag} style="{_CELL}text-align:{align};white-space:nowrap">{content}</{tag}>'
 
     above = "".join(cell("th", i, escaped(head)) for i, head in enumerate(heads))
     lines = "".join(
