@@ -104,7 +104,7 @@ def plan(
         UserError: as a run would.
     """
     recipe = with_adapter(read_recipe(files, overrides, method=method))
-    name = name or (str(files[-1]) if files else "")
+    name = name or (Path(files[-1]).stem if files else "")
     if recipe.train.micro_batch_size != "auto":
         return plan_recipe(recipe, gpu=gpu, name=name)
     if gpu is None:

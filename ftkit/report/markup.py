@@ -34,7 +34,7 @@ def block(*parts: str) -> str:
 def labelled(rows: Iterable[tuple[str, str]]) -> str:
     """A label and a text on each line; lines without a text are left out."""
     cells = "".join(
-        f'<tr style="background:none"><td style="{_CELL}text-align:left;white-space:nowrap;'
+        f'<tr style="background:none"><td style="{_CELL}text-align:left;white-space:pre;'
         f'opacity:0.7">{escaped(label)}</td>'
         f'<td style="{_CELL}text-align:left;white-space:pre-wrap">{escaped(text)}</td></tr>'
         for label, text in rows
