@@ -243,6 +243,7 @@ def test_what_is_shown_of_a_run_is_escaped_html(tmp_path, monkeypatch):
     assert text.startswith("ftkit lora on base completed all 2 epochs done")
     assert "10.0 GiB allocated" in text
     assert "10.0 GiB" in words(ftkit.compare([run])._repr_html_())
+    assert "10.0 GiB" in str(ftkit.compare([run]))
 
 
 def test_what_is_shown_of_a_run_at_work_is_escaped_html(tmp_path, monkeypatch):

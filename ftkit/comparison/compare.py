@@ -17,10 +17,13 @@ from ftkit.comparison.columns import in_order
 from ftkit.comparison.plots import Picture, check_plot, save_plot
 from ftkit.comparison.runs import ComparedRun, LeftOut, read_runs
 from ftkit.errors import UserError
-from ftkit.report.display import Display
+from ftkit.report.display import Display, plain_text
+
+_WIDTH = 120
+"""Characters of a line where a program prints a comparison."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Comparison:
     """Runs side by side."""
 
@@ -61,6 +64,9 @@ class Comparison:
             UserError: matplotlib is missing, the name has another ending, or it cannot be written.
         """
         return Picture.of(self.runs) if path is None else save_plot(self.runs, Path(path))
+
+    def __repr__(self) -> str:
+        return plain_text(self.table(), _WIDTH)
 
     def _repr_html_(self) -> str:
         return table.as_html(self.runs)
