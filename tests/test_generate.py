@@ -155,9 +155,10 @@ def test_the_base_model_can_answer_beside(ended, answered, said):
     assert found["answer"] != found["base_answer"]
     options = ["--prompt", PROMPT, "--compare_base", "--max_new_tokens", 2]
     out, _ = said("generate", path, *options)
-    first, heads, *_ = out.splitlines()
+    first, *beside = out.splitlines()
     assert first == f"> {PROMPT}"
-    assert heads.startswith("base model ") and " result" in heads
+    heads = " ".join(beside)  # long paths are folded
+    assert "base model" in heads and " result" in heads
 
 
 def test_text_that_would_move_the_cursor_is_not_shown(ended, said, monkeypatch):

@@ -1,6 +1,5 @@
 """ftkit sweep: what is run, what is skipped, what goes on; the committed sweeps at tiny scale."""
 
-import json
 import signal
 import subprocess
 from pathlib import Path
@@ -9,11 +8,12 @@ import pytest
 import yaml
 from compared_runs import at_work, make_run, note_in_ranks
 from conftest import ROOT, command_environment, command_line, start_up_of_ranks
+from rank_jobs import HAS_DEEPSPEED
 from runs import DEFAULT_SIGNALS, rows, wait_for, watched
 
 from ftkit.cli import run
 from ftkit.errors import UserError
-from ftkit.report.report import read_report
+from ftkit.report.report import Report, read_report
 from ftkit.sweep_runs import runs_of_file
 
 SWEEPS = ROOT / "recipes" / "sweeps"
@@ -281,7 +281,7 @@ TINY = {
 
 @pytest.fixture
 def tiny_sweep(tiny_base, tiny_data, tmp_path):
-    """Runs a committed sweep at tiny scale: its comparison as JSON."""
+    """Runs a committed sweep at tiny scale: the reports by name."""
 
     def ftkit(*words: object) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -292,39 +292,48 @@ def tiny_sweep(tiny_base, tiny_data, tmp_path):
             env=command_environment(),
         )
 
-    def run_(name: str, *words: object) -> dict[str, dict]:
+    def run_(name: str, *words: object) -> dict[str, Report]:
         keys = TINY | {"checkpoint_dir": tiny_base, "data.json_path": tiny_data}
         options = [word for key, value in keys.items() for word in (f"--{key}", value)]
         out = tmp_path / name
         done = ftkit("sweep", SWEEPS / f"{name}.yaml", *options, "--out_dir", out, *words)
         assert done.returncode == 0, done.stdout + done.stderr
-        compared = json.loads(ftkit("compare", out, "--format", "json").stdout)
-        return {item["run"]: item for item in compared["runs"]}
+        return {path.name: read_report(path) for path in sorted(out.iterdir())}
 
     return run_
 
 
 @pytest.mark.slow
 def test_the_experiments_on_one_gpu_run_from_their_sweep(tiny_sweep):
-    """Three of the fourteen, which notebook 1 runs all."""
-    runs = tiny_sweep("single_gpu", "--only", "05-*", "--only", "09-*", "--only", "13-*")
-    assert {item["state"] for item in runs.values()} == {"completed"}
-    settings = {name: item["settings"] for name, item in runs.items()}
-    assert settings["05-tiny-full-bf16-mixed"]["precision"] == "bf16-mixed"
-    assert settings["09-13b-full-sgd"]["optimizer"] == "torch.optim.SGD"
-    qlora = settings["13-7b-qlora"]
-    assert (qlora["method"], qlora["quantize"]) == ("lora", "bnb.nf4")
+    runs = tiny_sweep("single_gpu")
+    assert len(runs) == 14
+    assert {report.outcome for report in runs.values()} == {"completed"}
+    resolved = {name: report.resolved for name, report in runs.items()}
+    assert {found.strategy for found in resolved.values()} == {"single"}
+    assert resolved["05-tiny-full-bf16-mixed"].precision == "bf16-mixed"
+    assert resolved["09-13b-full-sgd"].optimizer == "torch.optim.SGD"
+    assert [name for name, found in resolved.items() if found.quantize] == ["13-7b-qlora"]
+    assert [name for name, report in runs.items() if report.method == "lora"] == [
+        "10-tiny-lora", "11-3b-lora", "12-7b-lora", "13-7b-qlora", "14-13b-lora",
+    ]  # fmt: skip
 
 
 @pytest.mark.slow
 def test_the_experiments_on_several_gpus_run_from_their_sweep(tiny_sweep):
-    """Two of the ten, which tests/test_multi_gpu_recipes.py runs all."""
-    names = ["a100-7b-4ddp", "v100-tiny-4fsdp"]
-    only = [word for name in names for word in ("--only", name)]
-    runs = tiny_sweep("multi_gpu", *only, "--devices", 2)
-    assert {item["state"] for item in runs.values()} == {"completed"}
-    strategies = {item["settings"]["strategy"] for item in runs.values()}
-    assert strategies == {"fsdp", "ddp"}
+    """On two processes instead of four, in two goes."""
+    names = [item.name for item in runs_of_file(SWEEPS / "multi_gpu.yaml", [], None)]
+    if not HAS_DEEPSPEED:
+        names.remove("a100-13b-deepspeed")
+    for devices in (1, 2):
+        some = [name for name in names if ("1device" in name) == (devices == 1)]
+        only = [word for name in some for word in ("--only", name)]
+        runs = tiny_sweep("multi_gpu", *only, "--devices", devices)
+    assert runs.keys() == set(names)
+    for name, report in runs.items():
+        assert (report.outcome, report.resolved.precision) == ("completed", "bf16-true")
+        strategies = [s for s in ("ddp", "fsdp", "deepspeed") if s in name] or ["single"]
+        assert [report.resolved.strategy] == strategies
+        assert report.resolved.world_size == (1 if "1device" in name else 2)
 
 
 @pytest.mark.parametrize("name", ["single_gpu", "multi_gpu"])
