@@ -6,6 +6,7 @@ and error in a log from the first import on, and the terminal as an open file de
 
 import dataclasses
 import errno
+import gc
 import io
 import logging
 import os
@@ -285,5 +286,6 @@ def _explain(exception: BaseException) -> RankError:
 
 
 if __name__ == "__main__":
+    gc.freeze()  # what was imported is no garbage: to look for some takes no time from here on
     with os.fdopen(int(sys.argv[3]), "w") as _terminal:
         sys.exit(run_rank(Path(sys.argv[1]), _terminal))

@@ -4,6 +4,7 @@ As rank_cases.py; beside each rank's report it leaves `peak.json` with the bytes
 the highest moment after the first step.
 """
 
+import gc
 import json
 import os
 import sys
@@ -38,6 +39,7 @@ if __name__ == "__main__":
 
     train._note_prediction = count_before_prediction
     StepMeter.on_train_batch_end = restart_after_first_step  # type: ignore[method-assign]
+    gc.freeze()
     with Path(os.devnull).open("w") as nowhere:
         for job in map(Path, sys.argv[1:]):
             live = LiveTensors(torch.device("cpu"))

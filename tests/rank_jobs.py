@@ -133,7 +133,7 @@ def write_job(case: Case, world_size: int, out_dir: Path, base: Path, data: Path
         "data.val_split_fraction": 0.2,
         "data.num_workers": 0,
         "train.global_batch_size": 11,
-        "train.micro_batch_size": 2,
+        "train.micro_batch_size": 4,
         "train.epochs": 2,
         "train.lr_warmup_steps": 2,
         "train.max_norm": 0.4,

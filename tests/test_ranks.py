@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import Start, command_environment
-from runs import FILES, FOREVER, TIMEOUT_S, Run, command_of, rows, watched
+from runs import DEFAULT_SIGNALS, FILES, FOREVER, TIMEOUT_S, Run, command_of, rows, watched
 from saved_runs import ended, save_run
 
 from ftkit.cli import split_options
@@ -184,6 +184,8 @@ def test_an_error_while_importing_is_in_the_log(start: Start, tmp_path: Path) ->
     assert f"\nrank 1: {error}" in (run.out_dir / "run.log").read_text()
 
 
+NO_ADVICE = "from ftkit import room; room._ask = lambda *_, **__: {}"
+"""It takes longer than such a run; test_shortage.py is about it."""
 OUT_OF_MEMORY = "torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB.')"
 
 
@@ -214,7 +216,8 @@ def test_out_of_memory_on_one_rank_names_it_and_the_phase(
     start: Start, tmp_path: Path, where: str, error: str, phase: str
 ) -> None:
     failing = on_rank(1, raising(where, error))
-    with start(tmp_path / "out", in_ranks=failing, **TWO_RANKS) as run:
+    before = f"{DEFAULT_SIGNALS}\n{NO_ADVICE}"
+    with start(tmp_path / "out", before=before, in_ranks=failing, **TWO_RANKS) as run:
         code, out, err = run.end()
     assert (code, err) == (3, "")
     assert_reported(run, out, "out_of_memory", "(?i)rank 1: .*memory", phase)
