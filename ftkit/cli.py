@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import importlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -176,10 +177,11 @@ def _plan(argv: Sequence[str]) -> int:
     form = (own["format"] or ["table"])[-1]
     if form not in FORMATS:
         raise UserError(f"--format is {form!r}, but must be table or json. Try --format json.")
-    from ftkit.process import silence_libraries
+    from ftkit.process import quick_imports, silence_libraries
 
     silence_libraries()  # before they are imported
-    from ftkit.plan_command import plan_all
+    with quick_imports():
+        from ftkit.plan_command import plan_all
 
     return plan_all(
         own["config"],
@@ -367,25 +369,11 @@ def _use(name: str, argv: Sequence[str]) -> int:
     asked: Any = read_options(name, command.options, values, sorted(options.switches))
     if not options.words:
         raise UserError(f"RESULT is missing: {RESULT} Try ftkit {name} {command.examples[0]}.")
+    from ftkit.process import quick_imports
     from ftkit.result import find_result
 
     result = find_result(options.words[0])
-    if name == "generate":
-        from ftkit.generate import generate
-
-        return generate(result, asked)
-    if name == "chat":
-        from ftkit.chat import chat
-
-        return chat(result, asked)
-    if name == "merge":
-        from ftkit.merge import merge
-
-        return merge(result, asked)
-    if name == "export":
-        from ftkit.export import export
-
-        return export(result, asked)
-    from ftkit.evaluate import evaluate
-
-    return evaluate(result, asked, data)
+    with quick_imports():
+        use = getattr(importlib.import_module(f"ftkit.{name}"), name)
+    code: int = use(result, asked, data) if command.takes_data else use(result, asked)
+    return code

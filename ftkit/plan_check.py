@@ -6,9 +6,13 @@ output.
 """
 
 import dataclasses
+import gc
 import json
 import sys
 from collections.abc import Sequence
+
+if __name__ == "__main__":
+    gc.disable()  # as in quick_imports
 
 from ftkit.errors import UserError
 from ftkit.fit import changes_that_fit
@@ -57,6 +61,8 @@ def check(file: str, gpu: Gpu, *, failed: bool = False) -> dict[str, object]:
 
 
 if __name__ == "__main__":
+    gc.freeze()
+    gc.enable()
     _file, _mib, _bf16, _name, _failed = sys.argv[1:]
     _gpu = Gpu(name=_name, memory_bytes=int(_mib) * 2**20, bf16=_bf16 == "True")
     try:

@@ -1,6 +1,7 @@
 """How processes start and end: with the one that started them, and cleaning up after themselves."""
 
 import ctypes
+import gc
 import logging
 import os
 import signal
@@ -12,6 +13,20 @@ from contextlib import contextmanager
 from typing import IO, Any
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+@contextmanager
+def quick_imports() -> Iterator[None]:
+    """Import without looking for garbage, neither now nor later in what was imported.
+
+    It takes half of the time that importing torch, Lightning and transformers takes otherwise.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def silence_libraries() -> None:

@@ -21,6 +21,7 @@ from ftkit.process import die_with_parent
 
 if __name__ == "__main__":  # before the slow imports: a supervisor may die at any moment
     die_with_parent(int(sys.argv[2]))
+    gc.disable()  # as in quick_imports
 
 import torch
 
@@ -286,6 +287,7 @@ def _explain(exception: BaseException) -> RankError:
 
 
 if __name__ == "__main__":
-    gc.freeze()  # what was imported is no garbage: to look for some takes no time from here on
+    gc.freeze()
+    gc.enable()
     with os.fdopen(int(sys.argv[3]), "w") as _terminal:
         sys.exit(run_rank(Path(sys.argv[1]), _terminal))

@@ -15,6 +15,7 @@ from ftkit.process import die_with_parent
 
 if __name__ == "__main__":
     die_with_parent(os.getppid())
+    gc.disable()
     import torch
 
     from ftkit import train
@@ -40,6 +41,7 @@ if __name__ == "__main__":
     train._note_prediction = count_before_prediction
     StepMeter.on_train_batch_end = restart_after_first_step  # type: ignore[method-assign]
     gc.freeze()
+    gc.enable()
     with Path(os.devnull).open("w") as nowhere:
         for job in map(Path, sys.argv[1:]):
             live = LiveTensors(torch.device("cpu"))

@@ -174,13 +174,15 @@ def _write_to(output: Path) -> None:
 
 
 def _serve() -> NoReturn:
-    import bitsandbytes  # noqa: F401 (ranks import these two when they need them)
-    import faults
-    import peft  # noqa: F401
+    from ftkit.process import die_with_parent, quick_imports
 
-    from ftkit import cli, launch, ranks, train  # noqa: F401 (the command imports launch late)
-    from ftkit.job import Job
-    from ftkit.process import die_with_parent
+    with quick_imports():
+        import bitsandbytes  # noqa: F401 (ranks import these two when they need them)
+        import faults
+        import peft  # noqa: F401
+
+        from ftkit import cli, launch, ranks, train  # noqa: F401 (imported late by the command)
+        from ftkit.job import Job
 
     die_with_parent(os.getppid())
     train._note_prediction = lambda job, recorder: None  # takes longer than such a run

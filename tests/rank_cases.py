@@ -15,6 +15,7 @@ from ftkit.process import die_with_parent
 
 if __name__ == "__main__":
     die_with_parent(os.getppid())
+    gc.disable()
     from ftkit import train, training
 
     with suppress(ImportError):  # DeepSpeed's optimizer asks each time, which takes a second
@@ -25,7 +26,8 @@ if __name__ == "__main__":
     train._note_prediction = lambda job, recorder: None
     if "MEASURES_MEMORY" not in globals():
         training.steps_to_measure = lambda order: set()
-    gc.freeze()  # a fifth of the time would go into looking at what was imported
+    gc.freeze()  # as ftkit.process.quick_imports; a fifth of the time in which cases run
+    gc.enable()
     with Path(os.devnull).open("w") as nowhere:
         for job in sys.argv[1:]:
             if train.run_rank(Path(job), nowhere):
