@@ -5,7 +5,6 @@ and error in a log from the first import on, and the terminal as an open file de
 """
 
 import dataclasses
-import errno
 import gc
 import io
 import logging
@@ -42,6 +41,7 @@ from ftkit.data.samples import load_data
 from ftkit.errors import UserError
 from ftkit.finetuner import FineTuner
 from ftkit.job import Job, RankError
+from ftkit.memory.meter import is_out_of_memory
 from ftkit.memory.predict import predict_measured
 from ftkit.model import (
     trained_weights,
@@ -181,14 +181,6 @@ def _save(module: FineTuner, base: BaseModel, fingerprint: str, out: Path) -> No
         save_hf(base, tensors, out)
 
 
-_HOST_MEMORY = (
-    "DefaultCPUAllocator: can't allocate memory",  # torch
-    os.strerror(errno.ENOMEM),  # files mapped into memory, threads
-    "std::bad_alloc",
-)
-"""In errors of other types when host memory is exhausted."""
-
-
 def run_rank(job_path: Path, terminal: TextIO) -> int:
     """Run one rank of a job; the exit code of its process.
 
@@ -277,8 +269,7 @@ def _explain(exception: BaseException) -> RankError:
     if isinstance(exception, Interrupted):
         return RankError(kind="interrupted", message=str(exception), happened_at_s=now)
     message = str(exception)
-    host_memory = any(words in message for words in _HOST_MEMORY)
-    if host_memory or isinstance(exception, torch.OutOfMemoryError | MemoryError):
+    if is_out_of_memory(exception):
         message = message or type(exception).__name__
         return RankError(kind="out_of_memory", message=message, happened_at_s=now)
     if not isinstance(exception, NonFiniteLoss | SavingFailed):

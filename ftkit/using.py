@@ -14,6 +14,7 @@ from ftkit.data.sources import resolve_prompt_style
 from ftkit.decode import Context, Sampling, TextStream, answer_in_tokens
 from ftkit.errors import UserError
 from ftkit.loading import Loaded, load_result, plan_use
+from ftkit.memory.meter import is_out_of_memory
 from ftkit.options import AnswerOptions, UseOptions
 from ftkit.planning import Plan
 from ftkit.process import silence_libraries
@@ -65,7 +66,9 @@ def put_to_use(result: Result, options: UseOptions) -> InUse:
                 base=options.base,
                 progress=phase.advance,
             )
-        except torch.OutOfMemoryError:
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
             raise UserError(
                 f"{result.name} does not fit into the memory of {device} in {plan.precision}. "
                 "Try --quantize bnb.nf4, --precision bf16-true or --accelerator cpu."

@@ -35,17 +35,19 @@ LAYOUTS = [
     ),
 ]
 SMALL = [layout for layout in LAYOUTS if layout == Layout("single", 1) or layout.world_size == 2]
-HUBS = {Layout("single", 1), SMALL[-1]}
+HUBS: dict[Method, set[Layout]] = {"full": {SMALL[0], SMALL[-1]}, "lora": {SMALL[0]}}
 """Every other layout goes on to these and from these; what is between them is one format."""
-PAIRS = [
+MOVES = [
     pytest.param(
         source,
         target,
-        id=f"{source} to {target}",
+        method,
+        id=f"{source} to {target}-{method}",
         marks=() if {source, target} <= set(SMALL) else pytest.mark.slow,
     )
     for source, target in itertools.product(LAYOUTS, repeat=2)
-    if {source, target} <= set(SMALL) or {source, target} & HUBS
+    for method in METHODS
+    if {source, target} <= set(SMALL) or {source, target} & HUBS[method]
 ]
 
 
@@ -63,7 +65,8 @@ def whole(run: Run) -> dict[Method, Outcome]:
 
 
 Runs = dict[tuple[Layout, Method], Outcome]
-Continued = dict[tuple[Layout, Layout, Method], Outcome]
+Move = tuple[Layout, Layout, Method]
+Continued = dict[Move, Outcome]
 
 
 def first_sittings(run: Run, layouts: list[Layout]) -> Runs:
@@ -79,10 +82,10 @@ def first_sittings(run: Run, layouts: list[Layout]) -> Runs:
     return found
 
 
-def second_sittings(run: Run, sources: Runs, pairs: set[tuple[Layout, Layout]]) -> Continued:
+def second_sittings(run: Run, sources: Runs, moves: set[Move]) -> Continued:
     """Runs that stopped, continued on other layouts, with another micro-batch size."""
     found: Continued = {}
-    targets = sorted({target for _, target in pairs}, key=_ranks)
+    targets = sorted({target for _, target, _ in moves}, key=_ranks)
     for world_size, group in itertools.groupby(targets, key=_ranks):
         cases = {
             (source, target, method): Case(
@@ -93,7 +96,7 @@ def second_sittings(run: Run, sources: Runs, pairs: set[tuple[Layout, Layout]]) 
             )
             for target in group
             for (source, method), outcome in sources.items()
-            if (source, target) in pairs
+            if (source, target, method) in moves
         }
         outcomes = run(world_size, list(cases.values()))
         found |= {key: outcomes[case] for key, case in cases.items()}
@@ -106,12 +109,13 @@ def _ranks(layout: Layout) -> int:
 
 @pytest.fixture(scope="module")
 def continued(run: Run, request: pytest.FixtureRequest) -> Continued:
-    """The pairs that were selected."""
-    pairs = set()
+    """The moves that were selected."""
+    moves: set[Move] = set()
     for item in request.session.items:
         if isinstance(item, pytest.Function) and item.function is test_a_run_goes_on_anywhere:
-            pairs.add((item.callspec.params["source"], item.callspec.params["target"]))
-    return second_sittings(run, first_sittings(run, sorted({s for s, _ in pairs})), pairs)
+            params = item.callspec.params
+            moves.add((params["source"], params["target"], params["method"]))
+    return second_sittings(run, first_sittings(run, sorted({move[0] for move in moves})), moves)
 
 
 def assert_continues(found: Outcome, expected: Outcome) -> None:
@@ -128,8 +132,7 @@ def assert_continues(found: Outcome, expected: Outcome) -> None:
     assert not weights
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("source", "target"), PAIRS)
+@pytest.mark.parametrize(("source", "target", "method"), MOVES)
 def test_a_run_goes_on_anywhere(
     continued: Continued,
     whole: dict[Method, Outcome],

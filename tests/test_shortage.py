@@ -41,14 +41,14 @@ def run(server: Preloaded, common: list[str], tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "more",
+    ("more", "phase"),
     [
-        pytest.param(16 * MIB, id="a file is mapped", marks=pytest.mark.slow),
-        pytest.param(48 * MIB, id="the model is made"),
-        pytest.param(120 * MIB, id="the first step", marks=pytest.mark.slow),
+        pytest.param(16 * MIB, "set_up", id="a file is mapped", marks=pytest.mark.slow),
+        pytest.param(48 * MIB, "set_up", id="the model is made"),
+        pytest.param(120 * MIB, "training", id="the first step", marks=pytest.mark.slow),
     ],
 )
-def test_a_limit_on_host_memory_is_named(run, tmp_path: Path, more: int) -> None:
+def test_a_limit_on_host_memory_is_named(run, tmp_path: Path, more: int, phase: str) -> None:
     base = make_llama(tmp_path / "base", hidden_size=512, intermediate_size=2048)
     large = {"checkpoint_dir": base, "train__micro_batch_size": 2, "precision": "32-true"}
     attempt, report = run({SUPERVISOR: ["little_memory", more]}, **large)
@@ -56,6 +56,10 @@ def test_a_limit_on_host_memory_is_named(run, tmp_path: Path, more: int) -> None
     missing = report.shortage
     assert missing and missing.held_bytes and missing.available_bytes
     assert missing.predicted_peak_bytes and missing.predicted_peak_bytes > 16 * MIB
+    assert report.phase == phase
+    if phase == "training":
+        held = report.step_memory
+        assert held and held.fullest.peak_breakdown_bytes.parameters > 16 * MIB
     assert "are free for each rank" in attempt.output
     assert "predicted for sequences of full length: " in attempt.output
 

@@ -1,6 +1,8 @@
 """Measures what the memory of a step consists of, in a few steps of a run."""
 
+import errno
 import gc
+import os
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, Literal
 
@@ -20,6 +22,21 @@ STEPS_LOOKED_AT = 100
 """The step with the largest micro-batch is looked for among this many."""
 
 Moment = Literal["before_forward", "after_forward", "after_backward", "after_optimizer"]
+
+
+_HOST_MEMORY = (
+    "DefaultCPUAllocator: can't allocate memory",  # torch
+    os.strerror(errno.ENOMEM),  # files mapped into memory, threads
+    "std::bad_alloc",
+)
+"""In errors of other types when host memory is exhausted."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory is exhausted, on a device or the host."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return any(words in str(error) for words in _HOST_MEMORY)
 
 
 def steps_to_measure(order: ElasticOrder) -> set[int]:
@@ -150,7 +167,7 @@ class MemoryMeter(L.Callback):
 
         If neither was measured, what a step keeps is known alone.
         """
-        if isinstance(exception, torch.OutOfMemoryError | MemoryError):
+        if is_out_of_memory(exception):
             if not self._entered and not self._highest_bytes:
                 self._begin(trainer, pl_module)
             if self._entered:
