@@ -8,11 +8,7 @@ from ftkit.adapter import Adapter, check_adapter, check_shapes, read_adapter
 from ftkit.base.base_model import BaseModel, open_base
 from ftkit.base.fingerprint import fingerprint
 from ftkit.base.hub import find_here
-from ftkit.checkpoint.metadata import (
-    BaseIdentity,
-    DataIdentity,
-    Metadata,
-)
+from ftkit.checkpoint.metadata import BaseIdentity, DataIdentity, Metadata
 from ftkit.checkpoint.shards import StoredState
 from ftkit.data.samples import DataSets
 from ftkit.errors import UserError
@@ -36,12 +32,7 @@ from ftkit.report.display import Display
 from ftkit.report.report import Resolved
 from ftkit.resume import CHECKPOINTS, check_disk
 from ftkit.sharding import Sharding
-from ftkit.strategy import (
-    compute_dtype,
-    make_device,
-    parameter_dtype,
-    rank,
-)
+from ftkit.strategy import compute_dtype, make_device, parameter_dtype, rank
 from ftkit.training_state import bytes_per_number, check_kinds, state_kinds, trained_parameter
 
 

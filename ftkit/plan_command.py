@@ -40,18 +40,13 @@ def plan_all(
     """
     device = None if gpu is None else find_gpu(gpu)
     found: list[Planned] = []
+    given: list[Override] = []
     for recipe in _asked(files):
         for variation in variations(sweeps):
             varied = [f"{key.rpartition('.')[2]} {value}" for key, value in variation]
-            found.append(
-                plan(
-                    recipe.files,
-                    [*recipe.overrides, *overrides, *variation],
-                    method=recipe.method,
-                    gpu=device,
-                    name=", ".join([*recipe.names, *varied]),
-                )
-            )
+            given = [*recipe.overrides, *overrides, *variation]
+            name = ", ".join([*recipe.names, *varied])
+            found.append(plan(recipe.files, given, method=recipe.method, gpu=device, name=name))
     if not fit:
         show(found, form)
         return _exit_code(found)
@@ -59,11 +54,12 @@ def plan_all(
         raise UserError(
             "--fit is for one plan and one GPU. Try ftkit plan RECIPE.yaml --gpu a100-80gb --fit."
         )
+    method = recipe.method if recipe.method == "lora" else None  # a change may make it LoRA
     changes = changes_that_fit(
         found[0],
-        lambda changed: plan(files[:1], [*overrides, *changed], gpu=device),
+        lambda changed: plan(recipe.files, [*given, *changed], method=method, gpu=device),
     )
-    show_changes(found[0], [(c, c.command(files, overrides)) for c in changes], form)
+    show_changes(found[0], [(c, c.command(recipe.files, given)) for c in changes], form)
     return _exit_code(found)
 
 

@@ -29,11 +29,7 @@ from ftkit.base.base_model import BaseModel, open_base, open_companions
 from ftkit.base.writing import save_hf
 from ftkit.building import build, checked_length, identities, position, warn
 from ftkit.callbacks import Interrupted, StopRequest
-from ftkit.checkpoint.metadata import (
-    CheckpointError,
-    Metadata,
-    read_metadata,
-)
+from ftkit.checkpoint.metadata import CheckpointError, Metadata, read_metadata
 from ftkit.checkpoint.shards import StoredState
 from ftkit.checkpointing import Checkpointing, goes_on_in_place
 from ftkit.data.order import ElasticOrder
@@ -43,9 +39,7 @@ from ftkit.finetuner import FineTuner
 from ftkit.job import Job, RankError
 from ftkit.memory.meter import is_out_of_memory
 from ftkit.memory.predict import predict_measured
-from ftkit.model import (
-    trained_weights,
-)
+from ftkit.model import trained_weights
 from ftkit.planning import sample_budget
 from ftkit.ranks import ERROR, rank_directory
 from ftkit.recipe import LoraRecipe
@@ -54,10 +48,7 @@ from ftkit.report.display import LOG_NAME, Display
 from ftkit.report.report import DataCounts
 from ftkit.resume import FINAL
 from ftkit.saving import SavingFailed
-from ftkit.strategy import (
-    make_device,
-    rank,
-)
+from ftkit.strategy import make_device, rank
 from ftkit.training import NonFiniteLoss, Training, make_loggers
 
 
