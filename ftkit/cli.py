@@ -53,8 +53,9 @@ class Options:
 
 def main() -> None:
     """Entry point of the `ftkit` command."""
-    # Threads that spin while they wait for each other take many times as long on a busy machine.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # OpenMP's threads wait for each other spinning: far too long for a busy machine by default.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:
         code = run(sys.argv[1:])
         sys.stdout.flush()

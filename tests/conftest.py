@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 # Before torch is imported: threads that spin beside others take very long.
-os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
+os.environ.update(OMP_NUM_THREADS="1", GOMP_SPINCOUNT="1000")
 from runs import DEFAULT_SIGNALS, Run, command_of, options, watched
 
 if TYPE_CHECKING:
