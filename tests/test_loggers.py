@@ -58,8 +58,6 @@ def test_wandb_goes_on_with_the_run_it_began(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    for limit_s in ("WANDB__SERVICE_WAIT", "WANDB_INIT_TIMEOUT"):
-        monkeypatch.setenv(limit_s, "600")  # its server starts slowly beside other tests
     plan = make("wandb", tmp_path)
     run_ids: dict[str, str] = {}
     seen = []
