@@ -49,3 +49,4 @@ if __name__ == "__main__":
             live.__enter__()
             if train.run_rank(job, nowhere):
                 sys.exit(f"{job} failed")
+            gc.collect()  # as in rank_cases.py: what a run leaves would be counted in the next
