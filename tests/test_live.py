@@ -132,11 +132,11 @@ def test_what_was_there_before_counts_from_the_start_once_it_is_shown() -> None:
     with LiveTensors(torch.device("cpu")) as live:
         live.assign_unknown([other])
         live.restart()
-        start = live.moment()
-        assert live.at(start).total_bytes == 40
+        assert live.now().total_bytes == 40
         live.assign([gradient], "gradients")
-    assert live.at(start).bytes["gradients"] == 400
-    assert live.at(start).bytes["unattributed"] == 40
+    (whole,) = live.stretches()
+    assert whole.start.bytes["gradients"] == 400
+    assert whole.start.bytes["unattributed"] == 40
 
 
 def test_a_buffer_for_gradients_that_is_made_in_a_forward_pass_is_no_activation() -> None:
@@ -146,7 +146,8 @@ def test_a_buffer_for_gradients_that_is_made_in_a_forward_pass_is_no_activation(
         buffer = torch.empty(100)
         live.end_forward()
         assert live.now().bytes["activations"] == 400
-        after_forward = live.moment()
+        live.mark("after the pass")
         live.assign([buffer], "gradients")
-    assert live.at(after_forward).bytes["gradients"] == 400
+    _, after = live.stretches()
+    assert after.start.bytes["gradients"] == 400
     assert live.peak().bytes["activations"] == 0

@@ -6,6 +6,7 @@ import re
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from checkpoints import FILES, RECIPE, save, write_partial
@@ -44,6 +45,13 @@ def said(capsys):
         return code, out
 
     return run_
+
+
+@pytest.fixture
+def at_one_moment(monkeypatch) -> None:
+    """Ages are the same in two lists made one after the other."""
+    now = time.time()
+    monkeypatch.setattr(manage, "time", SimpleNamespace(time=lambda: now))
 
 
 @pytest.fixture
@@ -114,12 +122,12 @@ def test_a_list_has_a_row_for_each_checkpoint(said, out_dir):
 
 
 @pytest.mark.parametrize("path", ["out/lora/", "out/lora/checkpoints", "~/out/lora"])
-def test_a_run_or_its_checkpoints_can_be_named(said, out_dir, path, monkeypatch):
+def test_a_run_or_its_checkpoints_can_be_named(said, out_dir, path, monkeypatch, at_one_moment):
     monkeypatch.setenv("HOME", str(Path.cwd()))
     assert said("list", path) == said("list", out_dir)
 
 
-def test_the_present_directory_can_be_named(said, out_dir, monkeypatch):
+def test_the_present_directory_can_be_named(said, out_dir, monkeypatch, at_one_moment):
     monkeypatch.chdir(out_dir)
     expected = said("list", ".")
     monkeypatch.chdir("checkpoints")

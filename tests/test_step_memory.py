@@ -50,18 +50,32 @@ DEEPSPEED = [
 ]
 
 
-def errors_of_predictions(directory: Path, world_size: int, cases: list[Case]) -> dict[Case, float]:
-    """By case: the larger one of the relative errors against what was counted and reported."""
-    base = make_llama(
+def make_base(directory: Path) -> Path:
+    return make_llama(
         directory / "base",
         hidden_size=256,
         intermediate_size=512,
         num_hidden_layers=8,
         vocab_size=1000,
     )
-    data = directory / "records.json"
-    record = {"instruction": "name colours", "input": "", "output": "red green " * LENGTH}
-    data.write_text(json.dumps([record] * 40))
+
+
+def write_records(file: Path, words: list[int]) -> Path:
+    file.write_text(
+        json.dumps(
+            [
+                {"instruction": "name colours", "input": "", "output": "red " * count}
+                for count in words
+            ]
+        )
+    )
+    return file
+
+
+def errors_of_predictions(directory: Path, world_size: int, cases: list[Case]) -> dict[Case, float]:
+    """By case: the larger one of the relative errors against what was counted and reported."""
+    base = make_base(directory)
+    data = write_records(directory / "records.json", [LENGTH] * 40)
     jobs = {}
     for number, case in enumerate(cases):
         out_dir = directory / f"{number}-{case}"
@@ -103,3 +117,18 @@ def test_the_peak_of_a_step_on_one_device_is_predicted_within_2_percent(tmp_path
 def test_the_peak_of_a_rank_among_several_is_predicted_within_2_percent(tmp_path: Path) -> None:
     cases = SEVERAL + (DEEPSPEED if HAS_DEEPSPEED else [])
     assert_predicted_within_2_percent(tmp_path, 2, cases)
+
+
+@pytest.mark.slow
+def test_a_step_that_begins_with_its_largest_micro_batch_is_predicted_so(tmp_path: Path) -> None:
+    """There are no gradients yet, to which it would add its own."""
+    base = make_base(tmp_path)
+    data = write_records(tmp_path / "records.json", [LENGTH, 1, 1, 1, 1] * 8)
+    case = Case("single", "full", "32-true", (*STEPS, ("train.micro_batch_size", 4)))
+    job = write_job(case, 1, tmp_path, base, data)
+    run_ranks(1, [job], "counted_cases.py")
+    memory = read_report(rank_directory(job.parent, 0) / FILE_NAME).step_memory
+    assert memory and memory.predicted
+    (rank,) = memory.ranks
+    assert rank.micro_step == 1
+    assert abs(memory.predicted.error_fraction) < 0.02

@@ -1,6 +1,6 @@
 """What holds memory from step to step, tensor by tensor, under every strategy."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,23 +18,23 @@ _ZERO_WORDS: tuple[tuple[str, Category], ...] = (
 """What an attribute of DeepSpeed's optimizer is, by a word in its name; the first one counts."""
 
 
-def parameters(model: nn.Module) -> Iterator[Tensor]:
-    """Weights, tables, and what turns packed weights into numbers."""
-    for parameter in model.parameters():
-        part = getattr(parameter, "ds_tensor", None)  # under ZeRO-3
-        if part is not None:
-            yield part
-        if part is None or getattr(parameter, "ds_persist", False):  # small ones stay gathered
-            yield parameter
-    yield from model.buffers()
-    for module in model.modules():
+def parameters(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
+    """Weights, tables, and what turns packed weights into numbers, of modules one by one."""
+    for module in modules:
+        for parameter in module.parameters(recurse=False):
+            part = getattr(parameter, "ds_tensor", None)  # under ZeRO-3
+            if part is not None:
+                yield part
+            if part is None or getattr(parameter, "ds_persist", False):  # these stay gathered
+                yield parameter
+        yield from module.buffers(recurse=False)
         if type(module).__module__ == "ftkit.quantization":
             yield from _tensors_in(vars(module))
 
 
-def gradients(model: nn.Module) -> Iterator[Tensor]:
-    """Those that the parameters hold."""
-    for parameter in model.parameters():
+def gradients(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Those that parameters hold."""
+    for parameter in parameters:
         if parameter.grad is not None:
             yield parameter.grad
 

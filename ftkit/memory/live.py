@@ -19,7 +19,7 @@ A storage counts once, however many tensors look at it. One that an operation ma
 unless it turns out to be something else: it is assigned, such as a gradient after the backward
 pass, or it was made in a forward pass and is alive when the pass ends, which makes it an
 activation. Then it was so from the beginning. That is known later than the peak may be: the
-changes are kept, and `peak` goes through them again.
+changes are kept, and `stretches` goes through them again.
 """
 
 import weakref
@@ -53,12 +53,30 @@ class Snapshot:
         return sum(self.bytes.values())
 
 
+_PLAIN = {Tensor, torch.nn.Parameter}
+"""Types of tensors that surely have memory of their own, and one piece of it."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Part of a step: from one mark to the next, or to the end."""
+
+    name: str
+    """Of the mark where it begins; empty before the first one."""
+    start: Snapshot
+    """When it begins."""
+    peak: Snapshot
+    """Its moment with the most bytes alive; the first, if there are several."""
+
+
 class _Storage:
     """A storage that is, or was, alive."""
 
-    __slots__ = ("born", "category", "reference", "size_bytes", "turned_out")
+    __slots__ = ("born", "category", "nbytes", "reference", "size_bytes", "turned_out")
 
     def __init__(self, born: int) -> None:
+        self.nbytes = 0
+        """As torch says it; `size_bytes` is what the allocator takes for it."""
         self.size_bytes = 0
         self.category: Category = "temporaries"
         self.turned_out: Category | None = None
@@ -100,7 +118,7 @@ class LiveTensors(TorchDispatchMode):
         self.total_bytes = 0
         """What is alive, of all categories."""
         self._marks: list[tuple[int, str]] = []
-        """Where a stretch of the step begins, as `moment` says, and its name."""
+        """Where a stretch of the step begins, as a number of changes, and its name."""
         self._forward_passes = 0
         self._resize: Any = None
 
@@ -113,7 +131,7 @@ class LiveTensors(TorchDispatchMode):
                 known = self._enter(storage, "temporaries", is_new=False)
             result = resize(storage, size)
             if known is not None:
-                self._change(known, self._size_bytes(storage), known.category)
+                self._change(known, storage, known.category)
             return result
 
         torch.UntypedStorage.resize_ = resize_and_count  # type: ignore[method-assign, assignment]
@@ -157,7 +175,7 @@ class LiveTensors(TorchDispatchMode):
             else:
                 if known.category == "temporaries":
                     known.turned_out = category
-                self._change(known, self._size_bytes(storage), category)
+                self._change(known, storage, category)
 
     def assign_unknown(self, tensors: Iterable[Tensor]) -> None:
         """Say which tensors there are besides; those that nothing has shown are unattributed."""
@@ -166,7 +184,7 @@ class LiveTensors(TorchDispatchMode):
                 self._enter(storage, "unattributed", is_new=False)
 
     def restart(self) -> None:
-        """Forget how it came to what is alive now; `peak` is the highest moment from here on."""
+        """Forget how it came to what is alive now: `stretches` and `peak` begin here."""
         self._changes = [
             (storage, 0, storage.category, storage.size_bytes, storage.category)
             for storage in list(self._alive.values())
@@ -201,46 +219,38 @@ class LiveTensors(TorchDispatchMode):
             found[storage.as_counted(storage.category)] += storage.size_bytes
         return Snapshot(found)
 
-    def moment(self) -> int:
-        """This moment, for `at`."""
-        return len(self._changes) - self._changes_before
-
-    def at(self, moment: int) -> Snapshot:
-        """What was alive at a moment since `restart`, as far as is known by now."""
-        return self._replayed(self._changes_before + moment)
-
     def mark(self, name: str) -> None:
-        """A stretch of the step begins here; `peaks` tells them apart."""
-        self._marks.append((self.moment(), name))
+        """A stretch of the step begins here."""
+        self._marks.append((len(self._changes) - self._changes_before, name))
 
-    def peak(self) -> Snapshot:
-        """The moment since `restart` with the most bytes alive; the first, if there are several."""
-        return max((peak for _, peak in self.peaks()), key=lambda peak: peak.total_bytes)
+    def stretches(self) -> list[Stretch]:
+        """What was alive since `restart`, as far as is known by now, in the order of the marks."""
+        now = dict.fromkeys(CATEGORIES, 0)
+        total = 0
 
-    def peaks(self) -> list[tuple[str, Snapshot]]:
-        """The highest moment of each stretch since `restart`, in order; the first has no name."""
-        now = self.at(0).bytes
-        total = sum(now.values())
-        found = []
-        stretches = [(0, ""), *self._marks, (self.moment(), "")]
-        for (start, name), (end, _) in pairwise(stretches):
-            highest_total, highest = total, dict(now)
-            changes = self._changes[self._changes_before + start : self._changes_before + end]
-            for storage, size_before, before, size_after, after in changes:
+        def follow(first: int, last: int) -> Snapshot:
+            nonlocal total
+            top_total, top = total, dict(now)
+            for storage, size_before, before, size_after, after in self._changes[first:last]:
                 now[storage.as_counted(before)] -= size_before
                 now[storage.as_counted(after)] += size_after
                 total += size_after - size_before
-                if total > highest_total:
-                    highest_total, highest = total, dict(now)
-            found.append((name, Snapshot(highest)))
+                if total > top_total:
+                    top_total, top = total, dict(now)
+            return Snapshot(top)
+
+        follow(0, self._changes_before)
+        found = []
+        end = (len(self._changes) - self._changes_before, "")
+        for (first, name), (last, _) in pairwise([(0, ""), *self._marks, end]):
+            start = Snapshot(dict(now))
+            peak = follow(self._changes_before + first, self._changes_before + last)
+            found.append(Stretch(name, start, peak))
         return found
 
-    def _replayed(self, changes: int) -> Snapshot:
-        found = dict.fromkeys(CATEGORIES, 0)
-        for storage, size_before, before, size_after, after in self._changes[:changes]:
-            found[storage.as_counted(before)] -= size_before
-            found[storage.as_counted(after)] += size_after
-        return Snapshot(found)
+    def peak(self) -> Snapshot:
+        """The highest moment of all stretches."""
+        return highest(self.stretches()).peak
 
     def _storages(self, tensors: Iterable[Tensor | None]) -> Iterator[torch.UntypedStorage]:
         """The memory of tensors, as far as it is on the device."""
@@ -258,12 +268,15 @@ class LiveTensors(TorchDispatchMode):
                 self._see_all(value)
 
     def _see(self, tensor: Tensor) -> None:
-        for storage in self._storages([tensor]):
+        """Called ten thousands of times in a step: what is known is passed over quickly."""
+        for part in (tensor,) if type(tensor) in _PLAIN else _plain(tensor):
+            storage = part.untyped_storage()
             known = self._alive.get(storage._cdata)
-            if known is None:
+            if known is not None:
+                if known.nbytes != storage.nbytes():
+                    self._change(known, storage, known.category)
+            elif part.device.type == self._device:
                 self._enter(storage, "temporaries", is_new=True)
-            elif known.size_bytes != (size_bytes := self._size_bytes(storage)):
-                self._change(known, size_bytes, known.category)
 
     def _enter(
         self, storage: torch.UntypedStorage, category: Category, *, is_new: bool
@@ -273,24 +286,31 @@ class LiveTensors(TorchDispatchMode):
         entered = self._alive[key] = _Storage(self._forward_passes if is_new else 0)
 
         def leave(_: Any) -> None:
-            self._change(self._alive.pop(key), 0, entered.category)
+            self._change(self._alive.pop(key), None, entered.category)
 
         entered.reference = weakref.ref(storage, leave)
-        self._change(entered, self._size_bytes(storage), category)
+        self._change(entered, storage, category)
         if not is_new and self._changes and self._changes[-1][0] is entered:
             self._changes.insert(self._changes_before, self._changes.pop())
             self._changes_before += 1
         return entered
 
-    def _change(self, storage: _Storage, size_bytes: int, category: Category) -> None:
-        if (storage.size_bytes, storage.category) != (size_bytes, category):
-            change = (storage, storage.size_bytes, storage.category, size_bytes, category)
+    def _change(
+        self, known: _Storage, storage: torch.UntypedStorage | None, category: Category
+    ) -> None:
+        """What is known of a storage is not so any more; None: it is freed."""
+        known.nbytes = 0 if storage is None else storage.nbytes()
+        size_bytes = -(-known.nbytes // self._granularity_bytes) * self._granularity_bytes
+        if (known.size_bytes, known.category) != (size_bytes, category):
+            change = (known, known.size_bytes, known.category, size_bytes, category)
             self._changes.append(change)
-            self.total_bytes += size_bytes - storage.size_bytes
-            storage.size_bytes, storage.category = size_bytes, category
+            self.total_bytes += size_bytes - known.size_bytes
+            known.size_bytes, known.category = size_bytes, category
 
-    def _size_bytes(self, storage: torch.UntypedStorage) -> int:
-        return -(-storage.nbytes() // self._granularity_bytes) * self._granularity_bytes
+
+def highest(stretches: Iterable[Stretch]) -> Stretch:
+    """The one with the most bytes alive at its peak; the first, if there are several."""
+    return max(stretches, key=lambda stretch: stretch.peak.total_bytes)
 
 
 def _plain(tensor: Tensor) -> Iterator[Tensor]:

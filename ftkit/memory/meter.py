@@ -3,16 +3,18 @@
 import errno
 import gc
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Literal
 
 import lightning as L
 import torch
+import torch.nn as nn
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ftkit.data.order import ElasticOrder
 from ftkit.memory.holdings import gradients, of_optimizer, parameters
-from ftkit.memory.live import LiveTensors, Snapshot
+from ftkit.memory.live import LiveTensors, Snapshot, Stretch, highest
 from ftkit.report.memory import Breakdown, MicroBatchSize, RankStepMemory, StepMoments
 
 CUDA_GRANULARITY_BYTES = 512
@@ -111,9 +113,12 @@ class MemoryMeter(L.Callback):
         self._live = LiveTensors(device, granularity_bytes=granularity)
         self._entered = False
         self._has_looked_around = False
-        self._moments: dict[Moment, tuple[int, int, int | None]] = {}
-        """Total bytes, the moment, and what the allocator says."""
-        self._micro_batch: MicroBatchSize | None = None
+        self._modules: list[nn.Module] = []
+        self._parameters: list[nn.Parameter] = []
+        self._is_sharded = False
+        self._allocated: list[int | None] = []
+        """What the allocator said at each mark."""
+        self._micro_batches: list[MicroBatchSize] = []
         self._highest_bytes = 0
 
     def on_train_batch_start(
@@ -128,24 +133,29 @@ class MemoryMeter(L.Callback):
             self._begin(trainer, pl_module)
         if self._entered:
             self._live.assign((v for v in batch.values() if isinstance(v, Tensor)), "activations")
-            self._note("before_forward")
-            self._note_size(batch)
+            self._mark("before_forward")
+            sequences, positions = batch["input_ids"].shape
+            self._micro_batches.append(
+                MicroBatchSize(
+                    sequences=sequences, positions=positions, targets=len(batch["targets"])
+                )
+            )
             self._live.begin_forward()
 
     def on_before_backward(
         self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor
     ) -> None:
         if self._entered:
-            self._live.end_forward(gathered=pl_module.parameters())
-            self._note("after_forward")
+            self._live.end_forward(gathered=pl_module.parameters() if self._is_sharded else ())
+            self._mark("after_forward")
 
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._entered:
-            self._assign_holdings(trainer, pl_module)
-            self._note("after_backward")
+            self._assign_changed(trainer)
+            self._mark("after_backward")
         elif trainer.global_step + 1 in self._steps:
             # Buckets of gradients stay, but nothing shows them before the next backward pass.
-            self._live.assign(gradients(pl_module), "gradients")
+            self._live.assign(gradients(pl_module.parameters()), "gradients")
 
     def on_train_batch_end(
         self,
@@ -156,8 +166,9 @@ class MemoryMeter(L.Callback):
         batch_idx: int,
     ) -> None:
         if self._entered and not trainer.fit_loop._should_accumulate():
-            self._assign_holdings(trainer, pl_module)
-            self._note("after_optimizer")
+            self._assign_changed(trainer)
+            self._live.assign(parameters(self._modules), "parameters")
+            self._mark("after_optimizer")
             self._end(trainer, trainer.global_step)
 
     def on_exception(
@@ -171,63 +182,67 @@ class MemoryMeter(L.Callback):
             if not self._entered and not self._highest_bytes:
                 self._begin(trainer, pl_module)
             if self._entered:
-                self._assign_holdings(trainer, pl_module)
+                self._assign_changed(trainer)
                 self._highest_bytes = 0
                 self._end(trainer, trainer.global_step + 1)
         elif self._entered:
             self._leave()
 
-    def _assign_holdings(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def _assign_changed(self, trainer: L.Trainer) -> None:
+        """Optimizer state and gradients, which a step may make anew."""
         for optimizer in trainer.strategy.optimizers:
             for tensor, category in of_optimizer(optimizer):
                 self._live.assign([tensor], category)
-        self._live.assign(gradients(module), "gradients")
-        self._live.assign(parameters(module), "parameters")
+        self._live.assign(gradients(self._parameters), "gradients")
 
     def _begin(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self._assign_holdings(trainer, module)
+        self._modules = list(module.modules())
+        self._parameters = list(module.parameters())
+        self._is_sharded = any(
+            isinstance(p, DTensor) or hasattr(p, "ds_tensor") for p in self._parameters
+        )
+        self._assign_changed(trainer)
+        self._live.assign(parameters(self._modules), "parameters")
         if not self._on_cuda and not self._has_looked_around:  # no allocator tells what is taken
             kinds = set(_with_subclasses(Tensor))
             self._live.assign_unknown(item for item in gc.get_objects() if type(item) in kinds)
-            self._has_looked_around = True  # a tenth of a second; what it found is followed
-        self._moments = {}
-        self._micro_batch = None
+            self._has_looked_around = True  # what it found is followed from here on
+        self._allocated.clear()
+        self._micro_batches.clear()
         self._device_peak.restart()
         self._live.restart()
         self._live.__enter__()
         self._entered = True
 
-    def _note_size(self, batch: dict[str, Any]) -> None:
-        sequences, positions = batch["input_ids"].shape
-        known = self._micro_batch
-        if known is None or sequences * positions > known.sequences * known.positions:
-            self._micro_batch = MicroBatchSize(
-                sequences=sequences, positions=positions, targets=len(batch["targets"])
-            )
-
-    def _note(self, moment: Moment) -> None:
-        found = self._live.total_bytes, self._live.moment(), self._device_peak.now()
-        if moment not in self._moments or found[0] > self._moments[moment][0]:
-            self._moments[moment] = found
+    def _mark(self, moment: Moment) -> None:
+        self._live.mark(moment)
+        self._allocated.append(self._device_peak.now())
 
     def _end(self, trainer: L.Trainer, step: int) -> None:
-        peak = _with_allocated(self._live.peak(), self._device_peak.within())
-        moments = {
-            name: Breakdown(**_with_allocated(self._live.at(moment), allocated_bytes).bytes)
-            for name, (_, moment, allocated_bytes) in self._moments.items()
-        }
+        stretches = self._live.stretches()
         self._leave()
+        peak = _with_allocated(highest(stretches).peak, self._device_peak.within())
         if peak.total_bytes <= self._highest_bytes:
             return
         self._highest_bytes = peak.total_bytes
+        moments: dict[str, Snapshot] = {}
+        marked = zip(stretches[1:], self._allocated, strict=True)  # what is before has no mark
+        for stretch, allocated_bytes in marked:
+            known = moments.get(stretch.name)
+            if known is None or stretch.start.total_bytes > known.total_bytes:
+                moments[stretch.name] = _with_allocated(stretch.start, allocated_bytes)
+        micro_step = _fullest_micro_step(stretches)
         self._on_measured(
             RankStepMemory(
                 rank=trainer.global_rank,
                 step=step,
                 peak_bytes=peak.total_bytes,
                 peak_breakdown_bytes=Breakdown(**peak.bytes),
-                moments_bytes=StepMoments(**moments),
-                micro_batch=self._micro_batch,
+                moments_bytes=StepMoments(
+                    **{name: Breakdown(**moment.bytes) for name, moment in moments.items()}
+                ),
+                micro_step=micro_step,
+                micro_batch=self._micro_batches[micro_step - 1] if micro_step else None,
             )
         )
 
@@ -235,6 +250,17 @@ class MemoryMeter(L.Callback):
         self._live.__exit__(None, None, None)
         self._live.restart()
         self._entered = False
+
+
+def _fullest_micro_step(stretches: Iterable[Stretch]) -> int | None:
+    """The one whose forward or backward pass needs most, counted from 1; None: none has begun."""
+    found, micro_step, most_bytes = None, 0, 0
+    for stretch in stretches:
+        micro_step += stretch.name == "before_forward"
+        in_pass = stretch.name in ("before_forward", "after_forward")
+        if in_pass and stretch.peak.total_bytes > most_bytes:
+            found, most_bytes = micro_step, stretch.peak.total_bytes
+    return found
 
 
 def _with_subclasses(kind: type[Tensor]) -> Iterator[type[Tensor]]:

@@ -61,15 +61,19 @@ class PredictedMemory:
         return False if self.low_bytes > memory_bytes else None
 
 
-def predict(base: BaseModel, plan: Plan, batch: MicroBatchSize) -> PredictedMemory:
+def predict(
+    base: BaseModel, plan: Plan, batch: MicroBatchSize, *, accumulates: bool | None = None
+) -> PredictedMemory:
     """The memory of a plan's ranks.
 
     Args:
         base: whose architecture is trained; its weights are not read.
         plan: how.
         batch: the largest micro-batch.
+        accumulates: whether it adds to gradients of others before it; None: where there are any.
     """
-    simulation = simulate(base, plan, batch)
+    accumulates = plan.micro_steps > 1 if accumulates is None else accumulates
+    simulation = simulate(base, plan, batch, accumulates=accumulates)
     peaks, offloaded = _on_device(simulation, plan)
     if plan.accelerator == "cpu":  # there is one kind of memory
         moment = max(peaks, key=lambda name: peaks[name].total_bytes)
@@ -115,11 +119,12 @@ def predict_measured(base: str, plan: Plan, measured: RankStepMemory) -> Predict
     Args:
         base: the base model: a directory, or random:NAME.
         plan: what was run.
-        measured: tells the size of the micro-batch.
+        measured: tells which micro-step needed most, and the size of its micro-batch.
     """
-    if measured.micro_batch is None:
+    if measured.micro_batch is None or measured.micro_step is None:
         return None
-    memory = predict(read_blueprint(base), plan, measured.micro_batch)
+    accumulates = measured.micro_step > 1
+    memory = predict(read_blueprint(base), plan, measured.micro_batch, accumulates=accumulates)
     return PredictedStep(
         peak_bytes=memory.peak_bytes,
         peak_breakdown_bytes=Breakdown(**memory.breakdown_bytes),

@@ -77,7 +77,9 @@ def largest_micro_batch(sequences: int, max_seq_length: int) -> MicroBatchSize:
     return MicroBatchSize(sequences=sequences, positions=positions, targets=sequences * positions)
 
 
-def simulate(base: BaseModel, plan: Plan, batch: MicroBatchSize) -> Simulation:
+def simulate(
+    base: BaseModel, plan: Plan, batch: MicroBatchSize, *, accumulates: bool
+) -> Simulation:
     """The highest moment of each stretch of an optimizer step after the first.
 
     Under DeepSpeed the model is whole and the update is left out: what ZeRO shards, gathers and
@@ -86,12 +88,13 @@ def simulate(base: BaseModel, plan: Plan, batch: MicroBatchSize) -> Simulation:
     Args:
         base: whose architecture is trained; its weights are not read.
         plan: how.
-        batch: each micro-batch of the step.
+        batch: what a micro-step of it computes on.
+        accumulates: whether the micro-step adds to gradients of others before it.
     """
     depth = base.config.n_layer
     if depth <= DEPTHS[-1] + 1 or _layers_differ(base, plan):
-        return _run(base, plan, batch, depth)
-    less, more = (_run(base, plan, batch, layers) for layers in DEPTHS)
+        return _run(base, plan, batch, depth, accumulates)
+    less, more = (_run(base, plan, batch, layers, accumulates) for layers in DEPTHS)
     steps = (depth - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0])
 
     def extended(first: Mapping[Any, int], second: Mapping[Any, int]) -> dict[Any, int]:
@@ -119,7 +122,9 @@ def _layers_differ(base: BaseModel, plan: Plan) -> bool:
     return any("." in name for name in (*names, *(recipe.lora_modules_to_save or [])))
 
 
-def _run(base: BaseModel, plan: Plan, batch: MicroBatchSize, layers: int) -> Simulation:
+def _run(
+    base: BaseModel, plan: Plan, batch: MicroBatchSize, layers: int, accumulates: bool
+) -> Simulation:
     model = outline(
         with_layers(base, layers), plan.recipe, parameter_dtype(plan), compute_dtype(plan)
     )
@@ -131,7 +136,7 @@ def _run(base: BaseModel, plan: Plan, batch: MicroBatchSize, layers: int) -> Sim
         answers = recipe.eval.max_new_tokens or 0
         model.place_rotary_tables(CPU, min(base.config.block_size, asked + answers))
         _pack(model)
-        return Simulation(_Step(model, plan, batch).peaks(), sizes)
+        return Simulation(_Step(model, plan, batch, accumulates).peaks(), sizes)
 
 
 def _sizes(model: LanguageModel) -> Sizes:
@@ -172,9 +177,7 @@ def _ranks(plan: Plan) -> Iterator[Sharding]:
     connected = dist.is_initialized()  # in a run, whose ranks are as many
     if not connected:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.world_size)
-    talk = {
-        name: getattr(dist, name) for name in ("all_gather_into_tensor", "reduce_scatter_tensor")
-    }
+    talk = {name: getattr(dist, name) for name in _MESSAGES if hasattr(dist, name)}
     try:
         for name in talk:
             setattr(dist, name, _nothing)
@@ -224,8 +227,11 @@ def _pack(model: LanguageModel) -> None:
 class _Step:
     """An optimizer step of a model on this rank, in the order of ftkit's training."""
 
-    def __init__(self, model: LanguageModel, plan: Plan, batch: MicroBatchSize) -> None:
+    def __init__(
+        self, model: LanguageModel, plan: Plan, batch: MicroBatchSize, accumulates: bool
+    ) -> None:
         self._model, self._plan, self._batch = model, plan, batch
+        self._accumulates = accumulates
         self._mixed = plan.precision.endswith("-mixed") and plan.strategy in ("single", "ddp")
         granularity_bytes = CUDA_BLOCK_BYTES if plan.accelerator == "cuda" else 1
         self._live = LiveTensors(CPU, granularity_bytes=granularity_bytes)
@@ -248,15 +254,15 @@ class _Step:
             for parameter in self._trained:
                 parameter.register_post_accumulate_grad_hook(self._on_gradient)
             self._first_step(optimizer)
-            if plan.micro_steps > 1 and optimizer is not None:  # gradients of those before the last
+            if self._accumulates and optimizer is not None:
                 self._make_gradients()
             live.restart()
             self._step(optimizer)
             found: Peaks = {}
-            for name, snapshot in live.peaks():
-                known = found.get(name)
-                if known is None or snapshot.total_bytes > known.total_bytes:
-                    found[name] = snapshot
+            for stretch in live.stretches():
+                known = found.get(stretch.name)
+                if known is None or stretch.peak.total_bytes > known.total_bytes:
+                    found[stretch.name] = stretch.peak
         return found
 
     def _make_optimizer(self) -> torch.optim.Optimizer:

@@ -78,8 +78,10 @@ class RankStepMemory:
     """At that moment."""
     moments_bytes: StepMoments
     """At four moments of it."""
+    micro_step: int | None = None
+    """Which micro-step of it needed most for its forward and backward pass, counted from 1."""
     micro_batch: MicroBatchSize | None = None
-    """The largest of this rank in the step."""
+    """What this micro-step computed on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +103,7 @@ class Shortage:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedStep:
-    """The same step of rank 0, predicted from the recipe and the size of its micro-batch alone."""
+    """The same step of rank 0, predicted from the recipe and the size of a micro-batch alone."""
 
     peak_bytes: int
     """Highest total within the step."""
