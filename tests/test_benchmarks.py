@@ -78,7 +78,8 @@ def test_the_cost_of_measuring_is_that_of_the_measured_steps():
     benchmark = script("benchmark_memory_measurement")
 
     def run(times):
-        return {"seconds": dict(enumerate(times, 1)), "steps": [2], "losses": [1.0, 0.5, 0.4]}
+        seconds = dict(enumerate(times, 1))
+        return {"seconds": seconds, "run_s": 40, "steps": [2], "losses": [1.0, 0.5, 0.4]}
 
     pairs = [(run([9.0, 1.5, 1.0]), run([1.0, 1.0, 1.0])), (run([1, 1.75, 1]), run([5, 1.5, 1]))]
     found = benchmark.cost(pairs)
@@ -94,8 +95,11 @@ def test_the_figures_of_measuring_memory_make_a_table():
     benchmark = script("benchmark_memory_measurement")
     (file,) = FIGURES.glob("memory-measurement-*.json")
     results = json.loads(file.read_text())["results"]
-    assert benchmark.table(results).count("s and more") == len(benchmark.CASES)
+    assert results.keys() == {*benchmark.CASES, "quickstart"}
+    assert benchmark.table(results).count("s and more") == len(results)
     assert all(result["losses_are_equal"] for result in results.values())
+    shortest = results["quickstart"]
+    assert shortest["added_s"] < 0.01 * shortest["run_s"]
 
 
 def test_the_simulation_is_within_a_tenth_of_published_figures():

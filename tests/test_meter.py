@@ -15,7 +15,7 @@ from runs import run_ranks
 from tiny import make_data, make_llama
 
 from ftkit.data.order import ElasticOrder
-from ftkit.memory.meter import DevicePeak, steps_to_measure
+from ftkit.memory.meter import SOON, DevicePeak, steps_to_measure
 from ftkit.ranks import rank_directory
 from ftkit.report.memory import Breakdown, RankStepMemory, StepMemory, StepMoments
 from ftkit.report.report import Report, read_report
@@ -212,17 +212,29 @@ def order(lengths: list[int], *, steps: int, start: int = 0) -> ElasticOrder:
     )
 
 
-def test_the_second_step_and_the_one_with_the_largest_micro_batch_are_measured() -> None:
-    lengths = [10] * 19 + [30]
-    of = order(lengths, steps=10)
-    (largest,) = (s for s in range(10) if 19 in of.samples(s))
-    assert steps_to_measure(of) == {1, largest}
+def where_the_longest_is(steps: int) -> tuple[ElasticOrder, int]:
+    """An order, and the step with its longest sample."""
+    of = order([10] * (2 * steps - 1) + [30], steps=steps)
+    (largest,) = (s for s in range(steps) if 2 * steps - 1 in of.samples(s))
     assert of.largest_micro_batch(largest) == 30
+    return of, largest
+
+
+def test_the_step_with_the_largest_micro_batch_is_measured() -> None:
+    of, largest = where_the_longest_is(steps=SOON)
+    assert largest > 1
+    assert steps_to_measure(of) == {largest}
+
+
+def test_unless_it_comes_soon_the_second_step_is_measured_before() -> None:
+    of, largest = where_the_longest_is(steps=6 * SOON)
+    assert largest >= SOON
+    assert steps_to_measure(of) == {1, largest}
 
 
 def test_steps_that_were_done_before_are_not_looked_at() -> None:
     found = steps_to_measure(order([10] * 20, steps=10, start=4))
-    assert 5 in found and min(found) == 5
+    assert found == {5}
 
 
 def test_a_single_step_is_measured_and_no_step_is_no_error() -> None:

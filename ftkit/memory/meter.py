@@ -22,6 +22,8 @@ CUDA_GRANULARITY_BYTES = 512
 
 STEPS_LOOKED_AT = 100
 """The step with the largest micro-batch is looked for among this many."""
+SOON = 10
+"""If it is among this many, no other step is measured."""
 
 Moment = Literal["before_forward", "after_forward", "after_backward", "after_optimizer"]
 
@@ -42,14 +44,17 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def steps_to_measure(order: ElasticOrder) -> set[int]:
-    """The second step of a sitting, and one near its start that needs most memory.
+    """The step near the start of a sitting that needs most memory; unless it comes soon, another.
 
-    In the first one the optimizer has no state yet.
+    That is the second one: in the first one the optimizer has no state yet.
     """
     first, end = order.start_step, order.total_steps
     second = first + 1 if end - first > 1 else first
     near = range(second, min(first + STEPS_LOOKED_AT, end))
-    return {near[0], max(near, key=order.largest_micro_batch)} if near else set()
+    if not near:
+        return set()
+    largest = max(near, key=order.largest_micro_batch)
+    return {largest} if largest < first + SOON else {second, largest}
 
 
 class DevicePeak:

@@ -115,7 +115,7 @@ class PredictedStep:
 
 @dataclass(frozen=True, kw_only=True)
 class StepMemory:
-    """Memory of a step, measured in a few: the second, and the one with the largest micro-batch."""
+    """Memory of one step of the first hundred, that with the largest micro-batch."""
 
     ranks: list[RankStepMemory]
     """One entry per rank."""
