@@ -289,12 +289,14 @@ def initial_adapter(name: str, shape: torch.Size, seed: int) -> Tensor:
     """The first values of a LoRA matrix, the same on every device and layout.
 
     A is drawn as PEFT draws it (Kaiming-uniform), B is zero, so that training starts at the base
-    model. Each matrix has a generator of its own: no other matrix changes its values.
+    model. Each matrix has a generator of its own: no other matrix changes its values. They are
+    float32 whatever the precision of the run, in which other numbers would be drawn.
     """
     if ".lora_B." in name:
-        return torch.zeros(shape)
+        return torch.zeros(shape, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed ^ zlib.crc32(name.encode()))
-    return nn.init.kaiming_uniform_(torch.empty(shape), a=math.sqrt(5), generator=generator)
+    matrix = torch.empty(shape, dtype=torch.float32)
+    return nn.init.kaiming_uniform_(matrix, a=math.sqrt(5), generator=generator)
 
 
 def follows_from_base(name: str, recipe: LoraRecipe) -> bool:

@@ -18,7 +18,7 @@ from ftkit.base.base_model import BaseModel, hf_name, open_base
 from ftkit.errors import UserError
 from ftkit.finetuner import make_optimizer
 from ftkit.launch import launch
-from ftkit.lora import is_adapter
+from ftkit.lora import initial_adapter, is_adapter
 from ftkit.model import LanguageModel, fill, our_name, outline, trained_weights
 from ftkit.parsing import read_recipe
 from ftkit.planning import Devices, make_plan
@@ -199,6 +199,19 @@ def test_training_starts_exactly_at_the_base_model(
         torch.testing.assert_close(logits(model), logits(plain), rtol=0, atol=1e-6)
     else:
         assert torch.equal(logits(model), logits(plain))
+
+
+def test_an_adapter_begins_with_the_same_numbers_in_every_precision() -> None:
+    """In 16 bits, which are the default of a run in bf16-true, others would be drawn."""
+    name, shape = "gpt.transformer.h.0.attn.proj.lora_A.default.weight", torch.Size([8, 64])
+    expected = initial_adapter(name, shape, seed=1)
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = initial_adapter(name, shape, seed=1)
+    finally:
+        torch.set_default_dtype(usual)
+    assert torch.equal(found, expected) and found.dtype == torch.float32
 
 
 @pytest.mark.parametrize(

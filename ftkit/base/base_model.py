@@ -287,7 +287,9 @@ def _random_weight(base: BaseModel, name: str, shape: torch.Size) -> Tensor:
     """The same numbers on every rank: each parameter has a seed of its own."""
     if len(shape) > 1:
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        return torch.empty(shape).normal_(std=_INITIAL_STD, generator=generator)
+        return torch.empty(shape, dtype=torch.float32).normal_(
+            std=_INITIAL_STD, generator=generator
+        )
     if name.endswith(".bias") or "Gemma" in base.config.name:  # its norms add one
         return torch.zeros(shape)
     return torch.ones(shape)
