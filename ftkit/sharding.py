@@ -1,5 +1,8 @@
 """Where the parameters of a rank live: whole, as rows (FSDP), or as flat partitions (ZeRO-3)."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -59,6 +62,48 @@ class Whole:
         pass
 
 
+@contextmanager
+def _integers_without_gradients() -> Iterator[None]:
+    """Let FSDP shard packed weights, which are integers.
+
+    In torch 2.11 it makes every parameter with a gradient at first and takes that away after; a
+    parameter of integers cannot be made so. Later versions say for each one whether it has any.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    def parameter(data: Tensor, requires_grad: bool = False) -> nn.Parameter:
+        return nn.Parameter(data, requires_grad)
+
+    module: Any = _fsdp_param
+    module.nn = SimpleNamespace(**vars(nn) | {"Parameter": parameter})
+    try:
+        yield
+    finally:
+        module.nn = nn
+
+
+def _keep_integers(model: nn.Module) -> None:
+    """Have FSDP gather packed weights as they are; torch 2.11 casts them in mixed precision."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    def uncast(parameter: Any) -> Callable[[Any], None]:
+        return lambda _: type(parameter).init_dtype_attrs(parameter, MixedPrecisionPolicy())
+
+    for parameter in fsdp_parameters(model):
+        if not parameter.sharded_param.is_floating_point():
+            parameter.init_dtype_attrs = uncast(parameter)
+
+
+def fsdp_parameters(model: nn.Module) -> Iterator[Any]:
+    """What FSDP knows of every parameter that it shards: torch's FSDPParam."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            group = module._get_fsdp_state()._fsdp_param_group
+            yield from group.fsdp_params if group is not None else ()
+
+
 class FullyShard:
     """FSDP2: each rank has some rows of every parameter, block by block."""
 
@@ -85,11 +130,13 @@ class FullyShard:
         if self._options.cpu_offload and device.type != "cpu":
             settings["offload_policy"] = CPUOffloadPolicy()
             device = torch.device("cpu")
-        for block in model.gpt.transformer.h:
-            fully_shard(block, **settings)
-        if not model.tied:  # one parameter cannot belong to two groups
-            fully_shard(model.head, **settings)
-        fully_shard(model, **settings)
+        with _integers_without_gradients():
+            for block in model.gpt.transformer.h:
+                fully_shard(block, **settings)
+            if not model.tied:  # one parameter cannot belong to two groups
+                fully_shard(model.head, **settings)
+            fully_shard(model, **settings)
+        _keep_integers(model)
         model.to_empty(device=device)
         model.tie()
 

@@ -29,7 +29,7 @@ from ftkit.model import LanguageModel, outline, parameter_count, trainable
 from ftkit.planning import Plan
 from ftkit.recipe import LoraRecipe
 from ftkit.report.memory import MicroBatchSize
-from ftkit.sharding import FullyShard, Sharding, Whole
+from ftkit.sharding import FullyShard, Sharding, Whole, fsdp_parameters
 from ftkit.strategy import compute_dtype, parameter_dtype
 
 CPU = torch.device("cpu")
@@ -320,14 +320,9 @@ class _Step:
 
     def _gathered(self) -> Iterator[Tensor]:
         """Parameters that FSDP has gathered for the forward pass and not yet freed."""
-        from torch.distributed.fsdp import FSDPModule
-
-        for module in self._model.modules():
-            if isinstance(module, FSDPModule):
-                group = module._get_fsdp_state()._fsdp_param_group
-                for parameter in group.fsdp_params if group is not None else ():
-                    if hasattr(parameter, "_unsharded_param"):
-                        yield parameter._unsharded_param
+        for parameter in fsdp_parameters(self._model):
+            if hasattr(parameter, "_unsharded_param"):
+                yield parameter._unsharded_param
 
     def _mark(self, name: str) -> None:
         self._live.assign((p.grad for p in self._trained), "gradients")
