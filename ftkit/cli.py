@@ -25,6 +25,7 @@ from ftkit.duration import parse_duration
 from ftkit.errors import UserError
 from ftkit.options import read_options
 from ftkit.parsing import Override, read_recipe, to_yaml
+from ftkit.process import quick_imports, silence_libraries, without_hub_kernels
 from ftkit.usage import (
     add_managing,
     checkpoints_parser,
@@ -56,6 +57,7 @@ def main() -> None:
     # OpenMP's threads wait for each other spinning: far too long for a busy machine by default.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    without_hub_kernels()
     try:
         code = run(sys.argv[1:])
         sys.stdout.flush()
@@ -178,8 +180,6 @@ def _plan(argv: Sequence[str]) -> int:
     form = (own["format"] or ["table"])[-1]
     if form not in FORMATS:
         raise UserError(f"--format is {form!r}, but must be table or json. Try --format json.")
-    from ftkit.process import quick_imports, silence_libraries
-
     silence_libraries()  # before they are imported
     with quick_imports():
         from ftkit.plan_command import plan_all
@@ -370,7 +370,6 @@ def _use(name: str, argv: Sequence[str]) -> int:
     asked: Any = read_options(name, command.options, values, sorted(options.switches))
     if not options.words:
         raise UserError(f"RESULT is missing: {RESULT} Try ftkit {name} {command.examples[0]}.")
-    from ftkit.process import quick_imports
     from ftkit.result import find_result
 
     result = find_result(options.words[0])

@@ -11,8 +11,11 @@ import json
 import sys
 from collections.abc import Sequence
 
+from ftkit.process import without_hub_kernels
+
 if __name__ == "__main__":
     gc.disable()  # as in quick_imports
+    without_hub_kernels()
 
 from ftkit.errors import UserError
 from ftkit.fit import changes_that_fit

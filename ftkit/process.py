@@ -29,6 +29,16 @@ def quick_imports() -> Iterator[None]:
         gc.enable()
 
 
+def without_hub_kernels() -> None:
+    """Keep bitsandbytes and transformers from fetching native code from a hub and running it.
+
+    They do where the package `kernels` is installed: what a run computes would depend on that.
+    """
+    sys.modules["kernels"] = None  # type: ignore[assignment]  # importing it fails, as they expect
+    # Else it advises to install the package.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
+
 def silence_libraries() -> None:
     """Keep bitsandbytes and DeepSpeed from telling which kernels and devices they do not find.
 

@@ -16,11 +16,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-from ftkit.process import die_with_parent
+from ftkit.process import die_with_parent, without_hub_kernels
 
 if __name__ == "__main__":  # before the slow imports: a supervisor may die at any moment
     die_with_parent(int(sys.argv[2]))
     gc.disable()  # as in quick_imports
+    without_hub_kernels()
 
 import torch
 

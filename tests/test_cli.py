@@ -1,6 +1,7 @@
 """The command line: help, mistakes, completion, and how little it imports."""
 
 import dataclasses
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -399,3 +400,14 @@ def test_what_starts_no_run_imports_no_torch(ftkit, argv, code):
     end = ftkit(*argv, before=NO_TORCH)
     assert end.returncode == code
     assert end.stderr.endswith("imported: []\n")
+
+
+def test_native_code_of_a_hub_is_neither_fetched_nor_run(ftkit, tmp_path):
+    """bitsandbytes does so when it is imported, on some CPUs, if there is this package."""
+    (tmp_path / "kernels.py").write_text("from pathlib import Path\nPath('was-run').touch()\n")
+    recipe = ["random:pythia-14m", "--quantize", "bnb.nf4", "--train.max_seq_length", "32"]
+    end = ftkit("plan", "--checkpoint_dir", *recipe, "--format", "json")
+    assert end.returncode == 0, end.stderr
+    assert json.loads(end.stdout)["quantize"] == "bnb.nf4"
+    assert end.stderr == ""
+    assert not (tmp_path / "was-run").exists()
