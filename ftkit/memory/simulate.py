@@ -21,6 +21,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ftkit.base.base_model import BaseModel
 from ftkit.finetuner import make_optimizer
@@ -172,17 +173,28 @@ def _ranks(plan: Plan) -> Iterator[Sharding]:
         yield Whole()
         return
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     connected = dist.is_initialized()  # in a run, whose ranks are as many
     if not connected:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.world_size)
     talk = {name: getattr(dist, name) for name in _MESSAGES if hasattr(dist, name)}
+    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def unseen(propagator: ShardingPropagator, schema: Any) -> Any:
+        """The shape of a result; in fake tensors that stand for no memory of the step."""
+        with _disable_current_modes():
+            return propagate(propagator, schema)
+
+    propagator: Any = ShardingPropagator
     try:
         for name in talk:
             setattr(dist, name, _nothing)
+        propagator._propagate_tensor_meta_non_cached = unseen
         yield FullyShard(plan, init_device_mesh("cpu", (plan.world_size,)))
     finally:
+        propagator._propagate_tensor_meta_non_cached = propagate
         for name, function in talk.items():
             setattr(dist, name, function)
         if not connected:
