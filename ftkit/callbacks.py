@@ -66,6 +66,8 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal_number: int | None = None
         self.wait_for_step = False
+        self.raised: Interrupted | None = None
+        """What was raised, whatever became of it: libraries turn it into errors of their own."""
 
     def requested(self) -> int:
         """The signal that asks for the end, or 0; the same on all ranks, which all call this.
@@ -83,7 +85,8 @@ class StopRequest:
     def _handle(self, number: int, _: FrameType | None) -> None:
         self.signal_number = number
         if not self.wait_for_step:
-            raise Interrupted(number)
+            self.raised = Interrupted(number)
+            raise self.raised
 
 
 def of_rank_0(value: int) -> int:

@@ -334,6 +334,38 @@ def test_ctrl_c_during_set_up_ends_it_quietly(start, tmp_path, ready):
     assert rows(run.out_dir) == []
 
 
+INTO_ANOTHER_ERROR = """
+import time
+from pathlib import Path
+
+import ftkit.base.base_model
+
+
+def open_base(*_):
+    Path({mark!r}).touch()
+    try:
+        time.sleep(300)
+    except BaseException:
+        raise ValueError("could not determine the shape") from None
+
+
+ftkit.base.base_model.open_base = open_base
+"""
+
+
+def test_a_library_that_turns_an_interrupt_into_an_error_changes_nothing(start, tmp_path):
+    """As torch does while it looks at what is to become a tensor."""
+    mark = tmp_path / "in the library"
+    in_ranks = INTO_ANOTHER_ERROR.format(mark=str(mark))
+    with start(tmp_path / "out", in_ranks=in_ranks) as run:
+        run.wait_for(mark.exists)
+        run.process.send_signal(signal.SIGINT)
+        code, _, err = run.end()
+    assert code == 130
+    assert "could not determine" not in err and "Traceback" not in err
+    assert_interrupted(run, 130, "Ctrl+C")
+
+
 def test_a_second_ctrl_c_does_not_wait_for_the_step(start, tmp_path):
     with start(tmp_path / "out", **ENDLESS_STEP) as run:
         run.wait_for_training()
