@@ -195,10 +195,10 @@ def run_rank(job_path: Path, terminal: TextIO) -> int:
             ) as recorder:
                 try:
                     run(job, start, stop, display, recorder)
-                except Exception as error:
+                except Exception as failure:
                     if stop.raised is None:
                         raise
-                    raise stop.raised from error
+                    raise stop.raised from failure
                 finally:
                     _note_prediction(job, recorder)
         except BaseException as exception:
