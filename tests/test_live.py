@@ -1,5 +1,6 @@
 """Tensors alive in a step are counted byte by byte, real or fake."""
 
+import gc
 from collections.abc import Iterator
 from contextlib import nullcontext
 
@@ -151,3 +152,27 @@ def test_a_buffer_for_gradients_that_is_made_in_a_forward_pass_is_no_activation(
     _, after = live.stretches()
     assert after.start.bytes["gradients"] == 400
     assert live.peak().bytes["activations"] == 0
+
+
+def test_garbage_may_be_collected_at_any_moment() -> None:
+    """With tensors in it, also while what is alive is gone through."""
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.disable()
+    try:
+        with LiveTensors(torch.device("cpu")) as live:
+            live.begin_forward()
+            kept = [torch.empty(1) for _ in range(5000)]  # more than there are tuples to reuse
+            cycle: list[object] = [torch.empty(1)]
+            cycle.append(cycle)
+            del cycle
+            assert live.now().total_bytes == 5001 * 4
+            gc.set_threshold(gc.get_count()[0] + 100)
+            gc.enable()
+            live.end_forward()
+            gc.collect()
+            assert live.now().bytes["activations"] == 5000 * 4
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.enable()
+    del kept

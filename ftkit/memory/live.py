@@ -207,7 +207,8 @@ class LiveTensors(TorchDispatchMode):
                 stays temporary.
         """
         spared = {storage._cdata for storage in self._storages(gathered)}
-        for key, storage in list(self._alive.items()):
+        # A copy, and not of pairs: making those may collect garbage, and tensors with it.
+        for key, storage in self._alive.copy().items():
             made_in_it = storage.born == self._forward_passes and storage.size_bytes > 0
             if made_in_it and storage.category == "temporaries" and key not in spared:
                 storage.turned_out = "activations"
