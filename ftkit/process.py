@@ -30,11 +30,12 @@ def quick_imports() -> Iterator[None]:
 
 
 def without_hub_kernels() -> None:
-    """Keep bitsandbytes and transformers from fetching native code from a hub and running it.
+    """Keep bitsandbytes from fetching native code from a hub, and running it, at import.
 
-    They do where the package `kernels` is installed: what a run computes would depend on that.
+    It does on some CPUs where the package `kernels` is installed: what a run computes would depend
+    on that. The package is hidden from all libraries.
     """
-    sys.modules["kernels"] = None  # type: ignore[assignment]  # importing it fails, as they expect
+    sys.modules["kernels"] = None  # type: ignore[assignment]  # importing it fails, as expected
     # Else it advises to install the package.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 

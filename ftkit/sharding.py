@@ -67,7 +67,7 @@ def _integers_without_gradients() -> Iterator[None]:
     """Let FSDP shard packed weights, which are integers.
 
     In torch 2.11 it makes every parameter with a gradient at first and takes that away after; a
-    parameter of integers cannot be made so. Later versions say for each one whether it has any.
+    parameter of integers cannot be made so. torch 2.13 says for each one whether it has any.
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 

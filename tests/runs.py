@@ -17,7 +17,7 @@ from ftkit.job import RankError
 from ftkit.ranks import STATE, rank_directory
 from ftkit.report.report import FILE_NAME, read_report
 
-TIMEOUT_S = 300
+TIMEOUT_S = 120
 """A process that has not ended by then never would: collectives wait for half an hour."""
 FILES = [
     "checkpoints",

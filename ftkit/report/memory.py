@@ -103,7 +103,7 @@ class Shortage:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedStep:
-    """The same step of rank 0, predicted from the recipe and the size of a micro-batch alone."""
+    """The same step of rank 0, predicted from the recipe and one micro-batch's size."""
 
     peak_bytes: int
     """Highest total within the step."""
@@ -115,7 +115,7 @@ class PredictedStep:
 
 @dataclass(frozen=True, kw_only=True)
 class StepMemory:
-    """Memory of one step of the first hundred, that with the largest micro-batch."""
+    """Memory of the measured step that took most, of all ranks."""
 
     ranks: list[RankStepMemory]
     """One entry per rank."""
