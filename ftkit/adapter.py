@@ -47,9 +47,9 @@ def check_adapter(base: BaseModel, recipe: LoraRecipe) -> None:
     """
     if base.family is None:
         raise UserError(
-            f"checkpoint_dir {base.name}: LoRA is not supported for this model, because ftkit does "
-            "not know what its layers are called by Hugging Face. Try ftkit finetune_full, or "
-            "--checkpoint.save false to measure only."
+            f"checkpoint_dir {base.name}: an adapter for this model cannot be saved, because ftkit "
+            "does not know what its layers are called by Hugging Face. Try ftkit finetune_full, "
+            "whose result is a LitGPT directory, or --checkpoint.save false to measure LoRA only."
         )
     if recipe.lora_variant == "dora" and base.family.naming.fused:
         raise UserError(

@@ -5,12 +5,13 @@ from functools import partial
 import torch
 
 from ftkit.adapter import Adapter, check_adapter, check_shapes, read_adapter
-from ftkit.base.base_model import BaseModel, open_base
+from ftkit.base.base_model import BaseModel, open_base, require_length
 from ftkit.base.fingerprint import fingerprint
 from ftkit.base.hub import find_here
+from ftkit.base.writing import layout_of
 from ftkit.checkpoint.metadata import BaseIdentity, DataIdentity, Metadata
 from ftkit.checkpoint.shards import StoredState
-from ftkit.data.samples import DataSets
+from ftkit.data.samples import DataSets, SampleSet
 from ftkit.errors import UserError
 from ftkit.extensions import compile_cpu_optimizer
 from ftkit.finetuner import FineTuner, base_learning_rate, optimizer_of
@@ -25,15 +26,21 @@ from ftkit.model import (
     parameter_count,
     trainable,
 )
-from ftkit.planning import DeepSpeedOptions, Plan, make_schedule
+from ftkit.planning import DeepSpeedOptions, Plan
 from ftkit.recipe import LoraRecipe, Recipe
 from ftkit.recorder import Recorder
 from ftkit.report.display import Display
 from ftkit.report.report import Resolved
 from ftkit.resume import CHECKPOINTS, check_disk
+from ftkit.schedule import make_schedule
 from ftkit.sharding import Sharding
 from ftkit.strategy import compute_dtype, make_device, parameter_dtype, rank
 from ftkit.training_state import bytes_per_number, check_kinds, state_kinds, trained_parameter
+
+_IN_LITGPT_LAYOUT = (
+    "The result will be a LitGPT directory (lit_model.pth, model_config.yaml): ftkit cannot write "
+    "{} for Hugging Face."
+)
 
 
 def warn(text: str, display: Display, recorder: Recorder) -> None:
@@ -102,15 +109,11 @@ def checked_length(base: BaseModel, asked: int | None) -> int:
     """Tokens of the longest sequence: as asked, or as the model was built for.
 
     Raises:
-        UserError: the model was built for shorter ones.
+        UserError: the model takes shorter ones.
     """
-    longest = base.config.block_size
-    if asked is not None and asked > longest:
-        raise UserError(
-            f"train.max_seq_length is {asked}, but {base.name} was built for at most {longest} "
-            f"positions. Try --train.max_seq_length {longest}."
-        )
-    return asked or longest
+    if asked is not None:
+        require_length(base, asked)
+    return asked or base.config.block_size
 
 
 def build(
@@ -141,8 +144,11 @@ def build(
         UserError: the adapter, the checkpoint or the free disk do not suit the recipe.
     """
     recipe = plan.recipe
-    if isinstance(recipe, LoraRecipe) and recipe.checkpoint.save and not base.random:
-        check_adapter(base, recipe)
+    if recipe.checkpoint.save and not base.random:
+        if isinstance(recipe, LoraRecipe):
+            check_adapter(base, recipe)
+        elif layout_of(base) == "litgpt":
+            warn(_IN_LITGPT_LAYOUT.format(base.name), display, recorder)
     if isinstance(plan.options, DeepSpeedOptions) and plan.options.offload_optimizer:
         with display.phase("preparing DeepSpeed's CPU optimizer (compiled once, about a minute)"):
             compile_cpu_optimizer()
@@ -184,7 +190,7 @@ def build(
     module = FineTuner(model, plan, schedule, load, start_step=position(start)["start_step"])
     recorder.expect(
         samples_per_epoch=len(data.train),
-        flops_per_token=flops_per_token(model, float(data.train.lengths.mean())),
+        flops_per_token=mean_flops_per_token(model, data.train),
     )
     resolved = Resolved(
         base_model=base.name,
@@ -211,6 +217,16 @@ def build(
     recorder.note(resolved=resolved)
     display.message(_summary(resolved, recipe.method))
     return module
+
+
+def mean_flops_per_token(model: LanguageModel, samples: SampleSet) -> float:
+    """In the mean over the tokens of an epoch."""
+    lengths = samples.lengths.astype(float)
+    return flops_per_token(
+        model,
+        attention_length=float((lengths**2).sum() / lengths.sum()),
+        label_fraction=float(samples.label_counts.sum() / lengths.sum()),
+    )
 
 
 def _adapter(recipe: Recipe, base: BaseModel, model: LanguageModel) -> Adapter | None:

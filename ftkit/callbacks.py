@@ -249,7 +249,7 @@ class StepMeter(L.Callback):
 
 def make_trainer(plan: Plan, **parts: Any) -> L.Trainer:
     """Lightning's Trainer with everything off that ftkit does itself."""
-    return L.Trainer(
+    trainer = L.Trainer(
         max_epochs=1,
         accumulate_grad_batches=plan.micro_steps,
         gradient_clip_val=plan.recipe.train.max_norm if plan.strategy == "deepspeed" else None,
@@ -261,3 +261,7 @@ def make_trainer(plan: Plan, **parts: Any) -> L.Trainer:
         use_distributed_sampler=False,
         **parts,
     )
+    # Several ranks tell each other before every micro-step whether SIGTERM has come, and the host
+    # waits for the device to hear it. Signals are StopRequest's.
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+    return trainer

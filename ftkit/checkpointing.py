@@ -101,12 +101,14 @@ class Checkpointing:
         every = settings.save_every
         self._interval_s = parse_duration(every) if every is not None else float("inf")
         self._versions = versions()  # looking them up takes time that training would stand still
+        self._refusal_is_told = False
         self._saved_at = time.monotonic()
         self._saved_step = start.step if start is not None and goes_on_in_place(job) else None
 
     def attach(self, trainer: L.Trainer, stored: StoredState | None) -> None:
         """Take the optimizer of a trainer that is set up; put its state back if there is one."""
         self._trainer = trainer
+        self._module.before_update = self._saver.copies.before_update
         self._holder: Holder
         if self._plan.strategy == "deepspeed":
             self._holder = ZeroState(trainer.strategy.model)
@@ -145,6 +147,12 @@ class Checkpointing:
             metadata = self._metadata(step, validation_loss)
             self._saver.save(metadata, pieces, companions, wait=wait, started=started)
             self._saved_at, self._saved_step = time.monotonic(), step
+            if (refusal := self._saver.copies.refusal) and not self._refusal_is_told:
+                self._refusal_is_told = True
+                self._warn(
+                    f"Host memory for checkpoints cannot be page-locked ({refusal}): training "
+                    "stands still longer for each."
+                )
         elif wait:
             self._saver.wait()
         self.report()
@@ -177,6 +185,10 @@ class Checkpointing:
         """Wait for what is being written."""
         self._saver.wait()
         self.report()
+
+    def release(self) -> None:
+        """Give back what is kept for further saves; there are none."""
+        self._saver.release()
 
     def amend(self, step: int, validation_loss: float | None) -> None:
         """Add to the newest checkpoint, of this step, what was measured after it was saved."""
@@ -269,10 +281,8 @@ class Checkpointing:
         if self._plan.strategy == "deepspeed":
             engine: Any = self._trainer.strategy.model
             return {LOSS_SCALE: float(engine.optimizer.cur_scale)}
-        scaler: Any = getattr(self._trainer.precision_plugin, "scaler", None)
-        if scaler is None:  # 16-true has none
-            return {}
-        state = scaler.state_dict()
+        scaler: Any = self._trainer.precision_plugin
+        state = scaler.scaler.state_dict()
         return {LOSS_SCALE: state["scale"], LOSS_SCALE_AGE: float(state["_growth_tracker"])}
 
     def _set_loss_scale(self, scale: float | None, age: float) -> None:
@@ -282,7 +292,6 @@ class Checkpointing:
             engine: Any = self._trainer.strategy.model
             engine.optimizer.cur_scale = scale
             return
-        scaler: Any = getattr(self._trainer.precision_plugin, "scaler", None)
-        if scaler is not None:
-            state = scaler.state_dict() | {"scale": scale, "_growth_tracker": int(age)}
-            scaler.load_state_dict(state)
+        scaler: Any = self._trainer.precision_plugin
+        state = scaler.scaler.state_dict() | {"scale": scale, "_growth_tracker": int(age)}
+        scaler.scaler.load_state_dict(state)

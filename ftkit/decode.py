@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ftkit.base.tokenizer import Tokenizer
@@ -134,6 +135,7 @@ def answer_greedily(
     """Continue each prompt with its most likely tokens, up to the end-of-sequence token.
 
     The prompts share one forward pass per token and a key-value cache, which is freed again.
+    Ranks that are connected answer together, and all give the answers of rank 0.
 
     Args:
         model: in evaluation mode.
@@ -157,7 +159,7 @@ def answer_greedily(
     try:
         logits = model(tokens, ends, cache_positions=places)
         for offset in range(room - int(lengths.max())):
-            newest = logits.argmax(dim=-1).masked_fill(finished, eos_id)
+            newest = _of_rank_0(logits.argmax(dim=-1)).masked_fill(finished, eos_id)
             finished |= newest == eos_id
             if bool(finished.all()):
                 break
@@ -169,3 +171,14 @@ def answer_greedily(
         return [torch.empty(0, dtype=torch.long) for _ in prompts]
     table = torch.stack(answers, dim=1).cpu()
     return [row[: int((row != eos_id).sum())] for row in table]
+
+
+def _of_rank_0(tokens: Tensor) -> Tensor:
+    """The tokens that rank 0 has chosen.
+
+    Where two logits are nearly equal, unlike devices may choose differently. Under FSDP and ZeRO-3
+    a rank that ended on another token than the others would leave them waiting for its weights.
+    """
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast(tokens, src=0)
+    return tokens

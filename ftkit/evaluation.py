@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from litgpt.prompts import PromptStyle
     from torch.utils.data import DataLoader
 
+STOP_INTERVAL = 10
+"""Batches of a validation between two questions whether to end it."""
 Progress = Callable[[int, int], None]
 """Told what is done and what there is in all."""
 
@@ -38,7 +40,7 @@ def validation_loss(
         batches: as collated for training.
         device: where the model computes.
         context: in which it computes.
-        stopped: whether to end early.
+        stopped: whether to end early; asked before every tenth batch, as ranks have to agree on it.
         progress: called with (batches done, batches in all).
 
     Returns:
@@ -46,7 +48,7 @@ def validation_loss(
     """
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for done, batch in enumerate(batches, start=1):
-        if stopped():
+        if done % STOP_INTERVAL == 1 and stopped():
             return None
         batch = move_data_to_device(batch, device)
         with context():

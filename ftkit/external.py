@@ -1,21 +1,24 @@
 """This process as one of those that torchrun or SLURM has started, one for each rank.
 
 Each looks after its rank as `ftkit` does without them; the one of rank 0 also prepares the run and
-writes the report. They find each other through the store that the ranks meet in, too.
+writes the report. They find each other through a store in the process of rank 0, and notice by
+their heartbeats when one of them vanishes with its machine.
 """
 
 import os
 import signal
+import socket
+import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
 from ftkit.errors import UserError
+from ftkit.heartbeats import Heartbeats, Store, farewell
 from ftkit.job import FOR_MEMORY, Job, RankError
 from ftkit.process import die_with_parent
 from ftkit.ranks import (
@@ -26,14 +29,16 @@ from ftkit.ranks import (
     STATE,
     ExternalRanks,
     Ranks,
+    StoppedEarly,
     rank_directory,
 )
 from ftkit.report.report import ENDED_WELL, FILE_NAME, read_report
 from ftkit.resume import Completed
 
-Store: TypeAlias = Any
-"""torch.distributed.Store, which torch does not export for type checkers."""
+PORT = "port"
+"""Key in torchrun's store: the port of the one in the process of rank 0."""
 JOB = "job"
+"""Key: the path of the job's file; empty if the run cannot begin."""
 COMPLETE = "complete"
 """In its place: the run that was to go on is complete."""
 CONNECT_S = 300.0
@@ -53,78 +58,129 @@ def take_part(
         placed: which rank this is.
         prepare: checks the recipe and claims the run's directory; given the signals received.
         conclude: writes the report and gives the exit code.
+
+    Raises:
+        UserError: the processes do not find each other, or one is gone before the run began.
     """
     die_with_parent(os.getppid())
-    store = _connect(placed)
+    store, watched = _meet(placed)
     if placed.rank > 0:
-        return _follow(placed, store)
-    ended = [_ended(rank) for rank in range(1, placed.world_size)]
-    with Ranks(placed) as ranks, ExitStack() as stack:
+        with Heartbeats(store, placed.rank, watched, _leave):
+            return _follow(placed, store)
+    with (
+        Ranks(placed) as ranks,
+        Heartbeats(store, placed.rank, watched, ranks.end_without),
+        ExitStack() as stack,
+    ):
         try:
             job = stack.enter_context(prepare(ranks.received))
-        except Completed:
-            store.set(JOB, COMPLETE)
-            _wait_for(store, ended, patience_s=PATIENCE_S)
-            raise
-        except BaseException:
-            store.set(JOB, "")
+        except BaseException as end:
+            store.set(JOB, COMPLETE if isinstance(end, Completed) else "")
+            if not isinstance(end, StoppedEarly):  # the signal may have ended the others
+                _wait_for_the_end(store, watched, ranks)
             raise
         state = job.recipe.out_dir / STATE
         store.set(JOB, str(state / "job.json"))
         ranks.run(job, state)
-        _wait_for(store, ended, patience_s=PATIENCE_S)
+        _wait_for_the_end(store, watched, ranks)
         return conclude(job, ranks.received)
 
 
-def _connect(placed: ExternalRanks) -> Store:
-    """The store under torchrun's address: torchrun's own, or else one in this process of rank 0.
+def _meet(placed: ExternalRanks) -> tuple[Store, dict[int, str]]:
+    """Find the other supervisors.
+
+    Returns:
+        The store that they share, and the names of the machines of those whom this one watches,
+        by rank.
 
     Raises:
         UserError: the other processes do not come.
     """
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    everyone = range(placed.world_size)
+    watched = everyone[1:] if placed.rank == 0 else everyone[:1]
     try:
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            *address,
-            world_size=None if agent else placed.world_size,
-            is_master=placed.rank == 0 and not agent,
-            timeout=timedelta(seconds=CONNECT_S),
-        )
+        store = _connect(placed)
+        store.set(_machine(placed.rank), socket.gethostname())
+        _wait_for(store, [_machine(rank) for rank in watched], patience_s=CONNECT_S)
+        missing = [str(rank) for rank in watched if not store.check([_machine(rank)])]
+        if not missing:
+            return store, {rank: store.get(_machine(rank)).decode() for rank in watched}
+        reason = f"rank {', '.join(missing)} did not come in {CONNECT_S:g} s"
     except dist.DistError as error:
-        raise UserError(
-            f"The {placed.world_size} processes of this run do not find each other at "
-            f"{address[0]}:{address[1]}: {error}. Start all of them with torchrun or srun; inside "
-            "a SLURM job without srun, try SLURM_JOB_NAME=interactive ftkit ..."
-        ) from None
+        reason = str(error)
+    raise UserError(
+        f"The {placed.world_size} processes of this run do not find each other at "
+        f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {reason}. Start all of them "
+        "with torchrun or srun; inside a SLURM job without srun, try "
+        "SLURM_JOB_NAME=interactive ftkit ..."
+    )
+
+
+def _connect(placed: ExternalRanks) -> Store:
+    """A store in the process of rank 0, at torchrun's address if there is none yet.
+
+    Else torchrun's own is there, and tells where this one is. It is used for nothing more: it
+    stands still when Ctrl+Z stops torchrun, while the ranks go on.
+
+    Raises:
+        DistError: rank 0 does not come.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    serves = placed.rank == 0
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return _open_store(address, port, serves=serves)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"ftkit-{attempt}", store)  # type: ignore[attr-defined]
+    agent = dist.PrefixStore(  # type: ignore[attr-defined]
+        f"ftkit-{attempt}", _open_store(address, port, serves=False)
+    )
+    store = _open_store(address, 0 if serves else int(agent.get(PORT)), serves=serves)
+    if serves:
+        agent.set(PORT, str(store.port))
+    return store
+
+
+def _open_store(address: str, port: int, *, serves: bool) -> Store:
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        address,
+        port,
+        is_master=serves,
+        timeout=timedelta(seconds=CONNECT_S),
+        wait_for_workers=False,
+    )
+
+
+def _leave(rank: int, reason: str) -> None:
+    """End this process at once, and its rank with it: whatever it waits for will not come."""
+    print(f"ftkit: rank {rank}: {reason}", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def _follow(placed: ExternalRanks, store: Store) -> int:
     """Run a rank other than 0; errors are told by rank 0."""
     try:
         _wait_for(store, [JOB])
-    except dist.DistError:  # rank 0 is gone
+        job_file = store.get(JOB).decode()
+    except dist.DistError:
+        print("ftkit: rank 0 has ended without a word", file=sys.stderr, flush=True)
         return 1
-    job_file = store.get(JOB).decode()
     if not job_file:
         return UserError.exit_code
     if job_file == COMPLETE:
-        with suppress(dist.DistError):
-            store.set(_ended(placed.rank), "")
         return 0
     with Ranks(placed) as ranks:
         state = Path(job_file).parent
         ranks.run(Job.read(Path(job_file)), state)
-        code = _exit_code(rank_directory(state, placed.rank))
-        with suppress(dist.DistError):
-            store.set(_ended(placed.rank), "")
-    return code
+        return _exit_code(rank_directory(state, placed.rank))
 
 
-def _ended(rank: int) -> str:
-    return f"ended-{rank}"
+def _machine(rank: int) -> str:
+    return f"machine-{rank}"
+
+
+def _wait_for_the_end(store: Store, watched: Collection[int], ranks: Ranks) -> None:
+    """Let the others end before the store does."""
+    gone = ranks.gone[0] if ranks.gone is not None else None
+    _wait_for(store, [farewell(r) for r in watched if r != gone], patience_s=PATIENCE_S)
 
 
 def _wait_for(store: Store, keys: list[str], *, patience_s: float = float("inf")) -> None:

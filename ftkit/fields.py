@@ -55,6 +55,7 @@ KIND_OF: dict[str, Kind] = {
     "optimizer": "tunable",  # within a family: see carries_over
     "logger_name": "hardware",
     "seed": "fixed",
+    "deterministic": "hardware",
     "resume": "hardware",
     "access_token": "hardware",
     "quantize": "fixed",

@@ -3,7 +3,7 @@
 import difflib
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import lightning as L
@@ -14,8 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from ftkit.errors import UserError
 from ftkit.model import LanguageModel, trainable
-from ftkit.planning import DeepSpeedOptions, Plan, Schedule
+from ftkit.out_of_memory import is_out_of_memory
+from ftkit.planning import DeepSpeedOptions, Plan
 from ftkit.recipe import LoraRecipe, Recipe
+from ftkit.schedule import Schedule
 from ftkit.sharding import Sharding
 from ftkit.strategy import make_sharding
 
@@ -57,6 +59,8 @@ class FineTuner(L.LightningModule):
         self._fill = fill
         self.on_ready: Callable[[], None] = lambda: None
         """Called when model and optimizer are in place, before the first step."""
+        self.before_update: Callable[[], None] = lambda: None
+        """Called between the last backward pass of a step and its update."""
         self.sharding: Sharding | None = None
         """Where the parameters live, once the processes are connected."""
         self.schedule = schedule
@@ -71,7 +75,10 @@ class FineTuner(L.LightningModule):
         """Give the model its memory and its numbers, now that the processes are connected."""
         if self.sharding is None:
             self.sharding = make_sharding(self.plan, self)
-            self._fill(self.model, self.sharding, self.trainer.strategy.root_device)
+            # Lightning makes the GPU torch's default device here, but what is read or drawn on the
+            # way to it belongs to the host.
+            with torch.device("cpu"):
+                self._fill(self.model, self.sharding, self.trainer.strategy.root_device)
 
     def cpu(self) -> Self:
         """Stay: Lightning moves a module when it is done, but this process ends with the run."""
@@ -114,12 +121,10 @@ class FineTuner(L.LightningModule):
         if self.plan.strategy == "deepspeed":  # does both itself
             return
         limit = self.plan.recipe.train.max_norm
-        parameters = trainable(self.model)
-        self.gradient_norm = torch.nn.utils.get_total_norm(
-            [p.grad for p in parameters if p.grad is not None]
-        )
-        if limit is not None:
-            torch.nn.utils.clip_grads_with_norm_(parameters, limit, self.gradient_norm)
+        self.gradient_norm = clip_gradients(trainable(self.model), limit)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.before_update()
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Step, then free the gradients at once: they never coexist with the next activations."""
@@ -154,6 +159,35 @@ def base_learning_rate(recipe: Recipe) -> float:
     return float(given)
 
 
+def clip_gradients(parameters: Sequence[torch.nn.Parameter], limit: float | None) -> Tensor:
+    """Measure the global norm of the gradients, and scale them so that it is at most `limit`.
+
+    Norm and factor are float32 in every number format: in bfloat16 they would have 8 bits.
+
+    Args:
+        parameters: of one number format, on one device.
+        limit: None: they are only measured.
+
+    Returns:
+        The norm before clipping, a scalar in float32; a DTensor if the gradients are.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    if limit is None:
+        return norm
+    if gradients[0].dtype == torch.float32:
+        torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+        return norm
+    known = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    factor = (limit / (known + 1e-6)).clamp(max=1.0)
+    if factor.device.type == "cuda":  # there a scalar is rounded to the format of what it scales
+        factor = factor[None]
+    for gradient in gradients:
+        (gradient.to_local() if isinstance(gradient, DTensor) else gradient).mul_(factor)
+    return norm
+
+
 def make_optimizer(plan: Plan, model: torch.nn.Module) -> torch.optim.Optimizer:
     """The recipe's optimizer over the trained parameters.
 
@@ -169,6 +203,8 @@ def make_optimizer(plan: Plan, model: torch.nn.Module) -> torch.optim.Optimizer:
     try:
         return optimizer_class(_groups(plan, model), **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise
         raise UserError(
             f"optimizer {chosen['class_path']} refuses its arguments {chosen['init_args']}: {error}"
         ) from None

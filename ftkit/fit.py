@@ -18,6 +18,8 @@ _DEVICES = (2, 4, 8)
 _ADAMS = ("torch.optim.Adam", "torch.optim.AdamW")
 _IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable", "maximize", "amsgrad")
 """Arguments of torch's optimizers that bitsandbytes' do not know or that mean something else."""
+_FEWEST_TOKENS = 128
+"""That samples are cut to, where nothing else is left."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,16 +62,16 @@ def changes_that_fit(planned: Planned, attempt: Try, *, most: int | None = None)
             continue  # fewer are enough
         if change := _least(planned, [step], attempt):
             found.append(change)
-    if any(change.planned.fits for change in found):
-        return found
-    # Nothing is enough on its own: keep what is learned, and give up one thing after the other.
-    for steps in _together(single):
-        change = _least(planned, steps, attempt)
-        if change is not None:
-            found.append(change)
-            if change.planned.fits:
-                break
-    return found
+    if not any(change.planned.fits for change in found):
+        # Nothing is enough on its own: keep what is learned, give up one thing after the other.
+        for steps in _together(single):
+            change = _least(planned, steps, attempt)
+            if change is not None:
+                found.append(change)
+                if change.planned.fits:
+                    break
+    shorter = _shorter(planned, planned.gpu, attempt)
+    return [*found, shorter] if shorter else found
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,35 @@ def _least(planned: Planned, steps: Sequence[_Step], attempt: Try) -> Change | N
         overrides=(*overrides, _micro_batch(fitting.plan.micro_batch_size)),
         planned=fitting,
     )
+
+
+def _shorter(planned: Planned, gpu: Gpu, attempt: Try) -> Change | None:
+    """Samples cut to the most tokens that fit, a power of two; None: not even few do.
+
+    The last resort, because it alone changes what is learned.
+    """
+    whole = planned.length.tokens
+    if whole <= _FEWEST_TOKENS:
+        return None
+
+    def cut_to(tokens: int) -> Change:
+        title = f"samples cut to {tokens:,} tokens, which changes what is learned"
+        overrides = (("train.max_seq_length", str(tokens)),)
+        return Change(title=title, overrides=overrides, planned=attempt(overrides))
+
+    fewest = cut_to(_FEWEST_TOKENS)
+    if not fewest.planned.fits:
+        return None
+    there = fewest.planned.memory.high_bytes
+    token_bytes = (planned.memory.high_bytes - there) / (whole - _FEWEST_TOKENS)
+    tokens = 2 ** ((whole - 1).bit_length() - 1)  # the highest below it
+    while tokens > _FEWEST_TOKENS:
+        if there + (tokens - _FEWEST_TOKENS) * token_bytes <= gpu.memory_bytes:
+            found = cut_to(tokens)
+            if found.planned.fits:
+                return found
+        tokens //= 2
+    return fewest
 
 
 def _micro_batch(size: int) -> Override:

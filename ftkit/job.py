@@ -20,10 +20,10 @@ from ftkit.report.report import Progress, Report
 
 RESERVE = "reserve"
 """File beside the job: space for last words on a full disk."""
-ErrorKind = Literal["user", "out_of_memory", "interrupted", "failed", "died", "killed_for_memory"]
+ErrorKind = Literal["user", "out_of_memory", "interrupted", "failed", "died", "died_for_memory"]
 """What a rank says itself, but for the last two: it ended without a word."""
-WITHOUT_A_WORD: tuple[ErrorKind, ...] = ("died", "killed_for_memory")
-FOR_MEMORY: tuple[ErrorKind, ...] = ("out_of_memory", "killed_for_memory")
+WITHOUT_A_WORD: tuple[ErrorKind, ...] = ("died", "died_for_memory")
+FOR_MEMORY: tuple[ErrorKind, ...] = ("out_of_memory", "died_for_memory")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +127,9 @@ class Job:
         devices = values["devices"]
         return cls(
             recipe=from_dict(values["recipe"], method),
-            devices=Devices(**devices | {"names": tuple(devices["names"])}),
+            devices=Devices(
+                **devices | {key: tuple(devices[key]) for key in ("names", "memory_bytes")}
+            ),
             base=values["base"],
             command=tuple(values["command"]),
             started_at_s=values["started_at_s"],

@@ -6,8 +6,6 @@ leave nothing behind when a rank is killed.
 
 import dataclasses
 import fcntl
-import importlib.util
-import os
 import shutil
 import signal
 import time
@@ -21,16 +19,18 @@ from ftkit.aside import copy_rows, ready_to_go_on
 from ftkit.base.hub import find_or_download
 from ftkit.checkpoint.store import Store
 from ftkit.data.files import check_data
+from ftkit.devices import find_devices, has_deepspeed
 from ftkit.durable import insist, make_reserve, write_durably
 from ftkit.errors import UserError
 from ftkit.job import FOR_MEMORY, RESERVE, WITHOUT_A_WORD, Job, RankError, StopAfter
 from ftkit.parsing import to_yaml
-from ftkit.planning import Devices, make_plan
+from ftkit.planning import make_plan
 from ftkit.ranks import (
     ERROR,
     EXIT_BY_SIGNAL,
     EXIT_OUT_OF_MEMORY,
     STATE,
+    ExternalRanks,
     Ranks,
     external_ranks,
     output_log,
@@ -98,7 +98,16 @@ def launch(
     """
 
     def prepared(received: Sequence[signal.Signals]) -> AbstractContextManager[Job]:
-        return prepare(recipe, command, overwrite, started_at_s, stop_after, received, force=force)
+        return prepare(
+            recipe,
+            command,
+            overwrite,
+            started_at_s,
+            stop_after,
+            received,
+            force=force,
+            placed=placed,
+        )
 
     started_at_s = time.time()
     placed = external_ranks()
@@ -132,6 +141,7 @@ def prepare(
     received: Sequence[signal.Signals] = (),
     *,
     force: bool = False,
+    placed: ExternalRanks | None = None,
 ) -> Iterator[Job]:
     """A job whose every setting is checked, with its base model at hand and its directory claimed.
 
@@ -141,9 +151,11 @@ def prepare(
     """
     check_data(recipe.data)
     devices = find_devices(recipe)
+    if placed is not None:
+        recipe = placed.on(recipe, devices)
     recipe = with_micro_batch(recipe, devices)
     plan = make_plan(recipe, devices)
-    if plan.strategy == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+    if plan.strategy == "deepspeed" and not has_deepspeed():
         raise UserError(
             "strategy is deepspeed, but DeepSpeed is not installed. Install g++ and try "
             "DS_BUILD_OPS=0 pip install --no-build-isolation ninja deepspeed, or --strategy fsdp."
@@ -232,30 +244,6 @@ def _go_on(start: Start, job: Job, received: Sequence[signal.Signals], *, copy_b
         display.message(f"going on from step {step:,}: {start.checkpoint}")
         for change in start.changes:
             display.message(f"changed: {change}")
-
-
-def find_devices(recipe: Recipe) -> Devices:
-    """What this machine offers for the recipe's accelerator."""
-    cpu = Devices(accelerator="cpu", count=os.cpu_count() or 1)
-    driver = any(Path(node).exists() for node in ("/dev/nvidiactl", "/dev/dxg"))
-    if recipe.accelerator == "cpu" or (recipe.accelerator == "auto" and not driver):
-        return cpu
-    import torch
-
-    if not torch.cuda.is_available():
-        if recipe.accelerator == "cuda":
-            raise UserError(
-                "accelerator is cuda, but torch sees no CUDA GPU here. Try --accelerator cpu, or "
-                "check nvidia-smi and that torch is a CUDA build."
-            )
-        return cpu
-    count = torch.cuda.device_count()
-    return Devices(
-        accelerator="cuda",
-        count=count,
-        names=tuple(torch.cuda.get_device_name(i) for i in range(count)),
-        bf16_native=torch.cuda.is_bf16_supported(including_emulation=False),
-    )
 
 
 @contextmanager
@@ -370,7 +358,9 @@ def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
             _collect_output(out_dir, job.plan.world_size)
         display.show(render(report, out_dir))
         if report.shortage is not None:
-            display.message(shortage_text(report.shortage, job.plan.accelerator))
+            display.message(
+                shortage_text(report.shortage, job.plan.accelerator, report.exit_reason)
+            )
         if report.outcome != "completed":
             display.message(last_words(out_dir, job.recipe.method, max(steps, job.start_step)))
     return report.exit_code

@@ -21,9 +21,10 @@ from ftkit.base.base_model import (
 from ftkit.base.fingerprint import fingerprint
 from ftkit.checkpoint.metadata import CheckpointError
 from ftkit.checkpoint.shards import StoredState
-from ftkit.data.sources import prompt_style_of, resolve_prompt_style
+from ftkit.data.sources import PROMPT_STYLE, prompt_style_of, resolve_prompt_style
+from ftkit.devices import find_devices
 from ftkit.errors import UserError
-from ftkit.launch import BASE, find_devices
+from ftkit.launch import BASE
 from ftkit.lora import our_name
 from ftkit.model import LanguageModel, fill, outline, outline_plain
 from ftkit.planning import Accelerator, Plan, make_plan
@@ -75,12 +76,13 @@ def plan_use(
         num_nodes=1,
         strategy=Component(class_path="single", init_args={}),
     )
-    devices = find_devices(recipe)
+    devices = find_devices(recipe, here=True)
     half: Precision = "bf16-true" if devices.bf16_native else "16-true"
     default = result.precision or (half if devices.accelerator == "cuda" else "32-true")
     if devices.accelerator == "cpu" and default.startswith("16"):
         default = "32-true"
-    return make_plan(dataclasses.replace(recipe, precision=precision or default), devices)
+    recipe = dataclasses.replace(recipe, precision=precision or default)
+    return make_plan(recipe, devices, trains=False)
 
 
 def open_result(result: Result, base: str | None = None, option: str = "--base") -> BaseModel:
@@ -242,7 +244,7 @@ def prompt_style(result: Result, base: BaseModel) -> "PromptStyle":
     """Of the run; else of a LitGPT directory; else what LitGPT knows for models of this name."""
     if result.recipe is not None:
         return prompt_style_of(result.recipe.data)
-    file = result.directory / "prompt_style.yaml"
+    file = result.directory / PROMPT_STYLE
     if file.is_file():
         try:
             return resolve_prompt_style(yaml.safe_load(file.read_text(encoding="utf-8")))

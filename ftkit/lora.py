@@ -293,9 +293,9 @@ def initial_adapter(name: str, shape: torch.Size, seed: int) -> Tensor:
     float32 whatever the precision of the run, in which other numbers would be drawn.
     """
     if ".lora_B." in name:
-        return torch.zeros(shape, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(seed ^ zlib.crc32(name.encode()))
-    matrix = torch.empty(shape, dtype=torch.float32)
+        return torch.zeros(shape, dtype=torch.float32, device="cpu")
+    generator = torch.Generator(device="cpu").manual_seed(seed ^ zlib.crc32(name.encode()))
+    matrix = torch.empty(shape, dtype=torch.float32, device="cpu")
     return nn.init.kaiming_uniform_(matrix, a=math.sqrt(5), generator=generator)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ftkit import lora
 from ftkit.base.base_model import EMBEDDING, HEAD, BaseModel, parameter_shapes, weight_reader
+from ftkit.base.hub import is_litgpt
 from ftkit.base.writing import save_hf
 from ftkit.data.files import data_class
 from ftkit.data.samples import load_held_out
@@ -60,9 +61,10 @@ def merge(result: Result, options: MergeOptions) -> int:
         UserError: it is no adapter, or of another model, or there is no room.
     """
     if result.kind != "adapter":
+        layout = "litgpt" if is_litgpt(result.directory) else "hf"
         raise UserError(
             f"{result.name} is a whole model, so there is nothing to merge. "
-            f"Try ftkit export {result.name} --format hf --out {options.directory}."
+            f"Try ftkit export {result.name} --format {layout} --out {options.directory}."
         )
     if options.base == "quantized" and result.quantize is None:
         raise UserError(

@@ -94,6 +94,8 @@ class LanguageModel(nn.Module):
         super().__init__()
         body = copy.copy(config)
         body.final_logit_softcapping = None
+        # No sequence is longer than the window, whose mask LitGPT fills row by row in every layer.
+        body.sliding_window_size = body.sliding_window_indices = None
         self.gpt = litgpt.GPT(body)
         self.head = Head(self.gpt.lm_head, config.final_logit_softcapping)
         self.gpt.lm_head = nn.Identity()
@@ -337,20 +339,32 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def flops_per_token(model: LanguageModel, sequence_length: float) -> float:
+def flops_per_token(
+    model: LanguageModel, *, attention_length: float, label_fraction: float
+) -> float:
     """Floating-point operations of one training step, per token.
 
     2 per parameter of a matrix in the forward pass and 2 in the backward pass for the gradient of
     its input, 2 more where the parameter is trained; causal attention 6 x layers x width x
-    length. Recomputation does not count. As in Chowdhery et al. 2022 (PaLM), appendix B.
+    length. The output layer counts for the tokens that carry loss, because it is computed for
+    these alone. Recomputation does not count. As in Chowdhery et al. 2022 (PaLM), appendix B.
+
+    Args:
+        model: outlined or filled.
+        attention_length: of the sequence that a token lies in, in the mean over tokens: the sum of
+            the squared lengths over the sum of the lengths.
+        label_fraction: tokens that carry loss, as a share of all.
     """
     config = model.gpt.config
     assert config.head_size is not None
-    attention = 6 * config.n_layer * config.n_head * config.head_size * sequence_length
-    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    return attention + sum(
-        _weights_in(layer) * (6 if layer.weight.requires_grad else 4) for layer in layers
-    )
+    attention = 6 * config.n_layer * config.n_head * config.head_size * attention_length
+    return attention + _matrix_flops(model.gpt) + _matrix_flops(model.head) * label_fraction
+
+
+def _matrix_flops(module: nn.Module) -> int:
+    """Of the matrices of a module, for one token."""
+    layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
+    return sum(_weights_in(layer) * (6 if layer.weight.requires_grad else 4) for layer in layers)
 
 
 def trained_weights(model: LanguageModel, sharding: Sharding) -> Iterator[tuple[str, Tensor]]:

@@ -3,22 +3,17 @@
 import math
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
-import yaml
 from torch import Tensor
 
 from ftkit.base.base_model import BaseModel
+from ftkit.data.sources import prompt_style_file
 from ftkit.errors import UserError
 from ftkit.loading import prompt_style
 from ftkit.report.formatting import bytes_text
 from ftkit.result import Result
 
-if TYPE_CHECKING:
-    from litgpt.prompts import PromptStyle
-
-PROMPT_STYLE = "prompt_style.yaml"
 _SPARE_BYTES = 2**26
 """For tokenizer, settings and the file system's own use."""
 
@@ -68,6 +63,4 @@ def as_written(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def files_beside(result: Result, base: BaseModel) -> dict[str, bytes]:
     """The prompt style, where LitGPT and ftkit look for it."""
-    style: PromptStyle = prompt_style(result, base)
-    name = f"{type(style).__module__}.{type(style).__name__}"
-    return {PROMPT_STYLE: yaml.safe_dump({"class_path": name}).encode()}
+    return prompt_style_file(prompt_style(result, base))

@@ -49,8 +49,11 @@ def check(file: str, gpu: Gpu, *, failed: bool = False) -> dict[str, object]:
     return {
         "fits": planned.fits,
         "micro_batch_size": planned.plan.micro_batch_size,
-        "low_bytes": planned.memory.low_bytes,
+        "low_bytes": planned.least_bytes,
+        "high_bytes": planned.memory.high_bytes,
         "peak_bytes": planned.memory.peak_bytes,
+        "length_source": planned.length.source,
+        "length": planned.length.words,
         "changes": [
             {
                 "title": change.title,

@@ -99,8 +99,8 @@ def show_changes(
     else:
         print("What makes it fit, the cheapest in speed first:")
     for change, command in changes:
-        memory = change.planned.memory
-        needs = f"{memory.low_bytes / 2**30:.1f} to {memory.high_bytes / 2**30:.1f} GiB"
+        least, high = change.planned.least_bytes, change.planned.memory.high_bytes
+        needs = f"{least / 2**30:.1f} to {high / 2**30:.1f} GiB"
         print(f"\n{change.title}: needs {needs}, {verdict(change.planned)}\n  {command}")
 
 
@@ -131,7 +131,7 @@ def _title(planned: Planned) -> str:
 
 def _needs(planned: Planned) -> str:
     assert planned.gpu is not None
-    low, high = map(bytes_text, (planned.memory.low_bytes, planned.memory.high_bytes))
+    low, high = map(bytes_text, (planned.least_bytes, planned.memory.high_bytes))
     there = bytes_text(planned.gpu.memory_bytes)
     return f"needs {low} to {high} of the {there} of {planned.gpu.name}"
 
@@ -167,14 +167,18 @@ def _rows(planned: Planned) -> Iterator[tuple[str, str]]:
     hosted = f", of it offloaded: {hosted}" if hosted else ""
     yield "host", f"{bytes_text(memory.host_bytes)} for each rank{hosted}"
     yield "disk", bytes_text(planned.disk_bytes) if planned.disk_bytes else "nothing is saved"
+    if planned.result_layout == "litgpt":
+        words = "a LitGPT directory: ftkit cannot write this architecture for Hugging Face"
+        yield "result", words
     yield (
         "batch",
         (
-            f"{train.global_batch_size} sequences of at most {planned.max_seq_length} tokens in a "
-            f"step ({plan.micro_steps} x {plan.micro_batch_size} on {plan.world_size}), at most "
+            f"{train.global_batch_size} sequences in a step ({plan.micro_steps} x "
+            f"{plan.micro_batch_size} on {plan.world_size}), at most "
             f"{planned.tokens_per_step:,} tokens"
         ),
     )
+    yield "sequences", planned.length.words
     if planned.steps is None:
         yield "steps", "not known until the data is on this machine"
     elif planned.samples is None:
@@ -207,7 +211,7 @@ def _columns(found: Sequence[Planned]) -> list[_Column]:
     columns.append(_numbers("host", [planned.memory.host_bytes for planned in found], 4))
     if any(planned.gpu is not None for planned in found):
         needs = [
-            Text(f"{planned.memory.low_bytes / 2**30:.1f}-{planned.memory.high_bytes / 2**30:.1f}")
+            Text(f"{planned.least_bytes / 2**30:.1f}-{planned.memory.high_bytes / 2**30:.1f}")
             for planned in found
         ]
         words = [verdict(planned) for planned in found]

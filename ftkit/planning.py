@@ -31,8 +31,12 @@ class Devices:
     """Visible GPUs, or the CPU's logical cores."""
     names: tuple[str, ...] = ()
     """Product name of each GPU."""
+    memory_bytes: tuple[int, ...] = ()
+    """What CUDA offers to programs on each GPU; empty: not known."""
     bf16_native: bool = True
     """Whether bfloat16 runs in hardware (CUDA compute capability 8.0 and later; CPUs count)."""
+    deepspeed: bool = True
+    """Whether DeepSpeed is installed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,31 +133,13 @@ class Plan:
         return math.ceil(self.recipe.train.global_batch_size / per_pass)
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """Optimizer steps of a run and the learning rate of each, as a share of the full one."""
-
-    total_steps: int
-    warmup_steps: int
-    final_share: float
-    """Learning rate at the end of the cosine, as a share of the full one; at most 1."""
-
-    def share(self, step: int) -> float:
-        """Learning rate of optimizer step `step` (from 0): linear warm-up, then cosine.
-
-        The first step already trains (1 / warmup_steps of the full rate, not 0), and the last
-        one ends at `final_share`.
-        """
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
-        decay_steps = max(1, self.total_steps - 1 - self.warmup_steps)
-        progress = min(1.0, (step - self.warmup_steps) / decay_steps)
-        cosine = 0.5 * (1 + math.cos(math.pi * progress))
-        return self.final_share + (1 - self.final_share) * cosine
-
-
-def make_plan(recipe: Recipe, devices: Devices) -> Plan:
+def make_plan(recipe: Recipe, devices: Devices, *, trains: bool = True) -> Plan:
     """Resolve every "auto", check every rule that needs neither model nor data.
+
+    Args:
+        recipe: what is asked.
+        devices: of this machine.
+        trains: False: a model is only asked for answers and losses.
 
     Raises:
         UserError: a value out of its range, or a setting that the devices cannot run.
@@ -167,11 +153,10 @@ def make_plan(recipe: Recipe, devices: Devices) -> Plan:
             f"devices is {count}, but this machine shows {devices.count} GPU(s). "
             f"Try --devices {devices.count} or --accelerator cpu."
         )
-    notices = []
-    precision, notice = _precision(recipe, devices)
-    notices += notice
-    strategy = _strategy(recipe, count)
-    _check_supported(recipe, strategy, precision)
+    strategy, options, precision, notices = _resolve(recipe, devices, count)
+    _check_supported(recipe, strategy, precision, devices)
+    if trains and precision == "16-true" and strategy != "deepspeed":
+        raise _untrainable_float16(strategy, devices)
     notices += _ignored_layers(recipe)
     train = recipe.train
     if train.micro_batch_size == "auto":
@@ -190,102 +175,73 @@ def make_plan(recipe: Recipe, devices: Devices) -> Plan:
         accelerator=devices.accelerator,
         precision=precision,
         strategy=strategy,
-        options=_options(recipe, strategy),
+        options=options,
         devices=count,
         micro_batch_size=micro_batch_size,
         notices=tuple(notices),
     )
 
 
-def make_schedule(
-    recipe: Recipe,
-    samples: int,
-    learning_rate: float,
-    *,
-    start_step: int = 0,
-    start_samples: int = 0,
-) -> tuple[Schedule, list[str]]:
-    """The schedule once the number of training samples is known, with what to tell the user.
+def _resolve(
+    recipe: Recipe, devices: Devices, count: int
+) -> tuple[Strategy, StrategyOptions, Precision, list[str]]:
+    """Strategy, its options and the precision, and what to tell of the choice.
 
-    Total steps = start_step + ceil((epochs * samples - start_samples) / global_batch_size),
-    capped by max_steps; start_step if the run is already there or beyond.
-
-    Args:
-        recipe: what was asked.
-        samples: of one epoch.
-        learning_rate: the full one.
-        start_step: optimizer steps done before, if the run continues.
-        start_samples: samples they consumed.
+    What is auto follows what is given. Where nothing is, and GPUs compute bfloat16 in software
+    only, FSDP would have to do without 16-bit arithmetic (it has no loss scaling here), which is
+    what makes such GPUs fast: DeepSpeed takes its place, if it is there and can.
     """
-    train = recipe.train
-    batch = train.global_batch_size
-    total = train.max_steps
-    if train.epochs:
-        of_epochs = start_step + math.ceil((train.epochs * samples - start_samples) / batch)
-        total = min(of_epochs, total or of_epochs)
-    assert total is not None
-    total = max(total, start_step)
-    if train.lr_warmup_fraction is not None:
-        warmup = math.ceil(train.lr_warmup_fraction * samples / batch)
-    else:
-        warmup = train.lr_warmup_steps or 0
-    notices = []
-    if warmup > total:
-        notices.append(
-            f"The warm-up of {warmup} steps is longer than the run of {total}: the learning rate "
-            f"never reaches its full value. Try --train.lr_warmup_steps {max(1, total // 10)}."
-        )
-    final_share = 1.0
-    if learning_rate > 0:
-        final_share = min(1.0, train.min_lr / learning_rate)
-        if train.min_lr > learning_rate:
-            notices.append(
-                f"train.min_lr {train.min_lr:g} is above the learning rate {learning_rate:g}: "
-                "the rate stays constant after the warm-up."
-            )
-    return Schedule(total, warmup, final_share), notices
-
-
-def sample_budget(
-    recipe: Recipe,
-    samples: int,
-    schedule: Schedule,
-    *,
-    start_step: int = 0,
-    start_samples: int = 0,
-) -> int:
-    """Samples the whole run consumes: the last step may be shorter than the others.
-
-    Args:
-        recipe: what was asked.
-        samples: of one epoch.
-        schedule: made for the same start.
-        start_step: optimizer steps done before, if the run continues.
-        start_samples: samples they consumed.
-    """
-    train = recipe.train
-    wanted = start_samples + (schedule.total_steps - start_step) * train.global_batch_size
-    within = min(wanted, train.epochs * samples) if train.epochs else wanted
-    return max(within, start_samples)
-
-
-def _precision(recipe: Recipe, devices: Devices) -> tuple[Precision, list[str]]:
-    precision = recipe.precision
+    strategy, precision = _strategy(recipe, count), recipe.precision
+    options = _options(recipe, strategy)
     if precision is None:
         precision = "bf16-mixed" if devices.bf16_native else "16-mixed"
+    notices = _check_precision(precision, strategy, devices)
+    if strategy != "fsdp" or precision != "16-mixed":
+        return strategy, options, precision, notices
+    why = "fsdp has no loss scaling for 16-mixed"
+    if not devices.bf16_native:
+        why = f"{_name(devices)} has no bfloat16 hardware, and {why}"
+    suits_deepspeed = _suits_deepspeed(recipe)
+    nothing_given = recipe.strategy["class_path"] == "auto" and not recipe.strategy["init_args"]
+    if nothing_given and devices.deepspeed and suits_deepspeed:
+        notices.append(f"{why}: deepspeed with 16-mixed is used.")
+        # As with fsdp, everything is shared out among the GPUs, and nothing goes to the host.
+        return "deepspeed", DeepSpeedOptions(offload_optimizer=False), precision, notices
+    if recipe.precision is None:
+        precision = "32-true"
+        faster = "--strategy ddp, if the model fits on each GPU"
+        if suits_deepspeed:
+            faster = "--strategy deepspeed" + " with DeepSpeed installed" * (not devices.deepspeed)
+        notices.append(
+            f"{why}: fsdp with 32-true is used, which is several times slower. Try {faster}."
+        )
+    return strategy, options, precision, notices
+
+
+def _name(devices: Devices) -> str:
+    return devices.names[0] if devices.names else "This GPU"
+
+
+def _suits_deepspeed(recipe: Recipe) -> bool:
+    """Whether DeepSpeed can update with the recipe's optimizer."""
+    return recipe.optimizer["class_path"].rpartition(".")[0] != "bitsandbytes.optim"
+
+
+def _check_precision(precision: Precision, strategy: Strategy, devices: Devices) -> list[str]:
+    """Refuse what the devices cannot compute, and tell what is slow there."""
     if precision.startswith("16") and devices.accelerator == "cpu":
         raise UserError(
             f"precision is {precision}, but float16 training needs a CUDA GPU: CPUs lack its fast "
             f"kernels and its range underflows. Try --precision {precision.replace('16', 'bf16')}."
         )
     if precision.startswith("bf16") and not devices.bf16_native:
-        name = devices.names[0] if devices.names else "This GPU"
+        others = "32-true" if strategy == "fsdp" else "16-mixed or 32-true"
         notice = (
-            f"{name} has no bfloat16 hardware (compute capability below 8.0): it is emulated and "
-            "slow. Try --precision 16-mixed or 32-true."
+            f"{_name(devices)} has no bfloat16 hardware (compute capability below 8.0): it is "
+            f"emulated and slow. Try --precision {others}."
         )
-        return precision, [notice]
-    return precision, []
+        return [notice]
+    return []
 
 
 def _strategy(recipe: Recipe, count: int) -> Strategy:
@@ -327,16 +283,20 @@ def _options(recipe: Recipe, strategy: Strategy) -> StrategyOptions:
     return options_class(**given)
 
 
-def _check_supported(recipe: Recipe, strategy: Strategy, precision: Precision) -> None:
+def _check_supported(
+    recipe: Recipe, strategy: Strategy, precision: Precision, devices: Devices
+) -> None:
     """Refuse what a strategy cannot run, with what to use instead."""
     optimizer = recipe.optimizer["class_path"]
     package = optimizer.rpartition(".")[0]
     if strategy == "fsdp" and precision == "16-mixed":
+        other = "bf16-mixed" if devices.bf16_native else "32-true"
+        scaling = "deepspeed" if devices.deepspeed and _suits_deepspeed(recipe) else "ddp"
         raise UserError(
             "precision is 16-mixed, but fsdp has no loss scaling here. "
-            "Try --precision bf16-mixed, or --strategy deepspeed."
+            f"Try --precision {other}, or --strategy {scaling}."
         )
-    if strategy == "deepspeed" and package == "bitsandbytes.optim":
+    if strategy == "deepspeed" and not _suits_deepspeed(recipe):
         raise UserError(
             f"optimizer is {optimizer}, but DeepSpeed keeps its own optimizer state. "
             "Try --optimizer AdamW, or --strategy fsdp."
@@ -359,6 +319,16 @@ def _check_supported(recipe: Recipe, strategy: Strategy, precision: Precision) -
             f"quantize is bnb.int8, but {strategy} shards the base model and supports the 4-bit "
             "kinds alone. Try --quantize bnb.nf4-dq, or --strategy ddp."
         )
+
+
+def _untrainable_float16(strategy: Strategy, devices: Devices) -> UserError:
+    better = "bf16-true"
+    if not devices.bf16_native:
+        better = "32-true" if strategy == "fsdp" else "16-mixed"
+    return UserError(
+        f"precision is 16-true, but {strategy} would update weights in float16, in which small "
+        f"gradients and AdamW's second moments become zero. Try --precision {better}."
+    )
 
 
 def _check_ranges(recipe: Recipe) -> None:

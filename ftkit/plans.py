@@ -37,7 +37,7 @@ def plan(
     name: str = "",
     **keys: Any,
 ) -> Plan:
-    """Predict what a recipe will need, as `ftkit plan`; nothing is loaded or downloaded.
+    """Predict what a recipe will need, as `ftkit plan`; no weights are loaded or downloaded.
 
     Args:
         recipe: recipe files, later ones win.

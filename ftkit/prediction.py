@@ -1,27 +1,34 @@
-"""What a recipe will need, predicted before anything is loaded or downloaded."""
+"""What a recipe will need, predicted before weights are loaded or downloaded."""
 
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from ftkit.adapter import check_adapter
 from ftkit.adapter_config import with_adapter
+from ftkit.base.base_model import BaseModel, require_length
 from ftkit.base.blueprint import read_blueprint
-from ftkit.data.files import check_data, data_class, json_options, read_records
+from ftkit.base.hub import fetch_settings
+from ftkit.base.writing import Layout, layout_of
+from ftkit.data.files import check_data
+from ftkit.devices import has_deepspeed
 from ftkit.errors import UserError
 from ftkit.finetuner import base_learning_rate
+from ftkit.lengths import SequenceLength, sequence_length
 from ftkit.memory.gpus import HOST, Gpu
 from ftkit.memory.predict import PredictedMemory, predict
 from ftkit.memory.simulate import largest_micro_batch
 from ftkit.parsing import Override, read_recipe
-from ftkit.planning import Devices, Plan, make_plan, make_schedule
-from ftkit.recipe import Method, Recipe
+from ftkit.planning import Devices, Plan, make_plan
+from ftkit.recipe import LoraRecipe, Method, Recipe
+from ftkit.report.memory import MicroBatchSize
+from ftkit.schedule import make_schedule
 from ftkit.strategy import parameter_dtype
 
-_VAL_SPLIT_FRACTION = 0.05
-"""Of JSON data, if the recipe says nothing."""
+ResultLayout = Layout | Literal["peft"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,14 +40,21 @@ class Planned:
     plan: Plan
     base_model: str
     max_seq_length: int
+    """What longer samples are cut to."""
+    length: SequenceLength
+    """Of the longest sample: what the memory is predicted for."""
     memory: PredictedMemory
     """Of a rank."""
+    least_bytes: int
+    """The device memory that it needs at least, whatever is not known of the data."""
     gpu: Gpu | None
     """What it is to run on; None: not asked."""
     disk_bytes: int
     """For checkpoints and result at most; those that keep_every adds are not counted."""
+    result_layout: ResultLayout | None
+    """Whose layout the result will have; None: nothing is saved."""
     tokens_per_step: int
-    """At most: sequences of full length."""
+    """At most: samples as long as the longest."""
     samples: int | None
     """Training samples of an epoch at most; None: not known until the data is local."""
     steps: int | None
@@ -49,7 +63,10 @@ class Planned:
     @property
     def fits(self) -> bool | None:
         """Whether each device is large enough; None: too close to say, or not asked."""
-        return None if self.gpu is None else self.memory.fits(self.gpu.memory_bytes)
+        if self.gpu is None:
+            return None
+        found = self.memory.fits(self.gpu.memory_bytes)
+        return None if found is False and self.least_bytes <= self.gpu.memory_bytes else found
 
     def as_dict(self) -> dict[str, Any]:
         """The same as plain values, for JSON."""
@@ -75,8 +92,12 @@ class Planned:
             "micro_batch_size": plan.micro_batch_size,
             "micro_steps_per_step": plan.micro_steps,
             "max_seq_length": self.max_seq_length,
+            "longest_sample_tokens": self.length.tokens,
+            "length_source": self.length.source,
             **memory,
+            "least_bytes": self.least_bytes,
             "disk_bytes": self.disk_bytes,
+            "result_layout": self.result_layout,
             "tokens_per_step": self.tokens_per_step,
             "samples_per_epoch": self.samples,
             "steps": self.steps,
@@ -104,6 +125,7 @@ def plan(
         UserError: as a run would.
     """
     recipe = with_adapter(read_recipe(files, overrides, method=method))
+    fetch_settings(recipe.checkpoint_dir, token=recipe.access_token)
     name = name or (Path(files[-1]).stem if files else "")
     if recipe.train.micro_batch_size != "auto":
         return plan_recipe(recipe, gpu=gpu, name=name)
@@ -154,28 +176,44 @@ def plan_recipe(recipe: Recipe, *, gpu: Gpu | None = None, name: str = "") -> Pl
     check_data(recipe.data)
     made = make_plan(recipe, _devices(recipe, gpu))
     base = read_blueprint(recipe.checkpoint_dir)
+    layout = _result_layout(base, recipe)
     asked, longest = recipe.train.max_seq_length, base.config.block_size
-    if asked is not None and asked > longest:
-        raise UserError(
-            f"train.max_seq_length is {asked}, but {base.name} was built for at most {longest} "
-            f"positions. Try --train.max_seq_length {longest}."
-        )
-    length = asked or longest
-    memory = predict(base, made, largest_micro_batch(made.micro_batch_size, length))
-    samples = _samples(recipe)
+    if asked is not None:
+        require_length(base, asked)
+    length = sequence_length(recipe.data, base, asked)
+    samples = length.train_samples
     steps = _steps(recipe, samples)
+    largest = largest_micro_batch(made.micro_batch_size, length.tokens)
+    memory = predict(base, made, largest)
+    least_bytes = memory.low_bytes
+    certain = certain_micro_batch(made, length, steps)
+    if gpu is not None and certain != largest and least_bytes > gpu.memory_bytes:
+        least_bytes = predict(base, made, certain, accumulates=False).low_bytes
     return Planned(
         name=name,
         plan=made,
         base_model=base.name,
-        max_seq_length=length,
+        max_seq_length=asked or longest,
+        length=length,
         memory=memory,
+        least_bytes=least_bytes,
         gpu=gpu,
-        disk_bytes=_disk_bytes(made, memory, steps) if not base.random else 0,
-        tokens_per_step=recipe.train.global_batch_size * (length - 1),
+        disk_bytes=_disk_bytes(made, memory, steps) if layout else 0,
+        result_layout=layout,
+        tokens_per_step=recipe.train.global_batch_size * (length.tokens - 1),
         samples=samples,
         steps=steps,
     )
+
+
+def _result_layout(base: BaseModel, recipe: Recipe) -> ResultLayout | None:
+    """How the result will be written; refuses, as a run would, what could not be."""
+    if base.random or not recipe.checkpoint.save:
+        return None
+    if not isinstance(recipe, LoraRecipe):
+        return layout_of(base)
+    check_adapter(base, recipe)
+    return "peft"
 
 
 def _devices(recipe: Recipe, gpu: Gpu | None) -> Devices:
@@ -192,20 +230,25 @@ def _devices(recipe: Recipe, gpu: Gpu | None) -> Devices:
         count=max(count, 1),
         names=(gpu.name,) if gpu else (),
         bf16_native=gpu is None or gpu.bf16,
+        deepspeed=has_deepspeed(),
     )
 
 
-def _samples(recipe: Recipe) -> int | None:
-    """Training records; those without an answer are skipped only when they are tokenised."""
-    if data_class(recipe.data) != "JSON":
-        return None
-    options = json_options(recipe.data)
-    train, val = options.files()
-    count = len(read_records(train))
-    if val is not None:
-        return count
-    fraction = options.val_split_fraction
-    return max(1, count - int(count * (_VAL_SPLIT_FRACTION if fraction is None else fraction)))
+def certain_micro_batch(made: Plan, length: SequenceLength, steps: int | None) -> MicroBatchSize:
+    """A micro-batch that the run will compute on for certain, the largest that is known.
+
+    Its largest is of whole micro-batches only where the global batch is cut into equal ones, and
+    where the step that takes the longest sample is not the last of the run, which may be shorter.
+    """
+    recipe, known, samples = made.recipe, length.trained, length.train_samples
+    batch = recipe.train.global_batch_size
+    taken = 0 if steps is None or recipe.train.max_time or recipe.resume is not False else steps
+    if known is None or not known.at_least or samples is None or taken * batch < samples:
+        return largest_micro_batch(1, 2)
+    is_even = made.micro_batch_size * made.world_size * made.micro_steps == batch
+    rows = made.micro_batch_size if is_even and (taken - 1) * batch >= samples else 1
+    targets = known.label_tokens + rows - 1
+    return MicroBatchSize(sequences=rows, positions=known.at_least - 1, targets=targets)
 
 
 def _steps(recipe: Recipe, samples: int | None) -> int | None:

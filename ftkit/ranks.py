@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -16,6 +17,8 @@ from typing import Any
 
 from ftkit.errors import UserError
 from ftkit.job import ErrorKind, Job, RankError
+from ftkit.out_of_memory import device_line
+from ftkit.planning import Devices, Plan
 from ftkit.recipe import Recipe
 from ftkit.report.display import LOG_NAME
 from ftkit.report.machine import processes_killed_for_memory
@@ -36,9 +39,17 @@ ERROR = "error.json"
 OUTPUT = "output.log"
 """File there with what libraries print on ranks other than 0; rank 0 has the run's log."""
 
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Where torch's allocator finds its settings. Sequences of ever other lengths fragment its memory,
+unless segments can grow; blocks are then also split to 512 B, as predictions count them."""
+
 GRACE_S = 5.0
 """How long the other ranks may go on once one has failed; without it they wait in a collective
 for minutes."""
+COMPLETING = "completing"
+"""File in rank 0's directory from its failure on until its report is complete."""
+COMPLETING_S = 60.0
+"""How much longer rank 0 may take for that: it predicts the memory of what it has run."""
 POLL_S = 0.05
 
 
@@ -70,6 +81,32 @@ class ExternalRanks:
             devices=self.local_world_size,
             num_nodes=self.world_size // self.local_world_size,
         )
+
+    def on(self, recipe: Recipe, devices: Devices) -> Recipe:
+        """The recipe as each rank sees the GPUs.
+
+        Where every process is shown one GPU of its own, as SLURM's --gpus-per-task=1 does, this is
+        a machine for each rank to all who count GPUs: torch, Lightning, DeepSpeed.
+
+        Raises:
+            UserError: there are too few GPUs.
+        """
+        shown = devices.count
+        if devices.accelerator == "cpu" or shown >= self.local_world_size:
+            return recipe
+        if shown > 1:
+            raise UserError(
+                f"{self.local_world_size} processes were started on this machine, and this one is "
+                f"shown {shown} GPUs. Start {shown} of them, or show each a GPU of its own: "
+                "srun --gpus-per-task=1."
+            )
+        return dataclasses.replace(recipe, devices=1, num_nodes=self.world_size)
+
+    def placement(self, plan: Plan) -> dict[str, str]:
+        """What of torchrun's variables the rank is to see differently: see `on`."""
+        if plan.devices == self.local_world_size:
+            return {}
+        return {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(self.rank)}
 
 
 def external_ranks() -> ExternalRanks | None:
@@ -111,6 +148,12 @@ class StoppedEarly(UserError):
         super().__init__(f"stopped by {name} before the run began; nothing has changed")
 
 
+class GoneEarly(UserError):
+    """Another machine was gone while the run was prepared; everything is as it was."""
+
+    exit_code = 1
+
+
 class Ranks:
     """Runs the ranks, and passes signals on to them.
 
@@ -129,6 +172,8 @@ class Ranks:
         self._started = False
         self._killing = False
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self.gone: tuple[int, str] | None = None
+        """A rank whose supervisor elsewhere is gone, and what to say of it."""
         self._killed_before: int | None = None
         self._directories: list[Path] = []
         """Of every rank, also of those that run elsewhere."""
@@ -150,22 +195,39 @@ class Ranks:
 
         How a rank failed is in its `ERROR` afterwards, also if it could not say it itself.
         """
-        self._started = True
         self._killed_before = processes_killed_for_memory()
         world_size = job.plan.world_size
         self._directories = [rank_directory(state, rank) for rank in range(world_size)]
+        self._started = True
+        self._note_gone()
         with ExitStack() as stack:
             if self._placed is None:
                 port = stack.enter_context(_free_port())
                 placements = {rank: _placement(job, rank, port) for rank in range(world_size)}
             else:  # torchrun's variables are there, and a store under their address
-                placements = {self._placed.rank: {"TORCHELASTIC_USE_AGENT_STORE": "True"}}
+                placement = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+                placements = {self._placed.rank: placement | self._placed.placement(job.plan)}
             stack.callback(self._end)
             for rank, placement in placements.items():
                 self._processes[rank] = _start(job, state, rank, placement)
             if self.received:
                 self._kill()
             self._watch()
+
+    def end_without(self, rank: int, reason: str) -> None:
+        """End the run because the supervisor of another rank is gone; called in any thread.
+
+        Args:
+            rank: the other rank.
+            reason: what the report says of it; before the ranks are started `GoneEarly` says it.
+        """
+        self.gone = rank, reason
+        if self._started:
+            self._note_gone()
+        else:
+            main = threading.main_thread().ident
+            assert main is not None
+            signal.pthread_kill(main, signal.SIGTERM)
 
     def _watch(self) -> None:
         """Wait for all ranks; once one has failed, the others have little time left."""
@@ -176,7 +238,9 @@ class Ranks:
             if deadline_s is None and any((d / ERROR).exists() for d in self._directories):
                 deadline_s = time.monotonic() + GRACE_S
             if deadline_s is not None and time.monotonic() > deadline_s:
-                return
+                self._kill_but_completing()
+                if time.monotonic() > deadline_s + COMPLETING_S:
+                    return
             time.sleep(POLL_S)
         self._note_deaths()
 
@@ -184,10 +248,19 @@ class Ranks:
         for rank, process in self._processes.items():
             if process.poll() and not self._killing and not self._has_spoken(rank):
                 if process.returncode == -signal.SIGKILL and self._memory_ran_out():
-                    self._note(rank, "killed_for_memory", KILLED_FOR_MEMORY)
+                    self._note(rank, "died_for_memory", KILLED_FOR_MEMORY)
                     continue
                 log = output_log(self._directories[rank].parents[1], rank)
-                self._note(rank, "died", describe_exit(process.returncode, log))
+                how = describe_exit(process.returncode, log)
+                self._note(rank, "died_for_memory" if device_line(how) else "died", how)
+
+    def _note_gone(self) -> None:
+        if self.gone is not None:
+            rank, reason = self.gone
+            with suppress(OSError):
+                self._directories[rank].mkdir(exist_ok=True)  # it may not have come that far
+            if not self._has_spoken(rank):
+                self._note(rank, "died", reason)
 
     def _memory_ran_out(self) -> bool:
         """Whether the kernel has killed a process for memory since the ranks were started."""
@@ -220,9 +293,12 @@ class Ranks:
     def _stop(self, number: int, _: FrameType | None) -> None:
         self.received.append(signal.Signals(number))
         if not self._started:
-            if len(self.received) == 1:
-                raise StoppedEarly(self.received[0])
-            return  # it is being put back
+            if len(self.received) > 1:
+                return  # it is being put back
+            if self.gone is not None:
+                rank, reason = self.gone
+                raise GoneEarly(f"rank {rank}: {reason}; nothing has changed")
+            raise StoppedEarly(self.received[0])
         if not any(process.poll() is None for process in self._processes.values()):
             return
         first = len(self.received) == 1
@@ -249,20 +325,35 @@ class Ranks:
                     self._note(rank, "interrupted", self.received[0].name)
                 process.kill()
 
+    def _kill_but_completing(self) -> None:
+        """Kill the ranks that have nothing to add."""
+        self._killing = True
+        for rank, process in self._processes.items():
+            if process.poll() is None and not (self._directories[rank] / COMPLETING).exists():
+                process.kill()
+
     def _end(self) -> None:
         self._kill()
         for process in self._processes.values():
             process.wait()
 
 
-def _start(job: Job, state: Path, rank: int, placement: dict[str, str]) -> subprocess.Popen[bytes]:
-    """A rank as a process, with its output in its log, also what compiled code prints."""
-    rank_directory(state, rank).mkdir(exist_ok=True)
+def rank_environment(job: Job, placement: dict[str, str]) -> dict[str, str]:
+    """The environment variables of a rank: this process's, and what the job needs besides."""
     environment = os.environ | placement
     if job.recipe.access_token:
         environment["HF_TOKEN"] = job.recipe.access_token
+    if job.plan.accelerator == "cuda" and not environment.keys() & ALLOCATOR_SETTINGS:
+        environment[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
     if job.plan.strategy == "deepspeed" and job.plan.accelerator == "cpu":
         environment["DS_ACCELERATOR"] = "cpu"
+    return environment
+
+
+def _start(job: Job, state: Path, rank: int, placement: dict[str, str]) -> subprocess.Popen[bytes]:
+    """A rank as a process, with its output in its log, also what compiled code prints."""
+    rank_directory(state, rank).mkdir(exist_ok=True)
+    environment = rank_environment(job, placement)
     terminal = os.dup(1)
     # -P: modules in the current directory are the user's, not ours
     command = [sys.executable, "-P", "-m", "ftkit.train"]

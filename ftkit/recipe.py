@@ -129,7 +129,8 @@ class Recipe:
     out_dir: Path = Path("out/finetune/full")
     """Where the run writes its report, metrics and result."""
     precision: Precision | None = None
-    """Number format. Default: bf16-mixed, or 16-mixed on GPUs without bfloat16."""
+    """Number format. Default: bf16-mixed, or 16-mixed on GPUs without bfloat16. 16-true trains
+    under deepspeed alone, which keeps weights in 32 bits beside it."""
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"
     """Device kind. Default: cuda where there is one, else cpu."""
     devices: int | Literal["auto"] = 1
@@ -158,6 +159,9 @@ class Recipe:
     """Extra logger. metrics.csv is always written."""
     seed: int = 1337
     """Seed of the sample order, adapter initialisation and dropout."""
+    deterministic: bool = False
+    """Compute the same numbers in every run on the same devices, and products of float32 in full:
+    slower on GPUs, where products otherwise take TF32 and the order of sums is left to chance."""
     resume: bool | int | str = False
     """Continue from a checkpoint. auto: the newest one of out_dir; without one, start. true: the
     newest one, which has to be there. A number: that step of out_dir; later checkpoints are set

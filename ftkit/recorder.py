@@ -11,7 +11,7 @@ from typing import Any, get_args
 import psutil
 import torch
 
-from ftkit.callbacks import PARTS, StepRecord
+from ftkit.callbacks import StepRecord
 from ftkit.checkpoint.metadata import Metadata
 from ftkit.durable import insist
 from ftkit.job import RESERVE, Job
@@ -28,6 +28,7 @@ from ftkit.report.metrics import (
     ValidationWriter,
     perplexity,
 )
+from ftkit.report.peaks import peak_flops
 from ftkit.report.report import (
     Checkpoints,
     ExactMatch,
@@ -41,7 +42,6 @@ from ftkit.report.report import (
     RankMemory,
     Resumed,
     Spread,
-    StepTimes,
     Throughput,
     Tokens,
     write_report,
@@ -95,11 +95,10 @@ class Recorder:
         self._since = job.started_at_s
         self._written_at = now
         self._meter = ThroughputMeter()
-        self._first_records: list[StepRecord] = []
+        self._first_loss: float | None = None
         self._last_record: StepRecord | None = None
         self._imbalance_sum = 0.0
         self._tokens = Tokens(real=0, label=0, padded=0, padding_fraction=0.0)
-        self._part_sums = dict.fromkeys(PARTS, 0.0)
         self._samples_per_epoch = 0
         self._flops_per_token: float | None = None
         tables = job.recipe.out_dir if rank == 0 else state
@@ -261,19 +260,28 @@ class Recorder:
             self._cpu_start = (_cpu_seconds(self._cpu), now)
             self._utilization.start()
 
-    def on_step(self, record: StepRecord, imbalance: float | None) -> None:
+    def on_step(
+        self, record: StepRecord, imbalance: float | None, *, follows_memory: bool = False
+    ) -> None:
         """Count an optimizer step and write its row of metrics.csv.
 
         Args:
             record: what was measured.
             imbalance: tokens of the fullest rank relative to the mean; None: there is one rank.
+            follows_memory: whether its memory was followed, which takes time.
         """
         self._imbalance_sum += imbalance or 0.0
-        if self._meter.skip_steps > len(self._first_records):
-            self._first_records.append(record)
+        if self._last_record is None:
+            self._first_loss = record.loss
         self._last_record = record
         self._count(record)
-        self._meter.add(duration_s=record.duration_s, tokens=record.tokens, samples=record.samples)
+        self._meter.add(
+            duration_s=record.duration_s,
+            tokens=record.tokens,
+            samples=record.samples,
+            parts_s={str(part): seconds for part, seconds in record.parts_s.items()},
+            follows_memory=follows_memory,
+        )
         samples = self.samples + record.samples
         epochs = samples / self._samples_per_epoch
         self.note(progress=Progress(steps=record.step, samples=samples, epochs=epochs))
@@ -317,16 +325,10 @@ class Recorder:
         self.note(peak_memory=PeakMemory.of([self._memory()]))
         if self._last_record is None:
             return
-        steps = self.steps - self._start_step
-        skipped = self._first_records[: self._meter.skipped_steps]
-        parts = {
-            part: (total - sum(record.parts_s[part] for record in skipped)) / (steps - len(skipped))
-            for part, total in self._part_sums.items()
-        }
         self.note(
             loss=self._loss(),
             tokens=self._tokens,
-            step_s=StepTimes(**parts, total=sum(parts.values())),
+            step_s=self._meter.step_times(),
             throughput=self._throughput(),
         )
 
@@ -345,7 +347,7 @@ class Recorder:
         assert before is not None
         if self._last_record is None:
             return before
-        first = self._first_records[0].loss if before.first is None else before.first
+        first = self._first_loss if before.first is None else before.first
         return dataclasses.replace(before, first=first, last=self._last_record.loss)
 
     def _checkpoints(self) -> Checkpoints:
@@ -357,8 +359,6 @@ class Recorder:
         return str(path.relative_to(out_dir) if path.is_relative_to(out_dir) else path)
 
     def _count(self, record: StepRecord) -> None:
-        for part, seconds in record.parts_s.items():
-            self._part_sums[part] += seconds
         real = self._tokens.real + record.tokens
         padded = self._tokens.padded + record.padded_tokens
         self._tokens = Tokens(
@@ -387,14 +387,14 @@ class Recorder:
 
     def _mfu(self, speed: Throughput) -> float | None:
         """Model FLOPs utilization: floating-point operations per second against the peak."""
-        from lightning.fabric.utilities.throughput import get_available_flops
-
         if self._device.type != "cuda" or self._flops_per_token is None:
             return None
-        half = {"bf16": torch.bfloat16, "16": torch.float16}
-        dtype = half.get(self._plan.precision.partition("-")[0], torch.float32)
-        peak = get_available_flops(self._device, dtype)
-        if not peak:
+        peak = peak_flops(
+            torch.cuda.get_device_name(self._device),
+            self._plan.precision.partition("-")[0],
+            tf32=torch.get_float32_matmul_precision() != "highest",
+        )
+        if peak is None:
             return None
         return speed.tokens_per_s_per_device * self._flops_per_token / peak
 
@@ -403,6 +403,7 @@ class Recorder:
         self._host_bytes = max(self._host_bytes, host.rss_anon_plus_shmem_bytes)
         return RankMemory(
             rank=self._rank,
+            requested_bytes=self.device_peak.requested_bytes,
             allocated_bytes=self.device_peak.allocated_bytes,
             reserved_bytes=self.device_peak.reserved_bytes,
             rss_bytes=host.peak_rss_bytes,

@@ -19,10 +19,10 @@ from ftkit.checkpoint.store import Store, check_files, hash_file, step_of, verif
 from ftkit.errors import UserError
 from ftkit.fields import compare
 from ftkit.parsing import read_recipe
-from ftkit.planning import make_schedule
 from ftkit.recipe import Method, Precision, Recipe
 from ftkit.report.display import Display
 from ftkit.report.report import FILE_NAME, Progress, Report, read_report
+from ftkit.schedule import make_schedule
 
 CHECKPOINTS = "checkpoints"
 """Directory of a run's checkpoints."""

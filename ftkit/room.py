@@ -11,19 +11,29 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ftkit.base.hub import find_here
+from ftkit.base.hub import fetch_settings
+from ftkit.base.rough import rough_model
+from ftkit.devices import free_bytes
 from ftkit.errors import DoesNotFit, UserError
 from ftkit.job import Job
+from ftkit.out_of_memory import device_line
 from ftkit.parsing import to_yaml
 from ftkit.planning import Devices
 from ftkit.recipe import Recipe
 from ftkit.report.formatting import bytes_text
-from ftkit.report.machine import available_host_bytes, hardware
+from ftkit.report.machine import available_host_bytes
 from ftkit.report.memory import Shortage
 from ftkit.report.report import PeakMemory
 
 _SUSPICIOUS = 0.5
-"""A base model on this machine whose weights take more than this share of a GPU is looked at."""
+"""A run that takes more than this share of a GPU by a rough estimate is looked at."""
+_FULL_BYTES, _LORA_BYTES = 16, 4
+"""For each parameter: weight, gradient and two moments in float32, or a weight alone."""
+_WIDTH_BYTES, _INNER_BYTES = 64, 16
+"""What a layer keeps of a token for the backward pass, for each number of its width and of its
+MLP's; without activation checkpointing, in float32."""
+_ANY_RUN_BYTES = 2 * 2**30
+"""Context, logits and what the allocator holds besides."""
 
 
 def with_micro_batch(recipe: Recipe, devices: Devices) -> Recipe:
@@ -43,27 +53,38 @@ def with_micro_batch(recipe: Recipe, devices: Devices) -> Recipe:
             f"train.micro_batch_size is auto, but one sequence needs {_gib(found)} on each rank, "
             f"and {bytes_text(memory_bytes)} are free. ftkit plan --fit shows what would fit."
         )
-    train = dataclasses.replace(recipe.train, micro_batch_size=int(found["micro_batch_size"]))
+    size = int(found["micro_batch_size"])
+    if found["length_source"] == "assumed":
+        print(f"train.micro_batch_size is {size}; sequences: {found['length']}", flush=True)
+    train = dataclasses.replace(recipe.train, micro_batch_size=size)
     return dataclasses.replace(recipe, train=train)
 
 
 def require_room(recipe: Recipe, devices: Devices, command: Sequence[str]) -> None:
-    """Refuse a run on GPUs that certainly cannot fit.
+    """Refuse a run on GPUs that certainly cannot fit, and say so where it may not.
 
-    A plan takes seconds. It is made if the base model has still to be downloaded, or if its
-    weights are large for the device; other runs start at once.
+    A plan takes seconds, and is made where the model is large for the device; other runs start
+    at once.
 
     Raises:
         DoesNotFit: says what would fit.
     """
-    memory_bytes = _gpu_bytes(devices)
+    memory_bytes = _gpu_bytes(devices, _ranks(recipe, devices))
     if memory_bytes is None or not _is_worth_a_look(recipe, memory_bytes):
         return
     found = _ask(recipe, devices, memory_bytes)
+    if found.get("fits", True) is None:
+        print(
+            f"memory may not be enough: this run needs {bytes_text(found['low_bytes'])} to "
+            f"{bytes_text(found['high_bytes'])} of {bytes_text(memory_bytes)} on each GPU "
+            f"(sequences: {found['length']})",
+            flush=True,
+        )
     if found.get("fits") is not False:
         return
     lines = [
         f"This run needs at least {_gib(found)} on each GPU, which has {bytes_text(memory_bytes)}.",
+        f"Sequences: {found['length']}.",
         "Nothing was started; --force tries it all the same.",
     ]
     if found["changes"]:
@@ -95,7 +116,7 @@ def find_shortage(job: Job, peak: PeakMemory | None, message: str) -> Shortage:
         available_bytes: int | None = available_host_bytes(ranks)
     else:
         held_bytes = peak.allocated_bytes if peak else None
-        available_bytes = _bytes_in(_CAPACITY, message) or _gpu_bytes(devices)
+        available_bytes = _bytes_in(_CAPACITY, message) or _gpu_bytes(devices, ranks)
     recipe = dataclasses.replace(job.recipe, checkpoint_dir=job.base, devices=ranks)
     found: dict[str, Any] = {}
     if available_bytes is not None:
@@ -105,6 +126,7 @@ def find_shortage(job: Job, peak: PeakMemory | None, message: str) -> Shortage:
         asked_bytes=_bytes_in(_ASKED, message),
         available_bytes=available_bytes,
         predicted_peak_bytes=found.get("peak_bytes"),
+        predicted_for=found.get("length"),
         changes=[
             f"{change['title']}: {_command(job.command, change)}"
             for change in found.get("changes", ())
@@ -113,8 +135,8 @@ def find_shortage(job: Job, peak: PeakMemory | None, message: str) -> Shortage:
     )
 
 
-def shortage_text(shortage: Shortage, accelerator: str) -> str:
-    """The same for people."""
+def shortage_text(shortage: Shortage, accelerator: str, message: str) -> str:
+    """The same for people; `message` is how the run ended."""
     parts = []
     if shortage.held_bytes is not None:
         parts.append(f"{bytes_text(shortage.held_bytes)} were held")
@@ -123,10 +145,15 @@ def shortage_text(shortage: Shortage, accelerator: str) -> str:
     if shortage.available_bytes is not None:
         where = "free for each rank" if accelerator == "cpu" else "on each GPU"
         parts.append(f"{bytes_text(shortage.available_bytes)} are {where}")
-    lines = [f"memory: {', '.join(parts)}"]
+    lines = [f"memory: {', '.join(parts)}"] if parts else []
+    if shortage.asked_bytes is None and device_line(message):  # not from torch's allocator
+        lines.append(
+            "the driver had no more to give: CUDA, libraries and other programs take memory beside "
+            "the tensors"
+        )
     if shortage.predicted_peak_bytes is not None:
         predicted = bytes_text(shortage.predicted_peak_bytes)
-        lines.append(f"predicted for sequences of full length: {predicted} in tensors")
+        lines.append(f"predicted: {predicted} in tensors (sequences: {shortage.predicted_for})")
     if shortage.changes:
         lines.append("what would fit, the cheapest in speed first:")
         lines += [f"  {change}" for change in shortage.changes]
@@ -139,17 +166,30 @@ def _bytes_in(pattern: re.Pattern[str], message: str) -> int | None:
 
 
 def _is_worth_a_look(recipe: Recipe, memory_bytes: int) -> bool:
+    """Whether a run may be too large, judged generously by the settings of its model alone.
+
+    So it is the same whether the weights are on this machine or not.
+    """
     name = recipe.checkpoint_dir
     if name.startswith("random:"):
         return True
-    try:
-        directory = find_here(name)
-    except UserError:
-        return False
-    if directory is None:
+    fetch_settings(name, token=recipe.access_token)
+    model = rough_model(name)
+    if model is None:
         return True
-    sizes = (path.stat().st_size for path in directory.iterdir() if path.is_file())
-    return sum(sizes) > _SUSPICIOUS * memory_bytes
+    train = recipe.train
+    length = min(train.max_seq_length or model.context, model.context)
+    sequences = train.global_batch_size
+    if train.micro_batch_size != "auto":
+        sequences = min(train.micro_batch_size, sequences)
+    number_bytes = _FULL_BYTES if recipe.method == "full" else _LORA_BYTES
+    layer_bytes = _WIDTH_BYTES * model.width + _INNER_BYTES * model.inner_width
+    needed_bytes = (
+        model.parameters * number_bytes
+        + sequences * length * model.layers * layer_bytes
+        + _ANY_RUN_BYTES
+    )
+    return needed_bytes > _SUSPICIOUS * memory_bytes
 
 
 def _command(command: Sequence[str], change: dict[str, Any]) -> str:
@@ -165,20 +205,24 @@ def _gib(found: dict[str, Any]) -> str:
     return bytes_text(int(found["low_bytes"]))
 
 
-def _gpu_bytes(devices: Devices) -> int | None:
-    """Memory of the smallest GPU; None: there is none, or its driver does not say."""
-    sizes = [gpu.memory_bytes for gpu in hardware().gpus if gpu.memory_bytes]
-    return min(sizes) if devices.accelerator == "cuda" and sizes else None
+def _ranks(recipe: Recipe, devices: Devices) -> int:
+    """Ranks on this machine; there is no plan yet."""
+    if isinstance(recipe.devices, int):
+        return recipe.devices
+    return devices.count if devices.accelerator == "cuda" else 1
+
+
+def _gpu_bytes(devices: Devices, ranks: int) -> int | None:
+    """Memory of the smallest GPU that is used; None: there is none, or it is not known."""
+    return min(devices.memory_bytes[:ranks], default=None)
 
 
 def _free_bytes(recipe: Recipe, devices: Devices) -> int:
     """What each rank may take now."""
+    ranks = _ranks(recipe, devices)
     if devices.accelerator == "cpu":
-        ranks = recipe.devices if isinstance(recipe.devices, int) else 1
         return available_host_bytes(ranks)
-    import torch  # an answer only CUDA has
-
-    return min(torch.cuda.mem_get_info(i)[0] for i in range(devices.count))
+    return min(free_bytes(min(ranks, devices.count)))
 
 
 def _ask(

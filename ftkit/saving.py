@@ -16,13 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from ftkit.checkpoint.metadata import FileEntry, Metadata
 from ftkit.checkpoint.shards import Piece, shard_name, write_shard
 from ftkit.checkpoint.store import Store, hash_file
 from ftkit.durable import sync
+from ftkit.host_copies import HostCopies, in_host_memory
 from ftkit.job import write_json
 
 PATIENCE_S = 600.0
@@ -91,7 +89,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._finished: list[Saved] = []
         self._failures: list[str] = []
-        self._copies: dict[str, Tensor] = {}
+        self.copies = HostCopies()
 
     @property
     def busy(self) -> bool:
@@ -111,7 +109,8 @@ class Saver:
 
         Args:
             metadata: without files.
-            pieces: of this rank; their memory may change once this returns.
+            pieces: of this rank; their memory may change once this returns and, on a device,
+                once the `before_update` of `copies` has.
             companions: on rank 0 writes the other files into the directory it is given, and
                 returns them.
             wait: until it is committed.
@@ -119,9 +118,10 @@ class Saver:
         """
         self.wait()
         asynchronous = self._asynchronous and not wait
-        held = [self._held(piece, copy=asynchronous) for piece in pieces]
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+        if asynchronous:
+            held = self.copies.take(pieces)
+        else:
+            held = [in_host_memory(piece) for piece in pieces]
         work = threading.Thread(
             target=self._write, args=(metadata, held, companions, started), daemon=True
         )
@@ -135,6 +135,11 @@ class Saver:
         """Until nothing is being written."""
         if self._thread is not None:
             self._thread.join()
+
+    def release(self) -> None:
+        """Give back the memory of the copies, once nothing is being written."""
+        self.wait()
+        self.copies.release()
 
     def finished(self) -> list[Saved]:
         """What came to an end since the last call, on rank 0."""
@@ -157,25 +162,6 @@ class Saver:
                 "--resume auto."
             )
 
-    def _held(self, piece: Piece, *, copy: bool) -> Piece:
-        """The piece in host memory, apart from what training changes."""
-        values = self._in_host_memory(f"{piece.name}", piece.values, copy)
-        scales = piece.scales
-        if scales is not None:
-            scales = self._in_host_memory(f"{piece.name}.scales", scales, copy)
-        return dataclasses.replace(piece, values=values, scales=scales)
-
-    def _in_host_memory(self, key: str, values: Tensor, copy: bool) -> Tensor:
-        """The numbers in host memory; copies go to memory that is kept for the next save."""
-        if not copy:
-            return values.cpu().contiguous()
-        kept = self._copies.get(key)
-        if kept is None or kept.shape != values.shape or kept.dtype != values.dtype:
-            pin = values.device.type == "cuda"
-            kept = torch.empty(values.shape, dtype=values.dtype, pin_memory=pin)
-            self._copies[key] = kept
-        return kept.copy_(values, non_blocking=True)
-
     def _write(
         self,
         metadata: Metadata,
@@ -189,6 +175,7 @@ class Saver:
         error = None
         files: dict[str, FileEntry] = {}
         try:
+            self.copies.wait()
             partial.mkdir(parents=True, exist_ok=True)
             shard = partial / shard_name(self._rank, len(self._receipts))
             write_shard(shard, pieces)

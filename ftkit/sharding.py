@@ -117,25 +117,23 @@ class FullyShard:
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
         # Rotary tables stay float32: inputs of the blocks are not cast.
-        policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-        if self._mixed:
-            policy = MixedPrecisionPolicy(
-                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
-            )
-        settings: dict[str, Any] = {
-            "mesh": self._mesh,
-            "mp_policy": policy,
-            "reshard_after_forward": self._options.sharding == "FULL_SHARD",
-        }
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if self._mixed else None,
+            reduce_dtype=torch.float32,  # in which ranks add up, also gradients of 16 bits
+            cast_forward_inputs=False,
+        )
+        settings: dict[str, Any] = {"mesh": self._mesh, "mp_policy": policy}
+        sharded_in_between = self._options.sharding == "FULL_SHARD"
         if self._options.cpu_offload and device.type != "cpu":
             settings["offload_policy"] = CPUOffloadPolicy()
             device = torch.device("cpu")
         with _integers_without_gradients():
             for block in model.gpt.transformer.h:
-                fully_shard(block, **settings)
+                fully_shard(block, **settings, reshard_after_forward=sharded_in_between)
+            # The backward pass begins with what the forward pass ends with.
             if not model.tied:  # one parameter cannot belong to two groups
-                fully_shard(model.head, **settings)
-            fully_shard(model, **settings)
+                fully_shard(model.head, **settings, reshard_after_forward=False)
+            fully_shard(model, **settings, reshard_after_forward=False)
         _keep_integers(model)
         model.to_empty(device=device)
         model.tie()
@@ -197,7 +195,8 @@ class ZeroThree:
         deepspeed.zero.Init(
             module=nn.ParameterList([parameter]),
             config_dict_or_path=self._config,
-            dtype=outlined.dtype,
+            # Packed weights stay as they are: on CUDA DeepSpeed refuses integers here.
+            dtype=outlined.dtype if outlined.is_floating_point() else None,
         )
         setattr(model.get_submodule(owner), leaf, parameter)
         model.tie()

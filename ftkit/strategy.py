@@ -1,5 +1,7 @@
 """Plan -> Lightning strategy, precision and sharding: one place for what differs between them."""
 
+import atexit
+import inspect
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,6 +9,7 @@ from typing import Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch.accelerators import CPUAccelerator
@@ -23,8 +26,10 @@ from lightning.pytorch.strategies import (
     SingleDeviceStrategy,
     Strategy,
 )
+from torch.nn.parallel import DistributedDataParallel
 
-from ftkit.planning import DeepSpeedOptions, Plan
+from ftkit.planning import DeepSpeedOptions, FsdpOptions, Plan
+from ftkit.recipe import Recipe
 from ftkit.sharding import FullyShard, Sharding, Whole, ZeroThree
 
 
@@ -52,7 +57,27 @@ class BuiltDeepSpeedPrecision(DeepSpeedPrecision):
         return data
 
 
-class DeepSpeed(DeepSpeedStrategy):
+class _StateStays(Strategy):
+    """Leaves the state of optimizers where it is when training ends, well or not.
+
+    Lightning's strategies move it to host memory: beside the copy of the last checkpoint, before
+    the result is saved, and in a process that ends soon.
+    """
+
+    def teardown(self) -> None:
+        self.optimizers = []
+        super().teardown()
+
+
+class SingleDevice(_StateStays, SingleDeviceStrategy):
+    """Lightning's strategy for one device."""
+
+
+class Replicated(_StateStays, DDPStrategy):
+    """Lightning's strategy for DDP."""
+
+
+class DeepSpeed(_StateStays, DeepSpeedStrategy):
     """Lightning's strategy, on CPU too, and with the loss divided once.
 
     Lightning's refuses CPUs, which DeepSpeed itself runs on. It also divides the loss by the
@@ -91,6 +116,33 @@ class DeepSpeed(DeepSpeedStrategy):
         return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
 
 
+_BOTH = "cpu:gloo,cuda:nccl"
+"""Backends of a process group whose ranks also reduce what is offloaded to host memory: gradients
+for their norm, and parameters that are gathered for a result. NCCL alone takes no CPU tensors
+(https://github.com/pytorch/pytorch/issues/148532)."""
+
+
+class FullySharded(ModelParallelStrategy):
+    """Lightning's strategy for FSDP2, with every parameter left where it was put.
+
+    Lightning's moves the whole module to the device at the end of its set-up, also the parameters
+    that are kept in host memory.
+    """
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self.process_group_backend == _BOTH:  # Lightning does so for "nccl" alone
+            atexit.register(_leave_process_group)
+
+    def model_to_device(self) -> None:
+        pass
+
+
+def _leave_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def local_rank() -> int:
     """This process among those of its machine."""
     return int(os.environ.get("LOCAL_RANK", "0"))
@@ -106,6 +158,16 @@ def make_device(plan: Plan) -> torch.device:
     if plan.accelerator == "cuda":
         return torch.device("cuda", local_rank())
     return torch.device("cpu")
+
+
+def set_arithmetic(recipe: Recipe) -> None:
+    """Have this process compute as the recipe says; comes before its first use of a device."""
+    exact = recipe.deterministic
+    torch.set_float32_matmul_precision("highest" if exact else "high")
+    torch.use_deterministic_algorithms(exact)
+    torch.backends.cudnn.deterministic = exact
+    if exact:  # cuBLAS otherwise adds up in buffers of which it may take any
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def parameter_dtype(plan: Plan) -> torch.dtype:
@@ -125,13 +187,19 @@ def compute_dtype(plan: Plan) -> torch.dtype:
 def make_strategy(plan: Plan, module: torch.nn.Module) -> Strategy:
     """Lightning's strategy for the plan's; the module is outlined, without memory."""
     if plan.strategy == "single":
-        return SingleDeviceStrategy(make_device(plan))
-    backend = plan.communication
+        return SingleDevice(make_device(plan))
+    backend: str | None = plan.communication
+    if isinstance(plan.options, FsdpOptions) and plan.options.cpu_offload and backend == "nccl":
+        backend = _BOTH
     if plan.strategy == "ddp":
-        # The view saves a copy of the gradients.
-        return DDPStrategy(process_group_backend=backend, gradient_as_bucket_view=True)
+        tables: dict[str, Any] = {_SYNC_BUFFERS: False}  # every rank computes them
+        return Replicated(
+            process_group_backend=backend,
+            gradient_as_bucket_view=True,  # saves a copy of the gradients
+            **tables,
+        )
     if plan.strategy == "fsdp":
-        return ModelParallelStrategy(
+        return FullySharded(
             data_parallel_size=plan.world_size,
             tensor_parallel_size=1,
             process_group_backend=backend,
@@ -139,6 +207,11 @@ def make_strategy(plan: Plan, module: torch.nn.Module) -> Strategy:
     return DeepSpeed(config=deepspeed_config(plan, module), process_group_backend=backend)
 
 
+_SYNC_BUFFERS = next(  # torch 2.13 warns of the older name
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")
+    if name in inspect.signature(DistributedDataParallel).parameters
+)
 REDUCE_BUCKET_ELEMENTS = 50_000_000
 """Gradients that ranks add up at once; DeepSpeed's own ten times as many take 2 GB in float32."""
 
@@ -160,6 +233,8 @@ def deepspeed_config(plan: Plan, module: torch.nn.Module) -> dict[str, Any]:
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
+        # It would have the host wait for the device twice in every micro-step.
+        "timers": {"throughput": {"enabled": False}},
     }
     if plan.precision.startswith("bf16"):
         config["bf16"] = {"enabled": True}

@@ -15,8 +15,8 @@ from ftkit.checkpoint.store import Store
 from ftkit.comparison.compare import compare_runs
 from ftkit.comparison.plots import check_plot
 from ftkit.data.files import check_data
+from ftkit.devices import find_devices
 from ftkit.errors import DoesNotFit, UserError
-from ftkit.launch import find_devices
 from ftkit.planning import make_plan
 from ftkit.process import PassingOn, start_command
 from ftkit.ranks import EXIT_BY_SIGNAL, EXIT_OUT_OF_MEMORY

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TextIO
 
 from ftkit.process import die_with_parent, without_hub_kernels
+from ftkit.schedule import sample_budget
 
 if __name__ == "__main__":  # before the slow imports: a supervisor may die at any moment
     die_with_parent(int(sys.argv[2]))
@@ -27,29 +28,29 @@ import torch
 
 from ftkit.adapter import save_adapter
 from ftkit.base.base_model import BaseModel, open_base, open_companions
-from ftkit.base.writing import save_hf
+from ftkit.base.writing import layout_of, save_hf, save_litgpt
 from ftkit.building import build, checked_length, identities, position, warn
 from ftkit.callbacks import Interrupted, StopRequest
 from ftkit.checkpoint.metadata import CheckpointError, Metadata, read_metadata
 from ftkit.checkpoint.shards import StoredState
 from ftkit.checkpointing import Checkpointing, goes_on_in_place
 from ftkit.data.order import ElasticOrder
-from ftkit.data.samples import load_data
+from ftkit.data.samples import DataSets, load_data
+from ftkit.data.sources import prompt_style_file
 from ftkit.errors import UserError
 from ftkit.finetuner import FineTuner
 from ftkit.job import Job, RankError
-from ftkit.memory.meter import is_out_of_memory
 from ftkit.memory.predict import predict_measured
 from ftkit.model import trained_weights
-from ftkit.planning import sample_budget
-from ftkit.ranks import ERROR, rank_directory
+from ftkit.out_of_memory import device_line, is_out_of_memory
+from ftkit.ranks import COMPLETING, ERROR, rank_directory
 from ftkit.recipe import LoraRecipe
 from ftkit.recorder import Recorder
 from ftkit.report.display import LOG_NAME, Display
 from ftkit.report.report import DataCounts
 from ftkit.resume import FINAL
 from ftkit.saving import SavingFailed
-from ftkit.strategy import make_device, rank
+from ftkit.strategy import make_device, rank, set_arithmetic
 from ftkit.training import NonFiniteLoss, Training, make_loggers
 
 
@@ -69,7 +70,7 @@ def run(
     for notice in plan.notices:
         warn(notice, display, recorder)
     torch.manual_seed(recipe.seed + rank())  # for dropout: every rank has masks of its own
-    torch.set_float32_matmul_precision("high")
+    set_arithmetic(recipe)
     device = make_device(plan)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -141,7 +142,7 @@ def run(
     if recipe.checkpoint.save and not base.random:
         recorder.enter("saving")
         with display.phase("saving the result"):
-            _save(module, base, base_identity.fingerprint, recipe.out_dir / FINAL)
+            _save(module, base, base_identity.fingerprint, data, recipe.out_dir / FINAL)
         recorder.saved(FINAL)
     recorder.note(outcome="completed", exit_code=0, exit_reason=training.exit_reason)
 
@@ -160,7 +161,7 @@ def _stored_state(job: Job, start: Metadata | None) -> StoredState | None:
         ) from error
 
 
-def _save(module: FineTuner, base: BaseModel, fingerprint: str, out: Path) -> None:
+def _save(module: FineTuner, base: BaseModel, fingerprint: str, data: DataSets, out: Path) -> None:
     recipe = module.plan.recipe
     assert module.sharding is not None
     tensors = trained_weights(module.model, module.sharding)
@@ -169,8 +170,10 @@ def _save(module: FineTuner, base: BaseModel, fingerprint: str, out: Path) -> No
             pass
     elif isinstance(recipe, LoraRecipe):
         save_adapter(tensors, base, recipe, out, fingerprint)
-    else:
+    elif layout_of(base) == "hf":
         save_hf(base, tensors, out)
+    else:
+        save_litgpt(base, tensors, out, others=prompt_style_file(data.prompt_style))
 
 
 def run_rank(job_path: Path, terminal: TextIO) -> int:
@@ -195,19 +198,30 @@ def run_rank(job_path: Path, terminal: TextIO) -> int:
             ) as recorder:
                 try:
                     run(job, start, stop, display, recorder)
-                except Exception as failure:
-                    if stop.raised is None:
-                        raise
-                    raise stop.raised from failure
+                except BaseException as failure:
+                    _tell(stop.raised or failure, job, state)  # now: other ranks wait for this one
+                    raise
                 finally:
                     _note_prediction(job, recorder)
         except BaseException as exception:
-            error = _explain(exception)
-            error.write(state / ERROR)
-            if error.kind in ("failed", "out_of_memory"):
-                _log_traceback(exception, job)
+            _tell(exception, job, state)
             return 1
+        finally:
+            (state / COMPLETING).unlink(missing_ok=True)
     return 0
+
+
+def _tell(exception: BaseException, job: Job, state: Path) -> None:
+    """Say how this rank failed, once: what goes wrong after that is noise."""
+    if (state / ERROR).exists():
+        return
+    if rank() == 0:  # its report is not complete yet
+        with suppress(OSError):
+            (state / COMPLETING).touch()
+    error = _explain(exception)
+    error.write(state / ERROR)
+    if error.kind in ("failed", "out_of_memory"):
+        _log_traceback(exception, job)
 
 
 def _note_prediction(job: Job, recorder: Recorder) -> None:
@@ -265,7 +279,16 @@ def _explain(exception: BaseException) -> RankError:
     if isinstance(exception, Interrupted):
         return RankError(kind="interrupted", message=str(exception), happened_at_s=now)
     message = str(exception)
+    if "Duplicate GPU detected" in message:  # NCCL's words
+        message = (
+            "Two ranks have the same GPU. Start one process for each GPU, or show each a GPU of "
+            f"its own: srun --gpus-per-task=1. ({message.strip().splitlines()[-1]})"
+        )
+        return RankError(kind="user", message=message, happened_at_s=now)
     if is_out_of_memory(exception):
+        line = device_line(message)
+        if line and not isinstance(exception, torch.OutOfMemoryError):
+            message = f"{type(exception).__name__}: {line}"  # the rest is how to debug kernels
         message = message or type(exception).__name__
         return RankError(kind="out_of_memory", message=message, happened_at_s=now)
     if not isinstance(exception, NonFiniteLoss | SavingFailed):

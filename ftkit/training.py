@@ -108,6 +108,7 @@ class Training:
         device = make_device(self.plan)
         self.order = order
         self.total_steps = order.total_steps
+        self._followed = steps_to_measure(order)
         self.trainer = make_trainer(
             self.plan,
             accelerator=self.plan.accelerator,
@@ -120,7 +121,7 @@ class Training:
             default_root_dir=self.recipe.out_dir,
             callbacks=[
                 MemoryMeter(
-                    steps_to_measure(order),
+                    self._followed,
                     device,
                     self.recorder.device_peak,
                     self.recorder.on_step_memory,
@@ -177,7 +178,11 @@ class Training:
 
     def _on_step(self, record: StepRecord) -> None:
         several = self.plan.world_size > 1
-        self.recorder.on_step(record, self.order.imbalance(record.step - 1) if several else None)
+        self.recorder.on_step(
+            record,
+            self.order.imbalance(record.step - 1) if several else None,
+            follows_memory=record.step - 1 in self._followed,
+        )
         if not math.isfinite(record.loss):
             raise NonFiniteLoss(
                 f"The loss of step {record.step} is {record.loss}. Try a lower learning rate, "
@@ -272,6 +277,8 @@ class Training:
                 self.checkpointing.amend(step, self._validated(step))
         elif self.checkpointing is not None:
             self.checkpointing.finish()
+        if self.checkpointing is not None:
+            self.checkpointing.release()
 
     def _reason(self) -> str:
         train = self.recipe.train

@@ -19,6 +19,7 @@ from ftkit.checkpoint.shards import BLOCK, Piece, StoredState, StoredTensor, sha
 from ftkit.errors import UserError
 from ftkit.lora import our_name
 from ftkit.model import in_checkpoint
+from ftkit.out_of_memory import is_out_of_memory
 
 PARAMETER = "parameter"
 """Kind of a parameter's own numbers, beside the kinds of its optimizer state."""
@@ -350,6 +351,8 @@ def state_kinds(
         optimizer = optimizer_class(parameters, **arguments)
         optimizer.step()
     except (RuntimeError, ValueError, TypeError) as error:
+        if is_out_of_memory(error):
+            raise
         raise UserError(
             f"optimizer {optimizer_class.__name__} cannot fine-tune: {error}. "
             "Try --optimizer AdamW."

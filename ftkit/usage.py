@@ -19,6 +19,7 @@ from ftkit.commands import (
     WITH_STEP,
     WORDS,
 )
+from ftkit.memory.gpus import GPUS
 from ftkit.options import choices
 from ftkit.parsing import accepted_types, add_recipe_keys, key_types
 from ftkit.recipe import RECIPE_OF
@@ -148,8 +149,8 @@ def plan_parser() -> ArgumentParser:
         usage="ftkit plan [RECIPE.yaml | SWEEP.yaml ...] [--gpu GPU] [--sweep KEY=A,B ...] [--fit] "
         "[--KEY VALUE ...]",
         description="Predict what recipes need: memory of each rank with its parts, host memory, "
-        "disk, steps. Nothing is loaded or downloaded, and no GPU is needed. Several recipes, the "
-        "runs of a sweep and variations become one table. Any LoRA key or quantize means LoRA, "
+        "disk, steps. No weights are loaded or downloaded, and no GPU is needed. Several recipes, "
+        "the runs of a sweep and variations become one table. Any LoRA key or quantize means LoRA, "
         "else full fine-tuning. The exit code is 3 if it does not fit on the GPU; of several, if "
         "none does.",
         epilog="Examples:\n"
@@ -163,8 +164,8 @@ def plan_parser() -> ArgumentParser:
     parser.add_argument(
         "--gpu",
         metavar="GPU",
-        help="What each rank runs on: a100-80gb, a100-40gb, h100, h200, a10g, l4, rtx4090, "
-        "v100-32gb, t4, a size such as 24GiB, or auto for the one here.",
+        help=f"What each rank runs on: {', '.join(GPUS)}, a size such as 24GiB, or auto for the "
+        "one here.",
     )
     parser.add_argument(
         "--sweep",

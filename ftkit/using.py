@@ -14,14 +14,20 @@ from ftkit.data.sources import resolve_prompt_style
 from ftkit.decode import Context, Sampling, TextStream, answer_in_tokens
 from ftkit.errors import UserError
 from ftkit.loading import Loaded, load_result, plan_use
-from ftkit.memory.meter import is_out_of_memory
 from ftkit.options import AnswerOptions, UseOptions
+from ftkit.out_of_memory import is_out_of_memory
 from ftkit.planning import Plan
 from ftkit.process import silence_libraries
 from ftkit.recipe import Quantization
 from ftkit.report.display import Display
 from ftkit.result import Result
-from ftkit.strategy import compute_dtype, make_device, make_precision, parameter_dtype
+from ftkit.strategy import (
+    compute_dtype,
+    make_device,
+    make_precision,
+    parameter_dtype,
+    set_arithmetic,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +53,7 @@ def put_to_use(result: Result, options: UseOptions) -> InUse:
     quantize = result.quantize
     if options.quantize is not None:
         quantize = None if options.quantize == "none" else options.quantize
-    torch.set_float32_matmul_precision("high")  # as in training
+    set_arithmetic(plan.recipe)
     silence_libraries()
     device = make_device(plan)
     with (

@@ -7,16 +7,20 @@ import resource
 import signal
 import stat
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
+import witness
 
-from ftkit import ranks, room, saving
+from ftkit import ranks, room, saving, train
 from ftkit.checkpoint import shards
 from ftkit.finetuner import FineTuner
+from ftkit.recorder import Recorder
 from ftkit.saving import Saver
 
 CHANGES = {"os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.chmod", "os.truncate"}
@@ -153,15 +157,68 @@ def no_advice() -> None:
     room._ask = lambda *_, **__: {}  # type: ignore[assignment]
 
 
+def on_card(
+    counts_in: str, shortage: dict[str, Any] | None, follows_memory: bool, *others: str
+) -> None:
+    """What may happen to a rank on a simulated card.
+
+    Args:
+        counts_in: directory for what is counted in it.
+        shortage: arguments of simulated_card.settings.Shortage; None: memory does not run out.
+        follows_memory: whether the memory of some steps is measured, which has synchronisations
+            of its own.
+        *others: names of functions here to call too.
+    """
+    from simulated_card import counts
+    from simulated_card.settings import Shortage
+
+    from ftkit import train, training
+
+    run_rank = train.run_rank
+    for other in others:
+        globals()[other]()
+    if not follows_memory:
+        training.steps_to_measure = lambda order: set()
+
+    def counted(*arguments: Any) -> int:
+        try:
+            return run_rank(*arguments)
+        finally:
+            counts.write(Path(counts_in))
+
+    train.run_rank = counted
+    if shortage is not None:
+        counts.run_out(Shortage(**shortage))
+
+
+def reads_a_number_in_each_micro_step() -> None:
+    """A line that makes the host wait for the device, such as slips in with a print."""
+    step = FineTuner.training_step
+
+    def reading(self: FineTuner, *arguments: Any) -> Any:
+        loss: Any = step(self, *arguments)
+        loss.item()
+        return loss
+
+    FineTuner.training_step = reading  # type: ignore[method-assign]
+
+
 def killed_in_training() -> None:
     """SIGKILL in the first forward pass."""
     _in_training(lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
-def out_of_memory(where: str) -> None:
-    """No memory on a GPU, in the forward or the backward pass."""
+def out_of_memory(where: str, words: str | None = None) -> None:
+    """No memory on a GPU, in the forward or the backward pass or when the optimizer is made.
 
-    def fail(*_: Any) -> None:
+    Args:
+        where: forward, backward or optimizer.
+        words: of the driver; None: torch's allocator says it.
+    """
+
+    def fail(*_: Any, **__: Any) -> None:
+        if words is not None:
+            raise RuntimeError(words)
         raise torch.OutOfMemoryError(
             "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "
             "23.60 GiB of which 1.00 GiB is free."
@@ -169,6 +226,9 @@ def out_of_memory(where: str) -> None:
 
     if where == "forward":
         _in_training(fail)
+        return
+    if where == "optimizer":
+        torch.optim.Optimizer.__init__ = fail  # type: ignore[method-assign]
         return
     step = FineTuner.training_step
 
@@ -178,6 +238,49 @@ def out_of_memory(where: str) -> None:
         return loss
 
     FineTuner.training_step = failing  # type: ignore[method-assign]
+
+
+def ended_by_a_library(last_words: str) -> None:
+    """Compiled code says why, and ends the process in the first forward pass."""
+
+    def end() -> None:
+        os.write(2, f"{last_words}\n".encode())
+        os._exit(1)
+
+    _in_training(end)
+
+
+def fails_and_predicts_late() -> None:
+    """An error in the first forward pass, and a prediction that takes until others have ended."""
+
+    def predict_late(_: object, recorder: Recorder) -> None:
+        supervisor = psutil.Process(os.getppid())
+        give_up_s = time.monotonic() + 60
+        while len(supervisor.children()) > 1:
+            if time.monotonic() > give_up_s:
+                return
+            time.sleep(0.05)
+        recorder.warn("predicted when the others had ended")
+
+    train._note_prediction = predict_late
+    _in_training(lambda: 1 / 0)
+
+
+def watched(directory: str, ends_at: int | None) -> None:
+    """Training beside a witness.
+
+    Args:
+        directory: where it writes.
+        ends_at: the forward pass, counted from 1, that fails; None: none does.
+    """
+    step, count = FineTuner.training_step, itertools.count(1)
+
+    def failing(self: FineTuner, *arguments: Any) -> Any:
+        assert next(count) != ends_at
+        return step(self, *arguments)
+
+    FineTuner.training_step = failing  # type: ignore[method-assign]
+    witness.watch(Path(directory))
 
 
 def _in_training(action: Callable[[], object]) -> None:

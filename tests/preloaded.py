@@ -181,10 +181,12 @@ def _serve() -> NoReturn:
         import faults
         import peft  # noqa: F401
 
-        from ftkit import cli, launch, ranks, train  # noqa: F401 (imported late by the command)
+        # imported late by the command
+        from ftkit import cli, devices, launch, ranks, train  # noqa: F401
         from ftkit.job import Job
 
     die_with_parent(os.getppid())
+    devices._child = lambda *words: devices._answer(words)  # torch is here already
     train._note_prediction = lambda job, recorder: None  # takes longer than such a run
     assert threading.active_count() == len(list(Path("/proc/self/task").iterdir())) == 1
 

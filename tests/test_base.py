@@ -18,6 +18,7 @@ from litgpt.utils import save_config
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ftkit import embedded
 from ftkit.base import architectures, base_model, hub
@@ -28,12 +29,17 @@ from ftkit.base.base_model import (
     open_companions,
     our_name,
     parameter_shapes,
+    require_length,
     save_companions,
     weights,
 )
+from ftkit.base.blueprint import read_blueprint
 from ftkit.base.fingerprint import _architecture, fingerprint
 from ftkit.base.writing import save_hf
 from ftkit.errors import UserError
+from ftkit.model import fill, outline
+from ftkit.recipe import Recipe
+from ftkit.sharding import Whole
 
 VOCABULARY = 67
 SIZES: dict[str, Any] = {
@@ -339,6 +345,75 @@ def test_rotary_embeddings_are_read_as_older_versions_wrote_them(
 def test_a_model_has_no_more_positions_than_its_sliding_window(model, make_model):
     config = open_base(str(make_model(model))).config
     assert (config.block_size, config.sliding_window_size) == (24, None)
+
+
+@pytest.mark.parametrize("model", ["mistral window", "gemma2"])
+def test_a_window_of_litgpts_layout_limits_the_positions_too(model, make_model, tmp_path):
+    directory = make_model(model)
+    original = open_base(str(directory))
+    every_other = {"sliding_window_indices": [1, 0, 1]} if model == "gemma2" else {}
+    config = dataclasses.replace(
+        original.config, block_size=64, sliding_window_size=24, **every_other
+    )
+    with_window = dataclasses.replace(original, config=config)
+    lit = open_base(str(write_litgpt(with_window, tmp_path / "lit")))
+    assert lit.config.block_size == 24
+    assert fingerprint(lit) == fingerprint(original)
+    (logits, operations), (_, plain) = (counted_logits(base) for base in (lit, original))
+    assert difference(logits, transformers_logits(directory)) <= 1e-5
+    assert operations == plain
+
+
+def counted_logits(base: BaseModel) -> tuple[Tensor, int]:
+    """Of the model that is trained, [batch, sequence, vocabulary]; and the operations for them."""
+
+    class Counter(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, function, types, arguments=(), options=None):
+            self.count += 1
+            return function(*arguments, **(options or {}))
+
+    model = outline(base, Recipe(checkpoint_dir=""), torch.float32)
+    fill(
+        model,
+        base,
+        sharding=Whole(),
+        device=torch.device("cpu"),
+        rope_length=base.config.block_size,
+        seed=0,
+        progress=lambda done, total: None,
+    )
+    ids = tokens()
+    with torch.no_grad(), Counter() as counter:
+        logits: Tensor = model(ids, torch.arange(ids.numel()))
+    return logits.view(*ids.shape, -1), counter.count
+
+
+@pytest.mark.parametrize(
+    ("name", "positions"), [("Mistral-7B-v0.1", 4096), ("Gemma-2-2b", 4096), ("Gemma-3-1b-it", 512)]
+)
+def test_random_weights_and_plans_have_the_positions_of_the_window(name, positions, quickstart):
+    assert open_base(f"random:{name}").config.block_size == positions
+    assert read_blueprint(name).config.block_size == positions
+
+
+@pytest.mark.parametrize(
+    ("model", "limit"),
+    [
+        ("mistral window", "has a sliding window of 24 positions, within which ftkit trains"),
+        ("gemma2", "has a sliding window of 24 positions, within which ftkit trains"),
+        ("mistral", "was built for at most 64 positions"),
+        ("llama", "was built for at most 64 positions"),
+    ],
+)
+def test_what_limits_the_length_of_sequences_is_said(model, limit, make_model):
+    base = open_base(str(make_model(model)))
+    longest = base.config.block_size
+    require_length(base, longest)
+    with pytest.raises(UserError, match=limit) as error:
+        require_length(base, longest + 1)
+    assert str(error.value).endswith(f"Try --train.max_seq_length {longest}.")
 
 
 @pytest.mark.parametrize("name", ["Gemma-2b", "OLMo-1B-hf", "my Gemma OLMo"])
@@ -683,6 +758,12 @@ def test_random_weights_are_the_same_each_time_and_norms_let_pass(quickstart):
     assert not torch.equal(*[by_name[f"transformer.h.{n}.mlp.fc.weight"] for n in (0, 1)])
     assert by_name["transformer.ln_f.weight"].eq(1).all()
     assert by_name["transformer.ln_f.bias"].eq(0).all()
+
+
+def test_random_weights_are_drawn_on_the_host_whatever_the_default_device_is(quickstart):
+    base = open_base("random:pythia-14m")
+    with torch.device("meta"):  # Lightning makes the GPU the default while a model is filled
+        assert {tensor.device.type for _, tensor in weights(base)} == {"cpu"}
 
 
 def test_an_unknown_architecture_is_refused_with_its_nearest_names(quickstart):

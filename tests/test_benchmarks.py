@@ -5,7 +5,7 @@ import sys
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -134,25 +134,98 @@ def test_the_calibration_runs_its_tiny_recipes(tmp_path, monkeypatch, capsys):
     assert calibrate.main() == 0
     rows = json.loads(figures.read_text())["recipes"]
     assert len(rows) == len(calibrate.TINY)
-    assert all(abs(calibrate.allocated_error(row)) < 0.02 for row in rows)
+    assert all(abs(calibrate.requested_error(row)) < 0.02 for row in rows)
     assert len(capsys.readouterr().out.splitlines()) == len(rows)
+
+
+def calibrated(predicted: int, reserved: int) -> dict[str, object]:
+    """A row of the calibration: 1000 bytes were asked for, and given in blocks of 1016."""
+    return {
+        "model": "tiny",
+        "micro_batch_size": 1,
+        "settings": {},
+        "failure": None,
+        "predicted_bytes": predicted,
+        "requested_bytes": 1000,
+        "allocated_bytes": 1016,
+        "reserved_bytes": reserved,
+        "device_bytes": reserved + 300,
+        "breakdown_bytes": {"unattributed": 24},
+    }
 
 
 def test_the_calibration_fits_constants_and_says_which_predictions_are_far_off():
     calibrate = script("calibrate_memory")
-
-    def row(predicted: int, reserved: int):
-        return {
-            "predicted_bytes": predicted,
-            "allocated_bytes": 1000,
-            "reserved_bytes": reserved,
-            "device_bytes": reserved + 300,
-            "breakdown_bytes": {"unattributed": 8},
-        }
-
-    good, shy, greedy = row(1010, 1050), row(940, 1000), row(1000, 1300)
+    good, shy, greedy = calibrated(1010, 1050), calibrated(940, 1000), calibrated(1000, 1300)
     assert [calibrate.is_close(one) for one in (good, shy, greedy)] == [True, False, False]
     constants = calibrate.fitted([good, shy, greedy])
-    assert constants["CONTEXT_BYTES"] == 300 and constants["WORKSPACE_BYTES"] == 8
+    assert constants["CONTEXT_BYTES"] == 300
+    assert constants["WORKSPACE_BYTES"] == 8, "not what blocks are rounded by"
+    assert constants["ROUNDING_HIGHEST"] == pytest.approx(0.016)
     assert constants["FRAGMENTATION"] == pytest.approx(0.05)
     assert constants["TENSOR_ERROR"] == pytest.approx(0.06)
+
+
+@pytest.mark.parametrize(("codes", "expected"), [([0, 3, 0], 0), ([0, 1, 0], 1), ([3, 3, 3], 1)])
+def test_a_recipe_that_does_not_fit_or_fails_costs_no_other(
+    tmp_path, monkeypatch, capsys, codes, expected
+):
+    calibrate = script("calibrate_memory")
+    recipes = [(f"model-{code}", 1, {}) for code in codes]
+    ftkit = tmp_path / "ftkit.py"
+    report = {
+        "step_memory": {
+            "predicted": {"peak_bytes": 1010, "peak_breakdown_bytes": {}},
+            "ranks": [{"peak_bytes": 1000, "peak_breakdown_bytes": {"unattributed": 24}}],
+        },
+        "peak_memory": {"requested_bytes": 1000, "allocated_bytes": 1016, "reserved_bytes": 1050},
+        "hardware": {},
+        "versions": {},
+    }
+    ftkit.write_text(
+        "import pathlib, sys\n"
+        "words = dict(zip(sys.argv[2::2], sys.argv[3::2]))\n"
+        "code = int(words['--checkpoint_dir'].rpartition('-')[2])\n"
+        "out = pathlib.Path(words['--out_dir'])\n"
+        "out.mkdir()\n"
+        f"(out / 'report.json').write_text({json.dumps(report)!r})\n"
+        "print('last words')\n"
+        "sys.exit(code)\n"
+    )
+    monkeypatch.chdir(tmp_path)  # where -m looks first
+    monkeypatch.setattr(calibrate, "RECIPES", recipes)
+    monkeypatch.setattr(calibrate, "device_uuid", lambda: "1234")
+    figures = tmp_path / "figures.json"
+    monkeypatch.setattr(sys, "argv", ["calibrate_memory", "--output", str(figures)])
+    assert calibrate.main() == expected
+    written = json.loads(figures.read_text())
+    said = {0: None, 3: "does not fit", 1: "ended with 1:\nlast words\n"}
+    assert [row["failure"] for row in written["recipes"]] == [said[code] for code in codes]
+    assert bool(written["constants"]) == (0 in codes)
+    lines = capsys.readouterr().out
+    assert lines.count("predicted") == codes.count(0)
+    assert lines.count("does not fit") == codes.count(3)
+
+
+@pytest.mark.parametrize("kind", ["GPU", "MIG"])
+def test_the_calibration_looks_at_the_device_that_runs_whatever_its_number(monkeypatch, kind):
+    calibrate = script("calibrate_memory")
+
+    used = {"GPU-other": 1, f"{kind}-1234": 7}
+
+    class Driver(ModuleType):
+        NVMLError = LookupError
+
+        def nvmlInit(self): ...
+
+        def nvmlDeviceGetHandleByUUID(self, uuid):
+            if uuid not in used:
+                raise self.NVMLError
+            return uuid
+
+        def nvmlDeviceGetMemoryInfo(self, handle):
+            return SimpleNamespace(used=used[handle])
+
+    monkeypatch.setitem(sys.modules, "pynvml", Driver("pynvml"))
+    assert calibrate.device_bytes("1234") == 7
+    assert calibrate.device_bytes("gone") == 0

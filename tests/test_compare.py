@@ -180,6 +180,21 @@ def test_settings_of_lora_do_not_differ_from_those_of_a_full_fine_tune(tmp_path)
     assert [run["settings"] for run in found] == [{"method": "full"}, {"method": "lora"}]
 
 
+def test_a_setting_that_an_earlier_version_did_not_have_counts_as_its_default(tmp_path):
+    then = make_run(tmp_path / "then", write=False)
+    del then.recipe["deterministic"]
+    write_report(then, tmp_path / "then")
+    make_run(tmp_path / "now")
+    assert [run["settings"] for run in compare([tmp_path]).to_json()["runs"]] == [{}, {}]
+    make_run(tmp_path / "changed", deterministic=True)
+    shown = {run["run"]: run["settings"] for run in compare([tmp_path]).to_json()["runs"]}
+    assert shown == {
+        "then": {"deterministic": None},  # not recorded there
+        "now": {"deterministic": False},
+        "changed": {"deterministic": True},
+    }
+
+
 def test_what_a_lora_run_has_beyond_the_defaults_is_shown_beside_a_full_fine_tune(tmp_path):
     make_run(tmp_path / "full", method="full")
     make_run(tmp_path / "qlora", quantize="bnb.nf4")

@@ -1,7 +1,13 @@
 """Answers token by token: as without a cache, drawn as asked, shown as whole characters."""
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
 from tiny import make_llama
 
 from ftkit.base.tokenizer import Tokenizer
@@ -16,10 +22,14 @@ LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.0, -9.0])
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
-    base = make_llama(tmp_path_factory.mktemp("base") / "tiny", initializer_range=0.5)
+def base_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("base") / "tiny", initializer_range=0.5)
+
+
+@pytest.fixture(scope="module")
+def model(base_dir: Path) -> LanguageModel:
     cpu = torch.device("cpu")
-    return load_result(find_result(str(base)), device=cpu, dtype=torch.float32).model
+    return load_result(find_result(str(base_dir)), device=cpu, dtype=torch.float32).model
 
 
 def answer(model: LanguageModel, prompt=PROMPT, *, stop=(), longest=12, **sampling) -> list[int]:
@@ -50,6 +60,53 @@ def test_temperature_0_takes_the_most_likely_token(model):
     assert answer(model) == without_cache(model, 12)
     (batch,) = answer_greedily(model, [PROMPT], eos_id=-1, max_new_tokens=12)
     assert answer(model) == batch.tolist()
+
+
+@pytest.mark.slow
+def test_ranks_that_would_choose_other_tokens_give_the_answer_of_rank_0(model, base_dir, tmp_path):
+    whole = answer(model)
+    eos_id = whole[-1]
+    expected = whole[: whole.index(eos_id)]
+    assert len(expected) > 3
+    script = Path(__file__).with_name("answering_ranks.py")
+    words = [sys.executable, script, base_dir, tmp_path / "answer", tmp_path / "store"]
+    ranks = [
+        subprocess.Popen(
+            [*map(str, words), str(rank), str(eos_id)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    for rank in (0, 1):
+        assert json.loads((tmp_path / f"answer-{rank}.json").read_text()) == expected
+
+
+def test_a_rank_that_answers_with_others_takes_the_tokens_of_rank_0(model, monkeypatch):
+    said = answer_of_one(model)
+    hook = model.register_forward_hook(lambda module, inputs, logits: -logits)
+    try:
+        assert answer_of_one(model) != said
+        tokens = iter(said)
+        monkeypatch.setattr(dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+        monkeypatch.setattr(dist, "broadcast", lambda newest, src: newest.fill_(next(tokens)))
+        assert answer_of_one(model) == said
+    finally:
+        hook.remove()
+
+
+def answer_of_one(model: LanguageModel) -> list[int]:
+    (tokens,) = answer_greedily(model, [PROMPT], eos_id=-1, max_new_tokens=12)
+    return tokens.tolist()
 
 
 def test_a_stop_token_ends_the_answer_and_is_no_part_of_it(model):

@@ -134,6 +134,17 @@ def assert_equal(out: Path, whole: Path, steps: int) -> None:
     assert_whole(out, lost=0)
 
 
+# --- Failing ranks --------------------------------------------------------------------------------
+
+
+def test_a_rank_that_fails_says_so_before_it_completes_its_report(make_runs, tmp_path) -> None:
+    runs = make_runs("full", 2, ("--devices", "2", "--strategy", "ddp"), train__micro_batch_size=1)
+    attempt = runs.run(tmp_path / "out", faults={0: ["fails_and_predicts_late"]})
+    report = read_report(tmp_path / "out")
+    assert (attempt.code, report.exit_reason) == (1, "rank 0: ZeroDivisionError: division by zero")
+    assert "predicted when the others had ended" in report.warnings
+
+
 # --- Kills ----------------------------------------------------------------------------------------
 
 
@@ -230,11 +241,17 @@ def test_a_run_survives_a_kill_while_it_commits(runs, tmp_path):
     assert Commit(runs("lora", Commit.STEPS), tmp_path).killed_at(20)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_a_run_survives_a_kill_at_each_stage_of_a_commit(runs, tmp_path, method):
+@pytest.mark.parametrize(
+    "every",
+    [
+        pytest.param(4, marks=pytest.mark.slow, id="each fourth moment"),
+        pytest.param(1, marks=pytest.mark.matrix, id="each moment"),
+    ],
+)
+def test_a_run_survives_a_kill_at_each_stage_of_a_commit(runs, tmp_path, every, method):
     commit = Commit(runs(method, Commit.STEPS), tmp_path)
-    assert all(itertools.takewhile(bool, map(commit.killed_at, itertools.count())))
+    assert all(itertools.takewhile(bool, map(commit.killed_at, itertools.count(step=every))))
     names = {name for state in commit.states for name in state}
     assert {".step-00000004.partial", ".step-00000002.deleted", "latest"} <= names
 

@@ -52,6 +52,12 @@ def test_a_recipe_does_not_differ_from_its_copy(method):
     assert compare(asked, from_dict(to_dict(asked), method)) == ([], [])
 
 
+def test_a_checkpoint_of_a_version_without_a_key_goes_on():
+    saved = to_dict(recipe())
+    del saved["deterministic"]
+    assert compare(from_dict(saved, "lora"), recipe(deterministic="true")) == ([], [])
+
+
 @pytest.mark.parametrize(
     ("keys", "line"),
     [

@@ -197,6 +197,27 @@ def test_bin_files_are_fetched_only_where_there_are_no_safetensors(served, root)
     assert "training_args.bin" not in fetched
 
 
+def test_settings_are_fetched_without_weights_and_a_download_goes_on_from_there(served, root):
+    served.files |= {"tokenizer_config.json": b"{}"}
+    hub.fetch_settings(REPOSITORY, root=root)
+    small = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert contents(root / REPOSITORY).keys() == small
+    hub.fetch_settings.cache_clear()
+    asked = len(served.requests)
+    hub.fetch_settings(f"{root}/{REPOSITORY}", root=root)
+    assert len(served.requests) == asked
+    assert contents(download(REPOSITORY, root=root)) == without_readme(served.files)
+
+
+@pytest.mark.parametrize("status", [None, 401, 404, 503])
+def test_settings_that_cannot_be_had_are_no_error_and_leave_nothing(served, root, status):
+    served.gated, served.status = status is None, status
+    hub.fetch_settings(REPOSITORY, root=root)
+    assert served.requests and not (root / REPOSITORY / "config.json").exists()
+    hub.fetch_settings("no-repository", root=root)
+    hub.fetch_settings.cache_clear()
+
+
 def test_a_second_download_fetches_no_file_and_a_second_search_asks_nothing(served, root):
     directory = download(REPOSITORY, root=root)
     served.requests.clear()

@@ -1,7 +1,6 @@
 """The supervisor: what a run leaves behind, however it ends. Real processes, no mocks."""
 
 import json
-import os
 import re
 import signal
 import time
@@ -21,7 +20,7 @@ from runs import (
 )
 
 from ftkit.errors import UserError
-from ftkit.launch import claim, find_devices
+from ftkit.launch import claim
 from ftkit.parsing import read_recipe
 from ftkit.ranks import STATE
 from ftkit.report.report import FILE_NAME, read_report
@@ -189,12 +188,6 @@ class TestClaim:
         with claim(tmp_path / "out", "overwrite") as out_dir:
             (out_dir / "report.json").touch()
         assert [path.name for path in (tmp_path / "out").iterdir()] == ["report.json"]
-
-
-def test_a_cpu_that_was_asked_for_is_found_without_torch():
-    recipe = read_recipe([], [("checkpoint_dir", "b"), ("accelerator", "cpu")])
-    devices = find_devices(recipe)
-    assert (devices.accelerator, devices.count) == ("cpu", os.cpu_count())
 
 
 # --- Mistakes -----------------------------------------------------------------------------------

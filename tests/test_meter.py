@@ -246,6 +246,26 @@ def test_on_a_cpu_there_is_no_allocator_to_ask() -> None:
     peak = DevicePeak(torch.device("cpu"))
     peak.restart()
     assert (peak.now(), peak.within(), peak.allocated_bytes, peak.reserved_bytes) == (None,) * 4
+    assert peak.requested_bytes is None
+
+
+def test_the_highest_of_each_kind_of_device_memory_outlives_a_measured_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    peaks = {"requested": 900, "allocated": 1000, "reserved": 1100}
+
+    def reset() -> None:
+        peaks.update(dict.fromkeys(peaks, 10))
+
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peaks["allocated"])
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: peaks["reserved"])
+    stats = "requested_bytes.all.peak"
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {stats: peaks["requested"]})
+    peak = DevicePeak(torch.device("cuda", 0))
+    peak.restart()
+    assert peak.within() == 10
+    assert (peak.requested_bytes, peak.allocated_bytes, peak.reserved_bytes) == (900, 1000, 1100)
 
 
 def test_of_several_ranks_the_fullest_is_shown() -> None:

@@ -4,21 +4,28 @@ import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny import make_records
 
-from ftkit import plans
+from ftkit import devices, plans
 from ftkit.base.blueprint import read_blueprint
 from ftkit.cli import run
+from ftkit.data.longest import Longest
+from ftkit.data.samples import load_data
+from ftkit.devices import Cuda, VisibleGpu
 from ftkit.errors import UserError
 from ftkit.fit import changes_that_fit
+from ftkit.lengths import SequenceLength, sequence_length
 from ftkit.memory.gpus import GPUS, find_gpu
 from ftkit.memory.simulate import largest_micro_batch, simulate, with_layers
-from ftkit.parsing import Override
+from ftkit.parsing import Override, read_recipe
 from ftkit.plan_table import side_by_side
-from ftkit.prediction import Planned, plan
+from ftkit.planning import Devices, make_plan
+from ftkit.prediction import Planned, certain_micro_batch, plan
 from ftkit.report.display import plain_text
+from ftkit.schedule import make_schedule
 
 MODEL = "random:pythia-14m"
 ROOT = Path(__file__).parents[1]
@@ -117,6 +124,18 @@ def test_what_is_offloaded_is_in_host_memory() -> None:
     assert host.host_bytes - device.host_bytes == sum(host.offloaded_bytes.values()) > 0
 
 
+def test_rows_in_page_locked_host_memory_take_powers_of_two() -> None:
+    keys = {"devices": 3, "strategy": "fsdp", "strategy__cpu_offload": True}
+    memory = planned(**keys, precision="32-true").memory
+    rows_bytes = memory.trained_parameters * 4 / 3
+    embedding_bytes = 50304 * 128 * 4 / 3
+    # A third of the embedding, and of the head, is a little more than 8 MiB.
+    rounded_bytes = rows_bytes + 2 * (2**24 - embedding_bytes)
+    for kind in ("parameters", "gradients"):
+        assert memory.offloaded_bytes[kind] == pytest.approx(rounded_bytes, rel=0.05)
+    assert memory.offloaded_bytes["optimizer_state"] == pytest.approx(2 * rows_bytes, rel=0.01)
+
+
 def test_steps_are_known_where_the_data_is(tmp_path: Path) -> None:
     file = tmp_path / "records.json"
     file.write_text(json.dumps(make_records(60)))
@@ -133,6 +152,34 @@ def test_gpus_are_named_or_given_by_size(monkeypatch: pytest.MonkeyPatch) -> Non
     assert find_gpu("24GiB").memory_bytes == 24 * 2**30
     with pytest.raises(UserError, match=r"--gpu 24GiB"):
         find_gpu("a1000")
+
+
+def test_auto_is_the_smallest_gpu_that_programs_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = (
+        VisibleGpu(name="NVIDIA H100 80GB HBM3", capability=(9, 0), memory_bytes=79 * 2**30),
+        VisibleGpu(name="Tesla V100-SXM2-16GB", capability=(7, 0), memory_bytes=15 * 2**30),
+    )
+    monkeypatch.setattr("ftkit.memory.gpus.visible_gpus", lambda: shown)
+    gpu = find_gpu("auto")
+    assert (gpu.name, gpu.memory_bytes, gpu.bf16) == (shown[1].name, 15 * 2**30, False)
+
+
+def test_auto_without_a_gpu_says_why_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_asked_once", lambda: Cuda(torch="2.13.0", error="No driver."))
+    with pytest.raises(UserError, match=r"--gpu is auto, but torch .*: No driver\.\nName a GPU"):
+        find_gpu("auto")
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_a_gpu_offers_a_little_less_than_its_name_says(name: str) -> None:
+    sold_gb = {
+        "a100-40gb": 40, "a100-80gb": 80, "h100": 80, "h100-nvl": 94, "h200": 141, "gh200": 96,
+        "b200": 180, "a10": 24, "a10g": 24, "l4": 24, "l40": 48, "l40s": 48, "a40": 48,
+        "a6000": 48, "rtx3090": 24, "rtx4090": 24, "rtx5090": 32, "v100-16gb": 16,
+        "v100-32gb": 32, "t4": 16,
+    }[name]  # fmt: skip
+    assert 0.9 * sold_gb < GPUS[name].memory_bytes / 2**30 < sold_gb
+    assert GPUS[name].bf16 == (not name.startswith(("v100", "t4")))
 
 
 def test_json_is_all_that_is_written_and_the_exit_code_says_whether_it_fits(
@@ -188,14 +235,157 @@ def test_a_table_shows_what_a_terminal_has_room_for(
     assert left_out is None or (left_out not in head and left_out in " ".join(rest))
 
 
+@pytest.fixture
+def long_data(tmp_path: Path) -> str:
+    """Records of which the longest has some thousands of tokens."""
+    records = make_records(59)
+    records.insert(30, {"instruction": "tell", "input": "", "output": "moon tree " * 2000})
+    return data_of(tmp_path / "long", records)
+
+
+@pytest.fixture
+def short_data(tmp_path: Path) -> str:
+    return data_of(tmp_path / "short", make_records(60))
+
+
+def data_of(directory: Path, records: list[dict[str, str]]) -> str:
+    directory.mkdir()
+    (directory / "train.json").write_text(json.dumps(records))
+    (directory / "val.json").write_text(json.dumps(make_records(4)))
+    return str(directory)
+
+
+def of(data: str) -> dict[str, object]:
+    return {"data": "JSON", "data__json_path": data}
+
+
+def test_lora_of_a_model_with_a_long_context_fits_where_its_samples_are_short(
+    short_data: str,
+) -> None:
+    found = planned(
+        "random:Llama-3.2-1B", "h100", lora_r=8, train__max_seq_length=None, **of(short_data)
+    )
+    assert found.fits is True and found.max_seq_length == 131_072
+    assert found.length.source == "data" and 50 < found.length.tokens < 400
+    assert found.tokens_per_step == 16 * (found.length.tokens - 1)
+    assert found.as_dict()["longest_sample_tokens"] == found.length.tokens
+
+
+def test_what_is_planned_for_is_the_longest_sample_that_training_makes(
+    long_data: str, short_data: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = read_blueprint(MODEL)
+    data: Any = {"class_path": "JSON", "init_args": {"json_path": long_data}}
+    made = load_data(data, base.tokenizer, 512)
+    found = sequence_length(data, base, None)
+    assert (found.source, found.tokens) == ("data", 512) == ("data", made.train.lengths.max() + 1)
+    words = ["plan", "--checkpoint_dir", MODEL, "--data", "JSON", "--data.json_path", short_data]
+    assert run(words) == 0
+    assert " tokens: the longest sample" in capsys.readouterr().out
+
+
+def test_without_the_tokenizer_the_bytes_are_the_bound(
+    tmp_path: Path, tiny_base: Path, tiny_data: Path
+) -> None:
+    (tmp_path / "config.json").write_bytes((tiny_base / "config.json").read_bytes())
+    exact, bound = (
+        planned(str(base), train__max_seq_length=None, **of(str(tiny_data))).length
+        for base in (tiny_base, tmp_path)
+    )
+    assert (exact.source, bound.source) == ("data", "bytes")
+    assert exact.tokens < bound.tokens <= 256
+    assert "no tokenizer here" in bound.words
+
+
+@pytest.mark.parametrize(
+    ("model", "asked", "tokens", "source"),
+    [
+        ("random:Llama-3.2-1B", 300, 300, "max_seq_length"),
+        ("random:Llama-3.2-1B", None, 2048, "assumed"),
+        (MODEL, None, 512, "model_context"),
+    ],
+)
+def test_of_data_that_are_not_here_it_is_said_what_is_assumed(
+    model: str, asked: int | None, tokens: int, source: str
+) -> None:
+    data: Any = {"class_path": "Alpaca2k", "init_args": {}}
+    found = sequence_length(data, read_blueprint(model), asked)
+    assert (found.tokens, found.source) == (tokens, source)
+    assert f"{tokens:,} tokens" in found.words and "not known" in found.words
+    assert ("--train.max_seq_length N" in found.words) == (source == "assumed")
+
+
+def test_only_what_is_known_of_the_data_makes_a_run_certain_not_to_fit(long_data: str) -> None:
+    keys = {"train__max_seq_length": 512, "train__micro_batch_size": 16, "precision": "32-true"}
+    needed = planned(gpu="100MiB", **keys, **of(long_data)).least_bytes
+    size = f"{needed // 2**20 - 1}MiB"
+    assert planned(gpu=size, **keys, **of(long_data)).fits is False
+    assert planned(gpu=size, **keys).fits is None, "the samples may be shorter"
+    assert planned(gpu="200MiB", **keys).fits is False, "the weights alone do not fit"
+
+
+@pytest.mark.parametrize(
+    ("keys", "rows", "positions"),
+    [
+        ({}, 4, 299),
+        ({"train.global_batch_size": 6}, 1, 299),
+        ({"train.max_steps": 15}, 1, 299),
+        ({"train.max_steps": 14}, 1, 1),
+        ({"train.epochs": 1}, 1, 299),
+        ({"train.max_time": 60}, 1, 1),
+        ({"resume": "auto"}, 1, 1),
+    ],
+)
+def test_what_a_run_computes_on_for_certain_is_as_much_as_its_steps_come_to(
+    keys: dict[str, object], rows: int, positions: int
+) -> None:
+    batch = {"train.global_batch_size": 4, "train.micro_batch_size": 4, "train.epochs": 2}
+    values = {"checkpoint_dir": MODEL} | batch | keys
+    overrides = [(key, json.dumps(value)) for key, value in values.items()]
+    recipe = read_recipe([], overrides, method="full")
+    made = make_plan(recipe, Devices(accelerator="cpu", count=1))
+    known = Longest(at_most=300, at_least=300, label_tokens=200, is_exact=True)
+    length = SequenceLength(tokens=300, source="data", trained=known, train_samples=60)
+    steps = make_schedule(recipe, 60, 1e-3)[0].total_steps
+    found = certain_micro_batch(made, length, steps)
+    assert (found.sequences, found.positions) == (rows, positions)
+    assert found.targets == (200 + rows - 1 if positions > 1 else 1)
+    unknown = SequenceLength(tokens=300, source="max_seq_length")
+    assert certain_micro_batch(made, unknown, steps).positions == 1
+
+
+@pytest.mark.slow
+def test_shorter_samples_are_the_last_advice_and_say_what_they_change(long_data: str) -> None:
+    keys = {"train__max_seq_length": 512, "train__micro_batch_size": 1, "precision": "32-true"}
+    usual = planned(**keys, **of(long_data))
+    least = planned(**keys | {"train__max_seq_length": 160}, **of(long_data))
+    size = f"{least.memory.high_bytes // 2**20 + 1}MiB"
+    asked = planned(gpu=size, **keys, **of(long_data))
+    assert usual.memory.high_bytes > find_gpu(size).memory_bytes
+
+    def attempt(changed: Sequence[Override]) -> Planned:
+        if [key for key, _ in changed] != ["train.max_seq_length"]:
+            raise UserError("not this one")
+        return planned(gpu=size, **keys | {"train__max_seq_length": int(changed[0][1])})
+
+    (only,) = changes_that_fit(asked, attempt)
+    assert only.overrides == (("train.max_seq_length", "128"),) and only.planned.fits
+    assert only.title == "samples cut to 128 tokens, which changes what is learned"
+
+
 @pytest.mark.slow
 def test_fit_lists_changes_that_fit_with_command_lines_that_plan_the_same(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], long_data: str
 ) -> None:
-    keys = ["--checkpoint_dir", MODEL, "--train.max_seq_length", "64", "--precision", "32-true"]
-    keys += ["--train.micro_batch_size", "8"]
-    usual = planned(precision="32-true", train__micro_batch_size=8).memory
-    size = f"{usual.low_bytes * 0.95 / 2**20:.0f}MiB"
+    # Activations take most of it, also those that the one long sample needs for certain.
+    model = "random:tiny-llama-1.1b"
+    keys = ["--checkpoint_dir", model, "--train.max_seq_length", "2048", "--precision", "32-true"]
+    keys += ["--data", "JSON", "--data.json_path", long_data]
+    keys += ["--train.micro_batch_size", "8", "--train.global_batch_size", "8"]
+    values: dict[str, object] = {"checkpoint_dir": model, "train__max_seq_length": 2048}
+    values |= {"train__micro_batch_size": 8, "train__global_batch_size": 8} | of(long_data)
+    needed = planned(gpu="100MiB", precision="32-true", **values).least_bytes
+    size = f"{needed * 0.95 / 2**20:.0f}MiB"
     assert run(["plan", *keys, "--gpu", size, "--fit", "--format", "json"]) == 3
     changes = json.loads(capsys.readouterr().out)["changes"]
     assert [change["title"] for change in changes][:2] == [
@@ -212,8 +402,8 @@ def test_fit_lists_changes_that_fit_with_command_lines_that_plan_the_same(
 
 
 @pytest.mark.slow
-def test_where_one_change_is_not_enough_several_are_tried() -> None:
-    base = {"precision": "32-true", "train__micro_batch_size": 1}
+def test_where_one_change_is_not_enough_several_are_tried(long_data: str) -> None:
+    base = {"precision": "32-true", "train__micro_batch_size": 1} | of(long_data)
     least = planned(**base, memory__activation_checkpointing=True, lora_r=8, quantize="bnb.nf4-dq")
     gpu = find_gpu(f"{least.memory.high_bytes / 2**20 + 20:.0f}MiB")
     found = planned(gpu=gpu.name, **base)
@@ -227,6 +417,8 @@ def test_where_one_change_is_not_enough_several_are_tried() -> None:
                 ("train.max_seq_length", "64"),
                 ("precision", "32-true"),
                 ("train.micro_batch_size", "1"),
+                ("data", "JSON"),
+                ("data.json_path", long_data),
                 *changed,
             ],
             gpu=gpu,

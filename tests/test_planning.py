@@ -8,20 +8,16 @@ import pytest
 
 from ftkit.errors import UserError
 from ftkit.parsing import read_recipe
-from ftkit.planning import (
-    Devices,
-    Plan,
-    Schedule,
-    make_plan,
-    make_schedule,
-    sample_budget,
-)
+from ftkit.planning import DeepSpeedOptions, Devices, Plan, make_plan
 from ftkit.recipe import Method, Recipe
+from ftkit.schedule import Schedule, make_schedule, sample_budget
 
 CPU = Devices(accelerator="cpu", count=8)
 GPU = Devices(accelerator="cuda", count=1, names=("A100",))
 OLD_GPU = Devices(accelerator="cuda", count=1, names=("V100",), bf16_native=False)
 FOUR_GPUS = Devices(accelerator="cuda", count=4, names=("A100",) * 4)
+FOUR_OLD_GPUS = dataclasses.replace(FOUR_GPUS, names=("V100",) * 4, bf16_native=False)
+EIGHT_BIT = "bitsandbytes.optim.AdamW8bit"
 
 
 def recipe(method: Method = "lora", **keys: object) -> Recipe:
@@ -211,7 +207,37 @@ def test_float16_is_refused_on_a_cpu_and_not_on_a_gpu(precision):
     message = refusal(precision=precision)
     assert message.startswith(f"precision is {precision}, but float16 training needs a CUDA GPU")
     assert message.endswith(f"Try --precision b{precision.replace('16', 'f16')}.")
-    assert plan(GPU, precision=precision).precision == precision
+    assert plan(GPU, precision="16-mixed").precision == "16-mixed"
+
+
+@pytest.mark.parametrize(
+    ("machine", "strategy", "instead"),
+    [
+        (FOUR_GPUS, "ddp", "bf16-true"),
+        (FOUR_GPUS, "fsdp", "bf16-true"),
+        (OLD_GPU, "single", "16-mixed"),
+        (OLD_GPU, "fsdp", "32-true"),
+    ],
+)
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "bitsandbytes.optim.AdamW8bit"])
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_training_in_float16_alone_is_refused_with_a_precision_that_trains(
+    machine, strategy, instead, optimizer, method
+):
+    keys = {"strategy": strategy, "optimizer": optimizer, "method": method}
+    message = refusal(machine, precision="16-true", **keys)
+    assert message.startswith(f"precision is 16-true, but {strategy} would update weights in")
+    assert message.endswith(f"Try --precision {instead}.")
+    assert plan(machine, precision=instead, **keys).precision == instead
+
+
+def test_deepspeed_trains_float16_with_masters_in_float32_of_its_own():
+    assert plan(GPU, precision="16-true", strategy="deepspeed").precision == "16-true"
+
+
+def test_a_model_computes_answers_in_float16():
+    made = make_plan(recipe(precision="16-true"), GPU, trains=False)
+    assert made.precision == "16-true"
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
@@ -246,6 +272,61 @@ def test_more_devices_than_gpus_are_refused():
 def test_auto_on_several_devices_is_ddp_for_lora_and_fsdp_for_full(method):
     made = plan(FOUR_GPUS, method=method, devices=4)
     assert (made.strategy, made.world_size) == ({"lora": "ddp", "full": "fsdp"}[method], 4)
+
+
+class TestSeveralGpusWithoutBfloat16:
+    """Nothing that is auto leads to a refusal, and a refusal names what works."""
+
+    def test_default_settings_of_lora_are_ddp_in_float16(self):
+        made = plan(FOUR_OLD_GPUS, devices=4)
+        assert (made.strategy, made.precision, made.notices) == ("ddp", "16-mixed", ())
+
+    def test_a_full_fine_tune_is_deepspeed_with_everything_on_the_gpus(self):
+        made = plan(FOUR_OLD_GPUS, method="full", devices=4)
+        assert (made.strategy, made.precision) == ("deepspeed", "16-mixed")
+        assert made.options == DeepSpeedOptions(stage=3, offload_optimizer=False)
+        (notice,) = made.notices
+        assert notice == (
+            "V100 has no bfloat16 hardware, and fsdp has no loss scaling for 16-mixed: deepspeed "
+            "with 16-mixed is used."
+        )
+
+    @pytest.mark.parametrize(
+        ("keys", "installed", "advice"),
+        [
+            ({}, False, "--strategy deepspeed with DeepSpeed installed"),
+            ({"optimizer": EIGHT_BIT}, True, "--strategy ddp, if the model fits on each GPU"),
+            ({"strategy": "fsdp"}, True, "--strategy deepspeed"),
+            ({"strategy.cpu_offload": True}, True, "--strategy deepspeed"),
+        ],
+        ids=["no DeepSpeed", "an optimizer it cannot take", "fsdp asked for", "an option of fsdp"],
+    )
+    def test_it_is_fsdp_in_float32_where_deepspeed_cannot_be(self, keys, installed, advice):
+        machine = dataclasses.replace(FOUR_OLD_GPUS, deepspeed=installed)
+        made = plan(machine, method="full", devices=4, **keys)
+        assert (made.strategy, made.precision) == ("fsdp", "32-true")
+        (notice,) = made.notices
+        assert "V100 has no bfloat16 hardware" in notice
+        assert notice.endswith(f"several times slower. Try {advice}.")
+
+    def test_the_plan_is_the_same_wherever_it_is_made_again(self):
+        once = plan(FOUR_OLD_GPUS, method="full", devices=4)
+        assert make_plan(once.recipe, FOUR_OLD_GPUS) == once
+
+    @pytest.mark.parametrize("installed", [True, False])
+    @pytest.mark.parametrize("optimizer", ["AdamW", EIGHT_BIT])
+    def test_what_was_given_is_refused_with_what_works(self, installed, optimizer):
+        machine = dataclasses.replace(FOUR_OLD_GPUS, deepspeed=installed)
+        keys = {"devices": 4, "strategy": "fsdp", "precision": "16-mixed", "optimizer": optimizer}
+        words = re.findall(r"--(\w+) ([\w-]+)", refusal(machine, **keys))
+        assert [key for key, _ in words] == ["precision", "strategy"]
+        for key, value in words:
+            assert plan(machine, **keys | {key: value}).notices == ()
+
+    def test_emulated_bfloat16_is_kept_with_advice_that_works(self):
+        keys = {"devices": 4, "strategy": "fsdp", "precision": "bf16-mixed"}
+        (notice,) = plan(FOUR_OLD_GPUS, **keys).notices
+        assert notice.endswith("Try --precision 32-true.")
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed"])

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from bitsandbytes.autograd import _functions
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from test_strategies import (
     HAS_DEEPSPEED,
@@ -277,7 +278,8 @@ def test_counts_do_not_depend_on_how_weights_are_stored(
     quantised = outline(base, lora_recipe(kind, base), torch.float32)
     assert parameter_count(plain) == sum(p.numel() for p in plain.parameters())
     assert parameter_count(quantised) == parameter_count(plain)
-    assert flops_per_token(quantised, 10) == flops_per_token(plain, 10)
+    counted = {"attention_length": 10, "label_fraction": 0.5}
+    assert flops_per_token(quantised, **counted) == flops_per_token(plain, **counted)
 
 
 @pytest.mark.parametrize(
@@ -346,6 +348,30 @@ def test_a_quantised_layer_computes_what_its_dequantised_weight_does(
     expected.square().sum().backward()
     torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found, x.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_8_bit_layer_rounds_its_weight_alone_on_every_device(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With features as large as those of 7B models, of which bitsandbytes' product loses 5 %.
+
+    That product computes one thing on CPUs and another on GPUs.
+    """
+    for product in (_functions.MatMul8bitLt, _functions.MatMul8bitFp):
+        monkeypatch.setattr(product, "apply", lambda *_: pytest.fail("bitsandbytes multiplies"))
+    generator = torch.Generator().manual_seed(0)
+    whole = nn.Linear(256, 128)
+    layer = EightBit(whole, dtype)
+    layer.weight = nn.Parameter(layer.pack(whole.weight.data), requires_grad=False)
+    layer.bias = nn.Parameter(whole.bias.detach(), requires_grad=False)
+    x = torch.randn(64, 256, generator=generator).to(dtype)
+    x[:, :6] *= 60
+    assert layer.state.SCB is not None
+    weight = layer.weight.double() * layer.state.SCB.double()[:, None] / 127
+    expected = x.double() @ weight.T + whole.bias.double()
+    error = (layer(x).double() - expected).norm() / expected.norm()
+    assert error < {torch.float32: 1e-6, torch.bfloat16: 5e-3}[dtype]
 
 
 def test_no_layer_lets_bitsandbytes_repack_its_weight(base: BaseModel) -> None:

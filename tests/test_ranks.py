@@ -1,22 +1,26 @@
 """Several ranks in one run: nothing is left behind, one voice speaks, and anyone may start them."""
 
+import dataclasses
 import re
 import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 from conftest import Start, command_environment
+from launchers import slurm, torchrun
 from runs import DEFAULT_SIGNALS, FILES, FOREVER, TIMEOUT_S, Run, command_of, rows, watched
 from saved_runs import ended, save_run
 
 from ftkit.cli import split_options
+from ftkit.errors import UserError
+from ftkit.job import Job
 from ftkit.parsing import read_recipe
+from ftkit.planning import Devices, make_plan
+from ftkit.ranks import ALLOCATOR_SETTINGS, ExternalRanks, rank_environment
+from ftkit.recipe import Recipe
 from ftkit.report.report import Report, read_report
 
 TWO_RANKS = {"devices": 2, "strategy": "ddp", "train__micro_batch_size": 1, "eval__interval": 0}
@@ -74,8 +78,8 @@ def speaking(*arguments):
 ftkit.model.outline = speaking
 """
 SPEAKING_OF_ONE = """
-import ftkit.planning
-make_schedule = ftkit.planning.make_schedule
+import ftkit.schedule
+make_schedule = ftkit.schedule.make_schedule
 def noticing(*arguments, **keys):
     for _ in range(2):
         warnings.warn("a library warns on rank 1", UserWarning, stacklevel=1)
@@ -83,7 +87,7 @@ def noticing(*arguments, **keys):
         os.system("echo a program prints on rank 1")
     schedule, notices = make_schedule(*arguments, **keys)
     return schedule, [*notices, "only rank 1 knows this"]
-ftkit.planning.make_schedule = noticing
+ftkit.schedule.make_schedule = noticing
 """
 
 
@@ -146,6 +150,39 @@ def test_an_exception_on_one_rank_is_the_cause_that_is_named(side_by_side) -> No
     assert_reported(bad, out, "failed", "rank 1: RuntimeError: a bug$", "training")
     log = (bad.out_dir / "run.log").read_text()
     assert re.search(r"rank 1:\nTraceback .*\nRuntimeError: a bug\n", log, re.DOTALL)
+
+
+# --- The environment of a rank --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "user", "expected"),
+    [
+        ("cuda", {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        (
+            "cuda",
+            {"PYTORCH_ALLOC_CONF": "backend:native"},
+            {"PYTORCH_ALLOC_CONF": "backend:native"},
+        ),
+        ("cuda", {"PYTORCH_CUDA_ALLOC_CONF": ""}, {"PYTORCH_CUDA_ALLOC_CONF": ""}),
+        ("cpu", {}, {}),
+    ],
+)
+@pytest.mark.parametrize("placement", [{"RANK": "0"}, {"TORCHELASTIC_USE_AGENT_STORE": "True"}])
+def test_segments_of_gpu_memory_can_grow_unless_the_user_says_how_memory_is_given(
+    common: list[str], tmp_path: Path, monkeypatch, accelerator, user, expected, placement
+) -> None:
+    for name in ALLOCATOR_SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in user.items():
+        monkeypatch.setenv(name, value)
+    words = command_of(tmp_path / "out", common, accelerator=accelerator)
+    recipe = read_recipe([], split_options(words[1:]).values, method="lora")
+    devices = Devices(accelerator=accelerator, count=1, names=("A100",))
+    job = Job(recipe=recipe, devices=devices, base="", command=(), started_at_s=0.0)
+    found = rank_environment(job, placement)
+    assert {name: found[name] for name in ALLOCATOR_SETTINGS if name in found} == expected
+    assert found.items() >= placement.items()
 
 
 # --- Ranks that die -----------------------------------------------------------------------------
@@ -279,53 +316,6 @@ def test_ctrl_c_during_set_up_ends_all_ranks(start: Start, tmp_path: Path) -> No
 # --- Ranks that others start --------------------------------------------------------------------
 
 
-def torchrun(words: list[str]) -> list[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return [*launcher, "--nproc_per_node", "2", "-m", "ftkit", *words]
-
-
-@contextmanager
-def slurm(
-    out_dir: Path, words: list[str], directory: Path, tasks: int = 2
-) -> Iterator[list["subprocess.Popen[str]"]]:
-    """Two tasks with the variables that srun gives them."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    processes = []
-    for task in range(tasks):
-        variables = {
-            "SLURM_JOB_ID": "4711",
-            "SLURM_JOB_NAME": "finetune",
-            "SLURM_NTASKS": str(tasks),
-            "SLURM_NTASKS_PER_NODE": str(tasks),
-            "SLURM_NNODES": "1",
-            "SLURM_NODEID": "0",
-            "SLURM_PROCID": str(task),
-            "SLURM_LOCALID": str(task),
-            "SLURM_NODELIST": "localhost",
-            "MASTER_PORT": str(port),
-        }
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "ftkit", *words],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                cwd=directory,
-                env=command_environment() | variables,
-            )
-        )
-    run = Run(out_dir, processes[0])
-    try:
-        yield processes
-    finally:
-        run.kill()
-        for process in processes:
-            process.kill()
-            process.communicate()
-
-
 def assert_as_the_built_in_launcher(out_dir: Path, out: str, side_by_side) -> None:
     good, (_, expected_out, _), *_ = side_by_side
     assert sorted(path.name for path in out_dir.iterdir()) == FILES
@@ -340,6 +330,76 @@ def assert_as_the_built_in_launcher(out_dir: Path, out: str, side_by_side) -> No
         assert out.count(line) == 1
     words = [" ".join(text.split()[:2]) for text in (out, expected_out)]
     assert words[0] == words[1]
+
+
+ONE_GPU = Devices(accelerator="cuda", count=1, names=("NVIDIA L4",))
+FOUR_TASKS = ExternalRanks(rank=5, world_size=8, local_world_size=4)
+
+
+def asked_of_tasks(accelerator: str = "auto") -> Recipe:
+    words = [("checkpoint_dir", "base"), ("accelerator", accelerator)]
+    return FOUR_TASKS.applied_to(read_recipe([], words, method="lora"))
+
+
+def test_a_gpu_for_each_task_is_a_machine_for_each_rank() -> None:
+    """As SLURM's --gpus-per-task=1 shows them: whoever counts GPUs finds one, which is cuda:0."""
+    recipe = FOUR_TASKS.on(asked_of_tasks(), ONE_GPU)
+    assert (recipe.devices, recipe.num_nodes) == (1, 8)
+    plan = make_plan(recipe, ONE_GPU)
+    assert (plan.world_size, plan.strategy) == (8, "ddp")
+    placement = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "5"}
+    assert FOUR_TASKS.placement(plan) == placement
+
+
+@pytest.mark.parametrize(
+    "devices",
+    [
+        dataclasses.replace(ONE_GPU, count=4),
+        dataclasses.replace(ONE_GPU, count=8),
+        Devices(accelerator="cpu", count=2),
+    ],
+)
+def test_tasks_that_see_every_gpu_or_none_are_ranks_of_their_machine(devices: Devices) -> None:
+    recipe = FOUR_TASKS.on(asked_of_tasks(), devices)
+    plan = make_plan(recipe, devices)
+    assert (plan.devices, recipe.num_nodes, plan.world_size) == (4, 2, 8)
+    assert FOUR_TASKS.placement(plan) == {}
+
+
+def test_more_tasks_than_gpus_that_they_are_shown_are_refused() -> None:
+    with pytest.raises(UserError, match=r"4 processes .* shown 2 GPUs.*--gpus-per-task=1"):
+        FOUR_TASKS.on(asked_of_tasks(), dataclasses.replace(ONE_GPU, count=2))
+
+
+AS_IF_EACH_SAW_A_GPU = """
+import sys
+if "ftkit.train" not in sys.orig_argv:
+    import dataclasses
+    import ftkit.ranks
+    def on(self, recipe, devices):
+        return dataclasses.replace(recipe, devices=1, num_nodes=self.world_size)
+    ftkit.ranks.ExternalRanks.on = on
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_tasks_that_are_a_machine_each_give_the_same_results(
+    side_by_side, common, tmp_path: Path, strategy: str
+) -> None:
+    out_dir = tmp_path / "out"
+    (tmp_path / "sitecustomize.py").write_text(AS_IF_EACH_SAW_A_GPU)
+    words = command_of(out_dir, common, **TWO_RANKS | {"strategy": strategy})
+    environment = command_environment()
+    environment["PYTHONPATH"] += f":{tmp_path}"
+    with watched(out_dir, torchrun(words), tmp_path, environment) as run:
+        code, out, _ = run.end()
+    assert code == 0, out
+    expected = [row["loss"] for row in rows(side_by_side[0].out_dir)]
+    found = [float(row["loss"]) for row in rows(out_dir)]
+    assert found == pytest.approx([float(loss) for loss in expected], rel=1e-5)
+    resolved = read_report(out_dir).resolved
+    assert resolved and (resolved.devices, resolved.world_size) == (1, 2)
 
 
 def test_torchrun_gives_the_same_results(side_by_side, common, tmp_path: Path) -> None:

@@ -160,6 +160,25 @@ def test_tokens_times_and_throughput_are_of_the_sitting(tmp_path):
     assert recorder.tokens == 12_000
 
 
+def test_a_step_in_which_memory_was_followed_counts_in_all_but_the_speed(tmp_path):
+    slow = {"duration_s": 5.0, "parts_s": dict.fromkeys(PARTS, 1.0)}
+    with make_recorder(tmp_path) as recorder:
+        recorder.enter("training")
+        for step in range(1, 9):
+            record = step_record(step)
+            followed = step == 5
+            if followed:
+                record = dataclasses.replace(record, **slow)
+            recorder.on_step(record, None, follows_memory=followed)
+    report = recorder.report
+    assert report.throughput.tokens_per_s == pytest.approx(2000)
+    assert report.throughput.window_steps == 8 - 2 - 1
+    assert report.step_s.total == pytest.approx(0.5)
+    assert (report.progress.steps, report.tokens.real, report.loss.last) == (8, 8000, 10.0 / 8)
+    rows = read_metrics(tmp_path / "out/metrics.csv")
+    assert rows[4]["tokens_per_s"] == pytest.approx(200)
+
+
 def test_the_imbalance_is_the_mean_of_the_sitting(tmp_path):
     start = first_sitting(tmp_path)
     with make_recorder(tmp_path, start, devices=2) as recorder:

@@ -385,6 +385,36 @@ class TestThroughput:
         assert meter.result(world_size=1).window_steps == window_steps
         assert meter.result(world_size=1).tokens_per_s == pytest.approx(10)
 
+    def test_steps_in_which_memory_was_followed_are_no_speed(self):
+        meter = ThroughputMeter()
+        for step in range(25):
+            followed = step in (1, 20)
+            meter.add(
+                duration_s=4.0 if followed else 0.5,
+                tokens=100,
+                samples=4,
+                parts_s={"forward": 3.0 if followed else 0.25, "backward": 0.25},
+                follows_memory=followed,
+            )
+        speed = meter.result(world_size=1)
+        assert (speed.window_steps, speed.window_s, speed.tokens_per_s) == (21, 10.5, 200.0)
+        assert meter.step_times() == StepTimes(forward=0.25, backward=0.25, total=0.5)
+
+    def test_of_two_steps_the_one_whose_memory_was_not_followed_is_the_speed(self):
+        meter = ThroughputMeter()
+        for duration_s in (1.0, 5.0):
+            meter.add(duration_s=duration_s, tokens=10, samples=1, follows_memory=duration_s == 5.0)
+        assert meter.result(world_size=1).window_steps == 1
+        assert meter.result(world_size=1).tokens_per_s == 10
+
+    @pytest.mark.parametrize(("steps", "window_steps"), [(1, 1), (2, 2), (4, 3)])
+    def test_where_the_memory_of_all_was_followed_they_are_the_speed(self, steps, window_steps):
+        meter = ThroughputMeter()
+        for _ in range(steps):
+            meter.add(duration_s=2.0, tokens=10, samples=1, follows_memory=True)
+        assert meter.result(world_size=1).window_steps == window_steps
+        assert meter.result(world_size=1).tokens_per_s == 5
+
     def test_before_the_first_step_there_is_no_speed(self):
         assert ThroughputMeter().result(world_size=1) is None
 
@@ -442,6 +472,18 @@ class TestMachine:
         ]
         assert (found.driver, found.cuda) == ("580.65", "13.2")
 
+    def test_the_gpu_that_is_asked_how_busy_it_is_is_the_one_that_computes(self, monkeypatch):
+        """NVML counts other GPUs, and in another order, than CUDA: only the UUID is the same."""
+        monkeypatch.setitem(sys.modules, "pynvml", TWO_GPUS)
+        of_cuda = {0: SimpleNamespace(uuid="second"), 1: SimpleNamespace(uuid="first")}
+        monkeypatch.setattr("torch.cuda.get_device_properties", of_cuda.__getitem__)
+        for index, busy in ((0, 0.8), (1, 0.2)):
+            found = machine.DeviceUtilization(index)
+            once = iter([False, True])
+            found._ended = SimpleNamespace(wait=lambda _, once=once: next(once))
+            found._sample(index)
+            assert found.mean() == pytest.approx(busy)
+
     def test_versions_are_those_installed(self):
         found = machine.versions()
         assert {"python", "torch", "lightning", "litgpt"} <= set(found)
@@ -464,6 +506,8 @@ TWO_GPUS = SimpleNamespace(
     nvmlShutdown=lambda: None,
     nvmlDeviceGetCount=lambda: 2,
     nvmlDeviceGetHandleByIndex=lambda index: index,
+    nvmlDeviceGetHandleByUUID=["GPU-first", "GPU-second"].index,
+    nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=[20, 80][handle]),
     nvmlDeviceGetName=lambda handle: [b"NVIDIA H200", "NVIDIA GB10"][handle],
     nvmlDeviceGetMemoryInfo=no_memory_on_the_second,
     nvmlSystemGetDriverVersion=lambda: "580.65",

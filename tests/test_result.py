@@ -15,6 +15,7 @@ from tiny import make_llama
 from ftkit.base.base_model import open_base, weights
 from ftkit.errors import UserError
 from ftkit.loading import Loaded, load_result, plan_use
+from ftkit.planning import Devices
 from ftkit.result import Result, base_result, find_result
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -285,6 +286,14 @@ def test_a_result_computes_as_its_run_did(ended, name):
 
 def test_a_model_of_no_run_computes_in_32_bits_on_a_cpu(tiny_base):
     assert plan_use(find_result(str(tiny_base)), "cpu").precision == "32-true"
+
+
+def test_a_gpu_without_bfloat16_computes_in_float16_which_it_would_not_train_in(
+    tiny_base, monkeypatch
+):
+    old = Devices(accelerator="cuda", count=1, names=("V100",), bf16_native=False)
+    monkeypatch.setattr("ftkit.loading.find_devices", lambda *_, **__: old)
+    assert plan_use(find_result(str(tiny_base))).precision == "16-true"
 
 
 def test_a_run_in_float16_computes_in_32_bits_on_a_cpu(ended):

@@ -35,7 +35,9 @@ LIGHT_MODULES = [
     "comparison.plots",
     "data.files",
     "data.order",
+    "devices",
     "durable",
+    "devices",
     "duration",
     "errors",
     "fields",
@@ -44,6 +46,7 @@ LIGHT_MODULES = [
     "manage",
     "notebook",
     "options",
+    "out_of_memory",
     "parsing",
     "planning",
     "process",
@@ -62,6 +65,7 @@ LIGHT_MODULES = [
     "result",
     "resume",
     "run_state",
+    "schedule",
     "survey",
     "sweep",
     "sweep_runs",
@@ -128,6 +132,7 @@ case "$said" in
   *"-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python && echo venv >>calls ;;
   *"-m pip"*) echo "pip ${said##*constraints.txt }" >>calls && cat pip_says 2>/dev/null && exit 1 ;;
   *version_info* | -V) exec {python} "$@" ;;
+  "- "*) [[ -e installed ]] && PYTHONPATH=installed exec {python} "$@"; exit 1 ;;
   *) exit 1 ;;
 esac
 exit 0
@@ -150,6 +155,25 @@ exit 0
             env=os.environ | {"PYTHON": str(self.python)} | environment,
         )
 
+    def has(self, torch: str) -> None:
+        """This build of torch is installed."""
+        metadata = self.root / "installed" / f"torch-{torch}.dist-info"
+        metadata.mkdir(parents=True)
+        (metadata / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: torch\nVersion: {torch}\n"
+        )
+
+    def gpu(self, capability: str, driver: str) -> str:
+        """A PATH on which nvidia-smi shows such a GPU."""
+        stand_in = self.root / "bin" / "nvidia-smi"
+        stand_in.parent.mkdir()
+        stand_in.write_text(
+            f'#!/bin/sh\ncase "$*" in *query-gpu=compute_cap,driver_version*) '
+            f'echo "{capability}, {driver}";; esac\n'
+        )
+        stand_in.chmod(0o755)
+        return f"{stand_in.parent}:{os.environ['PATH']}"
+
     def calls(self) -> list[str]:
         """What was created and installed since the last call."""
         file = self.root / "calls"
@@ -167,6 +191,8 @@ def setup(tmp_path):
 
 TORCH = re.search(r"^torch==.*$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[0]
 FRESH = ["venv", f"pip {TORCH}", "pip setuptools"]
+FROM_PIP = f"pip --force-reinstall {TORCH}"
+FOR_CUDA_12_6 = f"pip --extra-index-url https://download.pytorch.org/whl/cu126 {TORCH}+cu126"
 
 
 def install(what: str) -> list[str]:
@@ -212,7 +238,41 @@ def test_set_up_adds_an_option_to_the_environment_it_has(setup):
 def test_set_up_with_cuda_does_not_ask_for_a_cpu_build(setup):
     run = setup.run("--cuda")
     assert f"{TORCH} from pip's index ... " in run.stdout
-    assert setup.calls() == [*FRESH, *install(".")]
+    assert setup.calls() == ["venv", FROM_PIP, "pip setuptools", *install(".")]
+
+
+@pytest.mark.parametrize(
+    ("capability", "driver", "build"),
+    [
+        ("9.0", "580.65.06", FROM_PIP),
+        ("12.0", "580.65.06", FROM_PIP),
+        ("7.5", "595.10", FROM_PIP),
+        ("7.0", "580.65.06", FOR_CUDA_12_6),
+        ("6.1", "575.57.08", FOR_CUDA_12_6),
+        ("9.0", "535.104.05", FOR_CUDA_12_6),
+        ("[N/A]", "580.65.06", FROM_PIP),
+    ],
+)
+def test_set_up_takes_the_build_of_torch_that_gpu_and_driver_need(setup, capability, driver, build):
+    assert setup.run(PATH=setup.gpu(capability, driver)).returncode == 0
+    assert setup.calls() == ["venv", build, "pip setuptools", *install(".")]
+
+
+@pytest.mark.parametrize(
+    ("installed", "capability", "expected"),
+    [
+        ("+cpu", "9.0", [FROM_PIP]),
+        ("", "9.0", []),
+        ("", "7.0", [FOR_CUDA_12_6]),
+        ("+cu126", "7.0", []),
+    ],
+)
+def test_set_up_replaces_a_build_of_torch_that_cannot_use_the_gpu(
+    setup, installed, capability, expected
+):
+    setup.has(f"{TORCH.removeprefix('torch==')}{installed}")
+    setup.run(PATH=setup.gpu(capability, "580.65.06"))
+    assert setup.calls() == ["venv", *expected, "pip setuptools", *install(".")]
 
 
 @pytest.mark.parametrize(

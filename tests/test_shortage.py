@@ -61,7 +61,8 @@ def test_a_limit_on_host_memory_is_named(run, tmp_path: Path, more: int, phase: 
         held = report.step_memory
         assert held and held.fullest.peak_breakdown_bytes.parameters > 16 * MIB
     assert "are free for each rank" in attempt.output
-    assert "predicted for sequences of full length: " in attempt.output
+    assert "in tensors (sequences: " in attempt.output
+    assert missing.predicted_for and missing.predicted_for.endswith("tokens: the longest sample")
 
 
 def test_runs_that_would_fit_are_listed_as_command_lines(run) -> None:
@@ -83,6 +84,30 @@ def test_what_torch_says_was_asked_for_is_set_against_what_there_is(run, where: 
     assert report.shortage and report.shortage.asked_bytes == 2 * 2**30
     assert "2.0 GiB more were asked for" in attempt.output
     assert "what would fit" not in attempt.output.replace("looking for what would fit", "")
+
+
+def test_what_the_driver_says_without_numbers_is_told_with_those_there_are(run) -> None:
+    words = "CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA` to enable assertions."
+    attempt, report = run({SUPERVISOR: ["no_advice"], 0: ["out_of_memory", "backward", words]})
+    assert (attempt.code, report.outcome, report.phase) == (3, "out_of_memory", "training")
+    assert report.exit_reason == "RuntimeError: CUDA error: out of memory"
+    missing = report.shortage
+    assert missing and missing.held_bytes and missing.available_bytes and not missing.asked_bytes
+    assert "are free for each rank\nthe driver had no more to give" in attempt.output
+
+
+@pytest.mark.parametrize("words", [None, "CUDA error: out of memory"])
+def test_memory_that_runs_out_while_the_optimizer_is_made_is_no_wrong_argument(run, words) -> None:
+    faults = {SUPERVISOR: ["no_advice"], 0: ["out_of_memory", "optimizer", words]}
+    attempt, report = run(faults, checkpoint__save=False)
+    assert (attempt.code, report.outcome, report.phase) == (3, "out_of_memory", "set_up")
+
+
+def test_a_rank_that_a_library_ends_for_memory_is_out_of_memory(run) -> None:
+    words = "Error out of memory at line 78 in file /src/csrc/ops.cu"
+    attempt, report = run({SUPERVISOR: ["no_advice"], 0: ["ended_by_a_library", words]})
+    assert (attempt.code, report.outcome) == (3, "out_of_memory")
+    assert report.exit_reason.endswith(f"its last line: {words}")
 
 
 def test_a_rank_that_the_kernel_kills_for_memory_is_out_of_memory(run) -> None:

@@ -14,22 +14,27 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from tiny import make_data, make_llama
 
+from ftkit.base.blueprint import read_blueprint
 from ftkit.base.tokenizer import Tokenizer
 from ftkit.callbacks import StopRequest
+from ftkit.checkpoint.shards import Piece
 from ftkit.data.order import ElasticOrder
 from ftkit.data.samples import DataSets, SampleSet, load_data
 from ftkit.errors import UserError
-from ftkit.finetuner import FineTuner
+from ftkit.finetuner import FineTuner, clip_gradients
+from ftkit.host_copies import HostCopies
 from ftkit.job import Job
+from ftkit.memory.predict import predict
 from ftkit.model import LanguageModel
-from ftkit.parsing import read_recipe
-from ftkit.planning import Devices
+from ftkit.parsing import from_dict, read_recipe
+from ftkit.planning import Devices, make_plan
 from ftkit.recipe import Component, Method
 from ftkit.recorder import Recorder
 from ftkit.report.display import Display
+from ftkit.report.memory import MicroBatchSize
 from ftkit.report.metrics import Row, read_metrics, read_validation
 from ftkit.report.report import Report
-from ftkit.train import run
+from ftkit.train import _explain, run
 from ftkit.training import NonFiniteLoss
 
 SEED = 1337
@@ -279,6 +284,68 @@ def test_gradients_are_freed_before_the_forward_of_the_next_step(
     assert alive == [False, True] * 3
 
 
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_copies_for_a_save_take_what_is_predicted(
+    train: Train, base: Path, monkeypatch: pytest.MonkeyPatch, method: Method
+) -> None:
+    held_bytes = set()
+    take = HostCopies.take
+
+    def watch(self: HostCopies, pieces: Iterable[Piece]) -> list[Piece]:
+        taken = take(self, pieces)
+        held_bytes.add(self.size_bytes)
+        return taken
+
+    monkeypatch.setattr(HostCopies, "take", watch)
+    report = train(method, train__max_steps=2, train__save_interval=1).report
+    batch = MicroBatchSize(sequences=4, positions=8, targets=8)
+
+    def predicted_bytes(*, asynchronous: bool) -> int:
+        recipe = from_dict(report.recipe | {"checkpoint": {"asynchronous": asynchronous}}, method)
+        plan = make_plan(recipe, Devices(accelerator="cpu", count=1))
+        return predict(read_blueprint(str(base)), plan, batch).host_bytes
+
+    assert held_bytes == {predicted_bytes(asynchronous=True) - predicted_bytes(asynchronous=False)}
+
+
+def test_memory_that_cannot_be_page_locked_is_told_once(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = HostCopies.take
+
+    def refused(self: HostCopies, pieces: Iterable[Piece]) -> list[Piece]:
+        self.refusal = "operation not supported"
+        return take(self, pieces)
+
+    monkeypatch.setattr(HostCopies, "take", refused)
+    report = train("lora", train__max_steps=2, train__save_interval=1).report
+    assert report.checkpoints and report.checkpoints.saved == 2
+    told = [text for text in report.warnings if "page-locked (operation not supported)" in text]
+    assert len(told) == 1
+
+
+def test_copies_have_until_the_backward_passes_of_the_next_step_are_done(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+
+    def telling(owner: type, name: str, event: str) -> None:
+        do = getattr(owner, name)
+
+        def told(*args: Any, **kwargs: Any) -> Any:
+            events.append(event)
+            return do(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, told)
+
+    telling(HostCopies, "take", "save")
+    telling(HostCopies, "before_update", "hold")
+    telling(FineTuner, "backward", "backward")
+    telling(FineTuner, "configure_gradient_clipping", "update")  # the first thing of one
+    train("full", train__micro_batch_size=5, train__max_steps=3, train__save_interval=1)
+    assert events == ["backward", "backward", "hold", "update", "save"] * 3
+
+
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16-mixed", 0.01), ("bf16-true", 0.03)])
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_bfloat16_stays_close_to_float32(
@@ -407,6 +474,17 @@ def test_measuring_memory_changes_no_number(
     assert all(torch.equal(tensor, weights[name]) for name, tensor in plain.weights().items())
 
 
+def test_the_speed_of_a_run_is_that_of_steps_whose_memory_was_not_followed(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = train("full").report
+    monkeypatch.setattr("ftkit.training.steps_to_measure", lambda _: set())
+    plain = train("full").report
+    assert measured.throughput and plain.throughput and measured.progress and plain.progress
+    assert measured.progress == plain.progress
+    assert measured.throughput.window_steps == plain.throughput.window_steps - 1
+
+
 @pytest.mark.parametrize(("at_step", "told_of"), [(0, 1), (1, 2), (3, 2)])
 def test_what_filled_the_memory_is_told_where_it_runs_out(
     train: Train, monkeypatch: pytest.MonkeyPatch, at_step: int, told_of: int
@@ -426,3 +504,60 @@ def test_what_filled_the_memory_is_told_where_it_runs_out(
     assert told[-1].step == told_of
     assert told[-1].peak_breakdown_bytes.parameters > 0
     assert bool(told[-1].peak_breakdown_bytes.optimizer_state) == (at_step > 0)
+
+
+def test_two_ranks_with_the_same_gpu_are_told_what_to_start() -> None:
+    said = (
+        "NCCL error in: NCCLUtils.cpp:94, invalid usage, NCCL version 2.27.5\n"
+        "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
+        "Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 1b000"
+    )
+    error = _explain(torch.distributed.DistBackendError(said))
+    assert error.kind == "user"
+    assert error.message.startswith("Two ranks have the same GPU. Start one process for each GPU")
+    assert "rank 0 and rank 1 both on CUDA device 1b000" in error.message
+
+
+# --- The norm of the gradients --------------------------------------------------------------------
+
+
+def with_gradients(dtype: torch.dtype) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    parameters = []
+    for rows in (2, 300, 7):
+        parameter = torch.nn.Parameter(torch.zeros(rows, 50, dtype=dtype))
+        parameter.grad = torch.randn(rows, 50, generator=generator).to(dtype)
+        parameters.append(parameter)
+    return parameters
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_norm_and_the_clipping_of_16_bit_gradients_are_of_32_bits(dtype: torch.dtype) -> None:
+    parameters = with_gradients(dtype)
+    before = [p.grad.clone() for p in parameters if p.grad is not None]
+    numbers = torch.cat([gradient.double().flatten() for gradient in before])
+    norm = clip_gradients(parameters, 3.0)
+    assert norm.item() == pytest.approx(numbers.norm().item(), rel=1e-5)
+    factor = 3.0 / (norm + 1e-6)
+    for parameter, gradient in zip(parameters, before, strict=True):
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, (gradient.float() * factor).to(dtype))
+    kept = [p.grad.clone() for p in parameters if p.grad is not None]
+    clip_gradients(parameters, 4.0)
+    clip_gradients(parameters, None)
+    for parameter, gradient in zip(parameters, kept, strict=True):
+        assert parameter.grad is not None and torch.equal(parameter.grad, gradient)
+
+
+def test_gradients_of_32_bits_are_clipped_as_torch_does() -> None:
+    ours, theirs = with_gradients(torch.float32), with_gradients(torch.float32)
+    expected = torch.nn.utils.clip_grad_norm_(theirs, 3.0)
+    assert torch.equal(clip_gradients(ours, 3.0), expected)
+    for found, reference in zip(ours, theirs, strict=True):
+        assert found.grad is not None and reference.grad is not None
+        assert torch.equal(found.grad, reference.grad)
+
+
+def test_a_reported_norm_has_more_bits_than_the_gradients(train: Train) -> None:
+    norms = [float(row["grad_norm"] or 0) for row in train("full", precision="bf16-true").metrics]
+    assert not any(torch.tensor(norm).bfloat16().item() == norm for norm in norms)

@@ -74,3 +74,44 @@ def make_data(file: Path, count: int = 60) -> Path:
     """Alpaca records in a JSON file."""
     file.write_text(json.dumps(make_records(count)))
     return file
+
+
+LITGPT_ONLY = {
+    "OLMo-2-1124-7B": {},
+    "falcon-7b": {},
+    "phi-2": {"rotary_percentage": 0.5},
+    "Gemma-3-1b-it": {},
+    "Mixtral-8x7B-v0.1": {"n_expert": 2, "n_expert_per_token": 2},
+    "Qwen3-30B-A3B": {"n_expert": 2, "n_expert_per_token": 2, "moe_intermediate_size": 32},
+}
+"""Architectures that LitGPT's layout alone holds, with what makes them small."""
+
+
+def make_litgpt_only(directory: Path, name: str) -> Path:
+    """A random model of 2 layers that ftkit can write in no other layout than LitGPT's."""
+    import litgpt
+    from litgpt.utils import save_config
+
+    settings: dict[str, Any] = {
+        "n_layer": 2,
+        "n_embd": 64,
+        "n_head": 4,
+        "head_size": 16,
+        "intermediate_size": 96,
+        "block_size": 256,
+        "vocab_size": 400,
+        "padded_vocab_size": 400,
+    }
+    known = litgpt.Config.from_name(name)
+    settings["n_query_groups"] = {1: 1, known.n_head: 4}.get(known.n_query_groups, 2)
+    if known.sliding_window_size is not None:
+        settings["sliding_window_indices"] = [1, 0]
+        settings["rope_indices"] = [1, 0] if known.rope_indices is not None else None
+    config = litgpt.Config.from_name(name, **settings | LITGPT_ONLY[name])
+    directory.mkdir(parents=True, exist_ok=True)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        torch.save(litgpt.GPT(config).state_dict(), directory / "lit_model.pth")
+    save_config(config, directory)
+    make_tokenizer(directory)
+    return directory

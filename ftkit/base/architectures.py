@@ -1,5 +1,6 @@
 """Model families: Hugging Face's config.json and `litgpt.Config`, each from the other."""
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -85,6 +86,32 @@ def litgpt_config(settings: Settings, name: str) -> Config:
         ) from error
 
 
+def within_window(config: Config) -> Config:
+    """The configuration of LitGPT with as many positions as its sliding window, as `litgpt_config`.
+
+    What it says of the window stays: the family hangs on it, and files that are written say it.
+    """
+    if config.sliding_window_size is None:
+        return config
+    capped = copy.copy(config)
+    capped.block_size = min(config.block_size, config.sliding_window_size)
+    return capped
+
+
+def window_of(config: Config, settings: Settings) -> int | None:
+    """The sliding window to which the positions of a model are limited; None: it has no such limit.
+
+    Args:
+        config: from `litgpt_config` or `within_window`.
+        settings: the content of config.json; empty where there is none.
+    """
+    window: int | None = config.sliding_window_size
+    family = family_of_settings(settings)
+    if family is not None:
+        window = (_llama_settings(settings) | family.settings(settings))["window"]
+    return window if window == config.block_size else None
+
+
 def family_of_settings(settings: Settings) -> Family | None:
     """The family that config.json names, if ftkit knows it."""
     return FAMILIES.get(settings.get("model_type", ""))
@@ -112,6 +139,12 @@ def family_of_config(config: Config) -> Family | None:
     return FAMILIES["mistral" if config.sliding_window_size else "llama"]
 
 
+def tells_all(config: Config, family: Family) -> bool:
+    """Whether a config.json can be made of a LitGPT configuration alone."""
+    yarn = bool(config.rope_adjustments) and "beta_fast" in config.rope_adjustments
+    return family.model_type in ("llama", "mistral", "qwen2", "qwen3") and not yarn
+
+
 def huggingface_settings(config: Config, family: Family) -> dict[str, Any]:
     """A config.json for a model that came without one.
 
@@ -119,9 +152,7 @@ def huggingface_settings(config: Config, family: Family) -> dict[str, Any]:
         UserError: the model has a setting that only its own config.json can tell.
     """
     rope = config.rope_adjustments
-    if family.model_type not in ("llama", "mistral", "qwen2", "qwen3") or (
-        rope and "beta_fast" in rope
-    ):
+    if not tells_all(config, family):
         raise UserError(
             f"{config.name} cannot be written for Hugging Face without its config.json. Copy "
             "config.json of the original model into its directory."

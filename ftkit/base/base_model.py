@@ -159,6 +159,26 @@ def open_companions(directory: Path) -> BaseModel:
     )
 
 
+def require_length(base: BaseModel, length: int) -> None:
+    """Refuse sequences that are too long for a model.
+
+    Raises:
+        UserError: it was built for shorter ones, or its attention does not reach so far.
+    """
+    longest = base.config.block_size
+    if length <= longest:
+        return
+    limit = f"{base.name} was built for at most {longest} positions"
+    if architectures.window_of(base.config, base.settings):
+        limit = (
+            f"attention in {base.name} has a sliding window of {longest} positions, within which "
+            "ftkit trains"
+        )
+    raise UserError(
+        f"train.max_seq_length is {length}, but {limit}. Try --train.max_seq_length {longest}."
+    )
+
+
 def save_companions(base: BaseModel, out: Path) -> None:
     """Write all that makes up a base model but its weights; `open_companions` reads it.
 
@@ -267,6 +287,7 @@ def _open_random(checkpoint_dir: str) -> BaseModel:
             "`litgpt download list` prints all names."
         ) from error
     assert config is not None, "litgpt.Config.from_name finds or raises"
+    config = architectures.within_window(config)
     family = architectures.family_of_config(config)
     tokenizer_directory = embedded.path("quickstart") / "model"
     return BaseModel(
@@ -286,13 +307,13 @@ def _open_random(checkpoint_dir: str) -> BaseModel:
 def _random_weight(base: BaseModel, name: str, shape: torch.Size) -> Tensor:
     """The same numbers on every rank: each parameter has a seed of its own."""
     if len(shape) > 1:
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        return torch.empty(shape, dtype=torch.float32).normal_(
+        generator = torch.Generator(device="cpu").manual_seed(zlib.crc32(name.encode()))
+        return torch.empty(shape, dtype=torch.float32, device="cpu").normal_(
             std=_INITIAL_STD, generator=generator
         )
     if name.endswith(".bias") or "Gemma" in base.config.name:  # its norms add one
-        return torch.zeros(shape)
-    return torch.ones(shape)
+        return torch.zeros(shape, device="cpu")
+    return torch.ones(shape, device="cpu")
 
 
 def short_name(directory: Path) -> str:
@@ -322,7 +343,7 @@ def read_settings(
 def _config_of_litgpt(directory: Path) -> litgpt.Config:
     file = directory / _LITGPT_SETTINGS
     try:
-        return litgpt.Config.from_file(file)
+        return architectures.within_window(litgpt.Config.from_file(file))
     except Exception as error:  # of the YAML parser, or of a field or value LitGPT does not know
         raise UserError(
             f"{file} is no model configuration of this LitGPT version ({error}). Convert the "

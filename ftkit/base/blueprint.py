@@ -7,7 +7,7 @@ from litgpt.config import Config, configs
 
 from ftkit import embedded
 from ftkit.base import hub
-from ftkit.base.architectures import family_of_config
+from ftkit.base.architectures import family_of_config, within_window
 from ftkit.base.base_model import BaseModel, open_base, read_settings, short_name
 from ftkit.base.naming import LITGPT
 from ftkit.base.tokenizer import Tokenizer
@@ -42,14 +42,9 @@ def read_blueprint(checkpoint_dir: str, *, root: Path = hub.ROOT) -> BaseModel:
     """
     if checkpoint_dir.startswith("random:"):
         return open_base(checkpoint_dir)
-    if checkpoint_dir.startswith("embedded:"):
-        directory = hub.find_here(checkpoint_dir)
-        assert directory is not None, "find_here finds or raises"
+    if directory := hub.settings_directory(checkpoint_dir, root=root):
         return _of_directory(directory)
     name = checkpoint_dir.removeprefix("./").rstrip("/").removeprefix(f"{root}/")
-    for candidate in (Path(checkpoint_dir).expanduser(), root / name):
-        if any((candidate / file).is_file() for file in ("config.json", "model_config.yaml")):
-            return _of_directory(candidate)
     known = [c for c in configs if name.lower() in (_hub_name(c).lower(), c["name"].lower())]
     if known:
         return _of_registry(known[0]["name"])
@@ -89,6 +84,7 @@ def _of_directory(directory: Path) -> BaseModel:
 def _of_registry(name: str) -> BaseModel:
     config = Config.from_name(name)
     assert config is not None, "the name is from the registry"
+    config = within_window(config)
     family = family_of_config(config)
     hub_name = config.hf_config["name"]
     return BaseModel(
@@ -96,7 +92,7 @@ def _of_registry(name: str) -> BaseModel:
         directory=hub.ROOT / config.hf_config["org"] / hub_name,
         config=config,
         tokenizer=_any_tokenizer(),
-        tokenizer_directory=hub.ROOT,
+        tokenizer_directory=hub.ROOT / config.hf_config["org"] / hub_name,
         tied=(family is not None and family.tied) or hub_name.lower().startswith(_TIED),
         dtype=torch.float32,
         naming=LITGPT if family is None else family.naming,

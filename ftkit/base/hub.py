@@ -4,6 +4,8 @@ import errno
 import json
 import re
 import shutil
+from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,8 @@ LITGPT_FILES = ("model_config.yaml", "lit_model.pth")
 _SETTINGS_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 """In the order of transformers: the first that is there, alone or in shards, is the model."""
+_SETTINGS_TIMEOUT_S = 5.0
+"""For an answer of the hub to what can be done without."""
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -128,6 +132,57 @@ def download(repo_id: str, *, token: str | None = None, root: Path = ROOT) -> Pa
             "another copy of the model."
         )
     return directory
+
+
+@lru_cache
+def fetch_settings(name: str, *, token: str | None = None, root: Path = ROOT) -> None:
+    """Have the settings and the tokenizer of a hub model here, a few MB, if the hub answers.
+
+    They lie where a download finds them. Without them less is known of the model, and what keeps
+    them away is told by the download, so nothing is said here.
+
+    Args:
+        name: as `find_or_download` takes it; nothing is done for one that is no hub name.
+        token: of a Hugging Face account, for gated models. Default: $HF_TOKEN.
+        root: where downloads go.
+    """
+    repo_id = _repository(name, root)
+    if repo_id is None or Path(name).expanduser().is_dir():
+        return
+    directory = root / repo_id
+    if (directory / "config.json").is_file() and has_tokenizer(directory):
+        return
+    import httpx
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    token = token or None
+    with suppress(httpx.HTTPError, HFValidationError, OSError, RuntimeError):
+        info = HfApi(token=token).model_info(repo_id, timeout=_SETTINGS_TIMEOUT_S)
+        snapshot_download(
+            repo_id,
+            revision=info.sha,
+            local_dir=directory,
+            token=token,
+            allow_patterns=list(_SETTINGS_FILES),
+            etag_timeout=_SETTINGS_TIMEOUT_S,
+        )
+
+
+def settings_directory(name: str, *, root: Path = ROOT) -> Path | None:
+    """The directory that holds the settings of a base model; None: it is not here."""
+    if name.startswith("embedded:"):
+        return _embedded(name)
+    plain = name.removeprefix("./").rstrip("/").removeprefix(f"{root}/")
+    for candidate in (Path(name).expanduser(), root / plain):
+        if any((candidate / file).is_file() for file in ("config.json", "model_config.yaml")):
+            return candidate
+    return None
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Whether a tokenizer lies in a directory."""
+    return any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
 
 
 def missing_files(directory: Path) -> list[str]:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from litgpt.utils import incremental_save, save_config
 from safetensors import SafetensorError
@@ -29,6 +29,20 @@ from ftkit.errors import UserError
 Tensors = Iterable[tuple[str, Tensor]]
 """(our name, tensor) for each of `parameter_shapes`, in any order and number format. The model is
 tied if, and only if, lm_head.weight is not among them."""
+
+Layout = Literal["hf", "litgpt"]
+"""Whose directories: Hugging Face's, or LitGPT's."""
+
+
+def layout_of(base: BaseModel) -> Layout:
+    """The layout that a fine-tuned version of a model is written in: Hugging Face's if possible.
+
+    Where it is not, the model came from a LitGPT directory, and can be written as one again.
+    """
+    if base.family is None:
+        return "litgpt"
+    is_described = base.naming is not LITGPT or bool(base.settings)
+    return "hf" if is_described or architectures.tells_all(base.config, base.family) else "litgpt"
 
 
 def save_hf(
@@ -58,8 +72,9 @@ def save_hf(
     """
     if base.family is None:
         raise UserError(
-            f"{base.name} has an architecture that ftkit cannot write for Hugging Face. It can "
-            f"write {', '.join(architectures.FAMILIES)}."
+            f"{base.name} has an architecture that ftkit cannot write for Hugging Face; it can "
+            f"write {', '.join(architectures.FAMILIES)}. LitGPT's layout holds it: try ftkit "
+            "export with --format litgpt."
         )
     settings = _plain(base.settings)
     settings = settings or architectures.huggingface_settings(base.config, base.family)

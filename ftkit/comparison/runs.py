@@ -3,13 +3,13 @@
 import math
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ftkit.errors import UserError
-from ftkit.recipe import Lora
+from ftkit.recipe import LoraRecipe
 from ftkit.report.machine import Hardware
 from ftkit.report.metrics import (
     METRICS_NAME,
@@ -23,7 +23,7 @@ from ftkit.run_state import StateName, is_run, look
 
 _NOT_COMPARED = ("out_dir", "resume", "access_token", "log")
 """Keys of a recipe that say how a run is called and started."""
-_LORA_DEFAULTS = {field.name: field.default for field in fields(Lora)}
+_DEFAULTS = {f.name: f.default for f in fields(LoraRecipe) if f.default is not MISSING}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,13 +192,13 @@ def read_runs(
 def differing_settings(runs: list[ComparedRun]) -> list[str]:
     """Keys of settings that are not the same in all runs, in the order of the recipe.
 
-    Where only LoRA has a setting, the other runs count as having its default.
+    A setting that a run does not record, because its method or version has none, counts as the
+    default.
     """
     keys = dict.fromkeys(key for run in runs for key in run.settings)
 
     def value(run: ComparedRun, key: str) -> Any:
-        missing = None if run.report.method == "lora" else _LORA_DEFAULTS.get(key)
-        return run.settings.get(key, missing)
+        return run.settings.get(key, _DEFAULTS.get(key))
 
     return [key for key in keys if any(value(run, key) != value(runs[0], key) for run in runs)]
 

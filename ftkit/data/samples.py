@@ -218,7 +218,7 @@ def _tokenise(
     masked: list[int] = []
     truncated = 0
     sufficient_length = None
-    pairs = _prompts_and_answers(
+    pairs = prompts_and_answers(
         answered, tokenizer, prompt_style, lambda done: progress(split, done, len(answered))
     )
     for record, (prompt, answer) in zip(answered, pairs, strict=True):
@@ -262,7 +262,7 @@ def _explain_nothing_left(
     )
 
 
-def _prompts_and_answers(
+def prompts_and_answers(
     records: Sequence[Record],
     tokenizer: "Tokenizer",
     prompt_style: "PromptStyle",

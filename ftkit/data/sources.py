@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import yaml
 from torch.utils.data import Subset, random_split
 
 from ftkit.data.files import (
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from litgpt.prompts import PromptStyle
     from litgpt.tokenizer import Tokenizer
 
+PROMPT_STYLE = "prompt_style.yaml"
+"""Where LitGPT and ftkit look for the prompt style of a model, beside its weights."""
 _DEFAULT_VAL_SPLIT_FRACTION = 0.05  # of litgpt.data.JSON
 
 
@@ -58,7 +61,7 @@ def load_source(
     """
     name = data_class(data)
     if name == "JSON":
-        return _load_json(data, split)
+        return load_json(data, split=split)
     return _load_litgpt(name, data["init_args"], tokenizer, max_seq_length)
 
 
@@ -116,7 +119,22 @@ def resolve_prompt_style(value: object) -> "PromptStyle":
         ) from None
 
 
-def _load_json(data: Component, split: bool) -> Source:
+def prompt_style_file(style: "PromptStyle") -> dict[str, bytes]:
+    """A prompt style as a file: its name and content."""
+    name = f"{type(style).__module__}.{type(style).__name__}"
+    return {PROMPT_STYLE: yaml.safe_dump({"class_path": name}).encode()}
+
+
+def load_json(data: Component, *, split: bool = True) -> Source:
+    """Read the records of JSON files.
+
+    Args:
+        data: checked by ftkit.data.files.check_data.
+        split: split validation records off a single file; else all of them are that.
+
+    Raises:
+        UserError: the files cannot be read, or are not what they should be.
+    """
     options = json_options(data)
     prompt_style = resolve_prompt_style(options.prompt_style)
     train_file, val_file = options.files()

@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 
+from ftkit.devices import AMPERE, visible_gpus
 from ftkit.errors import UserError
 
 _GIB = 2**30
@@ -25,15 +26,27 @@ GPUS = {
         Gpu(name="a100-40gb", memory_bytes=int(39.4 * _GIB)),
         Gpu(name="a100-80gb", memory_bytes=int(79.1 * _GIB)),
         Gpu(name="h100", memory_bytes=int(79.1 * _GIB)),
+        Gpu(name="h100-nvl", memory_bytes=int(93.0 * _GIB)),
         Gpu(name="h200", memory_bytes=int(139.8 * _GIB)),
+        Gpu(name="gh200", memory_bytes=int(94.4 * _GIB)),
+        Gpu(name="b200", memory_bytes=int(178.3 * _GIB)),
+        Gpu(name="a10", memory_bytes=int(21.9 * _GIB)),
         Gpu(name="a10g", memory_bytes=int(22.0 * _GIB)),
         Gpu(name="l4", memory_bytes=int(22.0 * _GIB)),
+        Gpu(name="l40", memory_bytes=int(44.3 * _GIB)),
+        Gpu(name="l40s", memory_bytes=int(44.3 * _GIB)),
+        Gpu(name="a40", memory_bytes=int(44.3 * _GIB)),
+        Gpu(name="a6000", memory_bytes=int(47.4 * _GIB)),
+        Gpu(name="rtx3090", memory_bytes=int(23.5 * _GIB)),
         Gpu(name="rtx4090", memory_bytes=int(23.6 * _GIB)),
+        Gpu(name="rtx5090", memory_bytes=int(31.3 * _GIB)),
+        Gpu(name="v100-16gb", memory_bytes=int(15.7 * _GIB), bf16=False),
         Gpu(name="v100-32gb", memory_bytes=int(31.7 * _GIB), bf16=False),
         Gpu(name="t4", memory_bytes=int(14.6 * _GIB), bf16=False),
     )
 }
-"""Memory as torch gives it in its out-of-memory messages ("total capacity of 79.10 GiB")."""
+"""Memory as torch gives it in its out-of-memory messages ("total capacity of 79.10 GiB"): the
+least that people have reported for a card, rounded down. It depends a little on the driver."""
 
 HOST = "host memory"
 """In the place of a GPU: the memory of this machine, for ranks on CPUs."""
@@ -41,13 +54,15 @@ HOST = "host memory"
 # Not calibrated: estimates from public reports, until scripts/calibrate_memory has run on a GPU.
 CONTEXT_BYTES = int(0.5 * _GIB)
 """CUDA context and loaded kernels of a process; about 0.3 to 0.6 GiB."""
-WORKSPACE_BYTES = 32 * 2**20
-"""cuBLAS' workspace, which torch allocates with its tensors: 8 MiB, on Hopper 32 MiB
-(CUDA_WORKSPACE_CONFIG in the documentation of cuBLAS)."""
+WORKSPACE_BYTES = 2 * 32 * 2**20
+"""cuBLAS' workspaces, which torch allocates with its tensors: one for the thread of forward passes
+and one for autograd's, each of 8 MiB, on Hopper of 32 MiB (CUBLAS_WORKSPACE_CONFIG in the
+documentation of cuBLAS)."""
 COMMUNICATION_BYTES = int(0.5 * _GIB)
 """NCCL's buffers for several ranks; grows with the number of channels and peers."""
 FRAGMENTATION = 0.04
-"""Share that the caching allocator holds beyond the tensors, usually."""
+"""Share that the caching allocator holds beyond the tensors, usually; less is to be expected with
+segments that can grow (`ftkit.ranks.ALLOCATOR_SETTINGS`), which is not calibrated either."""
 FRAGMENTATION_RANGE = (0.0, 0.10)
 """Lowest and highest such share: before it gives up, it returns what it does not use."""
 TENSOR_ERROR = 0.02
@@ -76,15 +91,17 @@ def find_gpu(text: str) -> Gpu:
 
 
 def _gpu_here() -> Gpu:
-    """The smallest GPU of this machine."""
-    from ftkit.report.machine import hardware
-
-    found = [gpu for gpu in hardware().gpus if gpu.memory_bytes]
-    if not found:
+    """The smallest of the GPUs that programs are shown on this machine, or MIG instances."""
+    try:
+        found = visible_gpus()
+    except UserError as error:
         raise UserError(
-            "--gpu is auto, but this machine shows no NVIDIA GPU. Name one: --gpu a100-80gb, or "
-            "give its memory: --gpu 24GiB."
-        )
-    smallest = min(found, key=lambda gpu: gpu.memory_bytes or 0)
-    old = re.search(r"\b(V100|T4|P100|P40|GTX|RTX 20|Quadro RTX|TITAN)", smallest.name) is not None
-    return Gpu(name=smallest.name, memory_bytes=smallest.memory_bytes or 0, bf16=not old)
+            f"--gpu is auto, but {error}\nName a GPU: --gpu a100-80gb, or give its memory: "
+            "--gpu 24GiB."
+        ) from None
+    smallest = min(found, key=lambda gpu: gpu.memory_bytes)
+    return Gpu(
+        name=smallest.name,
+        memory_bytes=smallest.memory_bytes,
+        bf16=smallest.capability >= AMPERE,
+    )

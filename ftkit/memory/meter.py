@@ -1,8 +1,6 @@
 """Measures what the memory of a step consists of, in a few steps of a run."""
 
-import errno
 import gc
-import os
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Literal
 
@@ -15,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from ftkit.data.order import ElasticOrder
 from ftkit.memory.holdings import gradients, of_optimizer, parameters
 from ftkit.memory.live import LiveTensors, Snapshot, Stretch, highest
+from ftkit.out_of_memory import is_out_of_memory
 from ftkit.report.memory import Breakdown, MicroBatchSize, RankStepMemory, StepMoments
 
 CUDA_GRANULARITY_BYTES = 512
@@ -26,21 +25,6 @@ SOON = 10
 """If it is among this many, no other step is measured."""
 
 Moment = Literal["before_forward", "after_forward", "after_backward", "after_optimizer"]
-
-
-_HOST_MEMORY = (
-    "DefaultCPUAllocator: can't allocate memory",  # torch
-    os.strerror(errno.ENOMEM),  # files mapped into memory, threads
-    "std::bad_alloc",
-)
-"""In errors of other types when host memory is exhausted."""
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory is exhausted, on a device or the host."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return any(words in str(error) for words in _HOST_MEMORY)
 
 
 def steps_to_measure(order: ElasticOrder) -> set[int]:
@@ -62,11 +46,12 @@ class DevicePeak:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._allocated = self._reserved = 0
+        self._requested = self._allocated = self._reserved = 0
 
     def restart(self) -> None:
         """From here on, `within` counts; the highest before is kept."""
         if self._cuda:
+            self._requested = self.requested_bytes or 0
             self._allocated, self._reserved = self.allocated_bytes or 0, self.reserved_bytes or 0
             torch.cuda.reset_peak_memory_stats()
 
@@ -77,6 +62,13 @@ class DevicePeak:
     def now(self) -> int | None:
         """Allocated bytes; None on CPU."""
         return torch.cuda.memory_allocated() if self._cuda else None
+
+    @property
+    def requested_bytes(self) -> int | None:
+        """Highest memory that was asked for, before the allocator rounds it; None on CPU."""
+        if not self._cuda:
+            return None
+        return max(self._requested, torch.cuda.memory_stats().get("requested_bytes.all.peak", 0))
 
     @property
     def allocated_bytes(self) -> int | None:

@@ -149,6 +149,10 @@ def _on_device(simulation: Simulation, plan: Plan) -> tuple[Peaks, dict[Category
     offloaded = {
         kind: max(peak.bytes[kind] for peak in simulation.peaks.values()) for kind in kinds
     }
+    if "parameters" in kinds:  # page-locked, unlike the state of an optimizer
+        offloaded["parameters"] = max(offloaded["parameters"], simulation.sizes.pinned_bytes)
+        trained_bytes = simulation.sizes.pinned_trained_bytes
+        offloaded["gradients"] = max(offloaded["gradients"], trained_bytes)
     peaks = {
         name: type(peak)({k: 0 if k in kinds else v for k, v in peak.bytes.items()})
         for name, peak in simulation.peaks.items()

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ftkit.base.base_model import BaseModel
-from ftkit.finetuner import make_optimizer
+from ftkit.finetuner import clip_gradients, make_optimizer
 from ftkit.memory.live import LiveTensors, Snapshot
 from ftkit.model import LanguageModel, outline, parameter_count, trainable
 from ftkit.planning import Plan
@@ -62,6 +62,10 @@ class Sizes:
     """Elements of its parameters: a quantised one holds two numbers in one."""
     small_elements: int
     """Those of parameters below SMALL, which ZeRO-3 never parts again once they are gathered."""
+    pinned_bytes: int
+    """One rank's rows of its parameters, each in page-locked memory of its own."""
+    pinned_trained_bytes: int
+    """Of those that an optimizer updates."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +76,9 @@ class Simulation:
     sizes: Sizes
 
 
-def largest_micro_batch(sequences: int, max_seq_length: int) -> MicroBatchSize:
-    """What no micro-batch exceeds: sequences of full length whose every token carries loss."""
-    positions = max_seq_length - 1  # the last token is only a target
+def largest_micro_batch(sequences: int, tokens: int) -> MicroBatchSize:
+    """What no micro-batch exceeds: samples of so many tokens, all of which carry loss."""
+    positions = tokens - 1  # the last token is only a target
     return MicroBatchSize(sequences=sequences, positions=positions, targets=sequences * positions)
 
 
@@ -129,7 +133,7 @@ def _run(
     model = outline(
         with_layers(base, layers), plan.recipe, parameter_dtype(plan), compute_dtype(plan)
     )
-    sizes = _sizes(model)
+    sizes = _sizes(model, plan.world_size)
     with _ranks(plan) as sharding, FakeTensorMode(allow_non_fake_inputs=True), _like_cuda(plan):
         sharding.allocate(model, CPU)
         recipe = plan.recipe
@@ -140,8 +144,15 @@ def _run(
         return Simulation(_Step(model, plan, batch, accumulates).peaks(), sizes)
 
 
-def _sizes(model: LanguageModel) -> Sizes:
+def _sizes(model: LanguageModel, world_size: int) -> Sizes:
     parameters, trained = list(model.parameters()), trainable(model)
+
+    def pinned_bytes(parameter: nn.Parameter) -> int:
+        """Each block a power of two, as of all page-locked memory (CachingHostAllocator.h)."""
+        rows = -(-parameter.shape[0] // world_size)
+        size_bytes = rows * parameter.shape[1:].numel() * parameter.itemsize
+        return 1 << (size_bytes - 1).bit_length()
+
     return Sizes(
         parameters=parameter_count(model),
         parameter_bytes=sum(p.numel() * p.itemsize for p in parameters),
@@ -149,6 +160,8 @@ def _sizes(model: LanguageModel) -> Sizes:
         trained_bytes=sum(p.numel() * p.itemsize for p in trained),
         elements=sum(p.numel() for p in parameters),
         small_elements=sum(p.numel() for p in parameters if p.numel() < SMALL),
+        pinned_bytes=sum(map(pinned_bytes, parameters)),
+        pinned_trained_bytes=sum(map(pinned_bytes, trained)),
     )
 
 
@@ -323,9 +336,7 @@ class _Step:
             self._update(optimizer)
 
     def _update(self, optimizer: torch.optim.Optimizer) -> None:
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self._trained if p.grad is not None])
-        if self._plan.recipe.train.max_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(self._trained, 1.0, norm)
+        clip_gradients(self._trained, self._plan.recipe.train.max_norm)
         optimizer.step()
         self._live.assign(_states(optimizer), "optimizer_state")
         optimizer.zero_grad(set_to_none=True)

@@ -241,10 +241,15 @@ class DeviceUtilization:
         return sum(self._samples) / len(self._samples) / 100 if self._samples else None
 
     def _sample(self, index: int) -> None:
-        import torch
+        try:
+            import pynvml as nvml
+            import torch
 
-        while not self._ended.wait(1.0):
-            try:
-                self._samples.append(torch.cuda.utilization(index))
-            except Exception:  # the driver does not say: the report has no number then
-                return
+            nvml.nvmlInit()
+            # Not by its index, which is another one: NVML lists every GPU, in the order of the bus.
+            uuid = torch.cuda.get_device_properties(index).uuid
+            gpu = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+            while not self._ended.wait(1.0):
+                self._samples.append(nvml.nvmlDeviceGetUtilizationRates(gpu).gpu)
+        except Exception:  # the driver does not say: the report has no number then
+            return

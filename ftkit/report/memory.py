@@ -96,7 +96,9 @@ class Shortage:
     """What there is for a rank: memory of its GPU; on CPU, its part of the free host memory, or
     the limit that was set."""
     predicted_peak_bytes: int | None = None
-    """Bytes in tensors at the peak of a step with sequences of full length."""
+    """Bytes in tensors at the peak of a step with samples as long as the longest."""
+    predicted_for: str | None = None
+    """How long that is, and how it is known."""
     changes: list[str] = field(default_factory=list)
     """Runs that would fit, the cheapest in speed first: what changes, and the command line."""
 

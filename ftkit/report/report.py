@@ -161,7 +161,7 @@ class Tokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
-    """Speed over the window: training steps without the first few; see `ThroughputMeter`."""
+    """Speed over the window: the steps that show how fast a run is; see `ThroughputMeter`."""
 
     tokens_per_s: float
     """Real tokens per second, over all ranks."""
@@ -181,7 +181,7 @@ class Throughput:
     mfu: float | None = None
     """Model FLOPs of the real tokens as a fraction of what the devices can do; None: unknown."""
     device_utilization: float | None = None
-    """Mean fraction of time the GPUs were busy, as the driver reports it; None on CPU."""
+    """Mean fraction of time the GPU of rank 0 was busy, as the driver says; None: unknown."""
     cpu_utilization: float | None = None
     """Mean fraction of all hardware threads that this run's processes kept busy."""
 
@@ -192,6 +192,8 @@ class RankMemory:
 
     rank: int
     """Global rank."""
+    requested_bytes: int | None = None
+    """Device memory that was asked for, before torch's allocator rounds it up; None on CPU."""
     allocated_bytes: int | None = None
     """Device memory in tensors, as torch counts it; None on CPU."""
     reserved_bytes: int | None = None
@@ -208,6 +210,8 @@ class PeakMemory:
 
     ranks: list[RankMemory]
     """One entry per rank."""
+    requested_bytes: int | None = None
+    """Largest over the ranks."""
     allocated_bytes: int | None = None
     """Largest over the ranks."""
     reserved_bytes: int | None = None
@@ -226,6 +230,7 @@ class PeakMemory:
 
         return cls(
             ranks=list(ranks),
+            requested_bytes=largest([rank.requested_bytes for rank in ranks]),
             allocated_bytes=largest([rank.allocated_bytes for rank in ranks]),
             reserved_bytes=largest([rank.reserved_bytes for rank in ranks]),
             rss_bytes=largest([rank.rss_bytes for rank in ranks]),

@@ -1,41 +1,56 @@
 """The speed of a run over its measured window."""
 
-from ftkit.report.report import Throughput
+from collections.abc import Mapping
+
+from ftkit.report.report import StepTimes, Throughput
+
+_Sums = dict[str, float]
 
 
 class ThroughputMeter:
-    """Speed over the window: all training steps without the first few.
+    """Speed over the window: the training steps that show how fast a run is.
 
     The first steps also compile kernels, fill caches and allocate memory, so up to skip_steps of
     them are left out, but never more than a quarter of the steps: a run of 12 or more steps leaves
     out 3, one of 4 to 7 leaves out 1, and one of fewer than 4 steps counts them all.
-    ``Throughput.window_steps`` says how many were counted.
+
+    Steps in which memory is followed take longer for it and are left out too, unless no other
+    would remain. ``Throughput.window_steps`` says how many were counted.
     """
 
     def __init__(self, skip_steps: int = 3) -> None:
         self.skip_steps = skip_steps
-        self._first: list[tuple[float, int, int]] = []
         self._steps = 0
-        self._sums = (0.0, 0, 0)
+        self._sums: _Sums = {}
+        self._apart: dict[int, _Sums] = {}
+        """Steps that may be left out, by their number from 0."""
+        self._follows_memory: set[int] = set()
 
-    def add(self, *, duration_s: float, tokens: int, samples: int) -> None:
+    def add(
+        self,
+        *,
+        duration_s: float,
+        tokens: int,
+        samples: int,
+        parts_s: Mapping[str, float] | None = None,
+        follows_memory: bool = False,
+    ) -> None:
         """Count one step.
 
         Args:
             duration_s: time of the step, without validation and saving.
             tokens: real tokens of the step, over all ranks.
             samples: samples of the step, over all ranks.
+            parts_s: where the time went, by the fields of `StepTimes`.
+            follows_memory: whether the memory of this step was followed.
         """
-        step = (duration_s, tokens, samples)
+        step = {"duration_s": duration_s, "tokens": tokens, "samples": samples, **(parts_s or {})}
+        if follows_memory:
+            self._follows_memory.add(self._steps)
+        if follows_memory or self._steps < self.skip_steps:
+            self._apart[self._steps] = step
         self._steps += 1
-        if len(self._first) < self.skip_steps:
-            self._first.append(step)
-        self._sums = _plus(self._sums, step)
-
-    @property
-    def skipped_steps(self) -> int:
-        """Steps left out of the window so far."""
-        return min(self.skip_steps, self._steps // 4)
+        self._sums = {name: self._sums.get(name, 0) + value for name, value in step.items()}
 
     def result(self, world_size: int) -> Throughput | None:
         """The speed over the window, or None before the first step.
@@ -43,23 +58,34 @@ class ThroughputMeter:
         Args:
             world_size: ranks that share the tokens.
         """
-        window_s, tokens, samples = self._sums
-        for duration_s, step_tokens, step_samples in self._first[: self.skipped_steps]:
-            window_s -= duration_s
-            tokens -= step_tokens
-            samples -= step_samples
-        window_steps = self._steps - self.skipped_steps
+        window_steps, sums = self._window()
+        window_s = sums.get("duration_s", 0)
         if window_steps == 0 or window_s <= 0:
             return None
         return Throughput(
-            tokens_per_s=tokens / window_s,
-            samples_per_s=samples / window_s,
+            tokens_per_s=sums["tokens"] / window_s,
+            samples_per_s=sums["samples"] / window_s,
             steps_per_s=window_steps / window_s,
             window_steps=window_steps,
             window_s=window_s,
-            tokens_per_s_per_device=tokens / window_s / world_size,
+            tokens_per_s_per_device=sums["tokens"] / window_s / world_size,
         )
 
+    def step_times(self) -> StepTimes:
+        """Mean time of a step of the window by its parts; comes after the first step."""
+        steps, sums = self._window()
+        known = ("duration_s", "tokens", "samples")
+        parts = {name: value / steps for name, value in sums.items() if name not in known}
+        return StepTimes(**parts, total=sum(parts.values()))
 
-def _plus(a: tuple[float, int, int], b: tuple[float, int, int]) -> tuple[float, int, int]:
-    return a[0] + b[0], a[1] + b[1], a[2] + b[2]
+    def _window(self) -> tuple[int, _Sums]:
+        """How many steps are in the window, and their sums."""
+        first = set(range(min(self.skip_steps, self._steps // 4)))
+        left_out = first | self._follows_memory
+        if len(left_out) == self._steps:
+            left_out = first
+        sums = dict(self._sums)
+        for step in left_out:
+            for name, value in self._apart[step].items():
+                sums[name] -= value
+        return self._steps - len(left_out), sums

@@ -61,8 +61,24 @@ def test_a_gpu_learns_what_a_cpu_learns(
             method,
             accelerator=accelerator,
             precision="32-true",
+            deterministic="true",  # TF32 would differ by as much as is allowed here
         )
     assert losses(tmp_path / "cuda") == pytest.approx(losses(tmp_path / "cpu"), rel=1e-3)
+
+
+def test_a_deterministic_run_repeats_to_the_last_bit(
+    tiny_base: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    for name in ("once", "again"):
+        run(
+            tiny_base,
+            tiny_data,
+            tmp_path / name,
+            "finetune_full",
+            precision="bf16-true",
+            deterministic="true",
+        )
+    assert losses(tmp_path / "once") == losses(tmp_path / "again")
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])

@@ -1,0 +1,56 @@
+"""Process groups of the backend "nccl": gloo carries them, and CPU tensors are refused.
+
+The operators of torch.distributed for tensors on cards are in kernels.cpp, where they are counted;
+a group of "nccl" alone has no backend for tensors of the host, so torch itself refuses them.
+"""
+
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroupGloo, distributed_c10d
+
+
+class _Options(SimpleNamespace):
+    def __init__(self, **values: Any) -> None:
+        super().__init__(_timeout=timedelta(minutes=10), **values)
+
+
+class ProcessGroupNCCL(ProcessGroupGloo):
+    """NCCL in name."""
+
+    Options = _Options
+
+    def __init__(self, store: Any, rank: int, size: int, options: _Options) -> None:
+        super().__init__(store, rank, size, timeout=options._timeout)
+        self._own_options = options
+
+    @property
+    def options(self) -> _Options:
+        """What it was made with; torch copies it for groups of some of the ranks."""
+        return self._own_options
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """The connections are there."""
+
+    def abort(self) -> None:
+        """There is nothing under way."""
+
+
+def install() -> None:
+    """Make torch.distributed believe that it was built with NCCL."""
+    if not dist.is_available():
+        return
+    for module in (dist, distributed_c10d):
+        module.ProcessGroupNCCL = ProcessGroupNCCL
+    distributed_c10d._NCCL_AVAILABLE = True
+    make = distributed_c10d._new_process_group_helper
+
+    def without_splitting(*args: Any, **kwargs: Any) -> Any:
+        # A group of some ranks is made anew, as gloo cannot split one.
+        return make(*args, **kwargs | {"device_id": None})
+
+    distributed_c10d._new_process_group_helper = without_splitting
+    distributed_c10d.default_pg_nccl_timeout = timedelta(minutes=10)

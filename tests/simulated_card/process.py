@@ -1,0 +1,72 @@
+"""The cards in a process: there from the first import of torch on, at no cost before."""
+
+import importlib.abc
+import importlib.machinery
+import os
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
+
+from simulated_card import driver
+from simulated_card.settings import Cards
+
+
+def prepare() -> None:
+    """Put the cards of the environment into this process; before torch is imported."""
+    cards = Cards.here()
+    assert cards is not None and "torch" not in sys.modules
+    sys.modules["pynvml"] = driver.module(cards)
+    _show_device_nodes()
+    if cards.usable:
+        sys.meta_path.insert(0, _Finder(cards))
+
+
+def _show_device_nodes() -> None:
+    """The driver's nodes exist, for those that look for them."""
+    nodes = {"/dev/nvidiactl", "/dev/nvidia0"}
+    exists, path_exists = os.path.exists, pathlib.Path.exists
+    os.path.exists = lambda path: path in nodes or exists(path)
+    pathlib.Path.exists = lambda self, *args, **kwargs: (  # type: ignore[method-assign]
+        str(self) in nodes or path_exists(self, *args, **kwargs)
+    )
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Has a hand in the import of some packages."""
+
+    def __init__(self, cards: Cards) -> None:
+        self._cards = cards
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in ("torch", "bitsandbytes"):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+            around = self._around_torch if name == "torch" else self._around_bitsandbytes
+            spec.loader.exec_module = lambda module: around(load, module)  # type: ignore[method-assign]
+        return spec
+
+    def _around_torch(self, load: Callable[[ModuleType], None], module: ModuleType) -> None:
+        from simulated_card import device
+
+        library = device.load(self._cards)
+        load(module)
+        device.install(self._cards, library)
+
+    def _around_bitsandbytes(self, load: Callable[[ModuleType], None], module: ModuleType) -> None:
+        """Its kernels for CPUs are taken, as it would have none for these cards."""
+        import torch
+
+        from simulated_card import device
+
+        hidden: AbstractContextManager[None] = (
+            device.no_cards() if torch.cuda.is_available() else nullcontext()
+        )
+        with hidden:
+            load(module)
+        device.LIBRARY.card_register_namespace(b"bitsandbytes")

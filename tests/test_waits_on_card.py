@@ -1,0 +1,112 @@
+"""How often the host waits for a card, in numbers: a stray `.item()` in a step fails a test.
+
+While the host waits, the device runs dry: what is done in each micro-step must not wait at all, and
+an optimizer step only where its numbers are read. The counts are of one step in the middle of a
+run, on rank 0, without what the measurement of memory adds in the steps that it follows.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from on_card import OnCard, on_card
+from rank_jobs import HAS_DEEPSPEED
+from simulated_card.build import needs_card
+from simulated_card.counts import WAITS
+
+pytestmark = needs_card
+
+STEP = 4
+"""Of six: DDP has found its buckets by then, and nothing is saved yet."""
+ONE = ("--devices", "1")
+DDP = ("--devices", "2", "--strategy", "ddp")
+FSDP = ("--devices", "2", "--strategy", "fsdp")
+ZERO = ("--devices", "2", "--strategy", "deepspeed", "--strategy.offload_optimizer", "false")
+ZERO_2 = (*ZERO, "--strategy.stage", "2")
+PLACES = {"single": ONE, "ddp": DDP, "fsdp": FSDP, "ZeRO-2": ZERO_2, "ZeRO-3": ZERO}
+
+EVERY_STEP = {
+    "item item finetuner.py:newest_gradient_norm": 1,  # shown and logged
+    "to_host pageable callbacks.py:on_train_batch_end": 1,  # loss and counts, over all ranks
+    "synchronize device callbacks.py:on_train_batch_end": 1,  # before the events of parts are read
+}
+AMONG_RANKS = EVERY_STEP | {
+    "item item callbacks.py:of_rank_0": 1,  # whether a signal asks for the end: all or none
+}
+WAITS_IN_A_STEP = {
+    "single": EVERY_STEP,
+    "ddp": AMONG_RANKS,
+    "fsdp": AMONG_RANKS,
+    # DeepSpeed's own: the norm, and whether gradients are finite.
+    "ZeRO-2": AMONG_RANKS | {"item item finetuner.py:optimizer_step": 2},
+    "ZeRO-3": AMONG_RANKS
+    | {
+        "item item finetuner.py:optimizer_step": 1,
+        "synchronize device finetuner.py:optimizer_step": 1,
+        "synchronize stream strategy.py:backward": 2,  # after reducing, in each micro-step
+    },
+}
+MICRO_STEPS = {"single": 3, "ddp": 2, "fsdp": 2, "ZeRO-2": 2, "ZeRO-3": 2}
+
+
+@pytest.fixture(scope="module")
+def machine(
+    tiny_base: Path, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[OnCard]:
+    directory = tmp_path_factory.mktemp("cards")
+    changes = {"train__max_steps": 6}
+    with on_card(directory, tiny_base, tiny_data, changes) as found:
+        yield found
+
+
+def counted(
+    machine: OnCard, place: str, *kinds: str, faults: tuple[str, ...] = ()
+) -> dict[str, int]:
+    if "ZeRO" in place and not HAS_DEEPSPEED:
+        pytest.skip("deepspeed is not installed: scripts/setup_env")
+    ranks = 1 if place == "single" else 2
+    found = machine.completed("finetune", *PLACES[place], ranks=ranks, faults=faults)
+    return machine.counts(found.out_dir).of_step(STEP, *kinds)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_host_waits_where_numbers_are_read_and_nowhere_else(
+    machine: OnCard, place: str
+) -> None:
+    assert counted(machine, place, *WAITS) == WAITS_IN_A_STEP[place]
+
+
+def test_a_number_read_in_each_micro_step_would_be_noticed(machine: OnCard) -> None:
+    found = counted(machine, "single", *WAITS, faults=("reads_a_number_in_each_micro_step",))
+    planted = "item item faults.py:reading"
+    assert found.pop(planted) == MICRO_STEPS["single"]
+    assert found == WAITS_IN_A_STEP["single"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_batches_come_from_pinned_memory(machine: OnCard, place: str) -> None:
+    """Four tensors in a micro-step; of other copies there are those of single numbers alone."""
+    found = counted(machine, place, "to_device")
+    assert found.pop("to_device pinned training.py:fit") == 4 * MICRO_STEPS[place]
+    assert sum(found.values()) <= 3
+
+
+COLLECTIVES = {
+    "single": {},
+    # Gradients in one bucket, in the last micro-step; the step's numbers; a signal of rank 0.
+    "ddp": {"allreduce": 2, "broadcast": 1},
+    # Two blocks and the rest, in two micro-steps: gathered for the forward pass, the blocks again
+    # for the backward pass, gradients of each reduced; the norm, and the same numbers.
+    "fsdp": {"allgather_base": 12, "reduce_scatter_base": 6, "allreduce": 2, "broadcast": 1},
+    # Gradients in each micro-step, the norm, and the updated parts; and the same numbers.
+    "ZeRO-2": {"allreduce": 4, "allgather_base": 1, "broadcast": 1},
+}
+
+
+@pytest.mark.parametrize("place", COLLECTIVES)
+def test_ranks_exchange_what_a_step_needs(machine: OnCard, place: str) -> None:
+    found: Counter[str] = Counter()
+    for key, count in counted(machine, place, "collective").items():
+        found[key.split()[1]] += count
+    assert found == COLLECTIVES[place]
