@@ -54,8 +54,12 @@ def changes_that_fit(planned: Planned, attempt: Try, *, most: int | None = None)
         return []
     single = list(_single(planned, planned.gpu))
     found: list[Change] = []
+
+    def enough() -> bool:
+        return most is not None and sum(bool(change.planned.fits) for change in found) >= most
+
     for step in single:
-        if most is not None and sum(bool(change.planned.fits) for change in found) >= most:
+        if enough():
             break
         more_devices = step.title.startswith("FSDP on")
         if more_devices and any(c.planned.fits and "FSDP on" in c.title for c in found):
@@ -70,8 +74,9 @@ def changes_that_fit(planned: Planned, attempt: Try, *, most: int | None = None)
                 found.append(change)
                 if change.planned.fits:
                     break
-    shorter = _shorter(planned, planned.gpu, attempt)
-    return [*found, shorter] if shorter else found
+    if not enough() and (shorter := _shorter(planned, planned.gpu, attempt)):
+        found.append(shorter)
+    return found
 
 
 @dataclass(frozen=True)
