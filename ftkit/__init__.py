@@ -16,14 +16,14 @@ __version__ = "0.1.0"
 
 _MODULE_OF = {
     "DoesNotFit": "errors",
-    "Plans": "plans",
-    "Run": "notebook",
+    "Plans": "notebook.plans",
+    "Run": "notebook.api",
     "UserError": "errors",
-    "attach": "notebook",
+    "attach": "notebook.api",
     "compare": "comparison.compare",
-    "finetune": "notebook",
-    "finetune_full": "notebook",
-    "plan": "plans",
+    "finetune": "notebook.api",
+    "finetune_full": "notebook.api",
+    "plan": "notebook.plans",
 }
 """The Python API; nothing of it is imported before it is used."""
 __all__ = [*_MODULE_OF]

@@ -1,6 +1,6 @@
 """`python -m ftkit`, which torchrun also takes: `torchrun ... -m ftkit finetune ...`."""
 
-from ftkit.cli import main
+from ftkit.cli.app import main
 
 if __name__ == "__main__":
     main()

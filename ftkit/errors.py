@@ -1,5 +1,7 @@
 """Errors that carry their exit code: what the user can mend is told without a traceback."""
 
+import signal
+
 
 class UserError(Exception):
     """Something the user can mend; names the key, its value, the rule and a change that works.
@@ -15,3 +17,11 @@ class DoesNotFit(UserError):
     """A run that would certainly end for lack of memory."""
 
     exit_code = 3
+
+
+EXIT_BY_SIGNAL = {
+    signal.SIGINT: (130, "Ctrl+C"),
+    signal.SIGTERM: (143, "SIGTERM"),
+    signal.SIGHUP: (129, "SIGHUP"),
+}
+EXIT_OUT_OF_MEMORY = 3

@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil
 
 from ftkit import embedded
-from ftkit.report.machine import host_memory
+from ftkit.utils.hardware import host_memory
 
 MIB = 2**20
 

@@ -2,11 +2,9 @@
 
 import os
 import subprocess
-import sys
-import textwrap
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,44 +13,13 @@ import pytest
 
 # Before torch is imported: threads that spin beside others take very long.
 os.environ.update(OMP_NUM_THREADS="1", GOMP_SPINCOUNT="1000")
+from command import Command, Start, command_environment, command_line, start_up_of_ranks
 from runs import DEFAULT_SIGNALS, Run, command_of, options, watched
 
 if TYPE_CHECKING:
     from results import Ended
 
-ROOT = Path(__file__).parents[1]
-
-Command = Callable[..., subprocess.CompletedProcess[str]]
-Start = Callable[..., AbstractContextManager[Run]]
-
-
-def command_line(*arguments: object, before: str = "") -> list[str]:
-    """The `ftkit` command, installed or not.
-
-    Args:
-        arguments: of the command.
-        before: statements to run first, in the same process.
-    """
-    program = f"{before}\nfrom ftkit.cli import main\nmain()"
-    return [sys.executable, "-c", program, *map(str, arguments)]
-
-
-def command_environment() -> dict[str, str]:
-    """Finds ftkit, but no network, no account and no terminal; one thread per process."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "WANDB_"))}
-    return kept | {
-        "PYTHONPATH": str(ROOT),
-        "HF_ENDPOINT": "http://127.0.0.1:9",
-        "OMP_NUM_THREADS": "1",
-    }
-
-
-def start_up_of_ranks(directory: Path, statements: str) -> Path:
-    """What to put on a command's PYTHONPATH so that its ranks run statements before all else."""
-    condition = 'import os, sys\nif "ftkit.train" in sys.orig_argv:\n'
-    file = directory / "sitecustomize.py"
-    file.write_text(condition + textwrap.indent(statements, "    "))
-    return directory
+pytest.register_assert_rewrite("conversions", "rank_jobs")
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Whether a file of a checkpoint has the format that its name says.
+"""File formats of a checkpoint: whether a file is what its name says.
 
 Checksums protect against damage, not against somebody who recomputes them. Nothing here is ever
 unpickled; what is no JSON, safetensors or text is refused before anything else looks at it.

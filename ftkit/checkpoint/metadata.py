@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself, as ``metadata.json``.
+"""Checkpoint metadata: what a checkpoint says about itself, as ``metadata.json``.
 
 The file holds the size and checksum of every other file of the checkpoint, and a checksum of
 itself: over its own values as JSON with sorted keys and no spaces. The keys of the file are the
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ftkit.durable import write_durably
-from ftkit.report.json_values import from_json
+from ftkit.utils.files import write_durably
+from ftkit.utils.json_values import from_json
 
 FORMAT_VERSION = 1
 METADATA = "metadata.json"
@@ -90,11 +90,11 @@ class Metadata:
     samples: int
     """Data position: samples consumed since the run began."""
     tokens: int
-    """Real tokens trained on, in all sittings."""
+    """Real tokens trained on, in all sessions."""
     epochs: float
     """Passes over the training data."""
     training_s: float
-    """Seconds of training, in all sittings."""
+    """Seconds of training, in all sessions."""
     total_steps: int
     """Steps of the run as it was planned."""
     learning_rate: float
@@ -128,7 +128,7 @@ class Metadata:
     loggers: dict[str, str] = field(default_factory=dict)
     """What a logger needs to go on, such as the id of a W&B run."""
     carried: dict[str, Any] = field(default_factory=dict)
-    """Sections of the report that cover all sittings."""
+    """Sections of the report that cover all sessions."""
     files: dict[str, FileEntry] = field(default_factory=dict)
     """The other files of the checkpoint, by path relative to its directory."""
 

@@ -1,4 +1,4 @@
-"""Tensors in pieces: each rank writes a file of its own, any number of ranks read them back.
+"""Sharded tensors on disk: each rank writes a file of its own, any number of ranks read them.
 
 A piece is a range of a tensor's numbers in row-major order. The rows that FSDP gives a rank are
 such a range, so is a partition of ZeRO, and so is a whole tensor. Reading asks for a range and
@@ -14,13 +14,11 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ftkit.checkpoint.metadata import CheckpointError
-
-BLOCK = 256
-"""Numbers of an 8-bit state that share a scale (bitsandbytes)."""
+from ftkit.optim.state_kinds import BLOCK
+from ftkit.utils.safetensors_files import save_tensors
 
 _PIECES = "pieces"
 _SCALES = ".scales"
@@ -75,35 +73,6 @@ def write_shard(path: Path, pieces: Iterable[Piece]) -> None:
             tensors[key + _SCALES] = piece.scales
             places[key]["code"] = piece.code.tolist()
     save_tensors(tensors, path, {_PIECES: json.dumps(places)})
-
-
-def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """Write a safetensors file with the permissions that other files get.
-
-    The same tensors and metadata give the same bytes.
-
-    Raises:
-        OSError, SafetensorError: it cannot be written.
-    """
-    path.touch()
-    mode = path.stat().st_mode
-    save_file(tensors, path, metadata={"format": "pt"} | metadata)
-    path.chmod(mode)  # save_file makes it readable by the owner alone
-    if metadata:
-        _sort_metadata(path)
-
-
-def _sort_metadata(path: Path) -> None:
-    """Put the metadata in an order, which save_file leaves to chance."""
-    with path.open("r+b") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-        if len(text) > size:
-            raise SafetensorError(f"{path}: its header cannot be written in the space it has")
-        file.seek(8)
-        file.write(text.ljust(size))
 
 
 class StoredState:

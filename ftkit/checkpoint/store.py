@@ -1,4 +1,4 @@
-"""The checkpoints of a run: how they come, how they are checked, and how they go.
+"""The checkpoint store: how checkpoints are committed, verified and removed.
 
 A checkpoint comes by one rename, when all of it is on the disk, and goes by one rename, before any
 of it is removed. So whatever has its final name is whole, unless it was damaged later; names that
@@ -24,7 +24,7 @@ from ftkit.checkpoint.metadata import (
     read_metadata,
     write_metadata,
 )
-from ftkit.durable import sync, write_durably
+from ftkit.utils.files import sync, write_durably
 
 LATEST = "latest"
 """Names the newest checkpoint, for people and scripts; never read here."""

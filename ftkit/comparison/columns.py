@@ -1,17 +1,17 @@
-"""What is compared, column by column: names, values, texts, and which of them are best."""
+"""Columns of a comparison: names, values, texts, and which of them are best."""
 
-import difflib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from ftkit.comparison.runs import ComparedRun, differing_settings
+from ftkit.console.formatting import bytes_text, duration_text, number_text, percent_text
 from ftkit.errors import UserError
-from ftkit.report.formatting import bytes_text, duration_text, number_text, percent_text
-from ftkit.report.memory import Breakdown
 from ftkit.report.report import ENDED_WELL, Report
-from ftkit.run_state import AT_WORK
+from ftkit.report.step_memory import Breakdown
+from ftkit.runs.state import AT_WORK
+from ftkit.utils.nearest import nearest
 
 Better = Literal["lower", "higher"]
 
@@ -243,8 +243,8 @@ def in_order(runs: list[ComparedRun], sort: str | None) -> list[ComparedRun]:
     settings = dict.fromkeys(key for run in runs for key in run.settings)
     column = known.get(sort) or (_setting(runs, sort, sort) if sort in settings else None)
     if column is None:
-        close = difflib.get_close_matches(sort, [*known, *settings], n=1)
-        hint = f"Did you mean {close[0]}? " if close else ""
+        close = nearest(sort, [*known, *settings])
+        hint = f"Did you mean {close}? " if close else ""
         raise UserError(
             f"--sort is {sort!r}, but must be run, state, a setting such as "
             f"train.micro_batch_size, or one of {', '.join(m.key for m in MEASURES)}. "
@@ -330,7 +330,7 @@ def _best(
 ) -> frozenset[int]:
     """The runs with the best value among those that ended well; none if all are as good.
 
-    Times count only where the same samples were trained on, in one sitting.
+    Times count only where the same samples were trained on, in one session.
     """
     rivals = [
         i

@@ -1,4 +1,4 @@
-"""Compares runs: for the command, for Python, and in a notebook, where the result shows itself.
+"""`ftkit compare`: runs side by side, for the command, for Python, and in a notebook.
 
 comparison = compare(["out/a", "out/b"])
 comparison.plot("comparison.png")
@@ -16,8 +16,8 @@ from ftkit.comparison import table
 from ftkit.comparison.columns import in_order
 from ftkit.comparison.plots import Picture, check_plot, save_plot
 from ftkit.comparison.runs import ComparedRun, LeftOut, read_runs
+from ftkit.console.display import Display, plain_text
 from ftkit.errors import UserError
-from ftkit.report.display import Display, plain_text
 
 _WIDTH = 120
 """Characters of a line where a program prints a comparison."""

@@ -1,4 +1,4 @@
-"""Pictures of a comparison: losses, memory and throughput, for any number of runs.
+"""Plots of a comparison: losses, memory and throughput, for any number of runs.
 
 Every run has one colour and one dash, in all panels; both are Okabe and Ito's or plain enough to be
 told apart by colour-blind people. Nothing of matplotlib's global state is changed.
@@ -19,16 +19,17 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from ftkit import __version__
 from ftkit.comparison.runs import ComparedRun
 from ftkit.comparison.table import as_html
-from ftkit.durable import write_durably
+from ftkit.console.formatting import bytes_text, number_text, printable
 from ftkit.errors import UserError
-from ftkit.report.formatting import bytes_text, number_text, printable
 from ftkit.report.report import ENDED_WELL
+from ftkit.utils.files import write_durably
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
     from matplotlib.lines import Line2D
+
 
 ENDINGS = (".png", ".html")
 Dash: TypeAlias = Literal["-"] | tuple[float, tuple[float, float]]

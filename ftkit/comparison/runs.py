@@ -1,4 +1,4 @@
-"""The runs that are compared: where they are, their settings, results and curves."""
+"""Runs that are compared: where they are, their settings, results and curves."""
 
 import math
 import os
@@ -8,18 +8,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ftkit.config.recipe import LoraRecipe
 from ftkit.errors import UserError
-from ftkit.recipe import LoraRecipe
-from ftkit.report.machine import Hardware
-from ftkit.report.metrics import (
-    METRICS_NAME,
-    VALIDATION_NAME,
-    Row,
-    read_metrics,
-    read_validation,
-)
+from ftkit.report.metrics import METRICS_NAME, VALIDATION_NAME, Row, read_metrics, read_validation
 from ftkit.report.report import FILE_NAME, RankMemory, Report, Resolved
-from ftkit.run_state import StateName, is_run, look
+from ftkit.runs.state import StateName, is_run, look
+from ftkit.utils.hardware import Hardware
 
 _NOT_COMPARED = ("out_dir", "resume", "access_token", "log")
 """Keys of a recipe that say how a run is called and started."""
@@ -43,7 +37,7 @@ class Curve:
     steps: list[int]
     """Optimizer steps done."""
     seconds: list[float]
-    """Time of training up to the step, over all sittings."""
+    """Time of training up to the step, over all sessions."""
     losses: list[float]
     """Of the step, in nats."""
 

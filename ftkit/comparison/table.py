@@ -1,4 +1,4 @@
-"""A comparison as a table: for a terminal of any width, as Markdown, CSV, JSON or HTML."""
+"""The table of a comparison: for a terminal of any width, as Markdown, CSV, JSON or HTML."""
 
 import csv
 import dataclasses
@@ -23,8 +23,8 @@ from ftkit.comparison.columns import (
     setting_columns,
 )
 from ftkit.comparison.runs import ComparedRun, LeftOut
-from ftkit.report.formatting import printable, shortened
-from ftkit.report.markup import GOOD
+from ftkit.console.formatting import printable, shortened
+from ftkit.console.html import GOOD
 from ftkit.report.report import ENDED_WELL
 from ftkit.report.table import STYLE_OF_OUTCOME
 
@@ -96,7 +96,7 @@ def notes(runs: list[ComparedRun]) -> list[str]:
             found.append(f"{run.name}: {shortened(run.report.exit_reason, 160)}")
         if resumed := run.report.resumed:
             found.append(
-                f"{run.name}: time, speed and memory are of its last sitting, "
+                f"{run.name}: time, speed and memory are of its last session, "
                 f"from step {resumed.from_step:,}"
             )
     return [printable(note) for note in found]

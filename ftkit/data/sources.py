@@ -1,4 +1,4 @@
-"""Where training records come from: JSON files, or a data module of LitGPT."""
+"""Data sources: JSON files, or a data module of LitGPT, split into training and validation."""
 
 import contextlib
 import dataclasses
@@ -13,22 +13,17 @@ import torch
 import yaml
 from torch.utils.data import Subset, random_split
 
-from ftkit.data.files import (
-    Record,
-    as_record,
-    check_keys,
-    data_class,
-    json_options,
-    read_records,
-    suggest,
-)
+from ftkit.config.recipe import Component
+from ftkit.data.json_records import Record, as_record, read_records
+from ftkit.data.prompt_styles import resolve_prompt_style
+from ftkit.data.spec import check_keys, data_class, json_options
 from ftkit.errors import UserError
-from ftkit.recipe import Component
 
 if TYPE_CHECKING:
     from litgpt.data import SFTDataset
     from litgpt.prompts import PromptStyle
     from litgpt.tokenizer import Tokenizer
+
 
 PROMPT_STYLE = "prompt_style.yaml"
 """Where LitGPT and ftkit look for the prompt style of a model, beside its weights."""
@@ -51,7 +46,7 @@ def load_source(
     """Read, and if necessary download, the records of the data set.
 
     Args:
-        data: checked by ftkit.data.files.check_data.
+        data: checked by ftkit.data.spec.check_data.
         tokenizer: passed on to LitGPT's modules.
         max_seq_length: passed on to LitGPT's modules.
         split: split validation records off a single JSON file; else all of them are that.
@@ -65,60 +60,6 @@ def load_source(
     return _load_litgpt(name, data["init_args"], tokenizer, max_seq_length)
 
 
-def prompt_style_of(data: Component) -> "PromptStyle":
-    """The prompt style of a recipe's data, which are not looked at.
-
-    Raises:
-        UserError: there are no such data, or no such style.
-    """
-    name = data_class(data)
-    if name == "JSON":
-        return resolve_prompt_style(json_options(data).prompt_style)
-    import litgpt.data
-
-    defaults = {
-        field.name: field.default for field in dataclasses.fields(getattr(litgpt.data, name))
-    }
-    return resolve_prompt_style(data["init_args"].get("prompt_style", defaults["prompt_style"]))
-
-
-def resolve_prompt_style(value: object) -> "PromptStyle":
-    """The prompt style named in a recipe.
-
-    Args:
-        value: a name LitGPT knows (alpaca), a class path (litgpt.prompts.Alpaca), or a class
-            path with init_args.
-
-    Raises:
-        UserError: anything else; nothing outside litgpt.prompts is imported.
-    """
-    from litgpt import prompts
-
-    if isinstance(value, prompts.PromptStyle):
-        return value
-    if isinstance(value, str) and value in prompts.prompt_styles:
-        return prompts.PromptStyle.from_name(value)
-    class_path = value.get("class_path") if isinstance(value, Mapping) else value
-    package, _, name = str(class_path).rpartition(".")
-    style = getattr(prompts, name, None) if package == "litgpt.prompts" else None
-    if not (isinstance(style, type) and issubclass(style, prompts.PromptStyle)):
-        classes = {style.__name__: key for key, style in prompts.prompt_styles.items()}
-        near = suggest(name, [*prompts.prompt_styles, *classes], default="alpaca")
-        raise UserError(
-            f"data.prompt_style is {class_path}, but has to be one of "
-            f"{', '.join(prompts.prompt_styles)}, or a class of litgpt.prompts.\n"
-            f"Try --data.prompt_style {classes.get(near, near)}."
-        )
-    init_args = value.get("init_args") or {} if isinstance(value, Mapping) else {}
-    try:
-        return style(**init_args)
-    except TypeError as error:
-        raise UserError(
-            f"data.prompt_style is {class_path} with {init_args}: {error}.\n"
-            "Remove the init_args it does not have."
-        ) from None
-
-
 def prompt_style_file(style: "PromptStyle") -> dict[str, bytes]:
     """A prompt style as a file: its name and content."""
     name = f"{type(style).__module__}.{type(style).__name__}"
@@ -129,7 +70,7 @@ def load_json(data: Component, *, split: bool = True) -> Source:
     """Read the records of JSON files.
 
     Args:
-        data: checked by ftkit.data.files.check_data.
+        data: checked by ftkit.data.spec.check_data.
         split: split validation records off a single file; else all of them are that.
 
     Raises:

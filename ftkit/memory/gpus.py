@@ -1,9 +1,9 @@
-"""What GPUs offer, and what a CUDA process takes beside its tensors."""
+"""GPU kinds: their memory, and what a CUDA process takes beside its tensors."""
 
 import re
 from dataclasses import dataclass
 
-from ftkit.devices import AMPERE, visible_gpus
+from ftkit.config.devices import AMPERE, visible_gpus
 from ftkit.errors import UserError
 
 _GIB = 2**30
@@ -62,7 +62,7 @@ COMMUNICATION_BYTES = int(0.5 * _GIB)
 """NCCL's buffers for several ranks; grows with the number of channels and peers."""
 FRAGMENTATION = 0.04
 """Share that the caching allocator holds beyond the tensors, usually; less is to be expected with
-segments that can grow (`ftkit.ranks.ALLOCATOR_SETTINGS`), which is not calibrated either."""
+segments that can grow (`ftkit.launch.ranks.ALLOCATOR_SETTINGS`), which is not calibrated either."""
 FRAGMENTATION_RANGE = (0.0, 0.10)
 """Lowest and highest such share: before it gives up, it returns what it does not use."""
 TENSOR_ERROR = 0.02

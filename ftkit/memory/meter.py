@@ -1,4 +1,4 @@
-"""Measures what the memory of a step consists of, in a few steps of a run."""
+"""The memory meter: what the memory of a step consists of, in a few measured steps of a run."""
 
 import gc
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -10,11 +10,11 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ftkit.data.order import ElasticOrder
-from ftkit.memory.holdings import gradients, of_optimizer, parameters
-from ftkit.memory.live import LiveTensors, Snapshot, Stretch, highest
-from ftkit.out_of_memory import is_out_of_memory
-from ftkit.report.memory import Breakdown, MicroBatchSize, RankStepMemory, StepMoments
+from ftkit.data.sampler import ElasticOrder
+from ftkit.memory.state_tensors import gradients, of_optimizer, parameters
+from ftkit.memory.tracker import LiveTensors, Snapshot, Stretch, highest
+from ftkit.report.step_memory import Breakdown, MicroBatchSize, RankStepMemory, StepMoments
+from ftkit.utils.out_of_memory import is_out_of_memory
 
 CUDA_GRANULARITY_BYTES = 512
 """torch's allocator rounds every size up to a multiple (c10/cuda/CUDACachingAllocator.h)."""
@@ -28,7 +28,7 @@ Moment = Literal["before_forward", "after_forward", "after_backward", "after_opt
 
 
 def steps_to_measure(order: ElasticOrder) -> set[int]:
-    """The step near the start of a sitting that needs most memory; unless it comes soon, another.
+    """The step near the start of a session that needs most memory; unless it comes soon, another.
 
     That is the second one: in the first one the optimizer has no state yet.
     """

@@ -1,21 +1,22 @@
-"""How much memory a plan will need, before anything is loaded."""
+"""The memory prediction of a plan, before anything is loaded."""
 
 import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from ftkit.base.base_model import BaseModel
-from ftkit.base.blueprint import read_blueprint
-from ftkit.finetuner import optimizer_of
+from ftkit.config.plan import Plan
+from ftkit.config.recipe import LoraRecipe
+from ftkit.config.strategies import FsdpOptions
 from ftkit.memory import gpus
-from ftkit.memory.live import CATEGORIES, Category
 from ftkit.memory.simulate import CPU, Peaks, Simulation, simulate
+from ftkit.memory.tracker import CATEGORIES, Category
 from ftkit.memory.zero import with_zero
-from ftkit.planning import FsdpOptions, Plan
-from ftkit.recipe import LoraRecipe
-from ftkit.report.memory import Breakdown, MicroBatchSize, PredictedStep, RankStepMemory
-from ftkit.strategy import parameter_dtype
-from ftkit.training_state import bytes_per_number, state_kinds
+from ftkit.optim.optimizers import optimizer_of
+from ftkit.optim.state_kinds import bytes_per_number, state_kinds
+from ftkit.pretrained.base_model import BaseModel
+from ftkit.pretrained.blueprint import read_blueprint
+from ftkit.report.step_memory import Breakdown, MicroBatchSize, PredictedStep, RankStepMemory
+from ftkit.strategies.precision import parameter_dtype
 
 PROCESS_BYTES = int(1.2 * 2**30)
 """Host memory of a rank with its libraries and no model, roughly."""

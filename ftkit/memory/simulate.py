@@ -1,8 +1,8 @@
-"""An optimizer step of a plan on fake tensors: which bytes would be alive when.
+"""The simulated optimizer step of a plan on fake tensors: which bytes are alive when.
 
 The model, its layers, its loss, its sharding and its optimizer are those of a run; only their
 numbers are missing. What a rank holds is counted by the code that counts it in a run
-(`ftkit.memory.live`).
+(`ftkit.memory.tracker`).
 
 A model of many layers is not run whole. The step is cut into stretches (the forward pass of the
 first block, of the last one, the loss, ...), and the bytes of each stretch grow by the same amount
@@ -23,15 +23,17 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ftkit.base.base_model import BaseModel
-from ftkit.finetuner import clip_gradients, make_optimizer
-from ftkit.memory.live import LiveTensors, Snapshot
-from ftkit.model import LanguageModel, outline, parameter_count, trainable
-from ftkit.planning import Plan
-from ftkit.recipe import LoraRecipe
-from ftkit.report.memory import MicroBatchSize
-from ftkit.sharding import FullyShard, Sharding, Whole, fsdp_parameters
-from ftkit.strategy import compute_dtype, parameter_dtype
+from ftkit.config.plan import Plan
+from ftkit.config.recipe import LoraRecipe
+from ftkit.memory.tracker import LiveTensors, Snapshot
+from ftkit.model.flops import parameter_count
+from ftkit.model.language_model import LanguageModel, outline, trainable
+from ftkit.optim.clipping import clip_gradients
+from ftkit.optim.optimizers import make_optimizer
+from ftkit.pretrained.base_model import BaseModel
+from ftkit.report.step_memory import MicroBatchSize
+from ftkit.strategies.precision import compute_dtype, parameter_dtype
+from ftkit.strategies.sharding import FullyShard, Sharding, Whole, fsdp_parameters
 
 CPU = torch.device("cpu")
 CUDA_BLOCK_BYTES = 512
@@ -236,7 +238,7 @@ def _pack(model: LanguageModel) -> None:
         return
     from bitsandbytes.functional import create_dynamic_map, name2qmap
 
-    from ftkit.quantization import EightBit, FourBit
+    from ftkit.model.quantization import EightBit, FourBit
 
     with unset_fake_temporarily():  # a table that bitsandbytes computes once in a process
         name2qmap.setdefault("dynamic", create_dynamic_map())

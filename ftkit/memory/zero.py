@@ -1,4 +1,4 @@
-"""What DeepSpeed's ZeRO shards, gathers and moves to the host: arithmetic over a whole model.
+"""Memory of DeepSpeed's ZeRO: what it shards, gathers and moves to the host, by arithmetic.
 
 DeepSpeed's own code cannot run on fake tensors. What it takes is simple to say: buffers of fixed
 size, equal shares, and parameters that it gathers ahead. Sources are `runtime/zero/stage3.py`,
@@ -8,12 +8,14 @@ size, equal shares, and parameters that it gathers ahead. Sources are `runtime/z
 import math
 from dataclasses import dataclass
 
-from ftkit.finetuner import optimizer_of
-from ftkit.memory.live import Category, Snapshot
+from ftkit.config.plan import Plan
+from ftkit.config.strategies import DeepSpeedOptions
 from ftkit.memory.simulate import CPU, Peaks, Simulation
-from ftkit.planning import DeepSpeedOptions, Plan
-from ftkit.strategy import REDUCE_BUCKET_ELEMENTS, parameter_dtype
-from ftkit.training_state import state_kinds
+from ftkit.memory.tracker import Category, Snapshot
+from ftkit.optim.optimizers import optimizer_of
+from ftkit.optim.state_kinds import state_kinds
+from ftkit.strategies.lightning import REDUCE_BUCKET_ELEMENTS
+from ftkit.strategies.precision import parameter_dtype
 
 _PREFETCH_ELEMENTS = 50_000_000
 """DeepSpeed's stage3_prefetch_bucket_size, which ftkit leaves as it is."""

@@ -1,1 +1,1 @@
-"""What was measured, and how people see it."""
+"""Reports: what a run measured, and the table that people see."""

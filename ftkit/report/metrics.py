@@ -1,4 +1,4 @@
-"""The metric logs of a run: ``metrics.csv``, a row a step, and ``validation.csv``.
+"""Metrics of a run: ``metrics.csv``, a row a step, and ``validation.csv``.
 
 Numbers are written with full precision; a value that is missing or not a number is an empty cell.
 """
@@ -15,8 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, TypeAlias
 
-from ftkit.durable import write_durably
 from ftkit.errors import UserError
+from ftkit.utils.files import write_durably
 
 METRICS_NAME, VALIDATION_NAME = "metrics.csv", "validation.csv"
 METRICS_COLUMNS = ("step", "samples", "loss", "lr", "grad_norm", "tokens", "tokens_per_s")
@@ -111,7 +111,7 @@ class MetricsWriter(_CsvWriter):
     """Writes ``metrics.csv``: one row per optimizer step."""
 
     def __init__(self, path: Path, *, after_step: int | None = None) -> None:
-        """Starts a new file, or goes on with the one of an earlier sitting.
+        """Starts a new file, or goes on with the one of an earlier session.
 
         Args:
             path: of the file.

@@ -3,9 +3,9 @@
 A report is written for every run, also one that failed or was stopped: what it did not reach is
 None. The keys of the file are the names of the fields below.
 
-A run that goes on from a checkpoint has several sittings and a report of each. `Report.progress`,
+A run that goes on from a checkpoint has several sessions and a report of each. `Report.progress`,
 `Report.loss`, `Report.exact_match` and `Report.examples` cover the whole run, from its very first
-step; everything else, such as times, tokens and throughput, is of the sitting that is reported.
+step; everything else, such as times, tokens and throughput, is of the session that is reported.
 """
 
 import dataclasses
@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ftkit.durable import write_durably
 from ftkit.errors import UserError
-from ftkit.report.json_values import for_json, from_json
-from ftkit.report.machine import Hardware
-from ftkit.report.memory import Shortage, StepMemory
+from ftkit.report.step_memory import Shortage, StepMemory
+from ftkit.utils.files import write_durably
+from ftkit.utils.hardware import Hardware
+from ftkit.utils.json_values import for_json, from_json
 
 SCHEMA_VERSION = 2
 READABLE_VERSIONS = (1, SCHEMA_VERSION)
@@ -135,7 +135,7 @@ class DataCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far training came, over all sittings."""
+    """How far training came, over all sessions."""
 
     steps: int = 0
     """Optimizer steps done."""
@@ -147,7 +147,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """Tokens of all training steps of this sitting, over all ranks."""
+    """Tokens of all training steps of this session, over all ranks."""
 
     real: int
     """Tokens of samples, prompt and answer; padding and fillers are not counted."""
@@ -240,7 +240,7 @@ class PeakMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """Cross-entropy in nats per label token, over all sittings."""
+    """Cross-entropy in nats per label token, over all sessions."""
 
     first: float | None = None
     """Of the very first step of the run."""
@@ -286,10 +286,10 @@ class Example:
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed:
-    """Where this sitting went on from."""
+    """Where this session went on from."""
 
     from_step: int
-    """Optimizer steps done before this sitting."""
+    """Optimizer steps done before this session."""
     checkpoint: str
     """Its directory; relative to out_dir if it lies in there."""
     strategy: str
@@ -312,7 +312,7 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoints:
-    """What was saved in this sitting, so that the run can go on from there."""
+    """What was saved in this session, so that the run can go on from there."""
 
     saved: int = 0
     """Checkpoints completed, those that were deleted again included."""
@@ -379,7 +379,7 @@ class Report:
     data: dict[str, DataCounts] = field(default_factory=dict)
     """Counts by split."""
     resumed: Resumed | None = None
-    """Where this sitting went on from; None: it is the first."""
+    """Where this session went on from; None: it is the first."""
     progress: Progress | None = None
     """How far training came."""
     tokens: Tokens | None = None

@@ -1,4 +1,4 @@
-"""The report as a table for people."""
+"""The table of a report, for people."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
@@ -9,7 +9,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from ftkit.report.formatting import (
+from ftkit.console.formatting import (
     bytes_text,
     duration_text,
     number_text,
@@ -17,8 +17,7 @@ from ftkit.report.formatting import (
     printable,
     shortened,
 )
-from ftkit.report.markup import block, escaped, labelled, styled
-from ftkit.report.memory import StepMemory
+from ftkit.console.html import block, escaped, labelled, styled
 from ftkit.report.report import (
     ENDED_WELL,
     Checkpoints,
@@ -36,6 +35,7 @@ from ftkit.report.report import (
     Throughput,
     Tokens,
 )
+from ftkit.report.step_memory import StepMemory
 
 
 def render(report: Report, out_dir: Path | None = None) -> Group:

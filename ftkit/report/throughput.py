@@ -1,4 +1,4 @@
-"""The speed of a run over its measured window."""
+"""Throughput and MFU of a run over its measured steps."""
 
 from collections.abc import Mapping
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import command_environment, command_line
+from command import command_environment, command_line
 
 from ftkit.report.metrics import read_metrics
 from ftkit.report.report import Report, read_report

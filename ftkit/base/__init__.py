@@ -1,1 +1,0 @@
-"""Base models: found, read in our names, and written as other programs read them."""

@@ -1,0 +1,3 @@
+"""The `ftkit` command."""
+
+from ftkit.cli.app import main as main

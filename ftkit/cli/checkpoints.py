@@ -1,0 +1,383 @@
+"""`ftkit checkpoints`: list, show, verify, clean up and compare the checkpoints of a run.
+
+Results go to standard output, as a table or as JSON and then nothing else; progress goes to
+standard error. Nothing here changes a run that is at work.
+"""
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import RenderableType
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from ftkit.checkpoint import store as checks
+from ftkit.checkpoint.metadata import CheckpointError, Layout, Metadata, read_metadata
+from ftkit.checkpoint.store import step_of
+from ftkit.config.parsing import read_keys
+from ftkit.console.display import Display, Phase
+from ftkit.console.formatting import (
+    age_text,
+    bytes_text,
+    duration_text,
+    number_text,
+    printable,
+    shortened,
+)
+from ftkit.errors import UserError
+from ftkit.runs.checkpoints import (
+    Entry,
+    Place,
+    entry_of,
+    find,
+    find_all,
+    leftover,
+    misnamed,
+    size_of,
+)
+from ftkit.runs.directory import RECIPE
+from ftkit.runs.lock import claimed, is_at_work
+
+Format = Literal["table", "json"]
+PROGRESS_AFTER_S = 2.0
+"""Seconds after which verifying shows how far it is."""
+
+
+def list_checkpoints(out_dir: Path, form: Format) -> int:
+    """Show the checkpoints of a run, and what a crash left of others; the exit code."""
+    place = find_all(out_dir)
+    at_work = is_at_work(place)
+    entries = [entry_of(path) for path in place.directories()]
+    entries += [leftover(path, at_work) for path in place.store.leftovers() if path.is_dir()]
+    entries = [entry for entry in entries if entry.path.exists()]  # not deleted meanwhile
+    entries.sort(key=lambda entry: (entry.step if entry.step is not None else -1, entry.state))
+    if form == "json":
+        return _print_json([entry.as_dict() for entry in entries])
+    if not entries:
+        return _print(f"{out_dir} holds no checkpoint")
+    table = _table("step", "epoch", "loss", "val loss", "size", "age", "written under", "state")
+    for entry in entries:
+        table.add_row(*_cells(entry, time.time()))
+    problems = (problem for entry in entries for problem in entry.problems)
+    return _print(table, *problems)
+
+
+def show_checkpoint(out_dir: Path, step: str | None, form: Format) -> int:
+    """Show all that a checkpoint says about itself; the exit code.
+
+    Raises:
+        UserError: there is no such checkpoint, or it says nothing.
+    """
+    place = find(out_dir)
+    entry = entry_of(place.chosen(step))
+    if entry.metadata is None:
+        raise UserError(
+            f"{entry.problems[0]}\nIt cannot be shown. Look for another one with "
+            f"ftkit checkpoints list {place.store.directory}."
+        )
+    if form == "json":
+        return _print_json(entry.as_dict())
+    title = Rule(
+        Text(printable(str(entry.path)), "bold"), characters="-", align="left", style="dim"
+    )
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True, style="cyan")
+    grid.add_column(overflow="fold")
+    for label, value in _rows(entry, entry.metadata):
+        grid.add_row(Text(label), Text(printable(value)))
+    files = _table("file", "size", "sha256")
+    for name, file in sorted(entry.metadata.files.items()):
+        files.add_row(Text(printable(name)), bytes_text(file.size_bytes), file.sha256[:12])
+    return _print(title, grid, "", files)
+
+
+def verify_checkpoints(out_dir: Path, step: str | None, form: Format) -> int:
+    """Compare every file with its checksum; the exit code: 1 if any checkpoint is damaged.
+
+    Args:
+        out_dir: a run, its checkpoints, or one of them.
+        step: of the only one to check; None: all.
+        form: of what is shown.
+
+    Raises:
+        UserError: there is no such checkpoint.
+    """
+    place = find(out_dir)
+    newest = place.chosen(step)
+    directories = place.directories() if step is None else [newest]
+    problems: dict[Path, list[str]] = {}
+    with _Verifying(directories) as verifying:
+        for directory in directories:
+            found = misnamed(directory) or checks.verify(directory, verifying.progress)
+            verifying.next()
+            if directory.exists():  # a run at work may have deleted it meanwhile
+                problems[directory] = found
+    damaged = any(problems.values())
+    if form == "json":
+        return _print_json(
+            [
+                {
+                    "step": step_of(directory.name),
+                    "path": str(directory),
+                    "sound": not found,
+                    "problems": found,
+                }
+                for directory, found in problems.items()
+            ],
+            code=int(damaged),
+        )
+    lines = []
+    for directory, found in problems.items():
+        lines.append(f"{directory.name}  {'damaged' if found else 'sound'}")
+        lines += [f"  {problem}" for problem in found]
+    return _print(*lines, code=int(damaged))
+
+
+def clean_checkpoints(out_dir: Path, keep_last: int, *, dry_run: bool) -> int:
+    """Delete all but the newest checkpoints, and what a crash left; the exit code.
+
+    What the recipe of the run keeps for good (keep_every, keep_best) stays, and so does a damaged
+    checkpoint.
+
+    Args:
+        out_dir: a run, or its checkpoints.
+        keep_last: how many of the newest to keep.
+        dry_run: only say what would be deleted.
+
+    Raises:
+        UserError: the run is at work, or something cannot be deleted.
+    """
+    place = find_all(out_dir)
+    store = place.store
+    verb = "would remove" if dry_run else "removed"
+    with claimed(place, hold=not dry_run):
+        if not dry_run:
+            store.restore_replaced()
+        rule = _kept_for_good(place)
+        kept = store.kept(keep_last, rule["keep_every"], rule["keep_best"] or 0)
+        steps = store.steps()
+        damaged = {step: found for step in steps if (found := store.check_files(step))}
+        freed = 0
+        removals: list[tuple[Path, Callable[[], object]]] = [
+            *((path, lambda path=path: checks.remove(path)) for path in store.leftovers()),
+            *(
+                (store.path(step), lambda step=step: store.delete(step))
+                for step in steps
+                if step not in kept
+            ),
+        ]
+        for path, remove in removals:
+            size = size_of(path)
+            try:
+                if not dry_run:
+                    remove()
+            except OSError as error:
+                raise UserError(
+                    f"{path} cannot be removed ({error.strerror}). Check who owns it."
+                ) from None
+            freed += size
+            print(f"{verb} {path.name} ({bytes_text(size)})")
+    for step, problems in damaged.items():
+        print(f"{store.path(step).name} is damaged and stays: {printable(problems[0])}")
+    print(_cleaned_text(sorted(kept - damaged.keys()), freed, rule, dry_run))
+    return 0
+
+
+def compare_recipes(a: Path, b: Path, form: Format) -> int:
+    """Show which fields differ between the recipes of two checkpoints; the exit code.
+
+    Args:
+        a: a checkpoint, or a run, which means its newest.
+        b: another one.
+        form: of what is shown.
+
+    Raises:
+        UserError: one has no recipe, or a damaged one.
+    """
+    directories = [find(path).chosen(None) for path in (a, b)]
+    left, right = map(_recipe_of, directories)
+    different = [key for key in dict.fromkeys([*left, *right]) if left.get(key) != right.get(key)]
+    if form == "json":
+        return _print_json(
+            {
+                "a": str(directories[0]),
+                "b": str(directories[1]),
+                "differences": [
+                    {"key": key, "a": left.get(key), "b": right.get(key)} for key in different
+                ],
+            }
+        )
+    heads = [f"{name}: {path}" for name, path in zip("AB", directories, strict=True)]
+    if not different:
+        return _print(*heads, "their recipes are equal")
+    table = _table("field", "A", "B")
+    for key in different:
+        values = (Text(printable(_value_text(recipe.get(key)))) for recipe in (left, right))
+        table.add_row(Text(printable(key), "cyan"), *values)
+    return _print(*heads, table)
+
+
+class _Verifying:
+    """How far the verification of several checkpoints is, shown if it takes long."""
+
+    def __init__(self, directories: list[Path]) -> None:
+        noun = "checkpoint" if len(directories) == 1 else "checkpoints"
+        self._title = f"verifying {len(directories)} {noun}"
+        self._total = sum(map(size_of, directories))
+        self._before = self._now = 0
+        self._start_s = time.monotonic()
+        self._stack = ExitStack()
+        self._phase: Phase | None = None
+
+    def __enter__(self) -> "_Verifying":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def progress(self, done: int, total: int) -> None:
+        """Take note of the bytes of the present checkpoint."""
+        self._now = total
+        if self._phase is None and time.monotonic() - self._start_s >= PROGRESS_AFTER_S:
+            display = self._stack.enter_context(Display(None, stream=sys.stderr))
+            self._phase = self._stack.enter_context(display.phase(self._title, brief=True))
+        if self._phase:
+            self._phase.advance(self._before + done, self._total)
+
+    def next(self) -> None:
+        """Go on to the next checkpoint."""
+        self._before += self._now
+        self._now = 0
+
+
+def _kept_for_good(place: Place) -> dict[str, int | None]:
+    """What the recorded recipe says about checkpoints that stay."""
+    newest = place.store.newest()
+    candidates = [run / RECIPE for run in place.runs]
+    if newest is not None:
+        candidates.append(place.store.path(newest) / RECIPE)
+    recipe = next((read_keys(path) for path in candidates if path.is_file()), {})
+    found = {}
+    for name in ("keep_every", "keep_best"):
+        value = recipe.get(f"checkpoint.{name}")
+        if value is not None and (type(value) is not int or value < 0):
+            raise UserError(
+                f"checkpoint.{name} in the recipe of {place.path} is {value!r}, but must be a "
+                "whole number. Mend its recipe.yaml, or delete checkpoints by hand."
+            )
+        found[name] = value
+    return found
+
+
+def _recipe_of(directory: Path) -> dict[str, Any]:
+    """The dotted keys of the recipe that a checkpoint records."""
+    try:
+        expected = read_metadata(directory).files.get(RECIPE)
+    except CheckpointError as error:
+        raise UserError(f"{error} Name another checkpoint.") from None
+    if expected is None:
+        raise UserError(f"{directory} records no recipe. Name another checkpoint.")
+    if problem := checks.problem_of(directory, RECIPE, expected):
+        raise UserError(f"{problem} Name another checkpoint.")
+    return read_keys(directory / RECIPE)
+
+
+# --- Showing them ---------------------------------------------------------------------------------
+
+
+def _cells(entry: Entry, now_s: float) -> list[str | Text]:
+    """Its row in a list."""
+    known = entry.metadata
+    style = {"complete": "green", "damaged": "bold red"}.get(entry.state, "yellow")
+    return [
+        "" if entry.step is None else f"{entry.step:,}",
+        f"{known.epochs:.2f}" if known else "",
+        _loss_text(known.loss if known else None),
+        _loss_text(known.validation_loss if known else None),
+        bytes_text(entry.size_bytes),
+        age_text(now_s - entry.written_s),
+        Text(printable(_layout_text(known.layout)) if known else ""),
+        Text(entry.state, style),
+    ]
+
+
+def _rows(entry: Entry, metadata: Metadata) -> Iterator[tuple[str, str]]:
+    """Label and text of everything but the files."""
+    yield "state", "\n".join([entry.state, *entry.problems])
+    yield "size", bytes_text(entry.size_bytes)
+    yield "written", f"{metadata.saved_at} ({age_text(time.time() - entry.written_s)} ago)"
+    yield "under", _layout_text(metadata.layout)
+    texts = {
+        "samples": f"{metadata.samples:,}",
+        "tokens": f"{metadata.tokens:,}",
+        "step": f"{metadata.step:,} of {metadata.total_steps:,}",
+        "epochs": f"{metadata.epochs:.2f}",
+        "training_s": duration_text(metadata.training_s),
+        "loss": _loss_text(metadata.loss),
+        "validation_loss": _loss_text(metadata.validation_loss),
+        "changes": "\n".join(metadata.changes),
+    }
+    for name, value in dataclasses.asdict(metadata).items():
+        text = texts[name] if name in texts else _value_text(value)
+        if text and name not in ("files", "saved_at", "total_steps"):
+            yield name.removesuffix("_s").replace("_", " "), text
+
+
+def _value_text(value: Any) -> str:
+    """A value as people read it; nested ones in short."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {shortened(_value_text(item))}" for key, item in value.items())
+    if isinstance(value, bool | None):
+        return {None: "empty", True: "true", False: "false"}[value]
+    if isinstance(value, list):
+        return json.dumps(value, ensure_ascii=False)
+    return str(int(value) if isinstance(value, float) and value.is_integer() else value)
+
+
+def _layout_text(layout: Layout) -> str:
+    """single; fsdp x2."""
+    return layout.strategy + (f" x{layout.world_size}" if layout.world_size > 1 else "")
+
+
+def _loss_text(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def _cleaned_text(kept: list[int], freed: int, rule: dict[str, int | None], dry_run: bool) -> str:
+    """The last line of cleaning."""
+    verb = "would free" if dry_run else "freed"
+    rules = " and ".join(f"{name} {value}" for name, value in rule.items() if value)
+    reason = f" (the recipe has {rules})" if rules else ""
+    steps = ", ".join(number_text(step) for step in kept) or "none"
+    return f"{verb} {bytes_text(freed)}; kept: {steps}{reason}"
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for column in columns:
+        numbers = column in ("step", "epoch", "loss", "val loss", "size", "age")
+        table.add_column(column, justify="right" if numbers else "left", overflow="fold")
+    return table
+
+
+def _print(*parts: str | RenderableType, code: int = 0) -> int:
+    """Show texts as they are, so that paths can be copied, and tables."""
+    with Display(None) as display:
+        for part in parts:
+            if isinstance(part, str):
+                print(printable(part))
+            else:
+                display.show(part)
+    return code
+
+
+def _print_json(value: object, code: int = 0) -> int:
+    print(json.dumps(value, indent=2))
+    return code

@@ -1,0 +1,117 @@
+"""Range checks of the keys of a recipe, which need neither the model nor the data."""
+
+import math
+from dataclasses import fields
+
+from ftkit.config.recipe import LAYER_SWITCHES, LoraRecipe, Recipe
+from ftkit.errors import UserError
+from ftkit.utils.units import parse_duration
+
+
+def check_ranges(recipe: Recipe) -> None:
+    """Refuse each value out of its range, with one in it."""
+    train, evaluation = recipe.train, recipe.eval
+    for key, value, least in (
+        ("train.global_batch_size", train.global_batch_size, 1),
+        ("train.micro_batch_size", train.micro_batch_size, 1),
+        ("train.epochs", train.epochs, 1),
+        ("train.max_steps", train.max_steps, 1),
+        ("train.max_seq_length", train.max_seq_length, 2),
+        ("train.lr_warmup_steps", train.lr_warmup_steps, 0),
+        ("train.save_interval", train.save_interval, 1),
+        ("train.log_interval", train.log_interval, 1),
+        ("checkpoint.keep_last", recipe.checkpoint.keep_last, 1),
+        ("checkpoint.keep_every", recipe.checkpoint.keep_every, 1),
+        ("checkpoint.keep_best", recipe.checkpoint.keep_best, 0),
+        ("eval.interval", evaluation.interval, 0),
+        ("eval.max_iters", evaluation.max_iters, 1),
+        ("eval.max_new_tokens", evaluation.max_new_tokens, 0),
+        ("eval.exact_match", evaluation.exact_match, 0),
+        ("eval.evaluate_example", evaluation.evaluate_example, 0),
+        ("devices", recipe.devices, 1),
+        ("num_nodes", recipe.num_nodes, 1),
+        ("seed", recipe.seed, 0),
+    ):
+        if isinstance(value, int) and value < least:
+            raise UserError(f"{key} is {value}, but must be at least {least}. Try --{key} {least}.")
+    for key, number in (("train.max_time", train.max_time), ("train.max_norm", train.max_norm)):
+        if number is not None and not number > 0:
+            raise UserError(
+                f"{key} is {number:g}, but must be above 0. Try --{key} null for no limit."
+            )
+    if recipe.checkpoint.save_every is not None:
+        parse_duration(recipe.checkpoint.save_every)
+    if recipe.seed >= 2**63:
+        raise UserError(f"seed is {recipe.seed}, but must be below 2**63. Try --seed 1337.")
+    if not train.min_lr >= 0:
+        raise UserError(
+            f"train.min_lr is {train.min_lr:g}, but must not be negative. Try --train.min_lr 0."
+        )
+    fraction = train.lr_warmup_fraction
+    if fraction is not None and not 0 <= fraction <= 1:
+        raise UserError(
+            f"train.lr_warmup_fraction is {fraction:g}, but must lie between 0 and 1. "
+            "Try --train.lr_warmup_fraction 0.1."
+        )
+    if train.epochs is None and train.max_steps is None:
+        raise UserError(
+            "train.epochs and train.max_steps are both empty: how long to train? "
+            "Try --train.epochs 1."
+        )
+    if train.max_tokens is not None:
+        raise UserError(
+            f"train.max_tokens is {train.max_tokens}, but fine-tuning counts epochs or steps. "
+            "Try --train.max_tokens null --train.max_steps 100."
+        )
+    example = evaluation.evaluate_example
+    if isinstance(example, str) and example not in ("first", "random"):
+        raise UserError(
+            f'eval.evaluate_example is {example!r}, but must be "first", "random" or the index of '
+            "a validation record. Try --eval.evaluate_example first."
+        )
+    if isinstance(recipe, LoraRecipe):
+        _check_lora(recipe)
+
+
+def ignored_layers(recipe: Recipe) -> list[str]:
+    """What chooses layers and is not looked at, because lora_targets does."""
+    if not isinstance(recipe, LoraRecipe) or recipe.lora_targets is None:
+        return []
+    defaults = {field.name: field.default for field in fields(recipe)}
+    ignored = [key for key in LAYER_SWITCHES if getattr(recipe, key) != defaults[key]]
+    return [f"lora_targets chooses the layers: {', '.join(ignored)} has no effect."] * bool(ignored)
+
+
+def _check_lora(recipe: LoraRecipe) -> None:
+    if recipe.lora_r < 1:
+        raise UserError(f"lora_r is {recipe.lora_r}, but must be at least 1. Try --lora_r 8.")
+    if not recipe.lora_alpha > 0:
+        raise UserError(
+            f"lora_alpha is {recipe.lora_alpha:g}, but must be above 0. Try --lora_alpha 16."
+        )
+    if not 0 <= recipe.lora_dropout < 1:
+        raise UserError(
+            f"lora_dropout is {recipe.lora_dropout:g}, but must lie in [0, 1). "
+            "Try --lora_dropout 0.05."
+        )
+    ratio = recipe.lora_plus_ratio
+    if ratio is not None and not (0 < ratio < math.inf):
+        raise UserError(
+            f"lora_plus_ratio is {ratio:g}, but must be above 0. Try --lora_plus_ratio 16."
+        )
+    if recipe.lora_variant == "dora" and recipe.lora_init != "default":
+        raise UserError(
+            f"lora_init is {recipe.lora_init}, but lora_variant dora starts from the lengths of "
+            "the base model's own rows. Try --lora_init default."
+        )
+    if recipe.lora_targets is not None:
+        if not recipe.lora_targets:
+            raise UserError(
+                "lora_targets is empty: no layer is adapted. Try --lora_targets '[q_proj, v_proj]'."
+            )
+        return
+    if not any(getattr(recipe, layer) for layer in LAYER_SWITCHES):
+        raise UserError(
+            "No layer is adapted: every one of lora_query, lora_key, lora_value, lora_projection, "
+            "lora_mlp and lora_head is false. Try --lora_query true --lora_value true."
+        )

@@ -1,0 +1,128 @@
+"""The plan: a recipe resolved on given devices, by arithmetic alone.
+
+Every rule that needs neither the model nor the data is checked here, before anything is
+downloaded or started.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from ftkit.config.checks import check_ranges, ignored_layers
+from ftkit.config.devices import Accelerator, Devices
+from ftkit.config.recipe import Precision, Recipe
+from ftkit.config.strategies import (
+    DeepSpeedOptions,
+    FsdpOptions,
+    Strategy,
+    StrategyOptions,
+    check_supported,
+    resolve_strategy,
+    untrainable_float16,
+)
+from ftkit.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A recipe resolved on given devices."""
+
+    recipe: Recipe
+    accelerator: Accelerator
+    precision: Precision
+    strategy: Strategy
+    options: StrategyOptions
+    devices: int
+    """Ranks on this machine."""
+    micro_batch_size: int
+    """Sequences per forward pass on one rank; never more than the global batch."""
+    notices: tuple[str, ...] = ()
+    """What a person should know before the run: one line each."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.devices * self.recipe.num_nodes
+
+    @property
+    def sharding(self) -> str:
+        """What each rank has a part of, in words."""
+        options = self.options
+        if isinstance(options, FsdpOptions):
+            where = ", in host memory" if options.cpu_offload else ""
+            return f"{options.sharding}: parameters, gradients, optimizer state{where}"
+        if isinstance(options, DeepSpeedOptions):
+            parts = ("optimizer state", "gradients", "parameters")[: options.stage]
+            hosted = [
+                name
+                for name, offloaded in (
+                    ("optimizer state", options.offload_optimizer),
+                    ("parameters", options.offload_parameters and options.stage == 3),
+                )
+                if offloaded
+            ]
+            where = f"; in host memory: {', '.join(hosted)}" if hosted else ""
+            return f"ZeRO-{options.stage}: {', '.join(parts)}{where}"
+        return "nothing"
+
+    @property
+    def communication(self) -> Literal["nccl", "gloo"] | None:
+        """The library that carries messages between ranks."""
+        if self.strategy == "single":
+            return None
+        return "nccl" if self.accelerator == "cuda" else "gloo"
+
+    @property
+    def micro_steps(self) -> int:
+        """Forward and backward passes of each rank in one (full) optimizer step."""
+        per_pass = self.micro_batch_size * self.world_size
+        return math.ceil(self.recipe.train.global_batch_size / per_pass)
+
+
+def make_plan(recipe: Recipe, devices: Devices, *, trains: bool = True) -> Plan:
+    """Resolve every "auto", check every rule that needs neither model nor data.
+
+    Args:
+        recipe: what is asked.
+        devices: of this machine.
+        trains: False: a model is only asked for answers and losses.
+
+    Raises:
+        UserError: a value out of its range, or a setting that the devices cannot run.
+    """
+    check_ranges(recipe)
+    count = devices.count if recipe.devices == "auto" else recipe.devices
+    if recipe.devices == "auto" and devices.accelerator == "cpu":
+        count = 1
+    if devices.accelerator == "cuda" and count > devices.count:
+        raise UserError(
+            f"devices is {count}, but this machine shows {devices.count} GPU(s). "
+            f"Try --devices {devices.count} or --accelerator cpu."
+        )
+    strategy, options, precision, notices = resolve_strategy(recipe, devices, count)
+    check_supported(recipe, strategy, precision, devices)
+    if trains and precision == "16-true" and strategy != "deepspeed":
+        raise untrainable_float16(strategy, devices)
+    notices += ignored_layers(recipe)
+    train = recipe.train
+    if train.micro_batch_size == "auto":
+        raise UserError(
+            "train.micro_batch_size is auto, which depends on the free memory of a device. Try "
+            "--train.micro_batch_size 1, or ftkit plan with --gpu."
+        )
+    micro_batch_size = min(train.micro_batch_size, train.global_batch_size)
+    if micro_batch_size < train.micro_batch_size:
+        notices.append(
+            f"train.micro_batch_size {train.micro_batch_size} is more than the global batch: "
+            f"{micro_batch_size} is used."
+        )
+    return Plan(
+        recipe=recipe,
+        accelerator=devices.accelerator,
+        precision=precision,
+        strategy=strategy,
+        options=options,
+        devices=count,
+        micro_batch_size=micro_batch_size,
+        notices=tuple(notices),
+    )

@@ -1,0 +1,247 @@
+"""The recipe: what was asked, as frozen dataclasses.
+
+Keys, nesting and defaults follow LitGPT's finetune recipes, so that those run unchanged. Each
+field is documented once, in the string below it; that string is also its ``--help``.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+Precision = Literal["32-true", "bf16-true", "bf16-mixed", "16-true", "16-mixed"]
+Quantization = Literal["bnb.nf4", "bnb.nf4-dq", "bnb.fp4", "bnb.fp4-dq", "bnb.int8"]
+Method = Literal["full", "lora"]
+LoraVariant = Literal["lora", "dora", "rslora"]
+LoraInit = Literal["default", "pissa", "olora"]
+
+
+class Component(TypedDict):
+    """A class chosen by its path, with its arguments: how recipes name data and optimizer."""
+
+    class_path: str
+    init_args: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """How much to train, and in what steps."""
+
+    global_batch_size: int = 16
+    """Sequences per optimizer step, over all ranks."""
+    micro_batch_size: int | Literal["auto"] = 1
+    """Sequences per forward pass on one rank. Changes time and memory, never the loss. auto: as
+    many as fit in the free memory of the device, by prediction."""
+    epochs: int | None = 5
+    """Passes over the training data."""
+    max_steps: int | None = None
+    """Stop after this many optimizer steps."""
+    max_time: float | None = None
+    """Stop after this many seconds of training."""
+    max_tokens: int | None = None
+    """Not supported for fine-tuning (LitGPT's key for pretraining); leave empty."""
+    max_seq_length: int | None = None
+    """Cut sequences to this many tokens. Default: what the model was built for."""
+    lr_warmup_steps: int | None = 100
+    """Optimizer steps over which the learning rate rises linearly to its full value."""
+    lr_warmup_fraction: float | None = None
+    """The warm-up as a fraction of an epoch, instead of lr_warmup_steps."""
+    min_lr: float = 6e-5
+    """Learning rate at the end of the cosine decay."""
+    max_norm: float | None = None
+    """Clip gradients to this global norm."""
+    tie_embeddings: bool | None = None
+    """Share the weights of embedding and head. Default: as the base model does."""
+    save_interval: int | None = 1000
+    """Optimizer steps between two checkpoints; empty: none by steps, see checkpoint.save_every."""
+    log_interval: int = 1
+    """Optimizer steps between two values sent to TensorBoard or W&B (metrics.csv has all)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eval:
+    """When and how to evaluate on the validation data."""
+
+    interval: int = 600
+    """Optimizer steps between validations."""
+    max_iters: int = 100
+    """Validate on at most this many batches of train.global_batch_size sequences."""
+    max_new_tokens: int | None = 100
+    """Tokens of the sample answer generated at each validation; 0 or empty: none."""
+    evaluate_example: str | int = "first"
+    """Whose answer to generate: "first", "random", or the index of a validation record."""
+    initial_validation: bool = False
+    """Validate before the first step."""
+    final_validation: bool = True
+    """Validate after the last step."""
+    exact_match: int = 0
+    """Answer this many validation records greedily before and after training, and report how
+    many answers equal the expected text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Log:
+    """Settings of the W&B logger."""
+
+    project: str | None = None
+    """W&B project."""
+    run: str | None = None
+    """W&B run name."""
+    group: str | None = None
+    """W&B group."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """What is kept of the run."""
+
+    save: bool = True
+    """Write checkpoints to out_dir/checkpoints and the result to out_dir/final. Switch off to
+    study time and memory only."""
+    save_every: str | None = "15min"
+    """Time between two checkpoints, such as 60s, 15min or 2h; empty: none by time."""
+    keep_last: int = 3
+    """Keep this many of the newest checkpoints."""
+    keep_every: int | None = None
+    """Also keep every checkpoint whose step is a multiple of this."""
+    keep_best: int = 0
+    """Also keep this many checkpoints with the lowest validation loss."""
+    asynchronous: bool = True
+    """Train on while a checkpoint is being written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """What is spent to need less memory."""
+
+    activation_checkpointing: bool = False
+    """Keep the input of each block alone and compute the rest again in the backward pass: far
+    less memory for activations, about a third more time. Changes no result."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Full fine-tuning: every parameter of the base model is trained."""
+
+    checkpoint_dir: str
+    """Base model: a directory (Hugging Face or LitGPT layout), a hub name such as
+    TinyLlama/TinyLlama_v1.1 (downloaded to checkpoints/ when needed), embedded:quickstart, or
+    random:NAME for any architecture LitGPT knows, with random weights."""
+    out_dir: Path = Path("out/finetune/full")
+    """Where the run writes its report, metrics and result."""
+    precision: Precision | None = None
+    """Number format. Default: bf16-mixed, or 16-mixed on GPUs without bfloat16. 16-true trains
+    under deepspeed alone, which keeps weights in 32 bits beside it."""
+    accelerator: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device kind. Default: cuda where there is one, else cpu."""
+    devices: int | Literal["auto"] = 1
+    """Devices per node."""
+    num_nodes: int = 1
+    """Machines."""
+    strategy: Component = field(default_factory=lambda: Component(class_path="auto", init_args={}))
+    """How the work is spread: auto, single, ddp, fsdp or deepspeed; options as
+    --strategy.NAME VALUE."""
+    data: Component = field(
+        default_factory=lambda: Component(class_path="litgpt.data.Alpaca", init_args={})
+    )
+    """Training data: a map-style module of litgpt.data, or JSON with --data.json_path FILE;
+    options as --data.NAME VALUE."""
+    train: Train = field(default_factory=Train)
+    eval: Eval = field(default_factory=Eval)
+    log: Log = field(default_factory=Log)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    memory: Memory = field(default_factory=Memory)
+    optimizer: Component = field(
+        default_factory=lambda: Component(class_path="torch.optim.AdamW", init_args={})
+    )
+    """Optimizer: a name of torch.optim, or a class path (torch.optim, bitsandbytes.optim);
+    arguments as --optimizer.NAME VALUE."""
+    logger_name: Literal["csv", "tensorboard", "wandb"] = "csv"
+    """Extra logger. metrics.csv is always written."""
+    seed: int = 1337
+    """Seed of the sample order, adapter initialisation and dropout."""
+    deterministic: bool = False
+    """Compute the same numbers in every run on the same devices, and products of float32 in full:
+    slower on GPUs, where products otherwise take TF32 and the order of sums is left to chance."""
+    resume: bool | int | str = False
+    """Continue from a checkpoint. auto: the newest one of out_dir; without one, start. true: the
+    newest one, which has to be there. A number: that step of out_dir; later checkpoints are set
+    aside. A path: a run, its checkpoints or one of them; the run goes on in a new out_dir, unless
+    the checkpoint is its own. Other hardware settings may be given."""
+    access_token: str | None = None
+    """Hugging Face token for gated models. Default: $HF_TOKEN. Never written anywhere."""
+
+    @property
+    def method(self) -> Method:
+        """How the model is adapted: every weight, or LoRA weights alone."""
+        return "full"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """The adapter: small trained matrices beside the frozen layers of the base model."""
+
+    quantize: Quantization | None = None
+    """Quantize the frozen base model with bitsandbytes (QLoRA)."""
+    lora_r: int = 8
+    """Rank of the adapter matrices."""
+    lora_alpha: int | float = 16
+    """Scale of the adapter: its output is multiplied by lora_alpha / lora_r, in rsLoRA by
+    lora_alpha / sqrt(lora_r)."""
+    lora_dropout: float = 0.05
+    """Dropout before the adapter."""
+    lora_query: bool = True
+    """Adapt the query projection."""
+    lora_key: bool = False
+    """Adapt the key projection."""
+    lora_value: bool = True
+    """Adapt the value projection."""
+    lora_projection: bool = False
+    """Adapt the output projection of attention."""
+    lora_mlp: bool = False
+    """Adapt the layers of the MLP."""
+    lora_head: bool = False
+    """Adapt the output head."""
+    lora_targets: list[str] | str | None = None
+    """Adapt these layers instead of those above: a list of names as Hugging Face calls them,
+    such as [q_proj, v_proj], or a name or regular expression for full names, such as
+    '.*layers.[0-3].*_proj'."""
+    lora_modules_to_save: list[str] | None = None
+    """Train these layers whole beside the adapter and keep them with it, such as
+    [embed_tokens, lm_head]."""
+    lora_variant: LoraVariant = "lora"
+    """lora; dora: trains the length of each row of the weights too; rslora: scales by the square
+    root of the rank, for high ranks."""
+    lora_init: LoraInit = "default"
+    """First values. default: random, with a product of zero; pissa: the largest singular vectors
+    of the base weight; olora: its QR decomposition. Training starts at the base model with all."""
+    lora_plus_ratio: float | None = None
+    """LoRA+: learning rate of the matrices B as a multiple of that of A; 16 is usual."""
+    adapter: Path | None = None
+    """Start from this PEFT adapter: rank, scale, variant and layers are read from it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraRecipe(Lora, Recipe):
+    """LoRA and QLoRA: the base model is frozen and small adapter matrices are trained."""
+
+    out_dir: Path = Path("out/finetune/lora")
+
+    @property
+    def method(self) -> Method:
+        """How the model is adapted: every weight, or LoRA weights alone."""
+        return "lora"
+
+
+LAYER_SWITCHES = (
+    "lora_query",
+    "lora_key",
+    "lora_value",
+    "lora_projection",
+    "lora_mlp",
+    "lora_head",
+)
+"""Keys that choose the adapted layers where lora_targets does not."""
+
+RECIPE_OF: dict[Method, type[Recipe]] = {"full": Recipe, "lora": LoraRecipe}
+
+FINETUNE: dict[str, Method] = {"finetune": "lora", "finetune_lora": "lora", "finetune_full": "full"}

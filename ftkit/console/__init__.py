@@ -1,0 +1,1 @@
+"""Output on terminals, in logs and in notebooks: progress, curves, numbers, HTML."""

@@ -1,0 +1,80 @@
+"""Formatting of numbers, sizes, durations and foreign text, as people read them."""
+
+import re
+import time
+
+
+def printable(text: str) -> str:
+    """The text without terminal escape sequences and control characters, lines kept.
+
+    Answers of a model and records of a data set can hold anything.
+    """
+    return _UNPRINTABLE.sub("", text.expandtabs(4))
+
+
+_UNPRINTABLE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x09\x0b-\x1f\x7f-\x9f]")
+
+
+def shortened(text: str, limit: int = 240) -> str:
+    """The text on one line, cut to the limit."""
+    line = " ".join(printable(text).split())
+    return line if len(line) <= limit else line[: limit - 4].rstrip() + " ..."
+
+
+def duration_text(seconds: float) -> str:
+    """412 ms, 3.2 s, 2 min 10 s, 58 min, 1 h 02 min."""
+    if round(seconds, 3) < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if round(seconds, 1) < 60:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60:02} min"
+
+
+def age_text(seconds: float) -> str:
+    """12 s, 3 min, 5 h, 12 days: how long ago something was, in whole units."""
+    whole = max(int(seconds), 0)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min"
+    if whole < 2 * 86400:
+        return f"{whole // 3600} h"
+    return f"{whole // 86400:,} days"
+
+
+def bytes_text(count: int) -> str:
+    """3.2 GiB, 812 MiB, 0.4 MiB, 12 KiB, 208 B."""
+    mib = count / 2**20
+    if count < 1024:
+        return f"{count} B"
+    if mib < 0.1:
+        return f"{count / 1024:.0f} KiB"
+    if round(mib) >= 1024:
+        return f"{mib / 1024:,.1f} GiB"
+    return f"{mib:.0f} MiB" if mib >= 10 else f"{mib:.1f} MiB"
+
+
+def number_text(value: float) -> str:
+    """12,345 from 100 up, three digits below: 98.2, 3.33, 0.0421."""
+    if round(abs(value), 1) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
+
+
+def percent_text(fraction: float) -> str:
+    """41.2 %, 0.409 %, 0 %, 100 %."""
+    return f"{number_text(fraction * 100)} %"
+
+
+def utc_now() -> str:
+    """The time in UTC, ISO 8601, to the second: 2026-11-20T21:30:00Z."""
+    return utc_text(time.time())
+
+
+def utc_text(seconds: float) -> str:
+    """A time in seconds since the epoch, as `utc_now` gives it."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))

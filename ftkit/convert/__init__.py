@@ -1,0 +1,1 @@
+"""Conversion of results: merged with their base model, or in the layout of other programs."""

@@ -1,0 +1,109 @@
+"""`ftkit export`: a result in the layout of Hugging Face, LitGPT or PEFT."""
+
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ftkit.config.command_options import ExportOptions
+from ftkit.config.peft_adapter import CONFIG, OLD_WEIGHTS, WEIGHTS, adapter_keys
+from ftkit.console.display import Display
+from ftkit.console.formatting import bytes_text
+from ftkit.convert.output_files import as_written, check_apart, check_space, files_beside
+from ftkit.errors import UserError
+from ftkit.inference.loading import full_weights, open_result
+from ftkit.inference.result import Result
+from ftkit.pretrained.base_model import parameter_shapes
+from ftkit.pretrained.save import save_hf, save_litgpt
+from ftkit.utils.files import new_directory
+from ftkit.utils.process import cleaning_up_on_signals
+
+
+def export(result: Result, options: ExportOptions) -> int:
+    """Write a result for another program; the exit code.
+
+    Args:
+        result: a full fine-tune, a checkpoint, a model, or, for PEFT, an adapter.
+        options: for which program, and where to.
+
+    Raises:
+        UserError: it is nothing that the program takes, or there is no room.
+    """
+    out, is_adapter = options.directory, result.kind == "adapter"
+    if is_adapter and options.format != "peft":
+        to_litgpt = f", then ftkit export {out} --format litgpt" * (options.format == "litgpt")
+        raise UserError(
+            f"{result.name} is an adapter, which {options.format} has no layout for. "
+            f"Try ftkit merge {result.name} --out {out}{to_litgpt}."
+        )
+    if not is_adapter and options.format == "peft":
+        raise UserError(
+            f"{result.name} is a whole model, but PEFT's layout is for adapters. Try --format hf."
+        )
+    check_apart(out, result.directory)
+    with (
+        cleaning_up_on_signals(),
+        Display(None, stream=sys.stderr) as display,
+        display.phase(f"writing {out}", brief=True) as phase,
+    ):
+        if is_adapter:
+            _copy_adapter(result.directory, out, overwrite=options.overwrite)
+        else:
+            _write_model(result, options, phase.advance)
+    size_bytes = sum(path.stat().st_size for path in out.iterdir())
+    print(f"{out} is ready for {options.format}: {bytes_text(size_bytes)}")
+    return 0
+
+
+def _write_model(
+    result: Result, options: ExportOptions, progress: Callable[[int, int], None]
+) -> None:
+    base, out = open_result(result), options.directory
+    dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    shapes = parameter_shapes(base)
+    _, first = next(full_weights(result, base))
+    numbers = sum(shape.numel() for shape in shapes.values())
+    check_space(out, numbers * (dtype or first.dtype).itemsize)
+    tensors = _converted(full_weights(result, base), dtype, len(shapes), progress)
+    others = files_beside(result, base)
+    if options.format == "hf":
+        save_hf(
+            base,
+            tensors,
+            out,
+            max_shard_bytes=options.max_shard_bytes,
+            overwrite=options.overwrite,
+            others=others,
+        )
+    else:
+        save_litgpt(base, tensors, out, overwrite=options.overwrite, others=others)
+
+
+def _converted(
+    tensors: Iterator[tuple[str, Tensor]],
+    dtype: torch.dtype | None,
+    count: int,
+    progress: Callable[[int, int], None],
+) -> Iterator[tuple[str, Tensor]]:
+    for done, (name, tensor) in enumerate(tensors, start=1):
+        yield name, tensor if dtype is None else as_written(name, tensor, dtype)
+        progress(done, count)
+
+
+def _copy_adapter(directory: Path, out: Path, *, overwrite: bool) -> None:
+    """An adapter is PEFT's already; as it is, without what else lies beside it."""
+    adapter_keys(directory)  # refuses what is none
+    files = [directory / name for name in (CONFIG, WEIGHTS, OLD_WEIGHTS)]
+    found = [file for file in files if file.is_file()]
+    check_space(out, sum(file.stat().st_size for file in found))
+    try:
+        with new_directory(out, overwrite=overwrite) as partial:
+            for file in found:
+                shutil.copyfile(file, partial / file.name)
+    except OSError as error:
+        raise UserError(
+            f"--out {out} cannot be written ({error.strerror}). Try another directory."
+        ) from error

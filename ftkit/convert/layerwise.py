@@ -1,0 +1,79 @@
+"""Logits layer by layer, of a model that is never in memory as a whole."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from ftkit.lora.names import our_name
+from ftkit.model.language_model import LanguageModel
+
+Values = Callable[[str], Tensor]
+"""Gives any parameter by our name."""
+CPU = torch.device("cpu")
+
+
+@torch.no_grad()
+def logits_of(
+    model: LanguageModel,
+    values: Values,
+    sequences: Sequence[Sequence[int]],
+    progress: Callable[[int, int], None] = lambda *_: None,
+) -> Tensor:
+    """[tokens of all sequences, vocabulary] float32, computed on the CPU.
+
+    Args:
+        model: outlined in float32, without numbers; it has none afterwards.
+        values: its parameters; those of quantised layers as numbers.
+        sequences: token ids.
+        progress: called with (parts done, parts in all).
+    """
+    longest = max(map(len, sequences))
+    tokens = torch.zeros(len(sequences), longest, dtype=torch.long)
+    is_real = torch.zeros(len(sequences), longest, dtype=torch.bool)
+    for row, sequence in enumerate(sequences):
+        tokens[row, : len(sequence)] = torch.tensor(sequence)
+        is_real[row, : len(sequence)] = True
+    model.eval().place_rotary_tables(CPU, longest)
+    with _filled_when_needed(model, values, progress):
+        result: Tensor = model(tokens, is_real.flatten().nonzero().squeeze(1))
+    return result
+
+
+@contextmanager
+def _filled_when_needed(
+    model: LanguageModel, values: Values, progress: Callable[[int, int], None]
+) -> Iterator[None]:
+    """Each part of the model has its numbers while it computes."""
+    body = model.gpt.transformer
+    parts: list[nn.Module] = [body.wte, *body.h, body.ln_f, model.head]
+    outlined: list[tuple[nn.Module, str, nn.Parameter]] = []
+    done = 0
+
+    def fill(part: nn.Module, _: object) -> None:
+        for module_name, module in part.named_modules(prefix=names[part]):
+            for kind, parameter in list(module.named_parameters(recurse=False)):
+                value = values(our_name(f"{module_name}.{kind}"))
+                is_packed = kind == "weight" and hasattr(module, "pack")
+                value = module.pack(value) if is_packed else value.float()
+                outlined.append((module, kind, parameter))
+                setattr(module, kind, nn.Parameter(value, requires_grad=False))
+
+    def drop(*_: object) -> None:
+        nonlocal done
+        while outlined:
+            module, kind, parameter = outlined.pop()
+            setattr(module, kind, parameter)
+        done += 1
+        progress(done, len(parts))
+
+    names = {module: name for name, module in model.named_modules()}
+    hooks = [part.register_forward_pre_hook(fill) for part in parts]
+    hooks += [part.register_forward_hook(drop) for part in parts]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,66 @@
+"""Output directories of commands that write a model: whether they can be written, their files."""
+
+import math
+import shutil
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ftkit.console.formatting import bytes_text
+from ftkit.data.sources import prompt_style_file
+from ftkit.errors import UserError
+from ftkit.inference.loading import prompt_style
+from ftkit.inference.result import Result
+from ftkit.pretrained.base_model import BaseModel
+
+_SPARE_BYTES = 2**26
+"""For tokenizer, settings and the file system's own use."""
+
+
+def check_apart(out: Path, *sources: Path | None) -> None:
+    """Refuse to replace a directory by something that is made from it.
+
+    Raises:
+        UserError: ``out`` is one of the sources, or holds one.
+    """
+    for source in sources:
+        if source is not None and source.resolve().is_relative_to(out.resolve()):
+            raise UserError(
+                f"--out {out} is, or holds, {source}, which is read. Try another directory."
+            )
+
+
+def check_space(out: Path, needed_bytes: int) -> None:
+    """Refuse what the disk has no room for; what is replaced goes only afterwards.
+
+    Raises:
+        UserError: there is too little.
+    """
+    place = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    free_bytes = shutil.disk_usage(place).free
+    if free_bytes < needed_bytes + _SPARE_BYTES:
+        raise UserError(
+            f"--out {out} needs {bytes_text(needed_bytes + _SPARE_BYTES)}, but the disk has "
+            f"{bytes_text(free_bytes)} free. Free some, or try --out on another disk."
+        )
+
+
+def as_written(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in the number format of its file.
+
+    Raises:
+        UserError: it holds what that format, or any, cannot.
+    """
+    converted = tensor.to(dtype)
+    if not torch.isfinite(converted).all():
+        largest = tensor.abs().max().item()
+        advice = "Try --dtype bfloat16." if math.isfinite(largest) else "Its training has diverged."
+        text = str(dtype).removeprefix("torch.")
+        raise UserError(f"{name} holds {largest:.4g}, which {text} cannot hold. {advice}")
+    return converted
+
+
+def files_beside(result: Result, base: BaseModel) -> dict[str, bytes]:
+    """The prompt style, where LitGPT and ftkit look for it."""
+    return prompt_style_file(prompt_style(result, base))

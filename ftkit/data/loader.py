@@ -1,0 +1,157 @@
+"""Data loaders: the padded micro-batches of a step with their labels, and those of validation."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from ftkit.data.dataset import Sample, SampleSet
+from ftkit.data.sampler import FILLER, ElasticOrder, validation_batches
+
+
+def collate(samples: Sequence[Sample | None], label_tokens_in_step: int) -> dict[str, Any]:
+    """Pad samples to a micro-batch.
+
+    Args:
+        samples: at least one; None is a filler, which becomes one token without a target.
+        label_tokens_in_step: over all ranks and micro-steps, the share of this micro-batch is
+            taken of it.
+
+    Returns:
+        input_ids: [batch, sequence] int64, all but the last token, padded on the right with 0.
+        positions: [targets] int64, indices into batch * sequence of the tokens whose next token
+            carries loss.
+        targets: [targets] int64, those next tokens.
+        label_tokens_in_step: scalar float64.
+        samples: how many, without fillers.
+        tokens: how many, without padding and fillers.
+        padded_tokens: batch * sequence.
+    """
+    real = [(row, sample) for row, sample in enumerate(samples) if sample is not None]
+    lengths = [len(sample.ids) - 1 for _, sample in real]
+    sequence = max(lengths, default=1)
+    input_ids = np.zeros((len(samples), sequence), dtype=np.int64)
+    positions = [np.empty(0, dtype=np.int64)]
+    targets = [np.empty(0, dtype=np.int64)]
+    for (row, (ids, masked)), length in zip(real, lengths, strict=True):
+        first_target = max(masked, 1)
+        input_ids[row, :length] = ids[:-1]
+        start = row * sequence
+        positions.append(np.arange(start + first_target - 1, start + length))
+        targets.append(ids[first_target:].astype(np.int64))
+    return {
+        "input_ids": torch.from_numpy(input_ids),
+        "positions": torch.from_numpy(np.concatenate(positions)),
+        "targets": torch.from_numpy(np.concatenate(targets)),
+        "label_tokens_in_step": torch.tensor(label_tokens_in_step, dtype=torch.float64),
+        "samples": len(real),
+        "tokens": sum(lengths),
+        "padded_tokens": input_ids.size,
+    }
+
+
+def train_batches(
+    samples: SampleSet,
+    order: ElasticOrder,
+    start_step: int,
+    end_step: int,
+    *,
+    pin_memory: bool = False,
+) -> DataLoader[dict[str, Any]]:
+    """This rank's micro-batches of the steps [start_step, end_step), one per micro-step.
+
+    Starting later replays nothing.
+
+    Args:
+        samples: the training data.
+        order: of these samples.
+        start_step: first step, counted from the start of the run.
+        end_step: last step + 1.
+        pin_memory: for copies to a GPU beside the computation.
+
+    Returns:
+        Loader of what collate returns; its len is the number of micro-steps.
+    """
+    return _loader(samples, _StepSampler(order, start_step, end_step), pin_memory)
+
+
+def validation_loader(
+    samples: SampleSet,
+    limit: int,
+    micro_batch_size: int,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    pin_memory: bool = False,
+) -> DataLoader[dict[str, Any]]:
+    """This rank's batches of the first `limit` validation samples, as many on every rank.
+
+    Args:
+        samples: the validation data.
+        limit: samples over all ranks.
+        micro_batch_size: most samples per batch on one rank.
+        rank: this rank, in [0, world_size).
+        world_size: number of ranks.
+        pin_memory: for copies to a GPU beside the computation.
+
+    Returns:
+        Loader of what collate returns; label_tokens_in_step counts the whole validation.
+    """
+    label_tokens = int(samples.label_counts[:limit].sum())
+    batches = validation_batches(samples.lengths, limit, micro_batch_size, rank, world_size)
+    return _loader(samples, [(batch, label_tokens) for batch in batches], pin_memory)
+
+
+_Key = tuple[list[int], int]  # samples of a micro-batch, label tokens of its step
+
+
+class _StepSampler(Sampler[_Key]):
+    """What to collate, micro-step by micro-step."""
+
+    def __init__(self, order: ElasticOrder, start_step: int, end_step: int) -> None:
+        assert order.start_step <= start_step <= end_step <= order.total_steps
+        self._order = order
+        self._start_step = start_step
+        self._end_step = end_step
+
+    def __iter__(self) -> Iterator[_Key]:
+        for step in range(self._start_step, self._end_step):
+            label_tokens = self._order.label_tokens(step)
+            for micro_batch in self._order.micro_batches(step):
+                yield micro_batch, label_tokens
+
+    def __len__(self) -> int:
+        return (self._end_step - self._start_step) * self._order.micro_steps
+
+
+class _MicroBatches(Dataset[dict[str, Any]]):
+    """Collated micro-batches, by the samples in them."""
+
+    def __init__(self, samples: SampleSet) -> None:
+        self._samples = samples
+
+    def __getitem__(self, key: _Key) -> dict[str, Any]:
+        indices, label_tokens = key
+        samples = [None if i == FILLER else self._samples[i] for i in indices]
+        return collate(samples, label_tokens)
+
+
+def _loader(
+    samples: SampleSet, sampler: Sampler[_Key] | list[_Key], pin_memory: bool
+) -> DataLoader[dict[str, Any]]:
+    # Without workers, whatever num_workers says: the samples are tokenised already, collating
+    # takes 0.05 ms, and forking a process that runs communication threads is not safe.
+    return DataLoader(
+        _MicroBatches(samples),
+        batch_size=None,
+        sampler=sampler,
+        collate_fn=_keep,  # type: ignore[arg-type]  # without batch_size it gets one item
+        pin_memory=pin_memory,
+    )
+
+
+def _keep(batch: dict[str, Any]) -> dict[str, Any]:
+    """Leave the batch as it is; the loader's default would turn its counts into tensors."""
+    return batch

@@ -1,0 +1,287 @@
+"""The elastic sampler: which samples a step takes, and how they are laid out on the ranks.
+
+Which samples a step takes is a function of seed, data set and global batch size alone. How they
+are laid out over ranks and micro-steps costs time and memory, but does not change the loss, which
+is the sum over the tokens of the step divided by their number. So a position in the data is one
+integer, and a run can be continued on other hardware, or with another global batch size, without
+replaying anything.
+"""
+
+import heapq
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+
+FILLER = -1
+"""Stands for a sample without loss, where a rank has to run a micro-step but has no sample."""
+
+
+class ElasticOrder:
+    """The samples of every step of a run, and their layout on one rank.
+
+    Epochs are concatenated; step s takes the samples [s * G, (s + 1) * G) of that sequence, with
+    G the global batch size; only the last step may be shorter. A run that continues at step s0
+    after n0 samples goes on from there: step s takes [n0 + (s - s0) * G, n0 + (s + 1 - s0) * G),
+    whatever G was before. The cost of a step does not depend on which step it is: each epoch needs
+    one permutation, kept while the run is near it.
+    """
+
+    def __init__(
+        self,
+        lengths: npt.ArrayLike,
+        label_counts: npt.ArrayLike,
+        *,
+        seed: int,
+        global_batch_size: int,
+        micro_batch_size: int,
+        total_samples: int,
+        start_step: int = 0,
+        start_samples: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        """Describe the run.
+
+        Args:
+            lengths: [samples of the data set], input tokens of each.
+            label_counts: [samples of the data set], tokens of each that carry loss.
+            seed: with the epoch, determines the order of the samples.
+            global_batch_size: samples per step, over all ranks.
+            micro_batch_size: most samples per micro-step on one rank.
+            total_samples: samples of the whole run, from its very first step to its last.
+            start_step: steps done before; the first step asked for.
+            start_samples: samples they consumed.
+            rank: this rank, in [0, world_size).
+            world_size: number of ranks.
+        """
+        self._lengths: IntArray = np.asarray(lengths, dtype=np.int64)
+        self._label_counts: IntArray = np.asarray(label_counts, dtype=np.int64)
+        assert len(self._lengths) == len(self._label_counts) > 0
+        assert min(global_batch_size, micro_batch_size, total_samples) > 0
+        assert start_step >= 0 and 0 <= start_samples <= total_samples
+        assert 0 <= rank < world_size
+        self._seed = seed
+        self._global_batch_size = global_batch_size
+        self._micro_batch_size = micro_batch_size
+        self._total_samples = total_samples
+        self.start_step = start_step
+        self._start_samples = start_samples
+        self._rank = rank
+        self._world_size = world_size
+        self._permutations: dict[int, IntArray] = {}
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run, those before the start included."""
+        remaining = self._total_samples - self._start_samples
+        return self.start_step - (-remaining // self._global_batch_size)
+
+    def consumed(self, step: int) -> int:
+        """Samples of the whole run up to this number of steps done: the position in the data."""
+        assert self.start_step <= step <= self.total_steps, self._range(step)
+        done = (step - self.start_step) * self._global_batch_size
+        return min(self._start_samples + done, self._total_samples)
+
+    def samples(self, step: int) -> IntArray:
+        """Which samples of the data set the step takes, over all ranks; the same on every layout.
+
+        Returns:
+            [samples of the step], in the order of the permutation. A sample appears more than
+            once only if the global batch is larger than an epoch.
+        """
+        first, last = self._span(step)
+        parts = []
+        while first < last:
+            epoch, position = divmod(first, len(self._lengths))
+            part = self._permutation(epoch)[position : position + last - first]
+            parts.append(part)
+            first += len(part)
+        return np.concatenate(parts)
+
+    def label_tokens(self, step: int) -> int:
+        """Tokens that carry loss in the step, over all ranks and micro-steps."""
+        return int(self._label_counts[self.samples(step)].sum())
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-steps of every step on every rank, also of a shorter last one.
+
+        Lightning and DeepSpeed update after a fixed number of micro-steps.
+        """
+        return _micro_steps(self._global_batch_size, self._micro_batch_size, self._world_size)
+
+    def micro_batches(self, step: int) -> list[list[int]]:
+        """The samples this rank runs in each micro-step; [FILLER] where it has none.
+
+        Micro-steps come by falling size after padding, so that a step that does not fit into
+        memory fails in its first micro-step.
+        """
+        samples = self.samples(step)
+        return [
+            samples[ranks[self._rank]].tolist() if len(ranks[self._rank]) else [FILLER]
+            for ranks in self._layout(samples)
+        ]
+
+    def largest_micro_batch(self, step: int) -> int:
+        """Positions of the step's largest micro-batch over all ranks, padding included."""
+        samples = self.samples(step)
+        lengths = self._lengths[samples]
+        (first, *_) = self._layout(samples)
+        return max(int(lengths[run].max()) * len(run) for run in first if len(run))
+
+    def imbalance(self, step: int) -> float:
+        """Tokens of the fullest rank, relative to the mean of all ranks; 1.0 is perfect."""
+        samples = self.samples(step)
+        lengths = self._lengths[samples]
+        tokens = np.zeros(self._world_size)
+        for ranks in self._layout(samples):
+            tokens += [lengths[chosen].sum() for chosen in ranks]
+        return float(tokens.max() / tokens.mean())
+
+    def _span(self, step: int) -> tuple[int, int]:
+        """First and last + 1 of the step's samples, counted from the start of the run."""
+        assert step < self.total_steps, self._range(step)
+        return self.consumed(step), self.consumed(step + 1)
+
+    def _range(self, step: int) -> str:
+        return f"step {step} of [{self.start_step}, {self.total_steps})"
+
+    def _layout(self, samples: IntArray) -> list[list[IntArray]]:
+        return _lay_out(
+            self._lengths[samples], self._micro_batch_size, self._world_size, self.micro_steps
+        )
+
+    def _permutation(self, epoch: int) -> IntArray:
+        """The order of the epoch; the two epochs asked for last are kept."""
+        if epoch not in self._permutations:
+            while len(self._permutations) > 1:
+                del self._permutations[next(iter(self._permutations))]
+            self._permutations[epoch] = permutation(len(self._lengths), self._seed, epoch)
+        return self._permutations[epoch]
+
+
+def permutation(samples: int, seed: int, epoch: int) -> IntArray:
+    """A random order of range(samples), the same with every version of numpy.
+
+    Numpy promises a stable stream for its bit generators, but not for Generator.permutation
+    (https://numpy.org/doc/stable/reference/random/compatibility.html); so raw bits are sorted.
+    """
+    bits = np.random.Philox(np.random.SeedSequence(seed % 2**64, spawn_key=(epoch,)))
+    return np.argsort(bits.random_raw(samples), kind="stable")
+
+
+def validation_batches(
+    lengths: npt.ArrayLike, limit: int, micro_batch_size: int, rank: int = 0, world_size: int = 1
+) -> list[list[int]]:
+    """The validation batches of one rank: the first samples, sorted and spread like a step.
+
+    Args:
+        lengths: [samples of the data set], input tokens of each.
+        limit: validate on the first `limit` samples, whatever the layout.
+        micro_batch_size: most samples per batch on one rank.
+        rank: this rank, in [0, world_size).
+        world_size: number of ranks.
+
+    Returns:
+        Samples per batch; as many batches on every rank, [FILLER] where a rank has none left.
+    """
+    chosen = np.asarray(lengths, dtype=np.int64)[:limit]
+    micro_steps = _micro_steps(len(chosen), micro_batch_size, world_size)
+    layout = _lay_out(chosen, micro_batch_size, world_size, micro_steps)
+    return [ranks[rank].tolist() if len(ranks[rank]) else [FILLER] for ranks in layout]
+
+
+def _micro_steps(samples: int, micro_batch_size: int, world_size: int) -> int:
+    return -(-samples // (micro_batch_size * world_size))
+
+
+def _lay_out(
+    lengths: IntArray, micro_batch_size: int, world_size: int, micro_steps: int
+) -> list[list[IntArray]]:
+    """Spread samples over micro-steps and ranks, so that little is padded and no rank waits.
+
+    Neighbours by length form a micro-batch. The world_size largest micro-batches run in the first
+    micro-step, and so on, because FSDP and ZeRO wait for each other in every micro-step. Within
+    a micro-step, the micro-batch with most tokens goes to the rank with fewest so far.
+
+    Args:
+        lengths: [samples], input tokens of each.
+        micro_batch_size: most samples per micro-batch.
+        world_size: number of ranks.
+        micro_steps: how many to spread over; at least as many as the samples need.
+
+    Returns:
+        For each micro-step, for each rank, indices into lengths; empty only where there are
+        fewer samples than places.
+    """
+    falling = np.argsort(-lengths, kind="stable")
+    sizes = _cut(lengths[falling].tolist(), micro_steps * world_size, micro_batch_size)
+    runs = np.split(falling, np.cumsum(sizes)[:-1]) if sizes else []
+    runs.sort(key=lambda run: -int(lengths[run[0]]) * len(run))
+    tokens = [0] * world_size
+    layout = []
+    for micro_step in range(micro_steps):
+        batches = runs[micro_step * world_size : (micro_step + 1) * world_size]
+        batches.sort(key=lambda run: -int(lengths[run].sum()))
+        ranks = [falling[:0]] * world_size
+        for rank, run in zip(np.argsort(tokens, kind="stable").tolist(), batches, strict=False):
+            ranks[rank] = run
+            tokens[rank] += int(lengths[run].sum())
+        layout.append(ranks)
+    return layout
+
+
+def _cut(lengths: list[int], places: int, most: int) -> list[int]:
+    """Cut samples into runs so that the largest run after padding is as small as possible.
+
+    Where there are more places than the samples fill, long sequences get short runs: the step is
+    faster and its peak of memory lower.
+
+    Args:
+        lengths: input tokens of each sample, falling.
+        places: how many runs to make.
+        most: most samples per run.
+
+    Returns:
+        Samples per run, none of them 0; fewer than `places` only if there are fewer samples.
+    """
+    if len(lengths) <= places:
+        return [1] * len(lengths)
+    if len(lengths) == places * most:
+        return [most] * places
+    too_small, enough = 0, lengths[0] * most
+    while enough - too_small > 1:
+        middle = (too_small + enough) // 2
+        if len(_cut_to(lengths, middle, most)) <= places:
+            enough = middle
+        else:
+            too_small = middle
+    return _split_largest(lengths, _cut_to(lengths, enough, most), places)
+
+
+def _cut_to(lengths: list[int], padded_tokens: int, most: int) -> list[int]:
+    """The fewest runs of at most `padded_tokens` each (or of one sample)."""
+    sizes = []
+    start = 0
+    while start < len(lengths):
+        size = min(most, max(1, padded_tokens // lengths[start]), len(lengths) - start)
+        sizes.append(size)
+        start += size
+    return sizes
+
+
+def _split_largest(lengths: list[int], sizes: list[int], places: int) -> list[int]:
+    """Split the largest runs until there are `places`, so that no place stays empty."""
+    heap = []
+    start = 0
+    for size in sizes:
+        heap.append((-lengths[start] * size if size > 1 else 0, start, size))
+        start += size
+    heapq.heapify(heap)
+    while len(heap) < places:
+        _, start, size = heapq.heappop(heap)
+        for begin, part in ((start, size // 2), (start + size // 2, size - size // 2)):
+            heapq.heappush(heap, (-lengths[begin] * part if part > 1 else 0, begin, part))
+    return [size for _, _, size in sorted(heap, key=lambda run: run[1])]

@@ -1,0 +1,1 @@
+"""Inference with a result: generate, chat and evaluate."""

@@ -1,0 +1,175 @@
+"""`ftkit evaluate`: the loss of a result on held-out records, and how many it answers exactly."""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from ftkit.config.command_options import EvaluateOptions
+from ftkit.config.parsing import Override, with_overrides
+from ftkit.config.recipe import Recipe
+from ftkit.console.display import Display
+from ftkit.console.formatting import percent_text, printable
+from ftkit.data.dataset import HeldOut, load_held_out
+from ftkit.data.loader import validation_loader
+from ftkit.data.spec import data_class
+from ftkit.errors import UserError
+from ftkit.inference.result import Result
+from ftkit.inference.session import InUse, put_to_use
+from ftkit.report.metrics import perplexity
+from ftkit.training.evaluation import exact_matches, validation_loss
+
+DEFAULT_MATCHES = 100
+"""Records that are answered where the run answered none."""
+
+
+def evaluate(result: Result, options: EvaluateOptions, data: Sequence[Override]) -> int:
+    """Measure a result, and show what came out; the exit code.
+
+    Args:
+        result: what is measured.
+        options: on how much of the data, and how it computes.
+        data: what is given of --data; nothing: the data of the run.
+
+    Raises:
+        UserError: something is missing, or does not fit.
+    """
+    recipe = _recipe(result, options, data)
+    result = dataclasses.replace(result, recipe=recipe)
+    in_use = put_to_use(result, options)
+    held_out = _held_out(result, recipe, in_use, whole_file=_takes_whole_file(recipe, data))
+    with Display(None, stream=sys.stderr) as display:
+        measured = _measure(in_use, held_out, recipe, options, display)
+    values = {
+        "result": result.name,
+        "directory": str(result.directory),
+        "step": result.metadata.step if result.metadata else None,
+        "base_model": _base_name(result, in_use),
+        "precision": in_use.plan.precision,
+        "quantize": in_use.quantize,
+        "data": recipe.data,
+        **measured,
+    }
+    if options.format == "json":
+        print(json.dumps(values, indent=2, default=str))
+    else:
+        _show(values)
+    return 0
+
+
+def _recipe(result: Result, options: EvaluateOptions, data: Sequence[Override]) -> Recipe:
+    """The recipe of the run, with what is asked instead."""
+    if result.recipe is None and not data:
+        raise UserError(
+            f"{result.name} does not say which data it was trained on. "
+            "Try --data JSON --data.json_path FILE."
+        )
+    recipe = result.recipe or Recipe(checkpoint_dir=str(result.directory))
+    asked = [
+        ("train.micro_batch_size", options.micro_batch_size),
+        ("eval.max_iters", options.max_iters),
+        ("eval.exact_match", options.exact_match),
+    ]
+    given = [(key, str(value)) for key, value in asked if value is not None]
+    return with_overrides(recipe, [*data, *given])
+
+
+def _takes_whole_file(recipe: Recipe, data: Sequence[Override]) -> bool:
+    """Whether a file was named for this alone, so that nothing of it was trained on."""
+    keys = {key.removeprefix("data.").removeprefix("init_args.") for key, _ in data}
+    is_file = data_class(recipe.data) == "JSON" and "json_path" in keys
+    return is_file and "val_split_fraction" not in keys
+
+
+def _held_out(result: Result, recipe: Recipe, in_use: InUse, *, whole_file: bool) -> HeldOut:
+    longest = in_use.loaded.base.config.block_size
+    if result.metadata is not None:
+        longest = result.metadata.max_seq_length
+    longest = recipe.train.max_seq_length or longest
+    if whole_file:
+        arguments = dict(recipe.data["init_args"])
+        arguments.pop("val_split_fraction", None)
+        recipe = dataclasses.replace(recipe, data=recipe.data | {"init_args": arguments})
+    with (
+        Display(None, stream=sys.stderr) as display,
+        display.phase("reading data", brief=True) as phase,
+    ):
+        return load_held_out(
+            recipe.data,
+            in_use.loaded.base.tokenizer,
+            longest,
+            split=not whole_file,
+            progress=lambda _, done, total: phase.advance(done, total),
+        )
+
+
+def _base_name(result: Result, in_use: InUse) -> str:
+    """What it was made from; of a model of no run, its own name."""
+    if result.kind == "model" and result.base is not None:
+        return Path(result.base).name
+    return in_use.loaded.base.name
+
+
+def _measure(
+    in_use: InUse, held_out: HeldOut, recipe: Recipe, options: EvaluateOptions, display: Display
+) -> dict[str, Any]:
+    """The numbers, in the way and order in which a run comes to them."""
+    model, base = in_use.loaded.model, in_use.loaded.base
+    samples = held_out.samples
+    limit = min(recipe.eval.max_iters * recipe.train.global_batch_size, len(samples))
+    batches = validation_loader(samples, limit=limit, micro_batch_size=in_use.plan.micro_batch_size)
+    with display.phase("validating", brief=True) as phase:
+        loss = validation_loss(
+            model, batches, in_use.device, context=in_use.context, progress=phase.advance
+        )
+    assert loss is not None
+    wanted = recipe.eval.exact_match
+    if options.exact_match is None and not wanted:
+        wanted = DEFAULT_MATCHES
+    records = samples.records[:wanted]
+    share = None
+    if records:
+        with display.phase(f"answering {len(records)} records", brief=True) as phase:
+            share = exact_matches(
+                model,
+                base.tokenizer,
+                held_out.prompt_style,
+                records,
+                batch_size=in_use.plan.micro_batch_size,
+                context=in_use.context,
+                progress=phase.advance,
+            )
+    return {
+        "records": limit,
+        "label_tokens": int(samples.label_counts[:limit].sum()),
+        "loss": loss,
+        "perplexity": perplexity(loss),
+        "exact_match": None if share is None else {"records": len(records), "share": share},
+    }
+
+
+def _show(values: dict[str, Any]) -> None:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True, style="cyan")
+    grid.add_column(overflow="fold")
+    step = "" if values["step"] is None else f" (step {values['step']:,})"
+    quantize = f", {values['quantize']}" if values["quantize"] else ""
+    matches = values["exact_match"]
+    rows = {
+        "result": f"{values['directory']}{step}",
+        "base model": f"{values['base_model']}, {values['precision']}{quantize}",
+        "data": f"{values['records']:,} records, {values['label_tokens']:,} label tokens",
+        "loss": f"{values['loss']:.4f}",
+        "perplexity": f"{values['perplexity']:.4g}",
+    }
+    if matches is not None:
+        rows["exact match"] = f"{percent_text(matches['share'])} of {matches['records']:,} answers"
+    for label, value in rows.items():
+        grid.add_row(Text(label), Text(printable(value)))
+    with Display(None) as display:
+        display.show(grid)

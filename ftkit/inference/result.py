@@ -1,0 +1,231 @@
+"""Results: what a path means that is to be used, an adapter, a model, or the state of a run.
+
+Looks at names, settings and metadata alone, without torch;
+`ftkit.inference.loading` reads the weights.
+"""
+
+import contextlib
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast
+
+from ftkit.checkpoint.metadata import METADATA, CheckpointError, Metadata, read_metadata
+from ftkit.checkpoint.store import Store, check_files, problem_of, step_of
+from ftkit.config.parsing import read_recipe
+from ftkit.config.peft_adapter import CONFIG as ADAPTER_CONFIG
+from ftkit.config.peft_adapter import base_fingerprint
+from ftkit.config.recipe import LoraRecipe, Method, Precision, Quantization, Recipe
+from ftkit.errors import UserError
+from ftkit.pretrained.hub import find_or_download, is_litgpt, missing_files, read_json, weight_files
+from ftkit.report.report import FILE_NAME, Report, read_report
+from ftkit.runs.checkpoints import find, misnamed
+from ftkit.runs.directory import CHECKPOINTS, FINAL, RECIPE
+
+_ADAPTER, _BASE = "adapter", "base"
+"""Directories in a checkpoint: of a LoRA run, of a full fine-tune."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """Something that answers: what a path, a hub name or an embedded model stands for."""
+
+    name: str
+    """As it was given."""
+    kind: Literal["adapter", "model", "checkpoint"]
+    """adapter: a PEFT adapter on a base model. model: a Hugging Face or LitGPT directory.
+    checkpoint: a full fine-tune, whose weights lie in the shards of a checkpoint."""
+    directory: Path
+    """Of the adapter, the model or the checkpoint."""
+    base: str | None = None
+    """The base model as `open_base` takes it; None: not known, or the result is itself one."""
+    recipe: Recipe | None = None
+    """Of the run that it comes from."""
+    metadata: Metadata | None = None
+    """What a checkpoint of its run says: the one that is meant, or the newest."""
+    precision: Precision | None = None
+    """Number format in which its run computed."""
+    noted_fingerprint: str | None = None
+    """Of the base model, as an adapter notes it."""
+
+    @property
+    def method(self) -> Method | None:
+        """How it was trained; None: unknown."""
+        if self.recipe is not None:
+            return self.recipe.method
+        return "lora" if self.kind == "adapter" else None
+
+    @property
+    def quantize(self) -> Quantization | None:
+        """How its run stored the frozen base model."""
+        return self.recipe.quantize if isinstance(self.recipe, LoraRecipe) else None
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Of the base model that it was trained from; None: not recorded."""
+        return self.metadata.base.fingerprint if self.metadata else self.noted_fingerprint
+
+
+def find_result(name: str) -> Result:
+    """What a name stands for.
+
+    Args:
+        name: a run (its result, or its newest checkpoint if it has none), its checkpoints or one
+            of them, a PEFT adapter, a Hugging Face or LitGPT directory, a hub name (downloaded if
+            need be) or ``embedded:NAME``.
+
+    Raises:
+        UserError: it is nothing of these, or damaged.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _in_directory(name, path.resolve() if path.name in ("", "..") else path)
+    is_local = path.exists() or path.is_absolute() or Path(path.parts[0]).is_dir()
+    if is_local and not _is_downloaded(name):
+        what = "is a file" if path.exists() else "does not exist"
+        raise UserError(
+            f"{name} {what}. Name the out_dir of a run, such as out/finetune/lora, one of its "
+            "checkpoints, an adapter, or a model."
+        )
+    return Result(name=name, kind="model", directory=find_or_download(name))
+
+
+def base_result(result: Result, base: str | None = None) -> Result:
+    """The base model of a result, as a result of its own; it answers as its run would have.
+
+    Args:
+        result: from `find_result`.
+        base: where the base model is, if not where the run had it.
+
+    Raises:
+        UserError: it is not known, or not there.
+    """
+    name = base or result.base
+    if name is None:
+        raise UserError(
+            f"{result.name} does not say which base model it was made from. Try --base PATH."
+        )
+    directory = find_or_download(name)
+    return dataclasses.replace(result, name=name, kind="model", directory=directory, base=None)
+
+
+def _is_downloaded(name: str) -> bool:
+    """Whether it is a hub name that begins with the name of a directory here: checkpoints/..."""
+    return Path(name).parts[0] == "checkpoints" and not Path(name).exists()
+
+
+def _in_directory(name: str, directory: Path) -> Result:
+    if (directory / ADAPTER_CONFIG).exists():
+        return _adapter(name, directory, _run_around(directory))
+    if _is_model(directory):
+        return _model(name, directory, _run_around(directory))
+    place = find(directory)
+    if (directory / RECIPE).exists() and not (directory / METADATA).exists():
+        final = directory / FINAL
+        if (final / ADAPTER_CONFIG).exists():
+            return _adapter(name, final, directory)
+        if _is_model(final):
+            return _model(name, final, directory)
+    if not place.directories():
+        raise UserError(
+            f"{name} holds neither a result nor a checkpoint yet. Name a run that has saved one."
+        )
+    return _checkpoint(name, place.chosen(None))
+
+
+def _is_model(directory: Path) -> bool:
+    """Whether a directory is meant as a model: complete, or nearly so."""
+    has_settings = (directory / "config.json").is_file()
+    return is_litgpt(directory) or bool(weight_files(directory)) or has_settings
+
+
+def _run_around(directory: Path) -> Path | None:
+    """The run or checkpoint that a result lies in; None: it stands alone."""
+    inside = directory.resolve()
+    is_part = inside.name in (FINAL, _ADAPTER) and (inside.parent / RECIPE).is_file()
+    return directory.parent if is_part else None
+
+
+def _adapter(name: str, directory: Path, run: Path | None) -> Result:
+    recorded = read_json(directory / ADAPTER_CONFIG).get("base_model_name_or_path")
+    noted = base_fingerprint(directory)
+    result = Result(name=name, kind="adapter", directory=directory, noted_fingerprint=noted)
+    result = _of_run(result, run)
+    if not isinstance(recorded, str) or not recorded:
+        return result
+    # The recipe may name it relative to another directory; the adapter has where it was found.
+    known = result.base
+    if known is not None and not known.startswith("embedded:") and Path(recorded).is_dir():
+        known = recorded
+    return dataclasses.replace(result, base=known or recorded)
+
+
+def _model(name: str, directory: Path, run: Path | None) -> Result:
+    if missing := missing_files(directory):
+        raise UserError(
+            f"{directory} is no complete model: {', '.join(missing[:3])} "
+            f"{'is' if len(missing) == 1 else 'are'} missing. Name a complete one."
+        )
+    return _of_run(Result(name=name, kind="model", directory=directory), run)
+
+
+def _checkpoint(name: str, directory: Path) -> Result:
+    """A checkpoint, whole as far as names and sizes tell, its small files also by checksum."""
+    problems = misnamed(directory) or check_files(directory)
+    if not problems:
+        problems = [
+            problem
+            for file, entry in read_metadata(directory).files.items()
+            if not file.startswith("shard-") and (problem := problem_of(directory, file, entry))
+        ]
+    if problems:
+        raise UserError(f"{directory} is damaged: {' '.join(problems)} {_other(directory)}")
+    metadata = read_metadata(directory)
+    if metadata.method == "lora":
+        return _adapter(name, directory / _ADAPTER, directory)
+    result = Result(name=name, kind="checkpoint", directory=directory)
+    return _of_run(result, directory)
+
+
+def _of_run(result: Result, run: Path | None) -> Result:
+    """The result with what its run or checkpoint tells about it."""
+    if run is None:
+        return result
+    metadata = _metadata(run)
+    method: Method = "lora" if result.kind == "adapter" else "full"
+    recipe = read_recipe([run / RECIPE], method=method)
+    precision = recipe.precision
+    if metadata is not None:
+        precision = cast(Precision, metadata.layout.precision)
+    elif (report := _report(run)) is not None and report.resolved is not None:
+        precision = cast(Precision, report.resolved.precision)
+    return dataclasses.replace(
+        result, base=recipe.checkpoint_dir, recipe=recipe, metadata=metadata, precision=precision
+    )
+
+
+def _metadata(run: Path) -> Metadata | None:
+    """What a checkpoint says, or the newest sound one of a run; None: nothing is known."""
+    directories = [run]
+    if not (run / METADATA).exists():
+        store = Store(run / CHECKPOINTS)
+        directories = [store.path(step) for step in reversed(store.steps())]
+    for directory in directories:
+        with contextlib.suppress(CheckpointError):
+            return read_metadata(directory)
+    return None
+
+
+def _report(run: Path) -> Report | None:
+    with contextlib.suppress(UserError):
+        return read_report(run / FILE_NAME)
+    return None
+
+
+def _other(directory: Path) -> str:
+    """Which checkpoint of the run to take instead of a damaged one."""
+    step, store = step_of(directory.name), Store(directory.parent)
+    sound = [s for s in store.steps() if s != step and not store.check_files(s)]
+    if not sound:
+        return "There is no other checkpoint beside it."
+    return f"Try {store.path(sound[-1])}."

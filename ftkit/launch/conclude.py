@@ -1,0 +1,161 @@
+"""The end of a run: exit code, cause of a failure, and the run's report from those of its ranks."""
+
+import dataclasses
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from ftkit.console.display import Display
+from ftkit.console.formatting import utc_now
+from ftkit.errors import EXIT_BY_SIGNAL, EXIT_OUT_OF_MEMORY, UserError
+from ftkit.launch.preflight import find_shortage, shortage_text
+from ftkit.report.report import (
+    ENDED_WELL,
+    FILE_NAME,
+    PeakMemory,
+    PhaseName,
+    PhaseTimes,
+    Progress,
+    Report,
+    read_report,
+    write_report,
+)
+from ftkit.report.step_memory import StepMemory
+from ftkit.report.table import render
+from ftkit.runs.directory import ERROR, RESERVE, STATE, output_log, rank_directory
+from ftkit.runs.job import FOR_MEMORY, WITHOUT_A_WORD, Job, RankError
+from ftkit.runs.resume import last_words
+from ftkit.utils.files import insist
+
+
+def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
+    """Write and show the report of a run whose ranks have ended; the exit code of the command.
+
+    Args:
+        job: what was done.
+        received: signals that asked for the end, the first one first.
+
+    Raises:
+        UserError: what the user can mend, found before the first step.
+    """
+    out_dir = job.recipe.out_dir
+    reports = [_last_report(job, rank) for rank in range(job.plan.world_size)]
+    rank, error = _cause(job)
+    steps = (reports[0].progress or Progress()).steps
+    if error is not None and error.kind == "user" and steps <= job.start_step:
+        raise UserError(error.message)
+    memory = [rank for report in reports if report.peak_memory for rank in report.peak_memory.ranks]
+    report = dataclasses.replace(
+        _with_outcome(reports[0], received, error, phase=reports[rank].phase),
+        peak_memory=PeakMemory.of(memory) if memory else None,
+        step_memory=StepMemory.of([report.step_memory for report in reports]),
+        warnings=_all_warnings(reports),
+        phases_s=dataclasses.replace(
+            reports[0].phases_s or PhaseTimes(), total=time.time() - job.started_at_s
+        ),
+    )
+    with Display(out_dir) as display:
+        try:
+            insist(lambda: write_report(report, out_dir), out_dir / STATE / RESERVE)
+        except OSError as failure:
+            display.warning(f"{out_dir / FILE_NAME} cannot be written ({failure.strerror})")
+        if report.outcome == "out_of_memory":
+            with display.phase("looking for what would fit"):
+                shortage = find_shortage(job, reports[rank].peak_memory, report.exit_reason)
+            report = dataclasses.replace(report, shortage=shortage)
+            with suppress(OSError):
+                write_report(report, out_dir)
+        with suppress(OSError):
+            _collect_output(out_dir, job.plan.world_size)
+        display.show(render(report, out_dir))
+        if report.shortage is not None:
+            display.message(
+                shortage_text(report.shortage, job.plan.accelerator, report.exit_reason)
+            )
+        if report.outcome != "completed":
+            display.message(last_words(out_dir, job.recipe.method, max(steps, job.start_step)))
+    return report.exit_code
+
+
+def _cause(job: Job) -> tuple[int, RankError | None]:
+    """The rank that ended the run, and how; the noise that this makes on others is passed over.
+
+    A rank that ended without a word is found a moment late, when others may have missed it.
+    """
+    state = job.recipe.out_dir / STATE
+    found = [
+        (rank, error)
+        for rank in range(job.plan.world_size)
+        if (error := RankError.read(rank_directory(state, rank) / ERROR))
+    ]
+    if not found:
+        return 0, None
+    rank, error = min(
+        found, key=lambda item: (item[1].kind not in WITHOUT_A_WORD, item[1].happened_at_s)
+    )
+    if job.plan.world_size == 1 or error.kind in ("user", "interrupted"):
+        return rank, error
+    return rank, dataclasses.replace(error, message=f"rank {rank}: {error.message}")
+
+
+def _last_report(job: Job, rank: int) -> Report:
+    """The report as the rank last wrote it."""
+    file = rank_directory(job.recipe.out_dir / STATE, rank) / FILE_NAME
+    return read_report(file) if file.exists() else _report_of_nothing(job)
+
+
+def _all_warnings(reports: Sequence[Report]) -> list[str]:
+    """The warnings of rank 0, and those that only other ranks have."""
+    found = dict.fromkeys(reports[0].warnings, 0)
+    for rank, report in enumerate(reports):
+        for text in report.warnings:
+            found.setdefault(text, rank)
+    return [f"rank {rank}: {text}" if rank else text for text, rank in found.items()]
+
+
+def _collect_output(out_dir: Path, world_size: int) -> None:
+    """Add to the run's log what libraries said on other ranks and not on rank 0, once."""
+    log = output_log(out_dir, 0)
+    known = log.read_text(encoding="utf-8", errors="replace")
+    with log.open("a", encoding="utf-8") as file:
+        for rank in range(1, world_size):
+            output = output_log(out_dir, rank)
+            text = output.read_text(encoding="utf-8", errors="replace") if output.exists() else ""
+            for line in dict.fromkeys(text.splitlines()):
+                if line not in known:
+                    file.write(f"rank {rank}: {line}\n")
+            known += text
+
+
+def _report_of_nothing(job: Job) -> Report:
+    """What is known of a rank that ended before it could write a report."""
+    seconds = time.time() - job.started_at_s
+    return dataclasses.replace(job.new_report(), phases_s=PhaseTimes(set_up=seconds, total=seconds))
+
+
+def _with_outcome(
+    report: Report, received: Sequence[signal.Signals], error: RankError | None, phase: PhaseName
+) -> Report:
+    """The report of rank 0, completed with how the run ended and in which phase of that rank."""
+    report = dataclasses.replace(report, finished_at=utc_now())
+    if report.outcome in ENDED_WELL and (error is None or error.kind == "interrupted"):
+        return report
+    report = dataclasses.replace(report, outcome="failed", exit_code=1, phase=phase)
+    if error is None or error.kind == "interrupted":
+        first = received[0] if received else signal.Signals[error.message] if error else None
+        if first is None:
+            return report
+        exit_code, reason = EXIT_BY_SIGNAL[first]
+        return dataclasses.replace(
+            report, outcome="interrupted", exit_code=exit_code, exit_reason=reason
+        )
+    if error.kind in FOR_MEMORY:
+        return dataclasses.replace(
+            report,
+            outcome="out_of_memory",
+            exit_code=EXIT_OUT_OF_MEMORY,
+            exit_reason=error.message,
+        )
+    return dataclasses.replace(report, exit_reason=error.message)

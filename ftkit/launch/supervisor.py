@@ -1,0 +1,214 @@
+"""The supervisor of a run: owns its directory, starts its ranks, and says how it ended.
+
+It is no rank itself and imports no torch, so it can still name the cause, write the report and
+leave nothing behind when a rank is killed.
+"""
+
+import dataclasses
+import shutil
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+
+from ftkit.checkpoint.store import Store
+from ftkit.config.devices import find_devices, has_deepspeed
+from ftkit.config.parsing import to_yaml
+from ftkit.config.peft_adapter import with_adapter
+from ftkit.config.plan import make_plan
+from ftkit.config.recipe import Recipe
+from ftkit.console.display import Display
+from ftkit.data.spec import check_data
+from ftkit.errors import UserError
+from ftkit.launch.conclude import conclude
+from ftkit.launch.environment import ExternalRanks, external_ranks
+from ftkit.launch.preflight import require_room, with_micro_batch
+from ftkit.launch.ranks import Ranks
+from ftkit.pretrained.hub import find_or_download
+from ftkit.runs.checkpoints import Place
+from ftkit.runs.directory import BASE, CHECKPOINTS, RECIPE, RESERVE, STATE
+from ftkit.runs.job import Job, StopAfter
+from ftkit.runs.lock import claim, is_at_work, unwritable
+from ftkit.runs.resume import (
+    Completed,
+    Start,
+    find_start,
+    goes_on_in_place,
+    require_free,
+    verify_start,
+)
+from ftkit.runs.set_aside import copy_rows, ready_to_go_on
+from ftkit.utils.files import make_reserve, write_durably
+from ftkit.utils.json_values import without_tokens
+
+
+def launch(
+    recipe: Recipe,
+    *,
+    command: Sequence[str],
+    overwrite: bool = False,
+    stop_after: StopAfter | None = None,
+    force: bool = False,
+) -> int:
+    """Check, start and supervise one run; the exit code of the command.
+
+    Under torchrun or SLURM, which start a process for each rank, this one looks after its rank.
+
+    Args:
+        recipe: what was asked.
+        command: the command line, for the report.
+        overwrite: replace what is in out_dir instead of taking another directory.
+        stop_after: end this session before the run is done.
+        force: start even if memory is certainly too small.
+
+    Raises:
+        UserError: before anything has started, and nothing is left behind.
+    """
+
+    def prepared(received: Sequence[signal.Signals]) -> AbstractContextManager[Job]:
+        return prepare(
+            recipe,
+            command,
+            overwrite,
+            started_at_s,
+            stop_after,
+            received,
+            force=force,
+            placed=placed,
+        )
+
+    started_at_s = time.time()
+    placed = external_ranks()
+    try:
+        recipe = with_adapter(recipe)
+        if placed is not None:
+            from ftkit.launch.torchrun import take_part
+
+            recipe = placed.applied_to(recipe)
+            return take_part(placed, prepared, conclude)
+        if recipe.num_nodes > 1:
+            raise UserError(
+                f"num_nodes is {recipe.num_nodes}, but this command starts ranks on one machine "
+                "only. Start it on every machine with torchrun or srun, or try --num_nodes 1."
+            )
+        with Ranks() as ranks, prepared(ranks.received) as job:
+            ranks.run(job, job.recipe.out_dir / STATE)
+            return conclude(job, ranks.received)
+    except Completed as completed:
+        print(completed, flush=True)
+        return 0
+
+
+@contextmanager
+def prepare(
+    recipe: Recipe,
+    command: Sequence[str],
+    overwrite: bool,
+    started_at_s: float,
+    stop_after: StopAfter | None = None,
+    received: Sequence[signal.Signals] = (),
+    *,
+    force: bool = False,
+    placed: ExternalRanks | None = None,
+) -> Iterator[Job]:
+    """A job whose every setting is checked, with its base model at hand and its directory claimed.
+
+    Raises:
+        UserError: and everything is as it was.
+        Completed: the run that was to go on is complete.
+    """
+    check_data(recipe.data)
+    devices = find_devices(recipe)
+    if placed is not None:
+        recipe = placed.on(recipe, devices)
+    recipe = with_micro_batch(recipe, devices)
+    plan = make_plan(recipe, devices)
+    if plan.strategy == "deepspeed" and not has_deepspeed():
+        raise UserError(
+            "strategy is deepspeed, but DeepSpeed is not installed. Install g++ and try "
+            "DS_BUILD_OPS=0 pip install --no-build-isolation ninja deepspeed, or --strategy fsdp."
+        )
+    if overwrite and recipe.resume is not False:
+        raise UserError(
+            f"resume is {recipe.resume}, but --overwrite would remove what the run is to continue "
+            "from. Leave one of the two out: try --resume false."
+        )
+    wanted = recipe.out_dir.expanduser()
+    in_place = goes_on_in_place(recipe)
+    with ExitStack() as stack:
+        if in_place:  # locked first: a run at work may be writing what is looked at here
+            out_dir = stack.enter_context(claim(wanted, "go_on"))
+            Store(out_dir / CHECKPOINTS).remove_leftovers()
+        start = find_start(dataclasses.replace(recipe, precision=plan.precision))
+        if not force:
+            require_room(recipe, devices, command)
+        base = _find_base(recipe, start)
+        if not in_place:
+            place = Place(path=wanted, store=Store(wanted / CHECKPOINTS))
+            if not overwrite and not is_at_work(place):  # which is left alone like a complete one
+                require_free(wanted, recipe.method)
+            out_dir = stack.enter_context(claim(wanted, "overwrite" if overwrite else "new"))
+            if out_dir != wanted:
+                print(f"{wanted} holds another run: this one goes to {out_dir}", flush=True)
+        state = out_dir / STATE
+        job = Job(
+            recipe=dataclasses.replace(recipe, out_dir=out_dir),
+            devices=devices,
+            base=base or str(state / BASE),
+            command=tuple(without_tokens(command)),
+            started_at_s=started_at_s,
+            start=str(start.checkpoint) if start else None,
+            start_step=start.metadata.step if start else 0,
+            stop_after=stop_after,
+            changes=start.changes if start else (),
+        )
+        try:
+            if in_place:
+                stack.enter_context(ready_to_go_on(out_dir, start, state))
+            if start is not None:
+                _go_on(start, job, received, copy_base=base is None)
+            written = dataclasses.replace(job.recipe, resume=False)
+            write_durably(out_dir / RECIPE, to_yaml(written))
+            job.write(state / "job.json")
+            make_reserve(state / RESERVE)
+        except OSError as error:
+            raise unwritable(out_dir, error) from None
+        yield job
+
+
+def _find_base(recipe: Recipe, start: Start | None) -> str | None:
+    """The base model; None: the checkpoint has all that is needed of it."""
+    base = recipe.checkpoint_dir
+    if base.startswith("random:"):
+        if start is not None:
+            raise UserError(
+                f"checkpoint_dir is {base}, but the checkpoint {start.checkpoint} was made from "
+                f"{start.metadata.base.name}. Try --checkpoint_dir {start.metadata.base.name}."
+            )
+        return base
+    if start is not None and recipe.method == "full" and (start.checkpoint / BASE).is_dir():
+        return None
+    try:
+        return str(find_or_download(base, token=recipe.access_token).resolve())
+    except UserError as error:
+        if start is None:
+            raise
+        raise UserError(
+            f"{error}\nThe checkpoint {start.checkpoint} continues from the base model "
+            f"{start.metadata.base.name}: say where it is with --checkpoint_dir PATH."
+        ) from None
+
+
+def _go_on(start: Start, job: Job, received: Sequence[signal.Signals], *, copy_base: bool) -> None:
+    """Check the checkpoint, take from it what the run needs, and say what goes on and how."""
+    out_dir = job.recipe.out_dir
+    with Display(out_dir) as display:
+        verify_start(start, display, interrupted=lambda: bool(received))
+        if copy_base:  # the checkpoint may be deleted while the run goes on
+            shutil.copytree(start.checkpoint / BASE, out_dir / STATE / BASE)
+        if not start.in_place:
+            copy_rows(start, out_dir, out_dir / STATE)
+        step = start.metadata.step
+        display.message(f"going on from step {step:,}: {start.checkpoint}")
+        for change in start.changes:
+            display.message(f"changed: {change}")

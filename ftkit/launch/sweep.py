@@ -1,0 +1,189 @@
+"""`ftkit sweep`: runs one after another, each in its own process and directory, then compared.
+
+A sweep has no state of its own: what has to be done is read from the directories of its runs.
+"""
+
+import shlex
+import signal
+from collections import Counter
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Literal
+
+from ftkit.checkpoint.store import Store
+from ftkit.comparison.compare import compare_runs
+from ftkit.comparison.plots import check_plot
+from ftkit.config.devices import find_devices
+from ftkit.config.plan import make_plan
+from ftkit.config.sweep import SweepRun, differences
+from ftkit.data.spec import check_data
+from ftkit.errors import EXIT_BY_SIGNAL, EXIT_OUT_OF_MEMORY, DoesNotFit, UserError
+from ftkit.report.report import ENDED_WELL
+from ftkit.runs.directory import CHECKPOINTS, RECIPE
+from ftkit.runs.state import AT_WORK, StateName, is_run, look
+from ftkit.utils.process import PassingOn, start_command
+
+Action = Literal["start", "go on", "start again", "skip"]
+"""What there is to do about a run."""
+_WORDS: dict[Action, list[str]] = {
+    "start": [],
+    "go on": ["--resume=auto"],
+    "start again": ["--overwrite"],
+}
+"""What the command line of a run says about its directory."""
+_DONE = ("completed", "out_of_memory")
+"""Outcomes that would be the same another time."""
+_REFUSED = "refused"
+"""A run that said why it cannot start."""
+
+
+def sweep(
+    runs: Sequence[SweepRun],
+    *,
+    only: Sequence[str] = (),
+    overwrite: bool = False,
+    dry_run: bool = False,
+    plot: Path | None = None,
+) -> int:
+    """Do what is left to do of a sweep, and compare its runs; the exit code.
+
+    It is 1 if a run failed, 3 if all ran out of memory, and that of the signal after a signal.
+
+    Args:
+        runs: all of them; see `ftkit.config.sweep`.
+        only: patterns such as `a100-*`, of names of runs; none: all runs.
+        overwrite: do them all again.
+        dry_run: only say what would be done.
+        plot: where to draw the comparison.
+
+    Raises:
+        UserError: before anything has started.
+    """
+    runs = _chosen(runs, only)
+    if plot is not None:
+        check_plot(plot)
+    for run in runs:
+        _check(run)
+    actions = [_action(run, overwrite=overwrite) for run in runs]
+    states: dict[str, str] = {}
+    with PassingOn(*EXIT_BY_SIGNAL) as signals:
+        for number, (run, (action, reason)) in enumerate(zip(runs, actions, strict=True), 1):
+            what = f" ({run.varied_text})" if run.varied else ""
+            why = f": {reason}" if reason else ""
+            print(f"{number} of {len(runs)}: {action} {run.name}{what}{why}", flush=True)
+            words = [*run.words, *_WORDS.get(action, [])]
+            if dry_run:
+                print(f"  {shlex.join(['ftkit', *words])}")
+            elif action == "skip":
+                states[run.name] = reason
+            else:
+                states[run.name] = _do(run, words, signals)
+            if signals.received:
+                return _interrupted(states, len(runs), signals.received[0])
+    return 0 if dry_run else _conclude(runs, states, plot)
+
+
+def _chosen(runs: Sequence[SweepRun], only: Sequence[str]) -> list[SweepRun]:
+    """The runs with a name that matches; each name once."""
+    for name, times in Counter(run.name for run in runs).items():
+        if times > 1:
+            raise UserError(f"{times} runs have the name {name}. Give each a name of its own.")
+    for pattern in only:
+        if not any(fnmatchcase(run.name, pattern) for run in runs):
+            names = ", ".join(run.name for run in runs)
+            raise UserError(f"--only is {pattern!r}, but no run is called so. There are: {names}.")
+    return [run for run in runs if not only or any(fnmatchcase(run.name, p) for p in only)]
+
+
+def _check(run: SweepRun) -> None:
+    """Refuse what could not start on these devices.
+
+    Raises:
+        UserError: names the run.
+    """
+    recipe = run.recipe()
+    try:
+        check_data(recipe.data)
+        if recipe.train.micro_batch_size != "auto":
+            make_plan(recipe, find_devices(recipe))
+    except UserError as error:
+        raise UserError(f"{run.name}: {error}") from None
+
+
+def _action(run: SweepRun, *, overwrite: bool) -> tuple[Action, str]:
+    """What there is to do about a run, and why.
+
+    Raises:
+        UserError: its directory holds something else.
+    """
+    out_dir = run.out_dir.expanduser()
+    if not out_dir.exists() or not any(out_dir.iterdir()):
+        return "start", ""
+    if not is_run(out_dir):
+        raise UserError(
+            f"{out_dir} is where {run.name} belongs, but holds something else. "
+            "Try another --out_dir."
+        )
+    state = _state(out_dir)
+    if state in AT_WORK:
+        return "skip", "at work"
+    if overwrite:
+        return "start again", f"{_word(state)} before"
+    if state in _DONE:
+        if different := differences(run, run.recipe(), out_dir / RECIPE):
+            raise UserError(
+                f"{out_dir} holds this run with other settings: {'; '.join(different)}. "
+                "Try another --out_dir, or --overwrite."
+            )
+        return "skip", _word(state)
+    newest = Store(out_dir / CHECKPOINTS).newest()
+    if newest is None:
+        return "start again", f"{_word(state)} before, nothing was saved"
+    return "go on", f"{_word(state)} before, from step {newest:,}"
+
+
+def _do(run: SweepRun, words: Sequence[str], signals: PassingOn) -> str:
+    """Do one run in a process of its own; how it ended."""
+    child = start_command(words)
+    signals.to(child)
+    code = child.wait()
+    if code == UserError.exit_code or not is_run(run.out_dir.expanduser()):
+        # The run itself has said why; a GPU that is too small is known before there is a directory.
+        return "out of memory" if code == DoesNotFit.exit_code else _REFUSED
+    return _word(_state(run.out_dir.expanduser()))
+
+
+def _state(out_dir: Path) -> StateName:
+    """How a run is now; one whose report could not be written has failed."""
+    try:
+        return look(out_dir).state
+    except UserError:
+        return "failed"
+
+
+def _word(state: StateName) -> str:
+    return state.replace("_", " ")
+
+
+def _interrupted(states: dict[str, str], count: int, number: signal.Signals) -> int:
+    code, word = EXIT_BY_SIGNAL[number]
+    done = sum(state in ("completed", "out of memory") for state in states.values())
+    print(f"stopped by {word}: {done} of {count} runs are done; the same command goes on")
+    return code
+
+
+def _conclude(runs: Sequence[SweepRun], states: dict[str, str], plot: Path | None) -> int:
+    """Compare the runs, and say how they ended."""
+    there = [run.out_dir for run in runs if is_run(run.out_dir.expanduser())]
+    if there:
+        print()
+        compare_runs([str(path) for path in there], "table", None, plot)
+    for name, state in states.items():
+        if state == _REFUSED:
+            print(f"{name}: not started; what is wrong stands above")
+    ended = set(states.values())
+    if ended == {"out of memory"}:
+        return EXIT_OUT_OF_MEMORY
+    well = {*ENDED_WELL, "out of memory", "at work"}
+    return 0 if ended <= well else 1

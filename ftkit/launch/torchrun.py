@@ -1,0 +1,194 @@
+"""A worker of torchrun or SLURM: this process as one of those that they have started.
+
+Each looks after its rank as `ftkit` does without them; the one of rank 0 also prepares the run and
+writes the report. They find each other through a store in the process of rank 0, and notice by
+their heartbeats when one of them vanishes with its machine.
+"""
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from ftkit.errors import EXIT_BY_SIGNAL, EXIT_OUT_OF_MEMORY, UserError
+from ftkit.launch.environment import ExternalRanks
+from ftkit.launch.heartbeats import Heartbeats, Store, farewell
+from ftkit.launch.ranks import POLL_S, Ranks, StoppedEarly
+from ftkit.report.report import ENDED_WELL, FILE_NAME, read_report
+from ftkit.runs.directory import ERROR, STATE, rank_directory
+from ftkit.runs.job import FOR_MEMORY, Job, RankError
+from ftkit.runs.resume import Completed
+from ftkit.utils.process import die_with_parent
+
+PORT = "port"
+"""Key in torchrun's store: the port of the one in the process of rank 0."""
+JOB = "job"
+"""Key: the path of the job's file; empty if the run cannot begin."""
+COMPLETE = "complete"
+"""In its place: the run that was to go on is complete."""
+CONNECT_S = 300.0
+"""How long the processes wait for each other to start."""
+PATIENCE_S = 10.0
+"""How long rank 0 waits for the last words of the others."""
+
+
+def take_part(
+    placed: ExternalRanks,
+    prepare: Callable[[Sequence[signal.Signals]], AbstractContextManager[Job]],
+    conclude: Callable[[Job, Sequence[signal.Signals]], int],
+) -> int:
+    """Run this rank; on rank 0 also prepare the run and write the report.
+
+    Args:
+        placed: which rank this is.
+        prepare: checks the recipe and claims the run's directory; given the signals received.
+        conclude: writes the report and gives the exit code.
+
+    Raises:
+        UserError: the processes do not find each other, or one is gone before the run began.
+    """
+    die_with_parent(os.getppid())
+    store, watched = _meet(placed)
+    if placed.rank > 0:
+        with Heartbeats(store, placed.rank, watched, _leave):
+            return _follow(placed, store)
+    with (
+        Ranks(placed) as ranks,
+        Heartbeats(store, placed.rank, watched, ranks.end_without),
+        ExitStack() as stack,
+    ):
+        try:
+            job = stack.enter_context(prepare(ranks.received))
+        except BaseException as end:
+            store.set(JOB, COMPLETE if isinstance(end, Completed) else "")
+            if not isinstance(end, StoppedEarly):  # the signal may have ended the others
+                _wait_for_the_end(store, watched, ranks)
+            raise
+        state = job.recipe.out_dir / STATE
+        store.set(JOB, str(state / "job.json"))
+        ranks.run(job, state)
+        _wait_for_the_end(store, watched, ranks)
+        return conclude(job, ranks.received)
+
+
+def _meet(placed: ExternalRanks) -> tuple[Store, dict[int, str]]:
+    """Find the other supervisors.
+
+    Returns:
+        The store that they share, and the names of the machines of those whom this one watches,
+        by rank.
+
+    Raises:
+        UserError: the other processes do not come.
+    """
+    everyone = range(placed.world_size)
+    watched = everyone[1:] if placed.rank == 0 else everyone[:1]
+    try:
+        store = _connect(placed)
+        store.set(_machine(placed.rank), socket.gethostname())
+        _wait_for(store, [_machine(rank) for rank in watched], patience_s=CONNECT_S)
+        missing = [str(rank) for rank in watched if not store.check([_machine(rank)])]
+        if not missing:
+            return store, {rank: store.get(_machine(rank)).decode() for rank in watched}
+        reason = f"rank {', '.join(missing)} did not come in {CONNECT_S:g} s"
+    except dist.DistError as error:
+        reason = str(error)
+    raise UserError(
+        f"The {placed.world_size} processes of this run do not find each other at "
+        f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {reason}. Start all of them "
+        "with torchrun or srun; inside a SLURM job without srun, try "
+        "SLURM_JOB_NAME=interactive ftkit ..."
+    )
+
+
+def _connect(placed: ExternalRanks) -> Store:
+    """A store in the process of rank 0, at torchrun's address if there is none yet.
+
+    Else torchrun's own is there, and tells where this one is. It is used for nothing more: it
+    stands still when Ctrl+Z stops torchrun, while the ranks go on.
+
+    Raises:
+        DistError: rank 0 does not come.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    serves = placed.rank == 0
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return _open_store(address, port, serves=serves)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    agent = dist.PrefixStore(  # type: ignore[attr-defined]
+        f"ftkit-{attempt}", _open_store(address, port, serves=False)
+    )
+    store = _open_store(address, 0 if serves else int(agent.get(PORT)), serves=serves)
+    if serves:
+        agent.set(PORT, str(store.port))
+    return store
+
+
+def _open_store(address: str, port: int, *, serves: bool) -> Store:
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        address,
+        port,
+        is_master=serves,
+        timeout=timedelta(seconds=CONNECT_S),
+        wait_for_workers=False,
+    )
+
+
+def _leave(rank: int, reason: str) -> None:
+    """End this process at once, and its rank with it: whatever it waits for will not come."""
+    print(f"ftkit: rank {rank}: {reason}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def _follow(placed: ExternalRanks, store: Store) -> int:
+    """Run a rank other than 0; errors are told by rank 0."""
+    try:
+        _wait_for(store, [JOB])
+        job_file = store.get(JOB).decode()
+    except dist.DistError:
+        print("ftkit: rank 0 has ended without a word", file=sys.stderr, flush=True)
+        return 1
+    if not job_file:
+        return UserError.exit_code
+    if job_file == COMPLETE:
+        return 0
+    with Ranks(placed) as ranks:
+        state = Path(job_file).parent
+        ranks.run(Job.read(Path(job_file)), state)
+        return _exit_code(rank_directory(state, placed.rank))
+
+
+def _machine(rank: int) -> str:
+    return f"machine-{rank}"
+
+
+def _wait_for_the_end(store: Store, watched: Collection[int], ranks: Ranks) -> None:
+    """Let the others end before the store does."""
+    gone = ranks.gone[0] if ranks.gone is not None else None
+    _wait_for(store, [farewell(r) for r in watched if r != gone], patience_s=PATIENCE_S)
+
+
+def _wait_for(store: Store, keys: list[str], *, patience_s: float = float("inf")) -> None:
+    """Wait for keys; signals are answered meanwhile, which the store's own wait would not do."""
+    deadline_s = time.monotonic() + patience_s
+    while not all(store.check([key]) for key in keys) and time.monotonic() < deadline_s:
+        time.sleep(POLL_S)
+
+
+def _exit_code(directory: Path) -> int:
+    """As `ftkit` without torchrun ends if this rank is why the run ends."""
+    error = RankError.read(directory / ERROR)
+    if error is None:  # done, or killed before it could say anything
+        report = directory / FILE_NAME
+        return 0 if report.exists() and read_report(report).outcome in ENDED_WELL else 1
+    by_signal = {number.name: code for number, (code, _) in EXIT_BY_SIGNAL.items()}
+    codes = {"user": UserError.exit_code} | dict.fromkeys(FOR_MEMORY, EXIT_OUT_OF_MEMORY)
+    codes |= by_signal
+    return codes.get(error.message if error.kind == "interrupted" else error.kind, 1)

@@ -1,0 +1,1 @@
+"""LoRA adapters, through PEFT: layers, variants, first values, and PEFT's files."""

@@ -1,0 +1,195 @@
+"""Loading of LoRA adapters that PEFT or ftkit has saved."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from ftkit.config.peft_adapter import CONFIG, OLD_WEIGHTS, PARTS, WEIGHTS, adapter_keys, read_notes
+from ftkit.errors import UserError
+from ftkit.lora.names import TRAINED
+from ftkit.lora.save import _PREFIX, EMBEDDING, HEAD
+from ftkit.pretrained.base_model import BaseModel, parameter_shapes, part_of, weights
+from ftkit.pretrained.naming import Fused
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter that was read."""
+
+    changes: Mapping[str, Any]
+    """Keys of a recipe that it decides."""
+    tensors: Mapping[str, Tensor]
+    """Its values by our names of the parameters."""
+
+
+def read_adapter(directory: Path, base: BaseModel) -> Adapter:
+    """Read a PEFT adapter of a base model's Hugging Face version, made by ftkit or elsewhere.
+
+    Raises:
+        UserError: it is no adapter, damaged, of a kind that ftkit does not train, or of another
+            model; names the tensor.
+    """
+    changes = adapter_keys(directory)
+    parts = read_notes(directory).get(PARTS, {})
+    whole = tuple(changes["lora_modules_to_save"] or ())
+    tensors: dict[str, Tensor] = {}
+    copies: dict[str, Tensor] = {}
+    holders = _holders(base)
+    for name, tensor in _stored(directory).items():
+        theirs, kind = _split(name)
+        found = holders.get(theirs)
+        if found is None:
+            raise UserError(
+                f"adapter {directory} holds {name}, but {base.name} has no layer "
+                f"{theirs or name}. Give the model that the adapter was made for."
+            )
+        try:
+            ours = _ours(tensor, kind, *found, parts.get(theirs), base)
+        except (RuntimeError, ValueError, IndexError, KeyError) as error:
+            raise UserError(
+                f"adapter {directory}: {name} of shape {list(tensor.shape)} does not fit "
+                f"{base.name} ({error}). Give the model that the adapter was made for."
+            ) from None
+        is_trained = kind.startswith("lora_") or f".{theirs}".endswith(
+            tuple(f".{module}" for module in whole)
+        )
+        (tensors if is_trained else copies).update(ours)
+    head = f"{HEAD}.weight"
+    if base.tied and head in tensors | copies:
+        value = (tensors | copies).pop(head)
+        embedding = tensors.get(f"{EMBEDDING}.weight")
+        tensors.pop(head, None)
+        copies.pop(head, None)
+        if embedding is None:
+            copies[f"{EMBEDDING}.weight"] = value
+        elif not torch.equal(embedding, value):
+            raise UserError(
+                f"adapter {directory} trains head and embedding apart, but they are one in "
+                f"{base.name}. Merge the adapter where it was made, and start from the result."
+            )
+    _check_copies(copies, base, directory)
+    return Adapter(changes, tensors)
+
+
+def _check_copies(copies: Mapping[str, Tensor], base: BaseModel, directory: Path) -> None:
+    """Refuse copies of the base model's weights, which PEFT adds at times, that differ from it."""
+    for name, tensor in weights(base) if copies else ():
+        if name in copies and not torch.equal(tensor.to(copies[name].dtype), copies[name]):
+            raise UserError(
+                f"adapter {directory} comes with {name} of its own, which differs from that of "
+                f"{base.name}. Give the model that the adapter was made for."
+            )
+
+
+def check_shapes(adapter: Adapter, shapes: Mapping[str, torch.Size], directory: Path) -> None:
+    """Refuse an adapter that does not fill a model's parameters exactly.
+
+    Args:
+        adapter: from the directory.
+        shapes: of the model's trained parameters, by our names.
+        directory: where it lies, for the message.
+
+    Raises:
+        UserError: a tensor is missing, not of the model, or of another shape.
+    """
+    for name, tensor in adapter.tensors.items():
+        if name not in shapes:
+            problem = "is not among the layers that it says it adapts"
+        elif tensor.shape != shapes[name]:
+            problem = f"has shape {list(tensor.shape)}, but the model needs {list(shapes[name])}"
+        else:
+            continue
+        raise UserError(
+            f"adapter {directory}: {name} {problem}. Give the model that the adapter was made for."
+        )
+    for name in shapes:
+        if name not in adapter.tensors:
+            raise UserError(
+                f"adapter {directory} lacks {name}, which its {CONFIG} says it adapts. Give the "
+                "model that the adapter was made for."
+            )
+
+
+def _stored(directory: Path) -> dict[str, Tensor]:
+    try:
+        if (directory / WEIGHTS).is_file():
+            return load_file(directory / WEIGHTS)
+        found = torch.load(directory / OLD_WEIGHTS, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise UserError(
+            f"adapter {directory} has no {WEIGHTS}. Take it from where it was saved again."
+        ) from None
+    except Exception as error:  # of safetensors, of zip files, of pickles with code
+        text = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"The weights of the adapter {directory} cannot be read ({text}). Save it as "
+            f"{WEIGHTS}, or take it from where it was saved again."
+        ) from error
+    if not isinstance(found, dict) or not all(isinstance(t, Tensor) for t in found.values()):
+        raise UserError(f"{directory / OLD_WEIGHTS} holds no tensors. Save it as {WEIGHTS}.")
+    return found
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Hugging Face's layer and what of it: lora_A, lora_B, lora_magnitude_vector, weight, bias."""
+    plain = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
+    layer, found, kind = plain.rpartition(".lora_")
+    if found:
+        return layer, "lora_" + kind.removesuffix(".weight")
+    layer, _, kind = plain.rpartition(".")
+    return layer, kind
+
+
+def _holders(base: BaseModel) -> dict[str, tuple[list[str], Fused | None]]:
+    """Every layer of Hugging Face's model, with ours that it holds."""
+    if base.family is None:
+        return {}
+    found: dict[str, tuple[list[str], Fused | None]] = {}
+    for name in (*parameter_shapes(base), f"{HEAD}.weight"):
+        if name.endswith(".weight"):
+            theirs, fused = base.family.naming.stored_in(name)
+            holder = found.setdefault(theirs.removesuffix(".weight"), ([], fused))
+            layer = name.removesuffix(".weight")
+            if layer not in holder[0]:
+                holder[0].append(layer)
+    return found
+
+
+def _ours(
+    tensor: Tensor,
+    kind: str,
+    layers: list[str],
+    fused: Fused | None,
+    adapted: list[str] | None,
+    base: BaseModel,
+) -> dict[str, Tensor]:
+    """A tensor of a Hugging Face layer, by our names.
+
+    Args:
+        tensor: of the layer.
+        kind: from `_split`.
+        layers: ours that the layer holds.
+        fused: how, if there are several.
+        adapted: those of them that own the tensor's ranks in turn; None: each owns all.
+        base: that is adapted.
+    """
+    end = f".{kind}.{TRAINED}.weight" if kind.startswith("lora_") else f".{kind}"
+    if fused is None:
+        return {f"{layers[0]}{end}": tensor}
+    owners = layers if adapted is None else adapted
+    if kind == "lora_A":
+        pieces = [tensor] * len(owners) if adapted is None else tensor.chunk(len(owners))
+        return {f"{name}{end}": piece for name, piece in zip(owners, pieces, strict=True)}
+    shapes = parameter_shapes(base)
+    found = {}
+    for index, name in enumerate(owners):
+        rows = part_of(tensor, fused, f"{name}.weight", shapes, base.config)
+        if kind == "lora_B" and adapted is not None:
+            rows = rows.chunk(len(owners), dim=1)[index]
+        found[f"{name}{end}"] = rows
+    return found

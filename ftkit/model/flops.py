@@ -1,0 +1,43 @@
+"""FLOPs and parameter counts of the model."""
+
+import torch.nn as nn
+
+from ftkit.model.language_model import LanguageModel
+
+
+def parameter_count(model: LanguageModel) -> int:
+    """Numbers in the model, however many of them a byte holds."""
+    linear = {id(m.weight): _weights_in(m) for m in model.modules() if isinstance(m, nn.Linear)}
+    return sum(linear.get(id(p), p.numel()) for p in model.parameters())
+
+
+def _weights_in(layer: nn.Linear) -> int:
+    return layer.in_features * layer.out_features
+
+
+def flops_per_token(
+    model: LanguageModel, *, attention_length: float, label_fraction: float
+) -> float:
+    """Floating-point operations of one training step, per token.
+
+    2 per parameter of a matrix in the forward pass and 2 in the backward pass for the gradient of
+    its input, 2 more where the parameter is trained; causal attention 6 x layers x width x
+    length. The output layer counts for the tokens that carry loss, because it is computed for
+    these alone. Recomputation does not count. As in Chowdhery et al. 2022 (PaLM), appendix B.
+
+    Args:
+        model: outlined or filled.
+        attention_length: of the sequence that a token lies in, in the mean over tokens: the sum of
+            the squared lengths over the sum of the lengths.
+        label_fraction: tokens that carry loss, as a share of all.
+    """
+    config = model.gpt.config
+    assert config.head_size is not None
+    attention = 6 * config.n_layer * config.n_head * config.head_size * attention_length
+    return attention + _matrix_flops(model.gpt) + _matrix_flops(model.head) * label_fraction
+
+
+def _matrix_flops(module: nn.Module) -> int:
+    """Of the matrices of a module, for one token."""
+    layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
+    return sum(_weights_in(layer) * (6 if layer.weight.requires_grad else 4) for layer in layers)

@@ -1,0 +1,167 @@
+"""The language model: LitGPT's GPT with separate query, key and value projections."""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import litgpt
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ftkit.config.recipe import LoraRecipe, Quantization, Recipe
+from ftkit.lora.layers import add_adapter
+from ftkit.model.loss import Head
+from ftkit.pretrained.base_model import BaseModel
+
+
+class QKV(nn.Module):
+    """Query, key and value as three layers, so that adapters are those of other libraries.
+
+    Stands in for litgpt's fused layer: its output is the concatenation that litgpt expects.
+    """
+
+    def __init__(self, config: litgpt.Config, *, bias: bool) -> None:
+        super().__init__()
+        assert config.head_size is not None and config.n_query_groups is not None
+        width = config.n_embd
+        self.q_proj = nn.Linear(width, config.n_head * config.head_size, bias=bias)
+        self.k_proj = nn.Linear(width, config.n_query_groups * config.head_size, bias=bias)
+        self.v_proj = nn.Linear(width, config.n_query_groups * config.head_size, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), dim=-1)
+
+
+class LanguageModel(nn.Module):
+    """A GPT whose head computes the loss.
+
+    Parameter names are litgpt's behind a prefix: `gpt.transformer...` and `head.lm_head...`;
+    `our_name` strips it.
+    """
+
+    def __init__(self, config: litgpt.Config, *, tied: bool) -> None:
+        super().__init__()
+        body = copy.copy(config)
+        body.final_logit_softcapping = None
+        # No sequence is longer than the window, whose mask LitGPT fills row by row in every layer.
+        body.sliding_window_size = body.sliding_window_indices = None
+        self.gpt = litgpt.GPT(body)
+        self.head = Head(self.gpt.lm_head, config.final_logit_softcapping)
+        self.gpt.lm_head = nn.Identity()
+        for block in self.gpt.transformer.h:
+            block.attn.qkv = QKV(config, bias=config.bias or config.attn_bias)
+        self.tied = tied
+        self.lora: LoraRecipe | None = None
+        """How the model is adapted."""
+        self.quantized: Quantization | None = None
+        """How the weights of the blocks are stored, if not as numbers."""
+        self.tie()
+
+    def tie(self) -> None:
+        """Make embedding and head one parameter, if they are so in this model."""
+        if self.tied:
+            head = self.head.lm_head
+            head = getattr(head, "base_layer", head)  # below an adapter
+            head.weight = self.gpt.transformer.wte.weight
+
+    def place_rotary_tables(self, device: torch.device, length: int) -> None:
+        """Compute the rotary embeddings of `length` positions; float32 whatever the parameters."""
+        self.gpt._max_seq_length = length
+        self.gpt.cos, self.gpt.sin = self.gpt.rope_cache(device=device)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        targets: Tensor | None = None,
+        cache_positions: Tensor | None = None,
+    ) -> Tensor:
+        """Summed loss of a micro-batch, or its logits at some positions.
+
+        Args:
+            input_ids: [batch, sequence], padded on the right.
+            positions: [n], indices into the flattened batch and sequence.
+            targets: [n] or None, see `Head.forward`.
+            cache_positions: [batch, sequence], where the tokens stand in their sequences; reads
+                and extends the key-value cache of `gpt.set_kv_cache`.
+        """
+        hidden = self.gpt(input_ids, input_pos=cache_positions)
+        result: Tensor = self.head(hidden, positions, targets)
+        return result
+
+
+def outline(
+    base: BaseModel,
+    recipe: Recipe,
+    dtype: torch.dtype,
+    compute_dtype: torch.dtype | None = None,
+) -> LanguageModel:
+    """The model without its numbers: every layer on the meta device, adapted and frozen.
+
+    Sizes can be counted and layers sharded before any memory is taken; `fill` gives it numbers.
+
+    Args:
+        base: whose architecture it has.
+        recipe: its LoRA keys choose the quantised base and the adapted layers.
+        dtype: number format of the parameters that are not quantised.
+        compute_dtype: number format of the arithmetic of quantised layers. Default: dtype.
+    """
+    asked = recipe.train.tie_embeddings
+    model = outline_plain(
+        base,
+        dtype,
+        compute_dtype,
+        tied=base.tied if asked is None else asked,
+        kind=recipe.quantize if isinstance(recipe, LoraRecipe) else None,
+    )
+    if isinstance(recipe, LoraRecipe):
+        with torch.device("meta"):
+            add_adapter(model, base, recipe)
+        model.lora = recipe
+    if recipe.memory.activation_checkpointing:
+        for block in model.gpt.transformer.h:
+            block.forward = partial(_keep_the_inputs_alone, block.forward)
+    return model.to(dtype)
+
+
+def _keep_the_inputs_alone(forward: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """The result of a block, which is computed again where the backward pass needs it."""
+    if not torch.is_grad_enabled():
+        return forward(*inputs)
+    # ZeRO-3 has taken the parameters back that the check would look at.
+    return checkpoint(forward, *inputs, use_reentrant=False, determinism_check="none")
+
+
+def outline_plain(
+    base: BaseModel,
+    dtype: torch.dtype,
+    compute_dtype: torch.dtype | None = None,
+    *,
+    tied: bool,
+    kind: Quantization | None = None,
+) -> LanguageModel:
+    """The model without its numbers and without an adapter.
+
+    Args:
+        base: whose architecture it has.
+        dtype: number format of the parameters that are not quantised.
+        compute_dtype: number format of the arithmetic of quantised layers. Default: dtype.
+        tied: whether embedding and head are one.
+        kind: how the weights of the blocks are stored; None: as numbers.
+    """
+    with torch.device("meta"):
+        model = LanguageModel(base.config, tied=tied)
+        if kind is not None:
+            from ftkit.model.quantization import quantize
+
+            quantize(model.gpt.transformer.h, kind, compute_dtype or dtype)
+            model.quantized = kind
+    return model.to(dtype)
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that an optimizer updates."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -1,0 +1,1 @@
+"""The Python API, and how runs and plans show themselves in notebooks."""

@@ -1,0 +1,120 @@
+"""The display of a run in a notebook cell, or plain lines in a program."""
+
+import sys
+from pathlib import Path
+from typing import Any, Protocol
+
+from ftkit.console.html import block, escaped, styled
+from ftkit.report import table
+from ftkit.report.table import STYLE_OF_OUTCOME
+from ftkit.runs.state import RunState
+from ftkit.runs.watch import Lines, Sight
+from ftkit.runs.watch import as_html as sight_as_html
+
+
+class Place(Protocol):
+    """Shows a run while it is at work."""
+
+    interval_s: float
+    """Time between two looks at the run."""
+
+    def say(self, text: str) -> None:
+        """What happens before there is anything to see of the run."""
+
+    def show(self, sight: Sight) -> None:
+        """How the run is now."""
+
+    def conclude(self, run: RunState) -> None:
+        """How it has ended."""
+
+    def note(self, text: str) -> None:
+        """A word to whoever looks on; stays."""
+
+
+def place() -> Place:
+    """The cell that is being run; without a notebook, standard output."""
+    return Cell() if in_notebook() else Terminal()
+
+
+def in_notebook() -> bool:
+    """Whether this process is a kernel, whose cells show HTML."""
+    shell: Any = sys.modules.get("IPython")
+    return shell is not None and hasattr(shell.get_ipython(), "kernel")
+
+
+class Cell:
+    """One display below the cell, updated in place; it ends as the report."""
+
+    interval_s = 0.5
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+        self._note = ""
+
+    def say(self, text: str) -> None:
+        self._put(escaped(text))
+
+    def show(self, sight: Sight) -> None:
+        self._put(sight_as_html(sight))
+
+    def conclude(self, run: RunState) -> None:
+        self._put(ended_as_html(run))
+
+    def note(self, text: str) -> None:
+        self._note = styled(text, "bold")
+
+    def _put(self, content: str) -> None:
+        from IPython.display import HTML, display
+
+        page = HTML(block(content, self._note) if self._note else content)
+        if self._handle is None:
+            self._handle = display(page, display_id=True)
+        else:
+            self._handle.update(page)
+
+
+class Terminal:
+    """Lines on standard output."""
+
+    interval_s = 2.0
+
+    def __init__(self) -> None:
+        self._said = ""
+        self._lines = Lines()
+
+    def say(self, text: str) -> None:
+        if text != self._said:
+            print(text, flush=True)
+            self._said = text
+
+    def show(self, sight: Sight) -> None:
+        self._lines.show(sight)
+
+    def conclude(self, run: RunState) -> None:
+        """Its last line has said it."""
+
+    def note(self, text: str) -> None:
+        print(text, flush=True)
+
+
+def ended_as_html(run: RunState) -> str:
+    """The report of a run; of one that was killed, that there is none."""
+    if run.report is None or run.state == "killed":
+        return block(
+            f"<b>{escaped(str(run.out_dir))}</b> {styled(run.state, 'bold red')}",
+            "It was killed before it could write a report.",
+        )
+    return table.as_html(run.report, short(run.out_dir))
+
+
+def summary_as_html(run: RunState) -> str:
+    """A run that has ended, in a line; its report tells the rest."""
+    state = styled(run.state.replace("_", " "), STYLE_OF_OUTCOME.get(run.state, "bold red"))
+    reason = run.report.exit_reason if run.report else ""
+    return f"<b>{escaped(str(short(run.out_dir)))}</b> {state} {escaped(reason)}"
+
+
+def short(path: Path) -> Path:
+    """A path as people write it here."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path

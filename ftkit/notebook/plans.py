@@ -1,0 +1,58 @@
+"""`ftkit.plan`: plans predicted in this process, which show themselves in a notebook."""
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from ftkit.utils.imports import silence_libraries
+
+silence_libraries()  # before they are imported
+
+from ftkit.config.parsing import as_text  # noqa: E402
+from ftkit.memory.gpus import find_gpu  # noqa: E402
+from ftkit.planner import predict  # noqa: E402
+from ftkit.planner.table import as_html  # noqa: E402
+
+
+class Plan(predict.Planned):
+    """A plan that shows itself in a notebook."""
+
+    def _repr_html_(self) -> str:
+        return as_html([self])
+
+
+class Plans(list[Plan]):
+    """Plans that show themselves as one table: `Plans([ftkit.plan(...), ftkit.plan(...)])`."""
+
+    def _repr_html_(self) -> str:
+        return as_html(self)
+
+
+def plan(
+    recipe: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
+    /,
+    *,
+    gpu: str | None = None,
+    name: str = "",
+    **keys: Any,
+) -> Plan:
+    """Predict what a recipe will need, as `ftkit plan`; no weights are loaded or downloaded.
+
+    Args:
+        recipe: recipe files, later ones win.
+        gpu: what it is to run on: a100-80gb, 24GiB, or auto for the one here.
+        name: what to call it among several; else its recipe.
+        keys: of the recipe, dotted: `**{"train.micro_batch_size": 8}`.
+
+    Raises:
+        UserError: as a run would.
+    """
+    several = [recipe] if isinstance(recipe, str | os.PathLike) else recipe or ()
+    found = predict.plan(
+        [os.fspath(file) for file in several],
+        [(key, as_text(value)) for key, value in keys.items()],
+        gpu=None if gpu is None else find_gpu(gpu),
+        name=name,
+    )
+    return Plan(**{f.name: getattr(found, f.name) for f in dataclasses.fields(found)})

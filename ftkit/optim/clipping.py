@@ -1,0 +1,36 @@
+"""Gradient clipping by the norm of all gradients, wherever they are sharded."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def clip_gradients(parameters: Sequence[torch.nn.Parameter], limit: float | None) -> Tensor:
+    """Measure the global norm of the gradients, and scale them so that it is at most `limit`.
+
+    Norm and factor are float32 in every number format: in bfloat16 they would have 8 bits.
+
+    Args:
+        parameters: of one number format, on one device.
+        limit: None: they are only measured.
+
+    Returns:
+        The norm before clipping, a scalar in float32; a DTensor if the gradients are.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    if limit is None:
+        return norm
+    if gradients[0].dtype == torch.float32:
+        torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+        return norm
+    known = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    factor = (limit / (known + 1e-6)).clamp(max=1.0)
+    if factor.device.type == "cuda":  # there a scalar is rounded to the format of what it scales
+        factor = factor[None]
+    for gradient in gradients:
+        (gradient.to_local() if isinstance(gradient, DTensor) else gradient).mul_(factor)
+    return norm

@@ -1,0 +1,101 @@
+"""The learning-rate schedule: optimizer steps of a run, the rate of each, the samples they take."""
+
+import math
+from dataclasses import dataclass
+
+from ftkit.config.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Optimizer steps of a run and the learning rate of each, as a share of the full one."""
+
+    total_steps: int
+    warmup_steps: int
+    final_share: float
+    """Learning rate at the end of the cosine, as a share of the full one; at most 1."""
+
+    def share(self, step: int) -> float:
+        """Learning rate of optimizer step `step` (from 0): linear warm-up, then cosine.
+
+        The first step already trains (1 / warmup_steps of the full rate, not 0), and the last
+        one ends at `final_share`.
+        """
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        decay_steps = max(1, self.total_steps - 1 - self.warmup_steps)
+        progress = min(1.0, (step - self.warmup_steps) / decay_steps)
+        cosine = 0.5 * (1 + math.cos(math.pi * progress))
+        return self.final_share + (1 - self.final_share) * cosine
+
+
+def make_schedule(
+    recipe: Recipe,
+    samples: int,
+    learning_rate: float,
+    *,
+    start_step: int = 0,
+    start_samples: int = 0,
+) -> tuple[Schedule, list[str]]:
+    """The schedule once the number of training samples is known, with what to tell the user.
+
+    Total steps = start_step + ceil((epochs * samples - start_samples) / global_batch_size),
+    capped by max_steps; start_step if the run is already there or beyond.
+
+    Args:
+        recipe: what was asked.
+        samples: of one epoch.
+        learning_rate: the full one.
+        start_step: optimizer steps done before, if the run continues.
+        start_samples: samples they consumed.
+    """
+    train = recipe.train
+    batch = train.global_batch_size
+    total = train.max_steps
+    if train.epochs:
+        of_epochs = start_step + math.ceil((train.epochs * samples - start_samples) / batch)
+        total = min(of_epochs, total or of_epochs)
+    assert total is not None
+    total = max(total, start_step)
+    if train.lr_warmup_fraction is not None:
+        warmup = math.ceil(train.lr_warmup_fraction * samples / batch)
+    else:
+        warmup = train.lr_warmup_steps or 0
+    notices = []
+    if warmup > total:
+        notices.append(
+            f"The warm-up of {warmup} steps is longer than the run of {total}: the learning rate "
+            f"never reaches its full value. Try --train.lr_warmup_steps {max(1, total // 10)}."
+        )
+    final_share = 1.0
+    if learning_rate > 0:
+        final_share = min(1.0, train.min_lr / learning_rate)
+        if train.min_lr > learning_rate:
+            notices.append(
+                f"train.min_lr {train.min_lr:g} is above the learning rate {learning_rate:g}: "
+                "the rate stays constant after the warm-up."
+            )
+    return Schedule(total, warmup, final_share), notices
+
+
+def sample_budget(
+    recipe: Recipe,
+    samples: int,
+    schedule: Schedule,
+    *,
+    start_step: int = 0,
+    start_samples: int = 0,
+) -> int:
+    """Samples the whole run consumes: the last step may be shorter than the others.
+
+    Args:
+        recipe: what was asked.
+        samples: of one epoch.
+        schedule: made for the same start.
+        start_step: optimizer steps done before, if the run continues.
+        start_samples: samples they consumed.
+    """
+    train = recipe.train
+    wanted = start_samples + (schedule.total_steps - start_step) * train.global_batch_size
+    within = min(wanted, train.epochs * samples) if train.epochs else wanted
+    return max(within, start_samples)

@@ -1,0 +1,78 @@
+"""The plan of a run that is about to start, made in a process of its own.
+
+The supervisor imports no torch: it starts
+`python -m ftkit.planner.check RECIPE.yaml MIB BF16 DEVICE FAILED` and reads JSON from its standard
+output.
+"""
+
+import dataclasses
+import gc
+import json
+import sys
+from collections.abc import Sequence
+
+from ftkit.utils.imports import without_hub_kernels
+
+if __name__ == "__main__":
+    gc.disable()  # as in quick_imports
+    without_hub_kernels()
+
+from ftkit.config.parsing import Override
+from ftkit.errors import UserError
+from ftkit.memory.gpus import Gpu
+from ftkit.planner.predict import Planned, plan
+from ftkit.planner.suggest import changes_that_fit
+
+ADVICE = 3
+"""Changes that a refusal names."""
+
+
+def check(file: str, gpu: Gpu, *, failed: bool = False) -> dict[str, object]:
+    """Whether the recipe fits, the micro-batch it comes to, and what to do if it does not.
+
+    Args:
+        file: the recipe.
+        gpu: what it is to run on.
+        failed: it has run, and did not fit: there is less memory than is predicted for it.
+    """
+    if failed:
+        needed_bytes = plan([file], gpu=gpu).memory.high_bytes
+        gpu = dataclasses.replace(gpu, memory_bytes=min(gpu.memory_bytes, needed_bytes - 1))
+
+    def attempt(changed: Sequence[Override]) -> Planned:
+        return plan([file], changed, gpu=gpu)
+
+    planned = attempt(())
+    changes = []
+    if planned.fits is False or failed:
+        changes = changes_that_fit(planned, attempt, most=ADVICE)
+    return {
+        "fits": planned.fits,
+        "micro_batch_size": planned.plan.micro_batch_size,
+        "low_bytes": planned.least_bytes,
+        "high_bytes": planned.memory.high_bytes,
+        "peak_bytes": planned.memory.peak_bytes,
+        "length_source": planned.length.source,
+        "length": planned.length.words,
+        "changes": [
+            {
+                "title": change.title,
+                "fits": change.planned.fits,
+                "method": change.planned.plan.recipe.method,
+                "overrides": change.overrides,
+            }
+            for change in changes
+        ],
+    }
+
+
+if __name__ == "__main__":
+    gc.freeze()
+    gc.enable()
+    _file, _mib, _bf16, _name, _failed = sys.argv[1:]
+    _gpu = Gpu(name=_name, memory_bytes=int(_mib) * 2**20, bf16=_bf16 == "True")
+    try:
+        _found = check(_file, _gpu, failed=_failed == "True")
+    except UserError as error:  # told better by the run itself
+        _found = {"error": str(error)}
+    print(json.dumps(_found))

@@ -1,0 +1,268 @@
+"""Predictions of a plan: memory, disk and steps, before weights are loaded or downloaded."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ftkit.config.devices import Devices, has_deepspeed
+from ftkit.config.parsing import Override, read_recipe
+from ftkit.config.peft_adapter import with_adapter
+from ftkit.config.plan import Plan, make_plan
+from ftkit.config.recipe import LoraRecipe, Method, Recipe
+from ftkit.data.spec import check_data
+from ftkit.errors import UserError
+from ftkit.lora.save import check_adapter
+from ftkit.memory.gpus import HOST, Gpu
+from ftkit.memory.predict import PredictedMemory, predict
+from ftkit.memory.simulate import largest_micro_batch
+from ftkit.optim.optimizers import base_learning_rate
+from ftkit.optim.schedule import make_schedule
+from ftkit.planner.sequence_length import SequenceLength, sequence_length
+from ftkit.pretrained.base_model import BaseModel, require_length
+from ftkit.pretrained.blueprint import read_blueprint
+from ftkit.pretrained.hub import fetch_settings
+from ftkit.pretrained.save import Layout, layout_of
+from ftkit.report.step_memory import MicroBatchSize
+from ftkit.strategies.precision import parameter_dtype
+
+ResultLayout = Layout | Literal["peft"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A recipe resolved on devices, with what it will need."""
+
+    name: str
+    """Which one it is, among several."""
+    plan: Plan
+    base_model: str
+    max_seq_length: int
+    """What longer samples are cut to."""
+    length: SequenceLength
+    """Of the longest sample: what the memory is predicted for."""
+    memory: PredictedMemory
+    """Of a rank."""
+    least_bytes: int
+    """The device memory that it needs at least, whatever is not known of the data."""
+    gpu: Gpu | None
+    """What it is to run on; None: not asked."""
+    disk_bytes: int
+    """For checkpoints and result at most; those that keep_every adds are not counted."""
+    result_layout: ResultLayout | None
+    """Whose layout the result will have; None: nothing is saved."""
+    tokens_per_step: int
+    """At most: samples as long as the longest."""
+    samples: int | None
+    """Training samples of an epoch at most; None: not known until the data is local."""
+    steps: int | None
+    """Optimizer steps at most; None: not known until the data is local."""
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether each device is large enough; None: too close to say, or not asked."""
+        if self.gpu is None:
+            return None
+        found = self.memory.fits(self.gpu.memory_bytes)
+        return None if found is False and self.least_bytes <= self.gpu.memory_bytes else found
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as plain values, for JSON."""
+        plan, train = self.plan, self.plan.recipe.train
+        memory = dataclasses.asdict(self.memory)
+        return {
+            "name": self.name,
+            "fits": self.fits,
+            "gpu": self.gpu and self.gpu.name,
+            "gpu_memory_bytes": self.gpu and self.gpu.memory_bytes,
+            "base_model": self.base_model,
+            "method": plan.recipe.method,
+            "accelerator": plan.accelerator,
+            "devices": plan.devices,
+            "num_nodes": plan.recipe.num_nodes,
+            "world_size": plan.world_size,
+            "strategy": plan.strategy,
+            "precision": plan.precision,
+            "optimizer": plan.recipe.optimizer["class_path"],
+            "quantize": getattr(plan.recipe, "quantize", None),
+            "activation_checkpointing": plan.recipe.memory.activation_checkpointing,
+            "global_batch_size": train.global_batch_size,
+            "micro_batch_size": plan.micro_batch_size,
+            "micro_steps_per_step": plan.micro_steps,
+            "max_seq_length": self.max_seq_length,
+            "longest_sample_tokens": self.length.tokens,
+            "length_source": self.length.source,
+            **memory,
+            "least_bytes": self.least_bytes,
+            "disk_bytes": self.disk_bytes,
+            "result_layout": self.result_layout,
+            "tokens_per_step": self.tokens_per_step,
+            "samples_per_epoch": self.samples,
+            "steps": self.steps,
+        }
+
+
+def plan(
+    files: Sequence[str | Path] = (),
+    overrides: Sequence[Override] = (),
+    *,
+    method: Method | None = None,
+    gpu: Gpu | None = None,
+    name: str = "",
+) -> Planned:
+    """Predict what a recipe will need.
+
+    Args:
+        files: recipes, later ones win.
+        overrides: dotted key and YAML text, as on the command line.
+        method: of fine-tuning; None: any LoRA key means LoRA.
+        gpu: what it is to run on. None: a GPU of any size, unless the recipe asks for CPUs.
+        name: of the result, among several.
+
+    Raises:
+        UserError: as a run would.
+    """
+    recipe = with_adapter(read_recipe(files, overrides, method=method))
+    fetch_settings(recipe.checkpoint_dir, token=recipe.access_token)
+    name = name or (Path(files[-1]).stem if files else "")
+    if recipe.train.micro_batch_size != "auto":
+        return plan_recipe(recipe, gpu=gpu, name=name)
+    if gpu is None:
+        raise UserError(
+            "train.micro_batch_size is auto, but no device is named. Try --gpu a100-80gb with it, "
+            "or --train.micro_batch_size 1."
+        )
+
+    def with_size(size: int) -> Planned:
+        train = dataclasses.replace(recipe.train, micro_batch_size=size)
+        return plan_recipe(dataclasses.replace(recipe, train=train), gpu=gpu, name=name)
+
+    ranks = recipe.num_nodes * (recipe.devices if isinstance(recipe.devices, int) else 1)
+    whole = with_size(math.ceil(recipe.train.global_batch_size / ranks))
+    return whole if whole.fits else largest_that_fits(whole, with_size) or with_size(1)
+
+
+def largest_that_fits(whole: Planned, attempt: Callable[[int], Planned]) -> Planned | None:
+    """The plan with the largest half, quarter, ... of the micro-batch that fits.
+
+    If none is sure to fit, the plan with a micro-batch of 1, which may; None: that does not fit.
+
+    Args:
+        whole: with the full micro-batch, which does not fit for sure.
+        attempt: plans with another one.
+    """
+    assert whole.gpu is not None
+    full = whole.plan.micro_batch_size
+    if full == 1 or whole.memory.without_batch_bytes > whole.gpu.memory_bytes:
+        return None
+    one = attempt(1)
+    if not one.fits:
+        return None if one.fits is False else one
+    sequence_bytes = (whole.memory.high_bytes - one.memory.high_bytes) / (full - 1)
+    size = full // 2
+    while size > 1:
+        if one.memory.high_bytes + (size - 1) * sequence_bytes <= whole.gpu.memory_bytes:
+            found = attempt(size)
+            if found.fits:
+                return found
+        size //= 2
+    return one
+
+
+def plan_recipe(recipe: Recipe, *, gpu: Gpu | None = None, name: str = "") -> Planned:
+    """Predict what a recipe will need; see `plan`."""
+    check_data(recipe.data)
+    made = make_plan(recipe, _devices(recipe, gpu))
+    base = read_blueprint(recipe.checkpoint_dir)
+    layout = _result_layout(base, recipe)
+    asked, longest = recipe.train.max_seq_length, base.config.block_size
+    if asked is not None:
+        require_length(base, asked)
+    length = sequence_length(recipe.data, base, asked)
+    samples = length.train_samples
+    steps = _steps(recipe, samples)
+    largest = largest_micro_batch(made.micro_batch_size, length.tokens)
+    memory = predict(base, made, largest)
+    least_bytes = memory.low_bytes
+    certain = certain_micro_batch(made, length, steps)
+    if gpu is not None and certain != largest and least_bytes > gpu.memory_bytes:
+        least_bytes = predict(base, made, certain, accumulates=False).low_bytes
+    return Planned(
+        name=name,
+        plan=made,
+        base_model=base.name,
+        max_seq_length=asked or longest,
+        length=length,
+        memory=memory,
+        least_bytes=least_bytes,
+        gpu=gpu,
+        disk_bytes=_disk_bytes(made, memory, steps) if layout else 0,
+        result_layout=layout,
+        tokens_per_step=recipe.train.global_batch_size * (length.tokens - 1),
+        samples=samples,
+        steps=steps,
+    )
+
+
+def _result_layout(base: BaseModel, recipe: Recipe) -> ResultLayout | None:
+    """How the result will be written; refuses, as a run would, what could not be."""
+    if base.random or not recipe.checkpoint.save:
+        return None
+    if not isinstance(recipe, LoraRecipe):
+        return layout_of(base)
+    check_adapter(base, recipe)
+    return "peft"
+
+
+def _devices(recipe: Recipe, gpu: Gpu | None) -> Devices:
+    """As many as the recipe asks for, wherever it will run."""
+    count = recipe.devices if isinstance(recipe.devices, int) else 1
+    if recipe.accelerator == "cpu" and (gpu is None or gpu.name == HOST):
+        return Devices(accelerator="cpu", count=count)
+    if recipe.accelerator == "cpu":
+        raise UserError(
+            f"accelerator is cpu, but --gpu is {gpu.name if gpu else ''}. Leave one of them out."
+        )
+    return Devices(
+        accelerator="cuda",
+        count=max(count, 1),
+        names=(gpu.name,) if gpu else (),
+        bf16_native=gpu is None or gpu.bf16,
+        deepspeed=has_deepspeed(),
+    )
+
+
+def certain_micro_batch(made: Plan, length: SequenceLength, steps: int | None) -> MicroBatchSize:
+    """A micro-batch that the run will compute on for certain, the largest that is known.
+
+    Its largest is of whole micro-batches only where the global batch is cut into equal ones, and
+    where the step that takes the longest sample is not the last of the run, which may be shorter.
+    """
+    recipe, known, samples = made.recipe, length.trained, length.train_samples
+    batch = recipe.train.global_batch_size
+    taken = 0 if steps is None or recipe.train.max_time or recipe.resume is not False else steps
+    if known is None or not known.at_least or samples is None or taken * batch < samples:
+        return largest_micro_batch(1, 2)
+    is_even = made.micro_batch_size * made.world_size * made.micro_steps == batch
+    rows = made.micro_batch_size if is_even and (taken - 1) * batch >= samples else 1
+    targets = known.label_tokens + rows - 1
+    return MicroBatchSize(sequences=rows, positions=known.at_least - 1, targets=targets)
+
+
+def _steps(recipe: Recipe, samples: int | None) -> int | None:
+    if samples is None:
+        return recipe.train.max_steps
+    schedule, _ = make_schedule(recipe, samples, base_learning_rate(recipe))
+    return schedule.total_steps
+
+
+def _disk_bytes(made: Plan, memory: PredictedMemory, steps: int | None) -> int:
+    kept = made.recipe.checkpoint
+    if not kept.save:
+        return 0
+    # One more than is kept: the next is written before an old one goes.
+    count = min(kept.keep_last + kept.keep_best + 1, steps or math.inf)
+    result = memory.trained_parameters * parameter_dtype(made).itemsize
+    return int(count * memory.checkpoint_bytes) + result

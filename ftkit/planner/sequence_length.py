@@ -1,0 +1,126 @@
+"""Sequence lengths of a run, as far as they are known before it starts."""
+
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+from ftkit.config.recipe import Component
+from ftkit.data.longest_sample import Longest, longest_sample
+from ftkit.data.sources import Source, load_json
+from ftkit.data.spec import data_class, json_options
+from ftkit.errors import UserError
+from ftkit.pretrained.base_model import BaseModel
+from ftkit.pretrained.hub import has_tokenizer
+from ftkit.pretrained.tokenizer import Tokenizer
+
+ASSUMED_TOKENS = 2048
+"""Of sequences of which nothing is known; the records of most instruction data sets are shorter."""
+
+LengthSource = Literal[
+    "data", "largest_samples", "bytes", "max_seq_length", "model_context", "assumed"
+]
+"""data: the longest sample was found. largest_samples: it is estimated by those that were
+tokenised. bytes: it has no more tokens than bytes. The others: the data are not known, and what
+limits them is the recipe, or the model, or nothing but an assumption."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceLength:
+    """Tokens of a run's longest sequence."""
+
+    tokens: int
+    """At most, or as assumed; cut to train.max_seq_length."""
+    source: LengthSource
+    trained: Longest | None = None
+    """The longest training sample; None: the data are not known."""
+    train_samples: int | None = None
+    """Training records; those without an answer are skipped only when they are tokenised."""
+
+    @property
+    def words(self) -> str:
+        """The same for people."""
+        count = f"{self.tokens:,} tokens"
+        return {
+            "data": f"{count}: the longest sample",
+            "largest_samples": f"about {count} at most, by the largest samples",
+            "bytes": f"at most {count}, by the bytes of the longest sample (no tokenizer here)",
+            "max_seq_length": f"at most {count} by train.max_seq_length; the data are not known",
+            "model_context": f"at most {count} by the model; the data are not known",
+            "assumed": f"{count} assumed, because the data are not known before the run; "
+            "--train.max_seq_length N cuts them to N",
+        }[self.source]
+
+
+def sequence_length(data: Component, base: BaseModel, asked: int | None) -> SequenceLength:
+    """Tokens of the longest sequence that a run will train on or validate on.
+
+    Args:
+        data: of the recipe, checked.
+        base: the model; its tokenizer is looked for beside its settings.
+        asked: train.max_seq_length.
+
+    Raises:
+        UserError: as a run would, for data that are here.
+    """
+    context = base.config.block_size
+    limit = asked or context
+    if data_class(data) != "JSON":
+        return _unknown(asked, context)
+    files = [file for file in json_options(data).files() if file is not None]
+    stamps = tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
+    directory = base.tokenizer_directory if has_tokenizer(base.tokenizer_directory) else None
+    train, val, count = _longest(json.dumps(data, default=str), stamps, directory, limit)
+    if train is None:  # the run will say so
+        return _unknown(asked, context)
+    tokens = max(train.at_most, val.at_most if val else 0)
+    source: LengthSource = "data"
+    if directory is None:
+        source = "bytes"
+    elif not train.is_exact or (val and not val.is_exact):
+        source = "largest_samples"
+    return SequenceLength(tokens=tokens, source=source, trained=train, train_samples=count)
+
+
+def _unknown(asked: int | None, context: int) -> SequenceLength:
+    if asked is not None:
+        return SequenceLength(tokens=asked, source="max_seq_length")
+    if context <= ASSUMED_TOKENS:
+        return SequenceLength(tokens=context, source="model_context")
+    return SequenceLength(tokens=ASSUMED_TOKENS, source="assumed")
+
+
+_Stamps = tuple[tuple[Path, int, int], ...]
+"""Files with the time of their last change and their size: what tells that they are the same."""
+
+
+@lru_cache(maxsize=32)
+def _longest(
+    data: str, stamps: _Stamps, tokenizer_directory: Path | None, limit: int
+) -> tuple[Longest | None, Longest | None, int]:
+    """The longest sample to train on, and to validate on; how many records there are to train on.
+
+    A plan is made many times over where changes are looked for.
+    """
+    source = _source(data, stamps)
+    try:
+        tokenizer = None if tokenizer_directory is None else Tokenizer(tokenizer_directory)
+    except UserError:  # the run will say so
+        tokenizer = None
+    train, val = (
+        longest_sample(
+            records,
+            source.prompt_style,
+            tokenizer,
+            mask_prompt=source.mask_prompt,
+            max_seq_length=limit,
+        )
+        for records in (source.train, source.val)
+    )
+    return train, val, len(source.train)
+
+
+@lru_cache(maxsize=1)
+def _source(data: str, stamps: _Stamps) -> Source:
+    return load_json(json.loads(data))

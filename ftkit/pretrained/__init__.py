@@ -1,0 +1,1 @@
+"""Pretrained (base) models: found, read in our names, and written as other programs read them."""

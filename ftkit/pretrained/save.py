@@ -1,0 +1,204 @@
+"""Saving of a model as a directory, for Hugging Face or for LitGPT."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from litgpt.utils import incremental_save, save_config
+from safetensors import SafetensorError
+from torch import Tensor
+
+from ftkit.errors import UserError
+from ftkit.pretrained import families
+from ftkit.pretrained.base_model import (
+    EMBEDDING,
+    HEAD,
+    SETTINGS,
+    BaseModel,
+    companions,
+    fuse,
+    parameter_shapes,
+    part_names,
+)
+from ftkit.pretrained.naming import LITGPT, Naming
+from ftkit.pretrained.weight_files import ShardWriter, write_json
+from ftkit.utils.files import new_directory
+
+Tensors = Iterable[tuple[str, Tensor]]
+"""(our name, tensor) for each of `parameter_shapes`, in any order and number format. The model is
+tied if, and only if, lm_head.weight is not among them."""
+
+Layout = Literal["hf", "litgpt"]
+"""Whose directories: Hugging Face's, or LitGPT's."""
+
+
+def layout_of(base: BaseModel) -> Layout:
+    """The layout that a fine-tuned version of a model is written in: Hugging Face's if possible.
+
+    Where it is not, the model came from a LitGPT directory, and can be written as one again.
+    """
+    if base.family is None:
+        return "litgpt"
+    is_described = base.naming is not LITGPT or bool(base.settings)
+    return "hf" if is_described or families.tells_all(base.config, base.family) else "litgpt"
+
+
+def save_hf(
+    base: BaseModel,
+    tensors: Tensors,
+    out: Path,
+    *,
+    max_shard_bytes: int = 5 * 10**9,
+    overwrite: bool = False,
+    others: Mapping[str, bytes] | None = None,
+) -> None:
+    """Write a model that `transformers.AutoModelForCausalLM.from_pretrained(out)` loads.
+
+    The directory appears complete or not at all. Memory holds one shard at a time.
+
+    Args:
+        base: what the tensors are a version of; its settings and tokenizer are copied.
+        tensors: all of the model.
+        out: a directory that is empty or does not exist.
+        max_shard_bytes: size of the files that the weights are split into.
+        overwrite: replace the directory, once the new one is complete.
+        others: further files, by name.
+
+    Raises:
+        UserError: Hugging Face has no such model, or ``out`` is taken or cannot be written.
+        ValueError: the tensors are not those of the model.
+    """
+    if base.family is None:
+        raise UserError(
+            f"{base.name} has an architecture that ftkit cannot write for Hugging Face; it can "
+            f"write {', '.join(families.FAMILIES)}. LitGPT's layout holds it: try ftkit "
+            "export with --format litgpt."
+        )
+    settings = _plain(base.settings)
+    settings = settings or families.huggingface_settings(base.config, base.family)
+    naming = base.family.naming
+    embedding, head = (naming.stored_in(name)[0] for name in (EMBEDDING, HEAD))
+    with _directory(out, overwrite) as partial:
+        writer = ShardWriter(partial, max_shard_bytes)
+        for name, tensor in _joined(base, naming, tensors):
+            writer.add(name, tensor)
+        writer.finish()
+        settings |= _facts(settings, base, writer.dtypes[embedding], tied=head not in writer.dtypes)
+        settings.setdefault("bos_token_id", base.tokenizer.bos_id)
+        settings.setdefault("eos_token_id", base.tokenizer.eos_id)
+        write_json(partial / "config.json", settings)
+        _write_others(base, others, partial)
+
+
+def save_litgpt(
+    base: BaseModel,
+    tensors: Tensors,
+    out: Path,
+    *,
+    overwrite: bool = False,
+    others: Mapping[str, bytes] | None = None,
+) -> None:
+    """Write a model that LitGPT loads as its own: lit_model.pth and model_config.yaml.
+
+    The directory appears complete or not at all. Memory holds one tensor at a time. LitGPT reads
+    its weights through torch.load alone, so this is the one file of ftkit's that is a pickle. It
+    holds tensors and nothing else: torch's restricted loader (weights_only) reads it.
+
+    Args:
+        base: what the tensors are a version of; its settings and tokenizer are copied.
+        tensors: all of the model. A tied head is written too, as LitGPT wants it.
+        out: a directory that is empty or does not exist.
+        overwrite: replace the directory, once the new one is complete.
+        others: further files, by name.
+
+    Raises:
+        UserError: LitGPT has no such model, or ``out`` is taken or cannot be written.
+        ValueError: the tensors are not those of the model.
+    """
+    if isinstance(base.config, families.AttentionBiasConfig):
+        raise UserError(
+            f"{base.name} has biases on all attention layers and none in the MLP, which LitGPT "
+            "has no setting for. Try --format hf."
+        )
+    stored: dict[str, Any] = {}
+    with _directory(out, overwrite) as partial:
+        with incremental_save(partial / "lit_model.pth") as file:
+            for name, tensor in _joined(base, LITGPT, tensors):
+                # A storage of its own: a view of a mapped file would bring the whole file.
+                stored[name] = file.store_early(tensor.detach().cpu().clone())
+                if name == EMBEDDING:
+                    dtype = tensor.dtype
+            tied = HEAD not in stored
+            if tied:
+                stored[HEAD] = stored[EMBEDDING]
+            file.save(stored)
+        save_config(base.config, partial)
+        if settings := _plain(base.settings):
+            write_json(partial / "config.json", settings | _facts(settings, base, dtype, tied=tied))
+        _write_others(base, others, partial)
+
+
+def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings without what names code of the model's own."""
+    return {key: value for key, value in settings.items() if key != "auto_map"}
+
+
+def _facts(
+    settings: Mapping[str, Any], base: BaseModel, dtype: Any, *, tied: bool
+) -> dict[str, Any]:
+    """What config.json says about the weights that are written."""
+    return {
+        "dtype" if "dtype" in settings else "torch_dtype": str(dtype).removeprefix("torch."),
+        "tie_word_embeddings": tied,
+        "vocab_size": parameter_shapes(base)[EMBEDDING][0],
+    }
+
+
+def _write_others(base: BaseModel, others: Mapping[str, bytes] | None, directory: Path) -> None:
+    for name, content in [*companions(base), *(others or {}).items()]:
+        if name not in SETTINGS:
+            (directory / name).write_bytes(content)
+
+
+@contextmanager
+def _directory(out: Path, overwrite: bool) -> Iterator[Path]:
+    """A new directory to fill; what keeps it from being written is said as a UserError."""
+    try:
+        with new_directory(out, overwrite=overwrite) as partial:
+            yield partial
+    except FileExistsError:
+        raise UserError(f"{out} exists already. Remove it or choose another directory.") from None
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"{out} cannot be written ({error}). Free some space or choose another directory."
+        ) from error
+    except RuntimeError as error:
+        if "PytorchStreamWriter" not in str(error):
+            raise
+        raise UserError(
+            f"{out} cannot be written ({str(error).splitlines()[0]}). Free some space or choose "
+            "another directory."
+        ) from error
+
+
+def _joined(base: BaseModel, naming: Naming, tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
+    """Our tensors under their names, fused where theirs are; ValueError if they are not all."""
+    shapes = parameter_shapes(replace(base, tied=False))
+    missing = dict(shapes)
+    parts: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        if missing.pop(name, None) != tensor.shape:
+            raise ValueError(f"{name} {list(tensor.shape)} is twice, unknown or of another shape")
+        their_name, fused = naming.stored_in(name)
+        if fused is None:
+            yield their_name, tensor
+            continue
+        parts[name] = tensor
+        names = part_names(fused, name)
+        if all(part in parts for part in names):
+            yield their_name, fuse([parts.pop(part) for part in names], fused, base.config)
+    missing.pop(HEAD, None)
+    if missing:
+        raise ValueError(f"not given: {', '.join(missing)}")

@@ -1,0 +1,149 @@
+"""The tokenizer of a base model."""
+
+from pathlib import Path
+from typing import Any
+
+import litgpt
+import torch
+
+from ftkit.errors import UserError
+from ftkit.pretrained.hub import read_json
+
+
+class Tokenizer(litgpt.Tokenizer):  # type: ignore[misc]
+    """LitGPT's tokenizer, set up by the files alone.
+
+    LitGPT decides by the name of the directory and of the tokenizer's class whether texts begin
+    with BOS, and fails where a file lacks the class. Here the tokenizer itself decides, so a
+    renamed copy of a model behaves like the original.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Reads tokenizer.json, or else tokenizer.model, and the special tokens beside it.
+
+        Raises:
+            UserError: there is no tokenizer, it cannot be read, or it has no end-of-text token.
+        """
+        self.model_name = directory.name
+        self.bos_id: int | None
+        self.eos_id: int | None
+        self._word: int | None = None
+        settings = read_json(directory / "tokenizer_config.json")
+        vocabulary = directory / "tokenizer.json"
+        is_sentencepiece = not vocabulary.is_file()
+        if is_sentencepiece:
+            vocabulary = directory / "tokenizer.model"
+        if not vocabulary.is_file():
+            raise UserError(
+                f"{directory} has no tokenizer. Copy tokenizer.json or tokenizer.model of the "
+                "original model there."
+            )
+        try:
+            self.processor = _sentencepiece(vocabulary) if is_sentencepiece else _fast(vocabulary)
+        except Exception as error:  # tokenizers raises plain Exception, sentencepiece others
+            raise UserError(f"{vocabulary} cannot be read ({error}). Download it again.") from error
+        if is_sentencepiece:
+            self.backend = "sentencepiece"
+            self.bos_id = _id_or_none(self.processor.bos_id())
+            self.eos_id = _id_or_none(self.processor.eos_id())
+            self.use_bos = self.bos_id is not None
+        else:
+            self.backend = "huggingface"
+            self.bos_id = self._special_token(directory, "bos")
+            self.eos_id = self._special_token(directory, "eos")
+            self.use_bos = self.processor.encode("a").ids[:1] == [self.bos_id]
+            self._word = self._word_that_loses_its_space()
+        if self.eos_id is None:
+            raise UserError(
+                f"The tokenizer in {directory} has no end-of-text token, so a model could not "
+                'learn to stop. Name it as "eos_token" in tokenizer_config.json.'
+            )
+        if isinstance(add_bos := settings.get("add_bos_token"), bool):
+            self.use_bos = add_bos and self.bos_id is not None
+
+    def encode(
+        self,
+        string: str,
+        device: torch.device | None = None,
+        bos: bool | None = None,
+        eos: bool = False,
+        max_length: int = -1,
+    ) -> torch.Tensor:
+        """The tokens of a text: [length], int32.
+
+        Unlike LitGPT's, removes no BOS or EOS that the text itself begins or ends with.
+
+        Args:
+            string: the text.
+            device: of the result.
+            bos: begin with BOS, unless the text does. Default: as the model was trained.
+            eos: end with EOS, unless the text does.
+            max_length: cut to this many tokens, if positive.
+
+        Raises:
+            UserError: ``bos`` is asked for and the tokenizer has none.
+        """
+        if self.backend == "huggingface":
+            tokens = self.processor.encode(string, add_special_tokens=False).ids
+        else:
+            tokens = self.processor.encode(string)
+        if self.use_bos if bos is None else bos:
+            if self.bos_id is None:
+                raise UserError(f"The tokenizer of {self.model_name} has no begin-of-text token.")
+            if tokens[:1] != [self.bos_id]:
+                tokens = [self.bos_id, *tokens]
+        if eos and tokens[-1:] != [self.eos_id]:
+            tokens = [*tokens, self.eos_id]
+        if max_length > 0:
+            tokens = tokens[:max_length]
+        return torch.tensor(tokens, dtype=torch.int, device=device)
+
+    def decode(self, tensor: torch.Tensor) -> str:
+        """The text of tokens: [length], or of one token with the space that is part of it.
+
+        https://github.com/huggingface/transformers/issues/31643
+        """
+        tokens = [tensor.item()] if tensor.ndim == 0 else tensor.tolist()
+        if len(tokens) == 1 and self._word is not None:
+            return self.processor.decode([self._word, *tokens])[len("a") :]
+        return self.processor.decode(tokens)
+
+    def _special_token(self, directory: Path, kind: str) -> int | None:
+        """The id of the first "bos" or "eos" token that a file names and the vocabulary has."""
+        for name in ("tokenizer_config.json", "special_tokens_map.json"):
+            token = read_json(directory / name).get(f"{kind}_token")
+            token = token.get("content") if isinstance(token, dict) else token
+            if token is not None and (found := self.processor.token_to_id(token)) is not None:
+                return int(found)
+        for name in ("generation_config.json", "config.json"):
+            token = read_json(directory / name).get(f"{kind}_token_id")
+            token = token[0] if isinstance(token, list) and token else token
+            if isinstance(token, int):
+                return token
+        return None
+
+    def _word_that_loses_its_space(self) -> int | None:
+        """A token that loses the space before it when it is decoded alone, as Llama's words do."""
+        token = self.processor.token_to_id("▁a")
+        return token if token is not None and self.processor.decode([token]) == "a" else None
+
+
+def _fast(vocabulary: Path) -> Any:
+    """Without the cutting and padding that some files carry over from their last use."""
+    from tokenizers import Tokenizer as Processor
+
+    processor = Processor.from_file(str(vocabulary))
+    processor.no_truncation()
+    processor.no_padding()
+    return processor
+
+
+def _sentencepiece(vocabulary: Path) -> Any:
+    from sentencepiece import SentencePieceProcessor
+
+    return SentencePieceProcessor(model_file=str(vocabulary))
+
+
+def _id_or_none(token: int) -> int | None:
+    """SentencePiece writes -1 for a token it does not have."""
+    return token if token >= 0 else None

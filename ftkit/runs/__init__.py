@@ -1,0 +1,1 @@
+"""Run directories: their files, lock, checkpoints and state, and how a run resumes; no torch."""

@@ -1,0 +1,201 @@
+"""Checkpoints of a run as they lie on disk: where they are, and in what state."""
+
+import dataclasses
+import os
+import time
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from ftkit.checkpoint.metadata import METADATA, CheckpointError, Metadata, read_metadata
+from ftkit.checkpoint.store import Store, check_files, step_of
+from ftkit.errors import UserError
+from ftkit.runs.directory import CHECKPOINTS, RECIPE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """What a path stands for: the checkpoints of a run, or one of them."""
+
+    path: Path
+    """As it was given."""
+    store: Store
+    """Holds the checkpoints."""
+    single: Path | None = None
+    """The only one that is meant."""
+
+    @property
+    def runs(self) -> list[Path]:
+        """The directory of the run; two of them where `checkpoints` is a link."""
+        directories = (self.store.directory.resolve(), self.store.directory)
+        return list({path.parent.resolve(): path.parent for path in directories}.values())
+
+    def directories(self) -> list[Path]:
+        """All checkpoints, by step."""
+        return [self.single] if self.single else [*map(self.store.path, self.store.steps())]
+
+    def chosen(self, step: str | None) -> Path:
+        """The checkpoint of a step, as a command line has it; None: the newest.
+
+        Raises:
+            UserError: there is none.
+        """
+        directories = self.directories()
+        if not directories:
+            raise UserError(f"{self.path} holds no checkpoint. Name a run that has saved one.")
+        if step is None:
+            return directories[-1]
+        if self.single:
+            raise UserError(f"{self.path} is one checkpoint already. Leave the step {step} out.")
+        number = int(step) if step.isascii() and step.isdecimal() else step_of(step)
+        steps = self.store.steps()
+        if number is None:
+            raise UserError(f"STEP is {step!r}, but must be a number. Try {steps[-1]}.")
+        if number not in steps:
+            raise UserError(
+                f"{self.path} holds no checkpoint of step {number}. "
+                f"Try one of {', '.join(map(str, steps))}."
+            )
+        return self.store.path(number)
+
+
+def find(path: Path) -> Place:
+    """The checkpoints that a path stands for.
+
+    Raises:
+        UserError: it is none of a run.
+    """
+    path = path.expanduser()
+    if not path.is_dir():
+        raise UserError(
+            f"{path} is not a directory. Name the out_dir of a run, such as out/finetune/lora."
+        )
+    for directory in (path, path / CHECKPOINTS):
+        if directory.exists() and not os.access(directory, os.R_OK | os.X_OK):
+            raise UserError(f"{directory} cannot be read. Check who owns it.")
+    if (path / CHECKPOINTS).is_dir():
+        return Place(path=path, store=Store(path / CHECKPOINTS))
+    directory = path.resolve() if path.name in ("", "..") else path
+    if step_of(directory.name) is not None or (path / METADATA).exists():
+        return Place(path=path, store=Store(directory.parent), single=directory)
+    if directory.name == CHECKPOINTS or Store(directory).steps():
+        return Place(path=path, store=Store(directory))
+    if (path / RECIPE).exists():
+        return Place(path=path, store=Store(path / CHECKPOINTS))
+    raise UserError(
+        f"{path} holds no run and no checkpoint. "
+        "Name the out_dir of a run, such as out/finetune/lora."
+    )
+
+
+def find_all(path: Path) -> Place:
+    """The checkpoints of a run.
+
+    Raises:
+        UserError: the path is none of a run, or a single checkpoint.
+    """
+    place = find(path)
+    if place.single:
+        raise UserError(f"{path} is one checkpoint, not a run. Try ftkit checkpoints show {path}.")
+    return place
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A checkpoint, or what there is of one."""
+
+    path: Path
+    state: Literal["complete", "damaged", "being written", "leftover"]
+    size_bytes: int
+    written_s: float
+    metadata: Metadata | None = None
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def step(self) -> int | None:
+        """As the metadata have it, or else the name."""
+        if self.metadata:
+            return self.metadata.step
+        return step_of(self.path.name.removeprefix(".").partition(".")[0])
+
+    def as_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return {
+            "step": self.step,
+            "path": str(self.path),
+            "state": self.state.replace(" ", "_"),
+            "problems": self.problems,
+            "size_bytes": self.size_bytes,
+            "metadata": dataclasses.asdict(self.metadata) if self.metadata else None,
+        }
+
+
+def entry_of(path: Path) -> Entry:
+    """A checkpoint, checked as far as names and sizes tell."""
+    try:
+        metadata = read_metadata(path)
+    except CheckpointError as error:
+        return Entry(
+            path=path,
+            state="damaged",
+            size_bytes=size_of(path),
+            written_s=_modified_s(path),
+            problems=[str(error)],
+        )
+    problems = misnamed(path) or check_files(path)
+    return Entry(
+        path=path,
+        state="damaged" if problems else "complete",
+        size_bytes=size_of(path),
+        written_s=_seconds_of(metadata.saved_at) or _modified_s(path),
+        metadata=metadata,
+        problems=problems,
+    )
+
+
+def leftover(path: Path, at_work: bool) -> Entry:
+    """What there is of a checkpoint that is on its way, or was when a crash came."""
+    return Entry(
+        path=path,
+        state="being written" if at_work else "leftover",
+        size_bytes=size_of(path),
+        written_s=_modified_s(path),
+    )
+
+
+def misnamed(directory: Path) -> list[str]:
+    """The problem of a checkpoint that has the name of another step, or none at all."""
+    step = step_of(directory.name)
+    if step is None:
+        return []
+    try:
+        Store(directory.parent).metadata(step)
+    except CheckpointError as error:
+        return [str(error)]
+    return []
+
+
+def size_of(path: Path) -> int:
+    """Bytes of all files in a directory, or of one file; what vanishes meanwhile counts nothing."""
+    found = 0
+    for file in [path, *path.rglob("*")]:
+        try:
+            found += file.lstat().st_size if not file.is_dir() else 0
+        except OSError:
+            continue
+    return found
+
+
+def _modified_s(path: Path) -> float:
+    try:
+        return path.lstat().st_mtime
+    except OSError:
+        return time.time()
+
+
+def _seconds_of(utc: str) -> float | None:
+    try:
+        return datetime.fromisoformat(utc).timestamp()
+    except ValueError:
+        return None

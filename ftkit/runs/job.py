@@ -1,0 +1,161 @@
+"""The job file, by which a supervisor tells its ranks what to do, and the error file of a rank."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ftkit.config.devices import Devices
+from ftkit.config.parsing import from_dict, recipe_as_dict, to_dict
+from ftkit.config.plan import Plan, make_plan
+from ftkit.config.recipe import Method, Recipe
+from ftkit.console.formatting import utc_now, utc_text
+from ftkit.errors import UserError
+from ftkit.report.report import Progress, Report
+from ftkit.runs.directory import RESERVE
+from ftkit.utils.files import insist, write_json
+from ftkit.utils.hardware import hardware, versions
+from ftkit.utils.units import parse_duration
+
+ErrorKind = Literal["user", "out_of_memory", "interrupted", "failed", "died", "died_for_memory"]
+"""What a rank says itself, but for the last two: it ended without a word."""
+WITHOUT_A_WORD: tuple[ErrorKind, ...] = ("died", "died_for_memory")
+FOR_MEMORY: tuple[ErrorKind, ...] = ("out_of_memory", "died_for_memory")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopAfter:
+    """When a session ends although the run goes on; one of the two is set."""
+
+    steps: int | None = None
+    """Optimizer steps of this session."""
+    seconds: float | None = None
+    """Time since the command started."""
+
+    @classmethod
+    def parse(cls, text: str) -> "StopAfter":
+        """What `--stop_after` says: 500 (steps), or a duration such as 90min.
+
+        Raises:
+            UserError: it is neither.
+        """
+        if text.isdecimal() and int(text) > 0:
+            return cls(steps=int(text))
+        try:
+            return cls(seconds=parse_duration(text, "stop_after"))
+        except UserError:
+            raise UserError(
+                f"--stop_after is {text!r}, but must be a number of optimizer steps, or a duration "
+                "such as 60s, 90min or 2h. Try --stop_after 500."
+            ) from None
+
+    def __str__(self) -> str:
+        if self.steps is not None:
+            return f"--stop_after {self.steps}"
+        return f"--stop_after {self.seconds:g}s"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One run, as a rank needs to know it."""
+
+    recipe: Recipe
+    """What was asked; out_dir is the directory that this run owns."""
+    devices: Devices
+    """What this machine offers."""
+    base: str
+    """The base model: a directory, or random:NAME."""
+    command: tuple[str, ...]
+    """The command line, tokens removed."""
+    started_at_s: float
+    """When the command started, in seconds since the epoch."""
+    start: str | None = None
+    """The directory of the checkpoint to continue from; None: from the base model."""
+    start_step: int = 0
+    """Its step: optimizer steps done in earlier sessions."""
+    stop_after: StopAfter | None = None
+    """When to stop gracefully before the run is done."""
+    changes: tuple[str, ...] = ()
+    """What differs from the checkpoint's recipe in how it is learned, one line each."""
+
+    @property
+    def plan(self) -> Plan:
+        """The recipe resolved on the devices."""
+        return make_plan(self.recipe, self.devices)
+
+    def new_report(self) -> Report:
+        """The report of a run of which nothing is known but that it has begun."""
+        return Report(
+            outcome="failed",
+            exit_reason="the process ended without a word",
+            exit_code=1,
+            phase="set_up",
+            started_at=utc_text(self.started_at_s),
+            finished_at=utc_now(),
+            command=list(self.command),
+            method=self.recipe.method,
+            recipe=recipe_as_dict(self.recipe),
+            versions=versions(),
+            hardware=hardware(),
+            progress=Progress(),
+        )
+
+    def write(self, path: Path) -> None:
+        """Write the job for the ranks; the access token is not in it."""
+        values = {
+            "method": self.recipe.method,
+            "recipe": to_dict(self.recipe),
+            "devices": dataclasses.asdict(self.devices),
+            "base": self.base,
+            "command": self.command,
+            "started_at_s": self.started_at_s,
+            "start": self.start,
+            "start_step": self.start_step,
+            "stop_after": dataclasses.asdict(self.stop_after) if self.stop_after else None,
+            "changes": self.changes,
+        }
+        write_json(path, values)
+
+    @classmethod
+    def read(cls, path: Path) -> "Job":
+        """The job that `write` wrote."""
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        method: Method = values["method"]
+        devices = values["devices"]
+        return cls(
+            recipe=from_dict(values["recipe"], method),
+            devices=Devices(
+                **devices | {key: tuple(devices[key]) for key in ("names", "memory_bytes")}
+            ),
+            base=values["base"],
+            command=tuple(values["command"]),
+            started_at_s=values["started_at_s"],
+            start=values["start"],
+            start_step=values["start_step"],
+            stop_after=StopAfter(**values["stop_after"]) if values["stop_after"] else None,
+            changes=tuple(values["changes"]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankError:
+    """How a rank ended, if not well."""
+
+    kind: ErrorKind
+    """Who can mend it, and how the run is reported."""
+    message: str
+    """For the user: one or a few lines."""
+    happened_at_s: float
+    """Seconds since the epoch: the first error of several ranks is the cause."""
+
+    def write(self, path: Path) -> None:
+        """Leave the error for the supervisor, as a file in the rank's directory."""
+        insist(lambda: write_json(path, dataclasses.asdict(self)), path.parents[1] / RESERVE)
+
+    @classmethod
+    def read(cls, path: Path) -> "RankError | None":
+        """The error a rank left, or None."""
+        if not path.exists():
+            return None
+        return cls(**json.loads(path.read_text(encoding="utf-8")))

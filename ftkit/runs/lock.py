@@ -1,0 +1,171 @@
+"""The lock of a run's directory: who is at work there, and how it is claimed."""
+
+import dataclasses
+import fcntl
+import json
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ftkit.errors import UserError
+from ftkit.runs.checkpoints import Place
+from ftkit.runs.directory import RECIPE, STATE
+
+Use = Literal["new", "overwrite", "go_on"]
+"""What a run wants of its directory: an empty one, this one emptied, or this one as it is."""
+
+
+@contextmanager
+def claim(wanted: Path, use: Use) -> Iterator[Path]:
+    """A run directory of one's own, locked while the run lasts.
+
+    For a new run, a directory that holds anything is left alone and WANTED-2, WANTED-3, ... is
+    taken. What is overwritten is put back after a mistake; a run that goes on finds all as it was.
+
+    Raises:
+        UserError: another run is at work there, or it cannot be written.
+    """
+    out_dir = wanted
+    number = 2
+    try:
+        while use == "new" and out_dir.is_dir() and any(out_dir.iterdir()):
+            out_dir = wanted.with_name(f"{wanted.name}-{number}")
+            number += 1
+        state = out_dir / STATE
+        created = [path for path in (out_dir, *out_dir.parents) if not path.exists()]
+        state.mkdir(parents=True, exist_ok=True)
+        lock = (state / "lock").open("a")  # what a run at work wrote into it stays
+    except OSError as error:
+        raise unwritable(out_dir, error) from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"out_dir {out_dir} belongs to a run that is still at work. "
+                "Wait for it, or try another --out_dir."
+            ) from None
+        lock.truncate(0)
+        lock.write(Supervisor.here().to_json())
+        lock.flush()
+        _remove_entries(state, keep="lock")  # of a run that was killed with its supervisor
+        replaced = state / "replaced"
+        replaced.mkdir()
+        if use != "go_on":
+            _move_entries(out_dir, replaced)
+        try:
+            yield out_dir
+        except UserError:  # nothing has run: leave the directory as it was
+            if use != "go_on":
+                _remove_entries(out_dir, keep=STATE)
+                _move_entries(replaced, out_dir)
+            raise
+        finally:
+            shutil.rmtree(state, ignore_errors=True)
+            for path in created:
+                if any(path.iterdir()):
+                    break
+                path.rmdir()
+
+
+def unwritable(out_dir: Path, error: OSError) -> UserError:
+    """What is said of a directory that a run cannot write to."""
+    return UserError(
+        f"out_dir {out_dir} cannot be written: {error.strerror}. Try another --out_dir."
+    )
+
+
+def _remove_entries(directory: Path, *, keep: str) -> None:
+    for entry in directory.iterdir():
+        if entry.name != keep:
+            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+
+
+def _move_entries(source: Path, target: Path) -> None:
+    for entry in source.iterdir():
+        if entry.name != STATE:
+            entry.rename(target / entry.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Supervisor:
+    """The process that a run at work belongs to; it stands in the lock of the run."""
+
+    host: str
+    """Name of its machine."""
+    process: int
+    """Its process id there."""
+
+    @classmethod
+    def here(cls) -> "Supervisor":
+        """This process."""
+        return cls(host=socket.gethostname(), process=os.getpid())
+
+    @classmethod
+    def of(cls, out_dir: Path) -> "Supervisor | None":
+        """That of a run; None: it has none now, or it cannot be read."""
+        try:
+            found = json.loads((out_dir / STATE / "lock").read_text(encoding="utf-8"))
+            return cls(host=found["host"], process=found["process"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def to_json(self) -> str:
+        """What the lock holds."""
+        return json.dumps(dataclasses.asdict(self))
+
+
+def is_at_work(place: Place) -> bool:
+    """Whether a run is writing these checkpoints."""
+    try:
+        with claimed(place, hold=False):
+            return False
+    except UserError:
+        return True
+
+
+@contextmanager
+def claimed(place: Place, *, hold: bool) -> Iterator[None]:
+    """Make sure that no run is at work on these checkpoints.
+
+    Args:
+        place: the checkpoints.
+        hold: also keep a run from starting meanwhile; otherwise nothing is written.
+
+    Raises:
+        UserError: one is at work, or its directory cannot be written.
+    """
+    with ExitStack() as stack:
+        for run in place.runs:
+            is_run = (run / RECIPE).exists() or (run / STATE).exists()
+            stack.enter_context(_claimed_run(run, hold=hold and is_run))
+        if not hold:
+            stack.close()
+        yield
+
+
+@contextmanager
+def _claimed_run(run: Path, *, hold: bool) -> Iterator[None]:
+    state = run / STATE
+    created = hold and not state.exists()
+    with ExitStack() as stack:
+        try:
+            if hold:
+                state.mkdir(exist_ok=True)
+            lock = stack.enter_context((state / "lock").open("a" if hold else "r"))
+            fcntl.flock(lock, (fcntl.LOCK_EX if hold else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{run} belongs to a run that is still at work. Wait for it.") from None
+        except OSError as error:
+            if hold:
+                raise UserError(f"{run} cannot be written: {error.strerror}.") from None
+        try:
+            yield
+        finally:
+            if created:
+                shutil.rmtree(state, ignore_errors=True)

@@ -1,0 +1,419 @@
+"""Resume: which checkpoint a run continues from, and whether it may.
+
+All of it is settled before a rank starts, without torch: what is asked is compared with what the
+checkpoint says about itself, and every file of it is checked.
+"""
+
+import dataclasses
+import re
+import shlex
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from ftkit.checkpoint.formats import format_problem
+from ftkit.checkpoint.metadata import METADATA, Metadata, read_metadata
+from ftkit.checkpoint.store import Store, check_files, hash_file, step_of, verify
+from ftkit.config.changes import compare
+from ftkit.config.parsing import read_recipe
+from ftkit.config.recipe import Method, Precision, Recipe
+from ftkit.console.display import Display
+from ftkit.errors import UserError
+from ftkit.optim.schedule import make_schedule
+from ftkit.report.report import FILE_NAME, Progress, Report, read_report
+from ftkit.runs.directory import CHECKPOINTS, FINAL, RECIPE
+
+_LIMITS = ("epochs", "max_steps", "max_time")
+"""Keys of `train` that end a run."""
+_GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """The checkpoint that a run goes on from."""
+
+    checkpoint: Path
+    """Its directory, absolute."""
+    metadata: Metadata
+    """What it says about itself."""
+    in_place: bool
+    """Whether it belongs to out_dir; else the run branches into a new directory."""
+    changes: tuple[str, ...] = ()
+    """What is learned in another way from here on, one line each."""
+
+
+class Completed(Exception):
+    """The run that was to go on is complete; says where the result is and what would go on."""
+
+
+def continue_command(out_dir: Path, method: Method) -> str:
+    """The command that goes on with the run in out_dir."""
+    name = "finetune" if method == "lora" else "finetune_full"
+    return f"ftkit {name} --config {shlex.quote(str(out_dir / RECIPE))} --resume auto"
+
+
+def last_words(out_dir: Path, method: Method, steps: int) -> str:
+    """What to tell about a run that has ended before it was complete.
+
+    Args:
+        out_dir: of the run.
+        method: of the run.
+        steps: optimizer steps done.
+    """
+    store = Store(out_dir / CHECKPOINTS)
+    newest = store.newest()
+    stopped = f"stopped after step {steps:,}" if steps else "stopped before the first step"
+    if newest is None:
+        return f"{stopped}; nothing was saved"
+    saved = "saved to" if newest == steps else f"the newest checkpoint is of step {newest:,}:"
+    separator = ", " if newest == steps else "; "
+    return (
+        f"{stopped}{separator}{saved} {store.path(newest)}\n"
+        f"continue with: {continue_command(out_dir, method)}"
+    )
+
+
+def goes_on_in_place(recipe: Recipe) -> bool:
+    """Whether the run belongs into out_dir itself, whatever is there: it goes on, not anew."""
+    if not isinstance(recipe.resume, str) or recipe.resume == "auto":
+        return recipe.resume is not False
+    path, out_dir = Path(recipe.resume).expanduser().resolve(), _out_dir(recipe).resolve()
+    return path == out_dir or path.is_relative_to(out_dir / CHECKPOINTS)
+
+
+def follow_moved(recipe: Recipe, file: Path) -> Recipe:
+    """The recipe of a run that goes on where its directory is now, if it was moved or copied.
+
+    Args:
+        recipe: what is asked.
+        file: that it was read from.
+    """
+    run = file.expanduser().resolve().parent
+    by_out_dir = recipe.resume == "auto" or not isinstance(recipe.resume, str)
+    if recipe.resume is False or not by_out_dir or file.name != RECIPE:
+        return recipe
+    if run == _out_dir(recipe).resolve() or Store(run / CHECKPOINTS).newest() is None:
+        return recipe
+    return dataclasses.replace(recipe, out_dir=run)
+
+
+def require_free(out_dir: Path, method: Method) -> None:
+    """Refuse a new run in the place of one that is not complete and can go on.
+
+    Raises:
+        UserError: there is such a run.
+    """
+    newest = Store(out_dir / CHECKPOINTS).newest()
+    report = _report(out_dir)
+    if newest is None or (report is not None and report.outcome == "completed"):
+        return
+    raise UserError(
+        f"out_dir {out_dir} holds a run that stopped at step {newest:,} and can be continued. "
+        f"Try {continue_command(out_dir, method)}, or replace it with --overwrite, or try another "
+        "--out_dir."
+    )
+
+
+def find_start(recipe: Recipe) -> Start | None:
+    """The checkpoint that the run goes on from, by `resume`; None: from the base model.
+
+    Only reads, and of the checkpoint's tensors nothing; see `verify_start`.
+
+    Args:
+        recipe: what is asked, with the precision that it comes to.
+
+    Raises:
+        UserError: no such checkpoint, a damaged one, or one of a run that learns something else.
+        Completed: the run is complete, and nothing is asked that would prolong it.
+    """
+    resume, out_dir = recipe.resume, _out_dir(recipe)
+    if resume is False:
+        return None
+    store = Store(out_dir / CHECKPOINTS)
+    if resume is True or resume == "auto":
+        return _newest_start(recipe, store)
+    if isinstance(resume, int):
+        if resume not in store.steps():
+            raise UserError(
+                f"resume is {resume}, but {out_dir} has no checkpoint of this step. "
+                f"{_there_are(store)}"
+            )
+        return _start(recipe, store.path(resume), in_place=True)
+    return _start(recipe, _checkpoint_at(resume), in_place=goes_on_in_place(recipe))
+
+
+def verify_start(
+    start: Start, display: Display, interrupted: Callable[[], bool] = lambda: False
+) -> None:
+    """Read all files of the checkpoint: compare their checksums, and look at their formats.
+
+    Args:
+        start: what `find_start` found.
+        display: where the progress goes.
+        interrupted: whether the run is to end anyway; the rest is not read then.
+
+    Raises:
+        UserError: a file is not what it was; offers an earlier checkpoint.
+    """
+    with display.phase("checking the checkpoint", brief=True) as phase:
+
+        def advance(done: int, total: int) -> None:
+            if interrupted():
+                raise InterruptedError
+            phase.advance(done, total)
+
+        try:
+            problems = verify(start.checkpoint, advance) or [
+                problem
+                for name in sorted(start.metadata.files)
+                if (problem := format_problem(start.checkpoint / name))
+            ]
+        except InterruptedError:
+            return
+    if problems:
+        raise _damaged(start.checkpoint, problems, in_place=start.in_place)
+
+
+def check_disk(
+    out_dir: Path,
+    checkpoint_bytes: int,
+    recipe: Recipe,
+    existing_bytes: int = 0,
+    *,
+    steps_left: int,
+) -> None:
+    """Refuse a run whose checkpoints will not fit on the disk.
+
+    Args:
+        out_dir: of the run; exists.
+        checkpoint_bytes: size of one checkpoint.
+        recipe: how many are kept. Those that `keep_every` adds are not counted.
+        existing_bytes: of checkpoints that are there and will be deleted on the way.
+        steps_left: optimizer steps to come; there is at most one checkpoint for each.
+
+    Raises:
+        UserError: the disk has not enough free space.
+    """
+    kept = recipe.checkpoint
+    # One more than is kept: the next is written before an old one goes.
+    count = min(kept.keep_last + kept.keep_best + 1, steps_left)
+    needed = count * checkpoint_bytes
+    if count < steps_left:
+        needed -= existing_bytes
+    free = shutil.disk_usage(out_dir).free
+    if needed <= free:
+        return
+    smaller = kept.keep_last + kept.keep_best > 1
+    advice = "--checkpoint.keep_last 1 --checkpoint.keep_best 0, or another --out_dir"
+    raise UserError(
+        f"The checkpoints need {needed / _GIB:.2f} GiB ({count} x {checkpoint_bytes / _GIB:.2f} "
+        f"GiB, for checkpoint.keep_last {kept.keep_last}"
+        f"{f', checkpoint.keep_best {kept.keep_best}' if kept.keep_best else ''} and the one that "
+        f"is being written), but the disk of {out_dir} has {free / _GIB:.2f} GiB free. Try "
+        f"{advice if smaller else 'another --out_dir, or --checkpoint.save false'}."
+    )
+
+
+def _out_dir(recipe: Recipe) -> Path:
+    return recipe.out_dir.expanduser()
+
+
+def _report(out_dir: Path) -> Report | None:
+    """The report in a directory; None: none, or one that cannot be read."""
+    try:
+        return read_report(out_dir / FILE_NAME)
+    except UserError:
+        return None
+
+
+def _newest_start(recipe: Recipe, store: Store) -> Start | None:
+    out_dir, newest = _out_dir(recipe), store.newest()
+    if newest is not None:
+        start = _start(recipe, store.path(newest), in_place=True)
+        _refuse_completed(recipe, start)
+        return start
+    if recipe.resume is True:
+        raise UserError(
+            f"resume is true, but {out_dir} has no checkpoint. "
+            "Try --resume auto, which starts a new run then."
+        )
+    report = _report(out_dir)
+    if report is not None and report.outcome == "completed":
+        raise Completed(
+            f"{out_dir} is complete ({report.exit_reason}), and has no checkpoint to train on from"
+        )
+    return None
+
+
+def _checkpoint_at(text: str) -> Path:
+    """The directory of the checkpoint that a path names: itself, or the newest one of a run."""
+    if found := re.match(r"\w[\w+.-]*://", text):
+        raise UserError(
+            f"resume is {text}, but checkpoints can only be read from a file system, not from "
+            f"{found[0]}. Copy the checkpoint here and try --resume PATH."
+        )
+    path = Path(text).expanduser()
+    if not text or not path.is_dir():
+        raise UserError(
+            f"resume is {text!r}, but there is no such directory. Give auto, true, false, a step, "
+            "or the path of a run, of its checkpoints or of one of them. Try --resume auto."
+        )
+    if step_of(path.resolve().name) is not None or (path / METADATA).exists():
+        return path
+    store = Store(path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path)
+    newest = store.newest()
+    if newest is None:
+        raise UserError(
+            f"resume is {text}, but there is no checkpoint in it. Give the path of a run, of its "
+            "checkpoints or of one of them, or try --resume false."
+        )
+    return store.path(newest)
+
+
+def _start(recipe: Recipe, checkpoint: Path, *, in_place: bool) -> Start:
+    """The checkpoint as a start, once it is whole as far as names and sizes tell, and fits."""
+    checkpoint = checkpoint.resolve()
+    problems = check_files(checkpoint) or _content_problems(checkpoint)
+    if problems:
+        raise _damaged(checkpoint, problems, in_place=in_place)
+    metadata = read_metadata(checkpoint)
+    refusals, changes = compare(_saved_recipe(recipe, checkpoint, metadata), recipe)
+    if refusals:
+        differing = ", ".join(refusals)
+        raise UserError(
+            f"The checkpoint {checkpoint} is of a run that learns something else: {differing}. "
+            f"{'This value' if len(refusals) == 1 else 'These values'} cannot change on the way. "
+            "Go back to the first value of each, or start a new run: try --resume false with "
+            "another --out_dir."
+        )
+    return Start(
+        checkpoint=checkpoint, metadata=metadata, in_place=in_place, changes=tuple(changes)
+    )
+
+
+def _content_problems(checkpoint: Path) -> list[str]:
+    """What is wrong with the parts that are read before all is verified."""
+    metadata = read_metadata(checkpoint)
+    named = step_of(checkpoint.name)
+    if named is not None and named != metadata.step:
+        return [f"{checkpoint} holds the checkpoint of step {metadata.step}."]
+    file = checkpoint / RECIPE
+    if RECIPE not in metadata.files:
+        return [f"{checkpoint / METADATA} does not list {RECIPE}."]
+    try:
+        changed = hash_file(file) != metadata.files[RECIPE]
+    except OSError as error:
+        return [f"{file} cannot be read ({error.strerror})."]
+    if changed:
+        return [f"{file} is damaged: its checksum is another."]
+    try:
+        _recipe_in(checkpoint, metadata)
+    except UserError as error:
+        return [str(error).removeprefix("--config ")]
+    return []
+
+
+def _recipe_in(checkpoint: Path, metadata: Metadata) -> Recipe:
+    method: Method = "lora" if metadata.method == "lora" else "full"
+    return read_recipe([checkpoint / RECIPE], method=method)
+
+
+def _saved_recipe(recipe: Recipe, checkpoint: Path, metadata: Metadata) -> Recipe:
+    """The recipe of a checkpoint; what it left open is what it came to, if that is asked now."""
+    saved = _recipe_in(checkpoint, metadata)
+    if recipe.precision is not None:
+        saved = dataclasses.replace(saved, precision=cast(Precision, metadata.layout.precision))
+    if recipe.train.max_seq_length is not None:
+        train = dataclasses.replace(saved.train, max_seq_length=metadata.max_seq_length)
+        saved = dataclasses.replace(saved, train=train)
+    return saved
+
+
+def _damaged(checkpoint: Path, problems: list[str], *, in_place: bool) -> UserError:
+    step = step_of(checkpoint.name)
+    store = Store(checkpoint.parent)
+    before = [s for s in store.steps() if step is not None and s < step]
+    sound = next((s for s in reversed(before) if not store.check_files(s)), None)
+    if sound is None:
+        advice = "There is no other before it: try --overwrite without --resume to start again."
+    else:
+        option = sound if in_place else shlex.quote(str(store.path(sound)))
+        advice = f"Try the one before it: --resume {option}."
+    return UserError(f"{checkpoint} cannot be continued from: {' '.join(problems)} {advice}")
+
+
+def _there_are(store: Store) -> str:
+    steps = store.steps()
+    if not steps:
+        return "There are none. Try --resume false."
+    return f"There are {', '.join(map(str, steps))}. Try --resume {steps[-1]}."
+
+
+def _refuse_completed(recipe: Recipe, start: Start) -> None:
+    """Raise Completed unless there is something to do: steps, or the result.
+
+    A report counts only if it is about the newest checkpoint: one that was written before a later
+    session was killed does not.
+    """
+    out_dir, metadata = _out_dir(recipe), start.metadata
+    report = _report(out_dir)
+    finished = (
+        report is not None
+        and report.outcome == "completed"
+        and (report.progress or Progress()).steps == metadata.step
+    )
+    has_result = (out_dir / FINAL).is_dir() or not _writes_result(recipe)
+    left = _steps_left(recipe, metadata)
+    if not has_result or (left and not finished):
+        return
+    if not left and not finished and _writes_result(recipe):
+        return  # cut short while the result was written, or before its report
+    saved = _saved_recipe(recipe, start.checkpoint, metadata)
+    if left and _grew(saved, recipe):
+        return
+    where = f"; the result is in {out_dir / FINAL}" if (out_dir / FINAL).is_dir() else ""
+    raise Completed(
+        f"{out_dir} is complete at step {metadata.step:,}{where}\n"
+        f"train on with: {continue_command(out_dir, recipe.method)} {_more(recipe, metadata)}"
+    )
+
+
+def _writes_result(recipe: Recipe) -> bool:
+    return recipe.checkpoint.save and not recipe.checkpoint_dir.startswith("random:")
+
+
+def _steps_left(recipe: Recipe, metadata: Metadata) -> int:
+    schedule, _ = make_schedule(
+        recipe,
+        metadata.data.train_samples,
+        1.0,
+        start_step=metadata.step,
+        start_samples=metadata.samples,
+    )
+    return schedule.total_steps - metadata.step
+
+
+def _grew(saved: Recipe, now: Recipe) -> bool:
+    """Whether a limit of the run is higher than it was, or gone."""
+
+    def limit(recipe: Recipe, key: str) -> float:
+        value = getattr(recipe.train, key)
+        return float("inf") if value is None else value
+
+    return any(limit(now, key) > limit(saved, key) for key in _LIMITS)
+
+
+def _more(recipe: Recipe, metadata: Metadata) -> str:
+    """Options that prolong the run."""
+    train = recipe.train
+    options = []
+    if train.epochs and metadata.samples >= train.epochs * metadata.data.train_samples:
+        epochs = int(metadata.samples // metadata.data.train_samples) + 1
+        options.append(f"--train.epochs {max(epochs, train.epochs + 1)}")
+    if train.max_steps and metadata.step >= train.max_steps:
+        options.append(f"--train.max_steps {2 * metadata.step}")
+    if train.max_time and not options:
+        options.append(f"--train.max_time {2 * train.max_time:g}")
+    return " ".join(options or [f"--train.epochs {(train.epochs or 1) + 1}"])

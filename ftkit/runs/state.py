@@ -1,0 +1,81 @@
+"""The state of a run as its files tell it: running, killed or ended, and its report.
+
+Nothing is written, so any number of processes may look, also from another machine with the same
+disk.
+"""
+
+import dataclasses
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count, takewhile
+from pathlib import Path
+from typing import Literal
+
+from ftkit.checkpoint.store import Store
+from ftkit.errors import UserError
+from ftkit.report.report import FILE_NAME, OutcomeName, PeakMemory, Report, read_report
+from ftkit.runs.checkpoints import Place
+from ftkit.runs.directory import CHECKPOINTS, RECIPE, STATE, rank_directory
+from ftkit.runs.lock import is_at_work
+
+StateName = Literal["starting", OutcomeName, "running", "killed"]
+"""`starting`: it has no report yet; `killed`: it ended and nobody could write its report."""
+AT_WORK: tuple[StateName, ...] = ("starting", "running")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """A run at one moment."""
+
+    out_dir: Path
+    """Its directory, as it was given."""
+    state: StateName
+    """At work, or how it ended."""
+    report: Report | None
+    """Of a run that has ended; else what its ranks have noted so far, which is a few seconds old.
+    None: they have noted nothing."""
+
+    @property
+    def at_work(self) -> bool:
+        """Whether more is to come."""
+        return self.state in AT_WORK
+
+
+def is_run(path: Path) -> bool:
+    """Whether a directory is that of a run."""
+    return any((path / name).exists() for name in (FILE_NAME, RECIPE, STATE))
+
+
+def look(out_dir: Path) -> RunState:
+    """The state of a run.
+
+    Raises:
+        UserError: the directory is none of a run, or its report is damaged.
+    """
+    if not is_run(out_dir):
+        raise UserError(
+            f"{out_dir} holds no run. Name the out_dir of a run, such as out/finetune/lora."
+        )
+    at_work = is_at_work(Place(path=out_dir, store=Store(out_dir / CHECKPOINTS)))
+    # A run that ends writes its report, then removes its state, and only then lets go of the lock.
+    if at_work or (out_dir / STATE / "lock").exists():
+        noted = _noted(out_dir)
+        at_work_state: StateName = "running" if noted else "starting"
+        return RunState(out_dir=out_dir, state=at_work_state if at_work else "killed", report=noted)
+    if not (out_dir / FILE_NAME).exists():
+        raise UserError(f"{out_dir} holds no report: its run left none, or has not begun yet.")
+    report = read_report(out_dir)
+    return RunState(out_dir=out_dir, state=report.outcome, report=report)
+
+
+def _noted(out_dir: Path) -> Report | None:
+    """What the ranks have noted: the report of rank 0 with the memory of all."""
+    directories = (rank_directory(out_dir / STATE, rank) for rank in count())
+    reports = []
+    for directory in takewhile(Path.exists, directories):
+        with suppress(UserError):  # not there yet, or not any more
+            reports.append(read_report(directory))
+    if not reports:
+        return None
+    memory = [rank for report in reports if report.peak_memory for rank in report.peak_memory.ranks]
+    return dataclasses.replace(reports[0], peak_memory=PeakMemory.of(memory) if memory else None)

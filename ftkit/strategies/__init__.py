@@ -1,0 +1,1 @@
+"""Strategies: single device, DDP, FSDP and DeepSpeed ZeRO on torch and Lightning."""

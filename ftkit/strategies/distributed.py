@@ -1,0 +1,43 @@
+"""Ranks in torch.distributed: numbers, devices, sums and broadcasts."""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ftkit.config.plan import Plan
+
+
+def of_rank_0(value: int) -> int:
+    """What rank 0 says; every rank calls this."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    said = torch.tensor(value, device=device)
+    dist.broadcast(said, src=0)
+    return int(said.item())
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """The sum of a tensor over all ranks, in place; every rank calls this."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(values)
+    return values
+
+
+def local_rank() -> int:
+    """This process among those of its machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def rank() -> int:
+    """This process among all."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def make_device(plan: Plan) -> torch.device:
+    """The device of this rank."""
+    if plan.accelerator == "cuda":
+        return torch.device("cuda", local_rank())
+    return torch.device("cpu")

@@ -1,0 +1,136 @@
+"""Evaluation on held-out records: the validation loss, and how many answers are right."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+
+from ftkit.data.json_records import Record
+from ftkit.model.generation import Context, answer_greedily
+from ftkit.model.language_model import LanguageModel
+from ftkit.pretrained.tokenizer import Tokenizer
+from ftkit.strategies.distributed import sum_over_ranks
+
+if TYPE_CHECKING:
+    from litgpt.prompts import PromptStyle
+    from torch.utils.data import DataLoader
+
+
+STOP_INTERVAL = 10
+"""Batches of a validation between two questions whether to end it."""
+Progress = Callable[[int, int], None]
+"""Told what is done and what there is in all."""
+
+
+@torch.no_grad()
+def validation_loss(
+    model: LanguageModel,
+    batches: "DataLoader[dict[str, Any]]",
+    device: torch.device,
+    *,
+    context: Context,
+    stopped: Callable[[], object] = lambda: False,
+    progress: Progress,
+) -> float | None:
+    """Mean loss over the label tokens of all batches of all ranks, in nats.
+
+    Args:
+        model: in evaluation mode.
+        batches: as collated for training.
+        device: where the model computes.
+        context: in which it computes.
+        stopped: whether to end early; asked before every tenth batch, as ranks have to agree on it.
+        progress: called with (batches done, batches in all).
+
+    Returns:
+        The loss; None if it was stopped early.
+    """
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    for done, batch in enumerate(batches, start=1):
+        if done % STOP_INTERVAL == 1 and stopped():
+            return None
+        batch = move_data_to_device(batch, device)
+        with context():
+            sums[0] += model(batch["input_ids"], batch["positions"], batch["targets"])
+        sums[1] += len(batch["targets"])
+        progress(done, len(batches))
+    total, label_tokens = sum_over_ranks(sums).tolist()
+    return total / label_tokens
+
+
+def answer_records(
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    prompt_style: "PromptStyle",
+    records: Iterable[Record],
+    *,
+    max_new_tokens: int,
+    context: Context,
+) -> list[str]:
+    """The greedy answers to records of a data set, all at once.
+
+    Args:
+        model: in evaluation mode.
+        tokenizer: of its base model.
+        prompt_style: makes prompts of the records.
+        records: what is asked.
+        max_new_tokens: longest answer.
+        context: in which the model computes.
+    """
+    assert tokenizer.eos_id is not None
+    texts = [prompt_style.apply(prompt=record["instruction"], **record) for record in records]
+    with context():
+        answers = answer_greedily(
+            model,
+            [tokenizer.encode(text) for text in texts],
+            eos_id=tokenizer.eos_id,
+            max_new_tokens=max_new_tokens,
+        )
+    return [tokenizer.decode(answer).strip() for answer in answers]
+
+
+def exact_matches(
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    prompt_style: "PromptStyle",
+    records: Sequence[Record],
+    *,
+    batch_size: int,
+    context: Context,
+    stopped: Callable[[], object] = lambda: False,
+    progress: Progress,
+) -> float | None:
+    """The share of records that are answered with exactly the expected text.
+
+    Args:
+        model: in evaluation mode.
+        tokenizer: of its base model.
+        prompt_style: makes prompts of the records.
+        records: at least one.
+        batch_size: how many are answered at once.
+        context: in which the model computes.
+        stopped: whether to end early.
+        progress: called with (records done, records in all).
+
+    Returns:
+        The share; None if it was stopped early.
+    """
+    expected = [record["output"].strip() for record in records]
+    longest = max(len(tokenizer.encode(text)) for text in expected)
+    right = 0
+    for start in range(0, len(records), batch_size):
+        if stopped():
+            return None
+        chunk = slice(start, start + batch_size)
+        answers = answer_records(
+            model,
+            tokenizer,
+            prompt_style,
+            records[chunk],
+            max_new_tokens=longest + 1,
+            context=context,
+        )
+        right += sum(a == e for a, e in zip(answers, expected[chunk], strict=True))
+        progress(min(start + batch_size, len(records)), len(records))
+    return right / len(records)

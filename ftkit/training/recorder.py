@@ -1,0 +1,441 @@
+"""The recorder of a rank: keeps its report and metrics.csv up to date while it runs."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, get_args
+
+import psutil
+import torch
+
+from ftkit.checkpoint.metadata import Metadata
+from ftkit.config.plan import Plan
+from ftkit.console.display import LOG_NAME
+from ftkit.memory.meter import DevicePeak
+from ftkit.report.metrics import (
+    METRICS_NAME,
+    VALIDATION_NAME,
+    MetricsWriter,
+    ValidationWriter,
+    perplexity,
+)
+from ftkit.report.peak_flops import peak_flops
+from ftkit.report.report import (
+    Checkpoints,
+    ExactMatch,
+    Example,
+    Files,
+    Loss,
+    PeakMemory,
+    PhaseName,
+    PhaseTimes,
+    Progress,
+    RankMemory,
+    Resumed,
+    Spread,
+    Throughput,
+    Tokens,
+    write_report,
+)
+from ftkit.report.step_memory import RankStepMemory, StepMemory
+from ftkit.report.throughput import ThroughputMeter
+from ftkit.runs.directory import RESERVE
+from ftkit.runs.job import Job
+from ftkit.training.callbacks import StepRecord
+from ftkit.utils.files import insist
+from ftkit.utils.hardware import DeviceUtilization, host_memory
+from ftkit.utils.json_values import from_json
+
+STATE_INTERVAL_S = 5.0
+"""Most seconds of training that a report can miss when the process is killed."""
+
+
+class Recorder:
+    """The measurements of one rank.
+
+    The report so far lies in the state directory, so that the supervisor has one however the
+    rank ends. A run that goes on from a checkpoint keeps its logs and what the report says of the
+    whole run; see `ftkit.report.report`.
+
+    A full disk does not stop a run: rows wait for space, the report for the next time it is due.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        plan: Plan,
+        device: torch.device,
+        state: Path,
+        rank: int = 0,
+        *,
+        start: Metadata | None = None,
+        show_warning: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            job: what is done.
+            plan: what it came to.
+            device: of this rank.
+            state: directory for this rank's report.
+            rank: rank 0 also writes metrics.csv and validation.csv, of which rows after the
+                start are gone already (see `ftkit.report.metrics.cut_rows`).
+            start: of the checkpoint that the run goes on from; None: it begins.
+            show_warning: shows a warning of the recorder itself to a person.
+        """
+        self._show_warning = show_warning
+        self._start = start
+        self._start_step = start.step if start else 0
+        self._job, self._plan, self._device, self._state = job, plan, device, state
+        self._rank = rank
+        now = time.time()
+        self._times = dict.fromkeys(get_args(PhaseName), 0.0)
+        self._since = job.started_at_s
+        self._written_at = now
+        self._meter = ThroughputMeter()
+        self._first_loss: float | None = None
+        self._last_record: StepRecord | None = None
+        self._imbalance_sum = 0.0
+        self._tokens = Tokens(real=0, label=0, padded=0, padding_fraction=0.0)
+        self._samples_per_epoch = 0
+        self._flops_per_token: float | None = None
+        tables = job.recipe.out_dir if rank == 0 else state
+        after_step = start.step if start else None
+        self._metrics = MetricsWriter(tables / METRICS_NAME, after_step=after_step)
+        self._validation = ValidationWriter(tables / VALIDATION_NAME, after_step=after_step)
+        self._stalls_s: list[float] = []
+        self._writes_s: list[float] = []
+        self.device_peak = DevicePeak(device)
+        self._utilization = DeviceUtilization(device.index if device.type == "cuda" else None)
+        self._cpu = psutil.Process()
+        self._cpu_start: tuple[float, float] | None = None
+        self._host_bytes = 0
+        self.report = dataclasses.replace(
+            job.new_report(),
+            loss=Loss(),
+            files=Files(metrics=METRICS_NAME, validation=VALIDATION_NAME, log=LOG_NAME),
+        )
+        if start:
+            self._restore(start)
+
+    def __enter__(self) -> "Recorder":
+        self._try_to_write()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
+    ) -> None:
+        self._utilization.stop()
+        self._metrics.close()
+        self._validation.close()
+        self._note_failures()
+        self._summarise()
+        self._account(self.report.phase)
+        insist(self._write, self._state.parent / RESERVE)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps done, over all sessions."""
+        return self._last_record.step if self._last_record else self._start_step
+
+    @property
+    def samples(self) -> int:
+        """Samples trained on, over all sessions: the position in the data."""
+        assert self.report.progress is not None
+        return self.report.progress.samples
+
+    @property
+    def epochs(self) -> float:
+        """Samples trained on, relative to one epoch."""
+        assert self.report.progress is not None
+        return self.report.progress.epochs
+
+    @property
+    def tokens(self) -> int:
+        """Real tokens trained on, over all sessions."""
+        return self._tokens.real + (self._start.tokens if self._start else 0)
+
+    @property
+    def training_s(self) -> float:
+        """Seconds of training up to now, over all sessions; validation and saving are not in it."""
+        running = time.time() - self._since if self.report.phase == "training" else 0.0
+        return self._times["training"] + running + (self._start.training_s if self._start else 0.0)
+
+    def carried(self) -> dict[str, Any]:
+        """The sections of the report that cover all sessions, for a checkpoint's metadata."""
+        match = self.report.exact_match
+        return {
+            "loss": dataclasses.asdict(self._loss()),
+            "exact_match": match and dataclasses.asdict(match),
+            "examples": [dataclasses.asdict(example) for example in self.report.examples],
+        }
+
+    def resumed(self, checkpoint: Path, changes: Sequence[str] = ()) -> None:
+        """Note where the run went on from.
+
+        Args:
+            checkpoint: directory of the checkpoint whose metadata this recorder started from.
+            changes: fields of the recipe that are not as they were, one line each.
+        """
+        assert self._start is not None
+        layout = self._start.layout
+        self.note(
+            resumed=Resumed(
+                from_step=self._start_step,
+                checkpoint=self._shown(checkpoint),
+                strategy=layout.strategy,
+                world_size=layout.world_size,
+                changes=list(changes),
+            )
+        )
+
+    def on_save(self, checkpoint: Path, *, size_bytes: int, stall_s: float, write_s: float) -> None:
+        """Count a checkpoint that is complete.
+
+        Args:
+            checkpoint: its directory.
+            size_bytes: of all its files.
+            stall_s: how long training stood still for it.
+            write_s: from the request to its completion.
+        """
+        for table in (self._metrics, self._validation):
+            table.flush()  # a run that goes on from there wants the rows before
+        self._stalls_s.append(stall_s)
+        self._writes_s.append(write_s)
+        self.note(
+            checkpoints=dataclasses.replace(
+                self._checkpoints(),
+                saved=len(self._stalls_s),
+                last=self._shown(checkpoint),
+                last_bytes=size_bytes,
+                stall_s=_spread(self._stalls_s),
+                write_s=_spread(self._writes_s),
+            )
+        )
+
+    def sync_rows(self) -> None:
+        """Wait until the rows so far are on the disk: a checkpoint counts on those before it."""
+        self._metrics.sync()
+        self._validation.sync()
+
+    def on_failed_save(self) -> None:
+        """Count a checkpoint that could not be written."""
+        before = self._checkpoints()
+        self.note(checkpoints=dataclasses.replace(before, failed=before.failed + 1))
+
+    def saved(self, final: str) -> None:
+        """Note where the result is, relative to out_dir."""
+        assert self.report.files is not None
+        self.note(files=dataclasses.replace(self.report.files, final=final))
+
+    def note(self, **changes: Any) -> None:
+        """Set sections of the report."""
+        self.report = dataclasses.replace(self.report, **changes)
+
+    def warn(self, text: str) -> None:
+        """Add a line to the report's warnings."""
+        self.note(warnings=[*self.report.warnings, text])
+
+    def expect(self, *, samples_per_epoch: int, flops_per_token: float) -> None:
+        """What later numbers are relative to."""
+        self._samples_per_epoch = samples_per_epoch
+        self._flops_per_token = flops_per_token
+
+    def enter(self, phase: PhaseName) -> None:
+        """Time from now on belongs to this phase."""
+        self._account(phase)
+        self._try_to_write()
+
+    def _account(self, phase: PhaseName) -> None:
+        now = time.time()
+        self._times[self.report.phase] += now - self._since
+        self._since = now
+        self.note(
+            phase=phase,
+            phases_s=PhaseTimes(**self._times, total=now - self._job.started_at_s),
+        )
+        if phase == "training" and self._cpu_start is None:
+            self._cpu_start = (_cpu_seconds(self._cpu), now)
+            self._utilization.start()
+
+    def on_step(
+        self, record: StepRecord, imbalance: float | None, *, follows_memory: bool = False
+    ) -> None:
+        """Count an optimizer step and write its row of metrics.csv.
+
+        Args:
+            record: what was measured.
+            imbalance: tokens of the fullest rank relative to the mean; None: there is one rank.
+            follows_memory: whether its memory was followed, which takes time.
+        """
+        self._imbalance_sum += imbalance or 0.0
+        if self._last_record is None:
+            self._first_loss = record.loss
+        self._last_record = record
+        self._count(record)
+        self._meter.add(
+            duration_s=record.duration_s,
+            tokens=record.tokens,
+            samples=record.samples,
+            parts_s={str(part): seconds for part, seconds in record.parts_s.items()},
+            follows_memory=follows_memory,
+        )
+        samples = self.samples + record.samples
+        epochs = samples / self._samples_per_epoch
+        self.note(progress=Progress(steps=record.step, samples=samples, epochs=epochs))
+        self._metrics.write(
+            step=record.step,
+            samples=samples,
+            loss=record.loss,
+            lr=record.learning_rate,
+            grad_norm=record.gradient_norm,
+            tokens=record.tokens,
+            tokens_per_s=record.tokens / record.duration_s,
+        )
+        self._note_failures()
+        if time.time() - self._written_at > STATE_INTERVAL_S:
+            self._summarise()
+            self.enter(self.report.phase)
+
+    def on_step_memory(self, measured: RankStepMemory) -> None:
+        """Note what the memory of a step consists of."""
+        self.note(step_memory=StepMemory(ranks=[measured]))
+
+    def on_validation(self, step: int, loss: float) -> None:
+        """Note a validation and write its row of validation.csv."""
+        self._validation.write(step=step, samples=self.samples, val_loss=loss)
+        self._note_failures()
+        before = self.report.loss
+        assert before is not None
+        best = before.validation_best
+        self.note(
+            loss=dataclasses.replace(
+                before,
+                validation_first=loss if step == 0 else before.validation_first,
+                validation_last=loss,
+                validation_best=loss if best is None else min(best, loss),
+                perplexity=perplexity(loss),
+            )
+        )
+
+    def _summarise(self) -> None:
+        """Bring the sections that follow from the steps up to date."""
+        self.note(peak_memory=PeakMemory.of([self._memory()]))
+        if self._last_record is None:
+            return
+        self.note(
+            loss=self._loss(),
+            tokens=self._tokens,
+            step_s=self._meter.step_times(),
+            throughput=self._throughput(),
+        )
+
+    def _restore(self, start: Metadata) -> None:
+        carried = start.carried
+        self.note(
+            progress=Progress(steps=start.step, samples=start.samples, epochs=start.epochs),
+            loss=from_json(Loss, carried.get("loss") or {}),
+            exact_match=from_json(ExactMatch | None, carried.get("exact_match")),
+            examples=from_json(list[Example], carried.get("examples") or []),
+        )
+
+    def _loss(self) -> Loss:
+        """The loss with the newest step; its first step may lie in an earlier session."""
+        before = self.report.loss
+        assert before is not None
+        if self._last_record is None:
+            return before
+        first = self._first_loss if before.first is None else before.first
+        return dataclasses.replace(before, first=first, last=self._last_record.loss)
+
+    def _checkpoints(self) -> Checkpoints:
+        return self.report.checkpoints or Checkpoints()
+
+    def _shown(self, path: Path) -> str:
+        """A path relative to out_dir, if it lies in there."""
+        path, out_dir = path.absolute(), self._job.recipe.out_dir.absolute()
+        return str(path.relative_to(out_dir) if path.is_relative_to(out_dir) else path)
+
+    def _count(self, record: StepRecord) -> None:
+        real = self._tokens.real + record.tokens
+        padded = self._tokens.padded + record.padded_tokens
+        self._tokens = Tokens(
+            real=real,
+            label=self._tokens.label + record.label_tokens,
+            padded=padded,
+            padding_fraction=padded / (real + padded),
+        )
+
+    def _throughput(self) -> Throughput | None:
+        speed = self._meter.result(self._plan.world_size)
+        if speed is None or self._cpu_start is None:
+            return speed
+        cpu_s, started = self._cpu_start
+        elapsed = time.time() - started
+        used = (_cpu_seconds(self._cpu) - cpu_s) / (elapsed * (psutil.cpu_count() or 1))
+        several = self._plan.world_size > 1
+        steps = self.steps - self._start_step
+        return dataclasses.replace(
+            speed,
+            rank_imbalance=self._imbalance_sum / steps if several else None,
+            mfu=self._mfu(speed),
+            device_utilization=self._utilization.mean(),
+            cpu_utilization=min(1.0, used),
+        )
+
+    def _mfu(self, speed: Throughput) -> float | None:
+        """Model FLOPs utilization: floating-point operations per second against the peak."""
+        if self._device.type != "cuda" or self._flops_per_token is None:
+            return None
+        peak = peak_flops(
+            torch.cuda.get_device_name(self._device),
+            self._plan.precision.partition("-")[0],
+            tf32=torch.get_float32_matmul_precision() != "highest",
+        )
+        if peak is None:
+            return None
+        return speed.tokens_per_s_per_device * self._flops_per_token / peak
+
+    def _memory(self) -> RankMemory:
+        host = host_memory()
+        self._host_bytes = max(self._host_bytes, host.rss_anon_plus_shmem_bytes)
+        return RankMemory(
+            rank=self._rank,
+            requested_bytes=self.device_peak.requested_bytes,
+            allocated_bytes=self.device_peak.allocated_bytes,
+            reserved_bytes=self.device_peak.reserved_bytes,
+            rss_bytes=host.peak_rss_bytes,
+            host_bytes=self._host_bytes,
+        )
+
+    def _note_failures(self) -> None:
+        """Warn of rows that cannot be written, once."""
+        for name, table in ((METRICS_NAME, self._metrics), (VALIDATION_NAME, self._validation)):
+            if table.failure is None:
+                continue
+            reason = table.failure.strerror or table.failure
+            text = f"{name} cannot be written ({reason}): its rows wait until there is space"
+            if text not in self.report.warnings:
+                self.warn(text)
+                self._show_warning(text)
+
+    def _try_to_write(self) -> None:
+        """Write the report so far; if that fails, the next one will do."""
+        with suppress(OSError):
+            self._write()
+
+    def _write(self) -> None:
+        self._written_at = time.time()
+        write_report(self.report, self._state)
+
+
+def _spread(seconds: Sequence[float]) -> Spread:
+    return Spread(mean=sum(seconds) / len(seconds), max=max(seconds))
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system + times.children_user + times.children_system)

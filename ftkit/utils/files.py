@@ -1,0 +1,132 @@
+"""Durable files: still there, and whole, after a crash of the program or the machine."""
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+RESERVE_BYTES = 2**18
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write a file at once: after a crash, it holds the new text or what it held before.
+
+    Raises:
+        OSError: and the file is as it was.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def make_reserve(path: Path) -> None:
+    """Take space on a disk, for what `insist` has to write when the disk is full.
+
+    Raises:
+        OSError: there is none left.
+    """
+    path.write_bytes(os.urandom(RESERVE_BYTES))  # what can be compressed takes no space
+
+
+def insist(write: Callable[[], object], reserve: Path) -> None:
+    """Write something small; if that fails, once more with the space that was reserved.
+
+    Args:
+        write: writes it.
+        reserve: what `make_reserve` made, or nothing.
+
+    Raises:
+        OSError: it cannot be written all the same.
+    """
+    try:
+        write()
+    except OSError:
+        reserve.unlink(missing_ok=True)
+        write()
+
+
+@contextmanager
+def new_directory(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """A directory to fill, beside its place; after the block it is there, complete and synced.
+
+    If the block fails, or the program or the machine does, there is what was there before. What a
+    crash has left is cleared away by the next call.
+
+    Args:
+        out: its place; empty or not there.
+        overwrite: replace what is there, after the block.
+
+    Raises:
+        FileExistsError: something is there.
+        OSError: another process fills it, or it cannot be written.
+    """
+    partial, replaced = (out.with_name(f".{out.name}.{end}") for end in ("partial", "replaced"))
+    partial.mkdir(parents=True, exist_ok=True)
+    descriptor = _locked(partial)
+    try:
+        for path in partial.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if replaced.exists() and not out.exists():  # a crash between the two renames below
+            replaced.rename(out)
+        shutil.rmtree(replaced, ignore_errors=True)
+        if not overwrite and out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(out))
+        yield partial
+        for path in (*partial.rglob("*"), partial):
+            sync(path)
+        if overwrite and out.exists():
+            out.rename(replaced)
+        partial.rename(out)
+        sync(out.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        os.close(descriptor)
+
+
+def _locked(directory: Path) -> int:
+    """An open descriptor of a directory that no other process has locked so."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Whoever had it may have renamed or removed it just now.
+        if not directory.exists() or not os.path.samestat(os.fstat(descriptor), directory.stat()):
+            raise BlockingIOError
+    except OSError as error:
+        os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            message = "another process is writing it"
+            raise BlockingIOError(errno.EWOULDBLOCK, message, str(directory)) from None
+        raise
+    return descriptor
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a directory, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    """Write a small file so that a reader sees all of it or nothing."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(json.dumps(values), encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

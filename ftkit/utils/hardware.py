@@ -1,0 +1,255 @@
+"""Hardware, versions, and the host memory of this process, for reports; no torch."""
+
+import os
+import platform
+import resource
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+PACKAGES = (
+    "ftkit",
+    "torch",
+    "lightning",
+    "litgpt",
+    "peft",
+    "transformers",
+    "bitsandbytes",
+    "deepspeed",
+    "liger-kernel",
+    "safetensors",
+    "tokenizers",
+    "numpy",
+)
+"""Packages whose version can change a number of the report."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One GPU of the machine."""
+
+    name: str
+    """Product name, as the driver gives it."""
+    memory_bytes: int | None = None
+    """Memory of the device; empty where it has none of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """The machine of rank 0, without its name."""
+
+    cpu: str | None = None
+    """CPU model."""
+    physical_cores: int | None = None
+    """Cores of the machine."""
+    logical_cores: int | None = None
+    """Hardware threads of the machine."""
+    memory_bytes: int | None = None
+    """Host memory of the machine; a container may be allowed less."""
+    gpus: list[Gpu] = field(default_factory=list)
+    """Every NVIDIA GPU of the machine, used by the run or not."""
+    driver: str | None = None
+    """Version of the NVIDIA driver."""
+    cuda: str | None = None
+    """Newest CUDA version the driver supports."""
+
+
+class HostMemory(NamedTuple):
+    """Host memory of this process."""
+
+    rss_bytes: int
+    """Resident now, file-mapped pages included."""
+    rss_anon_plus_shmem_bytes: int
+    """Resident now without file-mapped pages, which the kernel can drop: weights read through
+    mmap count in the RSS and cost nothing."""
+    peak_rss_bytes: int
+    """Highest RSS since the process started."""
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the installed packages among PACKAGES; nothing is imported."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def hardware() -> Hardware:
+    """The machine this process runs on."""
+    gpus, driver, cuda = _nvidia()
+    return Hardware(
+        cpu=_cpu_model(Path("/proc/cpuinfo")),
+        physical_cores=psutil.cpu_count(logical=False),
+        logical_cores=psutil.cpu_count(),
+        memory_bytes=psutil.virtual_memory().total,
+        gpus=gpus,
+        driver=driver,
+        cuda=cuda,
+    )
+
+
+def host_memory(status: Path = Path("/proc/self/status")) -> HostMemory:
+    """Host memory of this process, from ``/proc`` or, where there is none, from psutil.
+
+    Without ``/proc`` the part without file-mapped pages is not known and the RSS stands for it.
+    """
+    try:
+        lines = status.read_text().splitlines()
+    except OSError:
+        return _host_memory_without_proc()
+    kib = {
+        key: int(value.split()[0])
+        for key, _, value in (line.partition(":") for line in lines)
+        if key in ("VmRSS", "VmHWM", "RssAnon", "RssShmem")
+    }
+    if len(kib) < 4:
+        return _host_memory_without_proc()
+    return HostMemory(
+        rss_bytes=kib["VmRSS"] * 1024,
+        rss_anon_plus_shmem_bytes=(kib["RssAnon"] + kib["RssShmem"]) * 1024,
+        peak_rss_bytes=kib["VmHWM"] * 1024,
+    )
+
+
+def available_host_bytes(processes: int = 1) -> int:
+    """Host memory that each of some processes may take now, limits counted.
+
+    Args:
+        processes: that share the memory of the machine, or of the container.
+    """
+    shared = [psutil.virtual_memory().available]
+    for path in _container_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")):
+        with suppress(OSError, ValueError):  # absent, or "max"
+            shared.append(int(path.read_text()))
+    own = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS)]
+    return min([min(shared) // processes, *(n for n in own if n != resource.RLIM_INFINITY)])
+
+
+def _container_limits(membership: Path, groups: Path) -> Iterator[Path]:
+    """Files with the limit of the control group of this process, in version 2 and in version 1."""
+    yield groups / "memory.max"
+    yield groups / "memory" / "memory.limit_in_bytes"
+    with suppress(OSError):
+        for line in membership.read_text().splitlines():
+            if line.startswith("0::/"):
+                yield groups / line.removeprefix("0::/") / "memory.max"
+
+
+def processes_killed_for_memory(counters: Path = Path("/proc/vmstat")) -> int | None:
+    """How many processes the kernel has killed since it started because memory ran out.
+
+    Those of containers that reached their limit are among them. None: the kernel does not say.
+    """
+    with suppress(OSError, ValueError):
+        for line in counters.read_text().splitlines():
+            name, _, count = line.partition(" ")
+            if name == "oom_kill":
+                return int(count)
+    return None
+
+
+def _host_memory_without_proc() -> HostMemory:
+    rss_bytes = psutil.Process().memory_info().rss
+    # macOS counts in bytes, every other system in KiB: getrusage(2).
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return HostMemory(rss_bytes, rss_bytes, max(peak, rss_bytes))
+
+
+def _cpu_model(cpuinfo: Path) -> str | None:
+    try:
+        for line in cpuinfo.read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":  # absent on Arm
+                return value.strip()
+    except OSError:
+        pass
+    return platform.processor() or os.uname().machine or None
+
+
+def _nvidia() -> tuple[list[Gpu], str | None, str | None]:
+    """GPUs, driver and CUDA version; nothing where the library or a driver is missing."""
+    try:
+        import pynvml as nvml
+    except ImportError:
+        return [], None, None
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return [], None, None
+    try:
+        handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+        gpus = [
+            Gpu(name=_text(nvml.nvmlDeviceGetName(h)), memory_bytes=_gpu_memory(nvml, h))
+            for h in handles
+        ]
+        cuda = nvml.nvmlSystemGetCudaDriverVersion_v2()
+        driver = _text(nvml.nvmlSystemGetDriverVersion())
+        return gpus, driver, f"{cuda // 1000}.{cuda % 1000 // 10}"
+    except nvml.NVMLError:
+        return [], None, None
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _gpu_memory(nvml: Any, handle: Any) -> int | None:
+    try:
+        return int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
+    except nvml.NVMLError:  # not supported where GPU and CPU share their memory
+        return None
+
+
+def _text(value: str | bytes) -> str:
+    """Older versions of nvidia-ml-py return bytes."""
+    return value.decode() if isinstance(value, bytes) else value
+
+
+class DeviceUtilization:
+    """How busy a GPU is, asked from its driver once a second in a thread."""
+
+    def __init__(self, index: int | None) -> None:
+        """Prepare.
+
+        Args:
+            index: which of the visible GPUs; None: there is none to ask.
+        """
+        self._index = index
+        self._samples: list[int] = []
+        self._ended = threading.Event()
+
+    def start(self) -> None:
+        """Begin to ask."""
+        if self._index is not None:
+            threading.Thread(target=self._sample, args=(self._index,), daemon=True).start()
+
+    def stop(self) -> None:
+        """Ask no more."""
+        self._ended.set()
+
+    def mean(self) -> float | None:
+        """Mean fraction of time the GPU was busy; None if unknown."""
+        return sum(self._samples) / len(self._samples) / 100 if self._samples else None
+
+    def _sample(self, index: int) -> None:
+        try:
+            import pynvml as nvml
+            import torch
+
+            nvml.nvmlInit()
+            # Not by its index, which is another one: NVML lists every GPU, in the order of the bus.
+            uuid = torch.cuda.get_device_properties(index).uuid
+            gpu = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+            while not self._ended.wait(1.0):
+                self._samples.append(nvml.nvmlDeviceGetUtilizationRates(gpu).gpu)
+        except Exception:  # the driver does not say: the report has no number then
+            return

@@ -1,0 +1,77 @@
+"""JSON values: dataclasses into JSON, where access tokens are taken out, and back."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+_SECRET = r"[\w.-]*(?:access_token|hf_token|api_key)"
+_SECRET_KEY = re.compile(_SECRET)
+_SECRET_FLAG = re.compile(rf"--{_SECRET}")
+_SECRET_ASSIGNMENT = re.compile(rf"""({_SECRET}["']?\s*[=:]\s*["']?)[^\s"',}}]+""")
+_HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
+REMOVED = "***"
+
+
+def without_tokens(argv: Sequence[str]) -> list[str]:
+    """The command line with the values of access tokens replaced."""
+    cleaned: list[str] = []
+    for argument in argv:
+        if cleaned and _SECRET_FLAG.fullmatch(cleaned[-1]):
+            cleaned.append(REMOVED)
+        else:
+            cleaned.append(_redact(_SECRET_ASSIGNMENT.sub(rf"\g<1>{REMOVED}", argument)))
+    return cleaned
+
+
+def _redact(text: str) -> str:
+    return _HUB_TOKEN.sub(REMOVED, text)
+
+
+def for_json(value: Any) -> Any:
+    """The value ready for JSON: tokens removed, paths as text, numbers finite or None."""
+    if isinstance(value, dict):
+        return {k: for_json(v) for k, v in value.items() if not _SECRET_KEY.fullmatch(str(k))}
+    if isinstance(value, list | tuple):
+        return [for_json(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, str | Path):
+        return _redact(str(value))
+    return value
+
+
+def from_json(kind: Any, value: Any) -> Any:
+    """A value read from JSON as the given type; keys that a dataclass lacks are passed over.
+
+    Args:
+        kind: a dataclass, list, dict, union with None, literal, scalar or Any.
+        value: as the json module reads it.
+
+    Raises:
+        TypeError: it is of another type, or a key is missing.
+    """
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is Any or (origin is Literal and value in arguments):
+        return value
+    if origin in (Union, UnionType):
+        if value is None:
+            return None
+        (kind,) = (argument for argument in arguments if argument is not NoneType)
+        return from_json(kind, value)
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):
+        hints = get_type_hints(kind)
+        known = {key: from_json(hints[key], item) for key, item in value.items() if key in hints}
+        return kind(**known)
+    if origin is list and isinstance(value, list):
+        return [from_json(arguments[0], item) for item in value]
+    if origin is dict and isinstance(value, dict):
+        return {key: from_json(arguments[1], item) for key, item in value.items()}
+    if kind is float and type(value) in (int, float):
+        return float(value)
+    if type(value) is kind:
+        return value
+    raise TypeError(f"{value!r} is not {getattr(kind, '__name__', kind)}.")

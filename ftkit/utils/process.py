@@ -1,0 +1,143 @@
+"""Processes: how they start and end, with the one that started them."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import IO, Any
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def start_command(words: Sequence[str], output: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
+    """Start `ftkit WORDS` as a child that gets SIGTERM, and so saves, when this process ends.
+
+    It has a process group of its own: Ctrl+C and a notebook's interrupt reach this process only,
+    which passes on what it wants to.
+
+    Args:
+        words: of the command line.
+        output: where what it prints goes; None: where that of this process goes.
+    """
+    # -P: modules in the current directory are the user's, not ours
+    command = [sys.executable, "-P", "-m", "ftkit.cli.child", str(os.getpid()), *words]
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=None if output is None else subprocess.STDOUT,
+        process_group=0,
+    )
+
+
+class PassingOn:
+    """Inside the block, signals end nothing here: they are noted and passed on to a child.
+
+    Ctrl+Z pauses the child together with this process. A signal that is ignored stays so. In a
+    thread that is not the main one signals do what they did before.
+    """
+
+    def __init__(self, *numbers: signal.Signals) -> None:
+        self.received: list[signal.Signals] = []
+        """Signals so far, the first one first."""
+        self._numbers = numbers
+        self._passed_on = 0
+        self._child: subprocess.Popen[bytes] | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "PassingOn":
+        if threading.current_thread() is threading.main_thread():
+            handlers = dict.fromkeys(self._numbers, self._receive) | {signal.SIGTSTP: self._pause}
+            for number, handler in handlers.items():
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, handler)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def to(self, child: "subprocess.Popen[bytes]") -> None:
+        """Pass on to this child, also what has come since the last one."""
+        self._child = child
+        self._pass_on()
+
+    def _receive(self, number: int, _: object) -> None:
+        self.received.append(signal.Signals(number))
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        while self._child is not None and self._passed_on < len(self.received):
+            self._passed_on += 1
+            self._child.send_signal(self.received[self._passed_on - 1])
+
+    def _pause(self, _: int, __: object) -> None:
+        if self._child is not None:
+            self._child.send_signal(signal.SIGTSTP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        if self._child is not None:
+            self._child.send_signal(signal.SIGCONT)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends, however the parent ends.
+
+    On systems without prctl nothing happens: there an orphan ends when it next writes to a pipe.
+
+    Args:
+        parent: its process id, as the parent itself gave it: it may have ended before this call.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    _ask_for_signal(signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop_with_parent(parent: int) -> None:
+    """Send this process one SIGTERM when its parent ends, however the parent ends.
+
+    The kernel tells of the end of each thread of the parent to which this process falls; only when
+    all have ended it has another parent. A second SIGTERM would end a run at once.
+
+    Args:
+        parent: its process id, as the parent itself gave it: it may have ended before this call.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+
+    def stop_if_orphaned(*_: object) -> None:
+        if os.getppid() != parent:
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    signal.signal(signal.SIGUSR1, stop_if_orphaned)
+    _ask_for_signal(signal.SIGUSR1)
+    stop_if_orphaned()
+
+
+def _ask_for_signal(number: signal.Signals) -> None:
+    """Have the kernel send it when the parent ends; see prctl(2)."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
+
+
+@contextmanager
+def cleaning_up_on_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the block as Ctrl+C does: through its finally clauses."""
+
+    def leave(number: int, _: object) -> None:
+        sys.exit(128 + number)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:  # as nohup wants it
+            signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

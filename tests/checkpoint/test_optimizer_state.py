@@ -1,0 +1,190 @@
+"""Every kind of optimizer state goes on, on the same layout to the last bit, and on any other."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+from rank_jobs import HAS_DEEPSPEED, NO_EVALUATION, Case, Outcome, Run, make_run
+
+CUT = 4
+"""Steps of the first session, of 9."""
+
+Changes = tuple[tuple[str, object], ...]
+
+SGD: Changes = (("optimizer", "SGD"), ("optimizer.lr", 0.05), ("optimizer.momentum", 0.9))
+AMSGRAD: Changes = (("optimizer.amsgrad", True),)
+ADAFACTOR: Changes = (("optimizer", "Adafactor"), ("optimizer.lr", 0.02))
+NADAM: Changes = (("optimizer", "NAdam"), ("optimizer.lr", 3e-3))
+ADAM_8_BIT: Changes = (
+    ("optimizer", "bitsandbytes.optim.AdamW8bit"),
+    ("optimizer.lr", 3e-3),
+    ("optimizer.weight_decay", 0.01),
+)
+PAGED: Changes = (("optimizer", "bitsandbytes.optim.PagedAdamW8bit"), *ADAM_8_BIT[1:])
+ADAM_32_BIT: Changes = (("optimizer", "bitsandbytes.optim.AdamW32bit"), *ADAM_8_BIT[1:])
+LION: Changes = (("optimizer", "bitsandbytes.optim.Lion8bit"), ("optimizer.lr", 3e-4))
+ADAMW: Changes = (("optimizer", "AdamW"), *ADAM_8_BIT[1:])
+DROPOUT: Changes = (("lora_dropout", 0.2),)
+QLORA: Changes = (("quantize", "bnb.nf4-dq"),)
+STAGE_1: Changes = (("strategy.stage", 1), ("strategy.offload_optimizer", False))
+STAGE_2: Changes = (("strategy.stage", 2),)
+
+
+@dataclass(frozen=True)
+class Move:
+    """From one setting to another; the reference runs all steps with the first."""
+
+    source: Case
+    source_ranks: int
+    target: Case
+    target_ranks: int
+    within: float = 1e-5
+    """Relative difference of losses; 0: every column of every row is equal."""
+
+
+def same(case: Case, ranks: int, within: float = 0.0) -> Move:
+    return Move(case, ranks, case, ranks, within)
+
+
+def move(
+    source: tuple[str, int, Changes],
+    target: tuple[str, int, Changes],
+    *,
+    method: str = "full",
+    precision: str = "32-true",
+    within: float = 1e-5,
+) -> Move:
+    def case(end: tuple[str, int, Changes]) -> Case:
+        return Case(end[0], method, precision, end[2])  # type: ignore[arg-type]
+
+    return Move(case(source), source[1], case(target), target[1], within)
+
+
+MOVES = {
+    "dropout, single": same(Case("single", "lora", changes=DROPOUT), 1),
+    "dropout, ddp x2": same(Case("ddp", "lora", changes=DROPOUT), 2),
+    "dropout, fsdp x2": same(Case("fsdp", "lora", changes=DROPOUT), 2),
+    "dropout, deepspeed x2": same(Case("deepspeed", "lora", changes=DROPOUT), 2),
+    "bf16-mixed, single": same(Case("single", "full", "bf16-mixed"), 1),
+    "bf16-true, fsdp x2": same(Case("fsdp", "full", "bf16-true"), 2),
+    "bf16-true, deepspeed x2": same(Case("deepspeed", "full", "bf16-true"), 2),
+    "bf16-mixed, deepspeed x2": same(Case("deepspeed", "lora", "bf16-mixed"), 2),
+    "SGD, single": same(Case("single", "full", changes=SGD), 1),
+    "SGD, single to fsdp x2": move(("single", 1, SGD), ("fsdp", 2, SGD)),
+    "SGD, fsdp x2 to deepspeed x2": move(("fsdp", 2, SGD), ("deepspeed", 2, SGD)),
+    "amsgrad, ddp x2 to single": move(("ddp", 2, AMSGRAD), ("single", 1, AMSGRAD)),
+    "NAdam, single to fsdp x2": move(("single", 1, NADAM), ("fsdp", 2, NADAM)),
+    "Adafactor, single to ddp x2": move(("single", 1, ADAFACTOR), ("ddp", 2, ADAFACTOR)),
+    "8-bit, single": same(Case("single", "full", changes=ADAM_8_BIT), 1),
+    "8-bit, fsdp x2": same(Case("fsdp", "full", changes=ADAM_8_BIT), 2),
+    "8-bit, single to fsdp x2": move(("single", 1, ADAM_8_BIT), ("fsdp", 2, ADAM_8_BIT)),
+    "8-bit, ddp x2 to single": move(("ddp", 2, ADAM_8_BIT), ("single", 1, ADAM_8_BIT)),
+    "8-bit, fsdp x3 to single": move(
+        ("fsdp", 3, ADAM_8_BIT), ("single", 1, ADAM_8_BIT), within=1e-3
+    ),
+    "paged to 8-bit": move(("single", 1, PAGED), ("single", 1, ADAM_8_BIT), within=0.0),
+    "32-bit of bitsandbytes to torch": move(("single", 1, ADAM_32_BIT), ("single", 1, ADAMW)),
+    "torch to 32-bit of bitsandbytes, fsdp x2": move(
+        ("single", 1, ADAMW), ("fsdp", 2, ADAM_32_BIT)
+    ),
+    "8-bit to torch": move(("single", 1, ADAM_8_BIT), ("single", 1, ADAMW), within=3e-3),
+    "torch to 8-bit": move(("single", 1, ADAMW), ("single", 1, ADAM_8_BIT), within=3e-3),
+    "8-bit to deepspeed x2": move(("single", 1, ADAM_8_BIT), ("deepspeed", 2, ADAMW), within=3e-3),
+    "Lion, single to ddp x2": move(("single", 1, LION), ("ddp", 2, LION)),
+    "ZeRO-1 to single": move(("deepspeed", 2, STAGE_1), ("single", 1, ())),
+    "single to ZeRO-1": move(("single", 1, ()), ("deepspeed", 2, STAGE_1)),
+    "ZeRO-2 x3 to ZeRO-3 x2": move(("deepspeed", 3, STAGE_2), ("deepspeed", 2, ())),
+    "ZeRO-3 to ZeRO-2, LoRA": move(("deepspeed", 2, ()), ("deepspeed", 2, STAGE_2), method="lora"),
+    "ZeRO-1 in bf16-true": same(Case("deepspeed", "full", "bf16-true", STAGE_1), 2),
+    "fsdp x2 that keeps gathered parameters": move(
+        ("fsdp", 2, (("strategy.sharding", "SHARD_GRAD_OP"),)), ("single", 1, ())
+    ),
+    "QLoRA, single to fsdp x2": move(("single", 1, QLORA), ("fsdp", 2, QLORA), method="lora"),
+    "QLoRA, deepspeed x2 to single": move(
+        ("deepspeed", 2, QLORA), ("single", 1, QLORA), method="lora"
+    ),
+    "bf16-true, deepspeed x2 to single": move(
+        ("deepspeed", 2, ()), ("single", 1, ()), precision="bf16-true", within=2e-2
+    ),
+    "tied, fsdp x2 to deepspeed x2": Move(
+        Case("fsdp", "full", tied=True), 2, Case("deepspeed", "full", tied=True), 2
+    ),
+}
+QUICK = {
+    "dropout, single",
+    "dropout, fsdp x2",
+    "8-bit, single to fsdp x2",
+    "8-bit to torch",
+    "SGD, single to fsdp x2",
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return make_run(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def results(run: Run, request: pytest.FixtureRequest) -> dict[str, tuple[Outcome, Outcome]]:
+    """Of the selected moves: the run in two sessions, and the one that nothing interrupted."""
+    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    params = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    names = [values["name"] for values in params if values.get("name") in MOVES]
+    moves = {name: _without_evaluation(MOVES[name]) for name in names}
+    whole = _in_groups(run, [(m.source_ranks, m.source) for m in moves.values()])
+    firsts = {m: _stopping(m.source) for m in moves.values()}
+    stopped = _in_groups(run, [(m.source_ranks, firsts[m]) for m in moves.values()])
+    seconds = {m: _starting(m.target, stopped[m.source_ranks, firsts[m]]) for m in moves.values()}
+    continued = _in_groups(run, [(m.target_ranks, seconds[m]) for m in moves.values()])
+    return {
+        name: (continued[m.target_ranks, seconds[m]], whole[m.source_ranks, m.source])
+        for name, m in moves.items()
+    }
+
+
+def _without_evaluation(move: Move) -> Move:
+    source, target = (
+        replace(case, changes=(*NO_EVALUATION, *case.changes))
+        for case in (move.source, move.target)
+    )
+    return replace(move, source=source, target=target)
+
+
+def _in_groups(run: Run, cases: list[tuple[int, Case]]) -> dict[tuple[int, Case], Outcome]:
+    found = {}
+    for ranks in sorted({ranks for ranks, _ in cases}):
+        group = list(dict.fromkeys(case for count, case in cases if count == ranks))
+        found |= {(ranks, case): outcome for case, outcome in run(ranks, group).items()}
+    return found
+
+
+def _stopping(case: Case) -> Case:
+    return replace(case, stop_after=CUT)
+
+
+def _starting(case: Case, outcome: Outcome) -> Case:
+    return replace(case, start=outcome.out_dir)
+
+
+def params() -> list[object]:
+    found: list[object] = []
+    for name, m in MOVES.items():
+        uses_deepspeed = "deepspeed" in (m.source.strategy, m.target.strategy)
+        marks = [] if name in QUICK else [pytest.mark.slow]
+        if uses_deepspeed and not HAS_DEEPSPEED:
+            marks.append(pytest.mark.skip(reason="deepspeed is not installed: scripts/setup_env"))
+        found.append(pytest.param(name, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize("name", params())
+def test_optimizer_state_goes_on(results: dict[str, tuple[Outcome, Outcome]], name: str) -> None:
+    found, expected = results[name]
+    within = MOVES[name].within
+    if within:
+        assert found.losses == pytest.approx(expected.losses, rel=within)
+        assert [row["lr"] for row in found.rows] == [row["lr"] for row in expected.rows]
+        return
+    for column in ("step", "samples", "loss", "lr", "grad_norm", "tokens"):
+        assert [row[column] for row in found.rows] == [row[column] for row in expected.rows]
+    weights = found.weights()
+    assert all(weights[key].equal(value) for key, value in expected.weights().items())

@@ -1,0 +1,418 @@
+"""The command line: help, mistakes, completion, and how little it imports."""
+
+import dataclasses
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from command import NO_TORCH, ROOT
+
+from ftkit import __version__
+from ftkit.cli.app import main, split_options
+from ftkit.cli.commands import CHECKPOINTS, COMMANDS, LOOKING, USING
+from ftkit.config.parsing import key_types, read_recipe
+
+RECIPES = ROOT / "recipes"
+FINETUNE = ["finetune", "finetune_lora", "finetune_full"]
+OWN = ["config", "print_config", "overwrite", "force", "stop_after"]
+"""Options of these commands that are no key of a recipe."""
+
+
+@pytest.fixture
+def said(capsys, monkeypatch):
+    """What a command line prints, and its exit code: `code, out, err = said("--version")`."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run_main(*argv: object) -> tuple[object, str, str]:
+        monkeypatch.setattr("sys.argv", ["ftkit", *map(str, argv)])
+        with pytest.raises(SystemExit) as end:
+            main()
+        return end.value.code, *capsys.readouterr()
+
+    return run_main
+
+
+# --- Help ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("argument", ["--help", "-h"])
+def test_help_lists_the_commands(said, argument):
+    code, out, err = said(argument)
+    assert (code, err) == (0, "")
+    assert out.startswith("usage: ftkit ")
+    for name in COMMANDS:
+        assert re.search(rf"^    {name} ", out, re.MULTILINE)
+
+
+def test_no_command_shows_the_help_and_is_a_mistake(said):
+    assert said() == (2, said("--help")[1], "")
+
+
+def test_the_version_is_that_of_the_package(said):
+    assert said("--version") == (0, f"ftkit {__version__}\n", "")
+
+
+@pytest.mark.parametrize("command", FINETUNE)
+class TestHelpOfFinetune:
+    @pytest.fixture
+    def text(self, said, command):
+        code, out, err = said(command, "--help")
+        assert (code, err) == (0, "")
+        return out
+
+    def test_explains_every_key_once(self, text, command):
+        method = "full" if command == "finetune_full" else "lora"
+        shown = re.findall(r"^  --(\S+)", text, re.MULTILINE)
+        assert sorted(shown) == sorted([*key_types(method), *OWN])
+
+    def test_starts_with_the_config_and_the_switches(self, text, command):
+        shown = re.findall(r"^  (?:-h, )?--(\S+)", text, re.MULTILINE)
+        assert shown[:7] == ["help", *OWN, "checkpoint_dir"]
+
+    def test_says_what_kind_of_training_it_is_and_not_of_the_other_kind(self, text, command):
+        kind, other = "LoRA and QLoRA", "Full fine-tuning"
+        if command == "finetune_full":
+            kind, other = other, kind
+        assert f"\n{kind}: " in text
+        assert other not in text
+
+    def test_shows_choices_and_defaults_as_a_recipe_has_them(self, text, command):
+        words = " ".join(text.split())
+        assert "--precision {32-true,bf16-true,bf16-mixed,16-true,16-mixed}" in words
+        assert "--devices N|auto Devices per node. Default: 1." in words
+        assert "--eval.initial_validation {true,false}" in words
+        assert "--optimizer.NAME VALUE. Default: AdamW." in words
+        assert "Default: 6e-05." in words
+        assert "--resume {true,false}|N|TEXT Continue from a checkpoint." in words
+        assert "--checkpoint.save_every TEXT" in words and "Default: 15min." in words
+        assert "--stop_after N|DURATION Save and stop" in words
+        assert "with random weights. Required." in words
+        if command != "finetune_full":
+            choices = "bnb.nf4,bnb.nf4-dq,bnb.fp4,bnb.fp4-dq,bnb.int8"
+            assert f"--quantize {{{choices}}}" in words
+
+    def test_has_no_words_of_python(self, text, command):
+        for word in ("class_path", "Optional[", "Literal", "<class", "null", "Namespace", "CONFIG"):
+            assert word not in text
+
+    def test_fits_the_terminal(self, text, command):
+        assert max(map(len, text.splitlines())) <= 80
+
+
+def test_help_wins_wherever_it_stands(said):
+    assert said("finetune", "--seed", "x", "--help") == said("finetune", "--help")
+
+
+def test_help_of_download_names_its_options(said):
+    code, out, err = said("download", "--help")
+    assert (code, err) == (0, "")
+    assert out.startswith("usage: ftkit download REPO_ID ")
+    assert "--access_token TOKEN" in out and "--checkpoint_dir PATH" in out
+
+
+@pytest.mark.parametrize("command", USING)
+def test_help_of_a_command_that_uses_a_result_explains_it_with_examples(said, command):
+    code, out, err = said(command, "--help")
+    assert (code, err) == (0, "")
+    assert out.startswith(f"usage: ftkit {command} RESULT ")
+    shown = re.findall(r"^  (?:-h, )?--(\S+)", out, re.MULTILINE)
+    known = {f.name for f in dataclasses.fields(USING[command].options)} | {"help"}
+    assert sorted(shown) == sorted(known | ({"data"} if USING[command].takes_data else set()))
+    assert f"\nExamples:\n  ftkit {command} out/" in out
+    assert max(map(len, out.splitlines())) <= 80
+    assert said(command, "-h", "out/run") == (0, out, "")
+
+
+@pytest.mark.parametrize("command", LOOKING)
+def test_help_of_a_command_that_looks_at_runs_explains_it_with_examples(said, command):
+    code, out, err = said(command, "--help")
+    assert (code, err) == (0, "")
+    assert out.startswith(f"usage: ftkit {command} {LOOKING[command].word}")
+    shown = re.findall(r"^  (?:-h, )?--(\S+)", out, re.MULTILINE)
+    assert shown == ["help", *LOOKING[command].options]
+    assert f"\nExamples:\n  ftkit {command} out/" in out
+    assert max(map(len, out.splitlines())) <= 80
+    assert said(command, "-h", "out/run") == (0, out, "")
+
+
+@pytest.mark.parametrize("command", CHECKPOINTS)
+def test_help_of_a_checkpoints_command_explains_it_with_an_example(said, command):
+    code, out, err = said("checkpoints", command, "--help")
+    assert (code, err) == (0, "")
+    assert out.startswith(f"usage: ftkit checkpoints {command} ")
+    assert f"Example: ftkit checkpoints {command} out/" in out
+    assert max(map(len, out.splitlines())) <= 80
+    assert said("checkpoints", command, "-h", "out/run") == (0, out, "")
+
+
+def test_help_of_checkpoints_lists_its_commands(said):
+    code, out, err = said("checkpoints", "--help")
+    assert (code, err) == (0, "")
+    assert out.startswith("usage: ftkit checkpoints COMMAND ")
+    assert "Example: ftkit checkpoints list out/finetune/lora" in out
+    for name in CHECKPOINTS:
+        assert re.search(rf"^    {name} ", out, re.MULTILINE)
+    assert said("checkpoints") == (2, out, "")
+
+
+# --- Mistakes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["finetun"], "'finetun' is not a command. Did you mean ftkit finetune? Commands: "),
+        (["downlaod", "x/y"], "'downlaod' is not a command. Did you mean ftkit download?"),
+        (["xyzzy"], "'xyzzy' is not a command. See ftkit --help. Commands: finetune, "),
+        (["finetune", "--seed"], "--seed needs a value: --seed VALUE."),
+        (["finetune", "--seed", "--devices", "1"], "--seed needs a value: --seed VALUE."),
+        (["finetune", "--config"], "--config needs a value: --config VALUE."),
+        (["finetune", "recipe.yaml"], "--config recipe.yaml does not exist."),
+        (["finetune", "one/base", "another"], "'another' is one base model too many: there is"),
+        (["finetune", "a/b", "--checkpoint_dir", "c"], "'a/b' is one base model too many: there"),
+        (["finetune", "b", "--lr", "1e-3"], "lr is not a key of a recipe. Did you mean optimizer."),
+        (["finetune", "-s", "1"], "'-s' is not an option. Write --KEY VALUE"),
+        (["finetune", "--", "x"], "'--' is not an option. Write --KEY VALUE"),
+        (["finetune", "--overwrite=true"], "--overwrite is a switch and takes no value."),
+        (["finetune", "--overwrite", "true"], "--overwrite is a switch and takes no value."),
+        (["finetune", "--config", "none.yaml"], "--config none.yaml does not exist."),
+        (["finetune", "--device", "3"], "device is not a key of a recipe. Did you mean devices?"),
+        (["finetune", "--train.epoch", "3"], "Did you mean train.epochs?"),
+        (["finetune_full", "--lora_r", "3"], "lora_r does not belong to full fine-tuning."),
+        (["finetune"], "checkpoint_dir is not set: which base model?"),
+        (["finetune", "--stop_after"], "--stop_after needs a value: --stop_after VALUE."),
+        (
+            ["finetune", "--checkpoint_dir", "b", "--stop_after", "9m"],
+            "--stop_after is '9m', but must be a number of optimizer steps, or a duration",
+        ),
+        (["download"], "Which model? Try ftkit download TinyLlama/TinyLlama_v1.1."),
+        (["download", "a/b", "--devices", "1"], "--devices is not an option of ftkit download."),
+        (["download", "a/b", "--overwrite", "1"], "--overwrite is not an option of ftkit download"),
+        (["download", "a/b", "--config", "x"], "--config is not an option of ftkit download."),
+        (["checkpoints", "lst"], "'lst' is not a command of ftkit checkpoints. Did you mean"),
+        (["checkpoints", "list"], "OUT_DIR is missing: The run: its out_dir, "),
+        (["checkpoints", "list", "a", "b"], "'b' is not an option. Write --KEY VALUE"),
+        (["checkpoints", "list", "a", "--keep_last", "1"], "--keep_last is not an option of"),
+        (["checkpoints", "list", "a", "--dry_run"], "--dry_run is not an option of"),
+        (["checkpoints", "list", "a", "--format", "xml"], "--format is 'xml', but must be table"),
+        (["checkpoints", "list", "none"], "none is not a directory. Name the out_dir of a run"),
+        (["checkpoints", "list", RECIPES], "holds no run and no checkpoint."),
+        (["checkpoints", "diff", "a"], "B is missing: Another one. Try ftkit checkpoints diff "),
+        (["checkpoints", "clean", "a"], "--keep_last is missing: how many of the newest stay?"),
+        (["checkpoints", "clean", "a", "--keep_last", "0"], "--keep_last is '0', but must be"),
+        (["checkpoints", "clean", "a", "--keep_last=-1"], "--keep_last is '-1', but must be"),
+        (["checkpoints", "clean", "a", "--keep_last", "all"], "--keep_last is 'all', but must"),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_told_in_one_message_with_exit_code_2(said, argv, message):
+    code, out, err = said(*argv)
+    assert (code, out) == (2, "")
+    assert err.startswith("ftkit: ") and message in err
+    assert "Traceback" not in err
+
+
+def test_a_mistake_on_a_real_command_line_has_no_traceback(ftkit):
+    end = ftkit("finetune", "--checkpoint_dir", "b", "--train.epochs", "many")
+    assert (end.returncode, end.stdout) == (2, "")
+    assert end.stderr == (
+        "ftkit: train.epochs is 'many', but must be a whole number. Try --train.epochs 5.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "values"),
+    [
+        (["--seed", "1"], [("seed", "1")]),
+        (["--seed=1"], [("seed", "1")]),
+        (["--seed", "-1"], [("seed", "-1")]),
+        (["--log.run", ""], [("log.run", "")]),
+        (["--log.run="], [("log.run", "")]),
+        (["--data", "{a: b=c}"], [("data", "{a: b=c}")]),
+        (["--a=b=c"], [("a", "b=c")]),
+        (["--config", "1", "--config", "2"], [("config", "1"), ("config", "2")]),
+    ],
+)
+def test_an_option_has_its_value_beside_it_or_after_an_equals_sign(argv, values):
+    assert split_options(argv).values == values
+
+
+def test_switches_take_no_value_and_may_stand_anywhere():
+    options = split_options(["--overwrite", "--seed", "1", "--print_config"])
+    assert (options.switches, options.values) == ({"overwrite", "print_config"}, [("seed", "1")])
+
+
+def test_a_reader_that_goes_away_ends_the_command_quietly(ftkit):
+    before = "import os\nreading, writing = os.pipe()\nos.close(reading)\nos.dup2(writing, 1)"
+    end = ftkit("--version", before=before)
+    assert (end.returncode, end.stderr) == (1, "")
+
+
+def test_an_interrupted_command_ends_with_130(said, monkeypatch):
+    def interrupt(_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ftkit.cli.app.run", interrupt)
+    assert said("finetune") == (130, "", "")
+
+
+# --- print_config -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "recipe", "options"),
+    [
+        ("finetune", "tiny-llama-lora.yaml", ["--quantize", "bnb.nf4"]),
+        ("finetune_full", "tiny-llama-full.yaml", ["--optimizer", "SGD", "--optimizer.lr", "2e-4"]),
+        ("finetune_full", "multi_gpu/a100-13b-deepspeed.yaml", []),
+    ],
+)
+def test_the_printed_config_is_a_recipe_that_asks_for_the_same(
+    said, tmp_path, command, recipe, options
+):
+    argv = [command, "--config", RECIPES / recipe, *options]
+    code, out, err = said(*argv, "--print_config")
+    assert (code, err) == (0, "")
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(out)
+    assert read_recipe([copy]) == read_recipe([RECIPES / recipe], split_options(options).values)
+    assert said(command, "--config", copy, "--print_config") == (0, out, "")
+
+
+def test_recipes_and_the_base_model_may_stand_on_their_own(said, tmp_path):
+    later = tmp_path / "later.yaml"
+    later.write_text("seed: 7\n")
+    recipe = RECIPES / "tiny-llama-lora.yaml"
+    named = ["--config", recipe, "--config", later, "--checkpoint_dir", "some/base"]
+    expected = said("finetune", *named, "--print_config")
+    assert said("finetune", recipe, later, "some/base", "--print_config") == expected
+    assert "checkpoint_dir: some/base\n" in expected[1] and "seed: 7\n" in expected[1]
+
+
+def test_printing_the_config_needs_no_model_data_network_or_directory(ftkit, tmp_path):
+    end = ftkit(
+        *("finetune", "--checkpoint_dir", "no/where", "--data", "JSON", "--print_config"),
+        *("--data.json_path", "none.json", "--access_token", "hf_secret", "--out_dir", "none/out"),
+    )
+    assert (end.returncode, end.stderr) == (0, "")
+    assert "checkpoint_dir: no/where" in end.stdout
+    assert "hf_secret" not in end.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- Completion ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def completion(tmp_path_factory) -> Path:
+    """The script that `ftkit --print_shtab=bash` prints."""
+    from command import command_environment, command_line
+
+    file = tmp_path_factory.mktemp("completion") / "ftkit.bash"
+    line = command_line("--print_shtab=bash")
+    with file.open("w") as script:
+        subprocess.run(line, stdout=script, env=command_environment(), check=True)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("ftkit ", set(COMMANDS)),
+        ("ftkit down", {"download"}),
+        ("ftkit finetune --lora_", {f"--{k}" for k in key_types("lora") if k[:5] == "lora_"}),
+        ("ftkit finetune_full --lora_", set()),
+        ("ftkit finetune --train.max_s", {"--train.max_steps", "--train.max_seq_length"}),
+        ("ftkit finetune --train", {f"--{k}" for k in key_types("lora") if k.startswith("train.")}),
+        (
+            "ftkit finetune --c",
+            {"--config", *(f"--{k}" for k in key_types("lora") if k.startswith("checkpoint"))},
+        ),
+        ("ftkit finetune --sto", {"--stop_after"}),
+        ("ftkit finetune --precision bf", {"bf16-true", "bf16-mixed"}),
+        ("ftkit finetune --quantize bnb.n", {"bnb.nf4", "bnb.nf4-dq"}),
+        ("ftkit finetune_full --logger_name ", {"csv", "tensorboard", "wandb"}),
+        ("ftkit download --a", {"--access_token"}),
+        ("ftkit ch", {"chat", "checkpoints"}),
+        ("ftkit checkpoints ", set(CHECKPOINTS)),
+        ("ftkit checkpoints verify --f", {"--format"}),
+        ("ftkit checkpoints list --format ", {"table", "json"}),
+        ("ftkit checkpoints clean --", {"--help", "--keep_last", "--dry_run"}),
+        ("ftkit generate --prompt", {"--prompt", "--prompts", "--prompt_style"}),
+        ("ftkit evaluate --accelerator ", {"auto", "cpu", "cuda"}),
+        ("ftkit compare --", {"--help", "--sort", "--format", "--plot"}),
+        ("ftkit compare --format ", {"table", "json", "csv", "markdown"}),
+        ("ftkit watch --", {"--help", "--once", "--interval"}),
+        ("ftkit chat --t", {"--temperature", "--top_k", "--top_p"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_bash_completes_commands_keys_and_choices(completion, line, offered):
+    words = line.split(" ")
+    program = (
+        f"source {completion}\n"
+        f"COMP_WORDS=({' '.join(words[:-1])} '{words[-1]}'); COMP_CWORD={len(words) - 1}\n"
+        "_shtab_ftkit; printf '%s\\n' \"${COMPREPLY[@]}\""
+    )
+    end = subprocess.run(["bash", "-c", program], capture_output=True, text=True)
+    assert set(end.stdout.split()) - {"null"} == offered, end.stderr
+
+
+def test_the_completion_is_valid_bash(completion):
+    end = subprocess.run(["bash", "-n", completion], capture_output=True, text=True)
+    assert (end.returncode, end.stderr) == (0, "")
+
+
+# --- What it imports ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "code"),
+    [
+        (["--help"], 0),
+        (["--version"], 0),
+        (["finetune", "--help"], 0),
+        (["finetune", "--config", RECIPES / "tiny-llama-lora.yaml", "--print_config"], 0),
+        (["finetune", "--config", RECIPES / "tiny-llama-lora.yaml", "--seed", "x"], 2),
+        (["finetune", "--checkpoint_dir", "b", "--data", "JSON"], 2),
+        (["checkpoints", "list", "--help"], 0),
+        (["checkpoints", "verify", ROOT / "none"], 2),
+        (["generate", "--help"], 0),
+        (["generate", ROOT / "none", "--prompt", "a"], 2),
+        (["evaluate", ROOT / "none", "--max_iters", "0"], 2),
+        (["compare", ROOT / "none"], 2),
+        (["watch", ROOT / "none"], 2),
+    ],
+    ids=[
+        "help",
+        "version",
+        "finetune help",
+        "print_config",
+        "bad recipe",
+        "no data",
+        "checkpoints help",
+        "no checkpoints",
+        "generate help",
+        "no result",
+        "bad option",
+        "nothing to compare",
+        "nothing to watch",
+    ],
+)
+def test_what_starts_no_run_imports_no_torch(ftkit, argv, code):
+    end = ftkit(*argv, before=NO_TORCH)
+    assert end.returncode == code
+    assert end.stderr.endswith("imported: []\n")
+
+
+def test_native_code_of_a_hub_is_neither_fetched_nor_run(ftkit, tmp_path):
+    """bitsandbytes does so when it is imported, on some CPUs, if there is this package."""
+    (tmp_path / "kernels.py").write_text("from pathlib import Path\nPath('was-run').touch()\n")
+    recipe = ["random:pythia-14m", "--quantize", "bnb.nf4", "--train.max_seq_length", "32"]
+    end = ftkit("plan", "--checkpoint_dir", *recipe, "--format", "json")
+    assert end.returncode == 0, end.stderr
+    assert json.loads(end.stdout)["quantize"] == "bnb.nf4"
+    assert end.stderr == ""
+    assert not (tmp_path / "was-run").exists()

@@ -1,0 +1,568 @@
+"""ftkit checkpoints: what people see of the checkpoints of a run, and what they can remove."""
+
+import fcntl
+import json
+import re
+import shutil
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from checkpoints import FILES, RECIPE, save, write_partial
+
+from ftkit.checkpoint.store import Store
+from ftkit.cli import checkpoints as manage
+from ftkit.cli.app import run
+from ftkit.console.formatting import utc_now
+from ftkit.errors import UserError
+from ftkit.runs import checkpoints as survey
+from ftkit.runs.checkpoints import Entry
+
+
+@pytest.fixture
+def out_dir(tmp_path, monkeypatch) -> Path:
+    """A run with three checkpoints, by a path as people write it."""
+    monkeypatch.chdir(tmp_path)
+    out_dir = Path("out/lora")
+    for step, loss in ((500, 0.5), (1000, 0.75), (1500, None)):
+        save(store_of(out_dir), step, validation_loss=loss, saved_at=utc_now())
+    (out_dir / "recipe.yaml").write_text(RECIPE)
+    return out_dir
+
+
+def store_of(out_dir: Path) -> Store:
+    return Store(out_dir / "checkpoints")
+
+
+@pytest.fixture
+def said(capsys):
+    """What a command prints, and its exit code: `code, out = said("list", out_dir)`."""
+
+    def run_(*argv: object) -> tuple[int, str]:
+        code = run(["checkpoints", *map(str, argv)])
+        out, err = capsys.readouterr()
+        assert err == ""
+        return code, out
+
+    return run_
+
+
+@pytest.fixture
+def at_one_moment(monkeypatch) -> None:
+    """Ages are the same in two lists made one after the other."""
+    now = time.time()
+    monkeypatch.setattr(manage, "time", SimpleNamespace(time=lambda: now))
+
+
+@pytest.fixture
+def values(said):
+    """What a command prints as JSON."""
+
+    def run_(*argv: object, code: int = 0) -> object:
+        found, out = said(*argv, "--format", "json")
+        assert found == code
+        return json.loads(out)
+
+    return run_
+
+
+def mistake(*argv: object) -> str:
+    with pytest.raises(UserError) as error:
+        run(["checkpoints", *map(str, argv)])
+    return str(error.value)
+
+
+def rows(out: str) -> list[list[str]]:
+    """A table as words, the header apart."""
+    return [line.split() for line in out.splitlines()[1:]]
+
+
+def everything(directory: Path) -> dict[Path, bytes | None]:
+    return {p: p.read_bytes() if p.is_file() else None for p in directory.rglob("*")}
+
+
+def flip_in_the_middle(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def names_in(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+@pytest.fixture
+def at_work(out_dir):
+    """The run's lock, as a supervisor holds it."""
+    (out_dir / ".run").mkdir()
+    with (out_dir / ".run/lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+# --- list -----------------------------------------------------------------------------------------
+
+
+def test_a_list_has_a_row_for_each_checkpoint(said, out_dir):
+    code, out = said("list", out_dir)
+    assert code == 0
+    heads = ["step", "epoch", "loss", "val loss", "size", "age", "written under", "state"]
+    assert re.split("  +", out.splitlines()[0].strip()) == heads
+    for row, step, epoch, loss in zip(
+        rows(out),
+        ["500", "1,000", "1,500"],
+        ["0.50", "1.00", "1.50"],
+        [["0.5000"], ["0.7500"], []],
+        strict=True,
+    ):
+        assert row[:3] == [step, epoch, "1.2500"]
+        assert row[3 : 3 + len(loss)] == loss
+        assert row[-3:] == ["fsdp", "x2", "complete"]
+    assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("path", ["out/lora/", "out/lora/checkpoints", "~/out/lora"])
+def test_a_run_or_its_checkpoints_can_be_named(said, out_dir, path, monkeypatch, at_one_moment):
+    monkeypatch.setenv("HOME", str(Path.cwd()))
+    assert said("list", path) == said("list", out_dir)
+
+
+def test_the_present_directory_can_be_named(said, out_dir, monkeypatch, at_one_moment):
+    monkeypatch.chdir(out_dir)
+    expected = said("list", ".")
+    monkeypatch.chdir("checkpoints")
+    assert said("list", ".") == expected
+    monkeypatch.chdir("step-00000500/adapter")
+    assert said("show", "..")[0] == 0
+
+
+def test_copied_checkpoints_are_listed_under_any_name(values, out_dir):
+    shutil.copytree(out_dir / "checkpoints", "backup")
+    assert [entry["step"] for entry in values("list", "backup")] == [500, 1000, 1500]
+
+
+def test_json_is_all_that_is_known(values, out_dir):
+    entries = values("list", out_dir)
+    assert [entry["step"] for entry in entries] == [500, 1000, 1500]
+    first = entries[0]
+    path = out_dir / "checkpoints/step-00000500"
+    assert (first["path"], first["state"], first["problems"]) == (str(path), "complete", [])
+    assert first["size_bytes"] == sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
+    written = json.loads((path / "metadata.json").read_text())
+    assert first["metadata"] == {k: v for k, v in written.items() if k != "checksum"}
+
+
+def test_a_damaged_checkpoint_is_listed_with_what_is_wrong(said, values, out_dir):
+    (out_dir / "checkpoints/step-00000500/recipe.yaml").unlink()
+    (out_dir / "checkpoints/step-00001000/metadata.json").write_text("{")
+    code, out = said("list", out_dir)
+    assert code == 0
+    assert [row[-1] for row in rows(out)[:3]] == ["damaged", "damaged", "complete"]
+    assert f"{out_dir}/checkpoints/step-00000500/recipe.yaml is missing.\n" in out
+    assert f"{out_dir}/checkpoints/step-00001000/metadata.json is damaged: " in out
+    first, second, third = values("list", out_dir)
+    assert (first["state"], second["state"], third["state"]) == ("damaged", "damaged", "complete")
+    assert (second["step"], second["metadata"]) == (1000, None)
+
+
+def test_what_a_crash_left_is_listed(said, values, out_dir):
+    write_partial(store_of(out_dir), 2000)
+    assert rows(said("list", out_dir)[1])[-1][0] == "2,000"
+    assert rows(said("list", out_dir)[1])[-1][-1] == "leftover"
+    assert values("list", out_dir)[-1]["state"] == "leftover"
+
+
+@pytest.mark.usefixtures("at_work")
+def test_what_a_run_at_work_is_writing_is_listed_as_such(values, out_dir):
+    write_partial(store_of(out_dir), 2000)
+    assert values("list", out_dir)[-1]["state"] == "being_written"
+
+
+def test_a_run_without_checkpoints_has_an_empty_list(said, values, out_dir):
+    shutil.rmtree(out_dir / "checkpoints")
+    assert said("list", out_dir) == (0, f"{out_dir} holds no checkpoint\n")
+    assert values("list", out_dir) == []
+
+
+@pytest.mark.parametrize("forbidden", ["out/lora", "out/lora/checkpoints"])
+def test_a_directory_that_may_not_be_read_is_a_mistake(out_dir, monkeypatch, forbidden):
+    monkeypatch.setattr("os.access", lambda path, mode: path != Path(forbidden))
+    assert mistake("list", out_dir) == f"{forbidden} cannot be read. Check who owns it."
+
+
+def test_what_is_deleted_meanwhile_is_not_listed(values, out_dir, monkeypatch):
+    def entry_of(path: Path) -> Entry:
+        if path.name == "step-00000500":
+            shutil.rmtree(path)
+        return survey.entry_of(path)
+
+    monkeypatch.setattr(manage, "entry_of", entry_of)
+    assert [entry["step"] for entry in values("list", out_dir)] == [1000, 1500]
+
+
+def test_a_list_of_one_checkpoint_is_a_mistake(out_dir):
+    path = out_dir / "checkpoints/step-00000500"
+    for argv in (["list", path], ["clean", path, "--keep_last", 1]):
+        message = f"{path} is one checkpoint, not a run. Try ftkit checkpoints show {path}."
+        assert mistake(*argv) == message
+
+
+def test_looking_changes_nothing(said, out_dir):
+    write_partial(store_of(out_dir), 2000)
+    before = everything(Path("out"))
+    for argv in (["list", out_dir], ["show", out_dir], ["verify", out_dir]):
+        said(*argv)
+    said("clean", out_dir, "--keep_last", "1", "--dry_run")
+    assert everything(Path("out")) == before
+
+
+# --- show -----------------------------------------------------------------------------------------
+
+
+def test_show_tells_all_of_the_newest(said, out_dir):
+    code, out = said("show", out_dir)
+    assert code == 0
+    assert out.startswith(f"{out_dir}/checkpoints/step-00001500 ---")
+    for words in (
+        "state complete",
+        "under fsdp x2",
+        "step 1,500 of 2,000",
+        "samples 24,000",
+        "training 12 min",
+        "learning rate 0.0001",
+        "optimizer torch.optim.AdamW",
+        "max seq length 512",
+        "base name base/tiny, fingerprint bbbbbbbbbbbbbbbb",
+        "versions ftkit 1.0",
+    ):
+        assert words in " ".join(out.split())
+    for name in FILES:
+        assert name in out
+
+
+@pytest.mark.parametrize("step", ["500", "00500", "step-00000500"])
+def test_show_takes_a_step(values, out_dir, step):
+    assert values("show", out_dir, step)["step"] == 500
+
+
+def test_show_takes_the_directory_of_a_checkpoint_under_any_name(values, out_dir):
+    path = out_dir / "checkpoints/step-00000500"
+    assert values("show", path)["step"] == 500
+    shutil.copytree(path, "best")
+    assert values("show", "best")["metadata"] == values("show", path)["metadata"]
+    assert "Leave the step 500 out." in mistake("show", "best", 500)
+
+
+def test_show_in_json_is_the_entry_of_the_list(values, out_dir):
+    assert values("show", out_dir) == values("list", out_dir)[-1]
+
+
+def test_show_says_what_is_wrong(said, out_dir):
+    (out_dir / "checkpoints/step-00001500/recipe.yaml").unlink()
+    code, out = said("show", out_dir)
+    assert code == 0
+    assert "damaged" in out and "is missing." in out
+    (out_dir / "checkpoints/step-00001500/metadata.json").write_text("{")
+    message = mistake("show", out_dir)
+    assert "step-00001500/metadata.json is damaged" in message
+    assert f"ftkit checkpoints list {out_dir}/checkpoints" in message
+
+
+@pytest.mark.parametrize("command", ["show", "verify"])
+def test_a_step_that_is_not_there_is_a_mistake(out_dir, command):
+    message = mistake(command, out_dir, 700)
+    assert message == f"{out_dir} holds no checkpoint of step 700. Try one of 500, 1000, 1500."
+    assert mistake(command, out_dir, "last") == "STEP is 'last', but must be a number. Try 1500."
+    shutil.rmtree(out_dir / "checkpoints")
+    assert mistake(command, out_dir).startswith(f"{out_dir} holds no checkpoint.")
+
+
+def test_control_characters_do_not_reach_the_terminal(said, out_dir):
+    changes = ["train.epochs: \x1b[31m1 -> 2"]
+    save(store_of(out_dir), 2000, {"a\x1b[31m": b""} | FILES, changes=changes)
+    assert "\x1b" not in said("show", out_dir)[1]
+
+
+# --- verify ---------------------------------------------------------------------------------------
+
+
+def test_verify_finds_all_sound(said, values, out_dir):
+    code, out = said("verify", out_dir)
+    assert code == 0
+    assert out == "step-00000500  sound\nstep-00001000  sound\nstep-00001500  sound\n"
+    assert values("verify", out_dir, 500) == [
+        {
+            "step": 500,
+            "path": str(out_dir / "checkpoints/step-00000500"),
+            "sound": True,
+            "problems": [],
+        }
+    ]
+
+
+@pytest.mark.parametrize("name", [*FILES, "metadata.json"])
+def test_verify_finds_a_flipped_byte_and_ends_with_1(said, values, out_dir, name):
+    path = out_dir / "checkpoints/step-00001000"
+    file = path / name
+    flip_in_the_middle(file)
+    code, out = said("verify", out_dir)
+    assert code == 1
+    assert f"step-00001000  damaged\n  {file} is damaged: " in out
+    assert [found["sound"] for found in values("verify", out_dir, code=1)] == [True, False, True]
+    assert said("verify", out_dir, 500)[0] == 0
+    assert said("verify", out_dir, 1000)[0] == said("verify", path)[0] == 1
+
+
+def test_verify_finds_a_checkpoint_under_the_name_of_another_step(said, out_dir):
+    store = store_of(out_dir)
+    store.path(500).rename(store.path(600))
+    code, out = said("verify", store.path(600))
+    assert code == 1
+    assert "holds the checkpoint of step 500." in out
+
+
+def test_verify_passes_over_what_a_run_deletes_meanwhile(values, out_dir, monkeypatch):
+    def verify(directory: Path, progress: object) -> list[str]:
+        if directory.name == "step-00000500":
+            shutil.rmtree(directory)
+            return ["it is gone"]
+        return []
+
+    monkeypatch.setattr("ftkit.checkpoint.store.verify", verify)
+    assert [found["step"] for found in values("verify", out_dir)] == [1000, 1500]
+
+
+def test_verify_shows_how_far_it_is_if_it_takes_long(out_dir, capsys, monkeypatch):
+    def verify(directory: Path, progress) -> list[str]:
+        progress(1, 10)
+        time.sleep(0.01)
+        return []
+
+    monkeypatch.setattr("ftkit.checkpoint.store.verify", verify)
+    monkeypatch.setattr("ftkit.console.display.LINE_INTERVAL_S", 0)
+    argv = ["checkpoints", "verify", str(out_dir), "--format", "json"]
+    assert run(argv) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(manage, "PROGRESS_AFTER_S", 0)
+    assert run(argv) == 0
+    out, err = capsys.readouterr()
+    assert len(json.loads(out)) == 3
+    assert err.startswith("verifying 3 checkpoints ... 0 %")
+
+
+# --- clean ----------------------------------------------------------------------------------------
+
+
+def test_clean_keeps_the_newest_and_says_what_it_removes(said, out_dir):
+    store = store_of(out_dir)
+    write_partial(store, 2000)
+    store.path(500).rename(store.directory / ".step-00000500.deleted")
+    sizes = "7 KiB"
+    expected = [
+        f"removed .step-00000500.deleted ({sizes})",
+        "removed .step-00002000.partial (5 KiB)",
+        f"removed step-00001000 ({sizes})",
+        "freed 20 KiB; kept: 1,500",
+    ]
+    dry = [
+        line.replace("removed", "would remove").replace("freed", "would free") for line in expected
+    ]
+    argv = ["clean", out_dir, "--keep_last", "1"]
+    assert said(*argv, "--dry_run") == (0, "\n".join(dry) + "\n")
+    assert store.steps() == [1000, 1500]
+    assert said(*argv) == (0, "\n".join(expected) + "\n")
+    assert names_in(store.directory) == ["latest", "step-00001500"]
+    assert names_in(out_dir) == ["checkpoints", "recipe.yaml"]
+    assert said(*argv) == (0, "freed 0 B; kept: 1,500\n")
+
+
+@pytest.mark.parametrize(
+    ("rule", "kept", "words"),
+    [
+        ("{}", [1500], ""),
+        ("{keep_every: 1000}", [1000, 1500], "keep_every 1000"),
+        ("{keep_best: 1}", [500, 1500], "keep_best 1"),
+        ("{keep_best: 1, keep_every: 1000}", [500, 1000, 1500], "keep_every 1000 and keep_best 1"),
+        ("{keep_every: null, keep_best: 0}", [1500], ""),
+    ],
+)
+@pytest.mark.parametrize("place", ["run", "checkpoint"])
+def test_clean_keeps_what_the_recipe_keeps_for_good(said, out_dir, rule, kept, words, place):
+    recipe = f"{RECIPE}checkpoint: {rule}\n"
+    store = store_of(out_dir)
+    if place == "run":
+        (out_dir / "recipe.yaml").write_text(recipe)
+    else:
+        (out_dir / "recipe.yaml").unlink()
+        save(store, 1500, FILES | {"recipe.yaml": recipe.encode()})
+    code, out = said("clean", out_dir, "--keep_last", 1)
+    assert code == 0
+    assert store.steps() == kept
+    assert out.endswith(f" (the recipe has {words})\n" if words else "kept: 1,500\n")
+
+
+@pytest.mark.parametrize("content", ["{", "checkpoint: {keep_every: often}\n"])
+def test_clean_removes_nothing_under_a_recipe_that_it_cannot_read(out_dir, content):
+    (out_dir / "recipe.yaml").write_text(content)
+    before = everything(Path("out"))
+    assert "recipe" in mistake("clean", out_dir, "--keep_last", 1)
+    assert everything(Path("out")) == before
+
+
+def test_clean_leaves_a_damaged_checkpoint_and_says_so(said, out_dir):
+    store = store_of(out_dir)
+    (store.path(500) / "recipe.yaml").unlink()
+    code, out = said("clean", out_dir, "--keep_last", 1)
+    assert code == 0
+    assert store.steps() == [500, 1500]
+    assert "step-00000500 is damaged and stays: " in out
+
+
+@pytest.mark.usefixtures("at_work")
+@pytest.mark.parametrize("switches", [[], ["--dry_run"]])
+def test_clean_leaves_a_run_at_work_alone(out_dir, switches):
+    write_partial(store_of(out_dir), 2000)
+    before = everything(Path("out"))
+    message = mistake("clean", out_dir, "--keep_last", 1, *switches)
+    assert message == f"{out_dir} belongs to a run that is still at work. Wait for it."
+    assert everything(Path("out")) == before
+
+
+@pytest.mark.usefixtures("at_work")
+@pytest.mark.parametrize("linked", ["link", "checkpoints"])
+def test_clean_finds_the_run_at_work_through_a_link(out_dir, linked):
+    if linked == "link":
+        Path("link").symlink_to(out_dir / "checkpoints")
+    else:
+        (out_dir / "checkpoints").rename("elsewhere")
+        (out_dir / "checkpoints").symlink_to(Path("elsewhere").resolve())
+    path = Path("link") if linked == "link" else out_dir
+    assert "still at work" in mistake("clean", path, "--keep_last", 1)
+
+
+def test_clean_follows_a_link(said, out_dir):
+    (out_dir / "checkpoints").rename("elsewhere")
+    (out_dir / "checkpoints").symlink_to(Path("elsewhere").resolve())
+    assert said("clean", out_dir, "--keep_last", 1)[0] == 0
+    assert store_of(out_dir).steps() == [1500]
+    assert names_in(out_dir) == ["checkpoints", "recipe.yaml"]
+    assert not Path(".run").exists()
+
+
+def test_no_run_starts_while_clean_is_at_work(said, out_dir, monkeypatch):
+    from ftkit.runs.lock import claim
+
+    delete = Store.delete
+    refused = []
+
+    def delete_(store: Store, step: int) -> None:
+        with pytest.raises(UserError, match="still at work"), claim(out_dir, "overwrite"):
+            pass
+        refused.append(step)
+        delete(store, step)
+
+    monkeypatch.setattr(Store, "delete", delete_)
+    said("clean", out_dir, "--keep_last", 1)
+    assert refused == [500, 1000]
+    assert store_of(out_dir).steps() == [1500]
+
+
+def test_clean_works_on_what_a_killed_run_left(said, out_dir):
+    (out_dir / ".run").mkdir()
+    (out_dir / ".run/lock").touch()
+    (out_dir / ".run/job.json").write_text("{}")
+    assert said("clean", out_dir, "--keep_last", 1)[0] == 0
+    assert (out_dir / ".run/job.json").exists()
+
+
+def test_clean_writes_nothing_beside_a_copy(said, out_dir):
+    shutil.copytree(out_dir / "checkpoints", "copies/backup")
+    Path("copies").chmod(0o555)
+    try:
+        assert said("clean", "copies/backup", "--keep_last", 1)[0] == 0
+    finally:
+        Path("copies").chmod(0o755)
+    assert names_in(Path("copies")) == ["backup"]
+
+
+def test_clean_puts_back_a_checkpoint_that_was_about_to_be_replaced(said, out_dir):
+    store = store_of(out_dir)
+    store.path(1500).rename(store.directory / ".step-00001500.replaced")
+    said("clean", out_dir, "--keep_last", 1)
+    assert store.steps() == [1500]
+
+
+def test_clean_says_what_it_cannot_remove(out_dir, monkeypatch):
+    def failing(store: Store, step: int) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Store, "delete", failing)
+    message = mistake("clean", out_dir, "--keep_last", 1)
+    assert "step-00000500 cannot be removed (Permission denied)" in message
+    assert not (out_dir / ".run").exists()
+
+
+# --- diff -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def other(out_dir) -> Path:
+    """A run with another recipe."""
+    recipe = RECIPE.replace("0.0002", "1e-3").replace("devices: 2", "devices: auto")
+    recipe += "seed: null\nlora_r: 16\nlog: {run: '[red]'}\n"
+    save(store_of(Path("out/lora-2")), 100, FILES | {"recipe.yaml": recipe.encode()})
+    return Path("out/lora-2")
+
+
+def test_diff_shows_the_fields_that_differ(said, values, out_dir, other):
+    a, b = f"{out_dir}/checkpoints/step-00001500", f"{other}/checkpoints/step-00000100"
+    code, out = said("diff", out_dir, other)
+    assert code == 0
+    assert [line.split() for line in out.splitlines()] == [
+        ["A:", a],
+        ["B:", b],
+        ["field", "A", "B"],
+        ["devices", "2", "auto"],
+        ["optimizer.init_args.lr", "0.0002", "0.001"],
+        ["lora_r", "empty", "16"],
+        ["log.run", "empty", "[red]"],
+    ]
+    assert values("diff", out_dir, other) == {
+        "a": a,
+        "b": b,
+        "differences": [
+            {"key": "devices", "a": 2, "b": "auto"},
+            {"key": "optimizer.init_args.lr", "a": 0.0002, "b": 0.001},
+            {"key": "lora_r", "a": None, "b": 16},
+            {"key": "log.run", "a": None, "b": "[red]"},
+        ],
+    }
+
+
+def test_diff_takes_checkpoints_too_and_says_that_nothing_differs(said, values, out_dir):
+    paths = [f"{out_dir}/checkpoints/step-00000500", f"{out_dir}/checkpoints/step-00001000"]
+    code, out = said("diff", *paths)
+    assert code == 0
+    assert out == f"A: {paths[0]}\nB: {paths[1]}\ntheir recipes are equal\n"
+    assert values("diff", *paths)["differences"] == []
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: flip_in_the_middle(path / "recipe.yaml"), "recipe.yaml is damaged: "),
+        (lambda path: (path / "recipe.yaml").unlink(), "recipe.yaml is missing."),
+        (lambda path: (path / "metadata.json").unlink(), "metadata.json is missing."),
+        (lambda path: shutil.rmtree(path), "holds no checkpoint."),
+    ],
+    ids=["changed", "missing", "no metadata", "no checkpoint"],
+)
+def test_diff_compares_no_recipe_that_is_damaged(out_dir, other, damage, message):
+    damage(other / "checkpoints/step-00000100")
+    assert message in mistake("diff", out_dir, other)
+
+
+def test_diff_needs_recipes(out_dir):
+    save(store_of(Path("out/none")), 5, {"a": b""})
+    assert "step-00000005 records no recipe." in mistake("diff", out_dir, "out/none")

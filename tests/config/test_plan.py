@@ -1,0 +1,517 @@
+"""Recipe + devices -> plan: every "auto" resolved, every rule kept, the schedule by hand."""
+
+import dataclasses
+import math
+import re
+
+import pytest
+
+from ftkit.config.devices import Devices
+from ftkit.config.parsing import read_recipe
+from ftkit.config.plan import Plan, make_plan
+from ftkit.config.recipe import Method, Recipe
+from ftkit.config.strategies import DeepSpeedOptions
+from ftkit.errors import UserError
+from ftkit.optim.schedule import Schedule, make_schedule, sample_budget
+
+CPU = Devices(accelerator="cpu", count=8)
+GPU = Devices(accelerator="cuda", count=1, names=("A100",))
+OLD_GPU = Devices(accelerator="cuda", count=1, names=("V100",), bf16_native=False)
+FOUR_GPUS = Devices(accelerator="cuda", count=4, names=("A100",) * 4)
+FOUR_OLD_GPUS = dataclasses.replace(FOUR_GPUS, names=("V100",) * 4, bf16_native=False)
+EIGHT_BIT = "bitsandbytes.optim.AdamW8bit"
+
+
+def recipe(method: Method = "lora", **keys: object) -> Recipe:
+    """A recipe with these keys; dots are written as two underscores."""
+    pairs = [(key.replace("__", "."), str(value)) for key, value in keys.items()]
+    return read_recipe([], [("checkpoint_dir", "base"), *pairs], method=method)
+
+
+def plan(machine: Devices = CPU, /, method: Method = "lora", **keys: object) -> Plan:
+    return make_plan(recipe(method, **keys), machine)
+
+
+def refusal(machine: Devices = CPU, /, **keys: object) -> str:
+    with pytest.raises(UserError) as error:
+        plan(machine, **keys)
+    return str(error.value)
+
+
+def schedule(samples: int = 100, lr: float = 1e-3, **keys: object) -> tuple[Schedule, list[str]]:
+    train = {"train__global_batch_size": 10, "train__epochs": 1, "train__lr_warmup_steps": 0}
+    return make_schedule(recipe(**train | keys), samples, lr)
+
+
+# --- Schedule -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("epochs", "samples", "batch", "max_steps", "steps"),
+    [
+        (1, 100, 10, "null", 10),
+        (1, 101, 10, "null", 11),
+        (3, 7, 2, "null", 11),
+        (1, 3, 16, "null", 1),
+        (5, 16, 16, 3, 3),
+        (1, 100, 10, 1000, 10),
+        ("null", 100, 10, 25, 25),
+        (10, 11, 110, "null", 1),
+    ],
+)
+def test_total_steps_are_the_epochs_rounded_up_once_and_capped(
+    epochs, samples, batch, max_steps, steps
+):
+    keys = {"train__epochs": epochs, "train__global_batch_size": batch}
+    assert schedule(samples, **keys, train__max_steps=max_steps)[0].total_steps == steps
+
+
+def test_rounding_never_adds_a_step():
+    def steps(epochs: int, samples: int, batch: int) -> int:
+        keys = {"train__epochs": epochs, "train__global_batch_size": batch}
+        return schedule(samples, **keys)[0].total_steps
+
+    for epochs, samples, batch in [(7, 29, 7), (7, 123, 7), (11, 25, 11)]:
+        assert math.ceil(epochs * (samples / batch)) == samples + 1, "no longer a trap"
+        assert steps(epochs, samples, batch) == samples
+
+
+@pytest.mark.parametrize(
+    ("samples", "batch", "epochs", "max_steps", "budget"),
+    [
+        (100, 10, 1, "null", 100),
+        (101, 10, 1, "null", 101),
+        (7, 2, 3, "null", 21),
+        (100, 10, 1, 4, 40),
+        (100, 10, "null", 25, 250),
+    ],
+)
+def test_a_run_consumes_whole_epochs_or_whole_steps(samples, batch, epochs, max_steps, budget):
+    asked = recipe(train__global_batch_size=batch, train__epochs=epochs, train__max_steps=max_steps)
+    made, _ = make_schedule(asked, samples, 1e-3)
+    assert sample_budget(asked, samples, made) == budget
+
+
+@pytest.mark.parametrize(
+    ("epochs", "max_steps", "batch", "start", "steps", "budget"),
+    [
+        (1, "null", 10, (4, 40), 11, 101),
+        (1, "null", 20, (4, 40), 8, 101),
+        (2, "null", 10, (11, 101), 22, 202),
+        (1, 6, 20, (4, 40), 6, 80),
+        ("null", 6, 20, (4, 40), 6, 80),
+        (1, "null", 10, (11, 101), 11, 101),
+        (1, 4, 10, (4, 40), 4, 40),
+        (1, 3, 10, (4, 40), 4, 40),
+        (1, "null", 10, (13, 130), 13, 130),
+    ],
+)
+def test_a_run_that_continues_counts_on_from_its_position(
+    epochs, max_steps, batch, start, steps, budget
+):
+    """Data of 101 samples; start: steps done, samples consumed."""
+    asked = recipe(train__global_batch_size=batch, train__epochs=epochs, train__max_steps=max_steps)
+    position = {"start_step": start[0], "start_samples": start[1]}
+    made, _ = make_schedule(asked, 101, 1e-3, **position)
+    assert made.total_steps == steps
+    assert sample_budget(asked, 101, made, **position) == budget
+
+
+@pytest.mark.parametrize("warmup", [1, 2, 5])
+def test_the_warm_up_rises_linearly_and_its_first_step_already_trains(warmup):
+    made, _ = schedule(train__lr_warmup_steps=warmup)
+    shares = [made.share(step) for step in range(warmup)]
+    assert shares == pytest.approx([(step + 1) / warmup for step in range(warmup)])
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 4, 8])
+def test_after_the_warm_up_a_cosine_falls_from_the_full_rate_to_min_lr(warmup):
+    made, _ = schedule(lr=1e-3, train__lr_warmup_steps=warmup, train__min_lr=1e-4)
+    rates = [1e-3 * made.share(step) for step in range(warmup, made.total_steps)]
+    steps = len(rates) - 1
+    expected = [1e-4 + 9e-4 * (1 + math.cos(math.pi * i / steps)) / 2 for i in range(steps + 1)]
+    assert rates == pytest.approx(expected)
+    assert rates[-1] == pytest.approx(1e-4)
+
+
+def test_a_run_of_one_step_trains_at_the_full_rate():
+    assert schedule(samples=1)[0].share(0) == 1
+
+
+@pytest.mark.parametrize(
+    ("samples", "fraction", "steps"), [(100, 0.1, 1), (100, 0.25, 3), (95, 1, 10), (100, 0, 0)]
+)
+def test_a_warm_up_fraction_counts_steps_of_one_epoch(samples, fraction, steps):
+    made, _ = schedule(samples, train__epochs=3, train__lr_warmup_fraction=fraction)
+    assert made.warmup_steps == steps
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 10])
+def test_a_warm_up_that_ends_within_the_run_is_no_news(warmup):
+    assert schedule(train__lr_warmup_steps=warmup)[1] == []
+
+
+@pytest.mark.parametrize("samples", [1, 30, 100])
+def test_a_warm_up_longer_than_the_run_warns_with_a_change_that_works(samples):
+    made, (notice,) = schedule(samples, train__lr_warmup_steps=11)
+    assert made.share(made.total_steps - 1) < 1
+    assert f"The warm-up of 11 steps is longer than the run of {made.total_steps}" in notice
+    suggested = int(notice.rpartition("--train.lr_warmup_steps ")[2].removesuffix("."))
+    assert schedule(samples, train__lr_warmup_steps=suggested)[1] == []
+
+
+def test_min_lr_above_the_learning_rate_keeps_the_rate_constant_and_warns():
+    made, (notice,) = schedule(lr=1e-5, train__min_lr=6e-5)
+    assert {made.share(step) for step in range(10)} == {1}
+    assert "train.min_lr 6e-05 is above the learning rate 1e-05" in notice
+
+
+def test_a_learning_rate_of_zero_divides_by_nothing():
+    assert schedule(lr=0.0)[0].share(9) == 1
+
+
+# --- Batches ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "steps"), [(16, 16, 1), (16, 4, 4), (16, 5, 4), (16, 1, 16), (1, 1, 1)]
+)
+def test_micro_steps_cover_the_global_batch(batch, micro, steps):
+    made = plan(train__global_batch_size=batch, train__micro_batch_size=micro)
+    assert made.micro_steps == steps
+    assert made.notices == ()
+
+
+def test_a_micro_batch_larger_than_the_global_batch_is_cut_and_told():
+    made = plan(train__global_batch_size=4, train__micro_batch_size=8)
+    assert (made.micro_batch_size, made.micro_steps) == (4, 1)
+    assert made.notices == ("train.micro_batch_size 8 is more than the global batch: 4 is used.",)
+
+
+# --- Precision ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("devices", "precision"), [(CPU, "bf16-mixed"), (GPU, "bf16-mixed"), (OLD_GPU, "16-mixed")]
+)
+def test_the_default_precision_is_what_the_device_is_good_at(devices, precision):
+    made = plan(devices)
+    assert (made.precision, made.notices) == (precision, ())
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
+def test_a_precision_that_was_asked_for_is_kept(precision):
+    assert plan(precision=precision).precision == precision
+
+
+@pytest.mark.parametrize("precision", ["16-true", "16-mixed"])
+def test_float16_is_refused_on_a_cpu_and_not_on_a_gpu(precision):
+    message = refusal(precision=precision)
+    assert message.startswith(f"precision is {precision}, but float16 training needs a CUDA GPU")
+    assert message.endswith(f"Try --precision b{precision.replace('16', 'f16')}.")
+    assert plan(GPU, precision="16-mixed").precision == "16-mixed"
+
+
+@pytest.mark.parametrize(
+    ("machine", "strategy", "instead"),
+    [
+        (FOUR_GPUS, "ddp", "bf16-true"),
+        (FOUR_GPUS, "fsdp", "bf16-true"),
+        (OLD_GPU, "single", "16-mixed"),
+        (OLD_GPU, "fsdp", "32-true"),
+    ],
+)
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "bitsandbytes.optim.AdamW8bit"])
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_training_in_float16_alone_is_refused_with_a_precision_that_trains(
+    machine, strategy, instead, optimizer, method
+):
+    keys = {"strategy": strategy, "optimizer": optimizer, "method": method}
+    message = refusal(machine, precision="16-true", **keys)
+    assert message.startswith(f"precision is 16-true, but {strategy} would update weights in")
+    assert message.endswith(f"Try --precision {instead}.")
+    assert plan(machine, precision=instead, **keys).precision == instead
+
+
+def test_deepspeed_trains_float16_with_masters_in_float32_of_its_own():
+    assert plan(GPU, precision="16-true", strategy="deepspeed").precision == "16-true"
+
+
+def test_a_model_computes_answers_in_float16():
+    made = make_plan(recipe(precision="16-true"), GPU, trains=False)
+    assert made.precision == "16-true"
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+def test_bfloat16_that_is_only_emulated_warns(precision):
+    made = plan(OLD_GPU, precision=precision)
+    assert made.precision == precision
+    assert made.notices[0].startswith("V100 has no bfloat16 hardware")
+
+
+# --- Devices and strategies ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("devices", [CPU, GPU])
+def test_auto_is_one_cpu_or_every_gpu(devices):
+    made = plan(devices, devices="auto")
+    assert (made.devices, made.world_size, made.strategy) == (1, 1, "single")
+
+
+@pytest.mark.parametrize("strategy", ["auto", "single"])
+def test_one_device_needs_no_strategy(strategy):
+    made = plan(GPU, strategy=strategy)
+    assert (made.strategy, made.accelerator) == ("single", "cuda")
+
+
+def test_more_devices_than_gpus_are_refused():
+    assert refusal(GPU, devices=2) == (
+        "devices is 2, but this machine shows 1 GPU(s). Try --devices 1 or --accelerator cpu."
+    )
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_auto_on_several_devices_is_ddp_for_lora_and_fsdp_for_full(method):
+    made = plan(FOUR_GPUS, method=method, devices=4)
+    assert (made.strategy, made.world_size) == ({"lora": "ddp", "full": "fsdp"}[method], 4)
+
+
+class TestSeveralGpusWithoutBfloat16:
+    """Nothing that is auto leads to a refusal, and a refusal names what works."""
+
+    def test_default_settings_of_lora_are_ddp_in_float16(self):
+        made = plan(FOUR_OLD_GPUS, devices=4)
+        assert (made.strategy, made.precision, made.notices) == ("ddp", "16-mixed", ())
+
+    def test_a_full_fine_tune_is_deepspeed_with_everything_on_the_gpus(self):
+        made = plan(FOUR_OLD_GPUS, method="full", devices=4)
+        assert (made.strategy, made.precision) == ("deepspeed", "16-mixed")
+        assert made.options == DeepSpeedOptions(stage=3, offload_optimizer=False)
+        (notice,) = made.notices
+        assert notice == (
+            "V100 has no bfloat16 hardware, and fsdp has no loss scaling for 16-mixed: deepspeed "
+            "with 16-mixed is used."
+        )
+
+    @pytest.mark.parametrize(
+        ("keys", "installed", "advice"),
+        [
+            ({}, False, "--strategy deepspeed with DeepSpeed installed"),
+            ({"optimizer": EIGHT_BIT}, True, "--strategy ddp, if the model fits on each GPU"),
+            ({"strategy": "fsdp"}, True, "--strategy deepspeed"),
+            ({"strategy.cpu_offload": True}, True, "--strategy deepspeed"),
+        ],
+        ids=["no DeepSpeed", "an optimizer it cannot take", "fsdp asked for", "an option of fsdp"],
+    )
+    def test_it_is_fsdp_in_float32_where_deepspeed_cannot_be(self, keys, installed, advice):
+        machine = dataclasses.replace(FOUR_OLD_GPUS, deepspeed=installed)
+        made = plan(machine, method="full", devices=4, **keys)
+        assert (made.strategy, made.precision) == ("fsdp", "32-true")
+        (notice,) = made.notices
+        assert "V100 has no bfloat16 hardware" in notice
+        assert notice.endswith(f"several times slower. Try {advice}.")
+
+    def test_the_plan_is_the_same_wherever_it_is_made_again(self):
+        once = plan(FOUR_OLD_GPUS, method="full", devices=4)
+        assert make_plan(once.recipe, FOUR_OLD_GPUS) == once
+
+    @pytest.mark.parametrize("installed", [True, False])
+    @pytest.mark.parametrize("optimizer", ["AdamW", EIGHT_BIT])
+    def test_what_was_given_is_refused_with_what_works(self, installed, optimizer):
+        machine = dataclasses.replace(FOUR_OLD_GPUS, deepspeed=installed)
+        keys = {"devices": 4, "strategy": "fsdp", "precision": "16-mixed", "optimizer": optimizer}
+        words = re.findall(r"--(\w+) ([\w-]+)", refusal(machine, **keys))
+        assert [key for key, _ in words] == ["precision", "strategy"]
+        for key, value in words:
+            assert plan(machine, **keys | {key: value}).notices == ()
+
+    def test_emulated_bfloat16_is_kept_with_advice_that_works(self):
+        keys = {"devices": 4, "strategy": "fsdp", "precision": "bf16-mixed"}
+        (notice,) = plan(FOUR_OLD_GPUS, **keys).notices
+        assert notice.endswith("Try --precision 32-true.")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed"])
+@pytest.mark.parametrize("devices", [CPU, FOUR_GPUS])
+def test_every_strategy_runs_on_cpus_and_gpus(strategy, devices):
+    made = plan(devices, strategy=strategy, devices=2)
+    assert (made.strategy, made.world_size) == (strategy, 2)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("fsdp", {"sharding": "FULL_SHARD", "cpu_offload": False}),
+        ("deepspeed", {"stage": 3, "offload_optimizer": True, "offload_parameters": False}),
+    ],
+)
+def test_a_strategy_without_options_has_its_defaults(strategy, options):
+    assert dataclasses.asdict(plan(FOUR_GPUS, strategy=strategy, devices=4).options) == options
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"strategy": "fsdp", "strategy.stage": 3},
+            "strategy.stage is not an option of fsdp. It takes sharding, cpu_offload.",
+        ),
+        (
+            {"strategy": "ddp", "strategy.stage": 3},
+            "strategy.stage is not an option of ddp. It takes none; remove it.",
+        ),
+        (
+            {"strategy": "deepspeed", "strategy.stage": 4},
+            "strategy.stage is 4, but must be one of: 1, 2, 3. Try --strategy.stage 1.",
+        ),
+        (
+            {"strategy": "deepspeed", "strategy.stage": True},
+            "strategy.stage is True, but must be one of: 1, 2, 3. Try --strategy.stage 1.",
+        ),
+        (
+            {"strategy": "fsdp", "strategy.cpu_offload": 1},
+            (
+                "strategy.cpu_offload is 1, but must be one of: true, false. "
+                "Try --strategy.cpu_offload true."
+            ),
+        ),
+        (
+            {"strategy": "fsdp", "precision": "16-mixed"},
+            (
+                "precision is 16-mixed, but fsdp has no loss scaling here. "
+                "Try --precision bf16-mixed, or --strategy deepspeed."
+            ),
+        ),
+        (
+            {"strategy": "deepspeed", "optimizer": "bitsandbytes.optim.AdamW8bit"},
+            (
+                "optimizer is bitsandbytes.optim.AdamW8bit, but DeepSpeed keeps its own optimizer "
+                "state. Try --optimizer AdamW, or --strategy fsdp."
+            ),
+        ),
+        (
+            {"strategy": "fsdp", "optimizer": "bitsandbytes.optim.LAMB8bit"},
+            (
+                "optimizer is bitsandbytes.optim.LAMB8bit, but it scales by the norm of whole "
+                "parameters, of which fsdp leaves a rank some rows. "
+                "Try --optimizer bitsandbytes.optim.AdamW8bit, or --strategy ddp."
+            ),
+        ),
+        (
+            {"strategy": "fsdp", "quantize": "bnb.int8"},
+            (
+                "quantize is bnb.int8, but fsdp shards the base model and supports the 4-bit kinds "
+                "alone. Try --quantize bnb.nf4-dq, or --strategy ddp."
+            ),
+        ),
+        (
+            {"strategy": "deepspeed", "quantize": "bnb.int8"},
+            (
+                "quantize is bnb.int8, but deepspeed shards the base model and supports the 4-bit "
+                "kinds alone. Try --quantize bnb.nf4-dq, or --strategy ddp."
+            ),
+        ),
+        (
+            {"strategy": "ddp", "optimizer": "deepspeed.ops.adam.DeepSpeedCPUAdam"},
+            (
+                "optimizer is deepspeed.ops.adam.DeepSpeedCPUAdam, but the strategy is ddp. "
+                "Try --optimizer AdamW, or --strategy deepspeed."
+            ),
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)
+def test_what_a_strategy_cannot_run_is_refused_with_what_to_use_instead(keys, message):
+    assert refusal(FOUR_GPUS, devices=2, **keys) == message
+
+
+def test_single_on_several_devices_is_a_contradiction():
+    message = refusal(FOUR_GPUS, strategy="single", devices=4)
+    assert message.startswith("strategy is single, but devices x num_nodes is 4.")
+
+
+def test_an_unknown_strategy_names_those_there_are():
+    assert refusal(strategy="dpp") == (
+        "strategy is 'dpp', but must be one of: auto, single, ddp, fsdp, deepspeed. "
+        "Try --strategy auto."
+    )
+
+
+# --- Ranges -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "least"),
+    {
+        "train.global_batch_size": 1,
+        "train.micro_batch_size": 1,
+        "train.epochs": 1,
+        "train.max_steps": 1,
+        "train.max_seq_length": 2,
+        "train.lr_warmup_steps": 0,
+        "train.save_interval": 1,
+        "checkpoint.keep_last": 1,
+        "checkpoint.keep_every": 1,
+        "checkpoint.keep_best": 0,
+        "train.log_interval": 1,
+        "eval.interval": 0,
+        "eval.max_iters": 1,
+        "eval.max_new_tokens": 0,
+        "eval.exact_match": 0,
+        "eval.evaluate_example": 0,
+        "devices": 1,
+        "num_nodes": 1,
+        "seed": 0,
+        "lora_r": 1,
+    }.items(),
+)
+def test_whole_numbers_have_a_least_value(key, least):
+    name = key.replace(".", "__")
+    message = refusal(**{name: least - 1})
+    assert message.startswith(f"{key} is {least - 1}, but must be at least {least}. Try --{key} ")
+    assert plan(**{name: least})
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"train__max_time": 0}, "train.max_time is 0, but must be above 0."),
+        ({"train__max_time": ".nan"}, "train.max_time is nan, but must be above 0."),
+        ({"train__max_norm": -1}, "train.max_norm is -1, but must be above 0."),
+        ({"lora_alpha": 0}, "lora_alpha is 0, but must be above 0."),
+        ({"lora_plus_ratio": 0}, "lora_plus_ratio is 0, but must be above 0."),
+        ({"lora_plus_ratio": ".inf"}, "lora_plus_ratio is inf, but must be above 0."),
+        ({"lora_targets": "[]"}, "lora_targets is empty: no layer is adapted."),
+        (
+            {"lora_variant": "dora", "lora_init": "pissa"},
+            "lora_init is pissa, but lora_variant dora starts from the lengths",
+        ),
+        ({"train__min_lr": -1e-5}, "train.min_lr is -1e-05, but must not be negative."),
+        ({"train__min_lr": ".nan"}, "train.min_lr is nan, but must not be negative."),
+        ({"train__lr_warmup_fraction": 1.5}, "train.lr_warmup_fraction is 1.5, but must lie"),
+        ({"train__lr_warmup_fraction": -0.1}, "train.lr_warmup_fraction is -0.1, but must lie"),
+        ({"train__epochs": "null"}, "train.epochs and train.max_steps are both empty"),
+        ({"train__max_tokens": 5}, "train.max_tokens is 5, but fine-tuning counts epochs"),
+        ({"eval__evaluate_example": "last"}, "eval.evaluate_example is 'last', but must be"),
+        ({"checkpoint__save_every": "15m"}, "checkpoint.save_every is '15m', but must be a number"),
+        ({"seed": 2**63}, f"seed is {2**63}, but must be below 2**63."),
+        ({"lora_dropout": 1}, "lora_dropout is 1, but must lie in [0, 1)."),
+        ({"lora_dropout": -0.1}, "lora_dropout is -0.1, but must lie in [0, 1)."),
+        ({"lora_query": "false", "lora_value": "false"}, "No layer is adapted"),
+    ],
+)
+def test_a_value_out_of_range_says_so_and_suggests_options_that_work(keys, message):
+    text = refusal(**keys)
+    assert text.startswith(message)
+    suggested = re.findall(r"--(\S+) (\S+?)\.?(?= |$)", text.rpartition("Try ")[2])
+    assert suggested
+    assert plan(**keys | {key.replace(".", "__"): value for key, value in suggested})
+
+
+@pytest.mark.parametrize("value", ["first", "random", 0, 3])
+def test_the_example_is_the_first_a_random_one_or_an_index(value):
+    assert plan(eval__evaluate_example=value)
+
+
+def test_an_interval_of_zero_never_validates():
+    assert plan(eval__interval=0).recipe.eval.interval == 0

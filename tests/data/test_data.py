@@ -1,0 +1,654 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer as HFTokenizer
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from ftkit import embedded
+from ftkit.config.recipe import Component
+from ftkit.data.dataset import DataSets, Sample, SampleSet, load_data
+from ftkit.data.json_records import read_records
+from ftkit.data.loader import collate, train_batches, validation_loader
+from ftkit.data.sampler import FILLER, ElasticOrder
+from ftkit.data.spec import check_data
+from ftkit.errors import UserError
+
+litgpt_data = pytest.importorskip("litgpt.data", reason="the data are compared with LitGPT's")
+from litgpt import prompts  # noqa: E402
+from litgpt.tokenizer import Tokenizer  # noqa: E402
+
+RECORDS = [
+    {"instruction": "Name a colour.", "input": "", "output": "Blue."},
+    {"instruction": "Add.", "input": "1 and 2", "output": "The sum is 3."},
+    {"instruction": "Grüße übersetzen — 早上好 🎉", "output": "Greetings\n\tto all\u2028of you"},
+    {"instruction": "Repeat: " + "the words " * 30, "input": "", "output": "many words " * 20},
+    {"instruction": "<s>Starts and ends marked</s>", "output": "<s>So does the answer</s>"},
+    {"instruction": "Null input.", "input": None, "output": "x"},
+    {"instruction": "Own system.", "sys_prompt": "You are terse.\n", "output": "Yes.", "id": 7},
+]
+
+
+def write_tokenizer(
+    directory: Path, *, bos: bool = False, padding: bool = False, adds_bos: bool = False
+) -> Tokenizer:
+    """A byte-level BPE of a few hundred tokens, in the files LitGPT reads."""
+    processor = HFTokenizer(models.BPE())
+    processor.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    processor.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    processor.train_from_iterator(["### Instruction: the words of an answer"], trainer)
+    if padding:
+        processor.enable_padding()
+    if adds_bos:
+        processor.post_processor = processors.TemplateProcessing(
+            single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+        )
+    directory.mkdir(exist_ok=True)
+    processor.save(str(directory / "tokenizer.json"))
+    config = {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "add_bos_token": bos,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return Tokenizer(directory)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def numbered(count: int) -> list[dict[str, str]]:
+    return [{"instruction": f"Say {i}.", "output": f"{i} " * (1 + i % 7)} for i in range(count)]
+
+
+def write_json(file: Path, value: object) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(value), encoding="utf-8")
+    return file
+
+
+def json_data(path: Path | str, **options: object) -> Component:
+    return Component(class_path="JSON", init_args={"json_path": str(path), **options})
+
+
+def json_directory(path: Path, train: list[dict], val: list[dict] | None = None) -> Path:
+    write_json(path / "train.json", train)
+    write_json(path / "val.json", val or train)
+    return path
+
+
+def instructions(samples: SampleSet) -> list[str]:
+    return [record["instruction"] for record in samples.records]
+
+
+class TestTokens:
+    """Ids and labels are LitGPT's."""
+
+    @pytest.mark.parametrize("mask_prompt", [False, True])
+    @pytest.mark.parametrize("max_seq_length", [4096, 300, 200])
+    @pytest.mark.parametrize("prompt_style", ["alpaca", "phi-2", "llama3"])
+    @pytest.mark.parametrize(
+        "kind", [{}, {"bos": True}, {"adds_bos": True}, {"bos": True, "padding": True}]
+    )
+    def test_ids_and_labels_are_those_of_litgpt(
+        self, tmp_path, kind, prompt_style, max_seq_length, mask_prompt
+    ):
+        tokenizer = write_tokenizer(tmp_path / "tokenizer", **kind)
+        data = json_data(
+            json_directory(tmp_path / "data", RECORDS),
+            mask_prompt=mask_prompt,
+            prompt_style=prompt_style,
+        )
+        ours = load_data(data, tokenizer, max_seq_length)
+        theirs = litgpt_data.SFTDataset(
+            RECORDS, tokenizer, prompt_style, max_seq_length, mask_prompt=mask_prompt
+        )
+        expected = [(item["input_ids"].tolist(), item["labels"].tolist()) for item in theirs]
+        expected = [pair for pair in expected if any(label != -100 for label in pair[1][1:])]
+        got = []
+        for ids, masked in (ours.val[i] for i in range(len(ours.val))):
+            got.append((ids.tolist(), [-100] * masked + ids[masked:].tolist()))
+        assert got == expected
+        assert ours.val.lengths.tolist() == [len(ids) - 1 for ids, _ in expected]
+        labels = [sum(label != -100 for label in labels[1:]) for _, labels in expected]
+        assert ours.val.label_counts.tolist() == labels
+        assert ours.counts["val"]["tokens"] == sum(len(ids) - 1 for ids, _ in expected)
+        assert ours.counts["val"]["label_tokens"] == sum(labels)
+
+    def test_what_cannot_be_learned_from_is_left_out_and_counted(self, tmp_path, tokenizer):
+        records = [
+            {"instruction": "a", "output": "kept"},
+            {"instruction": "b", "output": ""},
+            {"instruction": "c", "output": " \n"},
+            {"instruction": "d" * 400, "output": "behind the end"},
+            {"instruction": "e", "output": "long " * 100},
+        ]
+        data = json_data(json_directory(tmp_path, records), mask_prompt=True)
+        loaded = load_data(data, tokenizer, max_seq_length=200)
+        counts = loaded.counts["val"]
+        assert counts.pop("tokens") == loaded.val.lengths.sum()
+        assert counts.pop("label_tokens") == loaded.val.label_counts.sum()
+        assert counts == {
+            "records": 5,
+            "used": 2,
+            "skipped_empty_output": 2,
+            "skipped_no_labels": 1,
+            "truncated": 1,
+        }
+        assert instructions(loaded.val) == ["a", "e"]
+        assert len(loaded.train) == 2
+        assert loaded.train.records == ()
+
+    def test_a_length_that_leaves_no_labels_is_refused_with_one_that_works(
+        self, tmp_path, tokenizer
+    ):
+        data = json_data(json_directory(tmp_path, numbered(5)), mask_prompt=True)
+        with pytest.raises(UserError, match="max_seq_length, which is 10") as error:
+            load_data(data, tokenizer, max_seq_length=10)
+        works = int(str(error.value).partition("--train.max_seq_length ")[2].split()[0])
+        assert len(load_data(data, tokenizer, works).train) > 0
+        with pytest.raises(UserError, match=f"--train.max_seq_length {works} or more"):
+            load_data(data, tokenizer, works - 1)
+
+    def test_data_without_any_answer_are_refused(self, tmp_path, tokenizer):
+        data = json_data(json_directory(tmp_path, [{"instruction": "a", "output": ""}]))
+        with pytest.raises(UserError, match="1 have no output"):
+            load_data(data, tokenizer, 100)
+
+    def test_a_tokenizer_without_an_end_token_is_refused(self, tmp_path):
+        tokenizer = write_tokenizer(tmp_path / "tokenizer")
+        tokenizer.eos_id = None
+        data = json_data(json_directory(tmp_path / "data", numbered(3)))
+        with pytest.raises(UserError, match="names no eos_token"):
+            load_data(data, tokenizer, 100)
+
+    def test_progress_is_told_every_thousand_records(self, tmp_path, tokenizer):
+        data = json_data(json_directory(tmp_path, numbered(2500), numbered(10)))
+        told = []
+        load_data(data, tokenizer, 100, progress=lambda *args: told.append(args))
+        assert told == [
+            *[("train", done, 2500) for done in (0, 1000, 2000, 2500)],
+            ("val", 0, 10),
+            ("val", 10, 10),
+        ]
+
+    def test_the_fingerprint_depends_on_content_and_not_on_the_path(self, tmp_path, tokenizer):
+        def fingerprint(name: str, records: list[dict], **options: object) -> str:
+            data = json_data(json_directory(tmp_path / name, records), **options)
+            return load_data(data, tokenizer, 1000).train.fingerprint
+
+        first = fingerprint("a", numbered(9))
+        assert fingerprint("b", numbered(9)) == first
+        others = [
+            fingerprint("c", numbered(8)),
+            fingerprint("d", numbered(9), mask_prompt=True),
+            fingerprint("e", numbered(9), prompt_style="phi-2"),
+        ]
+        assert len({first, *others}) == 4
+
+    def test_a_sample_outside_the_set_is_an_error(self):
+        samples = SampleSet(np.arange(3, dtype=np.int32), np.array([0, 3]), np.zeros(1, np.int32))
+        for index in (FILLER, 1):
+            with pytest.raises(IndexError):
+                samples[index]
+
+
+class TestJson:
+    """The reader of records."""
+
+    @pytest.mark.parametrize("class_path", ["JSON", "litgpt.data.JSON", "ftkit.data.JSON"])
+    @pytest.mark.parametrize("options", [{}, {"val_split_fraction": 0.3, "seed": 5}])
+    @pytest.mark.parametrize("suffix", [".json", ".jsonl"])
+    @pytest.mark.filterwarnings("ignore:The `json_path` points to a single file")
+    def test_a_single_file_is_split_as_litgpt_splits_it(
+        self, tmp_path, tokenizer, class_path, options, suffix
+    ):
+        file = write_json(tmp_path / "data.json", numbered(53))
+        if suffix == ".jsonl":
+            file = tmp_path / "data.jsonl"
+            file.write_text("\n".join(json.dumps(record) for record in numbered(53)))
+        theirs = litgpt_data.JSON(file, **options)
+        theirs.connect(tokenizer, 1, 100)
+        theirs.setup()
+        data = Component(class_path=class_path, init_args={"json_path": str(file), **options})
+        ours = load_data(data, tokenizer, 100)
+        for split, expected in (("train", theirs.train_dataset), ("val", theirs.test_dataset)):
+            samples: SampleSet = getattr(ours, split)
+            got = [samples[i].ids.tolist() for i in range(len(samples))]
+            assert got == [item["input_ids"].tolist() for item in expected]
+
+    @pytest.mark.parametrize("suffix", [".json", ".jsonl"])
+    def test_a_directory_holds_a_training_and_a_validation_file(self, tmp_path, tokenizer, suffix):
+        for split, count in (("train", 5), ("val", 3)):
+            lines = [json.dumps(record) for record in numbered(count)]
+            text = "\n".join(lines) if suffix == ".jsonl" else f"[{','.join(lines)}]"
+            (tmp_path / f"{split}{suffix}").write_text(text)
+        loaded = load_data(json_data(tmp_path), tokenizer, 100)
+        assert (len(loaded.train), len(loaded.val)) == (5, 3)
+
+    def test_embedded_data_are_found_by_name(self, tmp_path, tokenizer, monkeypatch):
+        json_directory(tmp_path / "quickstart" / "data", numbered(4))
+        monkeypatch.setattr(embedded, "path", lambda name: tmp_path / name)
+        assert len(load_data(json_data("embedded:quickstart"), tokenizer, 100).train) == 4
+        for name in ("embedded:quikstart", "embedded:../quickstart", "embedded:"):
+            with pytest.raises(UserError, match=r"Try --data.json_path embedded:quickstart"):
+                check_data(json_data(name))
+
+    @pytest.mark.parametrize("newline", ["\n", "\r\n"])
+    def test_marks_line_ends_and_empty_lines_do_not_matter(self, tmp_path, newline):
+        records = [
+            {"instruction": "a\u2028b\u0085c", "output": "line\nend"},
+            {"instruction": "ü", "output": "早"},
+        ]
+        texts = [json.dumps(record, ensure_ascii=False) for record in records]
+        lines = newline.join(["", texts[0], "  ", texts[1], ""])
+        (tmp_path / "a.jsonl").write_bytes(lines.encode("utf-8-sig"))
+        indented = json.dumps(records, indent=1).replace("\n", newline)
+        (tmp_path / "a.json").write_bytes(indented.encode("utf-8-sig"))
+        assert read_records(tmp_path / "a.jsonl") == records
+        assert read_records(tmp_path / "a.json") == records
+
+    @pytest.mark.parametrize(
+        ("name", "text", "place", "reason"),
+        [
+            ("a.json", '[{"instruction": "a", "output": "b"}, 5]', "record 2", "is a number"),
+            ("a.json", '[{"instruction": "a"}]', "record 1", "has no output; its keys: instr"),
+            ("a.json", '[{"output": "a"}]', "record 1", "has no instruction"),
+            ("a.json", '[{"instruction": 1, "output": "a"}]', "record 1", "instruction is a num"),
+            ("a.json", '[{"instruction": "", "output": null}]', "record 1", "output is null"),
+            ("a.json", '[{"instruction": "", "output": "", "input": []}]', "1", "input is a list"),
+            ("a.json", '[{"instruction": "\\ud800", "output": ""}]', "1", "character 1 is half"),
+            ("a.json", '[{"instruction": "a",\n "output" "b"}]', "line 2, column 11", "':'"),
+            ("a.json", '{"instruction": "a", "output": "b"}', "a.json", "holds an object"),
+            ("a.json", '{"a": "b"}\n{"a": "b"}', "line 2, column 1", r"rename it to end in .jsonl"),
+            ("a.json", "[]", "a.json", "empty list"),
+            ("a.json", "", "a.json", "is empty"),
+            ("a.json", "[" * 100_000, "a.json", "nested too deeply"),
+            ("a.json", f"[{'9' * 5000}]", "a.json", "cannot be read"),
+            ("a.jsonl", "\n\n", "a.jsonl", "is empty"),
+            ("a.jsonl", '\n{"instruction": "a"}', "line 2", "has no output"),
+            ("a.jsonl", '\n\n{"instruction": "a" "output"}', "line 3, column 21", "','"),
+            ("a.jsonl", '[{"instruction": "a"}]', "a.jsonl", "renaming it to a.json"),
+            ("a.jsonl", '"text"', "line 1", "is a text"),
+        ],
+    )
+    def test_a_bad_file_is_refused_with_place_and_reason(self, tmp_path, name, text, place, reason):
+        file = tmp_path / name
+        file.write_text(text)
+        with pytest.raises(UserError, match=reason) as error:
+            read_records(file)
+        assert str(file) in str(error.value)
+        assert place in str(error.value)
+
+    def test_a_file_in_another_encoding_is_refused(self, tmp_path):
+        (tmp_path / "a.json").write_bytes('[{"instruction": "ü"}]'.encode("latin-1"))
+        with pytest.raises(UserError, match=r"a.json is not UTF-8 text: byte 18 is 0xfc"):
+            read_records(tmp_path / "a.json")
+
+    @pytest.mark.parametrize(("count", "works"), [(9, 0.5), (15, 0.1)])
+    def test_a_split_that_leaves_nothing_is_refused_with_one_that_works(
+        self, tmp_path, tokenizer, count, works
+    ):
+        file = write_json(tmp_path / "a.json", numbered(count))
+        with pytest.raises(UserError, match=f"--data.val_split_fraction {works}"):
+            load_data(json_data(file), tokenizer, 100)
+        assert len(load_data(json_data(file, val_split_fraction=works), tokenizer, 100).val) > 0
+
+    def test_one_record_cannot_be_split(self, tmp_path, tokenizer):
+        with pytest.raises(UserError, match="holds one record"):
+            load_data(json_data(write_json(tmp_path / "a.json", numbered(1))), tokenizer, 100)
+
+
+class TestChecks:
+    """What is refused before anything heavy is imported."""
+
+    def test_the_checks_import_neither_torch_nor_litgpt(self):
+        code = "import sys, ftkit.data.spec; print('torch' in sys.modules, 'litgpt' in sys.modules)"
+        output = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+        assert output.stdout.decode().split() == ["False", "False"]
+
+    @pytest.mark.parametrize("name", ["Alpaca", "Alpaca2k", "FLAN", "LIMA", "Deita", "LongForm"])
+    @pytest.mark.parametrize("package", ["", "litgpt.data."])
+    def test_map_style_modules_of_litgpt_are_accepted(self, package, name):
+        check_data(Component(class_path=package + name, init_args={}))
+
+    @pytest.mark.parametrize(
+        ("class_path", "message"),
+        [
+            ("litgpt.data.TinyStories", "streams unlabelled text for pretraining"),
+            ("LitData", "streams unlabelled text for pretraining"),
+            ("alpaca2K", "Try --data Alpaca2k"),
+            ("litgpt.data.Alpacca", "Try --data Alpaca"),
+            ("litgpt.data.base.SFTDataset", "it has to be one of"),
+            ("os.system", "Try --data JSON --data.json_path FILE"),
+            ("my.package.Alpaca", "Try --data Alpaca."),
+        ],
+    )
+    def test_other_classes_are_refused(self, class_path, message):
+        with pytest.raises(UserError, match=message) as error:
+            check_data(Component(class_path=class_path, init_args={}))
+        assert class_path in str(error.value)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"json_pth": "x"}, "data.json_pth is not an option of JSON.*\n.*--data.json_path"),
+            ({"json_path": None}, "data.json_path is missing"),
+            ({"json_path": 5}, "data.json_path is 5"),
+            ({"val_split_fraction": 0}, "data.val_split_fraction is 0, but has to be between"),
+            ({"val_split_fraction": 1.0}, "data.val_split_fraction is 1.0"),
+            ({"val_split_fraction": "half"}, "data.val_split_fraction is 'half'"),
+            ({"mask_prompt": "false"}, "data.mask_prompt is 'false'.*true or false"),
+            ({"ignore_index": 0}, "data.ignore_index is 0, but has to be -100"),
+            ({"seed": -1}, "data.seed is -1"),
+            ({"num_workers": 1.5}, "data.num_workers is 1.5"),
+        ],
+    )
+    def test_bad_options_are_refused(self, tmp_path, options, message):
+        data = json_data(write_json(tmp_path / "a.json", numbered(5)))
+        data["init_args"] |= options
+        with pytest.raises(UserError, match=message):
+            check_data(data)
+
+    def test_a_fraction_is_refused_where_there_is_a_validation_file(self, tmp_path):
+        data = json_data(json_directory(tmp_path, numbered(5)), val_split_fraction=0.1)
+        with pytest.raises(UserError, match=r"data.val_split_fraction is 0.1, but .* directory"):
+            check_data(data)
+
+    def test_missing_files_are_refused_with_what_there_is(self, tmp_path):
+        write_json(tmp_path / "train.json", numbered(5))
+        with pytest.raises(UserError, match=r"has no val.json or val.jsonl"):
+            check_data(json_data(tmp_path))
+        with pytest.raises(UserError, match=f"Try --data.json_path {tmp_path / 'train.json'}"):
+            check_data(json_data(tmp_path / "tran.json"))
+        with pytest.raises(UserError, match="no such file"):
+            check_data(json_data(tmp_path / "none" / "x.json"))
+
+    def test_other_kinds_of_file_are_refused(self, tmp_path):
+        (tmp_path / "a.csv").write_text("instruction,output")
+        with pytest.raises(UserError, match=r"only .json and .jsonl files"):
+            check_data(json_data(tmp_path / "a.csv"))
+
+    def test_options_of_other_modules_are_checked_too(self):
+        data = Component(class_path="Alpaca2k", init_args={"val_split_fraction": 2})
+        with pytest.raises(UserError, match=r"data.val_split_fraction is 2"):
+            check_data(data)
+
+
+class TestPromptStyle:
+    """How a recipe names it."""
+
+    @pytest.mark.parametrize(
+        "style",
+        [
+            "phi-2",
+            "litgpt.prompts.Phi2",
+            {"class_path": "litgpt.prompts.Phi2"},
+            {"class_path": "litgpt.prompts.ChatML", "init_args": {"system_message": "Be brief."}},
+        ],
+    )
+    def test_names_and_classes_of_litgpt_are_accepted(self, tmp_path, tokenizer, style):
+        data = json_data(json_directory(tmp_path, numbered(3)), prompt_style=style)
+        loaded = load_data(data, tokenizer, 1000)
+        assert isinstance(loaded.prompt_style, prompts.Phi2 | prompts.ChatML)
+        text = tokenizer.decode(torch.from_numpy(loaded.val[0].ids))
+        assert text.startswith(loaded.prompt_style.apply("Say 0."))
+
+    @pytest.mark.parametrize(
+        ("style", "message"),
+        [
+            ("alpacca", "data.prompt_style is alpacca.*\n.*--data.prompt_style alpaca"),
+            ("Llama3", "--data.prompt_style llama3"),
+            ("litgpt.prompts.Phi22", "--data.prompt_style phi-2"),
+            ("litgpt.prompts.Config", "has to be one of"),
+            ({"class_path": "os.system"}, "data.prompt_style is os.system"),
+            ({"class_path": "litgpt.prompts.Phi2", "init_args": {"a": 1}}, "Remove the init_args"),
+            (5, "data.prompt_style is 5"),
+        ],
+    )
+    def test_anything_else_is_refused(self, tmp_path, tokenizer, style, message):
+        data = json_data(json_directory(tmp_path, numbered(3)), prompt_style=style)
+        with pytest.raises(UserError, match=message):
+            load_data(data, tokenizer, 1000)
+
+
+class TestModulesOfLitgpt:
+    """Their records, through the same tokenisation. Nothing is downloaded here."""
+
+    @pytest.fixture(autouse=True)
+    def _in_an_empty_directory_without_network(self, tmp_path, monkeypatch):
+        def no_network(*args: object, **kwargs: object) -> None:
+            raise ConnectionError("no route to host")
+
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr("requests.get", no_network)
+        monkeypatch.setattr("datasets.load_dataset", no_network)
+
+    def load(self, name: str, tokenizer: Tokenizer, **init_args: object) -> DataSets:
+        data = Component(class_path=f"litgpt.data.{name}", init_args=init_args)
+        return load_data(data, tokenizer, 200)
+
+    @pytest.mark.parametrize("mask_prompt", [False, True])
+    @pytest.mark.parametrize("name", ["Alpaca", "AlpacaGPT4"])
+    def test_alpaca_is_read_from_its_file(self, tokenizer, name, mask_prompt):
+        module = getattr(litgpt_data, name)(mask_prompt=mask_prompt, val_split_fraction=0.1)
+        write_json(module.download_dir / module.file_name, numbered(30))
+        module.connect(tokenizer, max_seq_length=200)
+        module.setup()
+        loaded = self.load(name, tokenizer, mask_prompt=mask_prompt, val_split_fraction=0.1)
+        assert (len(loaded.train), len(loaded.val)) == (27, 3)
+        for i in range(27):
+            sample, theirs = loaded.train[i], module.train_dataset[i]
+            assert sample.ids.tolist() == theirs["input_ids"].tolist()
+            assert sample.masked == (theirs["labels"] == -100).sum()
+
+    def test_alpaca2k_comes_through_datasets(self, tokenizer, monkeypatch):
+        import datasets
+
+        table = datasets.Dataset.from_list([record | {"text": "-"} for record in numbered(40)])
+        asked = []
+        monkeypatch.setattr(
+            "datasets.load_dataset",
+            lambda *args, **kwargs: asked.append((args, kwargs)) or {"train": table},
+        )
+        loaded = self.load("Alpaca2k", tokenizer, val_split_fraction=0.5, download_dir="here")
+        assert (len(loaded.train), len(loaded.val)) == (20, 20)
+        assert asked[0] == (("mhenrichsen/alpaca_2k_test",), {"cache_dir": Path("here")})
+        split = table.train_test_split(test_size=0.5, seed=42)
+        assert instructions(loaded.val) == list(split["test"]["instruction"])
+        assert isinstance(loaded.prompt_style, prompts.Alpaca)
+
+    def test_conversations_come_through_datasets(self, tokenizer, monkeypatch):
+        turns = [[f"Say {i}.", f"{i}"] for i in range(20)]
+        monkeypatch.setattr(
+            "datasets.load_dataset",
+            lambda name, **kwargs: {"train": [{"conversations": turn} for turn in turns]},
+        )
+        assert len(self.load("LIMA", tokenizer, access_token="hidden").train) == 18
+        messages = [{"messages": [{"content": text} for text in turn]} for turn in turns]
+        monkeypatch.setattr("datasets.load_dataset", lambda *args, **kwargs: [messages] * 2)
+        assert len(self.load("Deita", tokenizer).train) == 20
+
+    def test_renamed_keys_are_understood(self, tokenizer):
+        for split in ("train", "test"):
+            file = Path(f"data/flan/cola_10templates_{split}.jsonl")
+            write_json(file, {"inputs": "Is it?", "targets": "It is.", "task": "cola"})
+        loaded = self.load("FLAN", tokenizer, subsets="cola_10templates")
+        assert loaded.val.records == [{"instruction": "Is it?", "output": "It is."}]
+        assert isinstance(loaded.prompt_style, prompts.FLAN)
+        for split in ("train", "val"):
+            file = Path(f"data/longform/{split}.json")
+            write_json(file, [{"input": "Write.", "output": "Written.", "source": "-"}])
+        loaded = self.load("LongForm", tokenizer)
+        assert loaded.val.records == [{"instruction": "Write.", "output": "Written."}]
+
+    @pytest.mark.parametrize(
+        ("name", "works"),
+        [
+            ("Alpaca", "data/alpaca/alpaca_data_cleaned_archive.json"),
+            ("Alpaca2k", "copy data/alpaca2k here"),
+            ("LongForm", "copy data/longform here"),
+        ],
+    )
+    def test_without_network_the_error_says_where_to_put_the_data(self, tokenizer, name, works):
+        with pytest.raises(UserError, match=works) as error:
+            self.load(name, tokenizer)
+        assert f"data is {name}, which could not be loaded: ConnectionError" in str(error.value)
+        assert "--data JSON --data.json_path FILE" in str(error.value)
+
+    def test_a_broken_download_is_to_be_deleted(self, tokenizer):
+        Path("data/alpaca").mkdir(parents=True)
+        Path("data/alpaca/alpaca_data_cleaned_archive.json").write_text("404: Not Found")
+        with pytest.raises(UserError, match="Delete data/alpaca"):
+            self.load("Alpaca", tokenizer)
+
+    def test_lima_asks_for_a_token(self, tokenizer):
+        with pytest.raises(UserError, match="HF_TOKEN"):
+            self.load("LIMA", tokenizer, access_token=None)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"val_split": 0.5}, "val_split is not an option of Alpaca.*\n.*val_split_fraction"),
+            ({"prompt_style": "alpacca"}, "--data.prompt_style alpaca"),
+            ({"download_dir": 5}, "its options are refused"),
+        ],
+    )
+    def test_options_are_checked_before_anything_is_downloaded(self, tokenizer, options, message):
+        with pytest.raises(UserError, match=message):
+            self.load("Alpaca", tokenizer, **options)
+
+
+class TestCollate:
+    """Samples become one padded micro-batch."""
+
+    def test_positions_point_at_the_tokens_before_the_targets(self):
+        samples = [
+            Sample(np.array([5, 6, 7, 8, 9], dtype=np.int32), masked=3),
+            None,
+            Sample(np.array([1, 2, 3], dtype=np.int32), masked=0),
+        ]
+        batch = collate(samples, label_tokens_in_step=40)
+        assert batch["input_ids"].tolist() == [[5, 6, 7, 8], [0, 0, 0, 0], [1, 2, 0, 0]]
+        assert batch["positions"].tolist() == [2, 3, 8, 9]
+        assert batch["targets"].tolist() == [8, 9, 2, 3]
+        assert batch["input_ids"].dtype == batch["positions"].dtype == torch.int64
+        assert batch["targets"].dtype == torch.int64
+        assert batch["label_tokens_in_step"].dtype == torch.float64
+        assert batch["label_tokens_in_step"].tolist() == 40
+        assert (batch["samples"], batch["tokens"], batch["padded_tokens"]) == (2, 6, 12)
+
+    def test_a_filler_alone_is_one_token_that_counts_for_nothing(self):
+        batch = collate([None], label_tokens_in_step=3)
+        assert batch["input_ids"].tolist() == [[0]]
+        assert batch["positions"].shape == batch["targets"].shape == (0,)
+        assert (batch["samples"], batch["tokens"], batch["padded_tokens"]) == (0, 0, 1)
+
+    def test_the_targets_are_the_labels_that_litgpt_shifts(self, tokenizer):
+        theirs = litgpt_data.SFTDataset(RECORDS, tokenizer, "alpaca", 200, mask_prompt=True)
+        kept = [item for item in theirs if (item["labels"][1:] != -100).any()]
+        batch = collate(
+            [
+                Sample(item["input_ids"].numpy(), int((item["labels"] == -100).sum()))
+                for item in kept
+            ],
+            label_tokens_in_step=1,
+        )
+        expected = litgpt_data.get_sft_collate_fn()(kept)
+        labels = expected["labels"][:, 1:].flatten()
+        assert batch["input_ids"].shape == expected["input_ids"][:, :-1].shape
+        assert batch["positions"].tolist() == torch.nonzero(labels != -100).flatten().tolist()
+        assert batch["targets"].tolist() == labels[labels != -100].tolist()
+
+
+def make_samples(count: int = 37) -> SampleSet:
+    generator = np.random.default_rng(0)
+    lengths = generator.integers(3, 20, count)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    tokens = generator.integers(1, 100, offsets[-1]).astype(np.int32)
+    return SampleSet(tokens, offsets, np.full(count, 2, dtype=np.int32))
+
+
+def make_order(samples: SampleSet, **changes: int) -> ElasticOrder:
+    settings = {
+        "seed": 1,
+        "global_batch_size": 8,
+        "micro_batch_size": 3,
+        "total_samples": 2 * len(samples),
+    }
+    return ElasticOrder(samples.lengths, samples.label_counts, **(settings | changes))
+
+
+def plain(batch: dict) -> dict:
+    return {key: getattr(value, "tolist", lambda v=value: v)() for key, value in batch.items()}
+
+
+class TestLoaders:
+    """Micro-batches of a rank, in order."""
+
+    @pytest.mark.parametrize("start_step", [0, 3, 9, 10])
+    def test_a_loader_starts_at_any_step(self, start_step):
+        samples = make_samples()
+        order = make_order(samples)
+        loader = train_batches(samples, order, start_step, 10)
+        expected = [
+            plain(
+                collate(
+                    [None if i == FILLER else samples[i] for i in micro_batch],
+                    order.label_tokens(step),
+                )
+            )
+            for step in range(start_step, 10)
+            for micro_batch in order.micro_batches(step)
+        ]
+        assert [plain(batch) for batch in loader] == expected
+        assert len(loader) == len(expected)
+
+    @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+    def test_the_ranks_together_carry_every_target_once(self, world_size):
+        samples = make_samples()
+        ranks = [make_order(samples, rank=r, world_size=world_size) for r in range(world_size)]
+        loaders = [list(train_batches(samples, order, 0, order.total_steps)) for order in ranks]
+        assert len({len(batches) for batches in loaders}) == 1
+        batches = [batch for batches in loaders for batch in batches]
+        assert sum(batch["samples"] for batch in batches) == 2 * len(samples)
+        assert sum(batch["tokens"] for batch in batches) == 2 * samples.lengths.sum()
+        targets = sum(len(batch["targets"]) for batch in batches)
+        assert targets == 2 * samples.label_counts.sum()
+        shares = [len(batch["targets"]) / batch["label_tokens_in_step"] for batch in batches]
+        assert sum(shares) == pytest.approx(ranks[0].total_steps)
+
+    @pytest.mark.parametrize("world_size", [1, 2, 3])
+    @pytest.mark.parametrize("limit", [2, 10, 100])
+    def test_validation_takes_the_first_samples(self, limit, world_size):
+        samples = make_samples()
+        loaders = [
+            validation_loader(samples, limit, 4, rank=rank, world_size=world_size)
+            for rank in range(world_size)
+        ]
+        assert len({len(loader) for loader in loaders}) == 1
+        batches = [batch for loader in loaders for batch in loader]
+        labels = samples.label_counts[:limit].sum()
+        assert sum(len(batch["targets"]) for batch in batches) == labels
+        assert {batch["label_tokens_in_step"].item() for batch in batches} == {labels}
+
+    def test_a_loader_of_a_run_that_is_already_at_its_end_is_empty(self):
+        samples = make_samples()
+        order = make_order(samples, start_step=7, start_samples=2 * len(samples))
+        assert order.total_steps == 7
+        loader = train_batches(samples, order, start_step=7, end_step=7)
+        assert len(loader) == 0
+        assert list(loader) == []

@@ -1,0 +1,330 @@
+import numpy as np
+import pytest
+
+from ftkit.data import sampler
+from ftkit.data.sampler import FILLER, ElasticOrder, IntArray, permutation, validation_batches
+
+
+def alpaca_like(samples: int, seed: int = 0) -> IntArray:
+    """Lengths with the mean (133), the tail and the cap (512) of Alpaca."""
+    spread = 0.9
+    normal = np.random.default_rng(seed).normal(np.log(141) - spread**2 / 2, spread, samples)
+    return np.clip(np.exp(normal).astype(np.int64), 8, 512)
+
+
+def make_order(samples: int = 50, *, epochs: float = 1, **changes: int) -> ElasticOrder:
+    lengths = alpaca_like(samples)
+    settings = {
+        "seed": 1,
+        "global_batch_size": 12,
+        "micro_batch_size": 2,
+        "total_samples": int(epochs * samples),
+    }
+    return ElasticOrder(lengths, lengths // 2, **(settings | changes))
+
+
+def all_ranks(world_size: int, **settings: int) -> list[ElasticOrder]:
+    return [make_order(**settings, rank=r, world_size=world_size) for r in range(world_size)]
+
+
+def padded_tokens(lengths: IntArray, micro_batches: list[list[int]]) -> int:
+    real = [batch for batch in micro_batches if batch != [FILLER]]
+    return sum(int(lengths[batch].max()) * len(batch) for batch in real)
+
+
+@pytest.mark.parametrize("global_batch_size", [1, 7, 12, 50, 64, 130])
+def test_every_epoch_takes_every_sample_exactly_once(global_batch_size):
+    order = make_order(samples=50, epochs=3, global_batch_size=global_batch_size)
+    taken = np.concatenate([order.samples(step) for step in range(order.total_steps)])
+    for epoch in range(3):
+        assert sorted(taken[50 * epoch : 50 * (epoch + 1)]) == list(range(50))
+
+
+def test_epochs_and_seeds_give_different_orders():
+    orders = [tuple(permutation(50, seed, epoch)) for seed in (1, 2, -1) for epoch in (0, 1)]
+    assert len(set(orders)) == len(orders)
+
+
+def test_the_order_of_a_seed_never_changes():
+    """Pinned: a run started with one version of ftkit or numpy must go on with another."""
+    assert permutation(10, seed=1337, epoch=0).tolist() == [7, 0, 4, 6, 8, 2, 9, 3, 5, 1]
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 5, 64])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_neither_ranks_nor_micro_batch_size_change_the_samples_of_a_step(
+    world_size, micro_batch_size
+):
+    plain = make_order(epochs=2)
+    for order in all_ranks(world_size, epochs=2, micro_batch_size=micro_batch_size):
+        assert order.total_steps == plain.total_steps
+        for step in range(plain.total_steps):
+            assert order.samples(step).tolist() == plain.samples(step).tolist()
+            assert order.label_tokens(step) == plain.label_tokens(step)
+
+
+@pytest.mark.parametrize("global_batch_size", [1, 7, 12, 64, 130])
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 5, 64])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_ranks_together_run_exactly_the_samples_of_the_step_in_equally_many_micro_steps(
+    world_size, micro_batch_size, global_batch_size
+):
+    orders = all_ranks(
+        world_size,
+        epochs=3,
+        micro_batch_size=micro_batch_size,
+        global_batch_size=global_batch_size,
+    )
+    for step in range(orders[0].total_steps):
+        samples = orders[0].samples(step)
+        micro_steps = -(-global_batch_size // (micro_batch_size * world_size))
+        layouts = [order.micro_batches(step) for order in orders]
+        assert {order.micro_steps for order in orders} == {micro_steps}
+        assert {len(layout) for layout in layouts} == {micro_steps}
+        batches = [batch for layout in layouts for batch in layout]
+        assert all(1 <= len(batch) <= micro_batch_size for batch in batches)
+        run = [sample for batch in batches if batch != [FILLER] for sample in batch]
+        assert sorted(run) == sorted(samples)
+
+
+@pytest.mark.parametrize("global_batch_size", [1, 7, 12, 64])
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 5, 64])
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_a_rank_gets_a_filler_only_if_there_are_fewer_samples_than_places(
+    world_size, micro_batch_size, global_batch_size
+):
+    orders = all_ranks(
+        world_size, micro_batch_size=micro_batch_size, global_batch_size=global_batch_size
+    )
+    for step in range(orders[0].total_steps):
+        places = [batch for order in orders for batch in order.micro_batches(step)]
+        samples = len(orders[0].samples(step))
+        assert places.count([FILLER]) == max(0, len(places) - samples)
+        if samples == global_batch_size:  # a shorter last step may run micro-steps of fillers
+            for ranks in zip(*(order.micro_batches(step) for order in orders), strict=True):
+                assert list(ranks) != [[FILLER]] * world_size
+
+
+def test_with_one_sample_per_step_the_other_rank_runs_a_filler():
+    orders = all_ranks(2, global_batch_size=1)
+    batches = [order.micro_batches(0) for order in orders]
+    assert sorted(batches) == [[[FILLER]], [orders[0].samples(0).tolist()]]
+    assert orders[0].imbalance(0) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("samples", "global_batch_size", "sizes"),
+    [
+        (50, 12, [12, 12, 12, 12, 2]),
+        (48, 12, [12, 12, 12, 12]),
+        (50, 64, [50]),
+        (30, 64, [30]),
+    ],
+)
+def test_only_the_last_step_is_shorter(samples, global_batch_size, sizes):
+    order = make_order(samples, global_batch_size=global_batch_size)
+    assert [len(order.samples(step)) for step in range(order.total_steps)] == sizes
+
+
+def test_a_step_larger_than_the_data_set_takes_samples_of_several_epochs():
+    order = make_order(samples=5, epochs=4, global_batch_size=12)
+    counts = np.bincount(order.samples(0), minlength=5)
+    assert counts.sum() == 12
+    assert set(counts) == {2, 3}
+
+
+def test_max_steps_ends_the_run_within_an_epoch():
+    order = make_order(samples=50, epochs=5, total_samples=3 * 12)
+    assert order.total_steps == 3
+    with pytest.raises(AssertionError):
+        order.samples(3)
+
+
+def taken(order: ElasticOrder) -> list[list[int]]:
+    return [order.samples(step).tolist() for step in range(order.start_step, order.total_steps)]
+
+
+@pytest.mark.parametrize("total_samples", [150, 100, 7])
+@pytest.mark.parametrize("global_batch_size", [1, 7, 12, 64])
+def test_a_run_that_continues_at_any_step_takes_what_the_uninterrupted_one_takes(
+    global_batch_size, total_samples
+):
+    settings = {"global_batch_size": global_batch_size, "total_samples": total_samples}
+    whole = make_order(**settings)
+    for step in range(whole.total_steps + 1):
+        rest = make_order(**settings, start_step=step, start_samples=whole.consumed(step))
+        assert rest.total_steps == whole.total_steps
+        assert taken(rest) == taken(whole)[step:]
+        assert [rest.micro_batches(s) for s in range(step, rest.total_steps)] == [
+            whole.micro_batches(s) for s in range(step, whole.total_steps)
+        ]
+
+
+@pytest.mark.parametrize("later", [1, 5, 12, 64])
+@pytest.mark.parametrize("earlier", [1, 7, 12])
+def test_no_sample_is_lost_or_doubled_where_the_global_batch_size_changes(earlier, later):
+    whole = make_order(epochs=3, global_batch_size=earlier)
+    for step in range(whole.total_steps + 1):
+        position = whole.consumed(step)
+        rest = make_order(
+            epochs=3, global_batch_size=later, start_step=step, start_samples=position
+        )
+        assert rest.total_steps == step + -(-(150 - position) // later)
+        both = [*taken(whole)[:step], *taken(rest)]
+        assert np.array_equal(np.concatenate(both), np.concatenate(taken(whole)))
+
+
+def test_the_position_after_each_step_is_the_samples_consumed():
+    order = make_order(global_batch_size=12, start_step=3, start_samples=20)
+    assert [order.consumed(step) for step in range(3, 7)] == [20, 32, 44, 50]
+    assert order.total_steps == 6
+
+
+def test_steps_before_the_start_are_not_known():
+    order = make_order(start_step=2, start_samples=24)
+    for ask in (order.samples, order.consumed):
+        with pytest.raises(AssertionError):
+            ask(1)
+
+
+def test_starting_late_costs_no_more_than_starting_early(monkeypatch):
+    epochs = []
+    monkeypatch.setattr(
+        sampler, "permutation", lambda *args: (epochs.append(args[2]), permutation(*args))[1]
+    )
+    order = make_order(epochs=1e6, start_step=1_000_000, start_samples=12_000_005)
+    order.micro_batches(1_000_000)
+    assert epochs == [12_000_005 // 50]
+
+
+@pytest.mark.parametrize("step", [1, 1_000_000])
+def test_a_late_step_costs_no_more_than_an_early_one(monkeypatch, step):
+    order = make_order(samples=50, epochs=10_000_000)
+    epochs = []
+    monkeypatch.setattr(
+        sampler, "permutation", lambda *args: (epochs.append(args[2]), permutation(*args))[1]
+    )
+    order.micro_batches(step)
+    order.label_tokens(step)
+    assert len(epochs) == 1
+
+
+def test_a_whole_run_makes_one_permutation_per_epoch(monkeypatch):
+    order = make_order(samples=50, epochs=7)
+    epochs = []
+    monkeypatch.setattr(
+        sampler, "permutation", lambda *args: (epochs.append(args[2]), permutation(*args))[1]
+    )
+    for step in range(order.total_steps):
+        order.micro_batches(step)
+        order.label_tokens(step)
+    assert epochs == list(range(7))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "micro_batch_size", "bound"),
+    [(2, 4, 1.1), (2, 1, 1.02), (4, 1, 1.05), (4, 2, 1.15), (8, 1, 1.2), (3, 4, 1.05)],
+)
+def test_ranks_carry_nearly_equal_tokens(world_size, micro_batch_size, bound):
+    """With at least eight micro-steps per step, or places to spare."""
+    order = make_order(
+        samples=6400,
+        global_batch_size=64,
+        micro_batch_size=micro_batch_size,
+        world_size=world_size,
+    )
+    assert max(order.imbalance(step) for step in range(100)) < bound
+
+
+def test_imbalance_is_the_fullest_rank_over_the_mean():
+    order = make_order(world_size=2)
+    ranks = all_ranks(2)
+    lengths = alpaca_like(50)
+    tokens = [lengths[np.concatenate(rank.micro_batches(0)).astype(int)].sum() for rank in ranks]
+    assert order.imbalance(0) == pytest.approx(max(tokens) / np.mean(tokens))
+    assert make_order(world_size=1).imbalance(0) == 1.0
+
+
+def test_little_is_padded():
+    lengths = alpaca_like(6400)
+    order = make_order(samples=6400, global_batch_size=64, micro_batch_size=4)
+    real = sorted_padding = random_padding = 0
+    for step in range(100):
+        samples = order.samples(step)
+        real += lengths[samples].sum()
+        sorted_padding += padded_tokens(lengths, order.micro_batches(step))
+        random_padding += padded_tokens(lengths, samples.reshape(-1, 4).tolist())
+    assert 1 - real / sorted_padding < 0.1
+    assert 1 - real / random_padding > 0.35
+
+
+@pytest.mark.parametrize(("micro_batch_size", "world_size"), [(4, 1), (4, 2), (5, 3), (1, 2)])
+def test_the_largest_micro_batches_come_first(micro_batch_size, world_size):
+    lengths = alpaca_like(640)
+    orders = all_ranks(
+        world_size, samples=640, global_batch_size=64, micro_batch_size=micro_batch_size
+    )
+    for step in range(10):
+        largest = [
+            max(padded_tokens(lengths, [batch]) for batch in ranks)
+            for ranks in zip(*(order.micro_batches(step) for order in orders), strict=True)
+        ]
+        assert largest == sorted(largest, reverse=True)
+
+
+def test_the_longest_sequence_is_in_the_first_micro_step_where_all_places_are_full():
+    lengths = alpaca_like(640)
+    order = make_order(samples=640, global_batch_size=64, micro_batch_size=4)
+    for step in range(10):
+        first = order.micro_batches(step)[0]
+        assert lengths[first].max() == lengths[order.samples(step)].max()
+
+
+def test_places_to_spare_shorten_the_micro_batches_of_long_sequences():
+    lengths = np.array([500, 100, 100, 100, 100, 100, 100, 100])
+    batches = [
+        ElasticOrder(
+            lengths,
+            lengths,
+            seed=1,
+            global_batch_size=8,
+            micro_batch_size=8,
+            total_samples=8,
+            rank=rank,
+            world_size=2,
+        ).micro_batches(0)
+        for rank in range(2)
+    ]
+    assert sorted(lengths[micro_batch].tolist() for [micro_batch] in batches) == [[100] * 7, [500]]
+
+
+def test_a_million_samples_are_no_trouble():
+    order = make_order(samples=1_000_000, global_batch_size=4096, micro_batch_size=3, world_size=7)
+    assert len(order.samples(200)) == 4096
+    assert order.imbalance(200) < 1.02
+
+
+@pytest.mark.parametrize("limit", [1, 7, 20, 50, 1000])
+@pytest.mark.parametrize("micro_batch_size", [1, 3, 8])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_validation_takes_the_first_samples_on_every_layout(world_size, micro_batch_size, limit):
+    lengths = alpaca_like(50)
+    ranks = [
+        validation_batches(lengths, limit, micro_batch_size, rank, world_size)
+        for rank in range(world_size)
+    ]
+    assert len({len(batches) for batches in ranks}) == 1
+    samples = [i for batches in ranks for batch in batches if batch != [FILLER] for i in batch]
+    assert sorted(samples) == list(range(min(limit, 50)))
+    assert all(1 <= len(batch) <= micro_batch_size for batches in ranks for batch in batches)
+
+
+def test_validation_of_nothing_has_no_batches():
+    assert validation_batches(alpaca_like(50), 0, 4) == []
+
+
+@pytest.mark.parametrize("samples", [4, 5, 9, 13, 15, 16])
+def test_samples_of_equal_length_leave_no_rank_without_one(samples):
+    batches = [validation_batches(np.full(samples, 100), samples, 4, rank, 4) for rank in range(4)]
+    assert [[FILLER]] not in batches
+    assert max(len(batch) for [batch] in batches) == -(-samples // 4)

@@ -1,0 +1,161 @@
+"""ftkit evaluate: the numbers that the run reported, from its result and from its checkpoints."""
+
+import json
+import math
+import shutil
+
+import pytest
+from tiny import make_records
+
+from ftkit.cli.app import run
+from ftkit.errors import UserError
+from ftkit.inference.result import find_result
+
+NAMES = ["lora", "qlora", "dora", "pissa", "full", "tied", "mixed", "bf16"]
+
+
+@pytest.fixture
+def values(capsys):
+    """What evaluate prints as JSON."""
+
+    def run_(path: object, *argv: object) -> dict:
+        words = ["evaluate", path, "--accelerator", "cpu", "--format", "json", *argv]
+        assert run(list(map(str, words))) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return run_
+
+
+def mistake(*argv: object) -> str:
+    with pytest.raises(UserError) as error:
+        run(["evaluate", *map(str, argv)])
+    return str(error.value)
+
+
+# --- The numbers of the run -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("where", ["out_dir", "checkpoint"])
+def test_a_result_has_the_numbers_that_its_run_reported(ended, values, name, where):
+    ended_run = ended[name]
+    found = values(getattr(ended_run, where))
+    assert found["loss"] == pytest.approx(ended_run.validation_loss, rel=1e-5)
+    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+    matches = ended_run.report.exact_match
+    assert found["exact_match"] == {"records": matches.samples, "share": matches.after}
+    assert found["records"] == ended_run.report.data["val"].used
+    assert found["label_tokens"] == ended_run.report.data["val"].label_tokens
+    assert found["precision"] == ended_run.report.resolved.precision
+    assert found["quantize"] == ended_run.report.resolved.quantize
+    assert found["step"] == ended_run.report.progress.steps
+    assert found["base_model"] == ended_run.report.resolved.base_model
+
+
+def test_another_storage_of_the_base_gives_other_numbers(ended, values):
+    path = ended["qlora"].out_dir
+    plain = values(path, "--quantize", "none", "--exact_match", 0)
+    assert plain["quantize"] is None and plain["exact_match"] is None
+    assert plain["loss"] != pytest.approx(ended["qlora"].validation_loss, rel=1e-5)
+    assert plain["loss"] == pytest.approx(ended["qlora"].validation_loss, rel=0.05)
+
+
+@pytest.mark.parametrize("size", [1, 5, 11])
+def test_the_micro_batch_changes_nothing(ended, values, size):
+    found = values(ended["lora"].out_dir, "--micro_batch_size", size)
+    assert found["loss"] == pytest.approx(ended["lora"].validation_loss, rel=1e-5)
+
+
+def test_max_iters_counts_batches_of_the_global_size(ended, values):
+    found = values(ended["lora"].out_dir, "--max_iters", 1, "--exact_match", 5)
+    assert (found["records"], found["exact_match"]["records"]) == (11, 5)
+    assert found["loss"] != pytest.approx(ended["lora"].validation_loss, rel=1e-5)
+
+
+def test_an_exact_match_is_an_answer_that_equals_the_expected_text(ended, values, monkeypatch):
+    def every_second(_, __, ___, records, **____):
+        return [r["output"].strip() if i % 2 else "no" for i, r in enumerate(records)]
+
+    monkeypatch.setattr("ftkit.training.evaluation.answer_records", every_second)
+    found = values(ended["lora"].out_dir, "--micro_batch_size", 4, "--exact_match", 8)
+    assert found["exact_match"] == {"records": 8, "share": 0.5}
+
+
+# --- Other data -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def held_out(tmp_path):
+    """Records that no run has seen."""
+    file = tmp_path / "held_out.json"
+    file.write_text(json.dumps(make_records(20, seed=5)))
+    return file
+
+
+def test_a_file_of_its_own_is_taken_whole(ended, values, held_out):
+    found = values(ended["lora"].out_dir, "--data.json_path", held_out)
+    assert found["records"] == 20
+    assert found["data"]["init_args"]["mask_prompt"] is True  # as in the run
+    part = values(
+        ended["lora"].out_dir, "--data.json_path", held_out, "--data.val_split_fraction", 0.25
+    )
+    assert part["records"] == 5
+
+
+def test_the_validation_part_of_a_directory_is_taken(ended, values, held_out, tmp_path):
+    directory = tmp_path / "data"
+    directory.mkdir()
+    shutil.copy(held_out, directory / "val.json")
+    (directory / "train.json").write_text(json.dumps(make_records(7)))
+    whole = values(ended["lora"].out_dir, "--data.json_path", held_out)
+    found = values(ended["lora"].out_dir, "--data", "JSON", "--data.json_path", directory)
+    assert found["loss"] == pytest.approx(whole["loss"], rel=1e-6)
+
+
+def test_models_without_a_run_need_data(values, tiny_base, held_out):
+    message = mistake(tiny_base)
+    assert "Try --data JSON --data.json_path FILE." in message
+    options = ["--data", "JSON", "--data.json_path", held_out, "--data.mask_prompt", "true"]
+    found = values(tiny_base, *options, "--exact_match", 2)
+    assert found["loss"] == pytest.approx(math.log(400), rel=0.05)
+    assert (found["step"], found["exact_match"]["records"]) == (None, 2)
+
+
+def test_the_base_of_a_run_can_be_measured_on_the_same_data(ended, values):
+    outcome = ended["lora"]
+    base = find_result(str(outcome.out_dir)).base
+    data = find_result(str(outcome.out_dir)).recipe.data["init_args"]
+    options = [f"--data.{key}={json.dumps(value)}" for key, value in data.items()]
+    found = values(base, "--data", "JSON", *options)
+    assert found["loss"] == pytest.approx(outcome.report.loss.validation_first, rel=1e-5)
+
+
+# --- What is shown, and mistakes ------------------------------------------------------------------
+
+
+def test_a_table_shows_the_same_numbers(ended, capsys):
+    outcome = ended["qlora"]
+    assert run(["evaluate", str(outcome.out_dir), "--accelerator", "cpu"]) == 0
+    out = capsys.readouterr().out
+    rows = dict(line.split("  ", 1) for line in out.splitlines() if not line.startswith(" "))
+    assert rows["loss"].strip() == f"{outcome.validation_loss:.4f}"
+    assert rows["perplexity"].strip() == f"{math.exp(outcome.validation_loss):.4g}"
+    assert rows["base model"].strip() == "tiny, 32-true, bnb.nf4-dq"
+    assert rows["exact match"].strip() == "0 % of 3 answers"
+    assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--data.json_path", "none.json"], "there is no such file or directory"),
+        (["--data", "Nonsense"], "data is litgpt.data.Nonsense"),
+        (["--data.val_split_fraction", "2"], "between 0 and 1"),
+        (["--micro_batch_size", "0"], "a whole number of at least 1"),
+        (["--max_iters", "x"], "a whole number of at least 1. Try --max_iters 100."),
+        (["--exact_match", "-1"], "a whole number of at least 0"),
+        (["--max_new_tokens", "5"], "is not an option of ftkit evaluate"),
+    ],
+)
+def test_a_mistake_names_what_works(ended, options, words):
+    assert words in mistake(ended["lora"].out_dir, *options)

@@ -1,0 +1,224 @@
+"""Runs that certainly do not fit are refused before anything starts; the micro-batch is chosen."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftkit.config.devices import Devices
+from ftkit.config.parsing import read_recipe, to_yaml
+from ftkit.config.recipe import Recipe
+from ftkit.errors import DoesNotFit
+from ftkit.launch import preflight
+from ftkit.memory.gpus import HOST, Gpu
+from ftkit.planner.check import check
+from ftkit.utils.hardware import processes_killed_for_memory
+
+CUDA = Devices(accelerator="cuda", count=1, names=("NVIDIA Some GPU",), memory_bytes=(24 * 2**30,))
+COMMAND = ["ftkit", "finetune_full", "--config", "mine.yaml"]
+ANSWER: dict[str, Any] = {
+    "fits": False,
+    "micro_batch_size": 4,
+    "low_bytes": 40 * 2**30,
+    "high_bytes": 50 * 2**30,
+    "length_source": "data",
+    "length": "512 tokens: the longest sample",
+    "changes": [
+        {"title": "LoRA", "method": "lora", "overrides": [["lora_r", "8"]]},
+        {"title": "8-bit", "method": "full", "overrides": [["optimizer", "bitsandbytes.optim.A"]]},
+    ],
+}
+
+
+def recipe(**keys: str) -> Recipe:
+    values = {"checkpoint_dir": "random:pythia-14m", "train.max_seq_length": "64"}
+    values |= {key.replace("__", "."): value for key, value in keys.items()}
+    return read_recipe([], list(values.items()))
+
+
+class Gpu24GiB:
+    """A machine with one GPU, its plans always found to be the same."""
+
+    def __init__(self) -> None:
+        self.answer: dict[str, Any] = dict(ANSWER)
+        self.plans = 0
+        """How many were made."""
+        self.memory_bytes = 0
+        """What the last was made for."""
+
+    def ask(self, _: Recipe, __: Devices, memory_bytes: int) -> dict[str, Any]:
+        self.plans += 1
+        self.memory_bytes = memory_bytes
+        return self.answer
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu24GiB:
+    machine = Gpu24GiB()
+    monkeypatch.setattr(preflight, "_ask", machine.ask)
+    return machine
+
+
+def test_a_run_that_cannot_fit_is_refused_with_commands_that_would(gpu: Gpu24GiB) -> None:
+    with pytest.raises(DoesNotFit) as refused:
+        preflight.require_room(recipe(), CUDA, COMMAND)
+    assert refused.value.exit_code == 3
+    text = str(refused.value)
+    assert "at least 40.0 GiB on each GPU, which has 24.0 GiB" in text and "--force" in text
+    assert "LoRA: ftkit finetune --config mine.yaml --lora_r 8" in text
+    assert "8-bit: ftkit finetune_full --config mine.yaml --optimizer bitsandbytes" in text
+
+
+@pytest.mark.parametrize("fits", [True, None])
+def test_what_fits_or_may_fit_is_not_refused(
+    gpu: Gpu24GiB, fits: bool | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu.answer["fits"] = fits
+    preflight.require_room(recipe(), CUDA, COMMAND)
+    assert gpu.plans == 1
+    said = capsys.readouterr().out
+    words = "may not be enough: this run needs 40.0 GiB to 50.0 GiB of 24.0 GiB on each GPU"
+    assert (words in said and "512 tokens: the longest sample" in said) == (fits is None)
+
+
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 400}
+LARGE = {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "vocab_size": 32000,
+}
+FLAT = LARGE | {"num_hidden_layers": 4}
+LITGPT = {
+    "hidden_size": "n_embd",
+    "intermediate_size": "intermediate_size",
+    "num_hidden_layers": "n_layer",
+    "vocab_size": "padded_vocab_size",
+}
+
+
+@pytest.mark.parametrize("where", ["directory", "litgpt", "hub", "downloaded"])
+@pytest.mark.parametrize(
+    ("settings", "context", "keys", "plans"),
+    [
+        (SMALL, 256, {}, 0),
+        (SMALL, 131_072, {"lora_r": "8"}, 0),
+        (LARGE, 2048, {}, 1),
+        (LARGE, 2048, {"lora_r": "8"}, 1),
+        (FLAT, 2048, {"lora_r": "8"}, 0),
+        (FLAT, 2048, {"lora_r": "8", "train__micro_batch_size": "16"}, 1),
+        (FLAT, 131_072, {"lora_r": "8"}, 1),
+    ],
+)
+def test_what_is_looked_at_hangs_on_the_size_of_the_run_and_not_on_what_is_downloaded(
+    gpu: Gpu24GiB,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+    settings: dict[str, int],
+    context: int,
+    keys: dict[str, str],
+    plans: int,
+) -> None:
+    gpu.answer["fits"] = True
+    monkeypatch.chdir(tmp_path)
+    is_local = where in ("directory", "litgpt")
+    name = "mine" if is_local else "org/mine"
+    directory = tmp_path / (name if is_local else f"checkpoints/{name}")
+
+    def settings_arrive(*_: object, **__: object) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        config = settings | {"max_position_embeddings": context}
+        (directory / "config.json").write_text(json.dumps(config))
+        if where == "litgpt":
+            lines = [f"{LITGPT[key]}: {value}" for key, value in settings.items()]
+            text = "\n".join([*lines, f"block_size: {context}"])
+            (directory / "model_config.yaml").write_text(text)
+        if where == "downloaded":
+            (directory / "model.safetensors").write_bytes(b"weights")
+
+    if where != "hub":
+        settings_arrive()
+    monkeypatch.setattr(preflight, "fetch_settings", settings_arrive)
+    asked = recipe(checkpoint_dir=name, train__max_seq_length="null", **keys)
+    preflight.require_room(asked, CUDA, COMMAND)
+    assert gpu.plans == plans
+
+
+def test_a_model_of_which_nothing_is_known_is_looked_at(
+    gpu: Gpu24GiB, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gpu.answer = {"error": "unknown"}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(preflight, "fetch_settings", lambda *_, **__: None)
+    preflight.require_room(recipe(checkpoint_dir="org/mine"), CUDA, COMMAND)
+    assert gpu.plans == 1
+
+
+def test_on_cpus_nothing_is_refused(gpu: Gpu24GiB) -> None:
+    preflight.require_room(recipe(), Devices(accelerator="cpu", count=2), COMMAND)
+    assert gpu.plans == 0
+
+
+@pytest.mark.parametrize(("devices", "gib"), [("1", 80), ("2", 24), ("auto", 8)])
+def test_the_memory_is_that_of_the_smallest_gpu_that_is_used(
+    gpu: Gpu24GiB, monkeypatch: pytest.MonkeyPatch, devices: str, gib: int
+) -> None:
+    sizes = (80 * 2**30, 24 * 2**30, 8 * 2**30)
+    three = dataclasses.replace(CUDA, count=3, memory_bytes=sizes)
+    gpu.answer["fits"] = True
+    preflight.require_room(recipe(devices=devices), three, COMMAND)
+    assert gpu.memory_bytes == gib * 2**30
+    monkeypatch.setattr(preflight, "free_bytes", lambda count: [n // 2 for n in sizes[:count]])
+    preflight.with_micro_batch(recipe(devices=devices, train__micro_batch_size="auto"), three)
+    assert gpu.memory_bytes == gib * 2**29
+
+
+def test_gpus_of_unknown_memory_refuse_nothing(gpu: Gpu24GiB) -> None:
+    preflight.require_room(recipe(), dataclasses.replace(CUDA, memory_bytes=()), COMMAND)
+    assert gpu.plans == 0
+
+
+def test_auto_takes_the_micro_batch_that_was_found_and_says_what_it_assumes(
+    gpu: Gpu24GiB, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu.answer |= {"fits": True, "length_source": "assumed", "length": "2,048 tokens assumed"}
+    asked = recipe(train__micro_batch_size="auto", accelerator="cpu")
+    found = preflight.with_micro_batch(asked, Devices(accelerator="cpu", count=2))
+    assert found.train.micro_batch_size == 4
+    said = "train.micro_batch_size is 4; sequences: 2,048 tokens assumed\n"
+    assert capsys.readouterr().out == said
+    given = dataclasses.replace(asked, train=dataclasses.replace(asked.train, micro_batch_size=2))
+    assert preflight.with_micro_batch(given, CUDA) == given
+
+
+def test_auto_is_refused_where_not_even_one_sequence_fits(gpu: Gpu24GiB) -> None:
+    asked = recipe(train__micro_batch_size="auto", accelerator="cpu")
+    with pytest.raises(DoesNotFit, match=r"one sequence needs 40\.0 GiB"):
+        preflight.with_micro_batch(asked, Devices(accelerator="cpu", count=2))
+
+
+def test_more_ranks_and_offload_are_no_advice_where_all_is_host_memory(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(to_yaml(recipe(accelerator="cpu", precision="32-true")))
+    found: Any = check(str(file), Gpu(name=HOST, memory_bytes=2**40), failed=True)
+    assert found["changes"] and all(change["fits"] for change in found["changes"])
+    assert not any("strategy" in dict(change["overrides"]) for change in found["changes"])
+
+
+def test_the_kernels_count_of_processes_killed_for_memory_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "vmstat"
+    file.write_text("pgfault 12\noom_kill 3\n")
+    assert processes_killed_for_memory(file) == 3
+    assert processes_killed_for_memory(tmp_path / "none") is None
+
+
+def test_the_check_finds_the_largest_micro_batch_for_the_memory(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(to_yaml(recipe(train__micro_batch_size="auto", accelerator="cpu")))
+    plenty = check(str(file), Gpu(name=HOST, memory_bytes=2**40))
+    assert plenty["fits"] is True and plenty["micro_batch_size"] == 16
+    scarce = check(str(file), Gpu(name=HOST, memory_bytes=int(plenty["high_bytes"]) - 2**20))  # type: ignore[call-overload]
+    assert scarce["fits"] is True and scarce["micro_batch_size"] == 8

@@ -1,0 +1,507 @@
+"""Several ranks in one run: nothing is left behind, one voice speaks, and anyone may start them."""
+
+import dataclasses
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from command import Start, command_environment
+from launchers import slurm, torchrun
+from runs import DEFAULT_SIGNALS, FILES, FOREVER, TIMEOUT_S, Run, command_of, rows, watched
+from saved_runs import ended, save_run
+
+from ftkit.cli.app import split_options
+from ftkit.config.devices import Devices
+from ftkit.config.parsing import read_recipe
+from ftkit.config.plan import make_plan
+from ftkit.config.recipe import Recipe
+from ftkit.errors import UserError
+from ftkit.launch.environment import ExternalRanks
+from ftkit.launch.ranks import ALLOCATOR_SETTINGS, rank_environment
+from ftkit.report.report import Report, read_report
+from ftkit.runs.job import Job
+
+TWO_RANKS = {"devices": 2, "strategy": "ddp", "train__micro_batch_size": 1, "eval__interval": 0}
+FSDP = {"strategy": "fsdp"}
+LEARNED = ["step", "samples", "loss", "lr", "grad_norm", "tokens"]
+"""Columns of metrics.csv that no launcher may change."""
+
+
+def on_rank(rank: int, statements: str) -> str:
+    """Statements for the start of one rank's interpreter."""
+    lines = statements.strip().splitlines()
+    return f'if os.environ["RANK"] == "{rank}":\n' + "".join(f"    {line}\n" for line in lines)
+
+
+def raising(where: str, error: str) -> str:
+    """Statements that make a function of ftkit raise: `module:function` or `module:Class.method`.
+
+    The first call does what it should, because training goes on for a while.
+    """
+    module, _, function = where.partition(":")
+    return f"""
+import importlib
+import torch
+owner = importlib.import_module("{module}")
+*path, name = "{function}".split(".")
+for part in path:
+    owner = getattr(owner, part)
+def fail(*_, **__):
+    raise {error}
+setattr(owner, name, fail)
+"""
+
+
+def assert_reported(run: Run, out: str, outcome: str, reason: str, phase: str) -> Report:
+    """One report, with the cause alone, that was shown too."""
+    report = read_report(run.out_dir)
+    assert (report.outcome, report.phase) == (outcome, phase)
+    assert re.match(reason, report.exit_reason), report.exit_reason
+    table = " ".join(out[out.index("ftkit ") :].split())
+    assert f"{outcome.replace('_', ' ')} {report.exit_reason}" in table
+    assert not run.state.exists()
+    return report
+
+
+# --- A run that completes, beside one that fails ------------------------------------------------
+
+
+SPEAKING_OF_ALL = """
+import warnings
+import ftkit.model.language_model
+outline = ftkit.model.language_model.outline
+def speaking(*arguments):
+    warnings.warn("a library warns on all ranks", UserWarning, stacklevel=1)
+    return outline(*arguments)
+ftkit.model.language_model.outline = speaking
+"""
+SPEAKING_OF_ONE = """
+import ftkit.optim.schedule
+make_schedule = ftkit.optim.schedule.make_schedule
+def noticing(*arguments, **keys):
+    for _ in range(2):
+        warnings.warn("a library warns on rank 1", UserWarning, stacklevel=1)
+        print("a library prints on rank 1", flush=True)
+        os.system("echo a program prints on rank 1")
+    schedule, notices = make_schedule(*arguments, **keys)
+    return schedule, [*notices, "only rank 1 knows this"]
+ftkit.optim.schedule.make_schedule = noticing
+"""
+
+
+@pytest.fixture(scope="module")
+def side_by_side(start: Start, tmp_path_factory: pytest.TempPathFactory):
+    """At one time: a run that completes, and one whose rank 1 raises in training.
+
+    It then hangs, as a rank may that leaves a process group in which the others wait.
+    """
+    directory = tmp_path_factory.mktemp("side")
+    failing = raising("ftkit.training.module:FineTuner.training_step", "RuntimeError('a bug')")
+    failing += "import atexit, time\natexit.register(time.sleep, 600)\n"
+    speaking = SPEAKING_OF_ALL + on_rank(1, SPEAKING_OF_ONE)
+    with (
+        start(directory / "good", in_ranks=speaking, **TWO_RANKS) as good,
+        start(directory / "bad", in_ranks=on_rank(1, failing), **TWO_RANKS | FSDP) as bad,
+    ):
+        for run in (good, bad):
+            run.wait_for(lambda run=run: len(run.processes()) == 3)
+        ranks = [rank.environ() for run in (good, bad) for rank in run.ranks()]
+        return good, good.end(), bad, bad.end(), ranks
+
+
+def test_two_runs_side_by_side_do_not_collide(side_by_side) -> None:
+    good, (code, _, err), _, _, ranks = side_by_side
+    assert (code, err) == (0, "")
+    assert sorted(path.name for path in good.out_dir.iterdir()) == FILES
+    assert len({rank["MASTER_PORT"] for rank in ranks}) == 2
+
+
+def test_ranks_know_their_place_by_the_names_that_torchrun_uses(side_by_side) -> None:
+    *_, ranks = side_by_side
+    places = [(rank["RANK"], rank["LOCAL_RANK"], rank["WORLD_SIZE"]) for rank in ranks]
+    assert places == [("0", "0", "2"), ("1", "1", "2")] * 2
+
+
+def test_rank_0_speaks_alone_and_libraries_not_at_all(side_by_side) -> None:
+    _, (_, out, _), *_ = side_by_side
+    lines = out.splitlines()
+    assert len(lines) == len(set(lines))
+    assert out.index("reading data") == 0
+    for noise in ("a library", "a program", "Setting accelerator", "Warning", "deprecated"):
+        assert noise not in out
+
+
+def test_what_only_another_rank_says_is_in_the_log_once(side_by_side) -> None:
+    good, (_, out, _), *_ = side_by_side
+    log = (good.out_dir / "run.log").read_text()
+    for said in ("library warns", "library prints", "program prints"):
+        assert len(re.findall(f"a {said} on rank 1\n", log)) == 1, said
+        assert f"rank 1: a {said} on rank 1\n" in log or said == "library warns"
+    assert log.count("UserWarning: a library warns on all ranks") == 1
+    assert "rank 1: only rank 1 knows this" in read_report(good.out_dir).warnings
+    assert out.count("only rank 1 knows this") == log.count("only rank 1 knows this") == 1
+
+
+def test_an_exception_on_one_rank_is_the_cause_that_is_named(side_by_side) -> None:
+    _, _, bad, (code, out, err), _ = side_by_side
+    assert (code, err) == (1, "")
+    assert_reported(bad, out, "failed", "rank 1: RuntimeError: a bug$", "training")
+    log = (bad.out_dir / "run.log").read_text()
+    assert re.search(r"rank 1:\nTraceback .*\nRuntimeError: a bug\n", log, re.DOTALL)
+
+
+# --- The environment of a rank --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "user", "expected"),
+    [
+        ("cuda", {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        (
+            "cuda",
+            {"PYTORCH_ALLOC_CONF": "backend:native"},
+            {"PYTORCH_ALLOC_CONF": "backend:native"},
+        ),
+        ("cuda", {"PYTORCH_CUDA_ALLOC_CONF": ""}, {"PYTORCH_CUDA_ALLOC_CONF": ""}),
+        ("cpu", {}, {}),
+    ],
+)
+@pytest.mark.parametrize("placement", [{"RANK": "0"}, {"TORCHELASTIC_USE_AGENT_STORE": "True"}])
+def test_segments_of_gpu_memory_can_grow_unless_the_user_says_how_memory_is_given(
+    common: list[str], tmp_path: Path, monkeypatch, accelerator, user, expected, placement
+) -> None:
+    for name in ALLOCATOR_SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in user.items():
+        monkeypatch.setenv(name, value)
+    words = command_of(tmp_path / "out", common, accelerator=accelerator)
+    recipe = read_recipe([], split_options(words[1:]).values, method="lora")
+    devices = Devices(accelerator=accelerator, count=1, names=("A100",))
+    job = Job(recipe=recipe, devices=devices, base="", command=(), started_at_s=0.0)
+    found = rank_environment(job, placement)
+    assert {name: found[name] for name in ALLOCATOR_SETTINGS if name in found} == expected
+    assert found.items() >= placement.items()
+
+
+# --- Ranks that die -----------------------------------------------------------------------------
+
+
+def test_a_killed_rank_ends_the_run_and_is_named(start: Start, tmp_path: Path) -> None:
+    with start(tmp_path / "out", **FOREVER | TWO_RANKS | FSDP) as run:
+        run.wait_for_steps(2)
+        run.ranks()[1].kill()
+        code, out, err = run.end()
+    assert (code, err) == (1, "")
+    reason = "rank 1: the training process was killed by SIGKILL; the kernel does this when"
+    report = assert_reported(run, out, "failed", reason, "training")
+    assert report.progress and report.progress.steps >= 1
+    assert not (run.out_dir / "final").exists()
+
+
+def test_a_rank_that_dies_while_the_others_still_import_ends_the_run(
+    start: Start, tmp_path: Path
+) -> None:
+    with start(tmp_path / "out", in_ranks=on_rank(1, "os._exit(7)"), **TWO_RANKS) as run:
+        code, out, err = run.end()
+    assert (code, err) == (1, "")
+    assert_reported(run, out, "failed", "rank 1: .* ended with exit code 7; its last", "set_up")
+
+
+@pytest.mark.slow
+def test_an_error_while_importing_is_in_the_log(start: Start, tmp_path: Path) -> None:
+    broken = on_rank(1, "sys.modules['ftkit.training.loop'] = None")
+    with start(tmp_path / "out", in_ranks=broken, **TWO_RANKS) as run:
+        code, out, err = run.end()
+    assert (code, err) == (1, "")
+    error = "ModuleNotFoundError: import of ftkit.training.loop halted; None in sys.modules"
+    reason = f"rank 1: .* ended with exit code 1; its last line: {error}"
+    assert_reported(run, out, "failed", reason, "set_up")
+    assert f"\nrank 1: {error}" in (run.out_dir / "run.log").read_text()
+
+
+NO_ADVICE = "from ftkit.launch import preflight; preflight._ask = lambda *_, **__: {}"
+"""It takes longer than such a run; test_shortage.py is about it."""
+OUT_OF_MEMORY = "torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB.')"
+
+
+@pytest.mark.parametrize(
+    ("where", "error", "phase"),
+    [
+        pytest.param(
+            "ftkit.model.load_weights:fill", OUT_OF_MEMORY, "set_up", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "ftkit.model.language_model:LanguageModel.forward",
+            "torch.empty(10**15)",
+            "training",
+            marks=pytest.mark.slow,
+        ),
+        ("ftkit.training.module:FineTuner.optimizer_step", OUT_OF_MEMORY, "training"),
+        pytest.param(
+            "ftkit.training.evaluation:validation_loss",
+            "MemoryError()",
+            "validation",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "ftkit.model.load_weights:trained_weights",
+            OUT_OF_MEMORY,
+            "saving",
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["set-up", "forward, of the host", "optimizer", "validation, of Python", "saving"],
+)
+def test_out_of_memory_on_one_rank_names_it_and_the_phase(
+    start: Start, tmp_path: Path, where: str, error: str, phase: str
+) -> None:
+    failing = on_rank(1, raising(where, error))
+    before = f"{DEFAULT_SIGNALS}\n{NO_ADVICE}"
+    with start(tmp_path / "out", before=before, in_ranks=failing, **TWO_RANKS) as run:
+        code, out, err = run.end()
+    assert (code, err) == (3, "")
+    assert_reported(run, out, "out_of_memory", "(?i)rank 1: .*memory", phase)
+
+
+def test_no_rank_outlives_a_killed_supervisor(start: Start, tmp_path: Path) -> None:
+    with start(tmp_path / "out", **FOREVER | TWO_RANKS) as run:
+        run.wait_for_steps(1)
+        assert len(run.processes()) == 3, "supervisor and two ranks"
+        run.process.kill()
+        run.end()
+
+
+def test_a_process_whose_parent_has_died_already_ends_too() -> None:
+    """Between its start and its wish to die with the parent, the parent may have died."""
+    program = "from ftkit.utils.process import die_with_parent; die_with_parent(1); print('alive')"
+    child = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        env=command_environment(),
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert (child.returncode, child.stdout) == (-signal.SIGKILL, b"")
+
+
+# --- Signals ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "reason"),
+    [
+        (signal.SIGINT, 130, "Ctrl[+]C"),
+        pytest.param(signal.SIGTERM, 143, "SIGTERM", marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_ends_all_ranks_after_the_same_step(
+    start: Start, tmp_path: Path, number: signal.Signals, code: int, reason: str
+) -> None:
+    with start(tmp_path / "out", **FOREVER | TWO_RANKS) as run:
+        run.wait_for_steps(2)
+        run.process.send_signal(number)
+        ended, out, err = run.end()
+    assert ended == code
+    assert err == "\nftkit: stopping after the current step (Ctrl+C again stops at once)\n"
+    report = assert_reported(run, out, "interrupted", reason, "training")
+    assert report.progress and report.progress.steps == len(rows(run.out_dir))
+
+
+def test_ctrl_c_during_set_up_ends_all_ranks(start: Start, tmp_path: Path) -> None:
+    with start(tmp_path / "out", **FOREVER | TWO_RANKS) as run:
+        run.wait_for(lambda: len(run.processes()) == 3)
+        run.process.send_signal(signal.SIGINT)
+        code, out, err = run.end()
+    assert (code, err) == (130, "\nftkit: stopping\n")
+    assert_reported(run, out, "interrupted", "Ctrl[+]C", "set_up")
+
+
+# --- Ranks that others start --------------------------------------------------------------------
+
+
+def assert_as_the_built_in_launcher(out_dir: Path, out: str, side_by_side) -> None:
+    good, (_, expected_out, _), *_ = side_by_side
+    assert sorted(path.name for path in out_dir.iterdir()) == FILES
+    expected = [[float(row[key]) for key in LEARNED] for row in rows(good.out_dir)]
+    found = [[float(row[key]) for key in LEARNED] for row in rows(out_dir)]
+    assert found == [pytest.approx(row, rel=1e-5) for row in expected]
+    report = read_report(out_dir)
+    assert (report.outcome, report.exit_code) == ("completed", 0)
+    assert report.resolved and report.resolved.world_size == 2
+    assert report.peak_memory and [rank.rank for rank in report.peak_memory.ranks] == [0, 1]
+    for line in ("completed    train.max_steps of 5 reached", "reading data"):
+        assert out.count(line) == 1
+    words = [" ".join(text.split()[:2]) for text in (out, expected_out)]
+    assert words[0] == words[1]
+
+
+ONE_GPU = Devices(accelerator="cuda", count=1, names=("NVIDIA L4",))
+FOUR_TASKS = ExternalRanks(rank=5, world_size=8, local_world_size=4)
+
+
+def asked_of_tasks(accelerator: str = "auto") -> Recipe:
+    words = [("checkpoint_dir", "base"), ("accelerator", accelerator)]
+    return FOUR_TASKS.applied_to(read_recipe([], words, method="lora"))
+
+
+def test_a_gpu_for_each_task_is_a_machine_for_each_rank() -> None:
+    """As SLURM's --gpus-per-task=1 shows them: whoever counts GPUs finds one, which is cuda:0."""
+    recipe = FOUR_TASKS.on(asked_of_tasks(), ONE_GPU)
+    assert (recipe.devices, recipe.num_nodes) == (1, 8)
+    plan = make_plan(recipe, ONE_GPU)
+    assert (plan.world_size, plan.strategy) == (8, "ddp")
+    placement = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "5"}
+    assert FOUR_TASKS.placement(plan) == placement
+
+
+@pytest.mark.parametrize(
+    "devices",
+    [
+        dataclasses.replace(ONE_GPU, count=4),
+        dataclasses.replace(ONE_GPU, count=8),
+        Devices(accelerator="cpu", count=2),
+    ],
+)
+def test_tasks_that_see_every_gpu_or_none_are_ranks_of_their_machine(devices: Devices) -> None:
+    recipe = FOUR_TASKS.on(asked_of_tasks(), devices)
+    plan = make_plan(recipe, devices)
+    assert (plan.devices, recipe.num_nodes, plan.world_size) == (4, 2, 8)
+    assert FOUR_TASKS.placement(plan) == {}
+
+
+def test_more_tasks_than_gpus_that_they_are_shown_are_refused() -> None:
+    with pytest.raises(UserError, match=r"4 processes .* shown 2 GPUs.*--gpus-per-task=1"):
+        FOUR_TASKS.on(asked_of_tasks(), dataclasses.replace(ONE_GPU, count=2))
+
+
+AS_IF_EACH_SAW_A_GPU = """
+import sys
+if "ftkit.training.rank" not in sys.orig_argv:
+    import dataclasses
+    import ftkit.launch.ranks
+    def on(self, recipe, devices):
+        return dataclasses.replace(recipe, devices=1, num_nodes=self.world_size)
+    ftkit.launch.environment.ExternalRanks.on = on
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_tasks_that_are_a_machine_each_give_the_same_results(
+    side_by_side, common, tmp_path: Path, strategy: str
+) -> None:
+    out_dir = tmp_path / "out"
+    (tmp_path / "sitecustomize.py").write_text(AS_IF_EACH_SAW_A_GPU)
+    words = command_of(out_dir, common, **TWO_RANKS | {"strategy": strategy})
+    environment = command_environment()
+    environment["PYTHONPATH"] += f":{tmp_path}"
+    with watched(out_dir, torchrun(words), tmp_path, environment) as run:
+        code, out, _ = run.end()
+    assert code == 0, out
+    expected = [row["loss"] for row in rows(side_by_side[0].out_dir)]
+    found = [float(row["loss"]) for row in rows(out_dir)]
+    assert found == pytest.approx([float(loss) for loss in expected], rel=1e-5)
+    resolved = read_report(out_dir).resolved
+    assert resolved and (resolved.devices, resolved.world_size) == (1, 2)
+
+
+def test_torchrun_gives_the_same_results(side_by_side, common, tmp_path: Path) -> None:
+    out_dir = tmp_path / "out"
+    words = torchrun(command_of(out_dir, common, **TWO_RANKS))
+    with watched(out_dir, words, tmp_path, command_environment()) as run:
+        code, out, _ = run.end()  # torchrun itself speaks on standard error
+    assert code == 0
+    assert_as_the_built_in_launcher(out_dir, out, side_by_side)
+
+
+def test_slurm_gives_the_same_results(side_by_side, common, tmp_path: Path) -> None:
+    out_dir = tmp_path / "out"
+    with slurm(out_dir, command_of(out_dir, common, **TWO_RANKS), tmp_path) as tasks:
+        (out, err), others = tasks[0].communicate(timeout=TIMEOUT_S), tasks[1].communicate()
+        assert [task.returncode for task in tasks] == [0, 0]
+    assert (err, others) == ("", ("", ""))
+    assert_as_the_built_in_launcher(out_dir, out, side_by_side)
+
+
+def test_a_mistake_under_torchrun_is_told_once_and_leaves_nothing(common, tmp_path: Path) -> None:
+    words = torchrun(command_of(tmp_path / "out", common, data__json_path="none.json"))
+    with watched(tmp_path / "out", words, tmp_path, command_environment()) as run:
+        code, out, err = run.end()
+    assert (code, out) == (1, ""), "torchrun ends with 1 whatever the ranks end with"
+    assert err.count("ftkit: data.json_path is none.json, but there is no such") == 1
+    assert set(re.findall(r"exitcode *: (\d+)", err)) == {"2"}
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_complete_run_under_slurm_ends_well_everywhere(common, tmp_path: Path) -> None:
+    out_dir = tmp_path / "out"
+    words = command_of(out_dir, common, resume="auto")
+    save_run(read_recipe([], split_options(words[1:]).values, method="lora"), 5)
+    ended(out_dir, "completed", 5, result=True)
+    with slurm(out_dir, words, tmp_path) as tasks:
+        (out, err), others = tasks[0].communicate(timeout=TIMEOUT_S), tasks[1].communicate()
+        assert [task.returncode for task in tasks] == [0, 0]
+    assert (err, others) == ("", ("", ""))
+    assert out.startswith(f"{out_dir} is complete at step 5;")
+
+
+@pytest.mark.slow
+def test_a_mistake_that_ranks_find_under_slurm_is_told_once(common, tmp_path: Path) -> None:
+    out_dir = tmp_path / "out"
+    words = command_of(out_dir, common, train__max_seq_length=100_000, **TWO_RANKS)
+    with slurm(out_dir, words, tmp_path) as tasks:
+        (out, err), others = tasks[0].communicate(timeout=TIMEOUT_S), tasks[1].communicate()
+        assert [task.returncode for task in tasks] == [2, 2]
+    assert out == "" and others == ("", "")
+    assert err.startswith("ftkit: train.max_seq_length is 100000") and err.count("ftkit:") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_rank_killed_under_torchrun_is_named_in_the_report(common, tmp_path: Path) -> None:
+    out_dir = tmp_path / "out"
+    words = torchrun(command_of(out_dir, common, **FOREVER | TWO_RANKS))
+    with watched(out_dir, words, tmp_path, command_environment()) as run:
+        run.wait_for_steps(2)
+        (victim,) = [p for p in training(run) if p.environ()["RANK"] == "1"]
+        victim.kill()
+        code, out, _ = run.end()
+    assert code == 1
+    assert_reported(run, out, "failed", "rank 1: .* was killed by SIGKILL", "training")
+
+
+@pytest.mark.slow
+def test_nothing_outlives_a_killed_torchrun(common, tmp_path: Path) -> None:
+    out_dir = tmp_path / "out"
+    words = torchrun(command_of(out_dir, common, **FOREVER | TWO_RANKS))
+    with watched(out_dir, words, tmp_path, command_environment()) as run:
+        run.wait_for_steps(2)
+        assert len(run.processes()) == 5, "torchrun, two supervisors, two ranks"
+        run.process.kill()
+        run.end()
+
+
+@pytest.mark.slow
+def test_ctrl_c_under_torchrun_ends_after_the_step(common, tmp_path: Path) -> None:
+    """In a terminal the supervisors get it twice: from the terminal and from torchrun."""
+    out_dir = tmp_path / "out"
+    words = torchrun(command_of(out_dir, common, **FOREVER | TWO_RANKS))
+    with watched(out_dir, words, tmp_path, command_environment()) as run:
+        run.wait_for_steps(2)
+        for supervisor in psutil.Process(run.process.pid).children():
+            supervisor.send_signal(signal.SIGINT)
+        run.process.send_signal(signal.SIGINT)
+        _, out, err = run.end()
+    assert err.count("ftkit: stopping after the current step\n") == 1
+    assert_reported(run, out, "interrupted", "Ctrl[+]C", "training")
+
+
+def training(run: Run) -> list[psutil.Process]:
+    """The ranks, whoever started them."""
+    supervisors = psutil.Process(run.process.pid).children()
+    return [rank for supervisor in supervisors for rank in supervisor.children()]

@@ -1,0 +1,346 @@
+"""ftkit sweep: what is run, what is skipped, what goes on; the committed sweeps at tiny scale."""
+
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from command import ROOT, command_environment, command_line, start_up_of_ranks
+from compared_runs import at_work, make_run, note_in_ranks
+from rank_jobs import HAS_DEEPSPEED
+from runs import DEFAULT_SIGNALS, rows, wait_for, watched
+
+from ftkit.cli.app import run
+from ftkit.config.sweep import runs_of_file
+from ftkit.errors import UserError
+from ftkit.report.report import Report, read_report
+
+SWEEPS = ROOT / "recipes" / "sweeps"
+BASE = "random:pythia-14m"
+
+
+@pytest.fixture
+def said(capsys, tmp_path, monkeypatch):
+    """What `ftkit sweep` prints, as lines, in an empty directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.yaml").write_text(f"checkpoint_dir: {BASE}\naccelerator: cpu\nout_dir: out/r\n")
+
+    def run_(*argv: object) -> list[str]:
+        assert run(["sweep", *map(str, argv)]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    return run_
+
+
+def write_sweep(path: Path, *runs: object, **keys: object) -> Path:
+    path.write_text(yaml.safe_dump({"runs": list(runs), **keys}))
+    return path
+
+
+SMALL = {"name": "small", "command": "finetune", "config": "r.yaml", "train.micro_batch_size": 2}
+
+
+# --- What is run --------------------------------------------------------------------------------
+
+
+def test_every_combination_of_values_is_a_run_with_a_name_of_its_own(said):
+    lines = said(
+        "finetune", "--config", "r.yaml", "--sweep", "train.micro_batch_size=1,2",
+        "--sweep", "optimizer=AdamW,SGD", "--seed", "7", "--dry_run",
+    )  # fmt: skip
+    assert lines[0] == (
+        "1 of 4: start micro_batch_size=1,optimizer=AdamW "
+        "(train.micro_batch_size 1, optimizer AdamW)"
+    )
+    assert lines[1] == (
+        "  ftkit finetune --config=r.yaml --train.micro_batch_size=1 --optimizer=AdamW --seed=7 "
+        "--out_dir=out/r-sweep/micro_batch_size=1,optimizer=AdamW"
+    )
+    assert len(lines) == 8
+
+
+def test_names_are_directories_whatever_the_values_are(said):
+    lines = said(
+        "finetune", "--config", "r.yaml", "--sweep", "data.seed=1,2", "--sweep", "seed=1",
+        "--sweep", "lora_targets=[q_proj, v_proj],.*(q|v)_proj", "--out_dir", "all", "--dry_run",
+    )  # fmt: skip
+    names = [line.split("--out_dir=")[1].strip("'") for line in lines[1::2]]
+    assert names[0] == "all/data.seed=1,seed=1,lora_targets=_q_proj,_v_proj_"
+    assert len(set(names)) == 4
+    assert all(name.count("/") == 1 for name in names)
+
+
+def test_a_file_names_runs_over_recipes_beside_it_and_options_hold_for_all(said, tmp_path):
+    (tmp_path / "deep").mkdir()
+    file = write_sweep(
+        tmp_path / "deep/s.yaml",
+        SMALL | {"config": "../r.yaml"},
+        {"name": "sgd", "command": "finetune_full", "config": ["../r.yaml"],
+         "optimizer": {"class_path": "SGD", "init_args": {"lr": 0.1}}},
+    )  # fmt: skip
+    lines = said(file, "--train.micro_batch_size", "4", "--dry_run")
+    assert lines[1].endswith(
+        "--train.micro_batch_size=2 --train.micro_batch_size=4 --out_dir=out/sweeps/s/small"
+    )
+    assert said(file, "--only", "sg*", "--out_dir", "o", "--dry_run")[0].startswith(
+        "1 of 1: start sgd"
+    )
+    _, sgd = runs_of_file(file, [("train.micro_batch_size", "4")], None)
+    assert sgd.recipe().optimizer["init_args"]["lr"] == 0.1
+    assert sgd.recipe().train.micro_batch_size == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"runs": []}, "must hold a list of runs"),
+        ({"runs": [SMALL], "seed": 1}, "has the key 'seed', but holds out_dir and runs only"),
+        ({"runs": ["small"]}, "'small' is not a run with a name and a command"),
+        ({"runs": [SMALL | {"name": "../up"}]}, "the name of a run is '../up'"),
+        ({"runs": [SMALL | {"command": "train"}]}, "the command of small is 'train'"),
+        ({"runs": [SMALL | {"resume": "auto"}]}, "small has the key resume"),
+        ({"runs": [SMALL, SMALL]}, "2 runs have the name small"),
+        ({"runs": [SMALL | {"train.micro_batch": 1}]}, "small: train.micro_batch is not a key"),
+        ({"runs": [SMALL | {"config": "no.yaml"}]}, "small: --config no.yaml does not exist"),
+        ({"runs": [SMALL | {"devices": 0}]}, "small: devices is 0"),
+    ],
+)
+def test_a_mistake_in_the_last_run_is_told_before_the_first_one_starts(
+    said, tmp_path, content, message
+):
+    Path("s.yaml").write_text(yaml.safe_dump(content))
+    with pytest.raises(UserError) as error:
+        said("s.yaml")
+    assert message in str(error.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["r.yaml", "s.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "Name a file, such as ftkit sweep recipes/sweeps/single_gpu.yaml"),
+        (["finetune", "--config", "r.yaml"], "--sweep is missing"),
+        (["finetune", "--config", "r.yaml", "--sweep", "seed"], "must be a key and its values"),
+        (["finetune", "--config", "r.yaml", "--sweep", "out_dir=a,b"], "which is set already"),
+        (["s.yaml", "--sweep", "seed=1"], "--config and --sweep go with a command"),
+        (["s.yaml", "--resume", "auto"], "--resume is not for sweeps"),
+        (["s.yaml", "--only", "larg*"], "--only is 'larg*', but no run is called so"),
+        (["s.yaml", "--plot", "a.txt"], "--plot is 'a.txt'"),
+        (["none.yaml"], "none.yaml does not exist"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_told_with_what_works(said, tmp_path, words, message):
+    write_sweep(tmp_path / "s.yaml", SMALL)
+    with pytest.raises(UserError) as error:
+        said(*words)
+    assert message in str(error.value)
+
+
+# --- What is skipped, and what goes on ----------------------------------------------------------
+
+
+@pytest.fixture
+def action(said, tmp_path):
+    """What a sweep would do about its run `small` now."""
+    file = write_sweep(tmp_path / "s.yaml", SMALL, out_dir="o")
+
+    def action_(*words: str) -> str:
+        line, command = said(file, "--dry_run", *words)
+        assert ("--overwrite" in command) == ("start again" in line)
+        assert ("--resume=auto" in command) == ("go on" in line)
+        return line.removeprefix("1 of 1: ").replace(" (train.micro_batch_size 2)", "")
+
+    return action_
+
+
+def record(tmp_path: Path, **keys: object) -> None:
+    """The recipe of the run, as the run itself writes it."""
+    asked = {"checkpoint_dir": BASE, "accelerator": "cpu", "train": {"micro_batch_size": 2}}
+    (tmp_path / "o/small/recipe.yaml").write_text(yaml.safe_dump(asked | keys))
+
+
+@pytest.mark.parametrize("outcome", ["completed", "out_of_memory"])
+def test_what_has_its_result_is_skipped(action, tmp_path, outcome):
+    make_run(tmp_path / "o/small", outcome)
+    record(tmp_path)
+    assert action() == f"skip small: {outcome.replace('_', ' ')}"
+    assert action("--overwrite").startswith("start again small: ")
+
+
+@pytest.mark.parametrize("outcome", ["failed", "interrupted", "stopped"])
+def test_what_ended_early_goes_on_from_its_checkpoint_or_starts_again(action, tmp_path, outcome):
+    make_run(tmp_path / "o/small", outcome)
+    assert action() == f"start again small: {outcome} before, nothing was saved"
+    checkpoint = tmp_path / "o/small/checkpoints/step-00000030"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "metadata.json").write_text("{}")
+    assert action() == f"go on small: {outcome} before, from step 30"
+
+
+def test_a_run_that_could_not_write_its_report_starts_again(action, tmp_path):
+    make_run(tmp_path / "o/small", write=False)
+    assert action() == "start again small: failed before, nothing was saved"
+
+
+def test_a_run_at_work_is_left_alone(action, tmp_path):
+    report = make_run(tmp_path / "o/small", "failed", write=False)
+    note_in_ranks(tmp_path / "o/small", report)
+    with at_work(tmp_path / "o/small"):
+        assert action("--overwrite") == "skip small: at work"
+
+
+def test_a_result_of_other_settings_is_not_taken_for_that_of_these(action, tmp_path):
+    make_run(tmp_path / "o/small")
+    record(tmp_path, seed=7)
+    with pytest.raises(UserError, match=r"with other settings: seed is 7 there and 1337 here\."):
+        action()
+
+
+def test_a_directory_of_something_else_is_refused(action, tmp_path):
+    (tmp_path / "o/small").mkdir(parents=True)
+    (tmp_path / "o/small/thesis.tex").touch()
+    with pytest.raises(UserError, match="o/small is where small belongs, but holds something else"):
+        action()
+
+
+# --- Real ones ----------------------------------------------------------------------------------
+
+IN_RANKS = """
+name = sys.orig_argv[-3]
+if "/memory/" in name or "/long/" in name:
+    import time, torch, ftkit.training.module
+    step = ftkit.training.module.FineTuner.optimizer_step
+    def slow(*args, **kwargs):
+        if "/memory/" in name:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        time.sleep(0.2)
+        return step(*args, **kwargs)
+    ftkit.training.module.FineTuner.optimizer_step = slow
+"""
+"""One run has no memory, and one takes its time."""
+
+
+@pytest.mark.slow
+def test_a_sweep_goes_on_after_an_out_of_memory_and_after_an_interrupt(common, tmp_path):
+    run_of = {"command": "finetune"}
+    file = write_sweep(
+        tmp_path / "s.yaml",
+        {"name": "memory", "train.max_steps": 2, **run_of},
+        {"name": "wrong", "train.max_steps": 2, "train.max_seq_length": 5000, **run_of},
+        {"name": "long", "train.max_steps": 30, **run_of},
+        {"name": "last", "train.max_steps": 2, **run_of},
+        out_dir=str(tmp_path / "o"),
+    )
+    kept = [word for pair in zip(common[::2], common[1::2], strict=True)
+            if pair[0] != "--train.max_steps" for word in pair]  # fmt: skip
+    environment = command_environment()
+    environment["PYTHONPATH"] += f":{start_up_of_ranks(tmp_path, IN_RANKS)}"
+    command = command_line("sweep", file, *kept, before=DEFAULT_SIGNALS)
+    long = tmp_path / "o/long"
+    with watched(tmp_path / "o", command, tmp_path, environment) as sweep:
+        wait_for(lambda: len(rows(long)) >= 2)
+        sweep.process.send_signal(signal.SIGINT)
+        code, out, _ = sweep.end()
+    assert code == 130
+    assert out.splitlines()[-1] == (
+        "stopped by Ctrl+C: 1 of 4 runs are done; the same command goes on"
+    )
+    assert read_report(tmp_path / "o/memory").outcome == "out_of_memory"
+    steps = len(rows(long))
+    assert read_report(long).outcome == "interrupted" and steps < 30
+    assert not (tmp_path / "o/last").exists()
+
+    with watched(tmp_path / "o", command, tmp_path, environment) as sweep:
+        code, out, err = sweep.end()
+    assert code == 1
+    lines = out.splitlines()
+    assert "1 of 4: skip memory (train.max_steps 2): out of memory" in lines
+    assert (
+        f"3 of 4: go on long (train.max_steps 30): interrupted before, from step {steps}" in lines
+    )
+    assert "ftkit: train.max_seq_length is 5000" in err
+    assert lines[-1] == "wrong: not started; what is wrong stands above"
+    assert len(rows(long)) == 30 and len(rows(tmp_path / "o/last")) == 2
+    compared = out[out.rindex("ftkit lora on") :]
+    assert all(name in compared for name in ("memory", "long", "last", "out of memory"))
+
+
+TINY = {
+    "accelerator": "cpu",
+    "data": "JSON",
+    "data.num_workers": 0,
+    "train.global_batch_size": 4,
+    "train.micro_batch_size": 1,
+    "train.max_steps": 2,
+    "train.max_seq_length": 128,
+    "train.lr_warmup_steps": 1,
+    "eval.interval": 0,
+}
+
+
+@pytest.fixture
+def tiny_sweep(tiny_base, tiny_data, tmp_path):
+    """Runs a committed sweep at tiny scale: the reports by name."""
+
+    def ftkit(*words: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command_line(*words),
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env=command_environment(),
+        )
+
+    def run_(name: str, *words: object) -> dict[str, Report]:
+        keys = TINY | {"checkpoint_dir": tiny_base, "data.json_path": tiny_data}
+        options = [word for key, value in keys.items() for word in (f"--{key}", value)]
+        out = tmp_path / name
+        done = ftkit("sweep", SWEEPS / f"{name}.yaml", *options, "--out_dir", out, *words)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return {path.name: read_report(path) for path in sorted(out.iterdir())}
+
+    return run_
+
+
+@pytest.mark.slow
+def test_the_experiments_on_one_gpu_run_from_their_sweep(tiny_sweep):
+    runs = tiny_sweep("single_gpu")
+    assert len(runs) == 14
+    assert {report.outcome for report in runs.values()} == {"completed"}
+    resolved = {name: report.resolved for name, report in runs.items()}
+    assert {found.strategy for found in resolved.values()} == {"single"}
+    assert resolved["05-tiny-full-bf16-mixed"].precision == "bf16-mixed"
+    assert resolved["09-13b-full-sgd"].optimizer == "torch.optim.SGD"
+    assert [name for name, found in resolved.items() if found.quantize] == ["13-7b-qlora"]
+    assert [name for name, report in runs.items() if report.method == "lora"] == [
+        "10-tiny-lora", "11-3b-lora", "12-7b-lora", "13-7b-qlora", "14-13b-lora",
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_experiments_on_several_gpus_run_from_their_sweep(tiny_sweep):
+    """On two processes instead of four, in two goes."""
+    names = [item.name for item in runs_of_file(SWEEPS / "multi_gpu.yaml", [], None)]
+    if not HAS_DEEPSPEED:
+        names.remove("a100-13b-deepspeed")
+    for devices in (1, 2):
+        some = [name for name in names if ("1device" in name) == (devices == 1)]
+        only = [word for name in some for word in ("--only", name)]
+        runs = tiny_sweep("multi_gpu", *only, "--devices", devices)
+    assert runs.keys() == set(names)
+    for name, report in runs.items():
+        assert (report.outcome, report.resolved.precision) == ("completed", "bf16-true")
+        strategies = [s for s in ("ddp", "fsdp", "deepspeed") if s in name] or ["single"]
+        assert [report.resolved.strategy] == strategies
+        assert report.resolved.world_size == (1 if "1device" in name else 2)
+
+
+@pytest.mark.parametrize("name", ["single_gpu", "multi_gpu"])
+def test_a_committed_sweep_has_every_experiment_of_the_tutorial(name):
+    runs = runs_of_file(SWEEPS / f"{name}.yaml", [], None)
+    assert len(runs) == {"single_gpu": 14, "multi_gpu": 10}[name]
+    if name == "multi_gpu":
+        recipes = {path.stem for path in (ROOT / "recipes/multi_gpu").glob("*.yaml")}
+        assert {item.name for item in runs} == recipes
+    assert all(item.recipe() for item in runs)

@@ -1,0 +1,204 @@
+"""Answers token by token: as without a cache, drawn as asked, shown as whole characters."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from command import ROOT
+from tiny import make_llama
+
+from ftkit.embedded import path
+from ftkit.inference.loading import load_result
+from ftkit.inference.result import find_result
+from ftkit.model.generation import Sampling, TextStream, answer_greedily, answer_in_tokens
+from ftkit.model.language_model import LanguageModel
+from ftkit.pretrained.tokenizer import Tokenizer
+
+PROMPT = torch.tensor([0, 20, 30, 40, 50])
+LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.0, -9.0])
+
+
+@pytest.fixture(scope="module")
+def base_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("base") / "tiny", initializer_range=0.5)
+
+
+@pytest.fixture(scope="module")
+def model(base_dir: Path) -> LanguageModel:
+    cpu = torch.device("cpu")
+    return load_result(find_result(str(base_dir)), device=cpu, dtype=torch.float32).model
+
+
+def answer(model: LanguageModel, prompt=PROMPT, *, stop=(), longest=12, **sampling) -> list[int]:
+    return list(
+        answer_in_tokens(
+            model,
+            prompt,
+            stop_ids=stop,
+            max_new_tokens=longest,
+            sampling=Sampling(**sampling),
+        )
+    )
+
+
+def without_cache(model: LanguageModel, count: int) -> list[int]:
+    tokens = PROMPT.tolist()
+    with torch.no_grad():
+        for _ in range(count):
+            logits = model(torch.tensor([tokens]), torch.tensor([len(tokens) - 1]))
+            tokens.append(int(logits.argmax()))
+    return tokens[len(PROMPT) :]
+
+
+# --- Tokens ---------------------------------------------------------------------------------------
+
+
+def test_temperature_0_takes_the_most_likely_token(model):
+    assert answer(model) == without_cache(model, 12)
+    (batch,) = answer_greedily(model, [PROMPT], eos_id=-1, max_new_tokens=12)
+    assert answer(model) == batch.tolist()
+
+
+@pytest.mark.slow
+def test_ranks_that_would_choose_other_tokens_give_the_answer_of_rank_0(model, base_dir, tmp_path):
+    whole = answer(model)
+    eos_id = whole[-1]
+    expected = whole[: whole.index(eos_id)]
+    assert len(expected) > 3
+    script = ROOT / "tests/support/answering_ranks.py"
+    words = [sys.executable, script, base_dir, tmp_path / "answer", tmp_path / "store"]
+    ranks = [
+        subprocess.Popen(
+            [*map(str, words), str(rank), str(eos_id)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    for rank in (0, 1):
+        assert json.loads((tmp_path / f"answer-{rank}.json").read_text()) == expected
+
+
+def test_a_rank_that_answers_with_others_takes_the_tokens_of_rank_0(model, monkeypatch):
+    said = answer_of_one(model)
+    hook = model.register_forward_hook(lambda module, inputs, logits: -logits)
+    try:
+        assert answer_of_one(model) != said
+        tokens = iter(said)
+        monkeypatch.setattr(dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+        monkeypatch.setattr(dist, "broadcast", lambda newest, src: newest.fill_(next(tokens)))
+        assert answer_of_one(model) == said
+    finally:
+        hook.remove()
+
+
+def answer_of_one(model: LanguageModel) -> list[int]:
+    (tokens,) = answer_greedily(model, [PROMPT], eos_id=-1, max_new_tokens=12)
+    return tokens.tolist()
+
+
+def test_a_stop_token_ends_the_answer_and_is_no_part_of_it(model):
+    whole = answer(model)
+    stop = whole[5]
+    assert answer(model, stop=[stop]) == whole[: whole.index(stop)]
+
+
+def test_an_answer_ends_where_the_context_does(model):
+    long = torch.full((250,), 7)
+    assert len(answer(model, long, longest=100)) == 256 - 250
+
+
+def test_an_answer_follows_from_prompt_and_seed(model):
+    first = answer(model, temperature=2.0, seed=1)
+    torch.rand(10)
+    assert answer(model, temperature=2.0, seed=1) == first
+    assert answer(model, temperature=2.0, seed=2) != first
+
+
+def test_an_answer_broken_off_leaves_no_cache(model):
+    tokens = answer_in_tokens(model, PROMPT, stop_ids=(), max_new_tokens=9, sampling=Sampling())
+    next(tokens)
+    tokens.close()
+    assert model.gpt.mask_cache is None
+    assert answer(model) == without_cache(model, 12)
+
+
+def test_drawing_does_not_disturb_the_global_generator(model):
+    state = torch.get_rng_state()
+    answer(model, temperature=1.0)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# --- Sampling -------------------------------------------------------------------------------------
+
+
+def drawn(count: int = 4000, **settings) -> torch.Tensor:
+    """How often each token is drawn, as a share."""
+    sampling = Sampling(**settings)
+    generator = sampling.generator()
+    tokens = [sampling.choose(LOGITS, generator) for _ in range(count)]
+    return torch.bincount(torch.tensor(tokens), minlength=len(LOGITS)) / count
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+def test_tokens_are_drawn_by_their_probability(temperature):
+    expected = (LOGITS / temperature).softmax(dim=0)
+    assert (drawn(temperature=temperature) - expected).abs().max() < 0.03
+
+
+def test_top_k_leaves_the_k_most_likely():
+    expected = torch.tensor([-torch.inf, 3.0, -torch.inf, 2.0, -torch.inf])
+    assert (drawn(temperature=1.0, top_k=2) - expected.softmax(dim=0)).abs().max() < 0.03
+    assert drawn(100, temperature=9.0, top_k=1)[1] == 1
+    assert (drawn(100, temperature=9.0, top_k=1000) > 0).all()
+
+
+def test_top_p_leaves_the_fewest_that_reach_the_probability():
+    chances = LOGITS.softmax(dim=0)  # sorted: 1, 3, 2, 0, 4
+    two = float(chances[1] + chances[3])
+    assert (drawn(temperature=1.0, top_p=two - 0.01) > 0).tolist() == [0, 1, 0, 1, 0]
+    assert (drawn(temperature=1.0, top_p=two + 0.01) > 0).tolist() == [0, 1, 1, 1, 0]
+    assert drawn(100, temperature=1.0, top_p=0.01)[1] == 1
+
+
+# --- Text -----------------------------------------------------------------------------------------
+
+TEXTS = [
+    "Nora Lake met Ben Hill.",
+    "Grüße, 東京 und 🙂🙃!",
+    "  two spaces\n\nand lines\ttabs",
+    "🏳️‍🌈",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("which", ["tiny", "quickstart"])
+def test_pieces_are_whole_characters_and_make_up_the_text(tiny_base, text, which):
+    tokenizer = Tokenizer(tiny_base if which == "tiny" else path("quickstart") / "model")
+    stream = TextStream(tokenizer)
+    ids = tokenizer.encode(text, bos=False)
+    pieces = [stream.add(token) for token in ids.tolist()]
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert "".join(pieces) + stream.rest() == tokenizer.processor.decode(ids.tolist())
+    assert len(pieces) > 1
+
+
+def test_half_a_character_at_the_end_is_shown_as_such(tiny_base):
+    tokenizer = Tokenizer(tiny_base)
+    stream = TextStream(tokenizer)
+    *ids, _ = tokenizer.encode("a 🙂", bos=False).tolist()
+    assert "".join(map(stream.add, ids)).strip() == "a"
+    assert set(stream.rest()) == {"\ufffd"}

@@ -1,0 +1,127 @@
+"""The notebooks: what they call exists, and what they show was computed by them."""
+
+import ast
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import nbformat
+import pytest
+import yaml
+from command import ROOT, command_environment
+from notebook_cells import SINGLE_GPU, cells
+
+GPU_SERVER = ROOT / "notebooks/0_gpu_server.ipynb"
+EXECUTED = sorted((ROOT / "notebooks").glob("[1-9]*.ipynb"))
+
+
+def types_of(program: str, directory: Path) -> str:
+    """What mypy says about a program that uses the installed python-chi, which it reads."""
+    found = importlib.util.find_spec("chi")
+    assert found is not None, "scripts/setup_env --dev installs python-chi"
+    sources = directory / "sources"
+    shutil.copytree(Path(found.origin).parent, sources / "chi", dirs_exist_ok=True)
+    file = directory / "program.py"
+    file.write_text(program)
+    options = ["--config-file=", "--no-site-packages", "--ignore-missing-imports"]
+    options += ["--follow-imports=silent", "--check-untyped-defs", "--no-implicit-optional"]
+    run = subprocess.run(
+        [sys.executable, "-m", "mypy", *options, "--cache-dir", directory / "cache", file],
+        capture_output=True,
+        text=True,
+        cwd=directory,
+        env=os.environ | {"MYPYPATH": str(sources)},
+    )
+    return run.stdout + run.stderr
+
+
+def test_the_calls_of_python_chi_are_those_of_the_installed_one(tmp_path):
+    program = "\n".join(cells(GPU_SERVER))
+    assert "server.Server(" in program and "lease.Lease(" in program
+    assert types_of(program, tmp_path).startswith("Success")
+
+    for right, wrong, complaint in [
+        (
+            "node.submit(idempotent=True)",
+            "node.submit(idempotnt=1, wait_timeout='x')",
+            "wait_timeout",
+        ),
+        ("amount=1, node_type", "count=1, node_type", 'Unexpected keyword argument "count"'),
+        ("node.check_connectivity()", "node.check_connection()", "check_connection"),
+        ("reservation_id=", "reservation=", 'Unexpected keyword argument "reservation"'),
+        ("choose_site(default=SITE)", "choose_place(SITE)", "choose_place"),
+    ]:
+        assert right in program
+        assert complaint in types_of(program.replace(right, wrong), tmp_path), wrong
+
+
+def test_the_notebook_that_no_test_can_execute_says_so_and_has_no_outputs():
+    notebook = nbformat.read(GPU_SERVER, as_version=4)
+    assert "not executed" in notebook.cells[0].source
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert all(cell.outputs == [] and cell.execution_count is None for cell in code)
+
+
+@pytest.mark.parametrize("script", ["setup_gpu_host", "serve_notebook"])
+def test_the_notebook_uses_the_scripts_with_options_that_they_have(script):
+    program = "\n".join(cells(GPU_SERVER))
+    used = [line for line in program.splitlines() if f"scripts/{script}" in line]
+    assert used
+    usage = subprocess.run(
+        [ROOT / "scripts" / script, "--help"], capture_output=True, text=True, check=True
+    ).stdout
+    for word in " ".join(used).replace('"', " ").replace("{", " ").split():
+        if word.startswith("--"):
+            assert f"{word}" in usage
+
+
+@pytest.mark.parametrize("notebook", EXECUTED, ids=lambda notebook: notebook.stem)
+def test_what_a_notebook_shows_comes_from_one_run_from_top_to_bottom(notebook):
+    read = nbformat.read(notebook, as_version=4)
+    code = [cell for cell in read.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    shown = [output for cell in code for output in cell.outputs]
+    assert any("text/html" in output.get("data", {}) for output in shown)
+    assert not [output for output in shown if output.output_type == "error"]
+
+
+def test_the_experiments_on_a_single_gpu_are_those_of_the_committed_sweep():
+    program = "\n".join(cells(SINGLE_GPU))
+    sweep = yaml.safe_load((ROOT / "recipes/sweeps/single_gpu.yaml").read_text())["runs"]
+    asked: list[dict[str, object]] = []
+
+    def experiment(name, command, recipe, force=False, **keys):
+        asked.append({"name": name, "command": command, "config": f"../{recipe}.yaml", **keys})
+
+    calls = [node for node in ast.parse(program).body if isinstance(node, ast.Expr)]
+    calls = [node for node in calls if ast.unparse(node).startswith("experiment(")]
+    commands = SimpleNamespace(finetune="finetune", finetune_full="finetune_full")
+    module = ast.Module(body=list(calls), type_ignores=[])
+    exec(compile(module, str(SINGLE_GPU), "exec"), {"experiment": experiment, "ftkit": commands})
+    assert asked == sweep
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "notebook",
+    [
+        path for path in EXECUTED if path != SINGLE_GPU
+    ],  # which tests/scripts/test_serve_notebook.py runs
+    ids=lambda notebook: notebook.stem,
+)
+def test_a_notebook_runs_from_any_directory(notebook, tmp_path):
+    copy = Path(shutil.copy(notebook, tmp_path))
+    run = subprocess.run(
+        [sys.executable, ROOT / "scripts/execute_notebooks", copy],
+        capture_output=True,
+        text=True,
+        env=command_environment(),
+        cwd=tmp_path,
+    )
+    assert run.returncode == 0, run.stderr
+    assert [path.name for path in tmp_path.iterdir()] == [copy.name]
+    test_what_a_notebook_shows_comes_from_one_run_from_top_to_bottom(copy)

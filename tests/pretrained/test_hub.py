@@ -1,0 +1,452 @@
+"""Downloads from a stand-in for the Hugging Face hub on the loopback interface."""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from command import ROOT
+from huggingface_hub import close_session, constants
+from litgpt.config import configs
+
+from ftkit import embedded
+from ftkit.errors import UserError
+from ftkit.pretrained import hub
+from ftkit.pretrained.hub import download, find_or_download, missing_files, nearest_names
+
+REPOSITORY = "org/tiny-model"
+COMMIT = "a" * 40
+TOKEN = "hf_secretsecretsecret"
+WEIGHTS = bytes(range(256)) * 4096
+"""1 MiB."""
+SAFE = {
+    "config.json": b"{}",
+    "generation_config.json": b"{}",
+    "tokenizer.json": b"{}",
+    "model.safetensors": WEIGHTS,
+    "README.md": b"not needed",
+}
+SHARDED = {
+    "config.json": b"{}",
+    "model.safetensors.index.json": json.dumps(
+        {
+            "weight_map": {
+                "a": "model-00001-of-00002.safetensors",
+                "b": "model-00002-of-00002.safetensors",
+            }
+        }
+    ).encode(),
+    "model-00001-of-00002.safetensors": WEIGHTS[:1000],
+    "model-00002-of-00002.safetensors": WEIGHTS,
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    method: str
+    path: str
+    range: str | None
+    authorization: str | None
+
+
+@dataclass
+class Hub:
+    """What the stand-in serves, and what it was asked."""
+
+    url: str = ""
+    files: dict[str, bytes] = field(default_factory=lambda: dict(SAFE))
+    gated: bool = False
+    """Only the owner of TOKEN may read the files; everyone may list them, as on the real hub."""
+    status: int | None = None
+    """Answer everything with this status."""
+    error_code: str | None = None
+    cut_after_bytes: int | None = None
+    """Break off the next transfer that is longer."""
+    requests: list[Request] = field(default_factory=list)
+
+    def transfers(self) -> list[Request]:
+        return [
+            request
+            for request in self.requests
+            if request.method == "GET" and ("/resolve/" in request.path)
+        ]
+
+
+def make_handler(served: Hub) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.answer()
+
+        def do_GET(self) -> None:
+            self.answer()
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+        def answer(self) -> None:
+            path = urlsplit(self.path).path
+            authorization = self.headers["Authorization"]
+            served.requests.append(
+                Request(self.command, path, self.headers["Range"], authorization)
+            )
+            if served.status is not None:
+                error = {"X-Error-Code": served.error_code} if served.error_code else {}
+                self.reply(served.status, b"", error)
+            elif path.startswith(f"/api/models/{REPOSITORY}"):
+                siblings = [{"rfilename": n, "size": len(c)} for n, c in served.files.items()]
+                info = {"id": REPOSITORY, "sha": COMMIT, "siblings": siblings}
+                self.reply(200, json.dumps(info).encode(), {"Content-Type": "application/json"})
+            elif not path.startswith(f"/{REPOSITORY}/resolve/{COMMIT}/"):
+                self.reply(404, b"", {"X-Error-Code": "RepoNotFound"})
+            elif served.gated and authorization != f"Bearer {TOKEN}":
+                self.reply(401, b"", {"X-Error-Code": "GatedRepo"})
+            else:
+                self.send_file(served.files[path.rpartition("/")[2]])
+
+        def send_file(self, content: bytes) -> None:
+            etag = hashlib.sha256(content).hexdigest()
+            headers = {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+            if wanted := self.headers["Range"]:
+                start = int(wanted.removeprefix("bytes=").rstrip("-"))
+                headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+                self.reply(206, content[start:], headers)
+            else:
+                self.reply(200, content, headers)
+
+        def reply(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if self.command == "HEAD":
+                return
+            cut = served.cut_after_bytes
+            if cut is not None and len(body) > cut:
+                served.cut_after_bytes = None
+                body = body[:cut]
+                self.close_connection = True
+            self.wfile.write(body)
+
+    return Handler
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    """A hub that huggingface_hub takes for the real one, although it is imported already."""
+    hub = Hub()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), make_handler(hub))
+    hub.url = f"http://127.0.0.1:{server.server_port}"
+    template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    close_session()  # the next session reads the environment anew
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    yield hub
+    server.shutdown()
+    server.server_close()
+    thread.join()
+    close_session()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoints"
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in directory.iterdir() if file.is_file()}
+
+
+def without_readme(files: dict[str, bytes]) -> dict[str, bytes]:
+    return {name: content for name, content in files.items() if name != "README.md"}
+
+
+# Downloading
+
+
+@pytest.mark.parametrize("files", [SAFE, SHARDED])
+def test_settings_tokenizer_and_weights_are_fetched_and_nothing_else(files, served, root):
+    served.files = {**files, "consolidated.safetensors": b"x", "flax_model.msgpack": b"x"}
+    directory = download(REPOSITORY, root=root)
+    assert directory == root / REPOSITORY
+    assert contents(directory) == without_readme(files)
+    assert missing_files(directory) == []
+
+
+def test_bin_files_are_fetched_only_where_there_are_no_safetensors(served, root):
+    served.files = {**SAFE, "pytorch_model.bin": b"pickle"}
+    assert "pytorch_model.bin" not in contents(download(REPOSITORY, root=root / "both"))
+    del served.files["model.safetensors"]
+    served.files["training_args.bin"] = b"pickle"
+    fetched = contents(download(REPOSITORY, root=root / "bin"))
+    assert fetched["pytorch_model.bin"] == b"pickle"
+    assert "training_args.bin" not in fetched
+
+
+def test_settings_are_fetched_without_weights_and_a_download_goes_on_from_there(served, root):
+    served.files |= {"tokenizer_config.json": b"{}"}
+    hub.fetch_settings(REPOSITORY, root=root)
+    small = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert contents(root / REPOSITORY).keys() == small
+    hub.fetch_settings.cache_clear()
+    asked = len(served.requests)
+    hub.fetch_settings(f"{root}/{REPOSITORY}", root=root)
+    assert len(served.requests) == asked
+    assert contents(download(REPOSITORY, root=root)) == without_readme(served.files)
+
+
+@pytest.mark.parametrize("status", [None, 401, 404, 503])
+def test_settings_that_cannot_be_had_are_no_error_and_leave_nothing(served, root, status):
+    served.gated, served.status = status is None, status
+    hub.fetch_settings(REPOSITORY, root=root)
+    assert served.requests and not (root / REPOSITORY / "config.json").exists()
+    hub.fetch_settings("no-repository", root=root)
+    hub.fetch_settings.cache_clear()
+
+
+def test_a_second_download_fetches_no_file_and_a_second_search_asks_nothing(served, root):
+    directory = download(REPOSITORY, root=root)
+    served.requests.clear()
+    assert download(REPOSITORY, root=root) == directory
+    assert served.requests and not served.transfers()
+    served.requests.clear()
+    assert find_or_download(REPOSITORY, root=root) == directory
+    assert find_or_download(f"checkpoints/{REPOSITORY}", root=root) == directory
+    assert not served.requests
+
+
+def test_an_interrupted_transfer_goes_on_where_it_stopped(served, root, monkeypatch):
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 2**16)  # what is lost is less than this
+    served.cut_after_bytes = 300_000
+    with pytest.raises(UserError, match=r"broke off.*Run the command again: it goes on"):
+        download(REPOSITORY, root=root)
+    assert "the rest of an interrupted download" in missing_files(root / REPOSITORY)[0]
+    served.requests.clear()
+    directory = find_or_download(REPOSITORY, root=root)
+    ranges = [request.range for request in served.transfers() if "safetensors" in request.path]
+    assert len(ranges) == 1 and ranges[0] is not None
+    assert 0 < int(ranges[0].removeprefix("bytes=").rstrip("-")) <= 300_000
+    assert (directory / "model.safetensors").read_bytes() == WEIGHTS
+    assert missing_files(directory) == []
+
+
+@pytest.mark.parametrize("lost", ["config.json", "model-00002-of-00002.safetensors"])
+def test_an_incomplete_directory_is_completed(lost, served, root):
+    served.files = dict(SHARDED)
+    (download(REPOSITORY, root=root) / lost).unlink()
+    served.requests.clear()
+    directory = find_or_download(f"checkpoints/{REPOSITORY}", root=root)
+    assert contents(directory) == SHARDED
+    assert [request.path.rpartition("/")[2] for request in served.transfers()] == [lost]
+
+
+@pytest.mark.parametrize("by", ["argument", "environment", "both"])
+def test_the_token_is_sent_and_an_explicit_one_comes_first(by, served, root, monkeypatch):
+    served.gated = True
+    if by != "argument":
+        monkeypatch.setenv("HF_TOKEN", TOKEN if by == "environment" else "hf_another")
+    download(REPOSITORY, root=root, token=None if by == "environment" else TOKEN)
+    assert {request.authorization for request in served.requests} == {f"Bearer {TOKEN}"}
+
+
+def test_hf_endpoint_is_honoured(served, tmp_path):
+    code = f"from ftkit.pretrained.hub import download; print(download({REPOSITORY!r}))"
+    environment = {**os.environ, "HF_ENDPOINT": served.url, "HF_HOME": str(tmp_path / "home")}
+    environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.stdout == f"checkpoints/{REPOSITORY}\n", done.stderr
+    assert contents(tmp_path / "checkpoints" / REPOSITORY) == without_readme(SAFE)
+
+
+# What goes wrong
+
+
+def failure(root: Path, token: str | None = None, repository: str = REPOSITORY) -> str:
+    with pytest.raises(UserError) as caught:
+        download(repository, root=root, token=token)
+    return str(caught.value)
+
+
+def test_a_gated_model_says_how_to_be_let_in_and_never_shows_the_token(served, root):
+    served.gated = True
+    for token in (None, "hf_somebodyelses"):
+        text = failure(root, token)
+        assert f"{served.url}/{REPOSITORY}" in text
+        assert "HF_TOKEN" in text and "--access_token" in text
+        assert "somebodyelses" not in text
+    assert missing_files(root / REPOSITORY)
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_refused_token_is_said_to_be_so(status, served, root):
+    served.status = status
+    text = failure(root, TOKEN)
+    assert f"HTTP {status}" in text and "token" in text and TOKEN not in text
+
+
+def test_an_unknown_model_is_answered_with_its_nearest_names(served, root):
+    text = failure(root, repository="openlm-research/open_lama_3b")
+    assert "There is no model openlm-research/open_lama_3b" in text
+    assert "Did you mean openlm-research/open_llama_3b" in text
+
+
+@pytest.mark.parametrize("config", configs[::20], ids=lambda config: config["name"])
+def test_models_are_found_by_any_of_their_names(config):
+    hub_name = f"{config['hf_config']['org']}/{config['hf_config']['name']}"
+    for name in (config["name"], config["hf_config"]["name"].upper(), hub_name):
+        assert hub_name in nearest_names(name)
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_hub_in_trouble_asks_for_patience(status, served, root):
+    served.status = status
+    assert f"HTTP {status}" in failure(root)
+
+
+def test_a_server_that_is_down_says_what_to_do(served, root, monkeypatch):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    text = failure(root)
+    assert "http://127.0.0.1:9 cannot be reached" in text and "HF_ENDPOINT" in text
+
+
+def test_offline_mode_says_what_to_do(served, root, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE" in failure(root)
+    assert not served.requests
+
+
+def test_a_disk_too_small_is_noticed_before_anything_is_fetched(served, root, monkeypatch):
+    usage = shutil.disk_usage(root.parent)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    assert "0.0 GiB are free" in failure(root)
+    assert not served.transfers()
+
+
+def test_what_is_there_already_needs_no_room(served, root, monkeypatch):
+    download(REPOSITORY, root=root)
+    usage = shutil.disk_usage(root)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0))
+    assert download(REPOSITORY, root=root) == root / REPOSITORY
+
+
+@pytest.mark.parametrize("weights", ["model.gguf", "model-q4.safetensors"])
+def test_a_repository_without_weights_to_read_is_refused(weights, served, root):
+    served.files = {"config.json": b"{}", weights: b""}
+    assert "holds no weights that ftkit reads" in failure(root)
+    assert not served.transfers()
+
+
+@pytest.mark.parametrize("name", ["tiny-llama-1.1b", "../outside", "a/b/c"])
+def test_only_names_of_the_hub_are_downloaded(name, served, root):
+    assert "is no model of the hub" in failure(root, repository=name)
+    assert not served.requests and not root.exists()
+
+
+# Finding
+
+
+def make_directory(directory: Path, *files: str) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    for file in files:
+        (directory / file).write_text("{}")
+    return directory
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        ("config.json", "model.safetensors"),
+        ("config.json", "pytorch_model.bin"),
+        ("model_config.yaml", "lit_model.pth"),
+    ],
+)
+def test_a_complete_directory_is_taken_as_it_is(files, tmp_path, served):
+    directory = make_directory(tmp_path / "some/model", *files)
+    assert find_or_download(str(directory)) == directory
+    assert find_or_download(f"{directory}/") == directory
+    assert not served.requests
+
+
+@pytest.mark.parametrize(
+    ("files", "missing"),
+    [
+        ((), r"config.json, weights \(model.safetensors\)"),
+        (("config.json",), r"weights \(model.safetensors\)"),
+        (("model.safetensors",), "config.json"),
+        (("lit_model.pth",), "config.json, weights"),
+        (("config.json", "model.safetensors.index.json"), "model-00001-of-00002.safetensors"),
+    ],
+)
+def test_an_incomplete_directory_of_ones_own_is_refused_naming_what_is_missing(
+    files, missing, tmp_path, served
+):
+    directory = make_directory(tmp_path / "model", *files)
+    if (index := directory / "model.safetensors.index.json").exists():
+        index.write_bytes(SHARDED[index.name])
+    with pytest.raises(UserError, match=f"no complete base model: {missing}"):
+        find_or_download(str(directory))
+    assert not served.requests
+
+
+def test_an_index_that_lists_nothing_is_refused(tmp_path):
+    directory = make_directory(tmp_path, "config.json", "model.safetensors.index.json")
+    with pytest.raises(UserError, match="does not list the weight files"):
+        find_or_download(str(directory))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no/such/directory", "does not exist"),
+        ("/no/such", "does not exist"),
+        ("~/no-such-model", "does not exist"),
+        ("pythia-14m", "Did you mean EleutherAI/pythia-14m"),
+    ],
+)
+def test_a_path_that_does_not_exist_says_what_to_give(name, message, served, root):
+    with pytest.raises(UserError, match=f"checkpoint_dir {name} .*{message}"):
+        find_or_download(name, root=root)
+    assert not served.requests
+
+
+def test_a_file_is_no_model(tmp_path):
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(UserError, match="is a file, not a directory"):
+        find_or_download(str(tmp_path / "model.safetensors"))
+
+
+def test_the_embedded_model_is_found_by_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(embedded, "path", lambda name: tmp_path / name)
+    assert find_or_download("embedded:quickstart") == tmp_path / "quickstart/model"
+    with pytest.raises(UserError, match="Embedded in ftkit: embedded:quickstart"):
+        find_or_download("embedded:other")
+
+
+def test_importing_the_module_is_cheap():
+    heavy = {"torch", "litgpt", "huggingface_hub"}
+    code = f"import sys, ftkit.pretrained.hub; print({heavy!r} & {{*sys.modules}})"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "set()\n"

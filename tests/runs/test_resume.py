@@ -1,0 +1,808 @@
+"""Where a run goes on: which checkpoint is found, what is refused, and what is set aside."""
+
+import csv
+import dataclasses
+import fcntl
+import io
+import shlex
+import signal
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from checkpoints import save
+from command import NO_TORCH
+from runs import content
+from saved_runs import LAST, ended, recipe, save_run, write_rows
+
+from ftkit.checkpoint.store import Store
+from ftkit.cli.app import split_options
+from ftkit.config.parsing import read_recipe
+from ftkit.config.recipe import Method, Recipe
+from ftkit.console.display import Display
+from ftkit.errors import UserError
+from ftkit.launch.conclude import conclude
+from ftkit.launch.supervisor import prepare
+from ftkit.report.report import Progress, read_report, write_report
+from ftkit.runs.directory import ERROR, STATE, rank_directory
+from ftkit.runs.job import Job, RankError, StopAfter
+from ftkit.runs.resume import (
+    Completed,
+    Start,
+    check_disk,
+    continue_command,
+    find_start,
+    follow_moved,
+    goes_on_in_place,
+    last_words,
+    verify_start,
+)
+
+
+@pytest.fixture
+def out(tmp_path) -> Path:
+    return tmp_path / "out"
+
+
+def steps_in(file: Path) -> list[int]:
+    return [int(row["step"]) for row in csv.DictReader(io.StringIO(file.read_text()))]
+
+
+def found(asked: Recipe) -> Start:
+    start = find_start(asked)
+    assert start is not None
+    return start
+
+
+def refusal(asked: Recipe) -> str:
+    with pytest.raises(UserError) as error:
+        find_start(asked)
+    return str(error.value)
+
+
+def damage(file: Path) -> None:
+    values = bytearray(file.read_bytes())
+    values[len(values) // 2] ^= 1
+    file.write_bytes(values)
+
+
+# --- Which checkpoint ---------------------------------------------------------------------------
+
+
+def test_without_resume_a_run_begins(out):
+    save_run(recipe(out), 5)
+    assert find_start(recipe(out)) is None
+
+
+@pytest.mark.parametrize("resume", ["true", "auto"])
+def test_the_newest_checkpoint_is_found(out, resume):
+    store = save_run(recipe(out), 5, 10)
+    start = found(recipe(out, resume=resume))
+    assert (start.checkpoint, start.metadata.step) == (store.path(10).resolve(), 10)
+    assert start.in_place and start.changes == ()
+
+
+def test_a_step_is_found(out):
+    save_run(recipe(out), 5, 10)
+    start = found(recipe(out, resume=5))
+    assert start.metadata.step == 5 and start.in_place
+
+
+@pytest.mark.parametrize("where", [".", "checkpoints", "checkpoints/step-00000010"])
+def test_a_path_is_a_run_its_checkpoints_or_one_of_them(out, tmp_path, where):
+    store = save_run(recipe(out), 5, 10)
+    start = found(recipe(tmp_path / "other", resume=out / where))
+    assert start.checkpoint == store.path(10).resolve()
+    assert not start.in_place
+    assert found(recipe(out, resume=out / where)).in_place
+
+
+def test_a_checkpoint_may_be_renamed_and_lie_anywhere(out, tmp_path):
+    save_run(recipe(out), 5).path(5).rename(tmp_path / "copy")
+    start = found(recipe(out, resume=tmp_path / "copy"))
+    assert start.metadata.step == 5 and not start.in_place
+
+
+def test_auto_begins_where_there_is_nothing(out):
+    assert find_start(recipe(out, resume="auto")) is None
+    save_run(recipe(out))
+    assert find_start(recipe(out, resume="auto")) is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"resume": "true"}, "has no checkpoint. Try --resume auto"),
+        ({"resume": 5}, "resume is 5, but {out} has no checkpoint of this step. There are none."),
+        ({"resume": "atuo"}, "resume is 'atuo', but there is no such directory."),
+        ({"resume": "gs://b/x"}, "can only be read from a file system, not from gs://. Copy"),
+        ({"resume": "s3://b/x"}, "can only be read from a file system, not from s3://. Copy"),
+    ],
+    ids=str,
+)
+def test_what_is_not_there_is_refused(out, keys, message):
+    out.mkdir()
+    assert message.format(out=out) in refusal(recipe(out, **keys))
+    assert content(out) == {}
+
+
+def test_an_unknown_step_names_those_there_are(out):
+    save_run(recipe(out), 5, 10)
+    assert "There are 5, 10. Try --resume 10." in refusal(recipe(out, resume=7))
+
+
+def test_a_directory_without_a_checkpoint_is_refused(out, tmp_path):
+    save_run(recipe(out))
+    assert "there is no checkpoint in it" in refusal(recipe(tmp_path / "b", resume=out))
+
+
+@pytest.mark.parametrize(
+    ("resume", "in_place"),
+    [
+        ("false", False),
+        ("true", True),
+        ("auto", True),
+        ("5", True),
+        ("{out}", True),
+        ("{out}/checkpoints", True),
+        ("{out}/checkpoints/step-00000005", True),
+        ("{out}/nested-run", False),
+        ("{out}/../other", False),
+    ],
+)
+def test_a_run_goes_on_in_its_own_directory(out, resume, in_place):
+    assert goes_on_in_place(recipe(out, resume=resume.format(out=out))) is in_place
+
+
+# --- What is compared ---------------------------------------------------------------------------
+
+
+def test_every_fixed_value_that_differs_is_named_with_what_works(out):
+    save_run(recipe(out), 5)
+    message = refusal(recipe(out, resume="auto", lora_r=16, seed=1))
+    assert "lora_r 8 -> 16" in message and "seed 1337 -> 1" in message
+    assert "Go back to the first value" in message and "another --out_dir" in message
+
+
+@pytest.mark.parametrize(("saved", "now"), [("lora", "full"), ("full", "lora")])
+def test_a_checkpoint_of_another_method_is_refused(out, saved, now):
+    save_run(recipe(out, saved), 5)
+    assert f"method {saved} -> {now}" in refusal(recipe(out, now, resume="auto"))
+
+
+def test_tunable_values_are_noted(out):
+    save_run(recipe(out), 5)
+    start = found(recipe(out, resume="auto", train__epochs=3, optimizer__lr=1e-3))
+    assert start.changes == ("train.epochs 2 -> 3", "optimizer.lr empty -> 0.001")
+
+
+def test_saying_what_was_left_open_is_no_change(out):
+    save_run(recipe(out), 5)
+    asked = recipe(out, resume="auto", precision="bf16-mixed", train__max_seq_length=512)
+    assert found(asked).changes == ()
+    asked = recipe(out, resume="auto", precision="32-true")
+    assert found(asked).changes == ("precision bf16-mixed -> 32-true",)
+
+
+# --- Complete runs ------------------------------------------------------------------------------
+
+
+def completion(asked: Recipe) -> str:
+    with pytest.raises(Completed) as end:
+        find_start(asked)
+    return str(end.value)
+
+
+@pytest.mark.parametrize("resume", ["true", "auto"])
+def test_a_complete_run_says_so_and_what_would_continue_it(out, resume):
+    save_run(recipe(out), LAST)
+    ended(out, "completed", LAST, result=True)
+    text = completion(recipe(out, resume=resume))
+    assert f"{out} is complete at step 2,000; the result is in {out / 'final'}\n" in text
+    command = text.rpartition("train on with: ")[2]
+    assert command == f"{continue_command(out, 'lora')} --train.epochs 3"
+    options = dict(split_options(shlex.split(command)[2:]).values)
+    config = options.pop("config")
+    assert found(read_recipe([config], list(options.items()), method="lora")).metadata.step == LAST
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "goes_on"),
+    [
+        ({}, {"train__epochs": 3}, True),
+        ({}, {"train__epochs": 1}, False),
+        ({}, {"train__max_steps": LAST + 5}, False),
+        ({"train__max_steps": LAST}, {"train__max_steps": LAST + 5, "train__epochs": 3}, True),
+        ({"train__max_steps": LAST}, {"train__max_steps": LAST, "train__epochs": 3}, False),
+        ({"train__max_time": 60}, {"train__max_time": 60}, False),
+    ],
+)
+def test_a_complete_run_goes_on_if_there_is_more_to_do(out, before, now, goes_on):
+    save_run(recipe(out, **before), LAST)
+    ended(out, "completed", LAST, result=True)
+    asked = recipe(out, resume="auto", **now)
+    if goes_on:
+        assert found(asked).metadata.step == LAST
+    else:
+        assert "is complete" in completion(asked)
+
+
+def test_a_run_that_its_time_ended_is_complete_until_it_gets_more(out):
+    save_run(recipe(out, train__max_time=60), 10)
+    ended(out, "completed", 10, result=True)
+    text = completion(recipe(out, resume="auto", train__max_time=60))
+    assert text.endswith("--train.max_time 120")
+    assert found(recipe(out, resume="auto", train__max_time=120))
+    assert found(recipe(out, resume="auto"))
+
+
+def test_a_run_whose_result_is_missing_is_not_complete(out):
+    save_run(recipe(out), LAST)
+    assert found(recipe(out, resume="auto")).metadata.step == LAST
+    ended(out, "completed", LAST)
+    assert found(recipe(out, resume="auto")).metadata.step == LAST
+
+
+def test_a_run_that_writes_no_result_is_complete_without_one(out):
+    asked = recipe(out, checkpoint_dir="random:pythia-14m", resume="auto")
+    save_run(asked, LAST)
+    assert "is complete at step 2,000\n" in completion(asked)
+
+
+def test_the_report_of_an_earlier_session_does_not_count(out):
+    save_run(recipe(out), 5, 10)
+    ended(out, "completed", 5, result=True)
+    assert found(recipe(out, resume="auto")).metadata.step == 10
+
+
+def test_a_complete_run_without_checkpoints_is_not_repeated(out):
+    save_run(recipe(out))
+    ended(out, "completed", 7, result=True)
+    assert "has no checkpoint to train on from" in completion(recipe(out, resume="auto"))
+
+
+@pytest.mark.parametrize("outcome", ["interrupted", "failed", "out_of_memory"])
+def test_what_did_not_complete_goes_on(out, outcome):
+    save_run(recipe(out), 5)
+    ended(out, outcome, 5)
+    assert found(recipe(out, resume="auto")).metadata.step == 5
+
+
+# --- Damage -------------------------------------------------------------------------------------
+
+
+def test_damage_is_told_and_the_sound_checkpoint_before_it_is_offered(out):
+    store = save_run(recipe(out), 5, 10, 15)
+    (store.path(10) / "recipe.yaml").unlink()
+    file = store.path(15) / "shard-00000-of-00001.safetensors"
+    file.write_bytes(b"")
+    message = refusal(recipe(out, resume="auto"))
+    assert f"{store.path(15)} cannot be continued from: {file} has 0 bytes instead of" in message
+    assert message.endswith("Try the one before it: --resume 5.")
+    assert found(recipe(out, resume=5))
+
+
+@pytest.mark.parametrize("name", ["metadata.json", "recipe.yaml"])
+def test_what_is_read_first_is_checked_first(out, name):
+    store = save_run(recipe(out), 5)
+    damage(store.path(5) / name)
+    message = refusal(recipe(out, resume="auto"))
+    assert str(store.path(5) / name) in message
+    assert message.endswith("try --overwrite without --resume to start again.")
+
+
+def test_a_file_that_cannot_be_read_is_named(out, monkeypatch):
+    def fail(_: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    store = save_run(recipe(out), 5)
+    monkeypatch.setattr("ftkit.runs.resume.hash_file", fail)
+    message = refusal(recipe(out, resume="auto"))
+    assert f"{store.path(5) / 'recipe.yaml'} cannot be read (Permission denied)." in message
+
+
+def test_a_changed_byte_anywhere_is_found_before_ranks_start(out, tmp_path):
+    store = save_run(recipe(out), 5, 10)
+    damage(store.path(10) / "adapter/adapter_model.safetensors")
+    for asked, option in (
+        (recipe(out, resume="auto"), "--resume 5."),
+        (recipe(tmp_path / "b", resume=out), f"--resume {store.path(5).resolve()}."),
+    ):
+        start = found(asked)
+        with Display(tmp_path) as display, pytest.raises(UserError) as error:
+            verify_start(start, display)
+        assert "adapter_model.safetensors is damaged" in str(error.value)
+        assert str(error.value).endswith(option)
+
+
+def test_the_check_ends_when_the_run_is_to_end(out, tmp_path, monkeypatch):
+    store = save_run(recipe(out), 5)
+    damage(store.path(5) / "adapter/adapter_model.safetensors")
+    monkeypatch.setattr("ftkit.checkpoint.store.PROGRESS_INTERVAL_S", 0)
+    monkeypatch.setattr("ftkit.checkpoint.store.hash_file", lambda *_: time.sleep(0.1))
+    with Display(tmp_path) as display:
+        verify_start(found(recipe(out, resume="auto")), display, interrupted=lambda: True)
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(out):
+    store = save_run(recipe(out), 5)
+    store.path(5).rename(store.path(6))
+    assert "holds the checkpoint of step 5" in refusal(recipe(out, resume="auto"))
+
+
+def test_a_pickle_is_refused_and_does_not_run(out, tmp_path):
+    import os
+    import pickle
+
+    trap = tmp_path / "trap"
+
+    class Payload:
+        def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
+            return os.mkdir, (str(trap),)
+
+    store = save_run(recipe(out), 5)
+    for file in [f for f in store.path(5).rglob("*") if f.is_file()]:
+        before = file.read_bytes()
+        file.write_bytes(pickle.dumps(Payload()))
+        assert str(file) in refusal(recipe(out, resume="auto"))
+        file.write_bytes(before)
+    assert not trap.exists()
+
+
+# --- Messages -----------------------------------------------------------------------------------
+
+
+def test_the_last_words_say_what_was_saved_and_how_to_go_on(out):
+    assert last_words(out, "lora", 0) == "stopped before the first step; nothing was saved"
+    assert last_words(out, "lora", 3) == "stopped after step 3; nothing was saved"
+    store = save_run(recipe(out), 5, 1500)
+    go_on = f"\ncontinue with: ftkit finetune --config {out / 'recipe.yaml'} --resume auto"
+    where = store.path(1500)
+    assert last_words(out, "lora", 1500) == f"stopped after step 1,500, saved to {where}{go_on}"
+    assert last_words(out, "lora", 1502) == (
+        f"stopped after step 1,502; the newest checkpoint is of step 1,500: {where}{go_on}"
+    )
+
+
+def test_the_command_that_goes_on_is_that_of_the_method_and_quoted():
+    assert continue_command(Path("a b"), "full") == (
+        "ftkit finetune_full --config 'a b/recipe.yaml' --resume auto"
+    )
+
+
+# --- Moved runs ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("resume", "name", "follows"),
+    [
+        ("auto", "recipe.yaml", True),
+        ("true", "recipe.yaml", True),
+        ("5", "recipe.yaml", True),
+        ("false", "recipe.yaml", False),
+        ("/some/run", "recipe.yaml", False),
+        ("auto", "other.yaml", False),
+    ],
+)
+def test_a_moved_run_goes_on_where_its_recipe_lies(out, tmp_path, resume, name, follows):
+    save_run(recipe(out), 5)
+    moved = out.rename(tmp_path / "moved")
+    found = follow_moved(recipe(out, resume=resume), moved / name)
+    assert found.out_dir == (moved if follows else out)
+
+
+def test_a_recipe_beside_base_models_stays_where_it_wants_to_be(out, tmp_path):
+    (tmp_path / "checkpoints" / "org").mkdir(parents=True)
+    asked = recipe(out, resume="auto")
+    assert follow_moved(asked, tmp_path / "recipe.yaml") == asked
+
+
+# --- Disk ---------------------------------------------------------------------------------------
+
+GIB = 2**30
+
+
+@pytest.fixture
+def disk(monkeypatch) -> Callable[[float], None]:
+    """Sets the free space, in GiB."""
+
+    def set_free(gib: float) -> None:
+        usage = type("Usage", (), {"free": int(gib * GIB)})()
+        monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
+
+    return set_free
+
+
+@pytest.mark.parametrize(
+    ("free", "keys", "existing", "left", "fits"),
+    [
+        (8, {}, 0, 9, True),
+        (7.9, {}, 0, 9, False),
+        (10, {"checkpoint__keep_best": 1}, 0, 9, True),
+        (9, {"checkpoint__keep_best": 1}, 0, 9, False),
+        (4, {"checkpoint__keep_last": 1}, 0, 9, True),
+        (2, {}, 6 * GIB, 9, True),
+        (0, {}, 100 * GIB, 9, True),
+        (2, {"checkpoint__keep_last": 1000}, 6 * GIB, 1, True),  # the last step is all to come
+        (1.9, {"checkpoint__keep_last": 1000}, 6 * GIB, 1, False),
+    ],
+)
+def test_the_disk_must_hold_what_is_kept_and_one_more(out, disk, free, keys, existing, left, fits):
+    disk(free)
+    if fits:
+        check_disk(out, 2 * GIB, recipe(out, **keys), existing, steps_left=left)
+        return
+    with pytest.raises(UserError) as error:
+        check_disk(out, 2 * GIB, recipe(out, **keys), existing, steps_left=left)
+    message = str(error.value)
+    assert f"has {free:.2f} GiB free" in message and "x 2.00 GiB" in message
+    assert "Try --checkpoint.keep_last 1" in message and "another --out_dir" in message
+
+
+def test_a_disk_too_small_for_one_needs_another(out, disk):
+    disk(1)
+    with pytest.raises(UserError, match=r"need 4\.00 GiB .* Try another --out_dir, or --checkp"):
+        check_disk(out, 2 * GIB, recipe(out, checkpoint__keep_last=1), steps_left=9)
+
+
+# --- The supervisor's part ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def asked(tiny_base, tiny_data, out) -> Callable[..., Recipe]:
+    """A recipe that could run here."""
+
+    def make(method: Method = "lora", **keys: object) -> Recipe:
+        values = {
+            "checkpoint_dir": tiny_base,
+            "accelerator": "cpu",
+            "precision": "bf16-mixed",
+            "data": "JSON",
+            "data__json_path": tiny_data,
+        }
+        directory = Path(str(keys.pop("out_dir", out)))
+        return recipe(directory, method, **values | keys)
+
+    return make
+
+
+@contextmanager
+def prepared(recipe: Recipe, *, overwrite: bool = False, stop_after: StopAfter | None = None):
+    with prepare(recipe, ["ftkit"], overwrite, 0.0, stop_after) as job:
+        yield job
+
+
+def mistake(recipe: Recipe, **options: bool) -> str:
+    with pytest.raises(UserError) as error, prepared(recipe, **options):
+        pass
+    return str(error.value)
+
+
+def test_the_job_says_where_to_begin_and_when_to_stop(asked, out, capsys):
+    store = save_run(asked(), 5)
+    stop = StopAfter(seconds=60)
+    with prepared(asked(resume="auto", train__epochs=3), stop_after=stop) as job:
+        assert Job.read(out / STATE / "job.json") == job
+        assert (job.start, job.start_step) == (str(store.path(5).resolve()), 5)
+        assert (job.stop_after, job.changes) == (stop, ("train.epochs 2 -> 3",))
+        assert "resume: false" in (out / "recipe.yaml").read_text()
+    assert capsys.readouterr().out == (
+        f"going on from step 5: {store.path(5).resolve()}\nchanged: train.epochs 2 -> 3\n"
+    )
+
+
+def test_a_run_goes_on_where_it_is_and_keeps_all_up_to_its_start(asked, out):
+    save_run(asked(), 5, 10)
+    (out / "notes.txt").write_text("mine")
+    with prepared(asked(resume="auto")) as job:
+        assert job.recipe.out_dir == out
+        assert Store(out / "checkpoints").steps() == [5, 10]
+        assert steps_in(out / "metrics.csv") == list(range(1, 11))
+        assert steps_in(out / "set_aside/1/metrics.csv") == [11, 12]
+        assert steps_in(out / "validation.csv") == [2]
+        assert sorted(p.name for p in (out / "set_aside/1").iterdir()) == ["metrics.csv"]
+        assert (out / "notes.txt").read_text() == "mine"
+
+
+def test_what_is_later_than_a_step_is_set_aside_and_never_deleted(asked, out):
+    store = save_run(asked(), 5, 10, 15)
+    ended(out, "completed", 15, result=True)
+    with prepared(asked(resume=5)):
+        assert store.steps() == [5]
+        assert steps_in(out / "metrics.csv") == [1, 2, 3, 4, 5]
+        assert not (out / "final").exists() and not (out / "report.json").exists()
+    aside = out / "set_aside/1"
+    assert Store(aside / "checkpoints").steps() == [10, 15]
+    assert steps_in(aside / "metrics.csv") == list(range(6, 18))
+    assert (aside / "final/model").read_text() == "result" and (aside / "report.json").exists()
+    save(store, 10)
+    with prepared(asked(resume=5)):
+        assert Store(out / "set_aside/2/checkpoints").steps() == [10]
+    assert steps_in(aside / "metrics.csv") == list(range(6, 18))
+
+
+def test_an_attempt_that_saved_nothing_is_set_aside_and_the_directory_is_used_again(asked, out):
+    save_run(asked())
+    ended(out, "failed", 2)
+    (out / "slurm.out").write_text("of the scheduler")
+    with prepared(asked(resume="auto")) as job:
+        assert job.recipe.out_dir == out and job.start is None
+        there = sorted(path.name for path in out.iterdir())
+        assert there == [STATE, "recipe.yaml", "set_aside", "slurm.out"]
+    assert sorted(path.name for path in (out / "set_aside/1").iterdir()) == [
+        *("metrics.csv", "recipe.yaml", "report.json", "run.log", "validation.csv")
+    ]
+
+
+def test_auto_takes_a_new_directory_as_it_is(asked, out):
+    with prepared(asked(resume="auto")) as job:
+        assert job.recipe.out_dir == out and job.start is None
+        assert not (out / "set_aside").exists()
+
+
+def test_leftovers_of_a_crash_are_removed_first(asked, out):
+    store = save_run(asked(), 5)
+    store.path(5).rename(store.directory / ".step-00000005.replaced")
+    store.partial(10).mkdir()
+    with prepared(asked(resume="auto")) as job:
+        assert job.start_step == 5
+        assert sorted(p.name for p in store.directory.glob(".*")) == []
+
+
+@pytest.mark.parametrize("keys", [{"resume": "auto"}, {"resume": 5}, {"resume": 10}], ids=str)
+def test_a_mistake_found_later_leaves_everything_as_it_was(asked, out, keys):
+    save_run(asked(), 5, 10)
+    ended(out, "completed", 10, result=True)
+    before = content(out)
+
+    def fail() -> None:
+        with prepared(asked(train__epochs=3, **keys)):
+            (out / "metrics.csv").write_text("")
+            (out / "run.log").write_text("more")
+            (out / "tensorboard").mkdir()
+            raise UserError("x")
+
+    with pytest.raises(UserError, match="x"):
+        fail()
+    assert content(out) == before
+    assert not (out / "tensorboard").exists()
+
+
+def test_a_failure_while_later_things_are_set_aside_is_undone(asked, out, monkeypatch):
+    def fail(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    save_run(asked(), 5, 10)
+    ended(out, "completed", 10, result=True)
+    before = content(out)
+    monkeypatch.setattr("ftkit.runs.set_aside.cut_rows", fail)
+    assert "cannot be written: No space left on device" in mistake(asked(resume=5))
+    assert content(out) == before
+
+
+def test_a_failure_after_training_takes_nothing_back(asked, out):
+    store = save_run(asked(), 5, 10)
+
+    def fail() -> None:
+        with prepared(asked(resume=5)) as job:
+            leave(job, 7)
+            save(store, 7)
+            write_rows(out, range(1, 8))
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        fail()
+    assert store.steps() == [5, 7] and steps_in(out / "metrics.csv")[-1] == 7
+    assert Store(out / "set_aside/1/checkpoints").steps() == [10]
+
+
+def test_a_mistake_leaves_an_attempt_that_saved_nothing_as_it_was(asked, out):
+    save_run(asked())
+    before = content(out)
+
+    def fail() -> None:
+        with prepared(asked(resume="auto")):
+            (out / "report.json").write_text("new")
+            raise UserError("x")
+
+    with pytest.raises(UserError, match="x"):
+        fail()
+    assert content(out) == before
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"resume": 7}, {"resume": "auto", "lora_r": 2}, {"checkpoint_dir": "no-where"}],
+    ids=str,
+)
+def test_a_mistake_found_at_once_changes_nothing(asked, out, keys):
+    save_run(asked(), 5)
+    before = content(out)
+    mistake(asked(**{"resume": "auto"} | keys))
+    assert content(out) == before
+
+
+def test_a_damaged_file_changes_nothing_either(asked, out):
+    store = save_run(asked(), 5, 10)
+    damage(store.path(5) / "adapter/adapter_model.safetensors")
+    before = content(out)
+    assert "is damaged" in mistake(asked(resume=5))
+    assert content(out) == before
+
+
+def test_a_run_that_does_not_exist_leaves_no_directory(asked, out):
+    assert "has no checkpoint" in mistake(asked(resume="true"))
+    assert not out.exists()
+
+
+def test_a_complete_run_is_left_alone(asked, out):
+    save_run(asked(), LAST)
+    ended(out, "completed", LAST, result=True)
+    before = content(out)
+    with pytest.raises(Completed), prepared(asked(resume="auto")):
+        pass
+    assert content(out) == before
+
+
+# --- Directories --------------------------------------------------------------------------------
+
+
+def test_an_unfinished_run_is_not_overwritten(asked, out):
+    save_run(asked(), 5)
+    before = content(out)
+    message = mistake(asked())
+    assert f"{out} holds a run that stopped at step 5 and can be continued" in message
+    assert continue_command(out, "lora") in message and "--overwrite" in message
+    assert content(out) == before
+
+
+def test_unless_it_is_asked_for(asked, out):
+    save_run(asked(), 5)
+    with prepared(asked(), overwrite=True) as job:
+        assert job.recipe.out_dir == out and Store(out / "checkpoints").steps() == []
+
+
+@pytest.mark.parametrize("outcome", ["completed", None])
+def test_a_new_run_goes_beside_a_complete_one_or_one_that_saved_nothing(asked, out, outcome):
+    save_run(asked(), *([5] if outcome else []))
+    if outcome:
+        ended(out, outcome, 5)
+    with prepared(asked()) as job:
+        assert job.recipe.out_dir == out.with_name("out-2")
+
+
+def test_overwriting_and_going_on_exclude_each_other(asked, out):
+    save_run(asked(), 5)
+    assert "--overwrite would remove" in mistake(asked(resume="auto"), overwrite=True)
+
+
+def test_the_directory_of_a_run_at_work_is_refused_or_left_alone(asked, out):
+    save_run(asked(), 5)
+    (out / STATE).mkdir()
+    with (out / STATE / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        before = content(out)
+        assert "still at work" in mistake(asked(resume="auto"))
+        with prepared(asked()) as job:
+            assert job.recipe.out_dir == out.with_name("out-2")
+        assert content(out) == before
+
+
+def test_a_branch_gets_a_directory_of_its_own_with_the_rows_so_far(asked, out, tmp_path):
+    save_run(asked(), 5, 10)
+    before = content(out)
+    other = tmp_path / "other"
+    path = out / "checkpoints/step-00000005"
+    with prepared(asked(resume=path, out_dir=other)) as job:
+        assert job.recipe.out_dir == other
+        assert (job.start, job.start_step) == (str(path.resolve()), 5)
+        assert steps_in(other / "metrics.csv") == [1, 2, 3, 4, 5]
+        assert steps_in(other / "validation.csv") == [2]
+    assert content(out) == before
+
+
+def test_a_branch_never_takes_the_place_of_a_run(asked, out, tmp_path):
+    save_run(asked(), 5)
+    other = asked(out_dir=tmp_path / "other", resume=out)
+    save_run(other, 6)
+    assert "can be continued" in mistake(other)
+    ended(tmp_path / "other", "completed", 6)
+    with prepared(other) as job:
+        assert job.recipe.out_dir == tmp_path / "other-2"
+
+
+# --- Base models --------------------------------------------------------------------------------
+
+
+def test_a_full_fine_tune_goes_on_without_its_base_model(asked, out):
+    save_run(asked("full"), 5)
+    with prepared(asked("full", checkpoint_dir="no-where", resume="auto")) as job:
+        assert job.base == str(out / STATE / "base")
+        assert (Path(job.base) / "config.json").read_text() == "{}"
+
+
+def test_lora_needs_its_base_model_and_says_which(asked, out):
+    save_run(asked(), 5)
+    message = mistake(asked(checkpoint_dir="no-where", resume="auto"))
+    assert message.startswith("checkpoint_dir no-where does not exist.")
+    assert (
+        "continues from the base model base/tiny: say where it is with --checkpoint_dir" in message
+    )
+
+
+# --- The end of a session -----------------------------------------------------------------------
+
+
+def leave(job: Job, steps: int, error: RankError | None = None, **changes: object) -> None:
+    """What rank 0 leaves for the supervisor."""
+    state = rank_directory(job.recipe.out_dir / STATE, 0)
+    state.mkdir()
+    (job.recipe.out_dir / "run.log").touch()
+    report = dataclasses.replace(job.new_report(), progress=Progress(steps=steps), **changes)
+    write_report(report, state)
+    if error is not None:
+        error.write(state / ERROR)
+
+
+def test_an_interrupted_session_says_how_to_go_on(asked, out, capsys):
+    store = save_run(asked(), 5)
+    with prepared(asked(resume="auto")) as job:
+        leave(job, 7, RankError(kind="interrupted", message="SIGINT", happened_at_s=1.0))
+        save(store, 7)
+        assert conclude(job, [signal.SIGINT]) == 130
+    text = capsys.readouterr().out
+    assert text.endswith(
+        f"stopped after step 7, saved to {store.path(7)}\n"
+        f"continue with: {continue_command(out, 'lora')}\n"
+    )
+    assert text.splitlines()[-1] in (out / "run.log").read_text()
+    assert read_report(out).outcome == "interrupted"
+
+
+def test_a_session_that_ends_as_asked_is_no_failure(asked, out, capsys):
+    store = save_run(asked(), 5)
+    with prepared(asked(resume="auto"), stop_after=StopAfter(steps=2)) as job:
+        leave(job, 7, outcome="stopped", exit_code=0, exit_reason=str(job.stop_after))
+        save(store, 7)
+        assert conclude(job, []) == 0
+    report = read_report(out)
+    assert (report.outcome, report.exit_reason) == ("stopped", "--stop_after 2")
+    assert "continue with: " in capsys.readouterr().out
+
+
+def test_a_complete_run_has_nothing_to_go_on_with(asked, capsys):
+    with prepared(asked()) as job:
+        leave(job, 7, outcome="completed", exit_code=0, exit_reason="train.epochs of 2 reached")
+        assert conclude(job, []) == 0
+    assert "continue with" not in capsys.readouterr().out
+
+
+def test_a_mistake_that_a_rank_finds_before_its_first_step_changes_nothing(asked, out):
+    save_run(asked(), 5)
+    before = content(out)
+
+    def fail() -> None:
+        with prepared(asked(resume="auto")) as job:
+            leave(job, 5, RankError(kind="user", message="other data", happened_at_s=1.0))
+            conclude(job, [])
+
+    with pytest.raises(UserError, match="other data"):
+        fail()
+    assert content(out) == before
+
+
+# --- The command --------------------------------------------------------------------------------
+
+
+def test_the_command_on_a_complete_run_ends_well_and_imports_no_torch(ftkit, common, out):
+    words = [*common, "--out_dir", str(out), "--resume", "auto"]
+    save_run(read_recipe([], split_options(words).values, method="lora"), 5)
+    ended(out, "completed", 5, result=True)
+    end = ftkit("finetune", *words, before=NO_TORCH)
+    assert (end.returncode, end.stderr) == (0, "imported: []\n")
+    assert end.stdout == (
+        f"{out} is complete at step 5; the result is in {out / 'final'}\n"
+        f"train on with: {continue_command(out, 'lora')} --train.max_steps 10\n"
+    )

@@ -1,0 +1,416 @@
+"""The files around the package: scripts, recipes, and what the package may import."""
+
+import dataclasses
+import os
+import re
+import shutil
+import subprocess
+import sys
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from command import ROOT
+
+from ftkit.config.recipe import Component, LoraRecipe, Recipe
+
+SCRIPTS = sorted(p for p in (ROOT / "scripts").glob("[!_]*") if p.is_file() and not p.suffix)
+BASH_SCRIPTS = [path for path in SCRIPTS if "bash" in path.read_text().partition("\n")[0]]
+RECIPES = sorted(
+    path for path in (ROOT / "recipes").rglob("*.yaml") if path.parent.name != "sweeps"
+)
+
+LIGHT_PACKAGES = [
+    "cli",
+    "comparison",
+    "config",
+    "console",
+    "embedded",
+    "launch",
+    "report",
+    "runs",
+    "utils",
+]
+LIGHT_MODULES = [
+    "checkpoint.metadata",
+    "checkpoint.store",
+    "data.sampler",
+    "data.spec",
+    "errors",
+    "inference.result",
+    "notebook.api",
+    "notebook.display",
+    "optim.schedule",
+    "pretrained.hub",
+    "pretrained.size_estimate",
+]
+NOT_LIGHT = ["cli.child", "launch.heartbeats", "launch.torchrun", "utils.safetensors_files"]
+"""In light packages: a program of its own, and what processes use that have torch anyway."""
+HEAVY_PACKAGES = [
+    "bitsandbytes",
+    "datasets",
+    "deepspeed",
+    "lightning",
+    "litgpt",
+    "peft",
+    "torch",
+    "transformers",
+]
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_light_modules_import_no_heavy_package():
+    """So that a command answers at once, and a supervisor takes no memory from its ranks."""
+    files = [file for name in LIGHT_PACKAGES for file in (ROOT / "ftkit" / name).rglob("*.py")]
+    found = {str(file.relative_to(ROOT / "ftkit"))[:-3].replace("/", ".") for file in files}
+    modules = sorted({*found, *LIGHT_MODULES} - {*NOT_LIGHT})
+    program = (
+        "import importlib, sys\n"
+        f"for module in {modules!r}:\n"
+        "    importlib.import_module(f'ftkit.{module}')\n"
+        f"    if heavy := sorted(sys.modules.keys() & {set(HEAVY_PACKAGES)!r}):\n"
+        "        sys.exit(f'{module} imports {heavy}')\n"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+
+
+NO_MODULES = {
+    "ftkit.__file__",
+    "ftkit.data.JSON",  # of recipes
+    "ftkit.finetun",  # a mistake that is explained
+    *(f"ftkit.{suffix}" for suffix in ("bash", "building", "lock", "py", "tar.gz", "write_text")),
+}
+
+
+def test_every_name_of_the_package_in_text_is_of_something_that_lives():
+    """In strings of tests, in scripts and in documents, where no import would fail."""
+    package = ROOT / "ftkit"
+    dead = []
+    for file in subprocess.check_output(["git", "ls-files", "-z"], text=True, cwd=ROOT).split("\0"):
+        path = ROOT / file
+        if path.suffix not in ("", ".ipynb", ".md", ".py", ".toml", ".yaml") or not path.is_file():
+            continue
+        for name in re.findall(
+            r"(?<![\w./@~-])ftkit(?:[.:][A-Za-z_]\w*)+", path.read_text("utf-8")
+        ):
+            if name not in NO_MODULES and not _lives(package, re.split("[.:]", name)[1:]):
+                dead.append(f"{file}: {name}")
+    assert dead == []
+
+
+def test_every_source_file_that_a_document_names_is_there():
+    named = [
+        (document.name, path)
+        for document in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+        for path in re.findall(r"`((?:[a-z_]+/)+[a-z_]+\.py)`", document.read_text())
+    ]
+    assert len(named) > 20
+    assert [
+        (document, path)
+        for document, path in named
+        if not (ROOT / path).exists() and not (ROOT / "ftkit" / path).exists()
+    ] == []
+
+
+def _lives(package: Path, names: list[str]) -> bool:
+    """Whether there is such a module, or one before it that has the name."""
+    place = package
+    for number, name in enumerate(names):
+        if (place / name).is_dir():
+            place = place / name
+            continue
+        module = place / f"{name}.py"
+        rest = names[number + 1 :] if module.exists() else names[number:]
+        module = module if module.exists() else place / "__init__.py"
+        return not rest or re.search(rf"\b{rest[0]}\b", module.read_text()) is not None
+    return True
+
+
+@pytest.mark.parametrize("script", [*BASH_SCRIPTS, ROOT / ".ci/run"], ids=relative)
+def test_a_shell_script_is_clean(script):
+    beside = Path(sys.executable).with_name("shellcheck")
+    checker = [beside] if beside.exists() else ["bash", "-n"]
+    run = subprocess.run([*checker, script], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(
+            path, id=relative(path), marks=[] if path in BASH_SCRIPTS else pytest.mark.slow
+        )
+        for path in SCRIPTS
+    ],
+)
+def test_a_script_explains_itself(script, tmp_path):
+    command = [script] if script in BASH_SCRIPTS else [sys.executable, script]
+    run = subprocess.run([*command, "--help"], capture_output=True, text=True, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("usage: ")
+
+
+class SetUp:
+    """scripts/setup_env in a directory of its own, with a stand-in for Python and pip."""
+
+    STAND_IN = """#!/usr/bin/env bash
+said="$*"
+case "$said" in
+  *"-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python && echo venv >>calls ;;
+  *"-m pip"*) echo "pip ${said##*constraints.txt }" >>calls && cat pip_says 2>/dev/null && exit 1 ;;
+  *version_info* | -V) exec {python} "$@" ;;
+  "- "*) [[ -e installed ]] && PYTHONPATH=installed exec {python} "$@"; exit 1 ;;
+  *) exit 1 ;;
+esac
+exit 0
+"""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        (root / "scripts").mkdir()
+        for name in ("scripts/setup_env", "pyproject.toml", "constraints.txt"):
+            shutil.copy(ROOT / name, root / name)
+        self.python = root / "python"
+        self.python.write_text(self.STAND_IN.replace("{python}", sys.executable))
+        self.python.chmod(0o755)
+
+    def run(self, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [self.root / "scripts/setup_env", *options],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"PYTHON": str(self.python)} | environment,
+        )
+
+    def has(self, torch: str) -> None:
+        """This build of torch is installed."""
+        metadata = self.root / "installed" / f"torch-{torch}.dist-info"
+        metadata.mkdir(parents=True)
+        (metadata / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: torch\nVersion: {torch}\n"
+        )
+
+    def gpu(self, capability: str, driver: str) -> str:
+        """A PATH on which nvidia-smi shows such a GPU."""
+        stand_in = self.root / "bin" / "nvidia-smi"
+        stand_in.parent.mkdir()
+        stand_in.write_text(
+            f'#!/bin/sh\ncase "$*" in *query-gpu=compute_cap,driver_version*) '
+            f'echo "{capability}, {driver}";; esac\n'
+        )
+        stand_in.chmod(0o755)
+        return f"{stand_in.parent}:{os.environ['PATH']}"
+
+    def calls(self) -> list[str]:
+        """What was created and installed since the last call."""
+        file = self.root / "calls"
+        calls = file.read_text().splitlines() if file.exists() else []
+        file.unlink(missing_ok=True)
+        return calls
+
+
+@pytest.fixture
+def setup(tmp_path):
+    root = tmp_path / "clone"
+    root.mkdir()
+    return SetUp(root)
+
+
+TORCH = re.search(r"^torch==.*$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[0]
+FRESH = ["venv", f"pip {TORCH}", "pip setuptools"]
+FROM_PIP = f"pip --force-reinstall {TORCH}"
+FOR_CUDA_12_6 = f"pip --extra-index-url https://download.pytorch.org/whl/cu126 {TORCH}+cu126"
+
+
+def install(what: str) -> list[str]:
+    """The calls of pip that install ftkit; DeepSpeed comes where there is a compiler."""
+    chi = ["pip --no-deps python-chi"] if "dev" in what else []
+    deepspeed = ["pip --no-build-isolation ninja deepspeed"] if shutil.which("g++") else []
+    return [f"pip --no-build-isolation --editable {what}", *chi, *deepspeed]
+
+
+def test_set_up_installs_torch_and_then_ftkit(setup):
+    assert setup.run().returncode == 0
+    assert setup.calls() == [*FRESH, *install(".")]
+
+
+def test_a_second_set_up_does_and_says_nothing(setup):
+    setup.run("--dev")
+    assert setup.calls() == [*FRESH, *install(".[dev]")]
+    for options in (["--dev"], []):
+        run = setup.run(*options)
+        assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+        assert setup.calls() == []
+
+
+@pytest.mark.parametrize("file", ["pyproject.toml", "constraints.txt"])
+def test_set_up_follows_a_changed_requirement_and_keeps_its_options(setup, file):
+    setup.run("--dev")
+    setup.calls()
+    with (setup.root / file).open("a") as stream:
+        stream.write("# changed\n")
+    setup.run()
+    assert setup.calls()[-len(install(".[dev]")) :] == install(".[dev]")
+
+
+def test_set_up_adds_an_option_to_the_environment_it_has(setup):
+    setup.run()
+    setup.calls()
+    setup.run("--dev")
+    calls = setup.calls()
+    assert "venv" not in calls
+    assert calls[-len(install(".[dev]")) :] == install(".[dev]")
+
+
+def test_set_up_with_cuda_does_not_ask_for_a_cpu_build(setup):
+    run = setup.run("--cuda")
+    assert f"{TORCH} from pip's index ... " in run.stdout
+    assert setup.calls() == ["venv", FROM_PIP, "pip setuptools", *install(".")]
+
+
+@pytest.mark.parametrize(
+    ("capability", "driver", "build"),
+    [
+        ("9.0", "580.65.06", FROM_PIP),
+        ("12.0", "580.65.06", FROM_PIP),
+        ("7.5", "595.10", FROM_PIP),
+        ("7.0", "580.65.06", FOR_CUDA_12_6),
+        ("6.1", "575.57.08", FOR_CUDA_12_6),
+        ("9.0", "535.104.05", FOR_CUDA_12_6),
+        ("[N/A]", "580.65.06", FROM_PIP),
+    ],
+)
+def test_set_up_takes_the_build_of_torch_that_gpu_and_driver_need(setup, capability, driver, build):
+    assert setup.run(PATH=setup.gpu(capability, driver)).returncode == 0
+    assert setup.calls() == ["venv", build, "pip setuptools", *install(".")]
+
+
+@pytest.mark.parametrize(
+    ("installed", "capability", "expected"),
+    [
+        ("+cpu", "9.0", [FROM_PIP]),
+        ("", "9.0", []),
+        ("", "7.0", [FOR_CUDA_12_6]),
+        ("+cu126", "7.0", []),
+    ],
+)
+def test_set_up_replaces_a_build_of_torch_that_cannot_use_the_gpu(
+    setup, installed, capability, expected
+):
+    setup.has(f"{TORCH.removeprefix('torch==')}{installed}")
+    setup.run(PATH=setup.gpu(capability, "580.65.06"))
+    assert setup.calls() == ["venv", *expected, "pip setuptools", *install(".")]
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [(["--notebook"], ".[notebook]"), (["--notebook", "--dev"], ".[dev]")],
+)
+def test_set_up_installs_jupyter_where_it_is_asked_for(setup, options, what):
+    assert setup.run(*options).returncode == 0
+    assert setup.calls() == [*FRESH, *install(what)]
+    assert setup.run("--notebook").stdout == ""
+
+
+def test_a_failed_set_up_shows_what_pip_said_and_starts_over_next_time(setup):
+    (setup.root / "pip_says").write_text("no matching distribution\n")
+    run = setup.run()
+    assert run.returncode == 1
+    assert "no matching distribution" in run.stderr
+    (setup.root / "pip_says").unlink()
+    setup.calls()
+    assert setup.run().returncode == 0
+    assert setup.calls()[: len(FRESH)] == FRESH
+
+
+def test_a_moved_repository_gets_a_new_environment(setup):
+    setup.run()
+    setup.calls()
+    setup.root = setup.root.rename(setup.root.with_name("moved"))
+    setup.python = setup.root / "python"
+    assert setup.run().returncode == 0
+    assert setup.calls()[: len(FRESH)] == FRESH
+
+
+def test_an_environment_of_another_maker_is_used_but_never_deleted(setup):
+    subprocess.run([setup.python, "-m", "venv", ".venv"], cwd=setup.root, check=True)
+    setup.calls()
+    assert setup.run().returncode == 0
+    assert setup.calls() == [*FRESH[1:], *install(".")]
+
+    (setup.root / ".venv/ftkit_setup").unlink()
+    shutil.copy("/bin/false", setup.root / ".venv/bin/python")
+    run = setup.run()
+    assert run.returncode == 1
+    assert "Move it away" in run.stderr
+    assert (setup.root / ".venv/bin/python").exists()
+
+
+def test_an_unsuitable_python_is_named(setup):
+    run = setup.run(PYTHON="/bin/false")
+    assert run.returncode == 1
+    assert run.stderr == (
+        "setup_env: PYTHON is /bin/false, but ftkit needs Python 3.11, 3.12 or 3.13.\n"
+    )
+
+
+def unknown_keys(values: dict[str, Any], kind: Any, prefix: str = "") -> Iterator[str]:
+    """Keys that the dataclass or TypedDict `kind` does not have, dotted."""
+    types = typing.get_type_hints(kind)
+    for key, value in values.items():
+        if key not in types:
+            yield prefix + key
+        elif isinstance(value, dict) and (
+            dataclasses.is_dataclass(types[key]) or types[key] is Component
+        ):
+            yield from unknown_keys(value, types[key], f"{prefix}{key}.")
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=relative)
+def test_a_recipe_uses_known_keys(recipe):
+    values = yaml.safe_load(recipe.read_text())
+    is_lora = "lora" in recipe.stem or recipe.stem == "quickstart"
+    assert list(unknown_keys(values, LoraRecipe if is_lora else Recipe)) == []
+    assert is_lora == any(key.startswith("lora_") for key in values)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=relative)
+def test_a_recipe_says_how_to_run_it(recipe):
+    comment = [line for line in recipe.read_text().splitlines() if line.startswith("#")]
+    command = "finetune" if "lora" in recipe.stem else "finetune_full"
+    expected = f"#   ftkit {command} --config {relative(recipe)}"
+    if recipe.stem == "quickstart":
+        expected = "#   scripts/quickstart"
+    assert any(line.split(" --train")[0].split(" --precision")[0] == expected for line in comment)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=relative)
+def test_the_batch_of_a_recipe_divides_evenly(recipe):
+    values = yaml.safe_load(recipe.read_text())
+    train = values["train"]
+    assert train["global_batch_size"] % (train["micro_batch_size"] * values["devices"]) == 0
+
+
+def committed_files() -> list[Path]:
+    folders = (".ci", "ftkit", "notebooks", "recipes", "scripts", "tests")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*")]
+    return [
+        path
+        for path in [*paths, *ROOT.glob("*.*"), ROOT / "LICENSE"]
+        if path.is_file() and "__pycache__" not in path.parts
+    ]
+
+
+def test_no_committed_file_holds_a_path_of_one_machine():
+    own_path = re.compile(rb"(?<![\w.])/(?:home|mnt|root|tmp|Users|work|workspace)/\w")
+    texts = {path: path.read_bytes() for path in committed_files()}
+    assert len(texts) > 30
+    found = [relative(path) for path, text in texts.items() if own_path.search(text)]
+    assert found == []

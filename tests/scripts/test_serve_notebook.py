@@ -1,0 +1,261 @@
+"""scripts/serve_notebook: a real Jupyter server, used by another process."""
+
+import base64
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import websocket
+from command import ROOT
+from notebook_cells import SINGLE_GPU, cells
+from remote_kernel import COLAB, Server, run_cells
+from runs import wait_for
+
+from ftkit.report.report import read_report
+
+FOREIGN = "https://example.org"
+OPEN_TO_ALL = """
+c.ServerApp.ip = "0.0.0.0"
+c.ServerApp.token = c.IdentityProvider.token = c.PasswordIdentityProvider.token = ""
+c.ServerApp.allow_origin = "*"
+c.ServerApp.allow_remote_access = True
+c.ServerApp.disable_check_xsrf = True
+c.ServerApp.root_dir = "/"
+"""
+
+
+def write_script(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/usr/bin/env bash\n{text}\n")
+    path.chmod(0o755)
+
+
+class Clone:
+    """The scripts in a directory of their own, with this Python as their environment."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.log = root / "log"
+        (root / "scripts").mkdir(parents=True)
+        for name in ("serve_notebook", "notebook_server.py"):
+            shutil.copy(ROOT / "scripts" / name, root / "scripts" / name)
+        write_script(root / "scripts/setup_env", 'echo "setup_env $*" >>calls')
+        write_script(root / ".venv/bin/python", f'exec "{sys.executable}" "$@"')
+        user = root / "home/.jupyter/jupyter_server_config.py"
+        user.parent.mkdir(parents=True)
+        user.write_text(OPEN_TO_ALL)
+
+    def start(self, *options: str, **environment: str) -> "subprocess.Popen[str]":
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("JUPYTER")}
+        with self.log.open("w") as log:
+            return subprocess.Popen(
+                [self.root / "scripts/serve_notebook", *options],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=kept | {"HOME": str(self.root / "home"), "PYTHONPATH": str(ROOT)} | environment,
+                process_group=0,
+            )
+
+    def end(self, *options: str, **environment: str) -> tuple[int, str]:
+        """Start it where it cannot go on: exit code, output."""
+        return self.start(*options, **environment).wait(timeout=120), self.log.read_text()
+
+
+@pytest.fixture
+def clone(tmp_path):
+    return Clone(tmp_path / "clone")
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def process_and_server(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple["subprocess.Popen[str]", Server, Clone]]:
+    clone = Clone(tmp_path_factory.mktemp("served") / "clone")
+    port = free_port()
+    process = clone.start("--port", str(port))
+
+    def url() -> re.Match[str] | None:
+        assert process.poll() is None, clone.log.read_text()
+        return re.search(
+            r"^  (http://127\.0\.0\.1:\d+)/lab\?token=(\w+)$", clone.log.read_text(), re.M
+        )
+
+    try:
+        wait_for(lambda: url() is not None)
+        found = url()
+        assert found[1] == f"http://127.0.0.1:{port}"
+        yield process, Server(url=found[1], token=found[2]), clone
+    finally:
+        process.terminate()
+        process.wait(timeout=60)
+
+
+@pytest.fixture
+def server(process_and_server):
+    return process_and_server[1]
+
+
+def test_it_sets_up_jupyter_and_says_how_to_come_in(process_and_server):
+    _, server, clone = process_and_server
+    assert (clone.root / "calls").read_text() == "setup_env --notebook\n"
+    port = server.url.rpartition(":")[2]
+    assert f"  ssh -N -L {port}:127.0.0.1:{port} " in clone.log.read_text()
+    assert len(server.token) >= 32
+
+
+def test_it_runs_code_for_another_process_in_the_environment_of_the_project(process_and_server):
+    _, server, clone = process_and_server
+    outputs = run_cells(
+        server,
+        [
+            "x = 6 * 7",
+            "x",
+            "import sys, shutil, os; print(sys.executable, shutil.which('python'), os.getcwd())",
+            "1 / 0",
+        ],
+    )
+    assert outputs[0] == []
+    assert outputs[1][0]["data"]["text/plain"] == "42"
+    executable = clone.root / ".venv/bin/python"
+    assert outputs[2][0]["text"].split() == [sys.executable, str(executable), str(clone.root)]
+    assert outputs[3][0]["ename"] == "ZeroDivisionError"
+
+
+@pytest.mark.slow
+def test_the_first_notebook_runs_remotely_and_its_outputs_come_back(process_and_server):
+    _, server, clone = process_and_server
+    outputs = run_cells(server, cells(SINGLE_GPU))
+    assert not [output for cell in outputs for output in cell if output["output_type"] == "error"]
+    *_, plans, comparison, picture = outputs
+    for shown in (plans[-1], comparison[-1]):
+        assert re.findall(r"14-13b-lora", shown["data"]["text/html"])
+    assert base64.b64decode(picture[-1]["data"]["image/png"]).startswith(b"\x89PNG")
+    runs = sorted((clone.root / "out/single_gpu").iterdir())
+    assert len(runs) == 14
+    assert {read_report(run / "report.json").outcome for run in runs} == {"completed"}
+
+
+def test_it_lets_the_page_of_colab_read_its_answers(server):
+    headers = {"Origin": COLAB}
+    answer = server.request("GET", "/api/kernelspecs", headers=headers)
+    assert answer.status_code == 200
+    assert answer.headers["Access-Control-Allow-Origin"] == COLAB
+    assert answer.headers["Access-Control-Allow-Credentials"] == "true"
+    asked = headers | {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization",
+    }
+    before = httpx.options(f"{server.url}/api/kernels", headers=asked, trust_env=False)
+    assert before.status_code == 200
+    assert before.headers["Access-Control-Allow-Origin"] == COLAB
+
+
+@pytest.mark.parametrize("token", ["wrong", "0" * 48])
+def test_without_its_token_nothing_is_told_and_nothing_runs(server, token):
+    assert httpx.get(f"{server.url}/api/contents", trust_env=False).status_code == 403
+    assert server.request("GET", "/api/contents", token=token).status_code == 403
+    assert server.request("POST", "/api/kernels", token=token, json={}).status_code == 403
+    with pytest.raises(websocket.WebSocketBadStatusException) as refused:
+        server.connect(str(uuid.uuid4()), COLAB, token=token)
+    assert refused.value.status_code == 403
+
+
+def test_a_page_of_another_origin_is_refused_even_with_the_token(server):
+    headers = {"Origin": FOREIGN}
+    answer = server.request("GET", "/api/contents", headers=headers)
+    assert answer.status_code == 404
+    assert "Access-Control-Allow-Origin" not in answer.headers
+    posted = server.request("POST", "/api/kernels", headers=headers, json={"name": "python3"})
+    assert posted.status_code == 404
+    assert server.request("GET", "/api/kernels").json() == []
+    kernel = server.request("POST", "/api/kernels", json={"name": "python3"}).json()["id"]
+    try:
+        with pytest.raises(websocket.WebSocketBadStatusException) as refused:
+            server.connect(kernel, FOREIGN)
+        assert refused.value.status_code == 403
+    finally:
+        server.request("DELETE", f"/api/kernels/{kernel}")
+
+
+def test_it_answers_to_no_other_name(server):
+    answer = server.request("GET", "/api/contents", headers={"Host": "notebooks.example.org"})
+    assert answer.status_code == 403
+
+
+def test_it_listens_on_the_loopback_address_alone(process_and_server):
+    process, _, _ = process_and_server
+    listening = {
+        connection.laddr.ip
+        for connection in psutil.Process(process.pid).net_connections(kind="inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert listening == {"127.0.0.1"}
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "::", "10.1.2.3", "example.org", ""])
+def test_another_address_is_refused_before_anything_starts(clone, address):
+    code, said = clone.end("--ip", address)
+    assert code == 2
+    assert f"--ip is {address}, but" in said
+    assert not (clone.root / "calls").exists()
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "8888x", ""])
+def test_a_bad_port_is_refused(clone, port):
+    code, said = clone.end("--port", port)
+    assert code == 2
+    assert f"--port is {port}, but" in said
+
+
+def test_a_port_in_use_is_refused(process_and_server, clone):
+    port = process_and_server[1].url.rpartition(":")[2]
+    code, said = clone.end("--port", port)
+    assert code == 1
+    assert f"port {port} is not available" in said
+    assert "token=" not in said
+
+
+def test_a_gpu_that_torch_does_not_see_is_named(clone):
+    write_script(clone.root / "bin/nvidia-smi", "echo NVIDIA A100")
+    (clone.root / "stand-in/torch").mkdir(parents=True)
+    (clone.root / "stand-in/torch/__init__.py").write_text(
+        "from types import SimpleNamespace\n"
+        "__version__ = '2.13.0'\n"
+        "cuda = SimpleNamespace(device_count=lambda: 0)\n"
+    )
+    path = f"{clone.root / 'bin'}:{os.environ['PATH']}"
+    code, said = clone.end(PATH=path, PYTHONPATH=str(clone.root / "stand-in"))
+    assert code == 1
+    assert "torch 2.13.0 does not see the GPU (NVIDIA A100)" in said
+
+
+def test_in_a_container_it_starts_the_same_script_on_the_network_of_the_host(clone):
+    write_script(clone.root / "bin/nvidia-smi", "echo NVIDIA A100")
+    write_script(clone.root / "bin/docker", 'echo "docker $*" >>calls')
+    path = f"{clone.root / 'bin'}:{os.environ['PATH']}"
+    assert clone.end("--container", "--port", "9999", PATH=path)[0] == 0
+    built, run = (clone.root / "calls").read_text().splitlines()
+    assert built == "docker build --tag ftkit ."
+    assert " --network host " in run
+    assert " --gpus all " in run
+    assert "--publish" not in run
+    assert f" --volume {clone.root}/out:/ftkit/out " in run
+    assert run.endswith(" ftkit scripts/serve_notebook --port 9999 --ip 127.0.0.1")
+    assert (clone.root / "out").is_dir()

@@ -1,0 +1,408 @@
+"""Everything that ftkit does on GPUs, on simulated cards: it ends well, and learns what a CPU does.
+
+What the cards cannot show stands in docs/gpus.md.
+"""
+
+import json
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from command import command_environment, command_line
+from launchers import slurm, torchrun
+from on_card import CARDS, OnCard, on_card
+from rank_jobs import HAS_DEEPSPEED, Outcome
+from runs import TIMEOUT_S
+from simulated_card.build import needs_card
+from simulated_card.counts import Counts
+from simulated_card.kinds import KINDS
+from simulated_card.machine import cards, with_cards
+from simulated_card.settings import Shortage
+
+from ftkit.report.report import read_report
+
+pytestmark = needs_card
+
+DDP = ("--devices", "2", "--strategy", "ddp")
+FSDP = ("--devices", "2", "--strategy", "fsdp")
+ON_CARD = ("--strategy.offload_optimizer", "false")
+"""Offloaded, DeepSpeed compiles its optimizer for the host, which takes a minute the first time."""
+ZERO_3 = ("--devices", "2", "--strategy", "deepspeed")
+ONE = ("--devices", "1")
+BF16, MIXED, FP16 = (("--precision", name) for name in ("bf16-true", "bf16-mixed", "16-mixed"))
+NF4, NF4_DQ, FP4_DQ, INT8 = (
+    ("--quantize", f"bnb.{kind}") for kind in ("nf4", "nf4-dq", "fp4-dq", "int8")
+)
+CHECKPOINTED = ("--memory.activation_checkpointing", "true")
+EXACT, ROUNDED = 1e-6, 3e-3
+"""Relative differences of losses: of equal mathematics in float32, and in 16 bits."""
+
+
+@pytest.fixture(scope="module")
+def machine(
+    tiny_base: Path, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[OnCard]:
+    with on_card(tmp_path_factory.mktemp("cards"), tiny_base, tiny_data) as found:
+        yield found
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run on cards, and how near its losses are to those of one CPU."""
+
+    command: str
+    words: tuple[str, ...]
+    within: float | None = EXACT
+    """None: nothing to compare with."""
+    fast: bool = False
+    reference: str | None = None
+    """Precision on the CPU, where that one is for GPUs alone."""
+
+
+def lora(*words: tuple[str, ...], **how: object) -> Case:
+    return Case("finetune", tuple(word for part in words for word in part), **how)  # type: ignore[arg-type]
+
+
+def full(*words: tuple[str, ...], **how: object) -> Case:
+    return Case("finetune_full", tuple(word for part in words for word in part), **how)  # type: ignore[arg-type]
+
+
+def optimizer(name: str, rate: str, *more: str) -> tuple[str, ...]:
+    return ("--optimizer", name, "--optimizer.lr", rate, *more)
+
+
+EIGHT_BIT = optimizer("bitsandbytes.optim.AdamW8bit", "1e-3")
+SGD = optimizer("SGD", "0.1", "--optimizer.momentum", "0.9")
+TRAINED_WHOLE = ("--lora_head", "false", "--lora_modules_to_save", "[embed_tokens,lm_head]")
+
+CASES = {
+    # One card: adapters.
+    "LoRA": lora(ONE, fast=True),
+    "QLoRA": lora(ONE, NF4, fast=True),
+    "full": full(ONE, fast=True),
+    "DoRA": lora(ONE, ("--lora_variant", "dora"), fast=True),
+    "PiSSA": lora(ONE, ("--lora_init", "pissa"), fast=True),
+    "OLoRA": lora(ONE, ("--lora_init", "olora")),
+    "PiSSA, bf16-true": lora(ONE, BF16, ("--lora_init", "pissa"), within=ROUNDED),
+    "rank-stabilised": lora(ONE, ("--lora_variant", "rslora")),
+    "LoRA+ with whole layers": lora(
+        ONE, BF16, TRAINED_WHOLE, ("--lora_plus_ratio", "16"), within=ROUNDED
+    ),
+    "DoRA, nf4, bf16-mixed": lora(ONE, MIXED, NF4, ("--lora_variant", "dora"), within=ROUNDED),
+    "nf4-dq, bf16-true": lora(ONE, BF16, NF4_DQ, within=ROUNDED),
+    "fp4-dq": lora(ONE, FP4_DQ),
+    "int8, bf16-true": lora(ONE, BF16, INT8, within=ROUNDED),
+    "LoRA, 16-mixed, dropout": lora(ONE, FP16, ("--lora_dropout", "0.1"), within=None),
+    "micro-batch of its own": lora(ONE, ("--train.micro_batch_size", "auto")),
+    # One card: precisions and optimizers.
+    "full, bf16-true": full(ONE, BF16, within=ROUNDED),
+    "full, bf16-mixed": full(ONE, MIXED, CHECKPOINTED, within=ROUNDED),
+    "full, 16-mixed": full(ONE, FP16, within=ROUNDED, reference="32-true"),
+    "AdamW8bit": full(ONE, EIGHT_BIT, within=ROUNDED),
+    "LAMB8bit": full(ONE, optimizer("bitsandbytes.optim.LAMB8bit", "1e-3"), within=ROUNDED),
+    "SGD": full(ONE, SGD),
+    "saved while training waits": full(
+        ONE,
+        MIXED,
+        ("--checkpoint.asynchronous", "false", "--train.save_interval", "2"),
+        within=ROUNDED,
+    ),
+    "random weights, fp4-dq": lora(
+        ONE,
+        FP4_DQ,
+        ("--checkpoint_dir", "random:pythia-14m", "--train.max_seq_length", "64"),
+        ("--train.max_steps", "2"),
+        within=None,
+    ),
+    # DDP.
+    "DDP, LoRA": lora(DDP, fast=True),
+    "DDP, full, 16-mixed": full(DDP, FP16, within=ROUNDED, reference="32-true"),
+    "DDP, LoRA, bf16-mixed": lora(DDP, MIXED, CHECKPOINTED, within=ROUNDED),
+    "DDP, int8": lora(DDP, MIXED, INT8, within=ROUNDED),
+    # FSDP.
+    "FSDP, full": full(FSDP, fast=True),
+    "FSDP, QLoRA": lora(FSDP, NF4_DQ, MIXED, within=ROUNDED, fast=True),
+    "FSDP, bf16-mixed": full(FSDP, MIXED, within=ROUNDED),
+    "FSDP that keeps parameters": full(
+        FSDP, BF16, CHECKPOINTED, ("--strategy.sharding", "SHARD_GRAD_OP"), within=1e-2
+    ),
+    "FSDP, in host memory": full(FSDP, ("--strategy.cpu_offload", "true")),
+    "FSDP, in host memory, QLoRA": lora(
+        FSDP, NF4, MIXED, ("--strategy.cpu_offload", "true"), within=ROUNDED
+    ),
+    "FSDP, AdamW8bit": full(FSDP, BF16, EIGHT_BIT, within=1e-2),
+    "FSDP, DoRA": lora(FSDP, MIXED, ("--lora_variant", "dora"), within=ROUNDED),
+    "FSDP, PiSSA": lora(FSDP, BF16, ("--lora_init", "pissa"), within=1e-2),
+    # DeepSpeed.
+    "ZeRO-3, LoRA": lora(ZERO_3, ON_CARD, fast=True),
+    "ZeRO-3, full, bf16-mixed": full(ZERO_3, MIXED, within=ROUNDED),
+    "ZeRO-3, full, 16-mixed": full(ZERO_3, FP16, within=None),
+    "ZeRO-3, parameters in host memory": full(
+        ZERO_3, BF16, ("--strategy.offload_parameters", "true"), within=1e-2
+    ),
+    "ZeRO-3, on the card": full(ZERO_3, BF16, ON_CARD, within=1e-2),
+    "ZeRO-3, QLoRA": lora(ZERO_3, BF16, NF4_DQ, CHECKPOINTED, within=ROUNDED),
+    "ZeRO-2, LoRA": lora(ZERO_3, BF16, ("--strategy.stage", "2"), within=ROUNDED),
+    "ZeRO-1, full": full(ZERO_3, BF16, ON_CARD, ("--strategy.stage", "1"), within=1e-2),
+}
+"""What ftkit offers on GPUs; the names are for people."""
+
+
+def ranks_of(case: Case) -> int:
+    return 2 if "2" in case.words[:2] else 1
+
+
+def skip_without_deepspeed(words: tuple[str, ...]) -> None:
+    if "deepspeed" in words and not HAS_DEEPSPEED:
+        pytest.skip("deepspeed is not installed: scripts/setup_env")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if case.fast else pytest.param(name, marks=pytest.mark.slow)
+        for name, case in CASES.items()
+    ],
+)
+def test_a_run_on_cards_learns_what_one_on_a_cpu_learns(machine: OnCard, name: str) -> None:
+    case = CASES[name]
+    skip_without_deepspeed(case.words)
+    found = machine.completed(case.command, *case.words, ranks=ranks_of(case))
+    assert read_report(found.out_dir).resolved.accelerator == "cuda"
+    assert len(found.losses) in (2, 4)
+    if case.within is not None:
+        expected = machine.on_cpu(case.command, *case.words, precision=case.reference)
+        assert found.losses == pytest.approx(expected.losses, rel=case.within)
+
+
+# --- Memory ---------------------------------------------------------------------------------------
+
+
+def test_memory_that_is_followed_is_all_that_a_card_gave(machine: OnCard) -> None:
+    """What tensors hold, as followed in a step, is what the allocator counts, within 1 %."""
+    _, out = machine.run("finetune_full", *ONE, follows_memory=True)
+    measured = read_report(out).step_memory
+    assert measured is not None
+    (rank,) = measured.ranks
+    assert rank.peak_breakdown_bytes.unattributed <= 0.01 * rank.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("wording", "moment", "rank"),
+    [
+        ("torch", "backward", 0),
+        ("torch", "forward", 1),
+        pytest.param("torch", "construction", 0, marks=pytest.mark.slow),
+        pytest.param("torch", "step", 1, marks=pytest.mark.slow),
+        ("driver", "step", 0),
+        pytest.param("driver", "construction", 1, marks=pytest.mark.slow),
+        ("cublas", "forward", 0),
+        pytest.param("cublas", "backward", 1, marks=pytest.mark.slow),
+        ("nccl", "backward", 1),
+        pytest.param("nccl", "forward", 0, marks=pytest.mark.slow),
+    ],
+)
+def test_a_card_without_memory_ends_the_run_as_that_whoever_says_so(
+    machine: OnCard, wording: str, moment: str, rank: int
+) -> None:
+    shortage = Shortage(wording=wording, moment=moment, rank=rank)  # type: ignore[arg-type]
+    words = DDP if rank or wording == "nccl" else ONE
+    attempt, out = machine.run(
+        "finetune_full", *words, ranks=ranks_of(Case("", words)), shortage=shortage
+    )
+    report = read_report(out)
+    assert (attempt.code, report.outcome) == (3, "out_of_memory"), attempt.output
+    if words is DDP:
+        assert report.exit_reason.startswith(f"rank {rank}: ")
+
+
+# --- Going on elsewhere ---------------------------------------------------------------------------
+
+ON_CPU = ("--accelerator", "cpu", "--devices", "1")
+PLACES = {"cpu": ON_CPU, "card": ONE, "ddp": DDP, "fsdp": FSDP, "zero": (*ZERO_3, *ON_CARD)}
+MOVES = [
+    ("cpu", "card"),
+    ("card", "cpu"),
+    *(
+        pytest.param(source, target, marks=pytest.mark.slow)
+        for source, target in [
+            ("card", "ddp"),
+            ("ddp", "fsdp"),
+            ("fsdp", "card"),
+            ("fsdp", "cpu"),
+            ("cpu", "fsdp"),
+            ("card", "zero"),
+            ("zero", "card"),
+            ("zero", "fsdp"),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize(("source", "target"), MOVES)
+def test_a_run_goes_on_between_cards_and_cpus(
+    machine: OnCard, tmp_path: Path, source: str, target: str
+) -> None:
+    skip_without_deepspeed((*PLACES[source], *PLACES[target]))
+    whole = machine.on_cpu("finetune_full")
+    out = tmp_path / "run"
+    for place, more in ((source, ("--stop_after", "2")), (target, ("--resume", "auto"))):
+        line = machine.words("finetune_full", *PLACES[place], *more, "--out_dir", str(out))
+        attempt = machine.server.run(*line)
+        assert attempt.code == 0, attempt.output
+    losses = Outcome(out).losses
+    assert losses == pytest.approx(whole.losses, rel=1e-5)
+
+
+# --- Evaluation, and what is done with results ----------------------------------------------------
+
+EVALUATED = (
+    *("--eval.exact_match", "2", "--eval.initial_validation", "true", "--eval.interval", "2"),
+    *("--eval.max_iters", "2", "--eval.max_new_tokens", "3", "--train.save_interval", "2"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["card", "ddp", "fsdp", "zero"])
+def test_validation_and_answers_are_those_of_a_cpu(machine: OnCard, place: str) -> None:
+    words = (*PLACES[place], *EVALUATED)
+    skip_without_deepspeed(words)
+    found = machine.completed("finetune", *words, ranks=1 if place == "card" else 2)
+    expected = machine.completed("finetune", *ON_CPU, *EVALUATED)
+    assert found.validation_losses == pytest.approx(expected.validation_losses, rel=1e-5)
+    ours, theirs = read_report(found.out_dir), read_report(expected.out_dir)
+    assert ours.exact_match == theirs.exact_match
+    assert ours.examples == theirs.examples
+
+
+def use(machine: OnCard, *words: object) -> str:
+    attempt = machine.server.run(*words)
+    assert attempt.code == 0, attempt.output
+    return attempt.output
+
+
+def test_results_answer_and_are_evaluated_on_a_card(machine: OnCard) -> None:
+    final = machine.completed("finetune", *ONE).out_dir / "final"
+    asked = ("generate", final, "--prompt", "what is the colour of cat", "--max_new_tokens", "4")
+    answer, on_cpu = use(machine, *asked), use(machine, *asked, "--accelerator", "cpu")
+    assert answer.splitlines()[:-1] == on_cpu.splitlines()[:-1]  # the last one has the speed
+    assert "loss" in use(machine, "evaluate", final)
+
+
+def test_results_become_other_files_beside_a_card(machine: OnCard, tmp_path: Path) -> None:
+    final = machine.completed("finetune", *ONE, *NF4).out_dir / "final"
+    use(machine, "merge", final, "--out", tmp_path / "merged")
+    assert list((tmp_path / "merged").glob("*.safetensors"))
+    words = ("--format", "litgpt", "--out", tmp_path / "exported")
+    use(machine, "export", tmp_path / "merged", *words)
+    assert (tmp_path / "exported").is_dir()
+
+
+# --- Whole commands, without forks ----------------------------------------------------------------
+
+
+def whole_command(
+    launcher: list[str],
+    *words: str,
+    kinds: tuple[str, ...] = CARDS,
+    counts: Path | None = None,
+    stdin: str = "",
+) -> subprocess.CompletedProcess[str]:
+    pretended = cards(*kinds, counts=None if counts is None else str(counts))
+    return subprocess.run(
+        [*launcher, *words],
+        env=with_cards(command_environment(), pretended),
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+@pytest.mark.slow
+def test_the_supervisor_takes_no_memory_of_a_card(machine: OnCard, tmp_path: Path) -> None:
+    words = machine.words("finetune", *DDP, "--out_dir", str(tmp_path / "run"))
+    ended = whole_command(command_line(), *words, counts=tmp_path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert Counts.read(tmp_path, 0).contexts == [0]
+    assert Counts.read(tmp_path, 1).contexts == [1]
+    of_supervisor = tmp_path / "rank-supervisor.json"
+    assert not of_supervisor.exists() or not Counts.read(tmp_path, "supervisor").contexts
+
+
+@pytest.mark.slow
+def test_torchrun_starts_ranks_on_cards(machine: OnCard, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    words = machine.words("finetune", *DDP[2:], "--out_dir", str(out))
+    ended = whole_command(torchrun(words))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    losses = Outcome(out).losses
+    assert losses == pytest.approx(machine.on_cpu("finetune").losses, rel=EXACT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [DDP[2:], FSDP[2:], (*ZERO_3[2:], *ON_CARD)], ids=lambda w: w[1])
+def test_tasks_may_each_see_a_card_of_their_own(
+    machine: OnCard, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    """As under srun --gpus-per-task=1: the card of each is cuda:0, whatever its rank."""
+    skip_without_deepspeed(words)
+    out = tmp_path / "run"
+    line = machine.words("finetune", *words, "--out_dir", str(out))
+
+    def of_task(task: int) -> dict[str, str]:
+        return with_cards(command_environment(), cards(*CARDS)) | {
+            "CUDA_VISIBLE_DEVICES": str(task)
+        }
+
+    with slurm(out, line, tmp_path, of_task=of_task) as tasks:
+        ended = [task.communicate(timeout=TIMEOUT_S) for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0], ended
+    losses = Outcome(out).losses
+    assert losses == pytest.approx(machine.on_cpu("finetune", *words).losses, rel=EXACT)
+
+
+@pytest.mark.slow
+def test_one_talks_with_a_result_on_a_card(machine: OnCard) -> None:
+    final = machine.completed("finetune", *ONE).out_dir / "final"
+    words = ("chat", str(final), "--max_new_tokens", "4")
+    ended = whole_command(command_line(), *words, stdin="hello\n")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_a_card_that_torch_has_no_kernels_for_is_refused_before_anything_starts(
+    machine: OnCard, tmp_path: Path
+) -> None:
+    words = machine.words("finetune", "--out_dir", str(tmp_path / "run"))
+    ended = whole_command(command_line(), *words, kinds=("v100",))
+    assert ended.returncode == 2 and not (tmp_path / "run").exists()
+    assert "Tesla V100-SXM2-32GB has compute capability 7.0, for which torch" in ended.stderr
+    assert "--index-url https://download.pytorch.org/whl/cu126" in ended.stderr
+
+
+@pytest.mark.slow
+def test_several_cards_without_bfloat16_fine_tune_fully_by_default(
+    machine: OnCard, tmp_path: Path
+) -> None:
+    skip_without_deepspeed(("deepspeed",))
+    words = machine.words("finetune_full", "--devices", "2", "--out_dir", str(tmp_path / "run"))
+    precision = words.index("--precision")
+    del words[precision : precision + 2]
+    ended = whole_command(command_line(), *words, kinds=("t4", "t4"))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "Tesla T4 has no bfloat16 hardware" in ended.stdout + ended.stderr
+    resolved = read_report(tmp_path / "run").resolved
+    assert resolved is not None
+    assert (resolved.strategy, resolved.precision) == ("deepspeed", "16-mixed")
+
+
+def test_a_slice_of_a_card_is_planned_for_as_what_it_offers(tmp_path: Path) -> None:
+    line = ["plan", "--checkpoint_dir", "random:pythia-14m", "--gpu", "auto", "--format", "json"]
+    line += ["--train.max_seq_length", "64"]
+    ended = whole_command(command_line(), *line, kinds=("h100-mig-1g.10gb",))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = json.loads(ended.stdout)
+    assert found["gpu"] == "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
+    assert found["gpu_memory_bytes"] == KINDS["h100-mig-1g.10gb"].memory_bytes

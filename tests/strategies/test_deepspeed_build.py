@@ -1,0 +1,76 @@
+"""A process that is killed while it compiles does not make all later ones wait for ever."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from command import command_environment
+from runs import wait_for
+
+from ftkit.strategies.deepspeed_build import STALE_S, sole_builder
+
+BUILDER = """
+import sys, time
+from pathlib import Path
+from ftkit.strategies.deepspeed_build import sole_builder
+directory = Path(sys.argv[1])
+with sole_builder(directory):
+    (directory / "lock").touch()
+    time.sleep(100)
+"""
+
+
+@pytest.fixture
+def builder(tmp_path):
+    """A process that compiles, holding torch's lock file."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", BUILDER, str(tmp_path)], env=command_environment()
+    )
+    wait_for(lambda: (tmp_path / "lock").exists())
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_what_a_killed_builder_left_is_removed(builder, tmp_path: Path) -> None:
+    builder.send_signal(signal.SIGKILL)
+    builder.wait()
+    assert (tmp_path / "lock").exists()
+    with sole_builder(tmp_path):
+        assert not (tmp_path / "lock").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["ftkit.lock"]
+
+
+def test_a_builder_at_work_is_waited_for(builder, tmp_path: Path) -> None:
+    code = BUILDER.replace('(directory / "lock").touch()', 'print("in", flush=True)')
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)],
+        env=command_environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as second:
+        try:
+            assert second.stdout is not None
+            time.sleep(1)
+            assert second.poll() is None
+            assert (tmp_path / "lock").exists()
+            builder.kill()
+            builder.wait()
+            assert second.stdout.readline() == "in\n"
+            assert not (tmp_path / "lock").exists()
+        finally:
+            second.kill()
+
+
+def test_the_lock_of_another_program_is_left_to_torch_unless_it_is_old(tmp_path: Path) -> None:
+    baton = tmp_path / "lock"
+    baton.touch()
+    with sole_builder(tmp_path):
+        assert baton.exists()
+    os.utime(baton, (time.time() - STALE_S - 1,) * 2)
+    with sole_builder(tmp_path):
+        assert not baton.exists()

@@ -1,0 +1,178 @@
+"""What ranks tell each other, seen from one of two whose messages go nowhere."""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiny import make_llama
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ftkit.config.devices import Devices
+from ftkit.config.parsing import read_recipe
+from ftkit.config.plan import Plan, make_plan
+from ftkit.model.language_model import LanguageModel, outline
+from ftkit.model.load_weights import fill
+from ftkit.pretrained.base_model import open_base
+from ftkit.strategies.lightning import make_strategy
+from ftkit.strategies.precision import parameter_dtype
+from ftkit.strategies.sharding import FullyShard, Sharding, Whole
+from ftkit.training.evaluation import validation_loss
+
+LAYERS = 2
+
+
+class Messages(TorchDispatchMode):
+    """The collectives that were called, with the number format of what they carry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[tuple[str, torch.dtype]] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: Any = None
+    ) -> Any:
+        if function.namespace == "c10d":
+            self.sent.append((function.__name__, arguments[0].dtype))
+        return function(*arguments, **(options or {}))
+
+    def of(self, words: str) -> list[torch.dtype]:
+        return [dtype for name, dtype in self.sent if words in name]
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """Tied or not."""
+    directory = tmp_path_factory.mktemp("bases")
+    return {
+        tied: make_llama(directory / str(tied), tie_word_embeddings=tied) for tied in (True, False)
+    }
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        yield init_device_mesh("cpu", (2,))
+    finally:
+        dist.destroy_process_group()
+
+
+def make(base_dir: Path, sharding: Any, **keys: str) -> tuple[LanguageModel, Plan]:
+    """A full fine-tune on one of two ranks; `sharding` is made of the plan."""
+    pairs = {"checkpoint_dir": str(base_dir), "devices": "2"} | {
+        key.replace("__", "."): value for key, value in keys.items()
+    }
+    recipe = read_recipe([], list(pairs.items()), method="full")
+    plan = make_plan(recipe, Devices(accelerator="cpu", count=2))
+    base = open_base(str(base_dir))
+    model = outline(base, recipe, parameter_dtype(plan))
+    found: Sharding = sharding(plan)
+    fill(
+        model,
+        base,
+        sharding=found,
+        device=torch.device("cpu"),
+        rope_length=16,
+        seed=0,
+        progress=lambda done, total: None,
+    )
+    return model, plan
+
+
+def forward(model: Any) -> Any:
+    ids = torch.ones(1, 4, dtype=torch.long)
+    return model(ids, torch.arange(4), torch.zeros(4, dtype=torch.long))
+
+
+def micro_step(model: Any) -> None:
+    forward(model).backward()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("sharding", "of_each_block"), [("FULL_SHARD", 2), ("SHARD_GRAD_OP", 1)])
+def test_what_ends_the_forward_and_begins_the_backward_pass_is_gathered_once(
+    bases: dict[bool, Path], mesh: Any, tied: bool, sharding: str, of_each_block: int
+) -> None:
+    model, _ = make(
+        bases[tied],
+        lambda plan: FullyShard(plan, mesh),
+        strategy="fsdp",
+        strategy__sharding=sharding,
+        precision="32-true",
+    )
+    micro_step(model)
+    with Messages() as messages:
+        micro_step(model)
+    root_and_head = 1 if tied else 2
+    assert len(messages.of("gather")) == LAYERS * of_each_block + root_and_head
+    assert len(messages.of("scatter")) == LAYERS + root_and_head
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
+def test_fsdp_adds_up_gradients_in_float32(
+    bases: dict[bool, Path], mesh: Any, precision: str
+) -> None:
+    model, plan = make(
+        bases[False],
+        lambda plan: FullyShard(plan, mesh),
+        strategy="fsdp",
+        precision=precision,
+    )
+    with Messages() as messages:
+        micro_step(model)
+    assert set(messages.of("scatter")) == {torch.float32}
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {
+        parameter_dtype(plan)
+    }
+
+
+def test_ddp_sends_no_tables(
+    bases: dict[bool, Path], mesh: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, plan = make(bases[False], lambda plan: Whole(), strategy="ddp", precision="32-true")
+    strategy: Any = make_strategy(plan, model)
+    strategy.parallel_devices = [torch.device("cpu")]
+    strategy.cluster_environment = None
+    parallel = strategy._setup_model(model)
+    sent = []
+    monkeypatch.setattr(dist, "_broadcast_coalesced", lambda *words: sent.append(words))
+    for _ in range(2):
+        forward(parallel)
+    assert sent == []
+
+
+def test_a_validation_asks_every_tenth_batch_whether_to_stop() -> None:
+    """Each question is a message, for which the host waits."""
+    batch = {name: torch.zeros(1) for name in ("input_ids", "positions", "targets")}
+    asked: list[int] = []
+    done: list[int] = []
+
+    def validate(answers: list[bool]) -> float | None:
+        asked.clear()
+        done.clear()
+
+        def stopped() -> bool:
+            asked.append(len(done))
+            return answers[len(asked) - 1]
+
+        model: Any = lambda *_: torch.tensor(2.0)  # noqa: E731
+        batches: Any = [batch] * 25
+        return validation_loss(
+            model,
+            batches,
+            torch.device("cpu"),
+            context=nullcontext,
+            stopped=stopped,
+            progress=lambda count, total: done.append(count),
+        )
+
+    assert validate([False, False, False]) == 2.0
+    assert (asked, len(done)) == ([0, 10, 20], 25)
+    assert validate([False, True]) is None
+    assert (asked, len(done)) == ([0, 10], 10)

@@ -1,0 +1,152 @@
+"""Adapters of tiny models of several families: made, trained for a step, saved."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny import make_llama, make_tokenizer
+from torch import Tensor
+
+from ftkit.config.parsing import read_recipe
+from ftkit.config.peft_adapter import with_adapter
+from ftkit.config.recipe import LoraRecipe
+from ftkit.lora.load import check_shapes, read_adapter
+from ftkit.lora.names import our_name
+from ftkit.lora.save import check_adapter, save_adapter
+from ftkit.model.language_model import LanguageModel, outline
+from ftkit.model.load_weights import fill, trained_weights
+from ftkit.pretrained.base_model import BaseModel
+from ftkit.strategies.sharding import Whole
+
+CPU = torch.device("cpu")
+
+
+ALL = dict.fromkeys(("lora_key", "lora_projection", "lora_mlp", "lora_head"), True)
+
+
+TOKENS = torch.arange(24).view(2, 12) * 7 % 397
+
+
+def lora_recipe(base: BaseModel, **keys: Any) -> LoraRecipe:
+    values = {"checkpoint_dir": str(base.directory), "lora_dropout": 0} | keys
+    pairs = [
+        (k.replace("__", "."), str(v) if isinstance(v, Path) else json.dumps(v))
+        for k, v in values.items()
+    ]
+    recipe = with_adapter(read_recipe([], pairs, method="lora"))
+    assert isinstance(recipe, LoraRecipe)
+    return recipe
+
+
+def build(
+    base: BaseModel, recipe: LoraRecipe, *, dtype: torch.dtype = torch.float32
+) -> LanguageModel:
+    """The model at the start of training."""
+    model = outline(base, recipe, dtype)
+    adapter = None
+    if recipe.adapter is not None:
+        found = read_adapter(recipe.adapter, base)
+        shapes = {our_name(n): p.shape for n, p in model.named_parameters() if p.requires_grad}
+        check_shapes(found, shapes, recipe.adapter)
+        adapter = found.tensors
+    fill(
+        model,
+        base,
+        sharding=Whole(),
+        device=CPU,
+        rope_length=32,
+        seed=recipe.seed,
+        adapter=adapter,
+        progress=lambda done, total: None,
+    )
+    return model.eval()
+
+
+def train(model: LanguageModel) -> LanguageModel:
+    """Move every trained number, as training would."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+@torch.no_grad()
+def logits(model: LanguageModel) -> Tensor:
+    result: Tensor = model(TOKENS, torch.arange(TOKENS.numel()))
+    return result.view(*TOKENS.shape, -1)
+
+
+def export(model: LanguageModel, base: BaseModel, recipe: LoraRecipe, out: Path) -> Path:
+    check_adapter(base, recipe)
+    save_adapter(trained_weights(model, Whole()), base, recipe, out)
+    return out
+
+
+def make_phi3(directory: Path) -> Path:
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    config = Phi3Config(
+        vocab_size=400,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=0,
+        sliding_window=None,
+    )
+    return save(Phi3ForCausalLM, config, directory)
+
+
+def make_neox(directory: Path) -> Path:
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    config = GPTNeoXConfig(
+        vocab_size=400,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    return save(GPTNeoXForCausalLM, config, directory)
+
+
+def save(model_class: Any, config: Any, directory: Path) -> Path:
+    directory.mkdir()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model_class(config).save_pretrained(directory)
+    make_tokenizer(directory)
+    return directory
+
+
+MAKERS: dict[str, Callable[[Path], Path]] = {
+    "llama": make_llama,
+    "tied llama": lambda directory: make_llama(directory, tie_word_embeddings=True),
+    "phi-3": make_phi3,
+    "gpt-neox": make_neox,
+}
+
+
+FUSED = ("phi-3", "gpt-neox")
+"""Families whose Hugging Face model itself fuses layers."""
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "dora": {"lora_variant": "dora"},
+    "rslora": {"lora_variant": "rslora"},
+    "pissa": {"lora_init": "pissa"},
+    "olora": {"lora_init": "olora"},
+    "rslora with pissa": {"lora_init": "pissa", "lora_variant": "rslora"},
+}

@@ -1,0 +1,54 @@
+"""The `ftkit` command as tests start it: its words, its environment, what its ranks run first."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from runs import Run
+
+ROOT = Path(__file__).parents[2]
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+Start = Callable[..., AbstractContextManager[Run]]
+
+
+def command_line(*arguments: object, before: str = "") -> list[str]:
+    """The `ftkit` command, installed or not.
+
+    Args:
+        arguments: of the command.
+        before: statements to run first, in the same process.
+    """
+    program = f"{before}\nfrom ftkit.cli.app import main\nmain()"
+    return [sys.executable, "-c", program, *map(str, arguments)]
+
+
+def command_environment() -> dict[str, str]:
+    """Finds ftkit, but no network, no account and no terminal; one thread per process."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "WANDB_"))}
+    return kept | {
+        "PYTHONPATH": str(ROOT),
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def start_up_of_ranks(directory: Path, statements: str) -> Path:
+    """What to put on a command's PYTHONPATH so that its ranks run statements before all else."""
+    condition = 'import os, sys\nif "ftkit.training.rank" in sys.orig_argv:\n'
+    file = directory / "sitecustomize.py"
+    file.write_text(condition + textwrap.indent(statements, "    "))
+    return directory
+
+
+NO_TORCH = """
+import atexit, sys
+@atexit.register
+def check():
+    heavy = sys.modules.keys() & {"torch", "lightning", "litgpt", "transformers", "peft"}
+    print(f"imported: {sorted(heavy)}", file=sys.stderr)
+"""

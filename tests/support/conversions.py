@@ -1,0 +1,55 @@
+"""What `ftkit merge` and `ftkit export` write, and its logits by ftkit, transformers and LitGPT."""
+
+from pathlib import Path
+from typing import Any
+
+import litgpt
+import torch
+from adapters import TOKENS, logits
+from litgpt.utils import check_valid_checkpoint_dir, lazy_load
+from torch import Tensor
+
+from ftkit.cli.app import run
+from ftkit.inference.loading import load_result
+from ftkit.inference.result import find_result
+
+
+def merge(name: object, out: Path, *words: object) -> Path:
+    assert run(["merge", str(name), "--out", str(out), *map(str, words)]) == 0
+    return out
+
+
+@torch.no_grad()
+def transformers_logits(directory: Path) -> Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    found: Tensor = model.eval()(TOKENS).logits
+    return found
+
+
+def own_logits(name: object, **settings: Any) -> Tensor:
+    result = find_result(str(name))
+    settings = {"quantize": result.quantize} | settings
+    loaded = load_result(result, device=torch.device("cpu"), dtype=torch.float32, **settings)
+    return logits(loaded.model)
+
+
+def assert_equal(found: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
+
+
+def export(name: object, form: str, out: Path, *words: object) -> Path:
+    assert run(["export", str(name), "--format", form, "--out", str(out), *map(str, words)]) == 0
+    return out
+
+
+@torch.no_grad()
+def litgpt_logits(directory: Path) -> Tensor:
+    """As LitGPT itself loads a checkpoint: its own check, settings, loader and model."""
+    check_valid_checkpoint_dir(directory, raise_error=True)
+    model = litgpt.GPT(litgpt.Config.from_file(directory / "model_config.yaml"))
+    state = lazy_load(directory / "lit_model.pth")
+    model.load_state_dict(state.get("model", state), strict=True)
+    found: Tensor = model.float().eval()(TOKENS)
+    return found

@@ -1,0 +1,39 @@
+"""Losses of samples, one by one and by arithmetic that anybody can follow."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from ftkit.config.recipe import Component
+from ftkit.data.dataset import DataSets, SampleSet, load_data
+from ftkit.pretrained.tokenizer import Tokenizer
+
+SEED = 1337
+
+
+def load(base: Path, data_file: Path) -> DataSets:
+    component: Component = {
+        "class_path": "litgpt.data.JSON",
+        "init_args": {
+            "json_path": str(data_file),
+            "mask_prompt": True,
+            "val_split_fraction": 0.2,
+        },
+    }
+    return load_data(component, Tokenizer(base), 200)
+
+
+def loss_of(model: torch.nn.Module, samples: SampleSet, indices: Iterable[int]) -> float:
+    """Mean loss over the label tokens as transformers' model gives it, one sample at a time."""
+    total, tokens = 0.0, 0
+    for index in indices:
+        ids, masked = samples[index]
+        targets = torch.tensor(ids[1:], dtype=torch.long)
+        targets[: masked - 1] = -100
+        with torch.no_grad():
+            logits = model(torch.tensor(ids[None, :-1], dtype=torch.long)).logits[0]
+        total += F.cross_entropy(logits, targets, reduction="sum").item()
+        tokens += int((targets != -100).sum())
+    return total / tokens

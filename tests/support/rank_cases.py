@@ -1,0 +1,35 @@
+"""Runs several jobs one after the other in the ranks of one process group.
+
+Imports and connecting cost more than the tiny runs themselves. Started by test_strategies.py with
+torchrun's environment variables: `python rank_cases.py JOB.json ...`.
+"""
+
+import functools
+import gc
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from ftkit.utils.process import die_with_parent
+
+if __name__ == "__main__":
+    die_with_parent(os.getppid())
+    gc.disable()
+    from ftkit.training import loop, rank
+
+    with suppress(ImportError):  # DeepSpeed's optimizer asks each time, which takes a second
+        import cpuinfo
+
+        cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+    # Both take longer than such a run; memory_cases.py measures, and counted_cases.py predicts.
+    rank._note_prediction = lambda job, recorder: None
+    if "MEASURES_MEMORY" not in globals():
+        loop.steps_to_measure = lambda order: set()
+    gc.freeze()  # as ftkit.utils.imports.quick_imports; a fifth of the time in which cases run
+    gc.enable()
+    with Path(os.devnull).open("w") as nowhere:
+        for job in sys.argv[1:]:
+            if rank.run_rank(Path(job), nowhere):
+                sys.exit(f"{job} failed")
+            gc.collect()  # else the memory of one run would still be there in the next

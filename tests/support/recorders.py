@@ -1,0 +1,62 @@
+"""A recorder that is told of steps that nobody has trained."""
+
+import time
+from pathlib import Path
+
+import torch
+
+from ftkit.checkpoint.metadata import Metadata
+from ftkit.config.devices import Devices
+from ftkit.config.parsing import read_recipe
+from ftkit.runs.job import Job
+from ftkit.training.callbacks import PARTS, StepRecord
+from ftkit.training.recorder import Recorder
+
+SAMPLES_PER_EPOCH = 100
+
+
+def make_recorder(tmp_path: Path, start: Metadata | None = None, devices: int = 1) -> Recorder:
+    recipe = read_recipe(
+        [],
+        [
+            ("checkpoint_dir", "base"),
+            ("out_dir", str(tmp_path / "out")),
+            ("devices", str(devices)),
+            ("accelerator", "cpu"),
+        ],
+        method="lora",
+    )
+    job = Job(
+        recipe=recipe,
+        devices=Devices(accelerator="cpu", count=2),
+        base="base",
+        command=(),
+        started_at_s=time.time(),
+    )
+    state = tmp_path / "state"
+    for directory in (recipe.out_dir, state):
+        directory.mkdir(parents=True, exist_ok=True)
+    recorder = Recorder(job, job.plan, torch.device("cpu"), state, start=start)
+    recorder.expect(samples_per_epoch=SAMPLES_PER_EPOCH, flops_per_token=1.0)
+    return recorder
+
+
+def step_record(step: int) -> StepRecord:
+    return StepRecord(
+        step=step,
+        samples=10,
+        tokens=1000,
+        label_tokens=300,
+        padded_tokens=100,
+        loss=10.0 / step,
+        learning_rate=1e-3,
+        gradient_norm=1.0,
+        duration_s=0.5,
+        parts_s=dict.fromkeys(PARTS, 0.1),
+    )
+
+
+def train(recorder: Recorder, steps: range, imbalance: float | None = None) -> None:
+    recorder.enter("training")
+    for step in steps:
+        recorder.on_step(step_record(step), imbalance)

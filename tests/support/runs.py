@@ -1,0 +1,219 @@
+"""Runs of the command as processes, watched from outside."""
+
+import csv
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ftkit.report.report import FILE_NAME, read_report
+from ftkit.runs.directory import STATE, rank_directory
+from ftkit.runs.job import RankError
+
+TIMEOUT_S = 120
+"""A process that has not ended by then never would: collectives wait for half an hour."""
+FILES = [
+    "checkpoints",
+    "final",
+    "metrics.csv",
+    "recipe.yaml",
+    "report.json",
+    "run.log",
+    "validation.csv",
+]
+"""What a run that completes leaves in its directory."""
+
+DEFAULT_SIGNALS = """
+import signal
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.default_int_handler if number == 2 else signal.SIG_DFL)
+"""
+"""Under a shell that started the tests in the background, Ctrl+C would be ignored."""
+NOHUP = f"{DEFAULT_SIGNALS}signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+
+
+class Run:
+    """A run of `ftkit finetune`, under way."""
+
+    def __init__(self, out_dir: Path, process: "subprocess.Popen[str]") -> None:
+        self.out_dir, self.process = out_dir, process
+        self.state = out_dir / STATE
+        self.report = rank_directory(self.state, 0) / FILE_NAME
+
+    def end(self) -> tuple[int, str, str]:
+        """Wait for the end: exit code, stdout, stderr; nothing may be running then."""
+        out, err = self.process.communicate(timeout=TIMEOUT_S)
+        wait_for(lambda: not self.processes())
+        return self.process.returncode, out, err
+
+    def processes(self) -> list[psutil.Process]:
+        """Every process of this run: they all have its directory on their command line."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                known = str(self.out_dir) in process.cmdline()
+                known = known or str(self.state / "job.json") in process.cmdline()
+                if known and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def rank(self) -> psutil.Process:
+        """The training process."""
+        (rank,) = self.ranks()
+        return rank
+
+    def ranks(self) -> list[psutil.Process]:
+        """The training processes by their rank."""
+        ranks = psutil.Process(self.process.pid).children()
+        return sorted(ranks, key=lambda rank: int(rank.environ()["RANK"]))
+
+    def wait_for_rank(self) -> psutil.Process:
+        def started() -> bool:
+            if not self.state.exists() or len(self.processes()) != 2:
+                return False
+            children = psutil.Process(self.process.pid).children()
+            return all("RANK" in child.environ() for child in children)  # not before its exec
+
+        self.wait_for(started)
+        return self.rank()
+
+    def wait_for_steps(self, count: int) -> None:
+        self.wait_for(lambda: len(rows(self.out_dir)) >= count)
+
+    def wait_for_training(self) -> None:
+        """Until the first step has begun."""
+        report = self.report
+        self.wait_for(lambda: report.exists() and read_report(report).phase == "training")
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        def met() -> bool:
+            assert self.process.poll() is None, self.process.communicate()
+            return condition()
+
+        wait_for(met)
+
+    def kill(self) -> None:
+        for process in self.processes():
+            process.kill()
+        self.process.kill()
+        self.process.communicate()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def rows(out_dir: Path) -> list[dict[str, str]]:
+    try:
+        text = (out_dir / "metrics.csv").read_text()
+    except FileNotFoundError:
+        return []
+    return list(csv.DictReader(text.splitlines()))
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {
+        str(f.relative_to(directory)): f.read_bytes() for f in directory.rglob("*") if f.is_file()
+    }
+
+
+def options(**keys: object) -> list[str]:
+    return [word for k, v in keys.items() for word in (f"--{k.replace('__', '.')}", str(v))]
+
+
+def command_of(
+    out_dir: Path, common: Sequence[str], /, *switches: str, **keys: object
+) -> list[str]:
+    """Words after `ftkit` that start a run."""
+    command = str(keys.pop("command", "finetune"))
+    return [command, *common, "--out_dir", str(out_dir), *options(**keys), *switches]
+
+
+@contextmanager
+def watched(
+    out_dir: Path, command: Sequence[str], cwd: Path, environment: dict[str, str]
+) -> Iterator[Run]:
+    """Start a command in a process group of its own; it does not outlive the block."""
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=cwd,
+        env=environment,
+        process_group=0,
+    )
+    run = Run(out_dir, process)
+    try:
+        yield run
+    finally:
+        run.kill()
+
+
+FOREVER: dict[str, Any] = {
+    "train__epochs": "null",
+    "train__max_steps": 1_000_000,
+    "eval__interval": 0,
+    "data__num_workers": 1,
+}
+ENDLESS_STEP = FOREVER | {"train__max_steps": 2, "train__global_batch_size": 1_000_000}
+
+
+def run_ranks(world_size: int, jobs: list[Path], script: str = "rank_cases.py") -> None:
+    """Run the jobs in that many processes; the test fails with the first error of a rank."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    processes = []
+    logs = [jobs[0].with_name(f"rank-{rank}.log") for rank in range(world_size)]
+    for rank in range(world_size):
+        environment = os.environ | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "GROUP_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+            "DS_ACCELERATOR": "cpu",
+        }
+        command = [sys.executable, str(Path(__file__).with_name(script)), *map(str, jobs)]
+        with logs[rank].open("w") as log:
+            processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+    try:
+        while any(process.poll() is None for process in processes):
+            if any(process.poll() for process in processes):
+                time.sleep(2)
+                break
+            time.sleep(0.1)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    for rank, process in enumerate(processes):
+        for job in jobs:
+            error = RankError.read(rank_directory(job.parent, rank) / "error.json")
+            assert error is None, f"rank {rank} of {job}: {error}"
+        assert process.returncode == 0, logs[rank].read_text()
+
+
+WITHOUT_EVALUATION = {
+    "eval__interval": 0,
+    "eval__initial_validation": False,
+    "eval__final_validation": False,
+    "eval__max_new_tokens": 0,
+    "eval__exact_match": 0,
+}

@@ -1,0 +1,65 @@
+"""Writes down what a rank does beside training: messages, and optimizer state on the move."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ftkit.strategies.distributed import rank
+from ftkit.training.module import FineTuner
+
+MESSAGES = ("all_gather", "all_gather_object", "all_reduce", "barrier", "broadcast")
+FORWARD, UPDATED, MOVED = "forward", "updated", "moved"
+
+
+class Watched(torch.Tensor):
+    """Tells when it is asked to go elsewhere."""
+
+    tell: Callable[[str], None]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.to, torch.Tensor.cpu):
+            cls.tell(MOVED)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def watch(directory: Path) -> None:
+    """Write a line for each forward pass, update, message, and move of optimizer state."""
+    log = directory / f"witness-{rank()}.log"
+
+    def tell(what: str) -> None:
+        with log.open("a") as file:
+            file.write(f"{what}\n")
+
+    def telling(name: str, do: Callable[..., Any]) -> Callable[..., Any]:
+        def told(*args: Any, **kwargs: Any) -> Any:
+            tell(name)
+            return do(*args, **kwargs)
+
+        return told
+
+    update = FineTuner.optimizer_step
+
+    def update_and_watch(
+        self: FineTuner, epoch: int, index: int, optimizer: Any, *rest: Any
+    ) -> None:
+        update(self, epoch, index, optimizer, *rest)
+        tell(UPDATED)
+        for state in optimizer.state.values():
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    state[key] = value.as_subclass(Watched)
+
+    Watched.tell = staticmethod(tell)
+    for name in MESSAGES:
+        setattr(dist, name, telling(name, getattr(dist, name)))
+    FineTuner.training_step = telling(FORWARD, FineTuner.training_step)  # type: ignore[method-assign]
+    FineTuner.optimizer_step = update_and_watch  # type: ignore[method-assign, assignment]
+
+
+def told(directory: Path, of_rank: int = 0) -> list[str]:
+    """The lines of a rank."""
+    return (directory / f"witness-{of_rank}.log").read_text().split()

@@ -1,0 +1,218 @@
+"""The measurements of a rank in a run of several sessions: what is whole, and what is of one."""
+
+import dataclasses
+import errno
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+from recorders import SAMPLES_PER_EPOCH, make_recorder, step_record, train
+
+from ftkit.checkpoint.metadata import BaseIdentity, DataIdentity, Layout, Metadata
+from ftkit.report.metrics import read_metrics, read_validation
+from ftkit.report.report import ExactMatch, Example, Report, Spread, read_report, write_report
+from ftkit.runs.directory import RESERVE
+from ftkit.training.callbacks import PARTS
+from ftkit.training.recorder import Recorder
+from ftkit.utils.files import make_reserve
+
+
+def metadata_of(recorder: Recorder) -> Metadata:
+    """As it is read back from a checkpoint of this moment."""
+    assert recorder.report.progress is not None
+    return Metadata(
+        method="lora",
+        step=recorder.steps,
+        samples=recorder.samples,
+        tokens=recorder.tokens,
+        epochs=recorder.epochs,
+        training_s=recorder.training_s,
+        total_steps=20,
+        learning_rate=1e-3,
+        schedule={},
+        loss=None,
+        validation_loss=None,
+        max_seq_length=100,
+        optimizer="torch.optim.AdamW",
+        optimizer_scalars={},
+        rng={},
+        base=BaseIdentity(name="base", fingerprint=""),
+        data=DataIdentity(fingerprint="", train_samples=SAMPLES_PER_EPOCH),
+        layout=Layout(
+            strategy="fsdp",
+            world_size=2,
+            devices=2,
+            num_nodes=1,
+            precision="32-true",
+            micro_batch_size=1,
+            accelerator="cpu",
+        ),
+        versions={},
+        saved_at="",
+        carried=json.loads(json.dumps(recorder.carried())),
+    )
+
+
+def first_session(tmp_path: Path) -> Metadata:
+    with make_recorder(tmp_path) as recorder:
+        recorder.on_validation(0, 5.0)
+        recorder.note(
+            exact_match=ExactMatch(samples=8, before=0.25),
+            examples=[Example(instruction="how?", expected="so", before="what")],
+        )
+        train(recorder, range(1, 9))
+        recorder.on_validation(4, 1.5)
+        recorder.on_validation(8, 2.0)
+        return metadata_of(recorder)
+
+
+def test_progress_and_loss_are_of_the_whole_run(tmp_path):
+    start = first_session(tmp_path)
+    with make_recorder(tmp_path, start) as recorder:
+        assert (recorder.steps, recorder.samples, recorder.epochs) == (8, 80, 0.8)
+        train(recorder, range(9, 13))
+        recorder.on_validation(12, 1.8)
+    progress, loss = recorder.report.progress, recorder.report.loss
+    assert dataclasses.astuple(progress) == (12, 120, 1.2)
+    assert (loss.first, loss.last) == (10.0, 10.0 / 12)
+    assert (loss.validation_first, loss.validation_last, loss.validation_best) == (5.0, 1.8, 1.5)
+    assert read_report(tmp_path / "state").loss == loss
+
+
+def test_what_was_asked_before_training_is_still_known(tmp_path):
+    start = first_session(tmp_path)
+    with make_recorder(tmp_path, start) as recorder:
+        assert recorder.report.exact_match == ExactMatch(samples=8, before=0.25)
+        assert recorder.report.examples == [
+            Example(instruction="how?", expected="so", before="what")
+        ]
+
+
+def test_tokens_times_and_throughput_are_of_the_session(tmp_path):
+    start = first_session(tmp_path)
+    with make_recorder(tmp_path, start) as recorder:
+        train(recorder, range(9, 13))
+    report = recorder.report
+    assert report.tokens.real == 4000
+    assert report.throughput.tokens_per_s == pytest.approx(2000)
+    assert report.throughput.window_steps == 3
+    assert report.step_s.total == pytest.approx(0.5)
+    assert recorder.tokens == 12_000
+
+
+def test_a_step_in_which_memory_was_followed_counts_in_all_but_the_speed(tmp_path):
+    slow = {"duration_s": 5.0, "parts_s": dict.fromkeys(PARTS, 1.0)}
+    with make_recorder(tmp_path) as recorder:
+        recorder.enter("training")
+        for step in range(1, 9):
+            record = step_record(step)
+            followed = step == 5
+            if followed:
+                record = dataclasses.replace(record, **slow)
+            recorder.on_step(record, None, follows_memory=followed)
+    report = recorder.report
+    assert report.throughput.tokens_per_s == pytest.approx(2000)
+    assert report.throughput.window_steps == 8 - 2 - 1
+    assert report.step_s.total == pytest.approx(0.5)
+    assert (report.progress.steps, report.tokens.real, report.loss.last) == (8, 8000, 10.0 / 8)
+    rows = read_metrics(tmp_path / "out/metrics.csv")
+    assert rows[4]["tokens_per_s"] == pytest.approx(200)
+
+
+def test_the_imbalance_is_the_mean_of_the_session(tmp_path):
+    start = first_session(tmp_path)
+    with make_recorder(tmp_path, start, devices=2) as recorder:
+        train(recorder, range(9, 13), imbalance=1.25)
+    assert recorder.report.throughput.rank_imbalance == pytest.approx(1.25)
+
+
+def test_seconds_of_training_add_up_and_count_the_running_ones(tmp_path):
+    start = dataclasses.replace(first_session(tmp_path), training_s=100.0)
+    with make_recorder(tmp_path, start) as recorder:
+        assert recorder.training_s == 100.0
+        recorder.enter("training")
+        time.sleep(0.05)
+        assert recorder.training_s >= 100.05
+        recorder.enter("validation")
+        held = recorder.training_s
+        time.sleep(0.01)
+        assert recorder.training_s == held
+
+
+def test_the_logs_have_every_step_once(tmp_path):
+    start = first_session(tmp_path)
+    with make_recorder(tmp_path, start) as recorder:
+        train(recorder, range(9, 13))
+        recorder.on_validation(12, 1.8)
+    rows = read_metrics(tmp_path / "out/metrics.csv")
+    assert [(row["step"], row["samples"]) for row in rows] == [(s, 10 * s) for s in range(1, 13)]
+    assert [row["step"] for row in read_validation(tmp_path / "out/validation.csv")] == [
+        0,
+        4,
+        8,
+        12,
+    ]
+
+
+def test_a_third_session_carries_all_of_the_two_before(tmp_path):
+    start = first_session(tmp_path)
+    with make_recorder(tmp_path, start) as recorder:
+        train(recorder, range(9, 13))
+        start = metadata_of(recorder)
+    assert (start.step, start.tokens, start.carried["loss"]["first"]) == (12, 12_000, 10.0)
+    with make_recorder(tmp_path, start) as recorder:
+        pass
+    assert recorder.report.progress.steps == 12
+    assert recorder.report.loss.last == 10.0 / 12
+
+
+def test_a_checkpoint_holds_the_loss_of_its_own_step(tmp_path):
+    with make_recorder(tmp_path) as recorder:
+        train(recorder, range(1, 4))
+        assert recorder.carried()["loss"]["last"] == 10.0 / 3
+        assert recorder.carried()["exact_match"] is None
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_the_report_says_where_the_session_went_on_from(inside, tmp_path):
+    start = first_session(tmp_path)
+    checkpoint = tmp_path / ("out" if inside else "other") / "checkpoints/step-00000008"
+    with make_recorder(tmp_path, start) as recorder:
+        recorder.resumed(checkpoint, ["optimizer.lr: 0.001 -> 0.002"])
+    resumed = recorder.report.resumed
+    assert resumed.checkpoint == ("checkpoints/step-00000008" if inside else str(checkpoint))
+    assert (resumed.from_step, resumed.strategy, resumed.world_size) == (8, "fsdp", 2)
+    assert resumed.changes == ["optimizer.lr: 0.001 -> 0.002"]
+
+
+def test_a_full_disk_stops_nothing_and_the_last_report_has_reserved_space(tmp_path, monkeypatch):
+    reserve = tmp_path / RESERVE
+
+    def write(report: Report, directory: Path) -> None:
+        if reserve.exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_report(report, directory)
+
+    monkeypatch.setattr("ftkit.training.recorder.write_report", write)
+    make_reserve(reserve)
+    with make_recorder(tmp_path) as recorder:
+        recorder.enter("training")
+        train(recorder, range(1, 4))
+        assert not (tmp_path / "state/report.json").exists()
+    assert read_report(tmp_path / "state").progress.steps == 3
+
+
+def test_checkpoints_are_counted_and_timed(tmp_path):
+    with make_recorder(tmp_path) as recorder:
+        assert recorder.report.checkpoints is None
+        directory = tmp_path / "out/checkpoints"
+        recorder.on_save(directory / "step-00000002", size_bytes=10, stall_s=0.1, write_s=1.0)
+        recorder.on_failed_save()
+        recorder.on_save(directory / "step-00000004", size_bytes=20, stall_s=0.3, write_s=4.0)
+    checkpoints = recorder.report.checkpoints
+    assert (checkpoints.saved, checkpoints.failed) == (2, 1)
+    assert (checkpoints.last, checkpoints.last_bytes) == ("checkpoints/step-00000004", 20)
+    assert checkpoints.stall_s == Spread(mean=0.2, max=0.3)
+    assert checkpoints.write_s == Spread(mean=2.5, max=4.0)

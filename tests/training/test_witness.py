@@ -1,0 +1,54 @@
+"""What a run does not do beside training: it would cost time or memory at every step."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from command import command_environment
+from preloaded import Preloaded, preloaded
+from runs import WITHOUT_EVALUATION, options
+from witness import FORWARD, MOVED, UPDATED, told
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Preloaded]:
+    with preloaded(tmp_path_factory.mktemp("server"), command_environment()) as found:
+        yield found
+
+
+@pytest.fixture
+def run(server: Preloaded, common: list[str], tmp_path: Path):
+    """Runs the command with a witness in every rank; its exit code."""
+
+    def run(*, ends_at: int | None = None, **keys: object) -> int | None:
+        settings = {"checkpoint__save": False, "train__max_steps": 2} | keys
+        words = ["finetune_full", *common, *options(**WITHOUT_EVALUATION | settings)]
+        fault = ["watched", str(tmp_path), ends_at]
+        attempt = server.run(*words, "--out_dir", tmp_path / "out", faults={0: fault, 1: fault})
+        return attempt.code
+
+    return run
+
+
+def test_ranks_exchange_no_word_between_the_micro_steps_of_a_step(run, tmp_path: Path) -> None:
+    layout = {"devices": 2, "strategy": "ddp"}
+    batch = {"train__global_batch_size": 8, "train__micro_batch_size": 1}
+    assert run(**layout, **batch) == 0
+    for rank in range(2):
+        done = told(tmp_path, rank)
+        first, last = done.index(FORWARD), len(done) - done[::-1].index(UPDATED)
+        for step in " ".join(done[first:last]).split(UPDATED):
+            micro_steps = step[step.find(FORWARD) :].split()
+            assert micro_steps in ([], [FORWARD] * 4)
+
+
+@pytest.mark.parametrize(("ends_at", "code"), [(None, 0), (3, 1)], ids=["at its end", "in a step"])
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_optimizer_state_stays_where_it_is_when_a_run_ends(
+    run, tmp_path: Path, devices: int, ends_at: int | None, code: int
+) -> None:
+    layout = {"devices": devices, "strategy": "ddp" if devices == 2 else "auto"}
+    batch = {"train__global_batch_size": 2 * devices, "train__micro_batch_size": 1}
+    assert run(**layout, **batch, ends_at=ends_at) == code
+    done = told(tmp_path)
+    assert UPDATED in done and MOVED not in done[done.index(UPDATED) :]
