@@ -116,6 +116,16 @@ QUICK = {
     "8-bit to torch",
     "SGD, single to fsdp x2",
 }
+ONE_OF_EACH_KIND = {
+    "dropout, deepspeed x2",
+    "bf16-true, fsdp x2",
+    "Adafactor, single to ddp x2",
+    "8-bit, fsdp x3 to single",
+    "32-bit of bitsandbytes to torch",
+    "ZeRO-1 to single",
+    "QLoRA, single to fsdp x2",
+    "tied, fsdp x2 to deepspeed x2",
+}
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +179,8 @@ def params() -> list[object]:
     found: list[object] = []
     for name, m in MOVES.items():
         uses_deepspeed = "deepspeed" in (m.source.strategy, m.target.strategy)
-        marks = [] if name in QUICK else [pytest.mark.slow]
+        more = pytest.mark.slow if name in ONE_OF_EACH_KIND else pytest.mark.matrix
+        marks = [] if name in QUICK else [more]
         if uses_deepspeed and not HAS_DEEPSPEED:
             marks.append(pytest.mark.skip(reason="deepspeed is not installed: scripts/setup_env"))
         found.append(pytest.param(name, marks=marks))

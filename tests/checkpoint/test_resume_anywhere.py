@@ -37,13 +37,22 @@ LAYOUTS = [
 SMALL = [layout for layout in LAYOUTS if layout == Layout("single", 1) or layout.world_size == 2]
 HUBS: dict[Method, set[Layout]] = {"full": {SMALL[0], SMALL[-1]}, "lora": {SMALL[0]}}
 """Every other layout goes on to these and from these; what is between them is one format."""
+
+
+def marks_of(source: Layout, target: Layout, method: Method) -> tuple[pytest.MarkDecorator, ...]:
+    """Among small layouts in each run of the tests, the others for one method in the slow ones."""
+    if {source, target} <= set(SMALL):
+        return ()
+    return (pytest.mark.slow if method == "full" else pytest.mark.matrix,)
+
+
 MOVES = [
     pytest.param(
         source,
         target,
         method,
         id=f"{source} to {target}-{method}",
-        marks=() if {source, target} <= set(SMALL) else pytest.mark.slow,
+        marks=marks_of(source, target, method),
     )
     for source, target in itertools.product(LAYOUTS, repeat=2)
     for method in METHODS

@@ -389,8 +389,13 @@ if "ftkit.training.rank" not in sys.orig_argv:
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param("ddp", marks=pytest.mark.matrix),
+        pytest.param("fsdp", marks=pytest.mark.slow),
+    ],
+)
 def test_tasks_that_are_a_machine_each_give_the_same_results(
     side_by_side, common, tmp_path: Path, strategy: str
 ) -> None:

@@ -303,7 +303,7 @@ def tiny_sweep(tiny_base, tiny_data, tmp_path):
     return run_
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_the_experiments_on_one_gpu_run_from_their_sweep(tiny_sweep):
     runs = tiny_sweep("single_gpu")
     assert len(runs) == 14
@@ -318,7 +318,7 @@ def test_the_experiments_on_one_gpu_run_from_their_sweep(tiny_sweep):
     ]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_the_experiments_on_several_gpus_run_from_their_sweep(tiny_sweep):
     """On two processes instead of four, in two goes."""
     names = [item.name for item in runs_of_file(SWEEPS / "multi_gpu.yaml", [], None)]

@@ -105,6 +105,7 @@ def continued(run: Run, single: Cases, two_ranks: Cases) -> dict[tuple[str, str]
     }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("way", "kind"),
     [

@@ -154,7 +154,7 @@ def test_every_option_of_deepspeed_learns_on_a_quantised_base_the_same(
         assert_same_maths(outcome, single[qlora("single", "bnb.nf4-dq")])
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_three_ranks_learn_on_a_quantised_base_what_one_learns(
     run: Run, single: dict[Case, Outcome]
 ) -> None:
@@ -424,7 +424,7 @@ def test_two_ranks_learn_with_an_8_bit_optimizer_what_one_learns(
     assert_same_maths(found, expected, weights_within=ONE_CODE)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_other_optimizers_of_bitsandbytes_do_so_too(run: Run) -> None:
     optimizers = ["PagedAdamW8bit", "AdEMAMix8bit", "Adagrad8bit", "RMSprop8bit", "AdamW"]
     single, sharded = (

@@ -17,6 +17,7 @@ from notebook_cells import SINGLE_GPU, cells
 
 GPU_SERVER = ROOT / "notebooks/0_gpu_server.ipynb"
 EXECUTED = sorted((ROOT / "notebooks").glob("[1-9]*.ipynb"))
+QUICKEST = ROOT / "notebooks/4_your_data_to_huggingface.ipynb"
 
 
 def types_of(program: str, directory: Path) -> str:
@@ -105,13 +106,15 @@ def test_the_experiments_on_a_single_gpu_are_those_of_the_committed_sweep():
     assert asked == sweep
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "notebook",
     [
-        path for path in EXECUTED if path != SINGLE_GPU
-    ],  # which tests/scripts/test_serve_notebook.py runs
-    ids=lambda notebook: notebook.stem,
+        pytest.param(
+            path, id=path.stem, marks=[pytest.mark.slow if path == QUICKEST else pytest.mark.matrix]
+        )
+        for path in EXECUTED
+        if path != SINGLE_GPU  # which tests/scripts/test_serve_notebook.py runs
+    ],
 )
 def test_a_notebook_runs_from_any_directory(notebook, tmp_path):
     copy = Path(shutil.copy(notebook, tmp_path))

@@ -470,13 +470,12 @@ def both_ways(directory: Path, common: list[str], strategy: str) -> tuple[Sessio
     return Sessions(directory, common, **layout(strategy)), whole.out_dir
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "number"),
     [
-        ("ddp", CTRL_C),
-        ("fsdp", SIGTERM),
-        pytest.param("deepspeed", SIGHUP, marks=needs_deepspeed),
+        pytest.param("ddp", CTRL_C, marks=pytest.mark.matrix),
+        pytest.param("fsdp", SIGTERM, marks=pytest.mark.matrix),
+        pytest.param("deepspeed", SIGHUP, marks=[needs_deepspeed, pytest.mark.slow]),
     ],
 )
 def test_ranks_that_a_signal_ended_go_on_exactly(

@@ -138,7 +138,7 @@ def test_it_runs_code_for_another_process_in_the_environment_of_the_project(proc
     assert outputs[3][0]["ename"] == "ZeroDivisionError"
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_the_first_notebook_runs_remotely_and_its_outputs_come_back(process_and_server):
     _, server, clone = process_and_server
     outputs = run_cells(server, cells(SINGLE_GPU))

@@ -342,8 +342,14 @@ def test_torchrun_starts_ranks_on_cards(machine: OnCard, tmp_path: Path) -> None
     assert losses == pytest.approx(machine.on_cpu("finetune").losses, rel=EXACT)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("words", [DDP[2:], FSDP[2:], (*ZERO_3[2:], *ON_CARD)], ids=lambda w: w[1])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(DDP[2:], id="ddp", marks=pytest.mark.matrix),
+        pytest.param(FSDP[2:], id="fsdp", marks=pytest.mark.slow),
+        pytest.param((*ZERO_3[2:], *ON_CARD), id="deepspeed", marks=pytest.mark.matrix),
+    ],
+)
 def test_tasks_may_each_see_a_card_of_their_own(
     machine: OnCard, tmp_path: Path, words: tuple[str, ...]
 ) -> None:
