@@ -18,12 +18,12 @@ import torch
 import witness
 
 from ftkit.checkpoint import saver as saver_module
-from ftkit.checkpoint import shards
 from ftkit.checkpoint.saver import Saver
 from ftkit.launch import preflight, ranks
 from ftkit.training import rank as training_rank
 from ftkit.training.module import FineTuner
 from ftkit.training.recorder import Recorder
+from ftkit.utils import safetensors_files
 
 CHANGES = {"os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.chmod", "os.truncate"}
 """Audit events of calls that change a file system; see docs.python.org/3/library/audit_events."""
@@ -84,14 +84,17 @@ def killed_in(out_dir: str, number: int) -> None:
         fsync(descriptor)
 
     def save_file(
-        tensors: Any, path: Path, save: Callable[..., None] = shards.save_file, **options: Any
+        tensors: Any,
+        path: Path,
+        save: Callable[..., None] = safetensors_files.save_file,
+        **options: Any,
     ) -> None:
         happens(path)
         save(tensors, path, **options)
         happens(path)
 
     os.fsync = fsync  # type: ignore[assignment]
-    shards.save_file = save_file
+    safetensors_files.save_file = save_file
     sys.addaudithook(audit)
 
 
