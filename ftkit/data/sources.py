@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
+from filelock import FileLock
 from torch.utils.data import Subset, random_split
 
 from ftkit.config.recipe import Component
@@ -182,8 +182,7 @@ def _one_process_at_a_time(directory: Path | None) -> Iterator[None]:
         with contextlib.suppress(OSError):
             if directory is not None:
                 directory.mkdir(parents=True, exist_ok=True)
-                lock = stack.enter_context((directory / ".lock").open("w"))
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                stack.enter_context(FileLock(directory / ".lock"))
         yield
 
 

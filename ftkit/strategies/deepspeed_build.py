@@ -1,10 +1,11 @@
 """DeepSpeed's CPU optimizer, compiled once for this machine."""
 
-import fcntl
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from filelock import FileLock
 
 STALE_S = 600.0
 """Nobody compiles longer: a lock file of torch's that is older was left by a killed process."""
@@ -29,8 +30,7 @@ def sole_builder(directory: Path) -> Iterator[None]:
     mark whether the one before came to an end, and removes what that one left.
     """
     baton, mark = directory / "lock", directory / "ftkit.building"
-    with (directory / "ftkit.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with FileLock(directory / "ftkit.lock"):
         if baton.exists() and (mark.exists() or time.time() - baton.stat().st_mtime > STALE_S):
             baton.unlink(missing_ok=True)
         mark.touch()
