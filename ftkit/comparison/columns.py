@@ -248,7 +248,7 @@ def in_order(runs: list[ComparedRun], sort: str | None) -> list[ComparedRun]:
         raise UserError(
             f"--sort is {sort!r}, but must be run, state, a setting such as "
             f"train.micro_batch_size, or one of {', '.join(m.key for m in MEASURES)}. "
-            f"{hint}Try --sort {close[0] if close else 'tokens_per_s'}."
+            f"{hint}Try --sort {close or 'tokens_per_s'}."
         )
     present = [i for i, value in enumerate(column.values) if value is not None]
     numeric = column.is_numeric
