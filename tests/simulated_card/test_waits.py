@@ -27,24 +27,24 @@ ZERO_2 = (*ZERO, "--strategy.stage", "2")
 PLACES = {"single": ONE, "ddp": DDP, "fsdp": FSDP, "ZeRO-2": ZERO_2, "ZeRO-3": ZERO}
 
 EVERY_STEP = {
-    "item item finetuner.py:newest_gradient_norm": 1,  # shown and logged
-    "to_host pageable callbacks.py:on_train_batch_end": 1,  # loss and counts, over all ranks
-    "synchronize device callbacks.py:on_train_batch_end": 1,  # before the events of parts are read
+    "item item training/module.py:newest_gradient_norm": 1,  # shown and logged
+    "to_host pageable training/callbacks.py:on_train_batch_end": 1,  # loss and counts
+    "synchronize device training/callbacks.py:on_train_batch_end": 1,  # before events are read
 }
 AMONG_RANKS = EVERY_STEP | {
-    "item item callbacks.py:of_rank_0": 1,  # whether a signal asks for the end: all or none
+    "item item strategies/distributed.py:of_rank_0": 1,  # whether a signal asks to end
 }
 WAITS_IN_A_STEP = {
     "single": EVERY_STEP,
     "ddp": AMONG_RANKS,
     "fsdp": AMONG_RANKS,
     # DeepSpeed's own: the norm, and whether gradients are finite.
-    "ZeRO-2": AMONG_RANKS | {"item item finetuner.py:optimizer_step": 2},
+    "ZeRO-2": AMONG_RANKS | {"item item training/module.py:optimizer_step": 2},
     "ZeRO-3": AMONG_RANKS
     | {
-        "item item finetuner.py:optimizer_step": 1,
-        "synchronize device finetuner.py:optimizer_step": 1,
-        "synchronize stream strategy.py:backward": 2,  # after reducing, in each micro-step
+        "item item training/module.py:optimizer_step": 1,
+        "synchronize device training/module.py:optimizer_step": 1,
+        "synchronize stream strategies/lightning.py:backward": 2,  # after reducing
     },
 }
 MICRO_STEPS = {"single": 3, "ddp": 2, "fsdp": 2, "ZeRO-2": 2, "ZeRO-3": 2}
@@ -88,7 +88,7 @@ def test_a_number_read_in_each_micro_step_would_be_noticed(machine: OnCard) -> N
 def test_batches_come_from_pinned_memory(machine: OnCard, place: str) -> None:
     """Four tensors in a micro-step; of other copies there are those of single numbers alone."""
     found = counted(machine, place, "to_device")
-    assert found.pop("to_device pinned training.py:fit") == 4 * MICRO_STEPS[place]
+    assert found.pop("to_device pinned training/loop.py:fit") == 4 * MICRO_STEPS[place]
     assert sum(found.values()) <= 3
 
 
