@@ -69,9 +69,9 @@ def test_saves_beside_training_are_equal_and_the_host_waits_for_no_copy(
         waits: Counter[tuple[str, str]] = Counter()
         copies = set()
         for event, count in run_on_card(tmp_path / name, common, statements).events.items():
-            if event.where.startswith("host_copies.py") and event.kind == "synchronize":
+            if event.where.startswith("checkpoint/host_copies.py") and event.kind == "synchronize":
                 waits[event.thread, event.what] += count
-            elif event.where.startswith("host_copies.py"):
+            elif event.where.startswith("checkpoint/host_copies.py"):
                 copies.add((event.kind, event.what))
         assert waits == expected[name]
         assert copies == {("to_host_async", "pinned")}
