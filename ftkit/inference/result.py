@@ -22,7 +22,7 @@ from ftkit.report.report import FILE_NAME, Report, read_report
 from ftkit.runs.checkpoints import find, misnamed
 from ftkit.runs.directory import CHECKPOINTS, FINAL, RECIPE
 
-_ADAPTER, _BASE = "adapter", "base"
+_ADAPTER = "adapter"
 """Directories in a checkpoint: of a LoRA run, of a full fine-tune."""
 
 

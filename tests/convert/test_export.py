@@ -20,7 +20,6 @@ from ftkit.pretrained.base_model import open_base, weights
 from ftkit.pretrained.fingerprint import fingerprint
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-TOKENS = torch.arange(24).view(2, 12) * 7 % 397
 
 
 def mistake(*words: object) -> str:
