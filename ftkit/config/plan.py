@@ -12,11 +12,10 @@ from ftkit.config.checks import check_ranges, ignored_layers
 from ftkit.config.devices import Accelerator, Devices
 from ftkit.config.recipe import Precision, Recipe
 from ftkit.config.strategies import (
-    DeepSpeedOptions,
-    FsdpOptions,
-    Strategy,
+    RULES,
+    StrategyName,
     StrategyOptions,
-    check_supported,
+    StrategyRules,
     resolve_strategy,
     untrainable_float16,
 )
@@ -30,7 +29,7 @@ class Plan:
     recipe: Recipe
     accelerator: Accelerator
     precision: Precision
-    strategy: Strategy
+    strategy: StrategyName
     options: StrategyOptions
     devices: int
     """Ranks on this machine."""
@@ -45,25 +44,14 @@ class Plan:
         return self.devices * self.recipe.num_nodes
 
     @property
+    def rules(self) -> StrategyRules:
+        """What is known of its strategy."""
+        return RULES[self.strategy]
+
+    @property
     def sharding(self) -> str:
         """What each rank has a part of, in words."""
-        options = self.options
-        if isinstance(options, FsdpOptions):
-            where = ", in host memory" if options.cpu_offload else ""
-            return f"{options.sharding}: parameters, gradients, optimizer state{where}"
-        if isinstance(options, DeepSpeedOptions):
-            parts = ("optimizer state", "gradients", "parameters")[: options.stage]
-            hosted = [
-                name
-                for name, offloaded in (
-                    ("optimizer state", options.offload_optimizer),
-                    ("parameters", options.offload_parameters and options.stage == 3),
-                )
-                if offloaded
-            ]
-            where = f"; in host memory: {', '.join(hosted)}" if hosted else ""
-            return f"ZeRO-{options.stage}: {', '.join(parts)}{where}"
-        return "nothing"
+        return self.rules.sharding(self.options)
 
     @property
     def communication(self) -> Literal["nccl", "gloo"] | None:
@@ -100,8 +88,8 @@ def make_plan(recipe: Recipe, devices: Devices, *, trains: bool = True) -> Plan:
             f"Try --devices {devices.count} or --accelerator cpu."
         )
     strategy, options, precision, notices = resolve_strategy(recipe, devices, count)
-    check_supported(recipe, strategy, precision, devices)
-    if trains and precision == "16-true" and strategy != "deepspeed":
+    RULES[strategy].check(recipe, precision, devices)
+    if trains and precision == "16-true" and not RULES[strategy].keeps_masters:
         raise untrainable_float16(strategy, devices)
     notices += ignored_layers(recipe)
     train = recipe.train

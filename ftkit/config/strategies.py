@@ -1,19 +1,21 @@
-"""Strategies and precisions: their names and options, which is chosen, what each cannot run."""
+"""Strategies, light part: names, options and rules, which is chosen, and with which precision."""
 
 from dataclasses import dataclass
-from typing import Literal, cast, get_args, get_type_hints
+from typing import Any, ClassVar, Literal, cast, get_args, get_type_hints
 
-from ftkit.config.devices import Devices
+from ftkit.config.devices import Devices, has_deepspeed
 from ftkit.config.recipe import LoraRecipe, Precision, Recipe
 from ftkit.errors import UserError
 
-Strategy = Literal["single", "ddp", "fsdp", "deepspeed"]
-
-STRATEGIES = ("auto", "single", "ddp", "fsdp", "deepspeed")
-
+StrategyName = Literal["single", "ddp", "fsdp", "deepspeed"]
 
 WHOLE_NORM_OPTIMIZERS = ("LAMB", "LAMB8bit", "LAMB32bit", "LARS", "LARS8bit", "LARS32bit")
 """Optimizers of bitsandbytes whose update of a number depends on its whole parameter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoOptions:
+    """Of strategies that take none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,24 +41,166 @@ class DeepSpeedOptions:
     """Keep the parameters in host memory (stage 3)."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class NoOptions:
-    """Of strategies that take none."""
+StrategyOptions = NoOptions | FsdpOptions | DeepSpeedOptions
 
 
-StrategyOptions = FsdpOptions | DeepSpeedOptions | NoOptions
+class StrategyRules:
+    """What is known of a strategy before torch is loaded; the base is one that shards nothing.
 
-OPTIONS_OF: dict[Strategy, type[StrategyOptions]] = {
-    "single": NoOptions,
-    "ddp": NoOptions,
-    "fsdp": FsdpOptions,
-    "deepspeed": DeepSpeedOptions,
+    What it does with a model is `ftkit/strategies/NAME.py`.
+    """
+
+    name: ClassVar[StrategyName]
+    options: ClassVar[type[StrategyOptions]] = NoOptions
+    """Its options, which are the keys below `strategy`."""
+    scales_loss: ClassVar[bool] = True
+    """Whether it trains in 16-mixed, where small gradients need a loss scale."""
+    keeps_masters: ClassVar[bool] = False
+    """Whether it updates float32 copies beside weights of 16 bits, in mixed precision too."""
+    trains_8bit_base: ClassVar[bool] = True
+    """Whether it takes bnb.int8."""
+    bnb_optimizers: ClassVar[bool] = True
+    """Whether it updates with the optimizers of bitsandbytes."""
+
+    def sharding(self, options: Any) -> str:
+        """What each rank has a part of, in words."""
+        return "nothing"
+
+    def offloads(self, options: Any) -> bool:
+        """Whether optimizer state is kept in host memory."""
+        return False
+
+    def check(self, recipe: Recipe, precision: Precision, devices: Devices) -> None:
+        """Refuse what the strategy cannot run, with what to use instead."""
+        optimizer = recipe.optimizer["class_path"]
+        if optimizer.rpartition(".")[0] == "deepspeed.ops.adam":
+            raise UserError(
+                f"optimizer is {optimizer}, but the strategy is {self.name}. "
+                "Try --optimizer AdamW, or --strategy deepspeed."
+            )
+        _check_8bit_base(self, recipe)
+
+    def check_installed(self) -> None:
+        """Refuse a strategy whose library is missing."""
+
+    def environment(self, accelerator: str) -> dict[str, str]:
+        """Variables that a rank needs before its first import."""
+        return {}
+
+
+class Single(StrategyRules):
+    """One rank."""
+
+    name = "single"
+
+
+class Ddp(StrategyRules):
+    """Every rank has all of the model and of the optimizer."""
+
+    name = "ddp"
+
+
+class Fsdp(StrategyRules):
+    """Every rank has rows of each parameter."""
+
+    name = "fsdp"
+    options = FsdpOptions
+    scales_loss = False
+    trains_8bit_base = False
+
+    def sharding(self, options: FsdpOptions) -> str:
+        where = ", in host memory" if options.cpu_offload else ""
+        return f"{options.sharding}: parameters, gradients, optimizer state{where}"
+
+    def offloads(self, options: FsdpOptions) -> bool:
+        return options.cpu_offload
+
+    def check(self, recipe: Recipe, precision: Precision, devices: Devices) -> None:
+        if precision == "16-mixed":
+            other = "bf16-mixed" if devices.bf16_native else "32-true"
+            suits = devices.deepspeed and suits_deepspeed(recipe)
+            raise UserError(
+                "precision is 16-mixed, but fsdp has no loss scaling here. "
+                f"Try --precision {other}, or --strategy {'deepspeed' if suits else 'ddp'}."
+            )
+        super().check(recipe, precision, devices)
+        package, _, optimizer = recipe.optimizer["class_path"].rpartition(".")
+        if package == "bitsandbytes.optim" and optimizer in WHOLE_NORM_OPTIMIZERS:
+            raise UserError(
+                f"optimizer is {package}.{optimizer}, but it scales by the norm of whole "
+                "parameters, of which fsdp leaves a rank some rows. Try --optimizer "
+                "bitsandbytes.optim.AdamW8bit, or --strategy ddp."
+            )
+
+
+class DeepSpeed(StrategyRules):
+    """Every rank has equal parts of what the ZeRO stage shards."""
+
+    name = "deepspeed"
+    options = DeepSpeedOptions
+    keeps_masters = True
+    trains_8bit_base = False
+    bnb_optimizers = False
+
+    def sharding(self, options: DeepSpeedOptions) -> str:
+        parts = ("optimizer state", "gradients", "parameters")[: options.stage]
+        hosted = [
+            name
+            for name, offloaded in (
+                ("optimizer state", options.offload_optimizer),
+                ("parameters", options.offload_parameters and options.stage == 3),
+            )
+            if offloaded
+        ]
+        where = f"; in host memory: {', '.join(hosted)}" if hosted else ""
+        return f"ZeRO-{options.stage}: {', '.join(parts)}{where}"
+
+    def offloads(self, options: DeepSpeedOptions) -> bool:
+        return options.offload_optimizer
+
+    def check(self, recipe: Recipe, precision: Precision, devices: Devices) -> None:
+        if not suits_deepspeed(recipe):
+            raise UserError(
+                f"optimizer is {recipe.optimizer['class_path']}, but DeepSpeed keeps its own "
+                "optimizer state. Try --optimizer AdamW, or --strategy fsdp."
+            )
+        _check_8bit_base(self, recipe)
+
+    def check_installed(self) -> None:
+        if not has_deepspeed():
+            raise UserError(
+                "strategy is deepspeed, but DeepSpeed is not installed. Install g++ and try "
+                "DS_BUILD_OPS=0 pip install --no-build-isolation ninja deepspeed, or "
+                "--strategy fsdp."
+            )
+
+    def environment(self, accelerator: str) -> dict[str, str]:
+        return {"DS_ACCELERATOR": "cpu"} if accelerator == "cpu" else {}
+
+
+RULES: dict[str, StrategyRules] = {
+    rules.name: rules for rules in (Single(), Ddp(), Fsdp(), DeepSpeed())
 }
+STRATEGIES = ("auto", *RULES)
+
+
+def suits_deepspeed(recipe: Recipe) -> bool:
+    """Whether DeepSpeed can update with the recipe's optimizer."""
+    return recipe.optimizer["class_path"].rpartition(".")[0] != "bitsandbytes.optim"
+
+
+def _check_8bit_base(rules: StrategyRules, recipe: Recipe) -> None:
+    quantize = recipe.quantize if isinstance(recipe, LoraRecipe) else None
+    if quantize == "bnb.int8" and not rules.trains_8bit_base:
+        raise UserError(
+            f"quantize is bnb.int8, but {rules.name} shards the base model and supports the 4-bit "
+            "kinds alone. Try --quantize bnb.nf4-dq, or --strategy ddp."
+        )
 
 
 def resolve_strategy(
     recipe: Recipe, devices: Devices, count: int
-) -> tuple[Strategy, StrategyOptions, Precision, list[str]]:
+) -> tuple[StrategyName, StrategyOptions, Precision, list[str]]:
     """Strategy, its options and the precision, and what to tell of the choice.
 
     What is auto follows what is given. Where nothing is, and GPUs compute bfloat16 in software
@@ -68,24 +212,24 @@ def resolve_strategy(
     if precision is None:
         precision = "bf16-mixed" if devices.bf16_native else "16-mixed"
     notices = _check_precision(precision, strategy, devices)
-    if strategy != "fsdp" or precision != "16-mixed":
+    if RULES[strategy].scales_loss or precision != "16-mixed":
         return strategy, options, precision, notices
-    why = "fsdp has no loss scaling for 16-mixed"
+    why = f"{strategy} has no loss scaling for 16-mixed"
     if not devices.bf16_native:
         why = f"{_name(devices)} has no bfloat16 hardware, and {why}"
-    suits_deepspeed = _suits_deepspeed(recipe)
+    suits = suits_deepspeed(recipe)
     nothing_given = recipe.strategy["class_path"] == "auto" and not recipe.strategy["init_args"]
-    if nothing_given and devices.deepspeed and suits_deepspeed:
+    if nothing_given and devices.deepspeed and suits:
         notices.append(f"{why}: deepspeed with 16-mixed is used.")
         # As with fsdp, everything is shared out among the GPUs, and nothing goes to the host.
         return "deepspeed", DeepSpeedOptions(offload_optimizer=False), precision, notices
     if recipe.precision is None:
         precision = "32-true"
         faster = "--strategy ddp, if the model fits on each GPU"
-        if suits_deepspeed:
+        if suits:
             faster = "--strategy deepspeed" + " with DeepSpeed installed" * (not devices.deepspeed)
         notices.append(
-            f"{why}: fsdp with 32-true is used, which is several times slower. Try {faster}."
+            f"{why}: {strategy} with 32-true is used, which is several times slower. Try {faster}."
         )
     return strategy, options, precision, notices
 
@@ -94,12 +238,7 @@ def _name(devices: Devices) -> str:
     return devices.names[0] if devices.names else "This GPU"
 
 
-def _suits_deepspeed(recipe: Recipe) -> bool:
-    """Whether DeepSpeed can update with the recipe's optimizer."""
-    return recipe.optimizer["class_path"].rpartition(".")[0] != "bitsandbytes.optim"
-
-
-def _check_precision(precision: Precision, strategy: Strategy, devices: Devices) -> list[str]:
+def _check_precision(precision: Precision, strategy: StrategyName, devices: Devices) -> list[str]:
     """Refuse what the devices cannot compute, and tell what is slow there."""
     if precision.startswith("16") and devices.accelerator == "cpu":
         raise UserError(
@@ -107,7 +246,7 @@ def _check_precision(precision: Precision, strategy: Strategy, devices: Devices)
             f"kernels and its range underflows. Try --precision {precision.replace('16', 'bf16')}."
         )
     if precision.startswith("bf16") and not devices.bf16_native:
-        others = "32-true" if strategy == "fsdp" else "16-mixed or 32-true"
+        others = "16-mixed or 32-true" if RULES[strategy].scales_loss else "32-true"
         notice = (
             f"{_name(devices)} has no bfloat16 hardware (compute capability below 8.0): it is "
             f"emulated and slow. Try --precision {others}."
@@ -116,7 +255,7 @@ def _check_precision(precision: Precision, strategy: Strategy, devices: Devices)
     return []
 
 
-def _strategy(recipe: Recipe, count: int) -> Strategy:
+def _strategy(recipe: Recipe, count: int) -> StrategyName:
     name = recipe.strategy["class_path"]
     world_size = count * recipe.num_nodes
     if name == "auto":
@@ -133,12 +272,12 @@ def _strategy(recipe: Recipe, count: int) -> Strategy:
             f"strategy is single, but devices x num_nodes is {world_size}. "
             "Try --strategy auto or --devices 1."
         )
-    return cast(Strategy, name)
+    return cast(StrategyName, name)
 
 
-def _options(recipe: Recipe, strategy: Strategy) -> StrategyOptions:
+def _options(recipe: Recipe, strategy: StrategyName) -> StrategyOptions:
     """The strategy's options, checked against the fields of its dataclass."""
-    options_class = OPTIONS_OF[strategy]
+    options_class = RULES[strategy].options
     kinds = get_type_hints(options_class)
     given = recipe.strategy["init_args"]
     for key, value in given.items():
@@ -155,49 +294,11 @@ def _options(recipe: Recipe, strategy: Strategy) -> StrategyOptions:
     return options_class(**given)
 
 
-def check_supported(
-    recipe: Recipe, strategy: Strategy, precision: Precision, devices: Devices
-) -> None:
-    """Refuse what a strategy cannot run, with what to use instead."""
-    optimizer = recipe.optimizer["class_path"]
-    package = optimizer.rpartition(".")[0]
-    if strategy == "fsdp" and precision == "16-mixed":
-        other = "bf16-mixed" if devices.bf16_native else "32-true"
-        scaling = "deepspeed" if devices.deepspeed and _suits_deepspeed(recipe) else "ddp"
-        raise UserError(
-            "precision is 16-mixed, but fsdp has no loss scaling here. "
-            f"Try --precision {other}, or --strategy {scaling}."
-        )
-    if strategy == "deepspeed" and not _suits_deepspeed(recipe):
-        raise UserError(
-            f"optimizer is {optimizer}, but DeepSpeed keeps its own optimizer state. "
-            "Try --optimizer AdamW, or --strategy fsdp."
-        )
-    if strategy != "deepspeed" and package == "deepspeed.ops.adam":
-        raise UserError(
-            f"optimizer is {optimizer}, but the strategy is {strategy}. "
-            "Try --optimizer AdamW, or --strategy deepspeed."
-        )
-    whole_norm = [f"bitsandbytes.optim.{name}" for name in WHOLE_NORM_OPTIMIZERS]
-    if strategy == "fsdp" and optimizer in whole_norm:
-        raise UserError(
-            f"optimizer is {optimizer}, but it scales by the norm of whole parameters, of which "
-            "fsdp leaves a rank some rows. Try --optimizer bitsandbytes.optim.AdamW8bit, or "
-            "--strategy ddp."
-        )
-    quantize = recipe.quantize if isinstance(recipe, LoraRecipe) else None
-    if quantize == "bnb.int8" and strategy in ("fsdp", "deepspeed"):
-        raise UserError(
-            f"quantize is bnb.int8, but {strategy} shards the base model and supports the 4-bit "
-            "kinds alone. Try --quantize bnb.nf4-dq, or --strategy ddp."
-        )
-
-
-def untrainable_float16(strategy: Strategy, devices: Devices) -> UserError:
+def untrainable_float16(strategy: StrategyName, devices: Devices) -> UserError:
     """What is said of 16-true, in which training goes wrong, and what to use instead."""
     better = "bf16-true"
     if not devices.bf16_native:
-        better = "32-true" if strategy == "fsdp" else "16-mixed"
+        better = "16-mixed" if RULES[strategy].scales_loss else "32-true"
     return UserError(
         f"precision is 16-true, but {strategy} would update weights in float16, in which small "
         f"gradients and AdamW's second moments become zero. Try --precision {better}."

@@ -236,13 +236,12 @@ class Ranks:
 
 def rank_environment(job: Job, placement: dict[str, str]) -> dict[str, str]:
     """The environment variables of a rank: this process's, and what the job needs besides."""
-    environment = os.environ | placement
+    plan = job.plan
+    environment = os.environ | placement | plan.rules.environment(plan.accelerator)
     if job.recipe.access_token:
         environment["HF_TOKEN"] = job.recipe.access_token
-    if job.plan.accelerator == "cuda" and not environment.keys() & ALLOCATOR_SETTINGS:
+    if plan.accelerator == "cuda" and not environment.keys() & ALLOCATOR_SETTINGS:
         environment[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
-    if job.plan.strategy == "deepspeed" and job.plan.accelerator == "cpu":
-        environment["DS_ACCELERATOR"] = "cpu"
     return environment
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from ftkit.checkpoint.store import Store
-from ftkit.config.devices import find_devices, has_deepspeed
+from ftkit.config.devices import find_devices
 from ftkit.config.parsing import to_yaml
 from ftkit.config.peft_adapter import with_adapter
 from ftkit.config.plan import make_plan
@@ -123,11 +123,7 @@ def prepare(
         recipe = placed.on(recipe, devices)
     recipe = with_micro_batch(recipe, devices)
     plan = make_plan(recipe, devices)
-    if plan.strategy == "deepspeed" and not has_deepspeed():
-        raise UserError(
-            "strategy is deepspeed, but DeepSpeed is not installed. Install g++ and try "
-            "DS_BUILD_OPS=0 pip install --no-build-isolation ninja deepspeed, or --strategy fsdp."
-        )
+    plan.rules.check_installed()
     if overwrite and recipe.resume is not False:
         raise UserError(
             f"resume is {recipe.resume}, but --overwrite would remove what the run is to continue "

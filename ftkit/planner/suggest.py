@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from ftkit.config.parsing import Override
 from ftkit.config.recipe import LoraRecipe
-from ftkit.config.strategies import DeepSpeedOptions, FsdpOptions
 from ftkit.errors import UserError
 from ftkit.memory.gpus import HOST, Gpu
 from ftkit.planner.predict import Planned, largest_that_fits
@@ -92,10 +91,10 @@ def _single(planned: Planned, gpu: Gpu) -> Iterator[_Step]:
         yield _Step("smaller micro-batch, same global batch", ())
     if gpu.bf16 and plan.precision != "bf16-true":
         yield _Step("16-bit numbers", (("precision", "bf16-true"),))
-    elif not gpu.bf16 and plan.precision == "32-true" and plan.strategy != "fsdp":
+    elif not gpu.bf16 and plan.precision == "32-true" and plan.rules.scales_loss:
         yield _Step("16-bit arithmetic", (("precision", "16-mixed"),))
     optimizer = recipe.optimizer
-    if optimizer["class_path"] in _ADAMS and plan.strategy != "deepspeed":
+    if optimizer["class_path"] in _ADAMS and plan.rules.bnb_optimizers:
         name = optimizer["class_path"].rpartition(".")[2]
         kept = {k: v for k, v in optimizer["init_args"].items() if k not in _IMPLEMENTATION}
         yield _Step(
@@ -116,11 +115,7 @@ def _single(planned: Planned, gpu: Gpu) -> Iterator[_Step]:
     for count in _DEVICES:
         if recipe.num_nodes == 1 and count > plan.devices:
             yield _Step(f"FSDP on {count} GPUs", (("devices", str(count)), ("strategy", "fsdp")))
-    options = plan.options
-    offloads = (isinstance(options, FsdpOptions) and options.cpu_offload) or (
-        isinstance(options, DeepSpeedOptions) and options.offload_optimizer
-    )
-    if not offloads:
+    if not plan.rules.offloads(plan.options):
         yield _Step(
             "parameters and optimizer in host memory",
             (("strategy", "fsdp"), ("strategy.cpu_offload", "true")),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from rank_jobs import HAS_DEEPSPEED, NO_EVALUATION, Case, Outcome, Run, make_run
 
-from ftkit.config.strategies import Strategy
+from ftkit.config.strategies import StrategyName
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +22,7 @@ KINDS: dict[str, tuple[tuple[str, Any], ...]] = {  # olora starts as pissa does
     "dora, quantised": (("lora_variant", "dora"), ("quantize", "bnb.nf4-dq")),
     "pissa, quantised": (("lora_init", "pissa"), ("quantize", "bnb.nf4")),
 }
-STRATEGIES: list[Strategy] = ["ddp", "fsdp", *(["deepspeed"] if HAS_DEEPSPEED else [])]  # type: ignore[list-item]
+STRATEGIES: list[StrategyName] = ["ddp", "fsdp", *(["deepspeed"] if HAS_DEEPSPEED else [])]  # type: ignore[list-item]
 STAGE_2 = ("strategy.stage", 2)
 CUT = 4
 
