@@ -63,8 +63,13 @@ class Plan:
     @property
     def micro_steps(self) -> int:
         """Forward and backward passes of each rank in one (full) optimizer step."""
-        per_pass = self.micro_batch_size * self.world_size
-        return math.ceil(self.recipe.train.global_batch_size / per_pass)
+        samples = self.recipe.train.global_batch_size
+        return count_micro_steps(samples, self.micro_batch_size, self.world_size)
+
+
+def count_micro_steps(samples: int, micro_batch_size: int, world_size: int) -> int:
+    """Forward and backward passes that each rank makes for so many samples over all ranks."""
+    return math.ceil(samples / (micro_batch_size * world_size))
 
 
 def make_plan(recipe: Recipe, devices: Devices, *, trains: bool = True) -> Plan:

@@ -11,13 +11,16 @@ from ftkit.data.dataset import Sample, SampleSet
 from ftkit.data.sampler import FILLER, ElasticOrder, validation_batches
 
 
-def collate(samples: Sequence[Sample | None], label_tokens_in_step: int) -> dict[str, Any]:
+def collate(
+    samples: Sequence[Sample | None], label_tokens_in_step: int, *, is_last_of_step: bool = True
+) -> dict[str, Any]:
     """Pad samples to a micro-batch.
 
     Args:
         samples: at least one; None is a filler, which becomes one token without a target.
         label_tokens_in_step: over all ranks and micro-steps, the share of this micro-batch is
             taken of it.
+        is_last_of_step: whether an update follows it.
 
     Returns:
         input_ids: [batch, sequence] int64, all but the last token, padded on the right with 0.
@@ -25,6 +28,7 @@ def collate(samples: Sequence[Sample | None], label_tokens_in_step: int) -> dict
             carries loss.
         targets: [targets] int64, those next tokens.
         label_tokens_in_step: scalar float64.
+        is_last_of_step: as given.
         samples: how many, without fillers.
         tokens: how many, without padding and fillers.
         padded_tokens: batch * sequence.
@@ -46,6 +50,7 @@ def collate(samples: Sequence[Sample | None], label_tokens_in_step: int) -> dict
         "positions": torch.from_numpy(np.concatenate(positions)),
         "targets": torch.from_numpy(np.concatenate(targets)),
         "label_tokens_in_step": torch.tensor(label_tokens_in_step, dtype=torch.float64),
+        "is_last_of_step": is_last_of_step,
         "samples": len(real),
         "tokens": sum(lengths),
         "padded_tokens": input_ids.size,
@@ -101,10 +106,10 @@ def validation_loader(
     """
     label_tokens = int(samples.label_counts[:limit].sum())
     batches = validation_batches(samples.lengths, limit, micro_batch_size, rank, world_size)
-    return _loader(samples, [(batch, label_tokens) for batch in batches], pin_memory)
+    return _loader(samples, [(batch, label_tokens, True) for batch in batches], pin_memory)
 
 
-_Key = tuple[list[int], int]  # samples of a micro-batch, label tokens of its step
+_Key = tuple[list[int], int, bool]  # of a micro-batch: samples, label tokens of its step, its end
 
 
 class _StepSampler(Sampler[_Key]):
@@ -119,8 +124,10 @@ class _StepSampler(Sampler[_Key]):
     def __iter__(self) -> Iterator[_Key]:
         for step in range(self._start_step, self._end_step):
             label_tokens = self._order.label_tokens(step)
-            for micro_batch in self._order.micro_batches(step):
-                yield micro_batch, label_tokens
+            *others, last = self._order.micro_batches(step)
+            for micro_batch in others:
+                yield micro_batch, label_tokens, False
+            yield last, label_tokens, True
 
     def __len__(self) -> int:
         return (self._end_step - self._start_step) * self._order.micro_steps
@@ -133,9 +140,9 @@ class _MicroBatches(Dataset[dict[str, Any]]):
         self._samples = samples
 
     def __getitem__(self, key: _Key) -> dict[str, Any]:
-        indices, label_tokens = key
+        indices, label_tokens, is_last = key
         samples = [None if i == FILLER else self._samples[i] for i in indices]
-        return collate(samples, label_tokens)
+        return collate(samples, label_tokens, is_last_of_step=is_last)
 
 
 def _loader(

@@ -12,6 +12,8 @@ import heapq
 import numpy as np
 import numpy.typing as npt
 
+from ftkit.config.plan import count_micro_steps
+
 IntArray = npt.NDArray[np.int64]
 
 FILLER = -1
@@ -106,11 +108,8 @@ class ElasticOrder:
 
     @property
     def micro_steps(self) -> int:
-        """Micro-steps of every step on every rank, also of a shorter last one.
-
-        Lightning and DeepSpeed update after a fixed number of micro-steps.
-        """
-        return _micro_steps(self._global_batch_size, self._micro_batch_size, self._world_size)
+        """Micro-steps of every step on every rank, also of a shorter last one."""
+        return count_micro_steps(self._global_batch_size, self._micro_batch_size, self._world_size)
 
     def micro_batches(self, step: int) -> list[list[int]]:
         """The samples this rank runs in each micro-step; [FILLER] where it has none.
@@ -188,13 +187,9 @@ def validation_batches(
         Samples per batch; as many batches on every rank, [FILLER] where a rank has none left.
     """
     chosen = np.asarray(lengths, dtype=np.int64)[:limit]
-    micro_steps = _micro_steps(len(chosen), micro_batch_size, world_size)
+    micro_steps = count_micro_steps(len(chosen), micro_batch_size, world_size)
     layout = _lay_out(chosen, micro_batch_size, world_size, micro_steps)
     return [ranks[rank].tolist() if len(ranks[rank]) else [FILLER] for ranks in layout]
-
-
-def _micro_steps(samples: int, micro_batch_size: int, world_size: int) -> int:
-    return -(-samples // (micro_batch_size * world_size))
 
 
 def _lay_out(

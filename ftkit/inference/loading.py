@@ -24,6 +24,7 @@ from ftkit.lora.load import check_shapes, read_adapter
 from ftkit.lora.names import our_name
 from ftkit.model.language_model import LanguageModel, outline, outline_plain
 from ftkit.model.load_weights import fill
+from ftkit.model.sharding import Whole
 from ftkit.pretrained.base_model import (
     BaseModel,
     open_base,
@@ -33,7 +34,6 @@ from ftkit.pretrained.base_model import (
 )
 from ftkit.pretrained.fingerprint import fingerprint
 from ftkit.runs.directory import BASE
-from ftkit.strategies.sharding import Whole
 
 if TYPE_CHECKING:
     from litgpt.prompts import PromptStyle

@@ -20,8 +20,8 @@ from ftkit.inference.result import Result
 from ftkit.model.generation import Context, Sampling, TextStream, answer_in_tokens
 from ftkit.pretrained.tokenizer import Tokenizer
 from ftkit.strategies.distributed import make_device
-from ftkit.strategies.lightning import set_arithmetic
-from ftkit.strategies.precision import compute_dtype, make_precision, parameter_dtype
+from ftkit.strategies.precision import compute_dtype, parameter_dtype, set_arithmetic
+from ftkit.strategies.select import make_strategy
 from ftkit.utils.imports import silence_libraries
 from ftkit.utils.out_of_memory import is_out_of_memory
 
@@ -80,7 +80,7 @@ def put_to_use(result: Result, options: UseOptions) -> InUse:
         plan=plan,
         device=device,
         quantize=quantize,
-        context=make_precision(plan).forward_context,
+        context=make_strategy(plan).precision.forward_context,
     )
 
 

@@ -4,16 +4,17 @@ import gc
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Literal
 
-import lightning as L
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ftkit.data.sampler import ElasticOrder
-from ftkit.memory.state_tensors import gradients, of_optimizer, parameters
-from ftkit.memory.tracker import LiveTensors, Snapshot, Stretch, highest
+from ftkit.memory.state_tensors import gradients, parameters
+from ftkit.memory.tracker import LiveTensors, Stretch, highest
 from ftkit.report.step_memory import Breakdown, MicroBatchSize, RankStepMemory, StepMoments
+from ftkit.strategies.distributed import rank
+from ftkit.strategies.simulated_step import Snapshot
+from ftkit.strategies.strategy import Strategy
 from ftkit.utils.out_of_memory import is_out_of_memory
 
 CUDA_GRANULARITY_BYTES = 512
@@ -81,53 +82,58 @@ class DevicePeak:
         return max(self._reserved, torch.cuda.max_memory_reserved()) if self._cuda else None
 
 
-class MemoryMeter(L.Callback):
+class MemoryMeter:
     """Follows every tensor of the chosen steps; in all others it does nothing.
 
-    Comes before other callbacks, so that theirs is not in the measurement.
+    The step tells it where it is; see `ftkit.training.step`.
     """
 
     def __init__(
         self,
+        strategy: Strategy,
+        model: nn.Module,
         steps: Collection[int],
-        device: torch.device,
         device_peak: DevicePeak,
         on_measured: Callable[[RankStepMemory], None],
     ) -> None:
         """Prepare.
 
         Args:
+            strategy: knows where the tensors are; not yet set up.
+            model: what is trained.
             steps: which to measure, as numbers of steps done before.
-            device: whose memory counts.
-            device_peak: what the allocator says of it.
+            device_peak: what the allocator says of the device.
             on_measured: called after a step that took more than those measured before.
         """
+        self._strategy, self._model = strategy, model
         self._steps = steps
-        self._on_cuda = device.type == "cuda"
+        self._on_cuda = strategy.device.type == "cuda"
         self._device_peak = device_peak
         self._on_measured = on_measured
         granularity = CUDA_GRANULARITY_BYTES if self._on_cuda else 1
-        self._live = LiveTensors(device, granularity_bytes=granularity)
+        self._live = LiveTensors(strategy.device, granularity_bytes=granularity)
+        self._step = 0
         self._entered = False
         self._has_looked_around = False
         self._modules: list[nn.Module] = []
         self._parameters: list[nn.Parameter] = []
-        self._is_sharded = False
         self._allocated: list[int | None] = []
         """What the allocator said at each mark."""
         self._micro_batches: list[MicroBatchSize] = []
         self._highest_bytes = 0
 
-    def on_train_batch_start(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        batch: dict[str, Any],
-        batch_idx: int,
-    ) -> None:
-        begins = batch_idx % trainer.accumulate_grad_batches == 0
-        if begins and trainer.global_step in self._steps:
-            self._begin(trainer, pl_module)
+    def follows(self, step: int) -> bool:
+        """Whether a step, as the number of steps done before, is measured."""
+        return step in self._steps
+
+    def begin_step(self, step: int) -> None:
+        """Its first batch is on the device."""
+        self._step = step
+        if self.follows(step):
+            self._begin()
+
+    def before_forward(self, batch: dict[str, Any]) -> None:
+        """A batch is on the device."""
         if self._entered:
             self._live.assign((v for v in batch.values() if isinstance(v, Tensor)), "activations")
             self._mark("before_forward")
@@ -139,67 +145,56 @@ class MemoryMeter(L.Callback):
             )
             self._live.begin_forward()
 
-    def on_before_backward(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor
-    ) -> None:
+    def before_backward(self) -> None:
+        """The loss is known."""
         if self._entered:
-            self._live.end_forward(gathered=pl_module.parameters() if self._is_sharded else ())
+            self._live.end_forward(gathered=self._strategy.gathered(self._model))
             self._mark("after_forward")
 
-    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def after_backward(self) -> None:
+        """The gradients are known."""
         if self._entered:
-            self._assign_changed(trainer)
+            self._assign_changed()
             self._mark("after_backward")
-        elif trainer.global_step + 1 in self._steps:
+        elif self.follows(self._step + 1):
             # Buckets of gradients stay, but nothing shows them before the next backward pass.
-            self._live.assign(gradients(pl_module.parameters()), "gradients")
+            self._live.assign(gradients(self._model.parameters()), "gradients")
 
-    def on_train_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: dict[str, Any],
-        batch_idx: int,
-    ) -> None:
-        if self._entered and not trainer.fit_loop._should_accumulate():
-            self._assign_changed(trainer)
-            self._live.assign(parameters(self._modules), "parameters")
+    def end_step(self) -> None:
+        """The parameters are updated."""
+        if self._entered:
+            self._assign_changed()
+            self._live.assign(parameters(self._strategy, self._modules), "parameters")
             self._mark("after_optimizer")
-            self._end(trainer, trainer.global_step)
+            self._end()
+        self._step += 1
 
-    def on_exception(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, exception: BaseException) -> None:
         """Tell what is known if memory has run out: of this step, else of one measured before.
 
         If neither was measured, what a step keeps is known alone.
         """
         if is_out_of_memory(exception):
             if not self._entered and not self._highest_bytes:
-                self._begin(trainer, pl_module)
+                self._begin()
             if self._entered:
-                self._assign_changed(trainer)
+                self._assign_changed()
                 self._highest_bytes = 0
-                self._end(trainer, trainer.global_step + 1)
+                self._end()
         elif self._entered:
             self._leave()
 
-    def _assign_changed(self, trainer: L.Trainer) -> None:
+    def _assign_changed(self) -> None:
         """Optimizer state and gradients, which a step may make anew."""
-        for optimizer in trainer.strategy.optimizers:
-            for tensor, category in of_optimizer(optimizer):
-                self._live.assign([tensor], category)
+        for tensor, category in self._strategy.optimizer_memory():
+            self._live.assign([tensor], category)
         self._live.assign(gradients(self._parameters), "gradients")
 
-    def _begin(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self._modules = list(module.modules())
-        self._parameters = list(module.parameters())
-        self._is_sharded = any(
-            isinstance(p, DTensor) or hasattr(p, "ds_tensor") for p in self._parameters
-        )
-        self._assign_changed(trainer)
-        self._live.assign(parameters(self._modules), "parameters")
+    def _begin(self) -> None:
+        self._modules = list(self._model.modules())
+        self._parameters = list(self._model.parameters())
+        self._assign_changed()
+        self._live.assign(parameters(self._strategy, self._modules), "parameters")
         if not self._on_cuda and not self._has_looked_around:  # no allocator tells what is taken
             kinds = set(_with_subclasses(Tensor))
             self._live.assign_unknown(item for item in gc.get_objects() if type(item) in kinds)
@@ -215,7 +210,7 @@ class MemoryMeter(L.Callback):
         self._live.mark(moment)
         self._allocated.append(self._device_peak.now())
 
-    def _end(self, trainer: L.Trainer, step: int) -> None:
+    def _end(self) -> None:
         stretches = self._live.stretches()
         self._leave()
         peak = _with_allocated(highest(stretches).peak, self._device_peak.within())
@@ -231,8 +226,8 @@ class MemoryMeter(L.Callback):
         micro_step = _fullest_micro_step(stretches)
         self._on_measured(
             RankStepMemory(
-                rank=trainer.global_rank,
-                step=step,
+                rank=rank(),
+                step=self._step + 1,
                 peak_bytes=peak.total_bytes,
                 peak_breakdown_bytes=Breakdown(**peak.bytes),
                 moments_bytes=StepMoments(

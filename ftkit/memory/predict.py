@@ -2,21 +2,25 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 from ftkit.config.plan import Plan
 from ftkit.config.recipe import LoraRecipe
-from ftkit.config.strategies import FsdpOptions
 from ftkit.memory import gpus
-from ftkit.memory.simulate import CPU, Peaks, Simulation, simulate
-from ftkit.memory.tracker import CATEGORIES, Category
-from ftkit.memory.zero import with_zero
-from ftkit.optim.optimizers import optimizer_of
+from ftkit.memory.simulate import CPU, simulate
 from ftkit.optim.state_kinds import bytes_per_number, state_kinds
 from ftkit.pretrained.base_model import BaseModel
 from ftkit.pretrained.blueprint import read_blueprint
-from ftkit.report.step_memory import Breakdown, MicroBatchSize, PredictedStep, RankStepMemory
-from ftkit.strategies.precision import parameter_dtype
+from ftkit.report.step_memory import (
+    CATEGORIES,
+    Breakdown,
+    Category,
+    MicroBatchSize,
+    PredictedStep,
+    RankStepMemory,
+)
+from ftkit.strategies.precision import parameter_dtype, updated_dtype
+from ftkit.strategies.select import make_strategy
+from ftkit.strategies.strategy import Strategy
 
 PROCESS_BYTES = int(1.2 * 2**30)
 """Host memory of a rank with its libraries and no model, roughly."""
@@ -75,25 +79,26 @@ def predict(
     """
     accumulates = plan.micro_steps > 1 if accumulates is None else accumulates
     simulation = simulate(base, plan, batch, accumulates=accumulates)
-    peaks, offloaded = _on_device(simulation, plan)
+    strategy = make_strategy(plan)
+    found = strategy.on_device(simulation)
+    peaks, offloaded = found.peaks, found.host
+    moment = max(peaks, key=lambda name: peaks[name].total_bytes)
     if plan.accelerator == "cpu":  # there is one kind of memory
-        moment = max(peaks, key=lambda name: peaks[name].total_bytes)
         breakdown = {c: peaks[moment].bytes[c] + offloaded.get(c, 0) for c in CATEGORIES}
         offloaded = {}
     else:
-        moment = max(peaks, key=lambda name: peaks[name].total_bytes)
         breakdown = dict(peaks[moment].bytes)
         breakdown["temporaries"] += gpus.WORKSPACE_BYTES
     peak_bytes = sum(breakdown.values())
-    number_bytes = _number_bytes(plan)
+    number_bytes = _number_bytes(strategy)
     trained = simulation.sizes.trained
     saved_bytes = round(trained * number_bytes)
     host_bytes = PROCESS_BYTES + sum(offloaded.values())
     if plan.recipe.checkpoint.save and plan.recipe.checkpoint.asynchronous:
         host_bytes += math.ceil(saved_bytes / plan.world_size)
     if plan.accelerator == "cpu":
-        low, reserved, high = (peak_bytes + host_bytes,) * 3
         host_bytes += peak_bytes
+        low = high = host_bytes
         reserved = peak_bytes
     else:
         low, reserved, high = _device_bytes(peak_bytes, plan)
@@ -133,34 +138,6 @@ def predict_measured(base: str, plan: Plan, measured: RankStepMemory) -> Predict
     )
 
 
-def _on_device(simulation: Simulation, plan: Plan) -> tuple[Peaks, dict[Category, int]]:
-    """The stretches of a step on the device, and what is in host memory instead."""
-    if plan.strategy == "deepspeed":
-        peaks, host = with_zero(simulation, plan)
-        return peaks, host.bytes
-    if plan.accelerator == "cpu":
-        return simulation.peaks, {}
-    kinds: list[Category] = []
-    if isinstance(plan.options, FsdpOptions) and plan.options.cpu_offload:
-        kinds = ["parameters", "gradients", "optimizer_state"]
-    elif plan.recipe.optimizer["class_path"].rpartition(".")[2].startswith("Paged"):
-        kinds = ["optimizer_state"]  # the driver moves it to the host when it is short
-    if not kinds:
-        return simulation.peaks, {}
-    offloaded = {
-        kind: max(peak.bytes[kind] for peak in simulation.peaks.values()) for kind in kinds
-    }
-    if "parameters" in kinds:  # page-locked, unlike the state of an optimizer
-        offloaded["parameters"] = max(offloaded["parameters"], simulation.sizes.pinned_bytes)
-        trained_bytes = simulation.sizes.pinned_trained_bytes
-        offloaded["gradients"] = max(offloaded["gradients"], trained_bytes)
-    peaks = {
-        name: type(peak)({k: 0 if k in kinds else v for k, v in peak.bytes.items()})
-        for name, peak in simulation.peaks.items()
-    }
-    return peaks, offloaded
-
-
 def _device_bytes(peak_bytes: int, plan: Plan) -> tuple[int, int, int]:
     """What a rank needs of its device at least, reserves most likely, and needs at most."""
     beside = gpus.CONTEXT_BYTES
@@ -175,11 +152,8 @@ def _device_bytes(peak_bytes: int, plan: Plan) -> tuple[int, int, int]:
     )
 
 
-def _number_bytes(plan: Plan) -> float:
+def _number_bytes(strategy: Strategy) -> float:
     """What a checkpoint needs for each trained number."""
-    import torch
-
-    optimizer_class, arguments = optimizer_of(plan)
-    kinds: Any = state_kinds(optimizer_class, arguments, CPU)
-    masters = torch.float32 if plan.strategy == "deepspeed" else parameter_dtype(plan)
-    return bytes_per_number(kinds, optimizer_class, arguments, masters)
+    optimizer_class, arguments = strategy.optimizer_of()
+    kinds = state_kinds(optimizer_class, arguments, CPU)
+    return bytes_per_number(kinds, optimizer_class, arguments, updated_dtype(strategy.plan))

@@ -12,70 +12,34 @@ with every layer: two small models of different depth tell those of any depth.
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ftkit.config.plan import Plan
 from ftkit.config.recipe import LoraRecipe
-from ftkit.memory.tracker import LiveTensors, Snapshot
+from ftkit.memory.tracker import LiveTensors
 from ftkit.model.flops import parameter_count
 from ftkit.model.language_model import LanguageModel, outline, trainable
+from ftkit.model.loss import step_share
 from ftkit.optim.clipping import clip_gradients
-from ftkit.optim.optimizers import make_optimizer
 from ftkit.pretrained.base_model import BaseModel
 from ftkit.report.step_memory import MicroBatchSize
 from ftkit.strategies.precision import compute_dtype, parameter_dtype
-from ftkit.strategies.sharding import FullyShard, Sharding, Whole, fsdp_parameters
+from ftkit.strategies.select import make_strategy
+from ftkit.strategies.simulated_step import Peaks, Simulation, Sizes, Snapshot
+from ftkit.strategies.strategy import Strategy
+from ftkit.strategies.zero_memory import PERSISTENT_ELEMENTS
 
 CPU = torch.device("cpu")
 CUDA_BLOCK_BYTES = 512
 """What torch's CUDA allocator rounds sizes up to (kMinBlockSize in c10/cuda)."""
 DEPTHS = (3, 4)
 """Layers of the two small models: enough that both ends have blocks of their own."""
-
-SMALL = 100_000
-"""DeepSpeed's stage3_param_persistence_threshold."""
-
-Peaks = dict[str, Snapshot]
-"""The highest moment of each stretch of a step."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """Of a whole model, however it is spread over ranks."""
-
-    parameters: int
-    """Numbers in its parameters, however many of them a byte holds."""
-    parameter_bytes: int
-    """Of its parameters; scales of quantised ones apart."""
-    trained: int
-    """Numbers that an optimizer updates."""
-    trained_bytes: int
-    """Of these parameters."""
-    elements: int
-    """Elements of its parameters: a quantised one holds two numbers in one."""
-    small_elements: int
-    """Those of parameters below SMALL, which ZeRO-3 never parts again once they are gathered."""
-    pinned_bytes: int
-    """One rank's rows of its parameters, each in page-locked memory of its own."""
-    pinned_trained_bytes: int
-    """Of those that an optimizer updates."""
-
-
-@dataclass(frozen=True)
-class Simulation:
-    """What came of running a step without numbers."""
-
-    peaks: Peaks
-    sizes: Sizes
 
 
 def largest_micro_batch(sequences: int, tokens: int) -> MicroBatchSize:
@@ -89,8 +53,8 @@ def simulate(
 ) -> Simulation:
     """The highest moment of each stretch of an optimizer step after the first.
 
-    Under DeepSpeed the model is whole and the update is left out: what ZeRO shards, gathers and
-    moves to the host is arithmetic on top of this (`ftkit.memory.zero`).
+    A strategy whose own code cannot run on fake tensors is simulated with the whole model and
+    without an update; the rest is arithmetic on top of this (`Strategy.on_device`).
 
     Args:
         base: whose architecture is trained; its weights are not read.
@@ -136,14 +100,19 @@ def _run(
         with_layers(base, layers), plan.recipe, parameter_dtype(plan), compute_dtype(plan)
     )
     sizes = _sizes(model, plan.world_size)
-    with _ranks(plan) as sharding, FakeTensorMode(allow_non_fake_inputs=True), _like_cuda(plan):
+    strategy = make_strategy(plan)
+    with (
+        strategy.simulated() as sharding,
+        FakeTensorMode(allow_non_fake_inputs=True),
+        _like_cuda(plan),
+    ):
         sharding.allocate(model, CPU)
         recipe = plan.recipe
         asked = recipe.train.max_seq_length or base.config.block_size
         answers = recipe.eval.max_new_tokens or 0
         model.place_rotary_tables(CPU, min(base.config.block_size, asked + answers))
         _pack(model)
-        return Simulation(_Step(model, plan, batch, accumulates).peaks(), sizes)
+        return Simulation(_Step(model, strategy, batch, accumulates).peaks(), sizes)
 
 
 def _sizes(model: LanguageModel, world_size: int) -> Sizes:
@@ -161,7 +130,7 @@ def _sizes(model: LanguageModel, world_size: int) -> Sizes:
         trained=sum(p.numel() for p in trained),
         trained_bytes=sum(p.numel() * p.itemsize for p in trained),
         elements=sum(p.numel() for p in parameters),
-        small_elements=sum(p.numel() for p in parameters if p.numel() < SMALL),
+        small_elements=sum(p.numel() for p in parameters if p.numel() < PERSISTENT_ELEMENTS),
         pinned_bytes=sum(map(pinned_bytes, parameters)),
         pinned_trained_bytes=sum(map(pinned_bytes, trained)),
     )
@@ -170,50 +139,6 @@ def _sizes(model: LanguageModel, world_size: int) -> Sizes:
 def with_layers(base: BaseModel, layers: int) -> BaseModel:
     """The same architecture with another number of layers."""
     return dataclasses.replace(base, config=dataclasses.replace(base.config, n_layer=layers))
-
-
-_MESSAGES = (
-    "all_gather_single",
-    "reduce_scatter_single",
-    "all_gather_into_tensor",
-    "reduce_scatter_tensor",
-)
-"""What FSDP calls in torch.distributed; the latter two before torch 2.13."""
-
-
-@contextmanager
-def _ranks(plan: Plan) -> Iterator[Sharding]:
-    """This process as one rank of as many as the plan has, and none of them is spoken to."""
-    if plan.strategy != "fsdp":
-        yield Whole()
-        return
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    connected = dist.is_initialized()  # in a run, whose ranks are as many
-    if not connected:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.world_size)
-    talk = {name: getattr(dist, name) for name in _MESSAGES if hasattr(dist, name)}
-    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
-
-    def unseen(propagator: ShardingPropagator, schema: Any) -> Any:
-        """The shape of a result; in fake tensors that stand for no memory of the step."""
-        with _disable_current_modes():
-            return propagate(propagator, schema)
-
-    propagator: Any = ShardingPropagator
-    try:
-        for name in talk:
-            setattr(dist, name, _nothing)
-        propagator._propagate_tensor_meta_non_cached = unseen
-        yield FullyShard(plan, init_device_mesh("cpu", (plan.world_size,)))
-    finally:
-        propagator._propagate_tensor_meta_non_cached = propagate
-        for name, function in talk.items():
-            setattr(dist, name, function)
-        if not connected:
-            dist.destroy_process_group()
 
 
 def _masked_dropout(x: Tensor, p: float, training: bool, inplace: bool) -> Tensor:
@@ -255,11 +180,12 @@ class _Step:
     """An optimizer step of a model on this rank, in the order of ftkit's training."""
 
     def __init__(
-        self, model: LanguageModel, plan: Plan, batch: MicroBatchSize, accumulates: bool
+        self, model: LanguageModel, strategy: Strategy, batch: MicroBatchSize, accumulates: bool
     ) -> None:
-        self._model, self._plan, self._batch = model, plan, batch
+        self._model, self._strategy, self._batch = model, strategy, batch
+        self._plan = plan = strategy.plan
         self._accumulates = accumulates
-        self._mixed = plan.precision.endswith("-mixed") and plan.strategy in ("single", "ddp")
+        self._mixed = plan.precision.endswith("-mixed") and strategy.mixes_by_autocast
         granularity_bytes = CUDA_BLOCK_BYTES if plan.accelerator == "cuda" else 1
         self._live = LiveTensors(CPU, granularity_bytes=granularity_bytes)
         self._trained = trainable(model)
@@ -269,14 +195,14 @@ class _Step:
 
     def peaks(self) -> Peaks:
         """The highest moment of each stretch of the second step."""
-        plan, live = self._plan, self._live
-        optimizer = None if plan.strategy == "deepspeed" else self._make_optimizer()
+        live, strategy = self._live, self._strategy
+        optimizer = self._make_optimizer() if strategy.updates_parameters else None
         self._watch_blocks()
         live.assign(self._model.parameters(), "parameters")
         live.assign(self._model.buffers(), "parameters")
         live.assign(scales(self._model), "parameters")
         with live:
-            if plan.strategy == "ddp":
+            if strategy.keeps_gradient_buckets:
                 self._make_buckets()
             for parameter in self._trained:
                 parameter.register_post_accumulate_grad_hook(self._on_gradient)
@@ -294,7 +220,7 @@ class _Step:
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         with unset_fake_temporarily():  # bitsandbytes computes tables
-            optimizer = make_optimizer(self._plan, self._model)
+            optimizer = self._strategy.make_optimizer(self._model)
         if hasattr(optimizer, "update_step"):  # of bitsandbytes, which takes a second to import
             optimizer.update_step = _nothing
         return optimizer
@@ -303,7 +229,7 @@ class _Step:
         """After it there are optimizer states, and under FSDP what its first pass prepares."""
         if optimizer is None:
             return
-        if self._plan.strategy == "fsdp":
+        if self._strategy.simulates_first_step():
             self._step(optimizer)
             return
         self._make_gradients()
@@ -324,10 +250,10 @@ class _Step:
         live.begin_forward()
         live.assign([ids, positions, targets], "activations")
         with torch.autocast("cpu", torch.bfloat16) if self._mixed else nullcontext():
-            share = self._model(ids, positions, targets) / batch.targets
-        loss = share * self._plan.micro_steps
-        del share
-        live.end_forward(self._gathered())
+            total = self._model(ids, positions, targets)
+        loss = step_share(total, batch.targets) * self._plan.world_size
+        del total
+        live.end_forward(self._strategy.gathered(self._model))
         self._mark("loss, backward")
         self._backward = True
         loss.backward()
@@ -342,12 +268,6 @@ class _Step:
         optimizer.step()
         self._live.assign(_states(optimizer), "optimizer_state")
         optimizer.zero_grad(set_to_none=True)
-
-    def _gathered(self) -> Iterator[Tensor]:
-        """Parameters that FSDP has gathered for the forward pass and not yet freed."""
-        for parameter in fsdp_parameters(self._model):
-            if hasattr(parameter, "_unsharded_param"):
-                yield parameter._unsharded_param
 
     def _mark(self, name: str) -> None:
         self._live.assign((p.grad for p in self._trained), "gradients")
@@ -387,7 +307,7 @@ class _Step:
             self._buckets |= {p: part.view_as(p) for p, part in zip(parameters, parts, strict=True)}
 
     def _on_gradient(self, parameter: Tensor) -> None:
-        if self._plan.strategy == "deepspeed":  # at once in a bucket that is there for good
+        if not self._strategy.updates_parameters:  # at once in a bucket that is there for good
             parameter.grad = None
         elif self._buckets:
             parameter.grad = self._buckets[parameter]

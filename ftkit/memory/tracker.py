@@ -27,31 +27,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from types import TracebackType
-from typing import Any, Literal, Self, get_args
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-Category = Literal[
-    "parameters", "gradients", "optimizer_state", "activations", "temporaries", "unattributed"
-]
-CATEGORIES: tuple[Category, ...] = get_args(Category)
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """Bytes alive at one moment."""
-
-    bytes: dict[Category, int]
-    """By category."""
-
-    @property
-    def total_bytes(self) -> int:
-        """Of all categories."""
-        return sum(self.bytes.values())
-
+from ftkit.report.step_memory import CATEGORIES, Category
+from ftkit.strategies.simulated_step import Snapshot
 
 _PLAIN = {Tensor, torch.nn.Parameter}
 """Types of tensors that surely have memory of their own, and one piece of it."""

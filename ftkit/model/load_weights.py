@@ -11,8 +11,8 @@ from ftkit.lora.init import adapter_from_base, follows_from_base, initial_adapte
 from ftkit.lora.layers import lora_layers
 from ftkit.lora.names import is_adapter, our_name
 from ftkit.model.language_model import LanguageModel
+from ftkit.model.sharding import Rows, Sharding
 from ftkit.pretrained.base_model import BaseModel, weights
-from ftkit.strategies.sharding import Rows, Sharding
 
 
 def fill(

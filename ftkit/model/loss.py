@@ -10,6 +10,19 @@ LOGITS_CHUNK_ELEMENTS = 2**25
 """Logits held at once, as a number of elements (128 MiB in float32)."""
 
 
+def step_share(total: Tensor, label_tokens: Tensor | int) -> Tensor:
+    """What a micro-batch adds to the loss of its step, in nats per label token.
+
+    The loss of a step is the sum of its token losses divided by its label tokens: so it is the
+    same however the step is split.
+
+    Args:
+        total: summed loss of the micro-batch, in nats.
+        label_tokens: of the whole step, over all ranks and micro-steps.
+    """
+    return total / label_tokens
+
+
 class Head(nn.Module):
     """The output layer and the loss in one, so that the logits of a batch never exist at once."""
 

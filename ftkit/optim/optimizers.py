@@ -9,19 +9,11 @@ from typing import Any
 
 import torch
 
-from ftkit.config.plan import Plan
 from ftkit.config.recipe import LoraRecipe, Recipe
-from ftkit.config.strategies import DeepSpeedOptions
 from ftkit.errors import UserError
 from ftkit.model.language_model import trainable
 from ftkit.utils.nearest import nearest
 from ftkit.utils.out_of_memory import is_out_of_memory
-
-CPU_VERSIONS = {
-    "torch.optim.Adam": "deepspeed.ops.adam.DeepSpeedCPUAdam",
-    "torch.optim.AdamW": "deepspeed.ops.adam.DeepSpeedCPUAdam",
-}
-"""Optimizers for state in host memory that do the same as torch's, with vector instructions."""
 
 
 def base_learning_rate(recipe: Recipe) -> float:
@@ -38,20 +30,26 @@ def base_learning_rate(recipe: Recipe) -> float:
     return float(given)
 
 
-def make_optimizer(plan: Plan, model: torch.nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(
+    recipe: Recipe,
+    model: torch.nn.Module,
+    optimizer_class: type[torch.optim.Optimizer],
+    arguments: dict[str, Any],
+) -> torch.optim.Optimizer:
     """The recipe's optimizer over the trained parameters.
 
-    Raises:
-        UserError: the class does not exist or does not take the arguments.
-    """
-    optimizer_class, arguments = optimizer_of(plan)
-    chosen = plan.recipe.optimizer
-    if plan.strategy == "fsdp" and chosen["class_path"].startswith("bitsandbytes."):
-        from ftkit.optim.bnb_fsdp import over_local_rows
+    Args:
+        recipe: which parameters have which learning rate.
+        model: what is trained.
+        optimizer_class: from `resolve_optimizer`, or a class made of it.
+        arguments: likewise.
 
-        optimizer_class = over_local_rows(optimizer_class)
+    Raises:
+        UserError: the class refuses its arguments.
+    """
+    chosen = recipe.optimizer
     try:
-        return optimizer_class(_groups(plan, model), **arguments)
+        return optimizer_class(_groups(recipe, model), **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise
@@ -60,9 +58,8 @@ def make_optimizer(plan: Plan, model: torch.nn.Module) -> torch.optim.Optimizer:
         ) from None
 
 
-def _groups(plan: Plan, model: torch.nn.Module) -> list[dict[str, Any]]:
+def _groups(recipe: Recipe, model: torch.nn.Module) -> list[dict[str, Any]]:
     """What is trained, in groups of one learning rate; the first has the recipe's."""
-    recipe = plan.recipe
     ratio = recipe.lora_plus_ratio if isinstance(recipe, LoraRecipe) else None
     if ratio is None:
         return [{"params": trainable(model)}]
@@ -74,20 +71,24 @@ def _groups(plan: Plan, model: torch.nn.Module) -> list[dict[str, Any]]:
     return [{"params": found[False], "lr": rate}, {"params": found[True], "lr": rate * ratio}]
 
 
-def optimizer_of(plan: Plan) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """The recipe's optimizer for the plan's strategy, and its arguments.
+def resolve_optimizer(
+    recipe: Recipe, *, may_fuse: bool, class_path: str | None = None
+) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """The recipe's optimizer: its class and arguments.
 
     torch's fused implementation is chosen where it exists: it is faster and needs no temporary
     copy of the parameters.
 
+    Args:
+        recipe: names the class and its arguments.
+        may_fuse: whether that implementation suits the strategy and the precision.
+        class_path: a class that does the same as the recipe's, instead of it.
+
     Raises:
         UserError: the class does not exist or does not take the arguments.
     """
-    chosen = plan.recipe.optimizer
-    class_path, arguments = chosen["class_path"], dict(chosen["init_args"])
-    options = plan.options
-    if isinstance(options, DeepSpeedOptions) and options.offload_optimizer:
-        class_path = CPU_VERSIONS.get(class_path, class_path)
+    class_path = class_path or recipe.optimizer["class_path"]
+    arguments = dict(recipe.optimizer["init_args"])
     optimizer_class = _optimizer_class(class_path)
     known = inspect.signature(optimizer_class).parameters
     for name in arguments:
@@ -97,16 +98,9 @@ def optimizer_of(plan: Plan) -> tuple[type[torch.optim.Optimizer], dict[str, Any
             raise UserError(
                 f"optimizer.init_args.{name} is not an argument of {class_path}. {hint}"
             )
-    if class_path == CPU_VERSIONS["torch.optim.AdamW"]:
-        arguments.setdefault("adamw_mode", chosen["class_path"] != "torch.optim.Adam")
-        arguments.setdefault("weight_decay", 0.01 if arguments["adamw_mode"] else 0.0)
     if "betas" in arguments:
         arguments["betas"] = tuple(arguments["betas"])
     implementation = {"fused", "foreach", "capturable", "differentiable"}
-    # 16-mixed clips unscaled gradients before the step, DeepSpeed updates slices of its own.
-    may_fuse = plan.precision != "16-mixed" and plan.strategy != "deepspeed"
-    if plan.strategy == "fsdp":  # torch has fused steps over DTensors for these alone
-        may_fuse = may_fuse and class_path in ("torch.optim.Adam", "torch.optim.AdamW")
     if "fused" in known and may_fuse and not implementation & arguments.keys():
         arguments["fused"] = True
     return optimizer_class, arguments

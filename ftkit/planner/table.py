@@ -16,9 +16,9 @@ from ftkit.config.recipe import LoraRecipe
 from ftkit.console.display import REPORT_WIDTH, plain_text
 from ftkit.console.formatting import bytes_text, percent_text
 from ftkit.console.html import block, escaped, grid, labelled, styled
-from ftkit.memory.tracker import CATEGORIES
 from ftkit.planner.predict import Planned
 from ftkit.planner.suggest import Change
+from ftkit.report.step_memory import CATEGORIES
 
 _ANY_WIDTH = 1000
 """Of a file, where a table of many columns is neither folded nor cut."""

@@ -2,6 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+Category = Literal[
+    "parameters", "gradients", "optimizer_state", "activations", "temporaries", "unattributed"
+]
+"""What a tensor in memory is; the fields of `Breakdown` say what each means."""
+CATEGORIES: tuple[Category, ...] = get_args(Category)
 
 
 @dataclass(frozen=True, kw_only=True)

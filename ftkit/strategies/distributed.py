@@ -9,14 +9,14 @@ from torch import Tensor
 from ftkit.config.plan import Plan
 
 
-def of_rank_0(value: int) -> int:
-    """What rank 0 says; every rank calls this."""
+def of_rank_0(*values: int) -> list[int]:
+    """What rank 0 says, in one message; every rank calls this."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return value
+        return list(values)
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    said = torch.tensor(value, device=device)
+    said = torch.tensor(values, device=device)
     dist.broadcast(said, src=0)
-    return int(said.item())
+    return [int(value) for value in said.tolist()]
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:

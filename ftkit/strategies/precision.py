@@ -1,23 +1,20 @@
-"""Precisions: data types of parameters and of computation, as Lightning plugins."""
+"""Precisions: number formats of parameters and of computation, and Fabric's plugins for them."""
 
+import os
 from typing import Any
 
 import torch
-from lightning.pytorch.plugins.precision import (
-    DeepSpeedPrecision,
-    HalfPrecision,
-    MixedPrecision,
-    Precision,
-)
+from lightning.fabric.plugins.precision import DeepSpeedPrecision, HalfPrecision
 
 from ftkit.config.plan import Plan
+from ftkit.config.recipe import Recipe
 
 
 class TrueHalfPrecision(HalfPrecision):
     """Half precision for a model that is built in it.
 
-    Lightning's converts the module and every floating-point input; here the parameters have
-    their format from the start, and what is float32 on purpose (rotary tables) stays so.
+    Fabric's converts the module and every floating-point input; here the parameters have their
+    format from the start, and what is float32 on purpose (rotary tables) stays so.
     """
 
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
@@ -38,11 +35,16 @@ class BuiltDeepSpeedPrecision(DeepSpeedPrecision):
 
 
 def parameter_dtype(plan: Plan) -> torch.dtype:
-    """Number format of the parameters; DeepSpeed keeps float32 masters of 16-bit ones itself."""
+    """Number format of the parameters; masters that a strategy keeps beside them are float32."""
     kind, _, how = plan.precision.partition("-")
-    if kind == "32" or (how == "mixed" and plan.strategy != "deepspeed"):
+    if kind == "32" or (how == "mixed" and not plan.rules.keeps_masters):
         return torch.float32
     return torch.bfloat16 if kind == "bf16" else torch.float16
+
+
+def updated_dtype(plan: Plan) -> torch.dtype:
+    """Number format of what the optimizer updates: the masters, or the parameters."""
+    return torch.float32 if plan.rules.keeps_masters else parameter_dtype(plan)
 
 
 def compute_dtype(plan: Plan) -> torch.dtype:
@@ -51,14 +53,11 @@ def compute_dtype(plan: Plan) -> torch.dtype:
     return {"32": torch.float32, "bf16": torch.bfloat16, "16": torch.float16}[kind]
 
 
-def make_precision(plan: Plan) -> Precision:
-    """Lightning's precision plugin for the plan's."""
-    if plan.strategy == "deepspeed":
-        return BuiltDeepSpeedPrecision(plan.precision)
-    if plan.precision == "bf16-true" or plan.precision == "16-true":
-        return TrueHalfPrecision(plan.precision)
-    if plan.strategy == "fsdp":
-        return Precision()  # the casts of bf16-mixed are FSDP's own
-    if plan.precision == "bf16-mixed" or plan.precision == "16-mixed":
-        return MixedPrecision(plan.precision, plan.accelerator)
-    return Precision()
+def set_arithmetic(recipe: Recipe) -> None:
+    """Have this process compute as the recipe says; comes before its first use of a device."""
+    exact = recipe.deterministic
+    torch.set_float32_matmul_precision("highest" if exact else "high")
+    torch.use_deterministic_algorithms(exact)
+    torch.backends.cudnn.deterministic = exact
+    if exact:  # cuBLAS otherwise adds up in buffers of which it may take any
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

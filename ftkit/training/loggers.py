@@ -3,12 +3,14 @@
 import importlib.util
 import secrets
 from contextlib import suppress
+from typing import Literal
 
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
 from ftkit.config.plan import Plan
 from ftkit.errors import UserError
 from ftkit.strategies.distributed import rank
+from ftkit.training.journal import Journal
 
 
 class _TensorBoard(TensorBoardLogger):
@@ -18,6 +20,38 @@ class _TensorBoard(TensorBoardLogger):
         """Write what is not written yet."""
         with suppress(OSError):
             super().finalize(status)
+
+
+class Loggers:
+    """The loggers of a run; one that cannot write is left out from then on."""
+
+    def __init__(self, loggers: list[Logger], name: str, journal: Journal) -> None:
+        """Begin; `name` is what the recipe calls them."""
+        self._loggers, self._name, self._journal = loggers, name, journal
+        for logger in loggers:
+            logger.save()
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        """Show values of a step."""
+        if rank() > 0:
+            return
+        for logger in list(self._loggers):
+            try:
+                logger.log_metrics(values, step=step)
+            except (OSError, ValueError) as error:  # TensorBoard: ValueError from OSError
+                cause = error.__context__ or error
+                if not isinstance(cause, OSError):
+                    raise
+                self._loggers.remove(logger)
+                self._journal.warn(
+                    f"{self._name} gets no values any more ({cause.strerror}); "
+                    "metrics.csv has all of them"
+                )
+
+    def finalize(self, status: Literal["success", "failed"]) -> None:
+        """Write what is not written yet."""
+        for logger in self._loggers:
+            logger.finalize(status)
 
 
 def make_loggers(plan: Plan, *, start_step: int, run_ids: dict[str, str]) -> list[Logger]:

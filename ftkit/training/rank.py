@@ -1,4 +1,4 @@
-"""A rank of a run: plan -> Trainer.fit -> measurements. The only place that wires it all.
+"""A rank of a run: job -> setup -> training -> result. The only place that wires it all.
 
 The supervisor starts it as `python -m ftkit.training.rank JOB.json ITS_PID TERMINAL`, with
 standard output and error in a log from the first import on, and the terminal as an open file
@@ -28,155 +28,116 @@ if __name__ == "__main__":  # before the slow imports: a supervisor may die at a
 
 import torch
 
-from ftkit.checkpoint.metadata import CheckpointError, Metadata, read_metadata
+from ftkit.checkpoint.metadata import Metadata, read_metadata
 from ftkit.checkpoint.saver import SavingFailed
-from ftkit.checkpoint.shards import StoredState
 from ftkit.config.recipe import LoraRecipe
 from ftkit.console.display import LOG_NAME, Display
-from ftkit.data.dataset import DataSets, load_data
 from ftkit.data.sampler import ElasticOrder
 from ftkit.data.sources import prompt_style_file
 from ftkit.errors import UserError
 from ftkit.lora.save import save_adapter
 from ftkit.memory.predict import predict_measured
 from ftkit.model.load_weights import trained_weights
-from ftkit.pretrained.base_model import BaseModel, open_base, open_companions
 from ftkit.pretrained.save import layout_of, save_hf, save_litgpt
-from ftkit.report.report import DataCounts
 from ftkit.runs.directory import COMPLETING, ERROR, FINAL, rank_directory
 from ftkit.runs.job import Job, RankError
 from ftkit.strategies.distributed import make_device, rank
-from ftkit.strategies.lightning import set_arithmetic
-from ftkit.training.checkpointing import Checkpointing, goes_on_in_place
-from ftkit.training.loggers import make_loggers
+from ftkit.strategies.precision import set_arithmetic
+from ftkit.training.checkpointing import Checkpointing
+from ftkit.training.journal import Journal
+from ftkit.training.loggers import Loggers, make_loggers
 from ftkit.training.loop import NonFiniteLoss, Training
-from ftkit.training.module import FineTuner
 from ftkit.training.recorder import Recorder
-from ftkit.training.setup import build, checked_length, identities, position, warn
+from ftkit.training.setup import Setup, load, prepare
 from ftkit.training.signals import Interrupted, StopRequest
+from ftkit.training.starting_point import StartingPoint
 from ftkit.utils.out_of_memory import device_line, is_out_of_memory
 
 
-def run(
-    job: Job, start: Metadata | None, stop: StopRequest, display: Display, recorder: Recorder
-) -> None:
+def run(job: Job, metadata: Metadata | None, stop: StopRequest, journal: Journal) -> None:
     """Set up, train, evaluate, save; what stops it is raised.
 
     Args:
         job: what to do.
-        start: what the checkpoint says that it continues from.
+        metadata: of the checkpoint that it continues from.
         stop: the user's wish to end.
-        display: where messages and progress go.
-        recorder: where measurements go.
+        journal: where messages and measurements go.
     """
-    plan, recipe = job.plan, job.recipe
+    plan, recipe, recorder = job.plan, job.recipe, journal.recorder
     for notice in plan.notices:
-        warn(notice, display, recorder)
+        journal.warn(notice)
     torch.manual_seed(recipe.seed + rank())  # for dropout: every rank has masks of its own
     set_arithmetic(recipe)
     device = make_device(plan)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.cuda.reset_peak_memory_stats()
-    stored = _stored_state(job, start)
-    continues_alone = start is not None and recipe.method == "full"
-    base = open_companions(Path(job.base)) if continues_alone else open_base(job.base)
-    max_seq_length = checked_length(base, recipe.train.max_seq_length)
-    with display.phase("reading data") as phase:
-        data = load_data(
-            recipe.data,
-            base.tokenizer,
-            max_seq_length,
-            progress=lambda _, done, total: phase.advance(done, total),
-        )
-    recorder.note(data={split: DataCounts(**counts) for split, counts in data.counts.items()})
-    base_identity, data_identity = identities(recipe, base, data, start)
-    module = build(job, plan, base, data, max_seq_length, start, stored, display, recorder)
-    run_ids = dict(start.loggers) if start is not None and goes_on_in_place(job) else {}
+    start = StartingPoint.of(job, metadata)
+    setup = prepare(job, start, journal)
+    run_ids = dict(metadata.loggers) if metadata is not None and start.in_place else {}
     if job.start is not None:
         recorder.resumed(Path(job.start), job.changes)
-    loggers = make_loggers(plan, start_step=module.start_step, run_ids=run_ids)
-    checkpointing = None
-    if recipe.checkpoint.save and not base.random:
-        checkpointing = Checkpointing(
-            job,
-            module,
-            base,
-            base_identity=base_identity,
-            data_identity=data_identity,
-            max_seq_length=max_seq_length,
-            start=start,
-            run_ids=run_ids,
-            recorder=recorder,
-            display=display,
-        )
-    order = ElasticOrder(
-        data.train.lengths,
-        data.train.label_counts,
-        seed=recipe.seed,
-        global_batch_size=recipe.train.global_batch_size,
-        micro_batch_size=plan.micro_batch_size,
-        total_samples=sample_budget(recipe, len(data.train), module.schedule, **position(start)),
-        rank=rank(),
-        world_size=plan.world_size,
-        **position(start),
-    )
+    loggers = make_loggers(plan, start_step=start.step, run_ids=run_ids)
+    load(setup, journal)
+    checkpointing = Checkpointing(setup, journal, run_ids) if setup.is_saved else None
     training = Training(
-        plan,
-        module,
-        data,
-        base,
+        setup,
+        _order(setup),
         stop,
-        display,
-        recorder,
-        checkpointing=checkpointing,
-        stored=stored,
-        start_is_validated=start is not None and start.validation_loss is not None,
-        stop_after=job.stop_after,
-        command_started_at_s=job.started_at_s,
-        loggers=loggers,
+        journal,
+        Loggers(loggers, recipe.logger_name, journal),
+        checkpointing,
     )
-    training.fit(order)
+    training.run()
     if training.signal_number is not None:
         raise Interrupted(training.signal_number)
     if training.stopped:
         recorder.note(outcome="stopped", exit_code=0, exit_reason=training.exit_reason)
         return
-    if recipe.checkpoint.save and not base.random:
+    if setup.is_saved:
         recorder.enter("saving")
-        with display.phase("saving the result"):
-            _save(module, base, base_identity.fingerprint, data, recipe.out_dir / FINAL)
+        with journal.display.phase("saving the result"):
+            _save(setup, recipe.out_dir / FINAL)
         recorder.saved(FINAL)
     recorder.note(outcome="completed", exit_code=0, exit_reason=training.exit_reason)
 
 
-def _stored_state(job: Job, start: Metadata | None) -> StoredState | None:
-    """The state of training that the run continues from."""
-    if job.start is None or start is None:
-        return None
-    shards = [name for name in start.files if name.startswith("shard-")]
-    try:
-        return StoredState(Path(job.start) / name for name in shards)
-    except CheckpointError as error:
-        raise UserError(
-            f"{error} Take an earlier checkpoint with --resume STEP; ftkit checkpoints list shows "
-            "those there are."
-        ) from error
+def _order(setup: Setup) -> ElasticOrder:
+    """The samples of every step, on this rank."""
+    recipe, start, samples = setup.job.recipe, setup.start, setup.data.train
+    return ElasticOrder(
+        samples.lengths,
+        samples.label_counts,
+        seed=recipe.seed,
+        global_batch_size=recipe.train.global_batch_size,
+        micro_batch_size=setup.plan.micro_batch_size,
+        total_samples=sample_budget(
+            recipe,
+            len(samples),
+            setup.schedule,
+            start_step=start.step,
+            start_samples=start.samples,
+        ),
+        rank=rank(),
+        world_size=setup.plan.world_size,
+        start_step=start.step,
+        start_samples=start.samples,
+    )
 
 
-def _save(module: FineTuner, base: BaseModel, fingerprint: str, data: DataSets, out: Path) -> None:
-    recipe = module.plan.recipe
-    assert module.sharding is not None
-    tensors = trained_weights(module.model, module.sharding)
+def _save(setup: Setup, out: Path) -> None:
+    """Write the result; every rank takes part in gathering."""
+    recipe, base = setup.job.recipe, setup.base
+    tensors = trained_weights(setup.model, setup.strategy.sharding)
     if rank() > 0:
-        for _ in tensors:  # every rank takes part in gathering
+        for _ in tensors:
             pass
     elif isinstance(recipe, LoraRecipe):
-        save_adapter(tensors, base, recipe, out, fingerprint)
+        save_adapter(tensors, base, recipe, out, setup.identities[0].fingerprint)
     elif layout_of(base) == "hf":
         save_hf(base, tensors, out)
     else:
-        save_litgpt(base, tensors, out, others=prompt_style_file(data.prompt_style))
+        save_litgpt(base, tensors, out, others=prompt_style_file(setup.data.prompt_style))
 
 
 def run_rank(job_path: Path, terminal: TextIO) -> int:
@@ -195,12 +156,11 @@ def run_rank(job_path: Path, terminal: TextIO) -> int:
     with _display(job, state, terminal) as display:
         try:
             start = None if job.start is None else read_metadata(Path(job.start))
-            device = make_device(job.plan)
             with Recorder(
-                job, job.plan, device, state, rank(), start=start, show_warning=display.warning
+                job, state, rank(), start=start, show_warning=display.warning
             ) as recorder:
                 try:
-                    run(job, start, stop, display, recorder)
+                    run(job, start, stop, Journal(display, recorder))
                 except BaseException as failure:
                     _tell(stop.raised or failure, job, state)  # now: other ranks wait for this one
                     raise

@@ -12,7 +12,6 @@ import psutil
 import torch
 
 from ftkit.checkpoint.metadata import Metadata
-from ftkit.config.plan import Plan
 from ftkit.console.display import LOG_NAME
 from ftkit.memory.meter import DevicePeak
 from ftkit.report.metrics import (
@@ -41,10 +40,11 @@ from ftkit.report.report import (
     write_report,
 )
 from ftkit.report.step_memory import RankStepMemory, StepMemory
+from ftkit.report.step_record import StepRecord
 from ftkit.report.throughput import ThroughputMeter
 from ftkit.runs.directory import RESERVE
 from ftkit.runs.job import Job
-from ftkit.training.callbacks import StepRecord
+from ftkit.strategies.distributed import make_device
 from ftkit.utils.files import insist
 from ftkit.utils.hardware import DeviceUtilization, host_memory
 from ftkit.utils.json_values import from_json
@@ -66,8 +66,6 @@ class Recorder:
     def __init__(
         self,
         job: Job,
-        plan: Plan,
-        device: torch.device,
         state: Path,
         rank: int = 0,
         *,
@@ -78,8 +76,6 @@ class Recorder:
 
         Args:
             job: what is done.
-            plan: what it came to.
-            device: of this rank.
             state: directory for this rank's report.
             rank: rank 0 also writes metrics.csv and validation.csv, of which rows after the
                 start are gone already (see `ftkit.report.metrics.cut_rows`).
@@ -89,7 +85,8 @@ class Recorder:
         self._show_warning = show_warning
         self._start = start
         self._start_step = start.step if start else 0
-        self._job, self._plan, self._device, self._state = job, plan, device, state
+        self._job, self._plan, self._state = job, job.plan, state
+        self._device = device = make_device(self._plan)
         self._rank = rank
         now = time.time()
         self._times = dict.fromkeys(get_args(PhaseName), 0.0)

@@ -1,17 +1,14 @@
-"""Set-up of a rank: the model with its schedule and data, and which ones these are."""
+"""Set-up of training: data, model, schedule and strategy of a job, and which ones these are."""
 
+from dataclasses import dataclass
 from functools import partial
-
-import torch
+from pathlib import Path
 
 from ftkit.checkpoint.metadata import BaseIdentity, DataIdentity, Metadata
-from ftkit.checkpoint.shards import StoredState
 from ftkit.checkpoint.state import check_kinds, trained_parameter
 from ftkit.config.plan import Plan
 from ftkit.config.recipe import LoraRecipe, Recipe
-from ftkit.config.strategies import DeepSpeedOptions
-from ftkit.console.display import Display
-from ftkit.data.dataset import DataSets, SampleSet
+from ftkit.data.dataset import DataSets, SampleSet, load_data
 from ftkit.errors import UserError
 from ftkit.lora.load import Adapter, check_shapes, read_adapter
 from ftkit.lora.names import our_name
@@ -19,23 +16,23 @@ from ftkit.lora.save import check_adapter
 from ftkit.model.flops import flops_per_token, parameter_count
 from ftkit.model.language_model import LanguageModel, outline, trainable
 from ftkit.model.load_weights import fill, in_checkpoint
-from ftkit.optim.optimizers import base_learning_rate, optimizer_of
-from ftkit.optim.schedule import make_schedule
+from ftkit.optim.optimizers import base_learning_rate
+from ftkit.optim.schedule import Schedule, make_schedule
 from ftkit.optim.state_kinds import bytes_per_number, state_kinds
-from ftkit.pretrained.base_model import BaseModel, open_base, require_length
+from ftkit.pretrained.base_model import BaseModel, open_base, open_companions, require_length
 from ftkit.pretrained.fingerprint import fingerprint
 from ftkit.pretrained.hub import find_here
 from ftkit.pretrained.save import layout_of
-from ftkit.report.report import Resolved
+from ftkit.report.report import DataCounts, Resolved
 from ftkit.runs.directory import CHECKPOINTS
 from ftkit.runs.job import Job
 from ftkit.runs.resume import check_disk
-from ftkit.strategies.deepspeed_build import compile_cpu_optimizer
-from ftkit.strategies.distributed import make_device, rank
-from ftkit.strategies.precision import compute_dtype, parameter_dtype
-from ftkit.strategies.sharding import Sharding
-from ftkit.training.module import FineTuner
-from ftkit.training.recorder import Recorder
+from ftkit.strategies.distributed import rank
+from ftkit.strategies.precision import compute_dtype, parameter_dtype, updated_dtype
+from ftkit.strategies.select import make_strategy
+from ftkit.strategies.strategy import Strategy
+from ftkit.training.journal import Journal
+from ftkit.training.starting_point import StartingPoint
 
 _IN_LITGPT_LAYOUT = (
     "The result will be a LitGPT directory (lit_model.pth, model_config.yaml): ftkit cannot write "
@@ -43,17 +40,33 @@ _IN_LITGPT_LAYOUT = (
 )
 
 
-def warn(text: str, display: Display, recorder: Recorder) -> None:
-    """Say it now and in the report."""
-    display.warning(text)
-    recorder.warn(text)
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What a rank trains, and where it begins."""
 
+    job: Job
+    plan: Plan
+    base: BaseModel
+    """The model that it starts from, or what a checkpoint has of it."""
+    data: DataSets
+    max_seq_length: int
+    """Tokens of the longest sequence."""
+    start: StartingPoint
+    identities: tuple[BaseIdentity, DataIdentity]
+    """Which model and which data these are; empty on other ranks than the first."""
+    schedule: Schedule
+    model: LanguageModel
+    """Adapted as the recipe says; without memory until it is loaded."""
+    strategy: Strategy
 
-def position(start: Metadata | None) -> dict[str, int]:
-    """Where in the data a run begins: optimizer steps and samples before it."""
-    if start is None:
-        return {"start_step": 0, "start_samples": 0}
-    return {"start_step": start.step, "start_samples": start.samples}
+    @property
+    def is_saved(self) -> bool:
+        """Whether there will be checkpoints and a result."""
+        return self.job.recipe.checkpoint.save and not self.base.random
+
+    def learning_rate(self, step: int) -> float:
+        """Of optimizer step `step` (from 0), in the first parameter group."""
+        return base_learning_rate(self.job.recipe) * self.schedule.share(step)
 
 
 def identities(
@@ -116,84 +129,109 @@ def checked_length(base: BaseModel, asked: int | None) -> int:
     return asked or base.config.block_size
 
 
-def build(
-    job: Job,
-    plan: Plan,
-    base: BaseModel,
-    data: DataSets,
-    max_seq_length: int,
-    start: Metadata | None,
-    stored: StoredState | None,
-    display: Display,
-    recorder: Recorder,
-) -> FineTuner:
-    """The model, adapted as the recipe says, with its schedule; still without memory.
+def prepare(job: Job, start: StartingPoint, journal: Journal) -> Setup:
+    """Read the data and outline the model of a job; nothing has memory on a device yet.
 
     Args:
         job: what to do.
-        plan: how.
-        base: the model.
-        data: tokenized.
-        max_seq_length: tokens of the longest sequence.
-        start: what the checkpoint says that the run continues from.
-        stored: the state in it.
-        display: where the summary and progress go.
-        recorder: where what the recipe came to is noted.
+        start: where training begins.
+        journal: where the summary and progress go, and what the recipe came to.
 
     Raises:
-        UserError: the adapter, the checkpoint or the free disk do not suit the recipe.
+        UserError: data, adapter, checkpoint or the free disk do not suit the recipe.
     """
-    recipe = plan.recipe
+    plan, recipe = job.plan, job.recipe
+    continues_alone = start.metadata is not None and recipe.method == "full"
+    base = open_companions(Path(job.base)) if continues_alone else open_base(job.base)
+    max_seq_length = checked_length(base, recipe.train.max_seq_length)
+    with journal.display.phase("reading data") as phase:
+        data = load_data(
+            recipe.data,
+            base.tokenizer,
+            max_seq_length,
+            progress=lambda _, done, total: phase.advance(done, total),
+        )
+    counts = {split: DataCounts(**counts) for split, counts in data.counts.items()}
+    journal.recorder.note(data=counts)
+    found = identities(recipe, base, data, start.metadata)
+    strategy = make_strategy(plan)
     if recipe.checkpoint.save and not base.random:
         if isinstance(recipe, LoraRecipe):
             check_adapter(base, recipe)
         elif layout_of(base) == "litgpt":
-            warn(_IN_LITGPT_LAYOUT.format(base.name), display, recorder)
-    if isinstance(plan.options, DeepSpeedOptions) and plan.options.offload_optimizer:
-        with display.phase("preparing DeepSpeed's CPU optimizer (compiled once, about a minute)"):
-            compile_cpu_optimizer()
-    if recipe.checkpoint.save and not base.random:
-        optimizer_class, arguments = optimizer_of(plan)
-        kinds = state_kinds(optimizer_class, arguments, make_device(plan))
-        if stored is not None:
-            check_kinds(kinds, stored, recipe.optimizer["class_path"])
-        masters = torch.float32 if plan.strategy == "deepspeed" else parameter_dtype(plan)
-        number_bytes = bytes_per_number(kinds, optimizer_class, arguments, masters)
+            journal.warn(_IN_LITGPT_LAYOUT.format(base.name))
+    strategy.prepare(journal.display.phase)
     schedule, notices = make_schedule(
-        recipe, len(data.train), base_learning_rate(recipe), **position(start)
+        recipe,
+        len(data.train),
+        base_learning_rate(recipe),
+        start_step=start.step,
+        start_samples=start.samples,
     )
     for notice in notices:
-        warn(notice, display, recorder)
-    model = outline(base, recipe, parameter_dtype(plan), compute_dtype(plan))
-    if recipe.checkpoint.save and not base.random and rank() == 0:
-        _require_space(
-            job, model, number_bytes, schedule.total_steps - position(start)["start_step"]
-        )
+        journal.warn(notice)
+    setup = Setup(
+        job=job,
+        plan=plan,
+        base=base,
+        data=data,
+        max_seq_length=max_seq_length,
+        start=start,
+        identities=found,
+        schedule=schedule,
+        model=outline(base, recipe, parameter_dtype(plan), compute_dtype(plan)),
+        strategy=strategy,
+    )
+    if setup.is_saved:
+        _check_checkpoints(setup)
+    _tell(setup, journal)
+    return setup
+
+
+def load(setup: Setup, journal: Journal) -> None:
+    """Connect the ranks; give the model its memory and its numbers, and make the optimizer."""
+    recipe, base, model, stored = setup.job.recipe, setup.base, setup.model, setup.start.stored
     adapter = None if stored is not None else _adapter(recipe, base, model)
+    strategy = setup.strategy
+    strategy.connect(model)
+    with journal.display.phase("loading weights") as phase:
+        fill(
+            model,
+            base,
+            sharding=strategy.sharding,
+            device=strategy.device,
+            rope_length=min(
+                base.config.block_size, setup.max_seq_length + (recipe.eval.max_new_tokens or 0)
+            ),
+            seed=recipe.seed,
+            trained=None if stored is None else partial(trained_parameter, stored),
+            adapter=None if adapter is None else adapter.tensors,
+            progress=phase.advance,
+        )
+    strategy.set_up(model)
 
-    def load(model: LanguageModel, sharding: Sharding, device: torch.device) -> None:
-        with display.phase("loading weights") as phase:
-            fill(
-                model,
-                base,
-                sharding=sharding,
-                device=device,
-                rope_length=min(
-                    base.config.block_size, max_seq_length + (recipe.eval.max_new_tokens or 0)
-                ),
-                seed=recipe.seed,
-                trained=None if stored is None else partial(trained_parameter, stored),
-                adapter=None if adapter is None else adapter.tensors,
-                progress=phase.advance,
-            )
 
-    module = FineTuner(model, plan, schedule, load, start_step=position(start)["start_step"])
-    recorder.expect(
-        samples_per_epoch=len(data.train),
-        flops_per_token=mean_flops_per_token(model, data.train),
+def _check_checkpoints(setup: Setup) -> None:
+    """Refuse an optimizer that cannot continue, and a disk on which checkpoints will not fit."""
+    plan, strategy, stored = setup.plan, setup.strategy, setup.start.stored
+    optimizer_class, arguments = strategy.optimizer_of()
+    kinds = state_kinds(optimizer_class, arguments, strategy.device)
+    if stored is not None:
+        check_kinds(kinds, stored, plan.recipe.optimizer["class_path"])
+    number_bytes = bytes_per_number(kinds, optimizer_class, arguments, updated_dtype(plan))
+    if rank() == 0:
+        _require_space(setup, number_bytes)
+
+
+def _tell(setup: Setup, journal: Journal) -> None:
+    """Note what the recipe came to, and say it in two lines."""
+    job, plan, recipe, model = setup.job, setup.plan, setup.job.recipe, setup.model
+    samples = setup.data.train
+    journal.recorder.expect(
+        samples_per_epoch=len(samples), flops_per_token=mean_flops_per_token(model, samples)
     )
     resolved = Resolved(
-        base_model=base.name,
+        base_model=setup.base.name,
         accelerator=plan.accelerator,
         device=job.devices.names[0] if job.devices.names else "CPU",
         devices=plan.devices,
@@ -206,17 +244,16 @@ def build(
         optimizer=recipe.optimizer["class_path"],
         parameters=parameter_count(model),
         trainable_parameters=sum(parameter.numel() for parameter in trainable(model)),
-        max_seq_length=max_seq_length,
+        max_seq_length=setup.max_seq_length,
         global_batch_size=recipe.train.global_batch_size,
         micro_batch_size=plan.micro_batch_size,
         micro_steps_per_step=plan.micro_steps,
-        total_steps=schedule.total_steps,
-        warmup_steps=schedule.warmup_steps,
-        samples_per_epoch=len(data.train),
+        total_steps=setup.schedule.total_steps,
+        warmup_steps=setup.schedule.warmup_steps,
+        samples_per_epoch=len(samples),
     )
-    recorder.note(resolved=resolved)
-    display.message(_summary(resolved, recipe.method))
-    return module
+    journal.recorder.note(resolved=resolved)
+    journal.display.message(_summary(resolved, recipe.method))
 
 
 def mean_flops_per_token(model: LanguageModel, samples: SampleSet) -> float:
@@ -243,11 +280,11 @@ def _adapter(recipe: Recipe, base: BaseModel, model: LanguageModel) -> Adapter |
     return adapter
 
 
-def _require_space(job: Job, model: LanguageModel, number_bytes: float, steps_left: int) -> None:
+def _require_space(setup: Setup, number_bytes: float) -> None:
     """Refuse a run whose checkpoints will not fit on the disk; their small files do not count."""
-    recipe = job.plan.recipe
-    itemsize = parameter_dtype(job.plan).itemsize
-    held = [p for name, p in model.named_parameters() if in_checkpoint(our_name(name), p)]
+    recipe = setup.job.recipe
+    itemsize = parameter_dtype(setup.plan).itemsize
+    held = [p for name, p in setup.model.named_parameters() if in_checkpoint(our_name(name), p)]
     checkpoint_bytes = sum(
         p.numel() * (number_bytes if p.requires_grad else itemsize) for p in held
     )
@@ -259,7 +296,7 @@ def _require_space(job: Job, model: LanguageModel, number_bytes: float, steps_le
         int(checkpoint_bytes),
         recipe,
         sum(path.stat().st_size for path in there if path.is_file()),
-        steps_left=steps_left,
+        steps_left=setup.schedule.total_steps - setup.start.step,
     )
 
 

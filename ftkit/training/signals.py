@@ -35,7 +35,8 @@ class StopRequest:
         The supervisor passes a signal to every rank, but not at the same moment: what rank 0 has
         seen counts.
         """
-        return of_rank_0(self.signal_number or 0)
+        (number,) = of_rank_0(self.signal_number or 0)
+        return number
 
     def install(self) -> None:
         """Take over the signals of this process."""

@@ -6,17 +6,15 @@ size, equal shares, and parameters that it gathers ahead. Sources are `runtime/z
 """
 
 import math
-from dataclasses import dataclass
 
-from ftkit.config.plan import Plan
 from ftkit.config.strategies import DeepSpeedOptions
-from ftkit.memory.simulate import CPU, Peaks, Simulation
-from ftkit.memory.tracker import Category, Snapshot
-from ftkit.optim.optimizers import optimizer_of
-from ftkit.optim.state_kinds import state_kinds
-from ftkit.strategies.lightning import REDUCE_BUCKET_ELEMENTS
-from ftkit.strategies.precision import parameter_dtype
+from ftkit.report.step_memory import Category
+from ftkit.strategies.simulated_step import OnDevice, Simulation, Snapshot
 
+REDUCE_BUCKET_ELEMENTS = 50_000_000
+"""Gradients that ranks add up at once; DeepSpeed's own ten times as many take 2 GB in float32."""
+PERSISTENT_ELEMENTS = 100_000
+"""Smaller parameters stay gathered: DeepSpeed's stage3_param_persistence_threshold."""
 _PREFETCH_ELEMENTS = 50_000_000
 """DeepSpeed's stage3_prefetch_bucket_size, which ftkit leaves as it is."""
 _REUSE_ELEMENTS = 1_000_000_000
@@ -24,41 +22,43 @@ _REUSE_ELEMENTS = 1_000_000_000
 _FP32_BYTES = 4
 
 
-@dataclass(frozen=True)
-class OnHost:
-    """What a rank keeps in host memory while it trains on a device."""
-
-    bytes: dict[Category, int]
-
-    @property
-    def total_bytes(self) -> int:
-        """Of all categories."""
-        return sum(self.bytes.values())
-
-
-def with_zero(whole: Simulation, plan: Plan) -> tuple[Peaks, OnHost]:
+def with_zero(
+    whole: Simulation,
+    options: DeepSpeedOptions,
+    *,
+    world_size: int,
+    working_bytes: int,
+    states: int,
+) -> OnDevice:
     """The stretches of a step on a rank, and what it holds in host memory.
 
     Args:
         whole: a step with all parameters, and without optimizer and gradients.
-        plan: whose strategy is deepspeed.
+        options: what is sharded and offloaded.
+        world_size: ranks.
+        working_bytes: of a number of the parameters.
+        states: kinds of state that the optimizer keeps for each number.
     """
-    rank = _Rank(whole, plan)
+    rank = _Rank(whole, options, world_size, working_bytes, states)
     names = [*whole.peaks, "optimizer"]
-    return {name: rank.during(name) for name in names}, OnHost(rank.host())
+    return OnDevice({name: rank.during(name) for name in names}, rank.host())
 
 
 class _Rank:
     """One rank's memory under ZeRO."""
 
-    def __init__(self, whole: Simulation, plan: Plan) -> None:
-        assert isinstance(plan.options, DeepSpeedOptions)
-        self._options = plan.options
-        self._peaks, self._sizes, self._world_size = whole.peaks, whole.sizes, plan.world_size
-        self._working_bytes = parameter_dtype(plan).itemsize
+    def __init__(
+        self,
+        whole: Simulation,
+        options: DeepSpeedOptions,
+        world_size: int,
+        working_bytes: int,
+        states: int,
+    ) -> None:
+        self._options, self._world_size = options, world_size
+        self._peaks, self._sizes = whole.peaks, whole.sizes
+        self._working_bytes, self._states = working_bytes, states
         self._bucket = min(self._sizes.trained, REDUCE_BUCKET_ELEMENTS)
-        optimizer_class, arguments = optimizer_of(plan)
-        self._states = sum(state_kinds(optimizer_class, arguments, CPU).values())
 
     def host(self) -> dict[Category, int]:
         """Shares of what is updated there."""

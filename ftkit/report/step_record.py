@@ -1,0 +1,33 @@
+"""The record of an optimizer step: what was measured of it."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Part = Literal["data", "forward", "backward", "optimizer", "other"]
+PARTS: tuple[Part, ...] = ("data", "forward", "backward", "optimizer", "other")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One optimizer step, as it was measured; numbers are over all ranks."""
+
+    step: int
+    """Optimizer steps done, this one included."""
+    samples: int
+    """Samples of this step."""
+    tokens: int
+    """Real input tokens of this step."""
+    label_tokens: int
+    """Tokens of this step that carry loss."""
+    padded_tokens: int
+    """Positions that were computed and were padding."""
+    loss: float
+    """Mean over the label tokens, in nats."""
+    learning_rate: float
+    """Of this step, first parameter group."""
+    gradient_norm: float
+    """Global norm before clipping."""
+    duration_s: float
+    """From its first batch to its end, without validation and saving."""
+    parts_s: dict[Part, float]
+    """Where duration_s went."""

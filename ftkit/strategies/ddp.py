@@ -1,0 +1,39 @@
+"""The strategy ddp: every rank has everything, and gradients are added up over the ranks.
+
+Li et al. 2020, https://arxiv.org/abs/2006.15704.
+"""
+
+import inspect
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch.nn as nn
+from lightning.fabric.strategies.ddp import DDPStrategy
+from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
+from torch.nn.parallel import DistributedDataParallel
+
+from ftkit.strategies.strategy import Strategy
+
+_SYNC_BUFFERS = next(  # torch 2.13 warns of the older name
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")
+    if name in inspect.signature(DistributedDataParallel).parameters
+)
+
+
+class Ddp(Strategy):
+    """torch's DistributedDataParallel."""
+
+    keeps_gradient_buckets = True
+
+    def _fabric_strategy(self, model: nn.Module) -> FabricStrategy:
+        tables: dict[str, Any] = {_SYNC_BUFFERS: False}  # every rank computes them
+        return DDPStrategy(
+            process_group_backend=self.plan.communication,
+            gradient_as_bucket_view=True,  # saves a copy of the gradients
+            **tables,
+        )
+
+    def micro_step(self, *, is_last: bool) -> AbstractContextManager[None]:
+        """Gradients travel once in a step, with the last micro-batch."""
+        return self._fabric.no_backward_sync(self._forward, enabled=not is_last)

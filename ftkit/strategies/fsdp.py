@@ -1,0 +1,274 @@
+"""The strategy fsdp: each rank has rows of every parameter, which are gathered block by block.
+
+FSDP2, torch's `fully_shard`. Zhao et al. 2023, https://arxiv.org/abs/2304.11277.
+
+Private parts that are used here, as they are in torch 2.11 to 2.13: of FSDP
+`_fully_shard._fsdp_param.nn` (torch 2.11), `_get_fsdp_state()._fsdp_param_group`, its
+`fsdp_params` with `sharded_param`, `_unsharded_param` and `init_dtype_attrs`; of DTensor
+`__create_chunk_list__` and `ShardingPropagator._propagate_tensor_meta_non_cached`; `FakeStore`.
+"""
+
+import atexit
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
+from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ftkit.checkpoint.state import Holder, Part
+from ftkit.config.plan import Plan
+from ftkit.config.strategies import FsdpOptions
+from ftkit.model.sharding import Rows, Sharding
+from ftkit.optim.optimizers import make_optimizer
+from ftkit.report.step_memory import Category
+from ftkit.strategies.simulated_step import OnDevice, Simulation
+from ftkit.strategies.strategy import Strategy
+from ftkit.strategies.torch_state import TorchState
+
+_BOTH = "cpu:gloo,cuda:nccl"
+"""Backends of a process group whose ranks also reduce what is offloaded to host memory: gradients
+for their norm, and parameters that are gathered for a result. NCCL alone takes no CPU tensors
+(https://github.com/pytorch/pytorch/issues/148532)."""
+_FUSED = ("torch.optim.Adam", "torch.optim.AdamW")
+"""torch has fused steps over DTensors for these alone."""
+
+
+class Fsdp(Strategy):
+    """torch's `fully_shard`."""
+
+    mixes_by_autocast = False  # FSDP casts what it gathers
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        assert isinstance(plan.options, FsdpOptions)
+        self._options = plan.options
+
+    def connect(self, model: nn.Module) -> None:
+        super().connect(model)
+        strategy: Any = self._fabric.strategy
+        self.sharding = FullyShard(self.plan, strategy.device_mesh["data_parallel"])
+
+    def _fabric_strategy(self, model: nn.Module) -> FabricStrategy:
+        backend: str | None = self.plan.communication
+        if self._options.cpu_offload and backend == "nccl":
+            backend = _BOTH
+            atexit.register(_leave_process_group)  # Fabric does so for "nccl" alone
+        return ModelParallelStrategy(
+            parallelize_fn=lambda model, _: model,  # its sharding has done so
+            data_parallel_size=self.plan.world_size,
+            tensor_parallel_size=1,
+            process_group_backend=backend,
+        )
+
+    def _may_fuse(self, class_path: str) -> bool:
+        return class_path in _FUSED and super()._may_fuse(class_path)
+
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        optimizer_class, arguments = self.optimizer_of()
+        if optimizer_class.__module__.startswith("bitsandbytes."):
+            from ftkit.optim.bnb_fsdp import over_local_rows
+
+            optimizer_class = over_local_rows(optimizer_class)
+        return make_optimizer(self.plan.recipe, model, optimizer_class, arguments)
+
+    def gradient_norm(self) -> float:
+        norm = self._norm
+        assert isinstance(norm, DTensor)
+        return norm.full_tensor().item()
+
+    def holder(self) -> Holder:
+        return RowState(self._model, self.optimizer)
+
+    def gathered(self, model: nn.Module) -> Iterable[Tensor]:
+        for parameter in fsdp_parameters(model):
+            if hasattr(parameter, "_unsharded_param"):
+                yield parameter._unsharded_param
+
+    def simulated(self) -> AbstractContextManager[Sharding]:
+        return _one_of_many(self.plan)
+
+    def simulates_first_step(self) -> bool:
+        return True  # FSDP prepares memory in its first pass
+
+    def on_device(self, simulation: Simulation) -> OnDevice:
+        if not self._options.cpu_offload or self.plan.accelerator == "cpu":
+            return super().on_device(simulation)
+        kinds: tuple[Category, ...] = ("parameters", "gradients", "optimizer_state")
+        found = simulation.without(kinds)
+        sizes = simulation.sizes  # page-locked, unlike the state of an optimizer
+        host = found.host | {
+            "parameters": max(found.host["parameters"], sizes.pinned_bytes),
+            "gradients": max(found.host["gradients"], sizes.pinned_trained_bytes),
+        }
+        return OnDevice(found.peaks, host)
+
+
+def _leave_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class RowState(TorchState):
+    """Of an optimizer over parameters of which this rank has some rows."""
+
+    def local_values(self, tensor: Tensor) -> Tensor:
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    def local(self, tensor: Tensor, kind: str) -> Part:
+        if not isinstance(tensor, DTensor):
+            return super().local(tensor, kind)
+        values = tensor.to_local().detach().view(-1)
+        start = 0
+        if values.numel():  # there may be fewer rows than ranks
+            start = _rows(tensor).start * (tensor.numel() // tensor.shape[0])
+        return Part(kind=kind, shape=tensor.shape, start=start, values=values)
+
+
+def _rows(tensor: DTensor) -> slice:
+    """Which rows of a tensor this rank has."""
+    (box,) = tensor.__create_chunk_list__()
+    return slice(box.offsets[0], box.offsets[0] + box.sizes[0])
+
+
+@contextmanager
+def _integers_without_gradients() -> Iterator[None]:
+    """Let FSDP shard packed weights, which are integers.
+
+    In torch 2.11 it makes every parameter with a gradient at first and takes that away after; a
+    parameter of integers cannot be made so. torch 2.13 says for each one whether it has any.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    def parameter(data: Tensor, requires_grad: bool = False) -> nn.Parameter:
+        return nn.Parameter(data, requires_grad)
+
+    module: Any = _fsdp_param
+    module.nn = SimpleNamespace(**vars(nn) | {"Parameter": parameter})
+    try:
+        yield
+    finally:
+        module.nn = nn
+
+
+def _keep_integers(model: nn.Module) -> None:
+    """Have FSDP gather packed weights as they are; torch 2.11 casts them in mixed precision."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    def uncast(parameter: Any) -> Callable[[Any], None]:
+        return lambda _: type(parameter).init_dtype_attrs(parameter, MixedPrecisionPolicy())
+
+    for parameter in fsdp_parameters(model):
+        if not parameter.sharded_param.is_floating_point():
+            parameter.init_dtype_attrs = uncast(parameter)
+
+
+def fsdp_parameters(model: nn.Module) -> Iterator[Any]:
+    """What FSDP knows of every parameter that it shards: torch's FSDPParam."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            group = module._get_fsdp_state()._fsdp_param_group
+            yield from group.fsdp_params if group is not None else ()
+
+
+class FullyShard:
+    """Each rank has some rows of every parameter, block by block."""
+
+    def __init__(self, plan: Plan, mesh: Any) -> None:
+        assert isinstance(plan.options, FsdpOptions)
+        self._options = plan.options
+        self._mixed = plan.precision == "bf16-mixed"
+        self._mesh = mesh
+
+    def allocate(self, model: Any, device: torch.device) -> None:
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+        # Rotary tables stay float32: inputs of the blocks are not cast.
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if self._mixed else None,
+            reduce_dtype=torch.float32,  # in which ranks add up, also gradients of 16 bits
+            cast_forward_inputs=False,
+        )
+        settings: dict[str, Any] = {"mesh": self._mesh, "mp_policy": policy}
+        sharded_in_between = self._options.sharding == "FULL_SHARD"
+        if self._options.cpu_offload and device.type != "cpu":
+            settings["offload_policy"] = CPUOffloadPolicy()
+            device = torch.device("cpu")
+        with _integers_without_gradients():
+            for block in model.gpt.transformer.h:
+                fully_shard(block, **settings, reshard_after_forward=sharded_in_between)
+            # The backward pass begins with what the forward pass ends with.
+            if not model.tied:  # one parameter cannot belong to two groups
+                fully_shard(model.head, **settings, reshard_after_forward=False)
+            fully_shard(model, **settings, reshard_after_forward=False)
+        _keep_integers(model)
+        model.to_empty(device=device)
+        model.tie()
+
+    def put(self, model: nn.Module, name: str, value: Rows) -> None:
+        parameter = model.get_parameter(name)
+        assert isinstance(parameter, DTensor)
+        local = parameter.to_local()
+        local.copy_(value[_rows(parameter)].reshape(local.shape))
+
+    def reshard(self, model: nn.Module) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def whole(self, parameter: Tensor) -> Tensor:
+        assert isinstance(parameter, DTensor)
+        with torch.no_grad():
+            return parameter.full_tensor()
+
+
+_MESSAGES = (
+    "all_gather_single",
+    "reduce_scatter_single",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+)
+"""What FSDP calls in torch.distributed; the latter two before torch 2.13."""
+
+
+@contextmanager
+def _one_of_many(plan: Plan) -> Iterator[Sharding]:
+    """This process as one rank of as many as the plan has, and none of them is spoken to."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    connected = dist.is_initialized()  # in a run, whose ranks are as many
+    if not connected:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.world_size)
+    talk = {name: getattr(dist, name) for name in _MESSAGES if hasattr(dist, name)}
+    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def unseen(propagator: ShardingPropagator, schema: Any) -> Any:
+        """The shape of a result; in fake tensors that stand for no memory of the step."""
+        with _disable_current_modes():
+            return propagate(propagator, schema)
+
+    propagator: Any = ShardingPropagator
+    try:
+        for name in talk:
+            setattr(dist, name, lambda *_, **__: None)
+        propagator._propagate_tensor_meta_non_cached = unseen
+        yield FullyShard(plan, init_device_mesh("cpu", (plan.world_size,)))
+    finally:
+        propagator._propagate_tensor_meta_non_cached = propagate
+        for name, function in talk.items():
+            setattr(dist, name, function)
+        if not connected:
+            dist.destroy_process_group()

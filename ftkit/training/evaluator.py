@@ -1,0 +1,152 @@
+"""The evaluator of a run: validation loss, exact match and sample answer while it trains."""
+
+import dataclasses
+import random
+
+from ftkit.data.dataset import DataSets
+from ftkit.data.loader import validation_loader
+from ftkit.errors import UserError
+from ftkit.report.metrics import perplexity
+from ftkit.report.report import ExactMatch, Example
+from ftkit.strategies.distributed import rank
+from ftkit.training.evaluation import answer_records, exact_matches, validation_loss
+from ftkit.training.journal import Journal
+from ftkit.training.loggers import Loggers
+from ftkit.training.setup import Setup
+from ftkit.training.signals import StopRequest
+
+
+class Evaluator:
+    """Evaluates a model between the steps of its training."""
+
+    def __init__(self, setup: Setup, stop: StopRequest, journal: Journal, loggers: Loggers) -> None:
+        """Prepare.
+
+        Args:
+            setup: what is trained, and its data.
+            stop: the user's wish to end, which ends an evaluation early.
+            journal: where results go.
+            loggers: where the validation loss goes besides.
+
+        Raises:
+            UserError: the sample record does not exist.
+        """
+        self._setup, self._stop, self._journal, self._loggers = setup, stop, journal, loggers
+        recipe = setup.job.recipe
+        self._settings = recipe.eval
+        self._example = _example_index(recipe.eval.evaluate_example, setup.data, recipe.seed)
+        self._newest: tuple[int, float] | None = None
+        """The newest validation: step and loss."""
+
+    def validation_loss(self, step: int) -> float | None:
+        """The validation loss of this very step, if there was a validation."""
+        known = self._newest
+        return known[1] if known is not None and known[0] == step else None
+
+    def evaluate(self, step: int, *, validation: bool, exact_match: bool, example: bool) -> None:
+        """Validation loss, exact match and sample answer, as far as wanted and asked for."""
+        if not len(self._setup.data.val):
+            return
+        self._journal.recorder.enter("validation")
+        self._setup.model.eval()
+        if validation:
+            self._validate(step)
+        if exact_match and self._settings.exact_match:
+            self._count_matches(step)
+        if example and self._settings.max_new_tokens:
+            self._show_example(step)
+        self._setup.strategy.sharding.reshard(self._setup.model)
+        self._setup.model.train()
+
+    def _validate(self, step: int) -> None:
+        limit = self._settings.max_iters * self._setup.job.recipe.train.global_batch_size
+        batches = validation_loader(
+            self._setup.data.val,
+            limit=limit,
+            micro_batch_size=self._setup.plan.micro_batch_size,
+            rank=rank(),
+            world_size=self._setup.plan.world_size,
+        )
+        with self._journal.display.phase("validating", brief=True) as phase:
+            loss = validation_loss(
+                self._setup.model,
+                batches,
+                self._setup.strategy.device,
+                context=self._setup.strategy.precision.forward_context,
+                stopped=self._stop.requested,
+                progress=phase.advance,
+            )
+        if loss is None:
+            return
+        self._newest = step, loss
+        self._journal.recorder.on_validation(step, loss)
+        self._loggers.log({"val_loss": loss}, step)
+        self._journal.display.message(
+            f"step {step}: validation loss {loss:.4f}, perplexity {perplexity(loss):.3g}"
+        )
+
+    def _count_matches(self, step: int) -> None:
+        records = self._setup.data.val.records[: self._settings.exact_match]
+        title = f"answering {len(records)} validation records"
+        with self._journal.display.phase(title, brief=True) as phase:
+            share = exact_matches(
+                self._setup.model,
+                self._setup.base.tokenizer,
+                self._setup.data.prompt_style,
+                records,
+                batch_size=self._setup.plan.micro_batch_size,
+                context=self._setup.strategy.precision.forward_context,
+                stopped=self._stop.requested,
+                progress=phase.advance,
+            )
+        if share is None:
+            return
+        when = "before" if step == 0 else "after"
+        self._journal.display.message(
+            f"exact match {when} training: {share:.1%} of {len(records)} held-out records"
+        )
+        known = self._journal.recorder.report.exact_match or ExactMatch(samples=len(records))
+        self._journal.recorder.note(
+            exact_match=dataclasses.replace(known, before=share)
+            if step == 0
+            else dataclasses.replace(known, after=share)
+        )
+
+    def _show_example(self, step: int) -> None:
+        record = self._setup.data.val.records[self._example]
+        with self._journal.display.phase("answering an example", brief=True):
+            (answer,) = answer_records(
+                self._setup.model,
+                self._setup.base.tokenizer,
+                self._setup.data.prompt_style,
+                [record],
+                max_new_tokens=self._settings.max_new_tokens or 0,
+                context=self._setup.strategy.precision.forward_context,
+            )
+        asked = " ".join(filter(None, (record["instruction"], record.get("input"))))
+        self._journal.display.message(f"sample: {asked}\nanswer: {answer}")
+        known = self._journal.recorder.report.examples or [
+            Example(
+                instruction=record["instruction"],
+                input=record.get("input", ""),
+                expected=record["output"],
+            )
+        ]
+        example = (
+            dataclasses.replace(known[0], before=answer)
+            if step == 0
+            else dataclasses.replace(known[0], after=answer)
+        )
+        self._journal.recorder.note(examples=[example])
+
+
+def _example_index(choice: str | int, data: DataSets, seed: int) -> int:
+    if choice == "random":
+        return random.Random(seed).randrange(max(1, len(data.val)))
+    index = 0 if choice == "first" else int(choice)
+    if index and index >= len(data.val):
+        raise UserError(
+            f"eval.evaluate_example is {index}, but there are {len(data.val)} validation records "
+            "(counted from 0). Try --eval.evaluate_example first."
+        )
+    return index

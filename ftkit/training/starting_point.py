@@ -1,0 +1,59 @@
+"""The starting point of training: the base model, or a checkpoint that the run continues from."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from ftkit.checkpoint.metadata import CheckpointError, Metadata
+from ftkit.checkpoint.shards import StoredState
+from ftkit.errors import UserError
+from ftkit.runs.directory import CHECKPOINTS
+from ftkit.runs.job import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartingPoint:
+    """Where training begins."""
+
+    metadata: Metadata | None = None
+    """What the checkpoint says; None: training begins with the base model."""
+    stored: StoredState | None = None
+    """The state of training in it."""
+    in_place: bool = False
+    """Whether it is a checkpoint of the run itself."""
+
+    @classmethod
+    def of(cls, job: Job, metadata: Metadata | None) -> Self:
+        """Open the checkpoint that a job names.
+
+        Raises:
+            UserError: it is damaged.
+        """
+        if job.start is None or metadata is None:
+            return cls()
+        directory = Path(job.start)
+        shards = [name for name in metadata.files if name.startswith("shard-")]
+        try:
+            stored = StoredState(directory / name for name in shards)
+        except CheckpointError as error:
+            raise UserError(
+                f"{error} Take an earlier checkpoint with --resume STEP; ftkit checkpoints list "
+                "shows those there are."
+            ) from error
+        own = (job.recipe.out_dir / CHECKPOINTS).resolve()
+        return cls(metadata=metadata, stored=stored, in_place=directory.resolve().parent == own)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done before."""
+        return self.metadata.step if self.metadata else 0
+
+    @property
+    def samples(self) -> int:
+        """Samples they consumed: the position in the data."""
+        return self.metadata.samples if self.metadata else 0
+
+    @property
+    def is_validated(self) -> bool:
+        """Whether the validation loss of this state is known."""
+        return self.metadata is not None and self.metadata.validation_loss is not None

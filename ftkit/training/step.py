@@ -1,0 +1,168 @@
+"""The optimizer step: its micro-batches, its update, and what is measured of it."""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from torch import Tensor
+
+from ftkit.memory.meter import MemoryMeter
+from ftkit.model.loss import step_share
+from ftkit.report.step_record import PARTS, Part, StepRecord
+from ftkit.strategies.distributed import rank, sum_over_ranks
+from ftkit.training.setup import Setup
+
+Batch = dict[str, Any]
+"""As `ftkit.data.loader.collate` returns it."""
+
+
+def seed_of_step(seed: int, step: int, rank: int) -> int:
+    """The seed of everything that is drawn at random in an optimizer step on a rank (dropout).
+
+    A step can be done again, or for the first time after a resume, with nothing saved.
+    """
+    digest = hashlib.sha256(f"{seed} {step} {rank}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+class StepClock:
+    """Seconds of a step by part.
+
+    On CUDA the parts are timed by events on the device's own clock, because a Python line
+    returns before its kernels have run.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._marks: list[tuple[Part, Any]] = []
+        self._start: Any = self._now()
+
+    def mark(self, part: Part) -> None:
+        """The time since the mark before belongs to this part."""
+        self._marks.append((part, self._now()))
+
+    def take(self) -> dict[Part, float]:
+        """The parts since the last take; the device must have finished."""
+        parts: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
+        before = self._start
+        for part, moment in self._marks:
+            elapsed = before.elapsed_time(moment) / 1000 if self._cuda else moment - before
+            parts[part] += elapsed
+            before = moment
+        self.restart()
+        return parts
+
+    def restart(self) -> None:
+        """Forget the time since the last take: it belongs to no step."""
+        self._marks = []
+        self._start = self._now()
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+class TrainStep:
+    """Makes one optimizer step after the other, and measures each."""
+
+    def __init__(self, setup: Setup, meter: MemoryMeter, before_update: Callable[[], None]) -> None:
+        """Prepare.
+
+        Args:
+            setup: what is trained, with its strategy, which is set up.
+            meter: follows the memory of some steps.
+            before_update: called between the last backward pass of a step and its update.
+        """
+        self._setup, self._strategy = setup, setup.strategy
+        self._meter, self._before_update = meter, before_update
+        self._device = setup.strategy.device
+        self._clock = StepClock(self._device)
+        self._loss = torch.zeros((), dtype=torch.float64, device=self._device)
+        """Of the step so far, this rank's share, in nats per label token."""
+
+    def run(self, step: int, batches: Iterator[Batch]) -> StepRecord:
+        """Train on the micro-batches of a step, as many as there are, and update once.
+
+        Args:
+            step: optimizer steps done before.
+            batches: the next one is the first of the step.
+        """
+        began = time.perf_counter()
+        self._clock.restart()
+        self._loss.zero_()
+        counts = [0, 0, 0, 0]
+        seed = self._setup.job.recipe.seed
+        torch.manual_seed(seed_of_step(seed, step, rank()))
+        self._strategy.set_learning_rate(self._setup.schedule.share(step))
+        is_first, is_last = True, False
+        while not is_last:
+            batch = move_data_to_device(next(batches), self._device)
+            is_last = batch["is_last_of_step"]
+            if is_first:
+                self._meter.begin_step(step)
+            with self._strategy.micro_step(is_last=is_last):
+                self.micro_step(batch)
+            counts = [old + new for old, new in zip(counts, _counts(batch), strict=True)]
+            is_first = False
+        self.update()
+        self._clock.mark("optimizer")
+        return self._record(step, counts, began)
+
+    def micro_step(self, batch: Batch) -> None:
+        """The forward and backward pass of a micro-batch, whose gradients are added up."""
+        self._meter.before_forward(batch)
+        self._clock.mark("data")
+        loss = self._scaled_loss(batch)
+        self._meter.before_backward()
+        self._clock.mark("forward")
+        self._strategy.backward(loss)
+        del loss
+        self._meter.after_backward()
+        self._clock.mark("backward")
+
+    def _scaled_loss(self, batch: Batch) -> Tensor:
+        """The share of a micro-batch in the loss of the step, as its gradients need it."""
+        share = step_share(self._strategy.forward(batch), batch["label_tokens_in_step"])
+        self._loss += share.detach()
+        return share * self._setup.plan.world_size  # gradients are a mean over the ranks
+
+    def update(self) -> None:
+        """Clip the gradients that were added up, update, and free them."""
+        self._before_update()
+        self._strategy.clip_gradients(self._setup.job.recipe.train.max_norm)
+        self._strategy.update()
+        self._meter.end_step()
+
+    def _record(self, step: int, counts: list[int], began: float) -> StepRecord:
+        sums = torch.tensor([0.0, *counts], dtype=torch.float64, device=self._device)
+        sums[0] = self._loss
+        loss, *found = sum_over_ranks(sums).tolist()
+        samples, tokens, label_tokens, padded_tokens = map(int, found)
+        gradient_norm = self._strategy.gradient_norm()
+        self._clock.mark("other")
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        return StepRecord(
+            step=step + 1,
+            samples=samples,
+            tokens=tokens,
+            label_tokens=label_tokens,
+            padded_tokens=padded_tokens,
+            loss=loss,
+            learning_rate=self._setup.learning_rate(step),
+            gradient_norm=gradient_norm,
+            duration_s=time.perf_counter() - began,
+            parts_s=self._clock.take(),
+        )
+
+
+def _counts(batch: Batch) -> tuple[int, int, int, int]:
+    """Of a micro-batch: samples, real tokens, label tokens, padded positions."""
+    tokens, positions = int(batch["tokens"]), int(batch["padded_tokens"])
+    return int(batch["samples"]), tokens, len(batch["targets"]), positions - tokens
