@@ -8,6 +8,7 @@ replaying anything.
 """
 
 import heapq
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,28 @@ IntArray = npt.NDArray[np.int64]
 
 FILLER = -1
 """Stands for a sample without loss, where a rank has to run a micro-step but has no sample."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """A position in the data of a run, whatever its batches were."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    samples: int = 0
+    """Samples that they consumed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankLayout:
+    """How a step is laid out on one rank."""
+
+    micro_batch_size: int
+    """Most samples per micro-step."""
+    rank: int = 0
+    """This rank, in [0, world_size)."""
+    world_size: int = 1
+    """Number of ranks."""
 
 
 class ElasticOrder:
@@ -37,12 +60,9 @@ class ElasticOrder:
         *,
         seed: int,
         global_batch_size: int,
-        micro_batch_size: int,
         total_samples: int,
-        start_step: int = 0,
-        start_samples: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
+        layout: RankLayout,
+        start: Position,
     ) -> None:
         """Describe the run.
 
@@ -51,27 +71,24 @@ class ElasticOrder:
             label_counts: [samples of the data set], tokens of each that carry loss.
             seed: with the epoch, determines the order of the samples.
             global_batch_size: samples per step, over all ranks.
-            micro_batch_size: most samples per micro-step on one rank.
             total_samples: samples of the whole run, from its very first step to its last.
-            start_step: steps done before; the first step asked for.
-            start_samples: samples they consumed.
-            rank: this rank, in [0, world_size).
-            world_size: number of ranks.
+            layout: of this rank.
+            start: what was done before; no earlier step is asked for.
         """
         self._lengths: IntArray = np.asarray(lengths, dtype=np.int64)
         self._label_counts: IntArray = np.asarray(label_counts, dtype=np.int64)
         assert len(self._lengths) == len(self._label_counts) > 0
-        assert min(global_batch_size, micro_batch_size, total_samples) > 0
-        assert start_step >= 0 and 0 <= start_samples <= total_samples
-        assert 0 <= rank < world_size
+        assert min(global_batch_size, layout.micro_batch_size, total_samples) > 0
+        assert start.step >= 0 and 0 <= start.samples <= total_samples
+        assert 0 <= layout.rank < layout.world_size
         self._seed = seed
         self._global_batch_size = global_batch_size
-        self._micro_batch_size = micro_batch_size
+        self._micro_batch_size = layout.micro_batch_size
         self._total_samples = total_samples
-        self.start_step = start_step
-        self._start_samples = start_samples
-        self._rank = rank
-        self._world_size = world_size
+        self.start_step = start.step
+        self._start_samples = start.samples
+        self._rank = layout.rank
+        self._world_size = layout.world_size
         self._permutations: dict[int, IntArray] = {}
 
     @property
@@ -212,13 +229,16 @@ def _lay_out(
         fewer samples than places.
     """
     falling = np.argsort(-lengths, kind="stable")
+    # Neighbours by length become micro-batches, as many as there are places for.
     sizes = _cut(lengths[falling].tolist(), micro_steps * world_size, micro_batch_size)
     runs = np.split(falling, np.cumsum(sizes)[:-1]) if sizes else []
+    # The first sample of each is its longest: this is its size after padding.
     runs.sort(key=lambda run: -int(lengths[run[0]]) * len(run))
     tokens = [0] * world_size
     layout = []
     for micro_step in range(micro_steps):
         batches = runs[micro_step * world_size : (micro_step + 1) * world_size]
+        # Most tokens to the rank that has fewest so far; a rank without a batch gets none.
         batches.sort(key=lambda run: -int(lengths[run].sum()))
         ranks = [falling[:0]] * world_size
         for rank, run in zip(np.argsort(tokens, kind="stable").tolist(), batches, strict=False):
@@ -246,6 +266,7 @@ def _cut(lengths: list[int], places: int, most: int) -> list[int]:
         return [1] * len(lengths)
     if len(lengths) == places * most:
         return [most] * places
+    # The smallest size, in padded tokens, at which the runs fit into the places: by halving.
     too_small, enough = 0, lengths[0] * most
     while enough - too_small > 1:
         middle = (too_small + enough) // 2
@@ -260,7 +281,7 @@ def _cut_to(lengths: list[int], padded_tokens: int, most: int) -> list[int]:
     """The fewest runs of at most `padded_tokens` each (or of one sample)."""
     sizes = []
     start = 0
-    while start < len(lengths):
+    while start < len(lengths):  # lengths fall: the first sample of a run sets its width
         size = min(most, max(1, padded_tokens // lengths[start]), len(lengths) - start)
         sizes.append(size)
         start += size
@@ -269,7 +290,7 @@ def _cut_to(lengths: list[int], padded_tokens: int, most: int) -> list[int]:
 
 def _split_largest(lengths: list[int], sizes: list[int], places: int) -> list[int]:
     """Split the largest runs until there are `places`, so that no place stays empty."""
-    heap = []
+    heap = []  # (-padded tokens, 0 if it cannot be split; first sample; samples)
     start = 0
     for size in sizes:
         heap.append((-lengths[start] * size if size > 1 else 0, start, size))

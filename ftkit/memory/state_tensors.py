@@ -5,8 +5,7 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor, nn
 
 from ftkit.model.quantized_layer import QuantizedLayer
-from ftkit.strategies.held_tensors import tensors_in
-from ftkit.strategies.strategy import Strategy
+from ftkit.strategies.strategy import Strategy, tensors_in
 
 
 def parameters(strategy: Strategy, modules: Iterable[nn.Module]) -> Iterator[Tensor]:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -79,7 +80,7 @@ class Job:
     changes: tuple[str, ...] = ()
     """What differs from the checkpoint's recipe in how it is learned, one line each."""
 
-    @property
+    @cached_property
     def plan(self) -> Plan:
         """The recipe resolved on the devices."""
         return make_plan(self.recipe, self.devices)

@@ -33,10 +33,9 @@ from ftkit.optim.optimizers import resolve_optimizer
 from ftkit.optim.state_kinds import is_scalar_state, state_kinds
 from ftkit.report.step_memory import Category
 from ftkit.strategies.deepspeed_build import compile_cpu_optimizer
-from ftkit.strategies.held_tensors import tensors_in
 from ftkit.strategies.precision import BuiltDeepSpeedPrecision, parameter_dtype
 from ftkit.strategies.simulated_step import OnDevice, Simulation
-from ftkit.strategies.strategy import Phase, Strategy
+from ftkit.strategies.strategy import Phase, Strategy, tensors_in
 from ftkit.strategies.torch_state import whole_part
 from ftkit.strategies.zero_memory import REDUCE_BUCKET_ELEMENTS, with_zero
 

@@ -5,7 +5,7 @@ way is in its own module (`ddp`, `fsdp`, `deepspeed`). What is known of it witho
 `ftkit.config.strategies`.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -27,7 +27,6 @@ from ftkit.optim.clipping import clip_gradients
 from ftkit.optim.optimizers import make_optimizer, resolve_optimizer
 from ftkit.report.step_memory import Category
 from ftkit.strategies.distributed import make_device
-from ftkit.strategies.held_tensors import tensors_in
 from ftkit.strategies.precision import TrueHalfPrecision
 from ftkit.strategies.simulated_step import OnDevice, Simulation
 from ftkit.strategies.torch_state import TorchState
@@ -235,3 +234,17 @@ class Strategy:
         if self.plan.recipe.optimizer["class_path"].rpartition(".")[2].startswith("Paged"):
             kinds = ["optimizer_state"]  # the driver moves it to the host when it is short
         return simulation.without(kinds if self.plan.accelerator == "cuda" else [])
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested containers, in bitsandbytes' states and in DeepSpeed's buckets."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, list | tuple | set):
+        for item in value:
+            yield from tensors_in(item)
+    elif type(value).__module__.startswith(("bitsandbytes.", "deepspeed.runtime.zero")):
+        yield from tensors_in(getattr(value, "__dict__", {}))

@@ -79,17 +79,19 @@ class _Rank:
         sizes, options = self._sizes, self._options
         found = dict(self._peaks.get(name, self._between_steps()).bytes)
         share = math.ceil(sizes.trained / self._world_size)
+        # The bucket in which ranks add up is there for good.
         found["gradients"] += self._bucket * self._working_bytes
-        if options.stage == 3:
+        if options.stage == 3:  # a share in place of the whole; what is gathered comes on top
             found["parameters"] -= sizes.parameter_bytes
             if not options.offload_parameters:
                 found["parameters"] += math.ceil(sizes.parameter_bytes / self._world_size)
             average_bytes = sizes.parameter_bytes / sizes.elements
+            # Small parameters are gathered once and stay.
             found["parameters"] += round(sizes.small_elements * average_bytes)
             found["temporaries"] += round(self._gathered(name) * average_bytes)
-        elif options.stage == 1:
+        elif options.stage == 1:  # gradients stay whole until the update
             found["gradients"] += sizes.trained_bytes
-        if not options.offload_optimizer:
+        if not options.offload_optimizer:  # a share of the moments, and of the gradients
             found["optimizer_state"] += share * _FP32_BYTES * self._states
             found["gradients"] += share * self._working_bytes
             if self._working_bytes != _FP32_BYTES:

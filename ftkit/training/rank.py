@@ -32,7 +32,7 @@ from ftkit.checkpoint.metadata import Metadata, read_metadata
 from ftkit.checkpoint.saver import SavingFailed
 from ftkit.config.recipe import LoraRecipe
 from ftkit.console.display import LOG_NAME, Display
-from ftkit.data.sampler import ElasticOrder
+from ftkit.data.sampler import ElasticOrder, Position, RankLayout
 from ftkit.data.sources import prompt_style_file
 from ftkit.errors import UserError
 from ftkit.lora.save import save_adapter
@@ -110,7 +110,6 @@ def _order(setup: Setup) -> ElasticOrder:
         samples.label_counts,
         seed=recipe.seed,
         global_batch_size=recipe.train.global_batch_size,
-        micro_batch_size=setup.plan.micro_batch_size,
         total_samples=sample_budget(
             recipe,
             len(samples),
@@ -118,10 +117,12 @@ def _order(setup: Setup) -> ElasticOrder:
             start_step=start.step,
             start_samples=start.samples,
         ),
-        rank=rank(),
-        world_size=setup.plan.world_size,
-        start_step=start.step,
-        start_samples=start.samples,
+        layout=RankLayout(
+            micro_batch_size=setup.plan.micro_batch_size,
+            rank=rank(),
+            world_size=setup.plan.world_size,
+        ),
+        start=Position(step=start.step, samples=start.samples),
     )
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from orders import make_elastic_order
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
@@ -589,7 +590,7 @@ def make_order(samples: SampleSet, **changes: int) -> ElasticOrder:
         "micro_batch_size": 3,
         "total_samples": 2 * len(samples),
     }
-    return ElasticOrder(samples.lengths, samples.label_counts, **(settings | changes))
+    return make_elastic_order(samples.lengths, samples.label_counts, **(settings | changes))
 
 
 def plain(batch: dict) -> dict:

@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+from orders import make_elastic_order
 
 from ftkit.data import sampler
 from ftkit.data.sampler import FILLER, ElasticOrder, IntArray, permutation, validation_batches
@@ -20,7 +21,7 @@ def make_order(samples: int = 50, *, epochs: float = 1, **changes: int) -> Elast
         "micro_batch_size": 2,
         "total_samples": int(epochs * samples),
     }
-    return ElasticOrder(lengths, lengths // 2, **(settings | changes))
+    return make_elastic_order(lengths, lengths // 2, **(settings | changes))
 
 
 def all_ranks(world_size: int, **settings: int) -> list[ElasticOrder]:
@@ -283,7 +284,7 @@ def test_the_longest_sequence_is_in_the_first_micro_step_where_all_places_are_fu
 def test_places_to_spare_shorten_the_micro_batches_of_long_sequences():
     lengths = np.array([500, 100, 100, 100, 100, 100, 100, 100])
     batches = [
-        ElasticOrder(
+        make_elastic_order(
             lengths,
             lengths,
             seed=1,

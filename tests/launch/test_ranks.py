@@ -100,7 +100,7 @@ def side_by_side(start: Start, tmp_path_factory: pytest.TempPathFactory):
     It then hangs, as a rank may that leaves a process group in which the others wait.
     """
     directory = tmp_path_factory.mktemp("side")
-    failing = raising("ftkit.training.module:FineTuner.training_step", "RuntimeError('a bug')")
+    failing = raising("ftkit.training.step:TrainStep.micro_step", "RuntimeError('a bug')")
     failing += "import atexit, time\natexit.register(time.sleep, 600)\n"
     speaking = SPEAKING_OF_ALL + on_rank(1, SPEAKING_OF_ONE)
     with (
@@ -240,7 +240,7 @@ OUT_OF_MEMORY = "torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2
             "training",
             marks=pytest.mark.slow,
         ),
-        ("ftkit.training.module:FineTuner.optimizer_step", OUT_OF_MEMORY, "training"),
+        ("ftkit.training.step:TrainStep.update", OUT_OF_MEMORY, "training"),
         pytest.param(
             "ftkit.training.evaluation:validation_loss",
             "MemoryError()",

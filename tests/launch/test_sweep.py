@@ -209,14 +209,14 @@ def test_a_directory_of_something_else_is_refused(action, tmp_path):
 IN_RANKS = """
 name = sys.orig_argv[-3]
 if "/memory/" in name or "/long/" in name:
-    import time, torch, ftkit.training.module
-    step = ftkit.training.module.FineTuner.optimizer_step
+    import time, torch, ftkit.training.step
+    step = ftkit.training.step.TrainStep.update
     def slow(*args, **kwargs):
         if "/memory/" in name:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         time.sleep(0.2)
         return step(*args, **kwargs)
-    ftkit.training.module.FineTuner.optimizer_step = slow
+    ftkit.training.step.TrainStep.update = slow
 """
 """One run has no memory, and one takes its time."""
 

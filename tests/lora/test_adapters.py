@@ -22,8 +22,8 @@ from ftkit.lora.load import read_adapter
 from ftkit.lora.names import is_adapter, our_name
 from ftkit.lora.save import check_adapter
 from ftkit.model.language_model import outline
-from ftkit.optim.optimizers import make_optimizer
 from ftkit.pretrained.base_model import BaseModel, hf_name, open_base
+from ftkit.strategies.select import make_strategy
 
 TOLERANCE = 1e-5
 
@@ -269,7 +269,7 @@ def test_lora_plus_trains_b_faster_and_reports_the_rate_of_a(llama: BaseModel) -
     plan = make_plan(recipe, Devices(accelerator="cpu", count=1))
     model = build(llama, recipe)
     names = {parameter: our_name(name) for name, parameter in model.named_parameters()}
-    first, second = make_optimizer(plan, model).param_groups
+    first, second = make_strategy(plan).make_optimizer(model).param_groups
     assert (first["lr"], second["lr"]) == (0.01, 0.04)
     assert {".lora_B." in names[p] for p in first["params"]} == {False}
     assert {".lora_B." in names[p] for p in second["params"]} == {True}

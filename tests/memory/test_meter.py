@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from orders import make_elastic_order
 from rank_jobs import HAS_DEEPSPEED, NO_EVALUATION, Case, write_job
 from runs import run_ranks
 from tiny import make_data, make_llama
@@ -200,7 +201,7 @@ def test_buckets_of_ddp_stay_between_steps(two_ranks: dict[str, list[Measured]])
 
 
 def order(lengths: list[int], *, steps: int, start: int = 0) -> ElasticOrder:
-    return ElasticOrder(
+    return make_elastic_order(
         np.array(lengths),
         np.array(lengths),
         seed=0,

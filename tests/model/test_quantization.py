@@ -31,11 +31,12 @@ from ftkit.model.flops import flops_per_token, parameter_count
 from ftkit.model.language_model import LanguageModel, outline, trainable
 from ftkit.model.load_weights import fill
 from ftkit.model.quantization import EightBit, FourBit
+from ftkit.model.sharding import Sharding, Whole
 from ftkit.optim.bnb_fsdp import over_local_rows
 from ftkit.pretrained.base_model import BaseModel, open_base
 from ftkit.report.report import read_report
 from ftkit.runs.directory import rank_directory
-from ftkit.strategies.sharding import FullyShard, Sharding, Whole
+from ftkit.strategies.fsdp import FullyShard
 
 FOUR_BIT: list[Quantization] = ["bnb.nf4", "bnb.nf4-dq", "bnb.fp4", "bnb.fp4-dq"]
 KINDS: list[Quantization] = [*FOUR_BIT, "bnb.int8"]

@@ -109,9 +109,9 @@ def test_bad_input_raises_what_the_command_says(notebook: Kernel):
 def test_an_out_of_memory_raises_nothing_and_the_kernel_goes_on(notebook: Kernel, tmp_path: Path):
     start_up = start_up_of_ranks(
         tmp_path,
-        "import ftkit.training.module, torch\n"
+        "import ftkit.training.step, torch\n"
         "def step(*_): raise torch.OutOfMemoryError('CUDA out of memory.')\n"
-        "ftkit.training.module.FineTuner.optimizer_step = step\n",
+        "ftkit.training.step.TrainStep.update = step\n",
     )
     cell = notebook.run(
         "import os\nbefore = os.environ['PYTHONPATH']\n"

@@ -25,6 +25,7 @@ from ftkit.config.recipe import Recipe
 from ftkit.errors import UserError
 from ftkit.model.language_model import outline
 from ftkit.model.load_weights import fill
+from ftkit.model.sharding import Whole
 from ftkit.pretrained import base_model, families, hub
 from ftkit.pretrained.base_model import (
     BaseModel,
@@ -40,7 +41,6 @@ from ftkit.pretrained.base_model import (
 from ftkit.pretrained.blueprint import read_blueprint
 from ftkit.pretrained.fingerprint import _architecture, fingerprint
 from ftkit.pretrained.save import save_hf
-from ftkit.strategies.sharding import Whole
 
 VOCABULARY = 67
 SIZES: dict[str, Any] = {

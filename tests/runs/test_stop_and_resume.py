@@ -70,7 +70,7 @@ wrap()
 """
 
 
-SLOW = wrapped("ftkit.training.module:FineTuner.training_step", "time.sleep(0.02)")
+SLOW = wrapped("ftkit.training.step:TrainStep.micro_step", "time.sleep(0.02)")
 """A step is two micro-steps."""
 
 

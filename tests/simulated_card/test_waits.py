@@ -27,24 +27,24 @@ ZERO_2 = (*ZERO, "--strategy.stage", "2")
 PLACES = {"single": ONE, "ddp": DDP, "fsdp": FSDP, "ZeRO-2": ZERO_2, "ZeRO-3": ZERO}
 
 EVERY_STEP = {
-    "item item training/module.py:newest_gradient_norm": 1,  # shown and logged
-    "to_host pageable training/callbacks.py:on_train_batch_end": 1,  # loss and counts
-    "synchronize device training/callbacks.py:on_train_batch_end": 1,  # before events are read
+    "item item strategies/strategy.py:gradient_norm": 1,  # shown and logged
+    "to_host pageable training/step.py:_record": 1,  # loss and counts
+    "synchronize device training/step.py:_record": 1,  # before events are read
 }
 AMONG_RANKS = EVERY_STEP | {
-    "item item strategies/distributed.py:of_rank_0": 1,  # whether a signal asks to end
+    "to_host pageable strategies/distributed.py:of_rank_0": 1,  # whether a signal asks to end
 }
 WAITS_IN_A_STEP = {
     "single": EVERY_STEP,
     "ddp": AMONG_RANKS,
     "fsdp": AMONG_RANKS,
     # DeepSpeed's own: the norm, and whether gradients are finite.
-    "ZeRO-2": AMONG_RANKS | {"item item training/module.py:optimizer_step": 2},
+    "ZeRO-2": AMONG_RANKS | {"item item strategies/deepspeed.py:update": 2},
     "ZeRO-3": AMONG_RANKS
     | {
-        "item item training/module.py:optimizer_step": 1,
-        "synchronize device training/module.py:optimizer_step": 1,
-        "synchronize stream strategies/lightning.py:backward": 2,  # after reducing
+        "item item strategies/deepspeed.py:update": 1,
+        "synchronize device strategies/deepspeed.py:update": 1,
+        "synchronize stream strategies/deepspeed.py:backward": 2,  # after reducing
     },
 }
 MICRO_STEPS = {"single": 3, "ddp": 2, "fsdp": 2, "ZeRO-2": 2, "ZeRO-3": 2}

@@ -18,10 +18,11 @@ from ftkit.config.parsing import read_recipe
 from ftkit.config.plan import Plan, make_plan
 from ftkit.model.language_model import LanguageModel, outline
 from ftkit.model.load_weights import fill
+from ftkit.model.sharding import Sharding, Whole
 from ftkit.pretrained.base_model import open_base
-from ftkit.strategies.lightning import make_strategy
+from ftkit.strategies.ddp import Ddp
+from ftkit.strategies.fsdp import FullyShard
 from ftkit.strategies.precision import parameter_dtype
-from ftkit.strategies.sharding import FullyShard, Sharding, Whole
 from ftkit.training.evaluation import validation_loss
 
 LAYERS = 2
@@ -136,10 +137,10 @@ def test_ddp_sends_no_tables(
     bases: dict[bool, Path], mesh: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, plan = make(bases[False], lambda plan: Whole(), strategy="ddp", precision="32-true")
-    strategy: Any = make_strategy(plan, model)
+    strategy: Any = Ddp(plan)._fabric_strategy(model)
     strategy.parallel_devices = [torch.device("cpu")]
     strategy.cluster_environment = None
-    parallel = strategy._setup_model(model)
+    parallel = strategy.setup_module(model)
     sent = []
     monkeypatch.setattr(dist, "_broadcast_coalesced", lambda *words: sent.append(words))
     for _ in range(2):

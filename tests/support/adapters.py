@@ -17,8 +17,8 @@ from ftkit.lora.names import our_name
 from ftkit.lora.save import check_adapter, save_adapter
 from ftkit.model.language_model import LanguageModel, outline
 from ftkit.model.load_weights import fill, trained_weights
+from ftkit.model.sharding import Whole
 from ftkit.pretrained.base_model import BaseModel
-from ftkit.strategies.sharding import Whole
 
 CPU = torch.device("cpu")
 

@@ -27,7 +27,7 @@ if __name__ == "__main__":
     from ftkit.model.language_model import outline
     from ftkit.model.load_weights import fill
     from ftkit.pretrained.base_model import open_base
-    from ftkit.strategies.sharding import FullyShard
+    from ftkit.strategies.fsdp import FullyShard
 
     directory, out, store, rank, eos_id = sys.argv[1], sys.argv[2], sys.argv[3], *map(
         int, sys.argv[4:]

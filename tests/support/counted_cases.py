@@ -56,16 +56,17 @@ if __name__ == "__main__":
     from ftkit.runs.directory import rank_directory
     from ftkit.strategies.distributed import rank
     from ftkit.training import rank as training_rank
-    from ftkit.training.callbacks import StepMeter
+    from ftkit.training.step import TrainStep
 
-    measure, predict = StepMeter.on_train_batch_end, training_rank._note_prediction
+    run_step, predict = TrainStep.run, training_rank._note_prediction
     live = LiveTensors(torch.device("cpu"))
     state = Path()
 
-    def restart_after_first_step(self: StepMeter, trainer: Any, *args: Any) -> None:
-        measure(self, trainer, *args)
-        if trainer.global_step == 1 and not trainer.fit_loop._should_accumulate():
+    def restart_after_first_step(self: TrainStep, step: int, batches: Any) -> Any:
+        record = run_step(self, step, batches)
+        if step == 0:
             live.restart()
+        return record
 
     def count_before_prediction(job: Any, recorder: Any) -> None:
         live.__exit__(None, None, None)
@@ -78,7 +79,7 @@ if __name__ == "__main__":
                 torch.distributed, name, returning_when_let_go(getattr(torch.distributed, name))
             )
     training_rank._note_prediction = count_before_prediction
-    StepMeter.on_train_batch_end = restart_after_first_step  # type: ignore[method-assign]
+    TrainStep.run = restart_after_first_step  # type: ignore[method-assign]
     gc.freeze()
     gc.enable()
     with Path(os.devnull).open("w") as nowhere:

@@ -21,8 +21,8 @@ from ftkit.checkpoint import saver as saver_module
 from ftkit.checkpoint.saver import Saver
 from ftkit.launch import preflight, ranks
 from ftkit.training import rank as training_rank
-from ftkit.training.module import FineTuner
 from ftkit.training.recorder import Recorder
+from ftkit.training.step import TrainStep
 from ftkit.utils import safetensors_files
 
 CHANGES = {"os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.chmod", "os.truncate"}
@@ -199,14 +199,14 @@ def on_card(
 
 def reads_a_number_in_each_micro_step() -> None:
     """A line that makes the host wait for the device, such as slips in with a print."""
-    step = FineTuner.training_step
+    loss_of = TrainStep._scaled_loss
 
-    def reading(self: FineTuner, *arguments: Any) -> Any:
-        loss: Any = step(self, *arguments)
+    def reading(self: TrainStep, batch: Any) -> Any:
+        loss = loss_of(self, batch)
         loss.item()
         return loss
 
-    FineTuner.training_step = reading  # type: ignore[method-assign]
+    TrainStep._scaled_loss = reading  # type: ignore[method-assign]
 
 
 def killed_in_training() -> None:
@@ -236,14 +236,14 @@ def out_of_memory(where: str, words: str | None = None) -> None:
     if where == "optimizer":
         torch.optim.Optimizer.__init__ = fail  # type: ignore[method-assign]
         return
-    step = FineTuner.training_step
+    loss_of = TrainStep._scaled_loss
 
-    def failing(self: FineTuner, *arguments: Any) -> Any:
-        loss: Any = step(self, *arguments)
+    def failing(self: TrainStep, batch: Any) -> Any:
+        loss = loss_of(self, batch)
         loss.register_hook(fail)
         return loss
 
-    FineTuner.training_step = failing  # type: ignore[method-assign]
+    TrainStep._scaled_loss = failing  # type: ignore[method-assign]
 
 
 def ended_by_a_library(last_words: str) -> None:
@@ -279,13 +279,13 @@ def watched(directory: str, ends_at: int | None) -> None:
         directory: where it writes.
         ends_at: the forward pass, counted from 1, that fails; None: none does.
     """
-    step, count = FineTuner.training_step, itertools.count(1)
+    micro_step, count = TrainStep.micro_step, itertools.count(1)
 
-    def failing(self: FineTuner, *arguments: Any) -> Any:
+    def failing(self: TrainStep, batch: Any) -> None:
         assert next(count) != ends_at
-        return step(self, *arguments)
+        micro_step(self, batch)
 
-    FineTuner.training_step = failing  # type: ignore[method-assign]
+    TrainStep.micro_step = failing  # type: ignore[method-assign]
     witness.watch(Path(directory))
 
 
@@ -293,7 +293,7 @@ def _in_training(action: Callable[[], object]) -> None:
     def act(*_: Any) -> None:
         action()
 
-    FineTuner.training_step = act  # type: ignore[method-assign, assignment]
+    TrainStep.micro_step = act  # type: ignore[method-assign, assignment]
 
 
 def failing_shard(*steps: int) -> None:

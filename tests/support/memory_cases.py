@@ -7,7 +7,6 @@ beside the job: `witness-RANK.json`.
 import json
 import runpy
 from pathlib import Path
-from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
@@ -21,13 +20,13 @@ class Witness(meter.MemoryMeter):
 
     directory: Path
 
-    def _begin(self, trainer: Any, module: Any) -> None:
-        super()._begin(trainer, module)
+    def _begin(self) -> None:
+        super()._begin()
         self._known_bytes = self._live.total_bytes
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         self._profile.start()
 
-    def _end(self, trainer: Any, step: int) -> None:
+    def _end(self) -> None:
         self._profile.stop()
         tracked_bytes = self._live.peak().total_bytes
         end_bytes = self._live.total_bytes
@@ -41,7 +40,7 @@ class Witness(meter.MemoryMeter):
         seen = json.loads(file.read_text()) if file.exists() else []
         seen.append(
             {
-                "step": step,
+                "step": self._step + 1,
                 "tracked_bytes": tracked_bytes,
                 "allocated_bytes": highest,
                 "tracked_at_end_bytes": end_bytes,
@@ -49,23 +48,23 @@ class Witness(meter.MemoryMeter):
             }
         )
         file.write_text(json.dumps(seen))
-        super()._end(trainer, step)
+        super()._end()
 
 
 def of_run(training: Training) -> None:
-    Witness.directory = training.recipe.out_dir / ".run"
+    Witness.directory = training._recipe.out_dir / ".run"
 
 
 if __name__ == "__main__":
     from ftkit.training import loop
 
-    fit = loop.Training.fit
+    run = loop.Training.run
 
-    def witnessed(self: Training, order: Any) -> None:
+    def witnessed(self: Training) -> None:
         of_run(self)
-        fit(self, order)
+        run(self)
 
-    loop.Training.fit = witnessed  # type: ignore[method-assign]
+    loop.Training.run = witnessed  # type: ignore[method-assign]
     loop.MemoryMeter = Witness  # type: ignore[misc]
     runpy.run_path(
         str(Path(__file__).with_name("rank_cases.py")),

@@ -3,13 +3,11 @@
 import time
 from pathlib import Path
 
-import torch
-
 from ftkit.checkpoint.metadata import Metadata
 from ftkit.config.devices import Devices
 from ftkit.config.parsing import read_recipe
+from ftkit.report.step_record import PARTS, StepRecord
 from ftkit.runs.job import Job
-from ftkit.training.callbacks import PARTS, StepRecord
 from ftkit.training.recorder import Recorder
 
 SAMPLES_PER_EPOCH = 100
@@ -36,7 +34,7 @@ def make_recorder(tmp_path: Path, start: Metadata | None = None, devices: int = 
     state = tmp_path / "state"
     for directory in (recipe.out_dir, state):
         directory.mkdir(parents=True, exist_ok=True)
-    recorder = Recorder(job, job.plan, torch.device("cpu"), state, start=start)
+    recorder = Recorder(job, state, start=start)
     recorder.expect(samples_per_epoch=SAMPLES_PER_EPOCH, flops_per_token=1.0)
     return recorder
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ftkit.strategies.distributed import rank
-from ftkit.training.module import FineTuner
+from ftkit.training.step import TrainStep
 
 MESSAGES = ("all_gather", "all_gather_object", "all_reduce", "barrier", "broadcast")
 FORWARD, UPDATED, MOVED = "forward", "updated", "moved"
@@ -41,14 +41,12 @@ def watch(directory: Path) -> None:
 
         return told
 
-    update = FineTuner.optimizer_step
+    update = TrainStep.update
 
-    def update_and_watch(
-        self: FineTuner, epoch: int, index: int, optimizer: Any, *rest: Any
-    ) -> None:
-        update(self, epoch, index, optimizer, *rest)
+    def update_and_watch(self: TrainStep) -> None:
+        update(self)
         tell(UPDATED)
-        for state in optimizer.state.values():
+        for state in self._strategy.optimizer.state.values():
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.dim():
                     state[key] = value.as_subclass(Watched)
@@ -56,8 +54,8 @@ def watch(directory: Path) -> None:
     Watched.tell = staticmethod(tell)
     for name in MESSAGES:
         setattr(dist, name, telling(name, getattr(dist, name)))
-    FineTuner.training_step = telling(FORWARD, FineTuner.training_step)  # type: ignore[method-assign]
-    FineTuner.optimizer_step = update_and_watch  # type: ignore[method-assign, assignment]
+    TrainStep.micro_step = telling(FORWARD, TrainStep.micro_step)  # type: ignore[method-assign]
+    TrainStep.update = update_and_watch  # type: ignore[method-assign]
 
 
 def told(directory: Path, of_rank: int = 0) -> list[str]:

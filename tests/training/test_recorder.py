@@ -13,8 +13,8 @@ from recorders import SAMPLES_PER_EPOCH, make_recorder, step_record, train
 from ftkit.checkpoint.metadata import BaseIdentity, DataIdentity, Layout, Metadata
 from ftkit.report.metrics import read_metrics, read_validation
 from ftkit.report.report import ExactMatch, Example, Report, Spread, read_report, write_report
+from ftkit.report.step_record import PARTS
 from ftkit.runs.directory import RESERVE
-from ftkit.training.callbacks import PARTS
 from ftkit.training.recorder import Recorder
 from ftkit.utils.files import make_reserve
 

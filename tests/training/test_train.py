@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from losses import SEED, load, loss_of
+from orders import make_elastic_order
 from safetensors.torch import load_file
 from tiny import make_data, make_llama
 
@@ -21,7 +22,6 @@ from ftkit.config.parsing import from_dict, read_recipe
 from ftkit.config.plan import make_plan
 from ftkit.config.recipe import Method
 from ftkit.console.display import Display
-from ftkit.data.sampler import ElasticOrder
 from ftkit.errors import UserError
 from ftkit.memory.predict import predict
 from ftkit.model.language_model import LanguageModel
@@ -31,11 +31,13 @@ from ftkit.report.metrics import Row, read_metrics, read_validation
 from ftkit.report.report import Report
 from ftkit.report.step_memory import MicroBatchSize
 from ftkit.runs.job import Job
+from ftkit.strategies.strategy import Strategy
+from ftkit.training.journal import Journal
 from ftkit.training.loop import NonFiniteLoss
-from ftkit.training.module import FineTuner
 from ftkit.training.rank import _explain, run
 from ftkit.training.recorder import Recorder
 from ftkit.training.signals import StopRequest
+from ftkit.training.step import TrainStep
 
 
 @dataclass(frozen=True)
@@ -110,9 +112,9 @@ def train(tmp_path_factory: pytest.TempPathFactory, base: Path, data_file: Path)
         state = tmp_path_factory.mktemp("state")
         with (
             Display(out_dir) as display,
-            Recorder(job, job.plan, torch.device("cpu"), state) as recorder,
+            Recorder(job, state) as recorder,
         ):
-            run(job, None, StopRequest(), display, recorder)
+            run(job, None, StopRequest(), Journal(display, recorder))
         return Result(
             read_metrics(out_dir / "metrics.csv"),
             read_validation(out_dir / "validation.csv"),
@@ -188,7 +190,7 @@ def test_the_loss_of_a_step_is_the_mean_over_its_label_tokens(
     from transformers import AutoModelForCausalLM
 
     samples = load(base, data_file).train
-    order = ElasticOrder(
+    order = make_elastic_order(
         samples.lengths,
         samples.label_counts,
         seed=SEED,
@@ -312,8 +314,8 @@ def test_copies_have_until_the_backward_passes_of_the_next_step_are_done(
 
     telling(HostCopies, "take", "save")
     telling(HostCopies, "before_update", "hold")
-    telling(FineTuner, "backward", "backward")
-    telling(FineTuner, "configure_gradient_clipping", "update")  # the first thing of one
+    telling(Strategy, "backward", "backward")
+    telling(Strategy, "clip_gradients", "update")  # the first thing of one
     train("full", train__micro_batch_size=5, train__max_steps=3, train__save_interval=1)
     assert events == ["backward", "backward", "hold", "update", "save"] * 3
 
@@ -462,14 +464,14 @@ def test_what_filled_the_memory_is_told_where_it_runs_out(
     train: Train, monkeypatch: pytest.MonkeyPatch, at_step: int, told_of: int
 ) -> None:
     told = []
-    training_step = FineTuner.training_step
+    run = TrainStep.run
 
-    def fail_late(self: FineTuner, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
-        if self.trainer.global_step == at_step:
+    def fail_late(self: TrainStep, step: int, batches: Any) -> Any:
+        if step == at_step:
             raise torch.OutOfMemoryError("no memory left")
-        return training_step(self, batch, batch_idx)
+        return run(self, step, batches)
 
-    monkeypatch.setattr(FineTuner, "training_step", fail_late)
+    monkeypatch.setattr(TrainStep, "run", fail_late)
     monkeypatch.setattr(Recorder, "on_step_memory", lambda _, measured: told.append(measured))
     with pytest.raises(torch.OutOfMemoryError):
         train("full")
