@@ -155,7 +155,7 @@ class StepMeter(L.Callback):
     ) -> None:
         assert isinstance(pl_module, FineTuner)
         tokens, positions = int(batch["tokens"]), int(batch["padded_tokens"])
-        added = (int(batch["samples"]), tokens, len(batch["targets"]), positions - tokens)
+        added = (int(batch["samples"]), tokens, len(batch["labels"]), positions - tokens)
         self._counts = [old + new for old, new in zip(self._counts, added, strict=True)]
         if trainer.fit_loop._should_accumulate():
             self._clock.mark("other")

@@ -82,7 +82,7 @@ class FineTuner(L.LightningModule):
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """This micro-step's share of the step's loss, scaled for what Lightning divides by."""
-        total = self.model(batch["input_ids"], batch["positions"], batch["targets"])
+        total = self.model(batch["input_ids"], batch["label_indices"], batch["labels"])
         share = total / batch["label_tokens_in_step"]
         self.step_loss += share.detach()
         return share * (self.trainer.accumulate_grad_batches * self.trainer.world_size)
