@@ -33,8 +33,8 @@ class Sample(NamedTuple):
 
     ids: npt.NDArray[np.int32]
     """[tokens] of prompt and answer."""
-    masked: int
-    """How many of the first tokens are no targets."""
+    prompt_length: int
+    """How many of the first tokens are no labels; 0 where the prompt is learned too."""
 
 
 class SampleSet(Dataset[Sample]):
@@ -44,30 +44,30 @@ class SampleSet(Dataset[Sample]):
         self,
         tokens: npt.NDArray[np.int32],
         offsets: IntArray,
-        masked: npt.NDArray[np.int32],
+        prompt_lengths: npt.NDArray[np.int32],
         records: Sequence[Record] = (),
     ) -> None:
-        """Hold samples, each of which has at least one target.
+        """Hold samples, each of which has at least one label.
 
         Args:
             tokens: [tokens of all samples].
             offsets: [samples + 1], where each sample starts, and the end.
-            masked: [samples], tokens at the start of each that are no targets.
+            prompt_lengths: [samples], tokens at the start of each that are no labels.
             records: the texts of the samples; kept for validation, where answers are generated.
         """
         self._tokens = tokens
         self._offsets = offsets
-        self._masked = masked
+        self._prompt_lengths = prompt_lengths
         self.records = records
 
     def __len__(self) -> int:
-        return len(self._masked)
+        return len(self._prompt_lengths)
 
     def __getitem__(self, index: int) -> Sample:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         ids = self._tokens[self._offsets[index] : self._offsets[index + 1]]
-        return Sample(ids, int(self._masked[index]))
+        return Sample(ids, int(self._prompt_lengths[index]))
 
     @cached_property
     def lengths(self) -> IntArray:
@@ -77,13 +77,17 @@ class SampleSet(Dataset[Sample]):
     @cached_property
     def label_counts(self) -> IntArray:
         """[samples], tokens that carry loss. The first token is never one: nothing predicts it."""
-        return np.diff(self._offsets) - np.maximum(self._masked, 1)
+        return np.diff(self._offsets) - np.maximum(self._prompt_lengths, 1)
 
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of tokens, sample boundaries and masks, wherever they came from."""
         digest = hashlib.sha256()
-        for array, dtype in ((self._tokens, "<i4"), (self._offsets, "<i8"), (self._masked, "<i4")):
+        for array, dtype in (
+            (self._tokens, "<i4"),
+            (self._offsets, "<i8"),
+            (self._prompt_lengths, "<i4"),
+        ):
             digest.update(np.ascontiguousarray(array, dtype=dtype).data)
         return digest.hexdigest()
 
@@ -216,7 +220,7 @@ def _tokenise(
     answered = [record for record in records if record["output"].strip()]
     used: list[Record] = []
     samples: list[npt.NDArray[np.int32]] = []
-    masked: list[int] = []
+    prompt_lengths: list[int] = []
     truncated = 0
     sufficient_length = None
     pairs = prompts_and_answers(
@@ -224,14 +228,14 @@ def _tokenise(
     )
     for record, (prompt, answer) in zip(answered, pairs, strict=True):
         length = len(prompt) + len(answer)
-        first_target = max(len(prompt) if mask_prompt else 0, 1)
-        if first_target < min(length, max_seq_length):
+        first_label = max(len(prompt) if mask_prompt else 0, 1)
+        if first_label < min(length, max_seq_length):
             used.append(record)
             samples.append(np.array((prompt + answer)[:max_seq_length], dtype=np.int32))
-            masked.append(len(prompt) if mask_prompt else 0)
+            prompt_lengths.append(len(prompt) if mask_prompt else 0)
             truncated += length > max_seq_length
-        elif first_target < length:
-            sufficient_length = min(first_target + 1, sufficient_length or first_target + 1)
+        elif first_label < length:
+            sufficient_length = min(first_label + 1, sufficient_length or first_label + 1)
     counts = {
         "records": len(records),
         "used": len(used),
@@ -243,7 +247,9 @@ def _tokenise(
         raise UserError(_explain_nothing_left(split, counts, max_seq_length, sufficient_length))
     offsets = np.zeros(len(samples) + 1, dtype=np.int64)
     np.cumsum([len(ids) for ids in samples], out=offsets[1:])
-    sample_set = SampleSet(np.concatenate(samples), offsets, np.array(masked, np.int32), used)
+    sample_set = SampleSet(
+        np.concatenate(samples), offsets, np.array(prompt_lengths, np.int32), used
+    )
     counts["tokens"] = int(sample_set.lengths.sum())
     counts["label_tokens"] = int(sample_set.label_counts.sum())
     return sample_set, counts

@@ -17,16 +17,16 @@ def collate(
     """Pad samples to a micro-batch.
 
     Args:
-        samples: at least one; None is a filler, which becomes one token without a target.
+        samples: at least one; None is a filler, which becomes one token without a label.
         label_tokens_in_step: over all ranks and micro-steps, the share of this micro-batch is
             taken of it.
         is_last_of_step: whether an update follows it.
 
     Returns:
         input_ids: [batch, sequence] int64, all but the last token, padded on the right with 0.
-        positions: [targets] int64, indices into batch * sequence of the tokens whose next token
+        label_indices: [labels] int64, indices into batch * sequence of the tokens whose next token
             carries loss.
-        targets: [targets] int64, those next tokens.
+        labels: [labels] int64, those next tokens.
         label_tokens_in_step: scalar float64.
         is_last_of_step: as given.
         samples: how many, without fillers.
@@ -37,18 +37,18 @@ def collate(
     lengths = [len(sample.ids) - 1 for _, sample in real]
     sequence = max(lengths, default=1)
     input_ids = np.zeros((len(samples), sequence), dtype=np.int64)
-    positions = [np.empty(0, dtype=np.int64)]
-    targets = [np.empty(0, dtype=np.int64)]
-    for (row, (ids, masked)), length in zip(real, lengths, strict=True):
-        first_target = max(masked, 1)
+    label_indices = [np.empty(0, dtype=np.int64)]
+    labels = [np.empty(0, dtype=np.int64)]
+    for (row, (ids, prompt_length)), length in zip(real, lengths, strict=True):
+        first_label = max(prompt_length, 1)
         input_ids[row, :length] = ids[:-1]
         start = row * sequence
-        positions.append(np.arange(start + first_target - 1, start + length))
-        targets.append(ids[first_target:].astype(np.int64))
+        label_indices.append(np.arange(start + first_label - 1, start + length))
+        labels.append(ids[first_label:].astype(np.int64))
     return {
         "input_ids": torch.from_numpy(input_ids),
-        "positions": torch.from_numpy(np.concatenate(positions)),
-        "targets": torch.from_numpy(np.concatenate(targets)),
+        "label_indices": torch.from_numpy(np.concatenate(label_indices)),
+        "labels": torch.from_numpy(np.concatenate(labels)),
         "label_tokens_in_step": torch.tensor(label_tokens_in_step, dtype=torch.float64),
         "is_last_of_step": is_last_of_step,
         "samples": len(real),

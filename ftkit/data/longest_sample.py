@@ -86,9 +86,9 @@ def longest_sample(
             whole = len(prompt) + len(answer)
             densest = max(densest, whole / sizes[index])
             length = min(whole, max_seq_length)
-            first_target = max(len(prompt) if mask_prompt else 0, 1)
-            if tokens < length and first_target < length:
-                tokens, label_tokens = length, length - first_target
+            first_label = max(len(prompt) if mask_prompt else 0, 1)
+            if tokens < length and first_label < length:
+                tokens, label_tokens = length, length - first_label
         done_bytes += int(sizes[chunk].sum())
     if not tokens:
         return None

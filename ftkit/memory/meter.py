@@ -140,7 +140,7 @@ class MemoryMeter:
             sequences, positions = batch["input_ids"].shape
             self._micro_batches.append(
                 MicroBatchSize(
-                    sequences=sequences, positions=positions, targets=len(batch["targets"])
+                    sequences=sequences, positions=positions, targets=len(batch["labels"])
                 )
             )
             self._live.begin_forward()

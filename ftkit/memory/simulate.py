@@ -44,7 +44,7 @@ DEPTHS = (3, 4)
 
 def largest_micro_batch(sequences: int, tokens: int) -> MicroBatchSize:
     """What no micro-batch exceeds: samples of so many tokens, all of which carry loss."""
-    positions = tokens - 1  # the last token is only a target
+    positions = tokens - 1  # the last token is only a label
     return MicroBatchSize(sequences=sequences, positions=positions, targets=sequences * positions)
 
 
@@ -245,12 +245,12 @@ class _Step:
         live, batch = self._live, self._batch
         self._mark("before the blocks")
         ids = torch.zeros(batch.sequences, batch.positions, dtype=torch.long)
-        positions = torch.zeros(batch.targets, dtype=torch.long)
-        targets = torch.zeros(batch.targets, dtype=torch.long)
+        label_indices = torch.zeros(batch.targets, dtype=torch.long)
+        labels = torch.zeros(batch.targets, dtype=torch.long)
         live.begin_forward()
-        live.assign([ids, positions, targets], "activations")
+        live.assign([ids, label_indices, labels], "activations")
         with torch.autocast("cpu", torch.bfloat16) if self._mixed else nullcontext():
-            total = self._model(ids, positions, targets)
+            total = self._model(ids, label_indices, labels)
         loss = step_share(total, batch.targets) * self._plan.world_size
         del total
         live.end_forward(self._strategy.gathered(self._model))
@@ -258,7 +258,7 @@ class _Step:
         self._backward = True
         loss.backward()
         self._backward = False
-        del loss, ids, positions, targets
+        del loss, ids, label_indices, labels
         if optimizer is not None:
             self._mark("optimizer")
             self._update(optimizer)

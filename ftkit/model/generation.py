@@ -86,7 +86,7 @@ def answer_in_tokens(
         for place in range(length, room):
             with context():
                 last = torch.tensor([len(newest) - 1], device=device)
-                logits = model(newest[None], last, cache_positions=places[None])
+                logits = model(newest[None], last, positions=places[None])
             token = sampling.choose(logits[0], generator)
             if token in stop_ids:
                 return
@@ -157,14 +157,14 @@ def answer_greedily(
     answers = []
     model.gpt.set_kv_cache(batch_size=len(prompts), max_seq_length=room, device=device)
     try:
-        logits = model(tokens, ends, cache_positions=places)
+        logits = model(tokens, ends, positions=places)
         for offset in range(room - int(lengths.max())):
             newest = _of_rank_0(logits.argmax(dim=-1)).masked_fill(finished, eos_id)
             finished |= newest == eos_id
             if bool(finished.all()):
                 break
             answers.append(newest)
-            logits = model(newest[:, None], rows, cache_positions=(lengths + offset)[:, None])
+            logits = model(newest[:, None], rows, positions=(lengths + offset)[:, None])
     finally:
         model.gpt.clear_kv_cache()
     if not answers:

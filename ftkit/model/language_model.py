@@ -75,21 +75,21 @@ class LanguageModel(nn.Module):
     def forward(
         self,
         input_ids: Tensor,
-        positions: Tensor,
-        targets: Tensor | None = None,
-        cache_positions: Tensor | None = None,
+        label_indices: Tensor,
+        labels: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> Tensor:
         """Summed loss of a micro-batch, or its logits at some positions.
 
         Args:
             input_ids: [batch, sequence], padded on the right.
-            positions: [n], indices into the flattened batch and sequence.
-            targets: [n] or None, see `Head.forward`.
-            cache_positions: [batch, sequence], where the tokens stand in their sequences; reads
+            label_indices: [n], indices into the flattened batch and sequence.
+            labels: [n] or None, see `Head.forward`.
+            positions: [batch, sequence], where the tokens stand in their sequences; reads
                 and extends the key-value cache of `gpt.set_kv_cache`.
         """
-        hidden = self.gpt(input_ids, input_pos=cache_positions)
-        result: Tensor = self.head(hidden, positions, targets)
+        hidden = self.gpt(input_ids, input_pos=positions)
+        result: Tensor = self.head(hidden, label_indices, labels)
         return result
 
 

@@ -31,24 +31,24 @@ class Head(nn.Module):
         self.lm_head = lm_head
         self.softcap = softcap
 
-    def forward(self, hidden: Tensor, positions: Tensor, targets: Tensor | None) -> Tensor:
+    def forward(self, hidden: Tensor, label_indices: Tensor, labels: Tensor | None) -> Tensor:
         """Logits at some positions, or the summed loss there.
 
         Args:
             hidden: [batch, sequence, width].
-            positions: [n], indices into the flattened batch and sequence.
-            targets: [n], the token that follows each position; None asks for the logits.
+            label_indices: [n], indices into the flattened batch and sequence.
+            labels: [n], the token that follows each position; None asks for the logits.
 
         Returns:
             [n, vocabulary] logits in float32, or the sum of the n cross-entropies in nats.
         """
-        rows = hidden.flatten(0, 1).index_select(0, positions)
-        if targets is None:
+        rows = hidden.flatten(0, 1).index_select(0, label_indices)
+        if labels is None:
             return self._logits(rows)
         chunk = max(1, LOGITS_CHUNK_ELEMENTS // self._vocabulary)
-        pieces = list(zip(rows.split(chunk), targets.split(chunk), strict=True))
+        pieces = list(zip(rows.split(chunk), labels.split(chunk), strict=True))
         if len(pieces) == 1:
-            return self._loss(rows, targets)
+            return self._loss(rows, labels)
         losses = [checkpoint(self._loss, *piece, use_reentrant=False) for piece in pieces]
         return torch.stack(losses).sum()
 
@@ -62,5 +62,5 @@ class Head(nn.Module):
         logits: Tensor = self.lm_head(rows).float()
         return torch.tanh(logits / self.softcap) * self.softcap if self.softcap else logits
 
-    def _loss(self, rows: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(self._logits(rows), targets, reduction="sum")
+    def _loss(self, rows: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self._logits(rows), labels, reduction="sum")

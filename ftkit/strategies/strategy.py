@@ -156,7 +156,7 @@ class Strategy:
 
     def forward(self, batch: dict[str, Any]) -> Tensor:
         """The summed loss of a micro-batch, in nats: a scalar."""
-        loss: Tensor = self._forward(batch["input_ids"], batch["positions"], batch["targets"])
+        loss: Tensor = self._forward(batch["input_ids"], batch["label_indices"], batch["labels"])
         return loss
 
     def backward(self, loss: Tensor) -> None:

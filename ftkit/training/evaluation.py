@@ -52,8 +52,8 @@ def validation_loss(
             return None
         batch = move_data_to_device(batch, device)
         with context():
-            sums[0] += model(batch["input_ids"], batch["positions"], batch["targets"])
-        sums[1] += len(batch["targets"])
+            sums[0] += model(batch["input_ids"], batch["label_indices"], batch["labels"])
+        sums[1] += len(batch["labels"])
         progress(done, len(batches))
     total, label_tokens = sum_over_ranks(sums).tolist()
     return total / label_tokens

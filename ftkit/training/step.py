@@ -165,4 +165,4 @@ class TrainStep:
 def _counts(batch: Batch) -> tuple[int, int, int, int]:
     """Of a micro-batch: samples, real tokens, label tokens, padded positions."""
     tokens, positions = int(batch["tokens"]), int(batch["padded_tokens"])
-    return int(batch["samples"]), tokens, len(batch["targets"]), positions - tokens
+    return int(batch["samples"]), tokens, len(batch["labels"]), positions - tokens

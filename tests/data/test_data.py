@@ -120,8 +120,8 @@ class TestTokens:
         expected = [(item["input_ids"].tolist(), item["labels"].tolist()) for item in theirs]
         expected = [pair for pair in expected if any(label != -100 for label in pair[1][1:])]
         got = []
-        for ids, masked in (ours.val[i] for i in range(len(ours.val))):
-            got.append((ids.tolist(), [-100] * masked + ids[masked:].tolist()))
+        for ids, prompt_length in (ours.val[i] for i in range(len(ours.val))):
+            got.append((ids.tolist(), [-100] * prompt_length + ids[prompt_length:].tolist()))
         assert got == expected
         assert ours.val.lengths.tolist() == [len(ids) - 1 for ids, _ in expected]
         labels = [sum(label != -100 for label in labels[1:]) for _, labels in expected]
@@ -454,7 +454,7 @@ class TestModulesOfLitgpt:
         for i in range(27):
             sample, theirs = loaded.train[i], module.train_dataset[i]
             assert sample.ids.tolist() == theirs["input_ids"].tolist()
-            assert sample.masked == (theirs["labels"] == -100).sum()
+            assert sample.prompt_length == (theirs["labels"] == -100).sum()
 
     def test_alpaca2k_comes_through_datasets(self, tokenizer, monkeypatch):
         import datasets
@@ -536,18 +536,18 @@ class TestModulesOfLitgpt:
 class TestCollate:
     """Samples become one padded micro-batch."""
 
-    def test_positions_point_at_the_tokens_before_the_targets(self):
+    def test_label_indices_point_at_the_tokens_before_the_labels(self):
         samples = [
-            Sample(np.array([5, 6, 7, 8, 9], dtype=np.int32), masked=3),
+            Sample(np.array([5, 6, 7, 8, 9], dtype=np.int32), prompt_length=3),
             None,
-            Sample(np.array([1, 2, 3], dtype=np.int32), masked=0),
+            Sample(np.array([1, 2, 3], dtype=np.int32), prompt_length=0),
         ]
         batch = collate(samples, label_tokens_in_step=40)
         assert batch["input_ids"].tolist() == [[5, 6, 7, 8], [0, 0, 0, 0], [1, 2, 0, 0]]
-        assert batch["positions"].tolist() == [2, 3, 8, 9]
-        assert batch["targets"].tolist() == [8, 9, 2, 3]
-        assert batch["input_ids"].dtype == batch["positions"].dtype == torch.int64
-        assert batch["targets"].dtype == torch.int64
+        assert batch["label_indices"].tolist() == [2, 3, 8, 9]
+        assert batch["labels"].tolist() == [8, 9, 2, 3]
+        assert batch["input_ids"].dtype == batch["label_indices"].dtype == torch.int64
+        assert batch["labels"].dtype == torch.int64
         assert batch["label_tokens_in_step"].dtype == torch.float64
         assert batch["label_tokens_in_step"].tolist() == 40
         assert (batch["samples"], batch["tokens"], batch["padded_tokens"]) == (2, 6, 12)
@@ -555,10 +555,10 @@ class TestCollate:
     def test_a_filler_alone_is_one_token_that_counts_for_nothing(self):
         batch = collate([None], label_tokens_in_step=3)
         assert batch["input_ids"].tolist() == [[0]]
-        assert batch["positions"].shape == batch["targets"].shape == (0,)
+        assert batch["label_indices"].shape == batch["labels"].shape == (0,)
         assert (batch["samples"], batch["tokens"], batch["padded_tokens"]) == (0, 0, 1)
 
-    def test_the_targets_are_the_labels_that_litgpt_shifts(self, tokenizer):
+    def test_the_labels_are_those_that_litgpt_shifts(self, tokenizer):
         theirs = litgpt_data.SFTDataset(RECORDS, tokenizer, "alpaca", 200, mask_prompt=True)
         kept = [item for item in theirs if (item["labels"][1:] != -100).any()]
         batch = collate(
@@ -571,8 +571,8 @@ class TestCollate:
         expected = litgpt_data.get_sft_collate_fn()(kept)
         labels = expected["labels"][:, 1:].flatten()
         assert batch["input_ids"].shape == expected["input_ids"][:, :-1].shape
-        assert batch["positions"].tolist() == torch.nonzero(labels != -100).flatten().tolist()
-        assert batch["targets"].tolist() == labels[labels != -100].tolist()
+        assert batch["label_indices"].tolist() == torch.nonzero(labels != -100).flatten().tolist()
+        assert batch["labels"].tolist() == labels[labels != -100].tolist()
 
 
 def make_samples(count: int = 37) -> SampleSet:
@@ -627,9 +627,9 @@ class TestLoaders:
         batches = [batch for batches in loaders for batch in batches]
         assert sum(batch["samples"] for batch in batches) == 2 * len(samples)
         assert sum(batch["tokens"] for batch in batches) == 2 * samples.lengths.sum()
-        targets = sum(len(batch["targets"]) for batch in batches)
-        assert targets == 2 * samples.label_counts.sum()
-        shares = [len(batch["targets"]) / batch["label_tokens_in_step"] for batch in batches]
+        labels = sum(len(batch["labels"]) for batch in batches)
+        assert labels == 2 * samples.label_counts.sum()
+        shares = [len(batch["labels"]) / batch["label_tokens_in_step"] for batch in batches]
         assert sum(shares) == pytest.approx(ranks[0].total_steps)
 
     @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -643,7 +643,7 @@ class TestLoaders:
         assert len({len(loader) for loader in loaders}) == 1
         batches = [batch for loader in loaders for batch in loader]
         labels = samples.label_counts[:limit].sum()
-        assert sum(len(batch["targets"]) for batch in batches) == labels
+        assert sum(len(batch["labels"]) for batch in batches) == labels
         assert {batch["label_tokens_in_step"].item() for batch in batches} == {labels}
 
     def test_a_loader_of_a_run_that_is_already_at_its_end_is_empty(self):

@@ -130,8 +130,8 @@ def test_attention_counts_the_square_of_every_length() -> None:
     def of(*lengths: int, prompts: tuple[int, ...] = ()) -> float:
         tokens = np.zeros(sum(lengths) + len(lengths), dtype=np.int32)
         offsets = np.cumsum([0, *(length + 1 for length in lengths)])
-        masked = np.array(prompts or [0] * len(lengths), dtype=np.int32)
-        return mean_flops_per_token(model, SampleSet(tokens, offsets, masked))
+        prompt_lengths = np.array(prompts or [0] * len(lengths), dtype=np.int32)
+        return mean_flops_per_token(model, SampleSet(tokens, offsets, prompt_lengths))
 
     per_length = 6 * LAYERS * WIDTH
     assert of(300) - of(100, 100, 100) == pytest.approx(per_length * 200)

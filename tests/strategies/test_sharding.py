@@ -150,7 +150,7 @@ def test_ddp_sends_no_tables(
 
 def test_a_validation_asks_every_tenth_batch_whether_to_stop() -> None:
     """Each question is a message, for which the host waits."""
-    batch = {name: torch.zeros(1) for name in ("input_ids", "positions", "targets")}
+    batch = {name: torch.zeros(1) for name in ("input_ids", "label_indices", "labels")}
     asked: list[int] = []
     done: list[int] = []
 

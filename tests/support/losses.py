@@ -29,11 +29,11 @@ def loss_of(model: torch.nn.Module, samples: SampleSet, indices: Iterable[int]) 
     """Mean loss over the label tokens as transformers' model gives it, one sample at a time."""
     total, tokens = 0.0, 0
     for index in indices:
-        ids, masked = samples[index]
-        targets = torch.tensor(ids[1:], dtype=torch.long)
-        targets[: masked - 1] = -100
+        ids, prompt_length = samples[index]
+        labels = torch.tensor(ids[1:], dtype=torch.long)
+        labels[: prompt_length - 1] = -100
         with torch.no_grad():
             logits = model(torch.tensor(ids[None, :-1], dtype=torch.long)).logits[0]
-        total += F.cross_entropy(logits, targets, reduction="sum").item()
-        tokens += int((targets != -100).sum())
+        total += F.cross_entropy(logits, labels, reduction="sum").item()
+        tokens += int((labels != -100).sum())
     return total / tokens
