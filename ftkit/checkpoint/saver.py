@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ftkit.checkpoint.files import shard_name
 from ftkit.checkpoint.host_copies import HostCopies, in_host_memory
 from ftkit.checkpoint.metadata import FileEntry, Metadata
-from ftkit.checkpoint.shards import Piece, shard_name, write_shard
+from ftkit.checkpoint.shards import Piece, write_shard
 from ftkit.checkpoint.store import Store, hash_file
 from ftkit.utils.files import sync, write_json
 

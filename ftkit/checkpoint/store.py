@@ -9,22 +9,21 @@ import contextlib
 import hashlib
 import os
 import re
-import shutil
 import stat
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
+from ftkit.checkpoint.files import METADATA
 from ftkit.checkpoint.metadata import (
-    METADATA,
     CheckpointError,
     FileEntry,
     Metadata,
     read_metadata,
     write_metadata,
 )
-from ftkit.utils.files import sync, write_durably
+from ftkit.utils.files import remove, sync, write_durably
 
 LATEST = "latest"
 """Names the newest checkpoint, for people and scripts; never read here."""
@@ -384,11 +383,3 @@ _LEFTOVER = re.compile(rf"\.{_STEP.pattern}\.(?:partial|deleted|replaced)|\.{LAT
 def _name_of(hidden: Path) -> str:
     """The name that a checkpoint on its way will have, or had."""
     return hidden.name.removeprefix(".").rpartition(".")[0]
-
-
-def remove(path: Path) -> None:
-    """Remove a directory with all in it, or a file, or nothing if there is none."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

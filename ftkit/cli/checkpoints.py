@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ftkit.checkpoint import store as checks
+from ftkit.checkpoint.files import RECIPE
 from ftkit.checkpoint.metadata import CheckpointError, Layout, Metadata, read_metadata
 from ftkit.checkpoint.store import step_of
 from ftkit.config.parsing import read_keys
@@ -34,7 +35,7 @@ from ftkit.console.formatting import (
 from ftkit.errors import UserError
 from ftkit.runs.checkpoints import (
     Entry,
-    Place,
+    RunCheckpoints,
     entry_of,
     find,
     find_all,
@@ -42,8 +43,8 @@ from ftkit.runs.checkpoints import (
     misnamed,
     size_of,
 )
-from ftkit.runs.directory import RECIPE
 from ftkit.runs.lock import claimed, is_at_work
+from ftkit.utils.files import remove
 
 Format = Literal["table", "json"]
 PROGRESS_AFTER_S = 2.0
@@ -166,18 +167,18 @@ def clean_checkpoints(out_dir: Path, keep_last: int, *, dry_run: bool) -> int:
         damaged = {step: found for step in steps if (found := store.check_files(step))}
         freed = 0
         removals: list[tuple[Path, Callable[[], object]]] = [
-            *((path, lambda path=path: checks.remove(path)) for path in store.leftovers()),
+            *((path, lambda path=path: remove(path)) for path in store.leftovers()),
             *(
                 (store.path(step), lambda step=step: store.delete(step))
                 for step in steps
                 if step not in kept
             ),
         ]
-        for path, remove in removals:
+        for path, remove_one in removals:
             size = size_of(path)
             try:
                 if not dry_run:
-                    remove()
+                    remove_one()
             except OSError as error:
                 raise UserError(
                     f"{path} cannot be removed ({error.strerror}). Check who owns it."
@@ -257,10 +258,10 @@ class _Verifying:
         self._now = 0
 
 
-def _kept_for_good(place: Place) -> dict[str, int | None]:
+def _kept_for_good(place: RunCheckpoints) -> dict[str, int | None]:
     """What the recorded recipe says about checkpoints that stay."""
     newest = place.store.newest()
-    candidates = [run / RECIPE for run in place.runs]
+    candidates = [run.recipe for run in place.runs]
     if newest is not None:
         candidates.append(place.store.path(newest) / RECIPE)
     recipe = next((read_keys(path) for path in candidates if path.is_file()), {})

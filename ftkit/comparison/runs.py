@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -10,9 +10,10 @@ from typing import Any
 
 from ftkit.config.recipe import LoraRecipe
 from ftkit.errors import UserError
-from ftkit.report.metrics import METRICS_NAME, VALIDATION_NAME, Row, read_metrics, read_validation
-from ftkit.report.report import FILE_NAME, RankMemory, Report, Resolved
-from ftkit.runs.state import StateName, is_run, look
+from ftkit.report.metrics import Row, read_metrics, read_validation
+from ftkit.report.report import RankMemory, Report, Resolved
+from ftkit.runs.directory import RunDirectory
+from ftkit.runs.state import StateName, look
 from ftkit.utils.hardware import Hardware
 
 _NOT_COMPARED = ("out_dir", "resume", "access_token", "log")
@@ -79,7 +80,7 @@ class ComparedRun:
     @cached_property
     def training(self) -> Curve:
         """The training loss, finite values only; empty where there are no rows."""
-        rows = _rows(self.out_dir / METRICS_NAME)
+        rows = _rows(read_metrics, RunDirectory(self.out_dir).metrics)
         steps, seconds, losses = [], [], []
         elapsed_s = 0.0
         for row in rows:
@@ -95,7 +96,7 @@ class ComparedRun:
     @cached_property
     def validation(self) -> list[tuple[int, float]]:
         """Step and loss of every validation."""
-        rows = _rows(self.out_dir / VALIDATION_NAME)
+        rows = _rows(read_validation, RunDirectory(self.out_dir).validation)
         return [
             (int(row["step"]), loss)
             for row in rows
@@ -203,12 +204,12 @@ def _host_bytes(rank: RankMemory) -> int:
 
 def _find(path: Path) -> Iterator[Path]:
     """The runs that a path stands for, in the order of their names."""
-    if path.is_file() and path.name == FILE_NAME:
+    if path.is_file() and path == RunDirectory(path.parent).report:
         path = path.parent
     if not path.is_dir():
         return
     for directory, below, _ in os.walk(path):
-        if is_run(Path(directory)):
+        if RunDirectory(Path(directory)).is_run():
             below.clear()
             yield Path(directory)
         below[:] = sorted(name for name in below if not name.startswith("."))
@@ -240,9 +241,9 @@ def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield prefix + key, value
 
 
-def _rows(path: Path) -> list[Row]:
+def _rows(read: Callable[[Path], list[Row]], path: Path) -> list[Row]:
     """The rows of a log; none if it is not there or damaged."""
     try:
-        return read_metrics(path) if path.name == METRICS_NAME else read_validation(path)
+        return read(path)
     except (OSError, ValueError):
         return []

@@ -9,6 +9,7 @@ import torch
 import yaml
 from torch import Tensor
 
+from ftkit.checkpoint.files import BASE
 from ftkit.checkpoint.metadata import CheckpointError
 from ftkit.checkpoint.shards import StoredState
 from ftkit.checkpoint.state import PARAMETER, stored_name, trained_parameter
@@ -32,7 +33,6 @@ from ftkit.pretrained.base_model import (
     weights,
 )
 from ftkit.pretrained.fingerprint import fingerprint
-from ftkit.runs.directory import BASE
 from ftkit.strategies.sharding import Whole
 
 if TYPE_CHECKING:
@@ -260,9 +260,8 @@ def prompt_style(result: Result, base: BaseModel) -> "PromptStyle":
 
 def _stored(result: Result) -> StoredState:
     assert result.metadata is not None
-    shards = [name for name in result.metadata.files if name.startswith("shard-")]
     try:
-        return StoredState(result.directory / name for name in shards)
+        return StoredState.in_checkpoint(result.directory, result.metadata)
     except CheckpointError as error:
         raise UserError(f"{result.directory} is damaged: {error}.") from None
 

@@ -21,8 +21,8 @@ from ftkit.errors import EXIT_BY_SIGNAL, EXIT_OUT_OF_MEMORY, UserError
 from ftkit.launch.environment import ExternalRanks
 from ftkit.launch.heartbeats import Heartbeats, Store, farewell
 from ftkit.launch.ranks import POLL_S, Ranks, StoppedEarly
-from ftkit.report.report import ENDED_WELL, FILE_NAME, read_report
-from ftkit.runs.directory import ERROR, STATE, rank_directory
+from ftkit.report.report import ENDED_WELL, read_report
+from ftkit.runs.directory import RankDirectory
 from ftkit.runs.job import FOR_MEMORY, Job, RankError
 from ftkit.runs.resume import Completed
 from ftkit.utils.process import die_with_parent
@@ -71,9 +71,8 @@ def take_part(
             if not isinstance(end, StoppedEarly):  # the signal may have ended the others
                 _wait_for_the_end(store, watched, ranks)
             raise
-        state = job.recipe.out_dir / STATE
-        store.set(JOB, str(state / "job.json"))
-        ranks.run(job, state)
+        store.set(JOB, str(job.directory.job))
+        ranks.run(job)
         _wait_for_the_end(store, watched, ranks)
         return conclude(job, ranks.received)
 
@@ -160,9 +159,9 @@ def _follow(placed: ExternalRanks, store: Store) -> int:
     if job_file == COMPLETE:
         return 0
     with Ranks(placed) as ranks:
-        state = Path(job_file).parent
-        ranks.run(Job.read(Path(job_file)), state)
-        return _exit_code(rank_directory(state, placed.rank))
+        job = Job.read(Path(job_file))
+        ranks.run(job)
+        return _exit_code(job.directory.rank(placed.rank))
 
 
 def _machine(rank: int) -> str:
@@ -182,11 +181,11 @@ def _wait_for(store: Store, keys: list[str], *, patience_s: float = float("inf")
         time.sleep(POLL_S)
 
 
-def _exit_code(directory: Path) -> int:
+def _exit_code(directory: RankDirectory) -> int:
     """As `ftkit` without torchrun ends if this rank is why the run ends."""
-    error = RankError.read(directory / ERROR)
+    error = RankError.read(directory.error)
     if error is None:  # done, or killed before it could say anything
-        report = directory / FILE_NAME
+        report = directory.report
         return 0 if report.exists() and read_report(report).outcome in ENDED_WELL else 1
     by_signal = {number.name: code for number, (code, _) in EXIT_BY_SIGNAL.items()}
     codes = {"user": UserError.exit_code} | dict.fromkeys(FOR_MEMORY, EXIT_OUT_OF_MEMORY)

@@ -13,7 +13,7 @@ from ftkit.config.recipe import Method, Recipe
 from ftkit.console.formatting import utc_now, utc_text
 from ftkit.errors import UserError
 from ftkit.report.report import Progress, Report
-from ftkit.runs.directory import RESERVE
+from ftkit.runs.directory import RunDirectory
 from ftkit.utils.files import insist, write_json
 from ftkit.utils.hardware import hardware, versions
 from ftkit.utils.units import parse_duration
@@ -78,6 +78,11 @@ class Job:
     """When to stop gracefully before the run is done."""
     changes: tuple[str, ...] = ()
     """What differs from the checkpoint's recipe in how it is learned, one line each."""
+
+    @property
+    def directory(self) -> RunDirectory:
+        """Where its files lie."""
+        return RunDirectory(self.recipe.out_dir)
 
     @property
     def plan(self) -> Plan:
@@ -149,9 +154,14 @@ class RankError:
     happened_at_s: float
     """Seconds since the epoch: the first error of several ranks is the cause."""
 
-    def write(self, path: Path) -> None:
-        """Leave the error for the supervisor, as a file in the rank's directory."""
-        insist(lambda: write_json(path, dataclasses.asdict(self)), path.parents[1] / RESERVE)
+    def write(self, path: Path, reserve: Path) -> None:
+        """Leave the error for the supervisor.
+
+        Args:
+            path: in the rank's directory.
+            reserve: space for it on a full disk.
+        """
+        insist(lambda: write_json(path, dataclasses.asdict(self)), reserve)
 
     @classmethod
     def read(cls, path: Path) -> "RankError | None":

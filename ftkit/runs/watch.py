@@ -13,16 +13,15 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ftkit.checkpoint.store import Store
 from ftkit.console.curve import curve, means
 from ftkit.console.display import Display, clock_text, terminal_of
 from ftkit.console.formatting import age_text, duration_text, number_text, printable
 from ftkit.console.html import bar, block, curve_picture, escaped, labelled, styled
-from ftkit.report.metrics import METRICS_NAME, VALIDATION_NAME, Row, RowsReader
+from ftkit.report.metrics import Row, RowsReader
 from ftkit.report.report import Progress, Report, Resolved
 from ftkit.report.table import STYLE_OF_OUTCOME, memory_text
 from ftkit.runs.checkpoints import entry_of
-from ftkit.runs.directory import CHECKPOINTS
+from ftkit.runs.directory import RunDirectory
 from ftkit.runs.state import RunState, StateName, look
 
 _RECENT_STEPS = 20
@@ -124,9 +123,9 @@ class Watcher:
     """Looks at a run again and again."""
 
     def __init__(self, out_dir: Path) -> None:
-        self._out_dir = out_dir
-        self._rows = RowsReader(out_dir / METRICS_NAME)
-        self._validations = RowsReader(out_dir / VALIDATION_NAME)
+        self._directory = RunDirectory(out_dir)
+        self._rows = RowsReader(self._directory.metrics)
+        self._validations = RowsReader(self._directory.validation)
 
     def look(self) -> Sight:
         """What there is to see now.
@@ -134,7 +133,8 @@ class Watcher:
         Raises:
             UserError: the directory holds no run.
         """
-        run = look(self._out_dir)  # before the rows: then those of a run that has ended are all
+        # Before the rows: then those of a run that has ended are all.
+        run = look(self._directory.path)
         rows = self._rows.read_on()
         step, age_s = self._newest_checkpoint()
         return Sight(
@@ -144,11 +144,11 @@ class Watcher:
             checkpoint_step=step,
             checkpoint_age_s=age_s,
             elapsed_s=_elapsed_s(run),
-            silent_s=_age_s(self._out_dir / METRICS_NAME) if rows else None,
+            silent_s=_age_s(self._directory.metrics) if rows else None,
         )
 
     def _newest_checkpoint(self) -> tuple[int | None, float | None]:
-        store = Store(self._out_dir / CHECKPOINTS)
+        store = self._directory.store
         newest = store.newest()
         if newest is None:
             return None, None

@@ -13,7 +13,6 @@ from ftkit.checkpoint.metadata import BaseIdentity, DataIdentity, Layout, Metada
 from ftkit.checkpoint.saver import Retention, Saver
 from ftkit.checkpoint.shards import StoredState
 from ftkit.checkpoint.state import Holder, TorchState, ZeroState, capture, restore
-from ftkit.checkpoint.store import Store
 from ftkit.config.parsing import to_yaml
 from ftkit.config.recipe import LoraRecipe
 from ftkit.console.display import Display
@@ -21,7 +20,6 @@ from ftkit.console.formatting import utc_now
 from ftkit.lora.save import save_adapter
 from ftkit.model.load_weights import trained_weights
 from ftkit.pretrained.base_model import BaseModel, save_companions
-from ftkit.runs.directory import CHECKPOINTS, STATE, rank_directory
 from ftkit.runs.job import Job
 from ftkit.strategies.distributed import rank
 from ftkit.training.module import FineTuner
@@ -35,7 +33,7 @@ LOSS_SCALE, LOSS_SCALE_AGE = "loss_scale", "loss_scale_age"
 
 def goes_on_in_place(job: Job) -> bool:
     """Whether the run continues from a checkpoint of its own."""
-    own = (job.recipe.out_dir / CHECKPOINTS).resolve()
+    own = job.directory.store.directory.resolve()
     return job.start is not None and Path(job.start).resolve().parent == own
 
 
@@ -82,11 +80,10 @@ class Checkpointing:
             keep_every=settings.keep_every,
             keep_best=settings.keep_best,
         )
-        out_dir = job.recipe.out_dir
-        self._store = Store(out_dir / CHECKPOINTS)
+        self._store = job.directory.store
         self._saver = Saver(
             self._store,
-            [rank_directory(out_dir / STATE, r) for r in range(self._plan.world_size)],
+            [job.directory.rank(r).path for r in range(self._plan.world_size)],
             rank(),
             self._retention,
             asynchronous=settings.asynchronous,

@@ -32,7 +32,7 @@ from ftkit.checkpoint.metadata import CheckpointError, Metadata, read_metadata
 from ftkit.checkpoint.saver import SavingFailed
 from ftkit.checkpoint.shards import StoredState
 from ftkit.config.recipe import LoraRecipe
-from ftkit.console.display import LOG_NAME, Display
+from ftkit.console.display import Display
 from ftkit.data.dataset import DataSets, load_data
 from ftkit.data.sampler import ElasticOrder
 from ftkit.data.sources import prompt_style_file
@@ -43,7 +43,7 @@ from ftkit.model.load_weights import trained_weights
 from ftkit.pretrained.base_model import BaseModel, open_base, open_companions
 from ftkit.pretrained.save import layout_of, save_hf, save_litgpt
 from ftkit.report.report import DataCounts
-from ftkit.runs.directory import COMPLETING, ERROR, FINAL, rank_directory
+from ftkit.runs.directory import RankDirectory
 from ftkit.runs.job import Job, RankError
 from ftkit.strategies.distributed import make_device, rank
 from ftkit.strategies.lightning import set_arithmetic
@@ -145,8 +145,8 @@ def run(
     if recipe.checkpoint.save and not base.random:
         recorder.enter("saving")
         with display.phase("saving the result"):
-            _save(module, base, base_identity.fingerprint, data, recipe.out_dir / FINAL)
-        recorder.saved(FINAL)
+            _save(module, base, base_identity.fingerprint, data, job.directory.final)
+        recorder.saved(job.directory.final.name)
     recorder.note(outcome="completed", exit_code=0, exit_reason=training.exit_reason)
 
 
@@ -154,9 +154,8 @@ def _stored_state(job: Job, start: Metadata | None) -> StoredState | None:
     """The state of training that the run continues from."""
     if job.start is None or start is None:
         return None
-    shards = [name for name in start.files if name.startswith("shard-")]
     try:
-        return StoredState(Path(job.start) / name for name in shards)
+        return StoredState.in_checkpoint(Path(job.start), start)
     except CheckpointError as error:
         raise UserError(
             f"{error} Take an earlier checkpoint with --resume STEP; ftkit checkpoints list shows "
@@ -183,14 +182,14 @@ def run_rank(job_path: Path, terminal: TextIO) -> int:
     """Run one rank of a job; the exit code of its process.
 
     Args:
-        job_path: the job's file; what the rank leaves for the supervisor lies beside it.
+        job_path: the job's file.
         terminal: where rank 0 speaks. What libraries print goes to standard output and error.
     """
     stop = StopRequest()
     stop.install()
     job = Job.read(job_path)
-    state = rank_directory(job_path.parent, rank())
-    state.mkdir(exist_ok=True)
+    state = job.directory.rank(rank())
+    state.path.mkdir(exist_ok=True)
     _log_libraries()
     with _display(job, state, terminal) as display:
         try:
@@ -210,19 +209,19 @@ def run_rank(job_path: Path, terminal: TextIO) -> int:
             _tell(exception, job, state)
             return 1
         finally:
-            (state / COMPLETING).unlink(missing_ok=True)
+            state.completing.unlink(missing_ok=True)
     return 0
 
 
-def _tell(exception: BaseException, job: Job, state: Path) -> None:
+def _tell(exception: BaseException, job: Job, state: RankDirectory) -> None:
     """Say how this rank failed, once: what goes wrong after that is noise."""
-    if (state / ERROR).exists():
+    if state.error.exists():
         return
     if rank() == 0:  # its report is not complete yet
         with suppress(OSError):
-            (state / COMPLETING).touch()
+            state.completing.touch()
     error = _explain(exception)
-    error.write(state / ERROR)
+    error.write(state.error, job.directory.reserve)
     if error.kind in ("failed", "out_of_memory"):
         _log_traceback(exception, job)
 
@@ -252,11 +251,11 @@ def _log_libraries() -> None:
     )
 
 
-def _display(job: Job, state: Path, terminal: TextIO) -> Display:
+def _display(job: Job, state: RankDirectory, terminal: TextIO) -> Display:
     """Rank 0 speaks; the others keep their lines to themselves."""
     if rank() == 0:
         return Display(job.recipe.out_dir, stream=terminal)
-    return Display(state, stream=_Silence())
+    return Display(state.path, stream=_Silence())
 
 
 class _Silence(io.StringIO):
@@ -270,7 +269,7 @@ def _log_traceback(exception: BaseException, job: Job) -> None:
     lines = traceback.format_exception(exception)
     if job.plan.world_size > 1:
         lines = [f"rank {rank()}:\n", *lines]
-    with suppress(OSError), (job.recipe.out_dir / LOG_NAME).open("a", encoding="utf-8") as file:
+    with suppress(OSError), job.directory.log.open("a", encoding="utf-8") as file:
         file.write("".join(lines))
 
 

@@ -13,11 +13,8 @@ import torch
 
 from ftkit.checkpoint.metadata import Metadata
 from ftkit.config.plan import Plan
-from ftkit.console.display import LOG_NAME
 from ftkit.memory.meter import DevicePeak
 from ftkit.report.metrics import (
-    METRICS_NAME,
-    VALIDATION_NAME,
     MetricsWriter,
     ValidationWriter,
     perplexity,
@@ -42,7 +39,7 @@ from ftkit.report.report import (
 )
 from ftkit.report.step_memory import RankStepMemory, StepMemory
 from ftkit.report.throughput import ThroughputMeter
-from ftkit.runs.directory import RESERVE
+from ftkit.runs.directory import RankDirectory
 from ftkit.runs.job import Job
 from ftkit.training.callbacks import StepRecord
 from ftkit.utils.files import insist
@@ -68,7 +65,7 @@ class Recorder:
         job: Job,
         plan: Plan,
         device: torch.device,
-        state: Path,
+        state: RankDirectory,
         rank: int = 0,
         *,
         start: Metadata | None = None,
@@ -80,7 +77,7 @@ class Recorder:
             job: what is done.
             plan: what it came to.
             device: of this rank.
-            state: directory for this rank's report.
+            state: where this rank's report goes.
             rank: rank 0 also writes metrics.csv and validation.csv, of which rows after the
                 start are gone already (see `ftkit.report.metrics.cut_rows`).
             start: of the checkpoint that the run goes on from; None: it begins.
@@ -102,10 +99,11 @@ class Recorder:
         self._tokens = Tokens(real=0, label=0, padded=0, padding_fraction=0.0)
         self._samples_per_epoch = 0
         self._flops_per_token: float | None = None
-        tables = job.recipe.out_dir if rank == 0 else state
+        run = job.directory
+        tables = run if rank == 0 else state
         after_step = start.step if start else None
-        self._metrics = MetricsWriter(tables / METRICS_NAME, after_step=after_step)
-        self._validation = ValidationWriter(tables / VALIDATION_NAME, after_step=after_step)
+        self._metrics = MetricsWriter(tables.metrics, after_step=after_step)
+        self._validation = ValidationWriter(tables.validation, after_step=after_step)
         self._stalls_s: list[float] = []
         self._writes_s: list[float] = []
         self.device_peak = DevicePeak(device)
@@ -116,7 +114,7 @@ class Recorder:
         self.report = dataclasses.replace(
             job.new_report(),
             loss=Loss(),
-            files=Files(metrics=METRICS_NAME, validation=VALIDATION_NAME, log=LOG_NAME),
+            files=Files(metrics=run.metrics.name, validation=run.validation.name, log=run.log.name),
         )
         if start:
             self._restore(start)
@@ -134,7 +132,7 @@ class Recorder:
         self._note_failures()
         self._summarise()
         self._account(self.report.phase)
-        insist(self._write, self._state.parent / RESERVE)
+        insist(self._write, self._job.directory.reserve)
 
     @property
     def steps(self) -> int:
@@ -413,11 +411,12 @@ class Recorder:
 
     def _note_failures(self) -> None:
         """Warn of rows that cannot be written, once."""
-        for name, table in ((METRICS_NAME, self._metrics), (VALIDATION_NAME, self._validation)):
+        run = self._job.directory
+        for file, table in ((run.metrics, self._metrics), (run.validation, self._validation)):
             if table.failure is None:
                 continue
             reason = table.failure.strerror or table.failure
-            text = f"{name} cannot be written ({reason}): its rows wait until there is space"
+            text = f"{file.name} cannot be written ({reason}): its rows wait until there is space"
             if text not in self.report.warnings:
                 self.warn(text)
                 self._show_warning(text)
@@ -429,7 +428,7 @@ class Recorder:
 
     def _write(self) -> None:
         self._written_at = time.time()
-        write_report(self.report, self._state)
+        write_report(self.report, self._state.path)
 
 
 def _spread(seconds: Sequence[float]) -> Spread:

@@ -27,7 +27,7 @@ from ftkit.pretrained.fingerprint import fingerprint
 from ftkit.pretrained.hub import find_here
 from ftkit.pretrained.save import layout_of
 from ftkit.report.report import Resolved
-from ftkit.runs.directory import CHECKPOINTS
+from ftkit.runs.checkpoints import size_of
 from ftkit.runs.job import Job
 from ftkit.runs.resume import check_disk
 from ftkit.strategies.deepspeed_build import compile_cpu_optimizer
@@ -253,12 +253,11 @@ def _require_space(job: Job, model: LanguageModel, number_bytes: float, steps_le
     )
     if isinstance(recipe, LoraRecipe):
         checkpoint_bytes += sum(p.numel() for p in held) * itemsize  # the adapter beside the shards
-    there = (recipe.out_dir / CHECKPOINTS).rglob("*")
     check_disk(
         recipe.out_dir,
         int(checkpoint_bytes),
         recipe,
-        sum(path.stat().st_size for path in there if path.is_file()),
+        size_of(job.directory.store.directory),
         steps_left=steps_left,
     )
 

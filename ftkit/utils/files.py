@@ -77,7 +77,7 @@ def new_directory(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
     descriptor = _locked(partial)
     try:
         for path in partial.iterdir():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            remove(path)
         if replaced.exists() and not out.exists():  # a crash between the two renames below
             replaced.rename(out)
         shutil.rmtree(replaced, ignore_errors=True)
@@ -111,6 +111,14 @@ def _locked(directory: Path) -> int:
             raise BlockingIOError(errno.EWOULDBLOCK, message, str(directory)) from None
         raise
     return descriptor
+
+
+def remove(path: Path) -> None:
+    """Remove a directory with all in it, or a file or link, or nothing if there is none."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:

@@ -30,7 +30,7 @@ from ftkit.report.step_memory import (
     StepMemory,
     StepMoments,
 )
-from ftkit.runs.directory import STATE, rank_directory
+from ftkit.runs.directory import RunDirectory
 from ftkit.utils.hardware import Gpu, Hardware
 
 GIB = 2**30
@@ -159,15 +159,16 @@ def _step_memory(peak_bytes: int) -> StepMemory:
 
 def note_in_ranks(out: Path, *reports: Report) -> None:
     """What the ranks of a run have noted so far, as it lies there while the run is at work."""
+    run = RunDirectory(out)
     for rank, report in enumerate(reports):
-        write_report(report, rank_directory(out / STATE, rank))
-    (out / STATE / "lock").touch()
+        write_report(report, run.rank(rank).path)
+    run.lock.touch()
 
 
 @contextmanager
 def at_work(out: Path) -> Iterator[None]:
     """The run's lock, as its supervisor holds it."""
-    with (out / STATE / "lock").open("w") as lock:
+    with RunDirectory(out).lock.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
