@@ -28,10 +28,12 @@ from ftkit.console.formatting import (
     age_text,
     bytes_text,
     duration_text,
+    loss_text,
     number_text,
     printable,
     shortened,
 )
+from ftkit.console.grid import labelled_grid
 from ftkit.errors import UserError
 from ftkit.runs.checkpoints import (
     Entry,
@@ -88,11 +90,7 @@ def show_checkpoint(out_dir: Path, step: str | None, form: Format) -> int:
     title = Rule(
         Text(printable(str(entry.path)), "bold"), characters="-", align="left", style="dim"
     )
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True, style="cyan")
-    grid.add_column(overflow="fold")
-    for label, value in _rows(entry, entry.metadata):
-        grid.add_row(Text(label), Text(printable(value)))
+    grid = labelled_grid(_rows(entry, entry.metadata))
     files = _table("file", "size", "sha256")
     for name, file in sorted(entry.metadata.files.items()):
         files.add_row(Text(printable(name)), bytes_text(file.size_bytes), file.sha256[:12])
@@ -300,8 +298,8 @@ def _cells(entry: Entry, now_s: float) -> list[str | Text]:
     return [
         "" if entry.step is None else f"{entry.step:,}",
         f"{known.epochs:.2f}" if known else "",
-        _loss_text(known.loss if known else None),
-        _loss_text(known.validation_loss if known else None),
+        loss_text(known.loss if known else None),
+        loss_text(known.validation_loss if known else None),
         bytes_text(entry.size_bytes),
         age_text(now_s - entry.written_s),
         Text(printable(_layout_text(known.layout)) if known else ""),
@@ -321,8 +319,8 @@ def _rows(entry: Entry, metadata: Metadata) -> Iterator[tuple[str, str]]:
         "step": f"{metadata.step:,} of {metadata.total_steps:,}",
         "epochs": f"{metadata.epochs:.2f}",
         "training_s": duration_text(metadata.training_s),
-        "loss": _loss_text(metadata.loss),
-        "validation_loss": _loss_text(metadata.validation_loss),
+        "loss": loss_text(metadata.loss),
+        "validation_loss": loss_text(metadata.validation_loss),
         "changes": "\n".join(metadata.changes),
     }
     for name, value in dataclasses.asdict(metadata).items():
@@ -345,10 +343,6 @@ def _value_text(value: Any) -> str:
 def _layout_text(layout: Layout) -> str:
     """single; fsdp x2."""
     return layout.strategy + (f" x{layout.world_size}" if layout.world_size > 1 else "")
-
-
-def _loss_text(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"
 
 
 def _cleaned_text(kept: list[int], freed: int, rule: dict[str, int | None], dry_run: bool) -> str:

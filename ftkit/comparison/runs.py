@@ -14,6 +14,7 @@ from ftkit.report.metrics import Row, read_metrics, read_validation
 from ftkit.report.report import RankMemory, Report, Resolved
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.state import StateName, look
+from ftkit.utils.dotted_keys import leaves
 from ftkit.utils.hardware import Hardware
 
 _NOT_COMPARED = ("out_dir", "resume", "access_token", "log")
@@ -65,7 +66,7 @@ class ComparedRun:
     def settings(self) -> dict[str, Any]:
         """What was asked, by the keys of the command line; what was left open is filled in."""
         recipe = {k: v for k, v in self.report.recipe.items() if k not in _NOT_COMPARED}
-        found = {"method": self.report.method, **dict(_leaves(recipe))}
+        found = {"method": self.report.method, **dict(_settings_in(recipe))}
         for key, value in (
             ("precision", self.resolved.precision),
             ("strategy", self.resolved.strategy),
@@ -229,16 +230,10 @@ def _names(directories: list[Path]) -> list[str]:
     return [str(directory.relative_to(common)) for directory in absolute]
 
 
-def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _settings_in(recipe: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Values by dotted keys; a class is the value of its key, its arguments lie below."""
-    for key, value in values.items():
-        if isinstance(value, dict) and "class_path" in value:
-            yield prefix + key, value["class_path"]
-            yield from _leaves(value.get("init_args") or {}, f"{prefix}{key}.")
-        elif isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
+    for key, value in leaves(recipe):
+        yield key.removesuffix(".class_path").replace(".init_args.", "."), value
 
 
 def _rows(read: Callable[[Path], list[Row]], path: Path) -> list[Row]:

@@ -21,6 +21,7 @@ from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
 from ftkit.config.recipe import RECIPE_OF, Component, Lora, Method, Recipe
 from ftkit.errors import UserError
+from ftkit.utils.dotted_keys import leaves
 from ftkit.utils.json_values import for_json
 from ftkit.utils.nearest import nearest
 from ftkit.utils.yaml_files import dump_yaml, load_yaml, parse_yaml
@@ -133,6 +134,12 @@ def to_yaml(recipe: Recipe) -> str:
     return dump_yaml(to_dict(recipe))
 
 
+def recipe_as_dict(recipe: Recipe) -> dict[str, Any]:
+    """The same for the eyes of others: without access tokens at any depth."""
+    cleaned: dict[str, Any] = for_json(to_dict(recipe))
+    return cleaned
+
+
 def from_dict(values: dict[str, Any], method: Method) -> Recipe:
     """A Recipe from what `to_dict` returned."""
     _check_keys(values, method)
@@ -147,21 +154,12 @@ def read_keys(path: Path) -> dict[str, Any]:
     Raises:
         UserError: it cannot be read, or is no recipe.
     """
-    return dict(_leaves(load_yaml(path)))
+    return dict(leaves(load_yaml(path)))
 
 
 def as_text(value: Any) -> str:
     """A value as the text of an override; text stays as it is, as on the command line."""
     return value if isinstance(value, str) else json.dumps(value, default=os.fspath)
-
-
-def _leaves(values: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    """All values that are no mapping, also those inside class choices."""
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _plain(value: Any) -> Any:
@@ -196,14 +194,9 @@ def _parse_value(key: str, text: str) -> Any:
     return text if is_text else value
 
 
-def _flatten(values: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+def _flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Leaves as dotted keys; class choices stay whole, to be merged by `_assign`."""
-    for key, value in values.items():
-        path = f"{prefix}{key}"
-        if isinstance(value, dict) and path not in COMPONENTS:
-            yield from _flatten(value, f"{path}.")
-        else:
-            yield path, value
+    return leaves(values, prefix, whole=COMPONENTS)
 
 
 def _assign(merged: dict[str, Any], key: str, value: Any) -> None:
@@ -464,9 +457,3 @@ def describe(kind: Any) -> str:
         return "a list of names"
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     return words.get(kind, "a path" if kind is Path else "a name, or class_path with init_args")
-
-
-def recipe_as_dict(recipe: Recipe) -> dict[str, Any]:
-    """The recipe with its defaults, ready for JSON, without access tokens at any depth."""
-    cleaned: dict[str, Any] = for_json(dataclasses.asdict(recipe))
-    return cleaned

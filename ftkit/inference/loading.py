@@ -22,7 +22,6 @@ from ftkit.data.sources import PROMPT_STYLE
 from ftkit.errors import UserError
 from ftkit.inference.result import Result
 from ftkit.lora.load import check_shapes, read_adapter
-from ftkit.lora.names import our_name
 from ftkit.model.language_model import LanguageModel, outline, outline_plain
 from ftkit.model.load_weights import fill
 from ftkit.pretrained.base_model import (
@@ -168,7 +167,7 @@ def open_adapter(
             checkpoint_dir=found.name, train=train, quantize=quantize, **adapter.changes
         )
         model = outline(found, recipe, dtype, compute_dtype)
-        check_shapes(adapter, _trained_shapes(model), result.directory)
+        check_shapes(adapter, model, result.directory)
     except UserError as error:
         raise UserError(f"{error}\nAnother base model is given with {option} PATH.") from None
     return OpenAdapter(base=found, model=model, tensors=adapter.tensors)
@@ -264,12 +263,3 @@ def _stored(result: Result) -> StoredState:
         return StoredState.in_checkpoint(result.directory, result.metadata)
     except CheckpointError as error:
         raise UserError(f"{result.directory} is damaged: {error}.") from None
-
-
-def _trained_shapes(model: LanguageModel) -> dict[str, torch.Size]:
-    """The shapes of what an adapter has to fill, by our names."""
-    return {
-        our_name(name): parameter.shape
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }

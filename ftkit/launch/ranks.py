@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from ftkit.errors import EXIT_BY_SIGNAL, UserError
 from ftkit.launch.environment import ExternalRanks
@@ -20,6 +19,7 @@ from ftkit.runs.directory import RankDirectory, RunDirectory
 from ftkit.runs.job import ErrorKind, Job, RankError
 from ftkit.utils.hardware import processes_killed_for_memory
 from ftkit.utils.out_of_memory import device_line
+from ftkit.utils.process import handling
 
 KILLED_FOR_MEMORY = "the kernel killed the training process, because host memory ran out"
 
@@ -74,18 +74,15 @@ class Ranks:
         self._directory: RunDirectory
         self._directories: list[RankDirectory] = []
         """Of every rank, also of those that run elsewhere."""
-        self._before: dict[signal.Signals, Any] = {}
+        self._handlers = ExitStack()
 
     def __enter__(self) -> "Ranks":
         handlers = dict.fromkeys(EXIT_BY_SIGNAL, self._stop) | {signal.SIGTSTP: self._pause}
-        for number, handler in handlers.items():
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, handler)
+        self._handlers.enter_context(handling(handlers))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._handlers.close()
 
     def run(self, job: Job) -> None:
         """Run all ranks to their end, whatever happens here.

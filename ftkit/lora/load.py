@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from ftkit.config.peft_adapter import CONFIG, OLD_WEIGHTS, PARTS, WEIGHTS, adapter_keys, read_notes
 from ftkit.errors import UserError
-from ftkit.lora.names import TRAINED
+from ftkit.lora.names import TRAINED, our_name
 from ftkit.lora.save import _PREFIX, EMBEDDING, HEAD
 from ftkit.pretrained.base_model import BaseModel, parameter_shapes, part_of, weights
 from ftkit.pretrained.naming import Fused
@@ -86,17 +86,22 @@ def _check_copies(copies: Mapping[str, Tensor], base: BaseModel, directory: Path
             )
 
 
-def check_shapes(adapter: Adapter, shapes: Mapping[str, torch.Size], directory: Path) -> None:
+def check_shapes(adapter: Adapter, model: nn.Module, directory: Path) -> None:
     """Refuse an adapter that does not fill a model's parameters exactly.
 
     Args:
         adapter: from the directory.
-        shapes: of the model's trained parameters, by our names.
+        model: adapted, with nothing trained but the adapter.
         directory: where it lies, for the message.
 
     Raises:
         UserError: a tensor is missing, not of the model, or of another shape.
     """
+    shapes = {
+        our_name(name): parameter.shape
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
     for name, tensor in adapter.tensors.items():
         if name not in shapes:
             problem = "is not among the layers that it says it adapts"

@@ -8,13 +8,11 @@ from typing import Literal
 from ftkit.config.parsing import Override
 from ftkit.config.recipe import FINETUNE, Method
 from ftkit.config.sweep import is_sweep, runs_of_file, variations
-from ftkit.errors import UserError
+from ftkit.errors import DoesNotFit, UserError
 from ftkit.memory.gpus import find_gpu
 from ftkit.planner.predict import Planned, plan
 from ftkit.planner.suggest import changes_that_fit
 from ftkit.planner.table import show, show_changes
-
-EXIT_DOES_NOT_FIT = 3
 
 
 def plan_all(
@@ -84,4 +82,4 @@ def _asked(files: Sequence[str]) -> Iterator[_Asked]:
 
 
 def _exit_code(found: Sequence[Planned]) -> int:
-    return EXIT_DOES_NOT_FIT if all(planned.fits is False for planned in found) else 0
+    return DoesNotFit.exit_code if all(planned.fits is False for planned in found) else 0

@@ -154,15 +154,15 @@ def open_companions(directory: Path) -> BaseModel:
     )
 
 
-def require_length(base: BaseModel, length: int) -> None:
-    """Refuse sequences that are too long for a model.
+def checked_length(base: BaseModel, asked: int | None) -> int:
+    """Tokens of the longest sequence: as asked, or as the model was built for.
 
     Raises:
         UserError: it was built for shorter ones, or its attention does not reach so far.
     """
     longest = base.config.block_size
-    if length <= longest:
-        return
+    if asked is None or asked <= longest:
+        return asked or longest
     limit = f"{base.name} was built for at most {longest} positions"
     if families.window_of(base.config, base.settings):
         limit = (
@@ -170,7 +170,7 @@ def require_length(base: BaseModel, length: int) -> None:
             "ftkit trains"
         )
     raise UserError(
-        f"train.max_seq_length is {length}, but {limit}. Try --train.max_seq_length {longest}."
+        f"train.max_seq_length is {asked}, but {limit}. Try --train.max_seq_length {longest}."
     )
 
 

@@ -7,7 +7,6 @@ checkpoint says about itself, and every file of it is checked.
 import dataclasses
 import re
 import shlex
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from ftkit.errors import UserError
 from ftkit.optim.schedule import make_schedule
 from ftkit.report.report import Progress, Report, read_report
 from ftkit.runs.directory import RunDirectory
+from ftkit.utils.files import free_disk_bytes
 
 _LIMITS = ("epochs", "max_steps", "max_time")
 """Keys of `train` that end a run."""
@@ -200,12 +200,11 @@ def check_disk(
         UserError: the disk has not enough free space.
     """
     kept = recipe.checkpoint
-    # One more than is kept: the next is written before an old one goes.
-    count = min(kept.keep_last + kept.keep_best + 1, steps_left)
+    count = kept.most_at_once(steps_left)
     needed = count * checkpoint_bytes
     if count < steps_left:
         needed -= existing_bytes
-    free = shutil.disk_usage(out_dir).free
+    free = free_disk_bytes(out_dir)
     if needed <= free:
         return
     smaller = kept.keep_last + kept.keep_best > 1

@@ -15,7 +15,15 @@ from rich.text import Text
 
 from ftkit.console.curve import curve, means
 from ftkit.console.display import Display, clock_text, terminal_of
-from ftkit.console.formatting import age_text, duration_text, number_text, printable
+from ftkit.console.formatting import (
+    age_text,
+    duration_text,
+    from_to_text,
+    loss_text,
+    number_text,
+    printable,
+)
+from ftkit.console.grid import labelled_grid
 from ftkit.console.html import bar, block, curve_picture, escaped, labelled, styled
 from ftkit.report.metrics import Row, RowsReader
 from ftkit.report.report import Progress, Report, Resolved
@@ -172,13 +180,7 @@ class View:
         )
         if sight.total_steps:
             yield self._progress(options.max_width, sight.total_steps)
-        grid = Table.grid(padding=(0, 2))
-        grid.add_column(no_wrap=True, style="cyan")
-        grid.add_column(overflow="fold")
-        for label, text in _rows_of(sight):
-            if text:
-                grid.add_row(Text(label), Text(printable(text)))
-        yield grid
+        yield labelled_grid((label, text) for label, text in _rows_of(sight) if text)
         width = min(options.max_width, _MOST_WIDTH)
         lines = curve(sight.losses, width, _CURVE_LINES, ascii_only=options.ascii_only)
         if len(sight.losses) > 1:
@@ -319,7 +321,10 @@ def _rows_of(sight: Sight) -> list[tuple[str, str]]:
 
 
 def _from_to(losses: list[float]) -> str:
-    return " -> ".join(f"{loss:.4f}" for loss in dict.fromkeys((*losses[:1], *losses[-1:])))
+    if not losses:
+        return ""
+    first, last = losses[0], losses[-1]
+    return from_to_text(first, None if last == first else last, loss_text)
 
 
 def _best(losses: list[float]) -> str:

@@ -40,7 +40,7 @@ from ftkit.errors import UserError
 from ftkit.lora.save import save_adapter
 from ftkit.memory.predict import predict_measured
 from ftkit.model.load_weights import trained_weights
-from ftkit.pretrained.base_model import BaseModel, open_base, open_companions
+from ftkit.pretrained.base_model import BaseModel, checked_length, open_base, open_companions
 from ftkit.pretrained.save import layout_of, save_hf, save_litgpt
 from ftkit.report.report import DataCounts
 from ftkit.runs.directory import RankDirectory
@@ -52,7 +52,7 @@ from ftkit.training.loggers import make_loggers
 from ftkit.training.loop import NonFiniteLoss, Training
 from ftkit.training.module import FineTuner
 from ftkit.training.recorder import Recorder
-from ftkit.training.setup import build, checked_length, identities, position, warn
+from ftkit.training.setup import build, identities, position, warn
 from ftkit.training.signals import Interrupted, StopRequest
 from ftkit.utils.out_of_memory import device_line, is_out_of_memory
 

@@ -22,7 +22,7 @@ from ftkit.model.load_weights import fill, in_checkpoint
 from ftkit.optim.optimizers import base_learning_rate, optimizer_of
 from ftkit.optim.schedule import make_schedule
 from ftkit.optim.state_kinds import bytes_per_number, state_kinds
-from ftkit.pretrained.base_model import BaseModel, open_base, require_length
+from ftkit.pretrained.base_model import BaseModel, open_base
 from ftkit.pretrained.fingerprint import fingerprint
 from ftkit.pretrained.hub import find_here
 from ftkit.pretrained.save import layout_of
@@ -103,17 +103,6 @@ def _identity_here(checkpoint_dir: str) -> BaseIdentity | None:
         return BaseIdentity(name=checkpoint_dir, fingerprint=fingerprint(open_base(str(found))))
     except UserError:
         return None
-
-
-def checked_length(base: BaseModel, asked: int | None) -> int:
-    """Tokens of the longest sequence: as asked, or as the model was built for.
-
-    Raises:
-        UserError: the model takes shorter ones.
-    """
-    if asked is not None:
-        require_length(base, asked)
-    return asked or base.config.block_size
 
 
 def build(
@@ -234,12 +223,7 @@ def _adapter(recipe: Recipe, base: BaseModel, model: LanguageModel) -> Adapter |
     if not isinstance(recipe, LoraRecipe) or recipe.adapter is None:
         return None
     adapter = read_adapter(recipe.adapter, base)
-    shapes = {
-        our_name(name): parameter.shape
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }
-    check_shapes(adapter, shapes, recipe.adapter)
+    check_shapes(adapter, model, recipe.adapter)
     return adapter
 
 

@@ -19,16 +19,26 @@ def write_durably(path: Path, text: str) -> None:
     Raises:
         OSError: and the file is as it was.
     """
+    _write_at_once(path, text, synced=True)
+    sync(path.parent)
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    """Write a small file so that a reader sees all of it or nothing."""
+    _write_at_once(path, json.dumps(values), synced=False)
+
+
+def _write_at_once(path: Path, text: str, *, synced: bool) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("w", encoding="utf-8") as file:
             file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+            if synced:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    sync(path.parent)
 
 
 def make_reserve(path: Path) -> None:
@@ -130,11 +140,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Write a small file so that a reader sees all of it or nothing."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(json.dumps(values), encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+def free_disk_bytes(place: Path) -> int:
+    """Free space where a file or directory is, or would be."""
+    above = (place.absolute(), *place.absolute().parents)
+    return shutil.disk_usage(next(path for path in above if path.exists())).free

@@ -28,12 +28,12 @@ from ftkit.model.load_weights import fill
 from ftkit.pretrained import base_model, families, hub
 from ftkit.pretrained.base_model import (
     BaseModel,
+    checked_length,
     hf_name,
     open_base,
     open_companions,
     our_name,
     parameter_shapes,
-    require_length,
     save_companions,
     weights,
 )
@@ -411,9 +411,9 @@ def test_random_weights_and_plans_have_the_positions_of_the_window(name, positio
 def test_what_limits_the_length_of_sequences_is_said(model, limit, make_model):
     base = open_base(str(make_model(model)))
     longest = base.config.block_size
-    require_length(base, longest)
+    assert checked_length(base, longest) == checked_length(base, None) == longest
     with pytest.raises(UserError, match=limit) as error:
-        require_length(base, longest + 1)
+        checked_length(base, longest + 1)
     assert str(error.value).endswith(f"Try --train.max_seq_length {longest}.")
 
 
