@@ -31,7 +31,7 @@ def stored_name(kind: str, parameter: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class StatePart:
     """What this rank holds of a parameter or of one kind of its optimizer state, as live views."""
 
     kind: str
@@ -52,7 +52,7 @@ class Part:
 class Holder(Protocol):
     """Finds the numbers that an optimizer updates, and its state."""
 
-    def parts(self, parameter: nn.Parameter) -> Iterator[Part]:
+    def parts(self, parameter: nn.Parameter) -> Iterator[StatePart]:
         """The parameter's own numbers, then each kind of state that there is."""
 
     def scalars(self) -> dict[str, float]:
@@ -123,7 +123,7 @@ def restore(
                     _read(part, stored, stored_name(part.kind, our_name(own)))
 
 
-def _read(part: Part, stored: StoredState, name: str) -> None:
+def _read(part: StatePart, stored: StoredState, name: str) -> None:
     tensor = stored[name]
     if tensor.shape != part.shape:
         raise CheckpointError(f"{name} has shape {list(tensor.shape)}, not {list(part.shape)}")
@@ -176,7 +176,7 @@ class TorchState:
             if parameter.requires_grad
         }
 
-    def parts(self, parameter: nn.Parameter) -> Iterator[Part]:
+    def parts(self, parameter: nn.Parameter) -> Iterator[StatePart]:
         whole = _local(parameter, PARAMETER)
         yield whole
         state = self._optimizer.state.get(parameter, {})
@@ -189,7 +189,7 @@ class TorchState:
                 yield _local(value, kind)
                 continue
             number = key.removeprefix("state")
-            yield Part(
+            yield StatePart(
                 kind=kind,
                 shape=whole.shape,
                 start=whole.start,
@@ -248,7 +248,7 @@ class ZeroState:
         self._inner = self._zero.optimizer
         self._rank = torch.distributed.get_rank()
 
-    def parts(self, parameter: Any) -> Iterator[Part]:
+    def parts(self, parameter: Any) -> Iterator[StatePart]:
         kinds = [None, *self._kinds()]
         if hasattr(parameter, "ds_tensor"):  # stage 3
             size = parameter.ds_tensor.ds_numel
@@ -256,14 +256,16 @@ class ZeroState:
             size = min(size, parameter.ds_numel - start)  # the last partition is padded
             if not parameter.requires_grad:  # DeepSpeed's optimizer does not know it
                 values = parameter.ds_tensor.detach()[:size]
-                yield Part(kind=PARAMETER, shape=parameter.ds_shape, start=start, values=values)
+                yield StatePart(
+                    kind=PARAMETER, shape=parameter.ds_shape, start=start, values=values
+                )
                 return
             for kind in kinds:
                 # DeepSpeed's public functions copy to the GPU what is in host memory.
                 values, _ = self._zero._get_fp32_opt_state_partition(
                     parameter, release_swap_buffers=False, optim_state_key=kind
                 )
-                yield Part(
+                yield StatePart(
                     kind=kind or PARAMETER,
                     shape=parameter.ds_shape,
                     start=start,
@@ -281,7 +283,7 @@ class ZeroState:
             self._zero._hp_optimizer_states_linked = False
             self._zero._lazy_init_hp_params_optimizer_state()
         for kind in kinds:
-            yield Part(
+            yield StatePart(
                 kind=kind or PARAMETER,
                 shape=parameter.shape,
                 start=fragment.lp_fragment_address.start,
@@ -321,10 +323,10 @@ class ZeroState:
         raise AssertionError(f"{type(self._zero).__name__} has no partitions")
 
 
-def _local(tensor: Tensor, kind: str) -> Part:
+def _local(tensor: Tensor, kind: str) -> StatePart:
     """This rank's part of a tensor: rows of a DTensor, or all of it."""
     if not isinstance(tensor, DTensor):
-        return Part(
+        return StatePart(
             kind=kind,
             shape=tensor.shape,
             start=0,
@@ -336,4 +338,4 @@ def _local(tensor: Tensor, kind: str) -> Part:
     if values.numel():  # there may be fewer rows than ranks
         (box,) = tensor.__create_chunk_list__()
         start = box.offsets[0] * (tensor.numel() // tensor.shape[0])
-    return Part(kind=kind, shape=tensor.shape, start=start, values=values)
+    return StatePart(kind=kind, shape=tensor.shape, start=start, values=values)

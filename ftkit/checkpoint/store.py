@@ -24,6 +24,7 @@ from ftkit.checkpoint.metadata import (
     write_metadata,
 )
 from ftkit.utils.files import remove, sync, write_durably
+from ftkit.utils.progress import OnProgress
 
 LATEST = "latest"
 """Names the newest checkpoint, for people and scripts; never read here."""
@@ -31,9 +32,6 @@ PROGRESS_INTERVAL_S = 0.2
 
 _STEP = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")
 _BLOCK_BYTES = 4 * 2**20
-
-OnProgress = Callable[[int, int], None]
-"""Told the bytes done and the bytes in all."""
 
 
 def hash_file(path: Path, on_block: Callable[[int], None] | None = None) -> FileEntry:

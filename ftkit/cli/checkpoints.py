@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import RenderableType
 from rich.rule import Rule
@@ -22,6 +22,7 @@ from ftkit.checkpoint import store as checks
 from ftkit.checkpoint.files import RECIPE
 from ftkit.checkpoint.metadata import CheckpointError, Layout, Metadata, read_metadata
 from ftkit.checkpoint.store import step_of
+from ftkit.config.command_options import Format
 from ftkit.config.parsing import read_keys
 from ftkit.console.display import Display, Phase
 from ftkit.console.formatting import (
@@ -48,7 +49,6 @@ from ftkit.runs.checkpoints import (
 from ftkit.runs.lock import claimed, is_at_work
 from ftkit.utils.files import remove
 
-Format = Literal["table", "json"]
 PROGRESS_AFTER_S = 2.0
 """Seconds after which verifying shows how far it is."""
 

@@ -62,7 +62,7 @@ class Display:
         if self._console:
             os.register_at_fork(after_in_child=_print_directly)
         self._live: Live | None = None
-        self._shown: list[Phase | Training] = []
+        self._shown: list[Phase | TrainingProgress] = []
         self._log: _Stream | None = None
         if out_dir is None:
             return
@@ -136,14 +136,14 @@ class Display:
                 self._write(f"{phase.start_line} {verb}{duration_text(phase.elapsed_s)}")
 
     @contextmanager
-    def training(self, total_steps: int, start_step: int = 0) -> Iterator["Training"]:
+    def training(self, total_steps: int, start_step: int = 0) -> Iterator["TrainingProgress"]:
         """Show the progress of training.
 
         Args:
             total_steps: the step at which training is done.
             start_step: steps done before, in an earlier run.
         """
-        training = Training(self, total_steps, start_step)
+        training = TrainingProgress(self, total_steps, start_step)
         try:
             with self._showing(training):
                 yield training
@@ -153,7 +153,7 @@ class Display:
                 self._console.print(training)
 
     @contextmanager
-    def _showing(self, item: "Phase | Training") -> Iterator[None]:
+    def _showing(self, item: "Phase | TrainingProgress") -> Iterator[None]:
         """Keep the item on the terminal, below all that is printed meanwhile."""
         if not self._console:
             yield
@@ -242,7 +242,7 @@ class Phase:
         yield line
 
 
-class Training:
+class TrainingProgress:
     """Training on its way; made by Display.training."""
 
     def __init__(self, display: Display, total_steps: int, start_step: int) -> None:

@@ -37,6 +37,7 @@ from ftkit.pretrained.hub import is_litgpt
 from ftkit.pretrained.save import save_hf
 from ftkit.utils.imports import silence_libraries
 from ftkit.utils.process import cleaning_up_on_signals
+from ftkit.utils.progress import OnProgress
 
 SAMPLES, SAMPLE_TOKENS = 4, 128
 """Validation records that are compared, and how much of each at most."""
@@ -179,7 +180,7 @@ class Merged:
             value = self._adapted(layer, value)
         return as_written(name, value, dtype)
 
-    def all(self, progress: Callable[[int, int], None]) -> Iterator[tuple[str, Tensor]]:
+    def all(self, progress: OnProgress) -> Iterator[tuple[str, Tensor]]:
         """Every parameter with its name."""
         for done, name in enumerate(self.shapes, start=1):
             yield name, self(name)

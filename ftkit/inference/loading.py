@@ -1,7 +1,7 @@
 """Loading of a result: base model and adapter, or the weights of a checkpoint."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,7 @@ from ftkit.pretrained.base_model import (
 )
 from ftkit.pretrained.fingerprint import fingerprint
 from ftkit.strategies.sharding import Whole
+from ftkit.utils.progress import OnProgress
 
 if TYPE_CHECKING:
     from litgpt.prompts import PromptStyle
@@ -40,9 +41,6 @@ if TYPE_CHECKING:
 
 ROPE_LENGTH = 4096
 """Most positions that a model is prepared for; longer texts make it prepare more."""
-
-Progress = Callable[[int, int], None]
-"""Called with parameters filled and parameters in all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +200,7 @@ def load_result(
     compute_dtype: torch.dtype | None = None,
     quantize: Quantization | None = None,
     base: str | None = None,
-    progress: Progress = lambda *_: None,
+    progress: OnProgress = lambda *_: None,
 ) -> Loaded:
     """Read a result into memory.
 

@@ -33,8 +33,8 @@ from ftkit.runs.resume import (
     Completed,
     Start,
     find_start,
-    goes_on_in_place,
     require_free,
+    resumes_in_place,
     verify_start,
 )
 from ftkit.runs.set_aside import copy_rows, ready_to_go_on
@@ -134,7 +134,7 @@ def prepare(
             "from. Leave one of the two out: try --resume false."
         )
     wanted = recipe.out_dir.expanduser()
-    in_place = goes_on_in_place(recipe)
+    in_place = resumes_in_place(recipe)
     with ExitStack() as stack:
         if in_place:  # locked first: a run at work may be writing what is looked at here
             run = stack.enter_context(claim(wanted, "go_on"))

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ftkit.errors import EXIT_BY_SIGNAL, EXIT_OUT_OF_MEMORY, UserError
 from ftkit.launch.environment import ExternalRanks
-from ftkit.launch.heartbeats import Heartbeats, Store, farewell
+from ftkit.launch.heartbeats import Heartbeats, SharedStore, farewell
 from ftkit.launch.ranks import POLL_S, Ranks, StoppedEarly
 from ftkit.report.report import ENDED_WELL, read_report
 from ftkit.runs.directory import RankDirectory
@@ -77,7 +77,7 @@ def take_part(
         return conclude(job, ranks.received)
 
 
-def _meet(placed: ExternalRanks) -> tuple[Store, dict[int, str]]:
+def _meet(placed: ExternalRanks) -> tuple[SharedStore, dict[int, str]]:
     """Find the other supervisors.
 
     Returns:
@@ -107,7 +107,7 @@ def _meet(placed: ExternalRanks) -> tuple[Store, dict[int, str]]:
     )
 
 
-def _connect(placed: ExternalRanks) -> Store:
+def _connect(placed: ExternalRanks) -> SharedStore:
     """A store in the process of rank 0, at torchrun's address if there is none yet.
 
     Else torchrun's own is there, and tells where this one is. It is used for nothing more: it
@@ -130,7 +130,7 @@ def _connect(placed: ExternalRanks) -> Store:
     return store
 
 
-def _open_store(address: str, port: int, *, serves: bool) -> Store:
+def _open_store(address: str, port: int, *, serves: bool) -> SharedStore:
     return dist.TCPStore(  # type: ignore[attr-defined]
         address,
         port,
@@ -146,7 +146,7 @@ def _leave(rank: int, reason: str) -> None:
     os._exit(1)
 
 
-def _follow(placed: ExternalRanks, store: Store) -> int:
+def _follow(placed: ExternalRanks, store: SharedStore) -> int:
     """Run a rank other than 0; errors are told by rank 0."""
     try:
         _wait_for(store, [JOB])
@@ -168,13 +168,13 @@ def _machine(rank: int) -> str:
     return f"machine-{rank}"
 
 
-def _wait_for_the_end(store: Store, watched: Collection[int], ranks: Ranks) -> None:
+def _wait_for_the_end(store: SharedStore, watched: Collection[int], ranks: Ranks) -> None:
     """Let the others end before the store does."""
     gone = ranks.gone[0] if ranks.gone is not None else None
     _wait_for(store, [farewell(r) for r in watched if r != gone], patience_s=PATIENCE_S)
 
 
-def _wait_for(store: Store, keys: list[str], *, patience_s: float = float("inf")) -> None:
+def _wait_for(store: SharedStore, keys: list[str], *, patience_s: float = float("inf")) -> None:
     """Wait for keys; signals are answered meanwhile, which the store's own wait would not do."""
     deadline_s = time.monotonic() + patience_s
     while not all(store.check([key]) for key in keys) and time.monotonic() < deadline_s:

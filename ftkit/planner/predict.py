@@ -24,11 +24,11 @@ from ftkit.planner.sequence_length import SequenceLength, sequence_length
 from ftkit.pretrained.base_model import BaseModel, checked_length
 from ftkit.pretrained.blueprint import read_blueprint
 from ftkit.pretrained.hub import fetch_settings
-from ftkit.pretrained.save import Layout, layout_of
+from ftkit.pretrained.save import ModelLayout, layout_of
 from ftkit.report.step_memory import MicroBatchSize
 from ftkit.strategies.precision import parameter_dtype
 
-ResultLayout = Layout | Literal["peft"]
+ResultLayout = ModelLayout | Literal["peft"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,7 @@ class Planned:
         }
 
 
-def plan(
+def plan_files(
     files: Sequence[str | Path] = (),
     overrides: Sequence[Override] = (),
     *,
@@ -172,7 +172,7 @@ def largest_that_fits(whole: Planned, attempt: Callable[[int], Planned]) -> Plan
 
 
 def plan_recipe(recipe: Recipe, *, gpu: Gpu | None = None, name: str = "") -> Planned:
-    """Predict what a recipe will need; see `plan`."""
+    """Predict what a recipe will need; see `plan_files`."""
     check_data(recipe.data)
     made = make_plan(recipe, _devices(recipe, gpu))
     base = read_blueprint(recipe.checkpoint_dir)

@@ -46,7 +46,7 @@ def show(found: Sequence[Planned], form: Literal["table", "json"]) -> None:
         print(plain_text(content, width))
 
 
-def as_html(found: Sequence[Planned]) -> str:
+def plans_as_html(found: Sequence[Planned]) -> str:
     """Plans as HTML for a notebook: one as rows, several as a table."""
     if len(found) == 1:
         (planned,) = found

@@ -79,7 +79,7 @@ STYLE_OF_OUTCOME: dict[str, str] = {
 """Of the word for how a run ended."""
 
 
-def as_html(report: Report, out_dir: Path | None = None) -> str:
+def report_as_html(report: Report, out_dir: Path | None = None) -> str:
     """The same as HTML for a notebook; see `render`."""
     words = report.outcome.replace("_", " ")
     end = "" if report.outcome in ENDED_WELL else f" (during {_PHASE_WORDS[report.phase]})"

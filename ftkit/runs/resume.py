@@ -16,7 +16,7 @@ from ftkit.checkpoint.files import METADATA, RECIPE
 from ftkit.checkpoint.formats import format_problem
 from ftkit.checkpoint.metadata import Metadata, read_metadata
 from ftkit.checkpoint.store import Store, check_files, hash_file, step_of, verify
-from ftkit.config.changes import compare
+from ftkit.config.changes import recipe_changes
 from ftkit.config.parsing import read_recipe
 from ftkit.config.recipe import Method, Precision, Recipe
 from ftkit.console.display import Display
@@ -76,7 +76,7 @@ def last_words(out_dir: Path, method: Method, steps: int) -> str:
     )
 
 
-def goes_on_in_place(recipe: Recipe) -> bool:
+def resumes_in_place(recipe: Recipe) -> bool:
     """Whether the run belongs into out_dir itself, whatever is there: it goes on, not anew."""
     if not isinstance(recipe.resume, str) or recipe.resume == "auto":
         return recipe.resume is not False
@@ -144,7 +144,7 @@ def find_start(recipe: Recipe) -> Start | None:
                 f"{_there_are(store)}"
             )
         return _start(recipe, store.path(resume), in_place=True)
-    return _start(recipe, _checkpoint_at(resume), in_place=goes_on_in_place(recipe))
+    return _start(recipe, _checkpoint_at(resume), in_place=resumes_in_place(recipe))
 
 
 def verify_start(
@@ -282,7 +282,7 @@ def _start(recipe: Recipe, checkpoint: Path, *, in_place: bool) -> Start:
     if problems:
         raise _damaged(checkpoint, problems, in_place=in_place)
     metadata = read_metadata(checkpoint)
-    refusals, changes = compare(_saved_recipe(recipe, checkpoint, metadata), recipe)
+    refusals, changes = recipe_changes(_saved_recipe(recipe, checkpoint, metadata), recipe)
     if refusals:
         differing = ", ".join(refusals)
         raise UserError(

@@ -201,7 +201,7 @@ class View:
         return line
 
 
-def as_html(sight: Sight) -> str:
+def sight_as_html(sight: Sight) -> str:
     """A sight as HTML for a notebook."""
     state = styled(sight.run.state.replace("_", " "), _style_of(sight.run.state))
     head = f"<b>{escaped(str(sight.run.out_dir))}</b> {state} {escaped(_why(sight))}"

@@ -34,8 +34,8 @@ from ftkit.runs.resume import (
     continue_command,
     find_start,
     follow_moved,
-    goes_on_in_place,
     last_words,
+    resumes_in_place,
     verify_start,
 )
 
@@ -152,7 +152,7 @@ def test_a_directory_without_a_checkpoint_is_refused(out, tmp_path):
     ],
 )
 def test_a_run_goes_on_in_its_own_directory(out, resume, in_place):
-    assert goes_on_in_place(recipe(out, resume=resume.format(out=out))) is in_place
+    assert resumes_in_place(recipe(out, resume=resume.format(out=out))) is in_place
 
 
 # --- What is compared ---------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from ftkit.report.step_memory import (
     StepMoments,
 )
 from ftkit.runs.directory import RunDirectory
-from ftkit.utils.hardware import Gpu, Hardware
+from ftkit.utils.hardware import Hardware, InstalledGpu
 
 GIB = 2**30
 REASONS: dict[OutcomeName, str] = {
@@ -113,7 +113,7 @@ def make_run(
         ),
         hardware=Hardware(
             memory_bytes=64 * GIB,
-            gpus=[Gpu(name="NVIDIA A100", memory_bytes=24 * GIB)] if gpu else [],
+            gpus=[InstalledGpu(name="NVIDIA A100", memory_bytes=24 * GIB)] if gpu else [],
         ),
         phases_s=PhaseTimes(training=steps * step_s, total=steps * step_s + 5),
         progress=Progress(steps=steps, samples=steps * 16, epochs=1.0),
