@@ -11,7 +11,8 @@ from typing import Any
 from ftkit.config.recipe import LoraRecipe
 from ftkit.errors import UserError
 from ftkit.report.metrics import Row, read_metrics, read_validation
-from ftkit.report.report import RankMemory, Report, Resolved
+from ftkit.report.peak_memory import RankMemory
+from ftkit.report.report import Report, Resolved
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.state import StateName, look
 from ftkit.utils.dotted_keys import leaves

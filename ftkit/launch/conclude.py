@@ -10,9 +10,9 @@ from ftkit.console.display import Display
 from ftkit.console.formatting import utc_now
 from ftkit.errors import EXIT_BY_SIGNAL, EXIT_OUT_OF_MEMORY, UserError
 from ftkit.launch.preflight import find_shortage, shortage_text
+from ftkit.report.peak_memory import PeakMemory
 from ftkit.report.report import (
     ENDED_WELL,
-    PeakMemory,
     PhaseName,
     PhaseTimes,
     Progress,

@@ -18,7 +18,7 @@ from ftkit.console.formatting import bytes_text
 from ftkit.errors import DoesNotFit, UserError
 from ftkit.pretrained.hub import fetch_settings
 from ftkit.pretrained.size_estimate import rough_model
-from ftkit.report.report import PeakMemory
+from ftkit.report.peak_memory import PeakMemory
 from ftkit.report.step_memory import Shortage
 from ftkit.runs.job import Job
 from ftkit.utils.hardware import available_host_bytes

@@ -20,6 +20,7 @@ from ftkit.console.formatting import (
 )
 from ftkit.console.grid import labelled_grid
 from ftkit.console.html import block, escaped, labelled, styled
+from ftkit.report.peak_memory import PeakMemory
 from ftkit.report.report import (
     ENDED_WELL,
     Checkpoints,
@@ -27,7 +28,6 @@ from ftkit.report.report import (
     Example,
     Files,
     Loss,
-    PeakMemory,
     PhaseName,
     Progress,
     Report,

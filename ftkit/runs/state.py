@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Literal
 
 from ftkit.errors import UserError
-from ftkit.report.report import OutcomeName, PeakMemory, Report, read_report
+from ftkit.report.peak_memory import PeakMemory
+from ftkit.report.report import OutcomeName, Report, read_report
 from ftkit.runs.checkpoints import RunCheckpoints
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.lock import is_at_work

@@ -20,17 +20,16 @@ from ftkit.report.metrics import (
     perplexity,
 )
 from ftkit.report.peak_flops import peak_flops
+from ftkit.report.peak_memory import PeakMemory, RankMemory
 from ftkit.report.report import (
     Checkpoints,
     ExactMatch,
     Example,
     Files,
     Loss,
-    PeakMemory,
     PhaseName,
     PhaseTimes,
     Progress,
-    RankMemory,
     Resumed,
     Spread,
     Throughput,

@@ -29,6 +29,7 @@ from ftkit.console.formatting import (
 from ftkit.errors import UserError
 from ftkit.report import report as report_module
 from ftkit.report import step_memory as memory_module
+from ftkit.report.peak_memory import PeakMemory, RankMemory
 from ftkit.report.report import (
     Checkpoints,
     DataCounts,
@@ -36,10 +37,8 @@ from ftkit.report.report import (
     Example,
     Files,
     Loss,
-    PeakMemory,
     PhaseTimes,
     Progress,
-    RankMemory,
     Report,
     Resolved,
     Resumed,

@@ -10,13 +10,12 @@ from typing import Any
 from ftkit.config.parsing import recipe_as_dict
 from ftkit.config.recipe import RECIPE_OF, Method
 from ftkit.report.metrics import MetricsWriter, ValidationWriter
+from ftkit.report.peak_memory import PeakMemory, RankMemory
 from ftkit.report.report import (
     Loss,
     OutcomeName,
-    PeakMemory,
     PhaseTimes,
     Progress,
-    RankMemory,
     Report,
     Resolved,
     Resumed,
