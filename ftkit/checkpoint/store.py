@@ -339,6 +339,13 @@ class Store:
         self._point_to_newest()
         return moved
 
+    def put_back(self, target: Path) -> None:
+        """Undo `set_aside`."""
+        aside = target / self.directory.name
+        for entry in aside.iterdir():
+            entry.rename(self.directory / entry.name)
+        aside.rmdir()
+
     def _hidden(self, step: int, what: str) -> Path:
         path = self.path(step)
         return path.with_name(f".{path.name}.{what}")

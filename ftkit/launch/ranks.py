@@ -71,9 +71,9 @@ class Ranks:
         self.gone: tuple[int, str] | None = None
         """A rank whose supervisor elsewhere is gone, and what to say of it."""
         self._killed_before: int | None = None
-        self._directory: RunDirectory
         self._directories: list[RankDirectory] = []
         """Of every rank, also of those that run elsewhere."""
+        self._directory: RunDirectory
         self._handlers = ExitStack()
 
     def __enter__(self) -> "Ranks":

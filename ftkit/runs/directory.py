@@ -67,11 +67,6 @@ class RunDirectory:
     """The run's out_dir."""
 
     @classmethod
-    def of_job(cls, job_file: Path) -> "RunDirectory":
-        """The directory whose `job` a file is."""
-        return cls(job_file.parents[1])
-
-    @classmethod
     def of_checkpoint(cls, checkpoint: Path) -> "RunDirectory | None":
         """The directory that a checkpoint lies in; None: it lies alone."""
         inside = checkpoint.parent

@@ -91,11 +91,8 @@ def _put_back(run: RunDirectory, existed: set[Path], target: Path) -> None:
 
 def _move_back(aside: RunDirectory, run: RunDirectory) -> None:
     """Undo: what was moved goes back where it was; rows are not moved but restored."""
-    checkpoints, own = aside.store.directory, run.store.directory
-    if checkpoints.exists() and own.exists():
-        for entry in checkpoints.iterdir():
-            entry.rename(own / entry.name)
-        checkpoints.rmdir()
+    if aside.store.directory.exists() and run.store.directory.exists():
+        run.store.put_back(aside.path)
     for entry in aside.path.iterdir():
         if entry not in aside.rows:
             remove(run.path / entry.name)

@@ -13,7 +13,6 @@ from ftkit.memory.predict import predict
 from ftkit.memory.simulate import largest_micro_batch
 from ftkit.pretrained.base_model import open_base
 from ftkit.report.report import read_report
-from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import Job
 
 LENGTH = 128
@@ -87,8 +86,8 @@ def errors_of_predictions(directory: Path, world_size: int, cases: list[Case]) -
 
 
 def error_of(job: Path, base: Path, world_size: int) -> float:
-    plan = Job.read(job).plan
-    run = RunDirectory.of_job(job)
+    read = Job.read(job)
+    plan, run = read.plan, read.directory
     peaks = [run.rank(rank).path / "peak.json" for rank in range(world_size)]
     counted_bytes = max(sum(json.loads(peak.read_text()).values()) for peak in peaks)
     batch = largest_micro_batch(plan.micro_batch_size, LENGTH)
@@ -128,7 +127,7 @@ def test_a_step_that_begins_with_its_largest_micro_batch_is_predicted_so(tmp_pat
     case = Case("single", "full", "32-true", (*STEPS, ("train.micro_batch_size", 4)))
     job = write_job(case, 1, tmp_path, base, data)
     run_ranks(1, [job], "counted_cases.py")
-    memory = read_report(RunDirectory.of_job(job).rank(0).report).step_memory
+    memory = read_report(Job.read(job).directory.rank(0).report).step_memory
     assert memory and memory.predicted
     (rank,) = memory.ranks
     assert rank.micro_step == 1

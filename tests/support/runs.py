@@ -15,7 +15,7 @@ import psutil
 
 from ftkit.report.report import read_report
 from ftkit.runs.directory import RunDirectory
-from ftkit.runs.job import RankError
+from ftkit.runs.job import Job, RankError
 
 TIMEOUT_S = 120
 """A process that has not ended by then never would: collectives wait for half an hour."""
@@ -205,7 +205,7 @@ def run_ranks(world_size: int, jobs: list[Path], script: str = "rank_cases.py") 
             process.wait()
     for rank, process in enumerate(processes):
         for job in jobs:
-            error = RankError.read(RunDirectory.of_job(job).rank(rank).error)
+            error = RankError.read(Job.read(job).directory.rank(rank).error)
             assert error is None, f"rank {rank} of {job}: {error}"
         assert process.returncode == 0, logs[rank].read_text()
 
