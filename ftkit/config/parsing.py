@@ -19,6 +19,7 @@ from typing import Any, Literal
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
+from ftkit.config.misspelt import what_was_meant
 from ftkit.config.recipe import RECIPE_OF, Component, Lora, Method, Recipe
 from ftkit.errors import UserError
 from ftkit.utils.dotted_keys import leaves
@@ -37,23 +38,6 @@ ALLOWED_PACKAGES = {
 
 SPELLINGS = {"quantize": {"bnb.int8-training": "bnb.int8"}}
 """Values of LitGPT that have another name here."""
-
-ELSEWHERE = {
-    "batch_size": "train.global_batch_size",
-    "dataset": "data.json_path",
-    "learning_rate": "optimizer.lr",
-    "lr": "optimizer.lr",
-    "max_length": "train.max_seq_length",
-    "model": "checkpoint_dir",
-    "model_name_or_path": "checkpoint_dir",
-    "num_epochs": "train.epochs",
-    "num_train_epochs": "train.epochs",
-    "output_dir": "out_dir",
-    "per_device_train_batch_size": "train.micro_batch_size",
-    "warmup_steps": "train.lr_warmup_steps",
-    "weight_decay": "optimizer.weight_decay",
-}
-"""Keys by their names in other programs, which people type here."""
 
 EXCLUSIVE = [("train.lr_warmup_steps", "train.lr_warmup_fraction")]
 """Two ways to say one thing: the one that is set later replaces the other."""
@@ -352,20 +336,7 @@ def _check_keys(merged: dict[str, Any], method: Method) -> None:
                 f"{key} does not belong to full fine-tuning. {advice} "
                 "Use ftkit finetune instead of ftkit finetune_full, or remove the key."
             )
-        raise UserError(f"{key} is not a key of a recipe.{_meant(key, known)}")
-
-
-def _meant(key: str, known: Iterable[str]) -> str:
-    names = list(known)
-    last_name = key.rpartition(".")[2]
-    if last_name in ELSEWHERE:
-        return f" Did you mean {ELSEWHERE[last_name]}?"
-    close = nearest(key, names)
-    if not close:
-        by_last = {name.rpartition(".")[2]: name for name in names}
-        last = nearest(last_name, by_last)
-        close = by_last[last] if last else None
-    return f" Did you mean {close}?" if close else " See ftkit finetune --help for all keys."
+        raise UserError(f"{key} is not a key of a recipe.{what_was_meant(key, known)}")
 
 
 def _instantiate(merged: dict[str, Any], method: Method) -> Recipe:

@@ -14,9 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ftkit.console.curve import curve, means
-from ftkit.console.display import Display, clock_text, terminal_of
+from ftkit.console.display import Display
 from ftkit.console.formatting import (
     age_text,
+    clock_text,
     duration_text,
     from_to_text,
     loss_text,
@@ -25,6 +26,7 @@ from ftkit.console.formatting import (
 )
 from ftkit.console.grid import labelled_grid
 from ftkit.console.html import bar, block, curve_picture, escaped, labelled, styled
+from ftkit.console.terminal import terminal_of
 from ftkit.report.metrics import Row, RowsReader
 from ftkit.report.report import Progress, Report, Resolved
 from ftkit.report.table import STYLE_OF_OUTCOME, memory_text
