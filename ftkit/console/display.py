@@ -21,7 +21,14 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from ftkit.console.formatting import clock_text, duration_text, number_text, printable, utc_now
+from ftkit.console.formatting import (
+    clock_text,
+    duration_text,
+    loss_text,
+    number_text,
+    printable,
+    utc_now,
+)
 from ftkit.console.terminal import LastingStream, plain_text, print_directly, terminal_of
 
 LOG_NAME = "run.log"
@@ -275,8 +282,8 @@ class TrainingProgress:
         self._first = self._first or (step, now)
         smooth = self._loss.add(loss)
         self._fields = {
-            "smooth_loss": "" if smooth is None else f"loss {smooth:.4f}",
-            "loss": "" if loss is None else f"loss {loss:.4f}",
+            "smooth_loss": "" if smooth is None else f"loss {loss_text(smooth)}",
+            "loss": "" if loss is None else f"loss {loss_text(loss)}",
             "lr": "" if lr is None else f"lr {lr:.2e}",
             "speed": "" if tokens_per_s is None else f"{number_text(tokens_per_s)} tokens/s",
             "epoch": f"epoch {epoch:.2f}",

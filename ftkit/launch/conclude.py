@@ -85,7 +85,7 @@ def _cause(job: Job) -> tuple[int, RankError | None]:
     found = [
         (rank, error)
         for rank in range(job.plan.world_size)
-        if (error := RankError.read(job.directory.rank(rank).error))
+        if (error := RankError.read(job.directory.rank(rank)))
     ]
     if not found:
         return 0, None
@@ -117,7 +117,7 @@ def _collect_output(run: RunDirectory, world_size: int) -> None:
     known = run.log.read_text(encoding="utf-8", errors="replace")
     with run.log.open("a", encoding="utf-8") as file:
         for rank in range(1, world_size):
-            output = run.output(rank)
+            output = run.rank(rank).output
             text = output.read_text(encoding="utf-8", errors="replace") if output.exists() else ""
             for line in dict.fromkeys(text.splitlines()):
                 if line not in known:

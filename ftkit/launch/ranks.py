@@ -15,7 +15,7 @@ from types import FrameType
 from ftkit.errors import EXIT_BY_SIGNAL, UserError
 from ftkit.launch.environment import ExternalRanks
 from ftkit.report.report import ENDED_WELL, read_report
-from ftkit.runs.directory import RankDirectory, RunDirectory
+from ftkit.runs.directory import RankDirectory
 from ftkit.runs.job import ErrorKind, Job, RankError
 from ftkit.utils.hardware import processes_killed_for_memory
 from ftkit.utils.out_of_memory import device_line
@@ -73,7 +73,6 @@ class Ranks:
         self._killed_before: int | None = None
         self._directories: list[RankDirectory] = []
         """Of every rank, also of those that run elsewhere."""
-        self._directory: RunDirectory
         self._handlers = ExitStack()
 
     def __enter__(self) -> "Ranks":
@@ -91,7 +90,6 @@ class Ranks:
         """
         self._killed_before = processes_killed_for_memory()
         world_size = job.plan.world_size
-        self._directory = job.directory
         self._directories = [job.directory.rank(rank) for rank in range(world_size)]
         self._started = True
         self._note_gone()
@@ -145,7 +143,7 @@ class Ranks:
                 if process.returncode == -signal.SIGKILL and self._memory_ran_out():
                     self._note(rank, "died_for_memory", KILLED_FOR_MEMORY)
                     continue
-                how = describe_exit(process.returncode, self._directory.output(rank))
+                how = describe_exit(process.returncode, self._directories[rank].output)
                 self._note(rank, "died_for_memory" if device_line(how) else "died", how)
 
     def _note_gone(self) -> None:
@@ -171,7 +169,7 @@ class Ranks:
     def _note(self, rank: int, kind: ErrorKind, message: str) -> None:
         error = RankError(kind=kind, message=message, happened_at_s=time.time())
         with suppress(OSError):  # then the report says that it ended without a word
-            error.write(self._directories[rank].error, self._directory.reserve)
+            error.write(self._directories[rank])
 
     def _pause(self, _: int, __: FrameType | None) -> None:
         """Ctrl+Z: stand still with the ranks and their workers until `fg` or `bg`."""
@@ -247,14 +245,15 @@ def rank_environment(job: Job, placement: dict[str, str]) -> dict[str, str]:
 
 def _start(job: Job, rank: int, placement: dict[str, str]) -> subprocess.Popen[bytes]:
     """A rank as a process, with its output in its log, also what compiled code prints."""
-    job.directory.rank(rank).path.mkdir(exist_ok=True)
+    directory = job.directory.rank(rank)
+    directory.path.mkdir(exist_ok=True)
     environment = rank_environment(job, placement)
     terminal = os.dup(1)
     # -P: modules in the current directory are the user's, not ours
     command = [sys.executable, "-P", "-m", "ftkit.training.rank"]
     command += [str(job.directory.job), str(os.getpid()), str(terminal)]
     try:
-        with job.directory.output(rank).open("ab") as log:
+        with directory.output.open("ab") as log:
             return subprocess.Popen(
                 command,
                 env=environment,

@@ -183,7 +183,7 @@ def _wait_for(store: SharedStore, keys: list[str], *, patience_s: float = float(
 
 def _exit_code(directory: RankDirectory) -> int:
     """As `ftkit` without torchrun ends if this rank is why the run ends."""
-    error = RankError.read(directory.error)
+    error = RankError.read(directory)
     if error is None:  # done, or killed before it could say anything
         report = directory.report
         return 0 if report.exists() and read_report(report).outcome in ENDED_WELL else 1

@@ -30,8 +30,15 @@ _CONTINUED = (RECIPE, FILE_NAME, _METRICS, _VALIDATION, LOG_NAME)
 class RankDirectory:
     """What one rank leaves for the supervisor, on a disk that both see."""
 
-    path: Path
-    """Receipts of saved shards lie here too; see `ftkit.checkpoint.saver`."""
+    run: "RunDirectory"
+    """The run's."""
+    rank: int
+    """Global rank."""
+
+    @property
+    def path(self) -> Path:
+        """Receipts of saved shards lie here too; see `ftkit.checkpoint.saver`."""
+        return self.run.state / f"rank-{self.rank}"
 
     @property
     def report(self) -> Path:
@@ -47,6 +54,11 @@ class RankDirectory:
     def validation(self) -> Path:
         """The same of its validations."""
         return self.path / _VALIDATION
+
+    @property
+    def output(self) -> Path:
+        """What libraries print and log; of rank 0 it is in the run's log."""
+        return self.run.log if self.rank == 0 else self.path / "output.log"
 
     @property
     def error(self) -> Path:
@@ -165,15 +177,11 @@ class RunDirectory:
 
     def rank(self, rank: int) -> RankDirectory:
         """What a rank leaves."""
-        return RankDirectory(self.state / f"rank-{rank}")
+        return RankDirectory(self, rank)
 
     def ranks(self) -> list[RankDirectory]:
         """Those that are there, from rank 0 on."""
         return list(takewhile(lambda rank: rank.path.exists(), map(self.rank, count())))
-
-    def output(self, rank: int) -> Path:
-        """Where what libraries print and log on a rank goes."""
-        return self.log if rank == 0 else self.rank(rank).path / "output.log"
 
     def is_run(self) -> bool:
         """Whether there is a run here."""

@@ -13,7 +13,7 @@ from ftkit.config.recipe import Method, Recipe
 from ftkit.console.formatting import utc_now, utc_text
 from ftkit.errors import UserError
 from ftkit.report.report import Progress, Report
-from ftkit.runs.directory import RunDirectory
+from ftkit.runs.directory import RankDirectory, RunDirectory
 from ftkit.utils.files import insist, write_json
 from ftkit.utils.hardware import hardware, versions
 from ftkit.utils.units import parse_duration
@@ -154,18 +154,13 @@ class RankError:
     happened_at_s: float
     """Seconds since the epoch: the first error of several ranks is the cause."""
 
-    def write(self, path: Path, reserve: Path) -> None:
-        """Leave the error for the supervisor.
-
-        Args:
-            path: in the rank's directory.
-            reserve: space for it on a full disk.
-        """
-        insist(lambda: write_json(path, dataclasses.asdict(self)), reserve)
+    def write(self, directory: RankDirectory) -> None:
+        """Leave the error for the supervisor, even if the disk is full."""
+        insist(lambda: write_json(directory.error, dataclasses.asdict(self)), directory.run.reserve)
 
     @classmethod
-    def read(cls, path: Path) -> "RankError | None":
+    def read(cls, directory: RankDirectory) -> "RankError | None":
         """The error a rank left, or None."""
-        if not path.exists():
+        if not directory.error.exists():
             return None
-        return cls(**json.loads(path.read_text(encoding="utf-8")))
+        return cls(**json.loads(directory.error.read_text(encoding="utf-8")))

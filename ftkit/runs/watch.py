@@ -286,7 +286,7 @@ def _line(sight: Sight) -> str:
     loss, left_s = sight.rows[-1]["loss"], sight.left_s
     parts = [
         f"step {sight.step:,}{total}",
-        "" if loss is None else f"loss {loss:.4f}",
+        "" if loss is None else f"loss {loss_text(loss)}",
         f"{number_text(sight.tokens_per_s)} tokens/s" if sight.tokens_per_s else "",
         "" if sight.epoch is None else f"epoch {sight.epoch:.2f}",
         "" if left_s is None else f"eta {clock_text(left_s)}",
@@ -331,7 +331,7 @@ def _from_to(losses: list[float]) -> str:
 
 def _best(losses: list[float]) -> str:
     """That the last is not the best, if so."""
-    return f", best {min(losses):.4f}" if losses and losses[-1] > min(losses) else ""
+    return f", best {loss_text(min(losses))}" if losses and losses[-1] > min(losses) else ""
 
 
 def _clock_texts(sight: Sight) -> list[str]:

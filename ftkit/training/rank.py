@@ -221,7 +221,7 @@ def _tell(exception: BaseException, job: Job, state: RankDirectory) -> None:
         with suppress(OSError):
             state.completing.touch()
     error = _explain(exception)
-    error.write(state.error, job.directory.reserve)
+    error.write(state)
     if error.kind in ("failed", "out_of_memory"):
         _log_traceback(exception, job)
 

@@ -742,7 +742,7 @@ def leave(job: Job, steps: int, error: RankError | None = None, **changes: objec
     report = dataclasses.replace(job.new_report(), progress=Progress(steps=steps), **changes)
     write_report(report, state.path)
     if error is not None:
-        error.write(state.error, job.directory.reserve)
+        error.write(state)
 
 
 def test_an_interrupted_session_says_how_to_go_on(asked, out, capsys):

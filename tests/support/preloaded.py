@@ -216,7 +216,7 @@ def _serve() -> NoReturn:
                 if link.exists() and link.resolve() == job.directory.lock.resolve():
                     os.close(int(link.name))
             os.environ.update(placement)
-            _write_to(job.directory.output(rank))
+            _write_to(job.directory.rank(rank).output)
             suffer(request, rank)
             with os.fdopen(terminal, "w") as stream:
                 return training_rank.run_rank(job.directory.job, stream)
