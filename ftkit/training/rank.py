@@ -196,7 +196,7 @@ def run_rank(job_path: Path, terminal: TextIO) -> int:
             start = None if job.start is None else read_metadata(Path(job.start))
             device = make_device(job.plan)
             with Recorder(
-                job, job.plan, device, state, rank(), start=start, show_warning=display.warning
+                job, job.plan, device, state, start=start, show_warning=display.warning
             ) as recorder:
                 try:
                     run(job, start, stop, display, recorder)

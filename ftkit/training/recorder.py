@@ -65,7 +65,6 @@ class Recorder:
         plan: Plan,
         device: torch.device,
         state: RankDirectory,
-        rank: int = 0,
         *,
         start: Metadata | None = None,
         show_warning: Callable[[str], None] = lambda _: None,
@@ -76,9 +75,9 @@ class Recorder:
             job: what is done.
             plan: what it came to.
             device: of this rank.
-            state: where this rank's report goes.
-            rank: rank 0 also writes metrics.csv and validation.csv, of which rows after the
-                start are gone already (see `ftkit.report.metrics.cut_rows`).
+            state: where this rank's report goes. Rank 0 also writes metrics.csv and
+                validation.csv, of which rows after the start are gone already (see
+                `ftkit.report.metrics.cut_rows`).
             start: of the checkpoint that the run goes on from; None: it begins.
             show_warning: shows a warning of the recorder itself to a person.
         """
@@ -86,7 +85,7 @@ class Recorder:
         self._start = start
         self._start_step = start.step if start else 0
         self._job, self._plan, self._device, self._state = job, plan, device, state
-        self._rank = rank
+        self._rank = state.rank
         now = time.time()
         self._times = dict.fromkeys(get_args(PhaseName), 0.0)
         self._since = job.started_at_s
@@ -99,7 +98,7 @@ class Recorder:
         self._samples_per_epoch = 0
         self._flops_per_token: float | None = None
         run = job.directory
-        tables = run if rank == 0 else state
+        tables = run if state.rank == 0 else state
         after_step = start.step if start else None
         self._metrics = MetricsWriter(tables.metrics, after_step=after_step)
         self._validation = ValidationWriter(tables.validation, after_step=after_step)
