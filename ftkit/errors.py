@@ -2,6 +2,8 @@
 
 import signal
 
+EXIT_OUT_OF_MEMORY = 3
+
 
 class UserError(Exception):
     """Something the user can mend; names the key, its value, the rule and a change that works.
@@ -16,7 +18,7 @@ class UserError(Exception):
 class DoesNotFit(UserError):
     """A run that would certainly end for lack of memory."""
 
-    exit_code = 3
+    exit_code = EXIT_OUT_OF_MEMORY
 
 
 EXIT_BY_SIGNAL = {
@@ -24,4 +26,3 @@ EXIT_BY_SIGNAL = {
     signal.SIGTERM: (143, "SIGTERM"),
     signal.SIGHUP: (129, "SIGHUP"),
 }
-EXIT_OUT_OF_MEMORY = 3

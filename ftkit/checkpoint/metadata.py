@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from ftkit.checkpoint.files import METADATA
 from ftkit.utils.files import write_durably
 from ftkit.utils.json_values import from_json
 
 FORMAT_VERSION = 1
-METADATA = "metadata.json"
 _CHECKSUM = "checksum"
 
 

@@ -16,15 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ftkit.checkpoint.files import shard_name
 from ftkit.checkpoint.host_copies import HostCopies, in_host_memory
 from ftkit.checkpoint.metadata import FileEntry, Metadata
-from ftkit.checkpoint.shards import Piece, shard_name, write_shard
+from ftkit.checkpoint.shards import Piece, write_shard
 from ftkit.checkpoint.store import Store, hash_file
 from ftkit.utils.files import sync, write_json
 
-PATIENCE_S = 600.0
+_PATIENCE_S = 600.0
 """How long rank 0 waits for the shards of the others once its own files are written."""
-POLL_S = 0.02
+_POLL_S = 0.02
 MOST_FAILURES = 3
 """Saving may fail this often in a row before training stops."""
 
@@ -226,7 +227,7 @@ class Saver:
     ) -> tuple[str | None, dict[str, FileEntry]]:
         """The files of all ranks, once every rank has said that it is done."""
         entries = dict(own)
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + _PATIENCE_S
         for rank, directory in enumerate(self._receipts[1:], start=1):
             receipt = _receipt(directory, step)
             while not receipt.exists():
@@ -235,7 +236,7 @@ class Saver:
                         f"rank {rank} has not written its shard; {self.store.directory} must be "
                         "on a disk that all machines share"
                     ), {}
-                time.sleep(POLL_S)
+                time.sleep(_POLL_S)
             content = _take_receipt(directory, step)
             if content["error"] is not None:
                 error = error or f"rank {rank}: {content['error']}"

@@ -16,7 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ftkit.checkpoint.metadata import CheckpointError
+from ftkit.checkpoint.files import is_shard
+from ftkit.checkpoint.metadata import CheckpointError, Metadata
 from ftkit.optim.state_kinds import BLOCK
 from ftkit.utils.safetensors_files import save_tensors
 
@@ -50,11 +51,6 @@ def share_of(rank: int, world_size: int, numel: int) -> tuple[int, int]:
     blocks = -(-numel // BLOCK)
     first, last = (blocks * r // world_size * BLOCK for r in (rank, rank + 1))
     return min(first, numel), min(last, numel)
-
-
-def shard_name(rank: int, world_size: int) -> str:
-    """The file of a rank."""
-    return f"shard-{rank:05d}-of-{world_size:05d}.safetensors"
 
 
 def write_shard(path: Path, pieces: Iterable[Piece]) -> None:
@@ -97,6 +93,19 @@ class StoredState:
                 pieces.setdefault(name, []).append(piece)
         for name, found in pieces.items():
             self._tensors[name] = StoredTensor(name, shapes[name], found)
+
+    @classmethod
+    def in_checkpoint(cls, directory: Path, metadata: Metadata) -> "StoredState":
+        """The tensors of a checkpoint.
+
+        Args:
+            directory: of the checkpoint.
+            metadata: what it says about itself.
+
+        Raises:
+            CheckpointError: a file is missing or damaged, or a tensor is not there completely.
+        """
+        return cls(directory / name for name in metadata.files if is_shard(name))
 
     def __getitem__(self, name: str) -> "StoredTensor":
         if name not in self._tensors:

@@ -29,7 +29,7 @@ def stored_name(kind: str, parameter: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class StatePart:
     """What this rank holds of a parameter or of one kind of its optimizer state, as live views."""
 
     kind: str
@@ -50,7 +50,7 @@ class Part:
 class Holder(Protocol):
     """Finds the numbers that an optimizer updates, and its state."""
 
-    def parts(self, parameter: nn.Parameter) -> Iterator[Part]:
+    def parts(self, parameter: nn.Parameter) -> Iterator[StatePart]:
         """The parameter's own numbers, then each kind of state that there is."""
 
     def scalars(self) -> dict[str, float]:
@@ -121,7 +121,7 @@ def restore(
                     _read(part, stored, stored_name(part.kind, our_name(own)))
 
 
-def _read(part: Part, stored: StoredState, name: str) -> None:
+def _read(part: StatePart, stored: StoredState, name: str) -> None:
     tensor = stored[name]
     if tensor.shape != part.shape:
         raise CheckpointError(f"{name} has shape {list(tensor.shape)}, not {list(part.shape)}")

@@ -9,22 +9,22 @@ import contextlib
 import hashlib
 import os
 import re
-import shutil
 import stat
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
+from ftkit.checkpoint.files import METADATA
 from ftkit.checkpoint.metadata import (
-    METADATA,
     CheckpointError,
     FileEntry,
     Metadata,
     read_metadata,
     write_metadata,
 )
-from ftkit.utils.files import sync, write_durably
+from ftkit.utils.files import remove, sync, write_durably
+from ftkit.utils.progress import OnProgress
 
 LATEST = "latest"
 """Names the newest checkpoint, for people and scripts; never read here."""
@@ -32,9 +32,6 @@ PROGRESS_INTERVAL_S = 0.2
 
 _STEP = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")
 _BLOCK_BYTES = 4 * 2**20
-
-OnProgress = Callable[[int, int], None]
-"""Told the bytes done and the bytes in all."""
 
 
 def hash_file(path: Path, on_block: Callable[[int], None] | None = None) -> FileEntry:
@@ -342,6 +339,13 @@ class Store:
         self._point_to_newest()
         return moved
 
+    def put_back(self, target: Path) -> None:
+        """Undo `set_aside`."""
+        aside = target / self.directory.name
+        for entry in aside.iterdir():
+            entry.rename(self.directory / entry.name)
+        aside.rmdir()
+
     def _hidden(self, step: int, what: str) -> Path:
         path = self.path(step)
         return path.with_name(f".{path.name}.{what}")
@@ -384,11 +388,3 @@ _LEFTOVER = re.compile(rf"\.{_STEP.pattern}\.(?:partial|deleted|replaced)|\.{LAT
 def _name_of(hidden: Path) -> str:
     """The name that a checkpoint on its way will have, or had."""
     return hidden.name.removeprefix(".").rpartition(".")[0]
-
-
-def remove(path: Path) -> None:
-    """Remove a directory with all in it, or a file, or nothing if there is none."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import RenderableType
 from rich.rule import Rule
@@ -19,22 +19,26 @@ from rich.table import Table
 from rich.text import Text
 
 from ftkit.checkpoint import store as checks
+from ftkit.checkpoint.files import RECIPE
 from ftkit.checkpoint.metadata import CheckpointError, Layout, Metadata, read_metadata
 from ftkit.checkpoint.store import step_of
+from ftkit.config.command_options import Format
 from ftkit.config.parsing import read_keys
 from ftkit.console.display import Display, Phase
 from ftkit.console.formatting import (
     age_text,
     bytes_text,
     duration_text,
+    loss_text,
     number_text,
     printable,
     shortened,
 )
+from ftkit.console.grid import labelled_grid
 from ftkit.errors import UserError
 from ftkit.runs.checkpoints import (
     Entry,
-    Place,
+    RunCheckpoints,
     entry_of,
     find,
     find_all,
@@ -42,10 +46,9 @@ from ftkit.runs.checkpoints import (
     misnamed,
     size_of,
 )
-from ftkit.runs.directory import RECIPE
 from ftkit.runs.lock import claimed, is_at_work
+from ftkit.utils.files import remove
 
-Format = Literal["table", "json"]
 PROGRESS_AFTER_S = 2.0
 """Seconds after which verifying shows how far it is."""
 
@@ -87,11 +90,7 @@ def show_checkpoint(out_dir: Path, step: str | None, form: Format) -> int:
     title = Rule(
         Text(printable(str(entry.path)), "bold"), characters="-", align="left", style="dim"
     )
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True, style="cyan")
-    grid.add_column(overflow="fold")
-    for label, value in _rows(entry, entry.metadata):
-        grid.add_row(Text(label), Text(printable(value)))
+    grid = labelled_grid(_rows(entry, entry.metadata))
     files = _table("file", "size", "sha256")
     for name, file in sorted(entry.metadata.files.items()):
         files.add_row(Text(printable(name)), bytes_text(file.size_bytes), file.sha256[:12])
@@ -166,18 +165,18 @@ def clean_checkpoints(out_dir: Path, keep_last: int, *, dry_run: bool) -> int:
         damaged = {step: found for step in steps if (found := store.check_files(step))}
         freed = 0
         removals: list[tuple[Path, Callable[[], object]]] = [
-            *((path, lambda path=path: checks.remove(path)) for path in store.leftovers()),
+            *((path, lambda path=path: remove(path)) for path in store.leftovers()),
             *(
                 (store.path(step), lambda step=step: store.delete(step))
                 for step in steps
                 if step not in kept
             ),
         ]
-        for path, remove in removals:
+        for path, remove_one in removals:
             size = size_of(path)
             try:
                 if not dry_run:
-                    remove()
+                    remove_one()
             except OSError as error:
                 raise UserError(
                     f"{path} cannot be removed ({error.strerror}). Check who owns it."
@@ -257,10 +256,10 @@ class _Verifying:
         self._now = 0
 
 
-def _kept_for_good(place: Place) -> dict[str, int | None]:
+def _kept_for_good(place: RunCheckpoints) -> dict[str, int | None]:
     """What the recorded recipe says about checkpoints that stay."""
     newest = place.store.newest()
-    candidates = [run / RECIPE for run in place.runs]
+    candidates = [run.recipe for run in place.runs]
     if newest is not None:
         candidates.append(place.store.path(newest) / RECIPE)
     recipe = next((read_keys(path) for path in candidates if path.is_file()), {})
@@ -299,8 +298,8 @@ def _cells(entry: Entry, now_s: float) -> list[str | Text]:
     return [
         "" if entry.step is None else f"{entry.step:,}",
         f"{known.epochs:.2f}" if known else "",
-        _loss_text(known.loss if known else None),
-        _loss_text(known.validation_loss if known else None),
+        loss_text(known.loss if known else None),
+        loss_text(known.validation_loss if known else None),
         bytes_text(entry.size_bytes),
         age_text(now_s - entry.written_s),
         Text(printable(_layout_text(known.layout)) if known else ""),
@@ -320,8 +319,8 @@ def _rows(entry: Entry, metadata: Metadata) -> Iterator[tuple[str, str]]:
         "step": f"{metadata.step:,} of {metadata.total_steps:,}",
         "epochs": f"{metadata.epochs:.2f}",
         "training_s": duration_text(metadata.training_s),
-        "loss": _loss_text(metadata.loss),
-        "validation_loss": _loss_text(metadata.validation_loss),
+        "loss": loss_text(metadata.loss),
+        "validation_loss": loss_text(metadata.validation_loss),
         "changes": "\n".join(metadata.changes),
     }
     for name, value in dataclasses.asdict(metadata).items():
@@ -344,10 +343,6 @@ def _value_text(value: Any) -> str:
 def _layout_text(layout: Layout) -> str:
     """single; fsdp x2."""
     return layout.strategy + (f" x{layout.world_size}" if layout.world_size > 1 else "")
-
-
-def _loss_text(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"
 
 
 def _cleaned_text(kept: list[int], freed: int, rule: dict[str, int | None], dry_run: bool) -> str:

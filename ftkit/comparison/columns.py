@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from ftkit.comparison.runs import ComparedRun, differing_settings
-from ftkit.console.formatting import bytes_text, duration_text, number_text, percent_text
+from ftkit.console.formatting import bytes_text, duration_text, loss_text, number_text, percent_text
 from ftkit.errors import UserError
 from ftkit.report.report import ENDED_WELL, Report
 from ftkit.report.step_memory import Breakdown
@@ -32,10 +32,6 @@ class Measure:
     """Which values are good."""
 
 
-def _loss_text(value: float) -> str:
-    return f"{value:.4f}"
-
-
 def _of(section: str, name: str) -> Callable[[Report], float | None]:
     """A number of a section of the report."""
     return lambda report: getattr(getattr(report, section), name, None)
@@ -58,12 +54,12 @@ def _of_prediction(name: str) -> Callable[[Report], float | None]:
 
 MEASURES = (
     Measure(key="steps", head="steps", value=_of("progress", "steps"), text=number_text),
-    Measure(key="loss", head="loss", value=_of("loss", "last"), text=_loss_text),
+    Measure(key="loss", head="loss", value=_of("loss", "last"), text=loss_text),
     Measure(
         key="validation_loss",
         head="val loss",
         value=_of("loss", "validation_last"),
-        text=_loss_text,
+        text=loss_text,
         better="lower",
     ),
     Measure(

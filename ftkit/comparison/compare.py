@@ -16,7 +16,8 @@ from ftkit.comparison import table
 from ftkit.comparison.columns import in_order
 from ftkit.comparison.plots import Picture, check_plot, save_plot
 from ftkit.comparison.runs import ComparedRun, LeftOut, read_runs
-from ftkit.console.display import Display, plain_text
+from ftkit.console.display import Display
+from ftkit.console.terminal import plain_text
 from ftkit.errors import UserError
 
 _WIDTH = 120
@@ -69,10 +70,10 @@ class Comparison:
         return plain_text(self.table(), _WIDTH)
 
     def _repr_html_(self) -> str:
-        return table.as_html(self.runs)
+        return table.comparison_as_html(self.runs)
 
 
-FORMATS: dict[str, Callable[[Comparison], str]] = {
+_FORMATS: dict[str, Callable[[Comparison], str]] = {
     "json": lambda comparison: json.dumps(comparison.to_json(), indent=2),
     "csv": Comparison.to_csv,
     "markdown": Comparison.to_markdown,
@@ -105,7 +106,7 @@ def compare_runs(paths: Sequence[str], form: str, sort: str | None, plot: Path |
 
     Args:
         paths: runs, or directories that hold runs.
-        form: table, or one of `FORMATS`.
+        form: table, or one of `_FORMATS`.
         sort: a column to sort by.
         plot: where to draw it.
     """
@@ -114,8 +115,8 @@ def compare_runs(paths: Sequence[str], form: str, sort: str | None, plot: Path |
     comparison = compare(paths, sort=sort)
     for item in comparison.left_out:
         print(f"ftkit: {item.path} {item.reason}: left out", file=sys.stderr)
-    if form in FORMATS:
-        print(FORMATS[form](comparison))
+    if form in _FORMATS:
+        print(_FORMATS[form](comparison))
     else:
         with Display(None) as display:
             display.show(comparison.table())

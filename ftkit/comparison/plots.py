@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ftkit import __version__
 from ftkit.comparison.runs import ComparedRun
-from ftkit.comparison.table import as_html
+from ftkit.comparison.table import comparison_as_html
 from ftkit.console.formatting import bytes_text, number_text, printable
 from ftkit.errors import UserError
 from ftkit.report.report import ENDED_WELL
@@ -179,7 +179,7 @@ def page(runs: list[ComparedRun], picture: str) -> str:
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
         "style-src 'unsafe-inline'\">"
         f"<title>{title}</title><style>{_CSS}</style></head><body><h1>{title}</h1>"
-        f'<div class="picture">{picture}</div><div class="table">{as_html(runs)}</div>'
+        f'<div class="picture">{picture}</div><div class="table">{comparison_as_html(runs)}</div>'
         f"<p>Made by ftkit {__version__}. Bold: best of the runs that ended well.</p>"
         "</body></html>\n"
     )

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -10,9 +10,12 @@ from typing import Any
 
 from ftkit.config.recipe import LoraRecipe
 from ftkit.errors import UserError
-from ftkit.report.metrics import METRICS_NAME, VALIDATION_NAME, Row, read_metrics, read_validation
-from ftkit.report.report import FILE_NAME, RankMemory, Report, Resolved
-from ftkit.runs.state import StateName, is_run, look
+from ftkit.report.metrics import Row, read_metrics, read_validation
+from ftkit.report.peak_memory import RankMemory
+from ftkit.report.report import Report, Resolved
+from ftkit.runs.directory import RunDirectory
+from ftkit.runs.state import StateName, look
+from ftkit.utils.dotted_keys import leaves
 from ftkit.utils.hardware import Hardware
 
 _NOT_COMPARED = ("out_dir", "resume", "access_token", "log")
@@ -64,7 +67,7 @@ class ComparedRun:
     def settings(self) -> dict[str, Any]:
         """What was asked, by the keys of the command line; what was left open is filled in."""
         recipe = {k: v for k, v in self.report.recipe.items() if k not in _NOT_COMPARED}
-        found = {"method": self.report.method, **dict(_leaves(recipe))}
+        found = {"method": self.report.method, **dict(_settings_in(recipe))}
         for key, value in (
             ("precision", self.resolved.precision),
             ("strategy", self.resolved.strategy),
@@ -79,7 +82,7 @@ class ComparedRun:
     @cached_property
     def training(self) -> Curve:
         """The training loss, finite values only; empty where there are no rows."""
-        rows = _rows(self.out_dir / METRICS_NAME)
+        rows = _rows(read_metrics, RunDirectory(self.out_dir).metrics)
         steps, seconds, losses = [], [], []
         elapsed_s = 0.0
         for row in rows:
@@ -95,7 +98,7 @@ class ComparedRun:
     @cached_property
     def validation(self) -> list[tuple[int, float]]:
         """Step and loss of every validation."""
-        rows = _rows(self.out_dir / VALIDATION_NAME)
+        rows = _rows(read_validation, RunDirectory(self.out_dir).validation)
         return [
             (int(row["step"]), loss)
             for row in rows
@@ -203,12 +206,12 @@ def _host_bytes(rank: RankMemory) -> int:
 
 def _find(path: Path) -> Iterator[Path]:
     """The runs that a path stands for, in the order of their names."""
-    if path.is_file() and path.name == FILE_NAME:
+    if path.is_file() and path == RunDirectory(path.parent).report:
         path = path.parent
     if not path.is_dir():
         return
     for directory, below, _ in os.walk(path):
-        if is_run(Path(directory)):
+        if RunDirectory(Path(directory)).is_run():
             below.clear()
             yield Path(directory)
         below[:] = sorted(name for name in below if not name.startswith("."))
@@ -228,21 +231,15 @@ def _names(directories: list[Path]) -> list[str]:
     return [str(directory.relative_to(common)) for directory in absolute]
 
 
-def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _settings_in(recipe: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Values by dotted keys; a class is the value of its key, its arguments lie below."""
-    for key, value in values.items():
-        if isinstance(value, dict) and "class_path" in value:
-            yield prefix + key, value["class_path"]
-            yield from _leaves(value.get("init_args") or {}, f"{prefix}{key}.")
-        elif isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
+    for key, value in leaves(recipe):
+        yield key.removesuffix(".class_path").replace(".init_args.", "."), value
 
 
-def _rows(path: Path) -> list[Row]:
+def _rows(read: Callable[[Path], list[Row]], path: Path) -> list[Row]:
     """The rows of a log; none if it is not there or damaged."""
     try:
-        return read_metrics(path) if path.name == METRICS_NAME else read_validation(path)
+        return read(path)
     except (OSError, ValueError):
         return []

@@ -149,7 +149,7 @@ def as_json(runs: list[ComparedRun], left_out: Sequence[LeftOut]) -> dict[str, A
     }
 
 
-def as_html(runs: list[ComparedRun]) -> str:
+def comparison_as_html(runs: list[ComparedRun]) -> str:
     """The table as HTML, with its notes; needs no style sheet."""
     columns = shown_columns(runs)
     heads = "".join(_html_cell("th", column, column.head) for column in columns)

@@ -102,7 +102,7 @@ _ADAM = {
 """Optimizers with the same two moments; one's state becomes another's by changing the format."""
 
 
-def compare(saved: Recipe, now: Recipe) -> tuple[list[str], list[str]]:
+def recipe_changes(saved: Recipe, now: Recipe) -> tuple[list[str], list[str]]:
     """How the recipe of a run that goes on differs from that of its checkpoint.
 
     Args:

@@ -1,6 +1,5 @@
 """Options of the commands that use a result: each declared once, with its help and its rule."""
 
-import re
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -11,6 +10,7 @@ from ftkit.config.parsing import SPELLINGS, Override, accepted_types, describe
 from ftkit.config.recipe import Precision, Quantization
 from ftkit.errors import UserError
 from ftkit.utils.nearest import nearest
+from ftkit.utils.units import SIZE_UNITS, parse_size
 
 Format = Literal["table", "json"]
 Storage = Quantization | Literal["none"]
@@ -18,8 +18,6 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 _Options = TypeVar("_Options")
 
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-_SIZE = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})")
 _MODEL_FILES = ("config.json", "model_config.yaml", "adapter_config.json")
 """What tells a model or an adapter."""
 
@@ -217,12 +215,11 @@ class OutputOptions:
     @property
     def max_shard_bytes(self) -> int:
         """Largest file of weights."""
-        found = _SIZE.fullmatch(self.max_shard_size)
-        bytes_ = 0 if found is None else int(float(found[1]) * _UNITS[found[2]])
-        if bytes_ < 1:
+        bytes_ = parse_size(self.max_shard_size)
+        if not bytes_:
             raise UserError(
                 f"--max_shard_size is {self.max_shard_size!r}, but must be a number with "
-                f"{', '.join(_UNITS)}. Try --max_shard_size 5GB."
+                f"{', '.join(SIZE_UNITS)}. Try --max_shard_size 5GB."
             )
         return bytes_
 

@@ -19,8 +19,10 @@ from typing import Any, Literal
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
+from ftkit.config.misspelt import what_was_meant
 from ftkit.config.recipe import RECIPE_OF, Component, Lora, Method, Recipe
 from ftkit.errors import UserError
+from ftkit.utils.dotted_keys import leaves
 from ftkit.utils.json_values import for_json
 from ftkit.utils.nearest import nearest
 from ftkit.utils.yaml_files import dump_yaml, load_yaml, parse_yaml
@@ -36,23 +38,6 @@ ALLOWED_PACKAGES = {
 
 SPELLINGS = {"quantize": {"bnb.int8-training": "bnb.int8"}}
 """Values of LitGPT that have another name here."""
-
-ELSEWHERE = {
-    "batch_size": "train.global_batch_size",
-    "dataset": "data.json_path",
-    "learning_rate": "optimizer.lr",
-    "lr": "optimizer.lr",
-    "max_length": "train.max_seq_length",
-    "model": "checkpoint_dir",
-    "model_name_or_path": "checkpoint_dir",
-    "num_epochs": "train.epochs",
-    "num_train_epochs": "train.epochs",
-    "output_dir": "out_dir",
-    "per_device_train_batch_size": "train.micro_batch_size",
-    "warmup_steps": "train.lr_warmup_steps",
-    "weight_decay": "optimizer.weight_decay",
-}
-"""Keys by their names in other programs, which people type here."""
 
 EXCLUSIVE = [("train.lr_warmup_steps", "train.lr_warmup_fraction")]
 """Two ways to say one thing: the one that is set later replaces the other."""
@@ -133,6 +118,12 @@ def to_yaml(recipe: Recipe) -> str:
     return dump_yaml(to_dict(recipe))
 
 
+def recipe_as_dict(recipe: Recipe) -> dict[str, Any]:
+    """The same for the eyes of others: without access tokens at any depth."""
+    cleaned: dict[str, Any] = for_json(to_dict(recipe))
+    return cleaned
+
+
 def from_dict(values: dict[str, Any], method: Method) -> Recipe:
     """A Recipe from what `to_dict` returned."""
     _check_keys(values, method)
@@ -147,21 +138,12 @@ def read_keys(path: Path) -> dict[str, Any]:
     Raises:
         UserError: it cannot be read, or is no recipe.
     """
-    return dict(_leaves(load_yaml(path)))
+    return dict(leaves(load_yaml(path)))
 
 
 def as_text(value: Any) -> str:
     """A value as the text of an override; text stays as it is, as on the command line."""
     return value if isinstance(value, str) else json.dumps(value, default=os.fspath)
-
-
-def _leaves(values: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    """All values that are no mapping, also those inside class choices."""
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _plain(value: Any) -> Any:
@@ -196,14 +178,9 @@ def _parse_value(key: str, text: str) -> Any:
     return text if is_text else value
 
 
-def _flatten(values: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+def _flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Leaves as dotted keys; class choices stay whole, to be merged by `_assign`."""
-    for key, value in values.items():
-        path = f"{prefix}{key}"
-        if isinstance(value, dict) and path not in COMPONENTS:
-            yield from _flatten(value, f"{path}.")
-        else:
-            yield path, value
+    return leaves(values, prefix, whole=COMPONENTS)
 
 
 def _assign(merged: dict[str, Any], key: str, value: Any) -> None:
@@ -359,20 +336,7 @@ def _check_keys(merged: dict[str, Any], method: Method) -> None:
                 f"{key} does not belong to full fine-tuning. {advice} "
                 "Use ftkit finetune instead of ftkit finetune_full, or remove the key."
             )
-        raise UserError(f"{key} is not a key of a recipe.{_meant(key, known)}")
-
-
-def _meant(key: str, known: Iterable[str]) -> str:
-    names = list(known)
-    last_name = key.rpartition(".")[2]
-    if last_name in ELSEWHERE:
-        return f" Did you mean {ELSEWHERE[last_name]}?"
-    close = nearest(key, names)
-    if not close:
-        by_last = {name.rpartition(".")[2]: name for name in names}
-        last = nearest(last_name, by_last)
-        close = by_last[last] if last else None
-    return f" Did you mean {close}?" if close else " See ftkit finetune --help for all keys."
+        raise UserError(f"{key} is not a key of a recipe.{what_was_meant(key, known)}")
 
 
 def _instantiate(merged: dict[str, Any], method: Method) -> Recipe:
@@ -464,9 +428,3 @@ def describe(kind: Any) -> str:
         return "a list of names"
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     return words.get(kind, "a path" if kind is Path else "a name, or class_path with init_args")
-
-
-def recipe_as_dict(recipe: Recipe) -> dict[str, Any]:
-    """The recipe with its defaults, ready for JSON, without access tokens at any depth."""
-    cleaned: dict[str, Any] = for_json(dataclasses.asdict(recipe))
-    return cleaned

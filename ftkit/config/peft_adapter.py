@@ -10,11 +10,11 @@ from ftkit.errors import UserError
 
 CONFIG = "adapter_config.json"
 WEIGHTS, OLD_WEIGHTS = "adapter_model.safetensors", "adapter_model.bin"
-METADATA = "ftkit"
+NOTES_KEY = "ftkit"
 """Key of the header of WEIGHTS with what ftkit notes of fused layers, as JSON."""
-BASE = "ftkit_base"
+BASE_KEY = "ftkit_base"
 """Key of the header of WEIGHTS with the fingerprint of the base model."""
-PARTS = "parts"
+PARTS_KEY = "parts"
 """Among the notes: Hugging Face's names of fused layers, each with our layers in order."""
 
 _UNKNOWN = {
@@ -67,7 +67,7 @@ def adapter_keys(directory: Path) -> dict[str, Any]:
         "lora_targets": config.get("target_modules"),
         "lora_modules_to_save": config.get("modules_to_save") or None,
     }
-    keys |= {key: value for key, value in notes.items() if key != PARTS}
+    keys |= {key: value for key, value in notes.items() if key != PARTS_KEY}
     missing = [key for key in ("lora_r", "lora_alpha", "lora_targets") if not keys[key]]
     if missing:
         raise UserError(
@@ -119,7 +119,7 @@ def _in_order(value: Any) -> Any:
 def read_notes(directory: Path) -> dict[str, Any]:
     """What ftkit noted of the layers that an adapter of its own fuses; {} for others."""
     try:
-        notes = json.loads(_header(directory).get(METADATA, "{}"))
+        notes = json.loads(_header(directory).get(NOTES_KEY, "{}"))
     except (ValueError, TypeError) as error:
         raise _unreadable(directory / WEIGHTS, error) from error
     return notes if isinstance(notes, dict) else {}
@@ -127,7 +127,7 @@ def read_notes(directory: Path) -> dict[str, Any]:
 
 def base_fingerprint(directory: Path) -> str | None:
     """Of the base model that an adapter was trained on; None: ftkit did not write it there."""
-    found = _header(directory).get(BASE)
+    found = _header(directory).get(BASE_KEY)
     return found if isinstance(found, str) else None
 
 

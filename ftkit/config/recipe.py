@@ -108,6 +108,15 @@ class Checkpoint:
     asynchronous: bool = True
     """Train on while a checkpoint is being written."""
 
+    def most_at_once(self, steps: int | None) -> int:
+        """Checkpoints on the disk at one time, at most; those of `keep_every` are not counted.
+
+        Args:
+            steps: to come, each with one checkpoint at most; None: not known.
+        """
+        most = self.keep_last + self.keep_best + 1  # the next is written before an old one goes
+        return most if steps is None else min(most, steps)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ftkit.config.parsing import Override, as_text, read_recipe
+from ftkit.config.parsing import Override, as_text, read_recipe, to_dict
 from ftkit.config.peft_adapter import with_adapter
 from ftkit.config.recipe import FINETUNE, Recipe
 from ftkit.errors import UserError
+from ftkit.utils.dotted_keys import leaves
 from ftkit.utils.yaml_files import load_yaml
 
 _NAME = re.compile(r"[\w+=-][\w.,+=-]*")
@@ -151,11 +152,11 @@ def differences(run: SweepRun, asked: Recipe, recorded: Path) -> list[str]:
     if asked.train.micro_batch_size == "auto":
         train = dataclasses.replace(asked.train, micro_batch_size=there.train.micro_batch_size)
         asked = dataclasses.replace(asked, train=train)
-    now, before = (dict(_leaves(dataclasses.asdict(recipe))) for recipe in (asked, there))
+    now, before = (dict(leaves(to_dict(recipe))) for recipe in (asked, there))
     return [
         f"{key} is {before.get(key)} there and {now.get(key)} here"
         for key in dict.fromkeys((*now, *before))
-        if now.get(key) != before.get(key) and key not in (*_OF_THE_SWEEP, "access_token")
+        if now.get(key) != before.get(key) and key not in _OF_THE_SWEEP
     ]
 
 
@@ -199,14 +200,6 @@ def _names(found: Sequence[Sequence[Override]]) -> list[str]:
         same = sum(other.partition("~")[0] == name for other in names)
         names.append(f"{name}~{same + 1}" if same else name)
     return names
-
-
-def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _try() -> str:

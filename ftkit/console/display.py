@@ -4,7 +4,6 @@ The same plain lines, with the time before each, always go to ``run.log``. Neith
 a terminal that has gone away stops the training.
 """
 
-import io
 import math
 import os
 import sys
@@ -13,23 +12,28 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO, cast
+from typing import TextIO
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.file_proxy import FileProxy
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from ftkit.console.formatting import duration_text, number_text, printable, utc_now
+from ftkit.console.formatting import (
+    clock_text,
+    duration_text,
+    loss_text,
+    number_text,
+    printable,
+    utc_now,
+)
+from ftkit.console.terminal import LastingStream, plain_text, print_directly, terminal_of
 
 LOG_NAME = "run.log"
 LINE_INTERVAL_S = 5.0
 """Seconds between two progress lines where there is no live line."""
-REPORT_WIDTH = 80
-"""Width of tables where there is no terminal."""
 
 
 class Display:
@@ -57,20 +61,20 @@ class Display:
         self._clock = clock
         self._now = now
         self._warnings: list[str] = []
-        self._stream = _Stream(stream or sys.stdout, self._on_stream_failure)
+        self._stream = LastingStream(stream or sys.stdout, self._on_stream_failure)
         self._console = terminal_of(self._stream)
         if self._console:
-            os.register_at_fork(after_in_child=_print_directly)
+            os.register_at_fork(after_in_child=print_directly)
         self._live: Live | None = None
-        self._shown: list[Phase | Training] = []
-        self._log: _Stream | None = None
+        self._shown: list[Phase | TrainingProgress] = []
+        self._log: LastingStream | None = None
         if out_dir is None:
             return
         self._log_path = out_dir / LOG_NAME
         try:
             out_dir.mkdir(parents=True, exist_ok=True)
             file = self._log_path.open("a", encoding="utf-8", buffering=1)
-            self._log = _Stream(file, self._on_log_failure)
+            self._log = LastingStream(file, self._on_log_failure)
         except OSError as error:
             self._on_log_failure(error)
 
@@ -136,14 +140,14 @@ class Display:
                 self._write(f"{phase.start_line} {verb}{duration_text(phase.elapsed_s)}")
 
     @contextmanager
-    def training(self, total_steps: int, start_step: int = 0) -> Iterator["Training"]:
+    def training(self, total_steps: int, start_step: int = 0) -> Iterator["TrainingProgress"]:
         """Show the progress of training.
 
         Args:
             total_steps: the step at which training is done.
             start_step: steps done before, in an earlier run.
         """
-        training = Training(self, total_steps, start_step)
+        training = TrainingProgress(self, total_steps, start_step)
         try:
             with self._showing(training):
                 yield training
@@ -153,7 +157,7 @@ class Display:
                 self._console.print(training)
 
     @contextmanager
-    def _showing(self, item: "Phase | Training") -> Iterator[None]:
+    def _showing(self, item: "Phase | TrainingProgress") -> Iterator[None]:
         """Keep the item on the terminal, below all that is printed meanwhile."""
         if not self._console:
             yield
@@ -242,7 +246,7 @@ class Phase:
         yield line
 
 
-class Training:
+class TrainingProgress:
     """Training on its way; made by Display.training."""
 
     def __init__(self, display: Display, total_steps: int, start_step: int) -> None:
@@ -278,8 +282,8 @@ class Training:
         self._first = self._first or (step, now)
         smooth = self._loss.add(loss)
         self._fields = {
-            "smooth_loss": "" if smooth is None else f"loss {smooth:.4f}",
-            "loss": "" if loss is None else f"loss {loss:.4f}",
+            "smooth_loss": "" if smooth is None else f"loss {loss_text(smooth)}",
+            "loss": "" if loss is None else f"loss {loss_text(loss)}",
             "lr": "" if lr is None else f"lr {lr:.2e}",
             "speed": "" if tokens_per_s is None else f"{number_text(tokens_per_s)} tokens/s",
             "epoch": f"epoch {epoch:.2f}",
@@ -373,110 +377,3 @@ class _Smoothed:
         self._sum = self._KEPT * self._sum + (1 - self._KEPT) * value
         self._weight = self._KEPT * self._weight + 1 - self._KEPT
         return self._sum / self._weight
-
-
-class _Stream:
-    """A text stream that never raises; the first failure is told to on_failure."""
-
-    def __init__(self, stream: TextIO, on_failure: Callable[[OSError], None]) -> None:
-        self._stream = stream
-        self._on_failure = on_failure
-        self._failed = False
-
-    @property
-    def encoding(self) -> str:
-        """Encoding of the stream; rich draws with ASCII characters where it is not Unicode."""
-        return getattr(self._stream, "encoding", None) or "utf-8"
-
-    def isatty(self) -> bool:
-        """Whether the stream is a terminal."""
-        return self._stream.isatty()
-
-    def write(self, text: str) -> int:
-        """Write and flush; characters the encoding lacks become question marks."""
-        known = text.encode(self.encoding, "replace").decode(self.encoding)
-        self._attempt(lambda: self._stream.write(known))
-        self.flush()
-        return len(text)
-
-    def flush(self) -> None:
-        """Flush."""
-        self._attempt(self._stream.flush)
-
-    def close(self) -> None:
-        """Close."""
-        self._attempt(self._stream.close)
-
-    def discard(self) -> None:
-        """Send what is still written to nowhere, also what the interpreter flushes at its end.
-
-        See https://docs.python.org/3/library/signal.html#note-on-sigpipe.
-        """
-        try:
-            target = self._stream.fileno()
-        except OSError:
-            return
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, target)
-        os.close(nowhere)
-
-    def _attempt(self, action: Callable[[], object]) -> None:
-        try:
-            action()
-        except OSError as error:
-            if not self._failed:
-                self._failed = True
-                self._on_failure(error)
-
-
-class _Terminal(Console):
-    """A console that leaves the cursor visible: a killed process could not bring it back."""
-
-    def show_cursor(self, show: bool = True) -> bool:
-        """Do nothing."""
-        return False
-
-
-def terminal_of(stream: TextIO | _Stream) -> Console | None:
-    """The console of a stream on which lines can be redrawn; None for a pipe, file or notebook."""
-    if not stream.isatty():
-        return None
-    terminal = _Terminal(
-        file=cast(TextIO, stream), force_terminal=True, force_jupyter=False, highlight=False
-    )
-    return None if terminal.is_dumb_terminal else terminal
-
-
-def plain_text(renderable: RenderableType, width: int = REPORT_WIDTH) -> str:
-    """The renderable as lines of text without escape sequences, at most so many columns wide."""
-    file = io.StringIO()
-    console = Console(
-        file=file,
-        width=width,
-        force_terminal=False,
-        force_jupyter=False,
-        color_system=None,
-        highlight=False,
-    )
-    console.print(renderable)
-    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
-
-
-def _print_directly() -> None:
-    """Undo rich's redirection in a forked process, such as one that loads data.
-
-    There, the lock of the console may be held for ever by a thread that was not forked.
-    """
-    if isinstance(sys.stdout, FileProxy):
-        sys.stdout = sys.stdout.rich_proxied_file
-    if isinstance(sys.stderr, FileProxy):
-        sys.stderr = sys.stderr.rich_proxied_file
-
-
-def clock_text(seconds: float) -> str:
-    """0:07, 12:34, 1:02:33."""
-    whole = round(seconds)
-    minutes, hours = whole // 60 % 60, whole // 3600
-    if hours:
-        return f"{hours}:{minutes:02}:{whole % 60:02}"
-    return f"{minutes}:{whole % 60:02}"

@@ -2,6 +2,7 @@
 
 import re
 import time
+from collections.abc import Callable
 
 
 def printable(text: str) -> str:
@@ -34,6 +35,15 @@ def duration_text(seconds: float) -> str:
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60:02} min"
 
 
+def clock_text(seconds: float) -> str:
+    """0:07, 12:34, 1:02:33."""
+    whole = round(seconds)
+    minutes, hours = whole // 60 % 60, whole // 3600
+    if hours:
+        return f"{hours}:{minutes:02}:{whole % 60:02}"
+    return f"{minutes}:{whole % 60:02}"
+
+
 def age_text(seconds: float) -> str:
     """12 s, 3 min, 5 h, 12 days: how long ago something was, in whole units."""
     whole = max(int(seconds), 0)
@@ -63,6 +73,22 @@ def number_text(value: float) -> str:
     if round(abs(value), 1) >= 100:
         return f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
+
+
+def loss_text(value: float | None) -> str:
+    """2.3026; empty: not measured."""
+    return "" if value is None else f"{value:.4f}"
+
+
+def from_to_text(first: float | None, last: float | None, text: Callable[[float], str]) -> str:
+    """2.3026 -> 1.4109, or one of them alone; what is None is left out.
+
+    Args:
+        first: the value before.
+        last: the value after.
+        text: how a value is written.
+    """
+    return " -> ".join(text(value) for value in (first, last) if value is not None)
 
 
 def percent_text(fraction: float) -> str:

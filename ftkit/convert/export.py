@@ -2,7 +2,7 @@
 
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from ftkit.pretrained.base_model import parameter_shapes
 from ftkit.pretrained.save import save_hf, save_litgpt
 from ftkit.utils.files import new_directory
 from ftkit.utils.process import cleaning_up_on_signals
+from ftkit.utils.progress import OnProgress
 
 
 def export(result: Result, options: ExportOptions) -> int:
@@ -58,9 +59,7 @@ def export(result: Result, options: ExportOptions) -> int:
     return 0
 
 
-def _write_model(
-    result: Result, options: ExportOptions, progress: Callable[[int, int], None]
-) -> None:
+def _write_model(result: Result, options: ExportOptions, progress: OnProgress) -> None:
     base, out = open_result(result), options.directory
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     shapes = parameter_shapes(base)
@@ -86,7 +85,7 @@ def _converted(
     tensors: Iterator[tuple[str, Tensor]],
     dtype: torch.dtype | None,
     count: int,
-    progress: Callable[[int, int], None],
+    progress: OnProgress,
 ) -> Iterator[tuple[str, Tensor]]:
     for done, (name, tensor) in enumerate(tensors, start=1):
         yield name, tensor if dtype is None else as_written(name, tensor, dtype)

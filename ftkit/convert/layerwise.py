@@ -9,10 +9,11 @@ from torch import Tensor
 
 from ftkit.lora.names import our_name
 from ftkit.model.language_model import LanguageModel
+from ftkit.utils.progress import OnProgress
 
 Values = Callable[[str], Tensor]
 """Gives any parameter by our name."""
-CPU = torch.device("cpu")
+_CPU = torch.device("cpu")
 
 
 @torch.no_grad()
@@ -20,9 +21,9 @@ def logits_of(
     model: LanguageModel,
     values: Values,
     sequences: Sequence[Sequence[int]],
-    progress: Callable[[int, int], None] = lambda *_: None,
+    progress: OnProgress = lambda *_: None,
 ) -> Tensor:
-    """[tokens of all sequences, vocabulary] float32, computed on the CPU.
+    """[tokens of all sequences, vocabulary] float32, computed on the _CPU.
 
     Args:
         model: outlined in float32, without numbers; it has none afterwards.
@@ -36,7 +37,7 @@ def logits_of(
     for row, sequence in enumerate(sequences):
         tokens[row, : len(sequence)] = torch.tensor(sequence)
         is_real[row, : len(sequence)] = True
-    model.eval().place_rotary_tables(CPU, longest)
+    model.eval().place_rotary_tables(_CPU, longest)
     with _filled_when_needed(model, values, progress):
         result: Tensor = model(tokens, is_real.flatten().nonzero().squeeze(1))
     return result
@@ -44,7 +45,7 @@ def logits_of(
 
 @contextmanager
 def _filled_when_needed(
-    model: LanguageModel, values: Values, progress: Callable[[int, int], None]
+    model: LanguageModel, values: Values, progress: OnProgress
 ) -> Iterator[None]:
     """Each part of the model has its numbers while it computes."""
     body = model.gpt.transformer

@@ -19,7 +19,8 @@ from torch import Tensor
 from ftkit.config.command_options import MergeOptions
 from ftkit.config.recipe import Quantization
 from ftkit.console.display import Display
-from ftkit.console.formatting import bytes_text, number_text, percent_text, printable
+from ftkit.console.formatting import bytes_text, number_text, percent_text
+from ftkit.console.grid import labelled_grid
 from ftkit.convert.layerwise import logits_of
 from ftkit.convert.output_files import as_written, check_apart, check_space, files_beside
 from ftkit.data.dataset import load_held_out
@@ -36,6 +37,7 @@ from ftkit.pretrained.hub import is_litgpt
 from ftkit.pretrained.save import save_hf
 from ftkit.utils.imports import silence_libraries
 from ftkit.utils.process import cleaning_up_on_signals
+from ftkit.utils.progress import OnProgress
 
 SAMPLES, SAMPLE_TOKENS = 4, 128
 """Validation records that are compared, and how much of each at most."""
@@ -178,7 +180,7 @@ class Merged:
             value = self._adapted(layer, value)
         return as_written(name, value, dtype)
 
-    def all(self, progress: Callable[[int, int], None]) -> Iterator[tuple[str, Tensor]]:
+    def all(self, progress: OnProgress) -> Iterator[tuple[str, Tensor]]:
         """Every parameter with its name."""
         for done, name in enumerate(self.shapes, start=1):
             yield name, self(name)
@@ -260,15 +262,13 @@ def _show(
 ) -> None:
     names = {"original": f"the original weights of {adapter.base.name}"}
     names["quantized"] = f"the weights of {adapter.base.name} as {result.quantize} held them"
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True, style="cyan")
-    grid.add_column(overflow="fold")
-    for label, value in {
-        "merged": f"{result.directory} into {names[chosen]}",
-        "model": f"{options.directory}, {bytes_text(written_bytes)}",
-        "sample": sample,
-    }.items():
-        grid.add_row(Text(label), Text(printable(value)))
+    grid = labelled_grid(
+        [
+            ("merged", f"{result.directory} into {names[chosen]}"),
+            ("model", f"{options.directory}, {bytes_text(written_bytes)}"),
+            ("sample", sample),
+        ]
+    )
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
     for title in ("merged into", "logits differ by", "at most", "same token", ""):
         table.add_column(Text(title))

@@ -1,7 +1,6 @@
 """Output directories of commands that write a model: whether they can be written, their files."""
 
 import math
-import shutil
 from pathlib import Path
 
 import torch
@@ -13,6 +12,7 @@ from ftkit.errors import UserError
 from ftkit.inference.loading import prompt_style
 from ftkit.inference.result import Result
 from ftkit.pretrained.base_model import BaseModel
+from ftkit.utils.files import free_disk_bytes
 
 _SPARE_BYTES = 2**26
 """For tokenizer, settings and the file system's own use."""
@@ -37,8 +37,7 @@ def check_space(out: Path, needed_bytes: int) -> None:
     Raises:
         UserError: there is too little.
     """
-    place = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
-    free_bytes = shutil.disk_usage(place).free
+    free_bytes = free_disk_bytes(out)
     if free_bytes < needed_bytes + _SPARE_BYTES:
         raise UserError(
             f"--out {out} needs {bytes_text(needed_bytes + _SPARE_BYTES)}, but the disk has "

@@ -7,14 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-from rich.text import Text
-
 from ftkit.config.command_options import EvaluateOptions
 from ftkit.config.parsing import Override, with_overrides
 from ftkit.config.recipe import Recipe
 from ftkit.console.display import Display
-from ftkit.console.formatting import percent_text, printable
+from ftkit.console.formatting import loss_text, percent_text
+from ftkit.console.grid import labelled_grid
 from ftkit.data.dataset import HeldOut, load_held_out
 from ftkit.data.loader import validation_loader
 from ftkit.data.spec import data_class
@@ -154,9 +152,6 @@ def _measure(
 
 
 def _show(values: dict[str, Any]) -> None:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True, style="cyan")
-    grid.add_column(overflow="fold")
     step = "" if values["step"] is None else f" (step {values['step']:,})"
     quantize = f", {values['quantize']}" if values["quantize"] else ""
     matches = values["exact_match"]
@@ -164,12 +159,10 @@ def _show(values: dict[str, Any]) -> None:
         "result": f"{values['directory']}{step}",
         "base model": f"{values['base_model']}, {values['precision']}{quantize}",
         "data": f"{values['records']:,} records, {values['label_tokens']:,} label tokens",
-        "loss": f"{values['loss']:.4f}",
+        "loss": loss_text(values["loss"]),
         "perplexity": f"{values['perplexity']:.4g}",
     }
     if matches is not None:
         rows["exact match"] = f"{percent_text(matches['share'])} of {matches['records']:,} answers"
-    for label, value in rows.items():
-        grid.add_row(Text(label), Text(printable(value)))
     with Display(None) as display:
-        display.show(grid)
+        display.show(labelled_grid(rows.items()))

@@ -1,7 +1,7 @@
 """Loading of a result: base model and adapter, or the weights of a checkpoint."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,6 +9,7 @@ import torch
 import yaml
 from torch import Tensor
 
+from ftkit.checkpoint.files import BASE
 from ftkit.checkpoint.metadata import CheckpointError
 from ftkit.checkpoint.shards import StoredState
 from ftkit.checkpoint.state import PARAMETER, stored_name, trained_parameter
@@ -21,7 +22,6 @@ from ftkit.data.sources import PROMPT_STYLE
 from ftkit.errors import UserError
 from ftkit.inference.result import Result
 from ftkit.lora.load import check_shapes, read_adapter
-from ftkit.lora.names import our_name
 from ftkit.model.language_model import LanguageModel, outline, outline_plain
 from ftkit.model.load_weights import fill
 from ftkit.model.sharding import Whole
@@ -33,7 +33,7 @@ from ftkit.pretrained.base_model import (
     weights,
 )
 from ftkit.pretrained.fingerprint import fingerprint
-from ftkit.runs.directory import BASE
+from ftkit.utils.progress import OnProgress
 
 if TYPE_CHECKING:
     from litgpt.prompts import PromptStyle
@@ -41,9 +41,6 @@ if TYPE_CHECKING:
 
 ROPE_LENGTH = 4096
 """Most positions that a model is prepared for; longer texts make it prepare more."""
-
-Progress = Callable[[int, int], None]
-"""Called with parameters filled and parameters in all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +165,7 @@ def open_adapter(
             checkpoint_dir=found.name, train=train, quantize=quantize, **adapter.changes
         )
         model = outline(found, recipe, dtype, compute_dtype)
-        check_shapes(adapter, _trained_shapes(model), result.directory)
+        check_shapes(adapter, model, result.directory)
     except UserError as error:
         raise UserError(f"{error}\nAnother base model is given with {option} PATH.") from None
     return OpenAdapter(base=found, model=model, tensors=adapter.tensors)
@@ -203,7 +200,7 @@ def load_result(
     compute_dtype: torch.dtype | None = None,
     quantize: Quantization | None = None,
     base: str | None = None,
-    progress: Progress = lambda *_: None,
+    progress: OnProgress = lambda *_: None,
 ) -> Loaded:
     """Read a result into memory.
 
@@ -260,17 +257,7 @@ def prompt_style(result: Result, base: BaseModel) -> "PromptStyle":
 
 def _stored(result: Result) -> StoredState:
     assert result.metadata is not None
-    shards = [name for name in result.metadata.files if name.startswith("shard-")]
     try:
-        return StoredState(result.directory / name for name in shards)
+        return StoredState.in_checkpoint(result.directory, result.metadata)
     except CheckpointError as error:
         raise UserError(f"{result.directory} is damaged: {error}.") from None
-
-
-def _trained_shapes(model: LanguageModel) -> dict[str, torch.Size]:
-    """The shapes of what an adapter has to fill, by our names."""
-    return {
-        our_name(name): parameter.shape
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }

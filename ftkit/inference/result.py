@@ -10,20 +10,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
-from ftkit.checkpoint.metadata import METADATA, CheckpointError, Metadata, read_metadata
+from ftkit.checkpoint.files import ADAPTER, METADATA, RECIPE, is_shard
+from ftkit.checkpoint.metadata import CheckpointError, Metadata, read_metadata
 from ftkit.checkpoint.store import Store, check_files, problem_of, step_of
 from ftkit.config.parsing import read_recipe
 from ftkit.config.peft_adapter import CONFIG as ADAPTER_CONFIG
 from ftkit.config.peft_adapter import base_fingerprint
 from ftkit.config.recipe import LoraRecipe, Method, Precision, Quantization, Recipe
 from ftkit.errors import UserError
-from ftkit.pretrained.hub import find_or_download, is_litgpt, missing_files, read_json, weight_files
-from ftkit.report.report import FILE_NAME, Report, read_report
+from ftkit.pretrained.hub import (
+    ROOT,
+    find_or_download,
+    is_litgpt,
+    missing_files,
+    read_json,
+    weight_files,
+)
+from ftkit.report.report import Report, read_report
 from ftkit.runs.checkpoints import find, misnamed
-from ftkit.runs.directory import CHECKPOINTS, FINAL, RECIPE
-
-_ADAPTER = "adapter"
-"""Directories in a checkpoint: of a LoRA run, of a full fine-tune."""
+from ftkit.runs.directory import RunDirectory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +116,7 @@ def base_result(result: Result, base: str | None = None) -> Result:
 
 def _is_downloaded(name: str) -> bool:
     """Whether it is a hub name that begins with the name of a directory here: checkpoints/..."""
-    return Path(name).parts[0] == "checkpoints" and not Path(name).exists()
+    return Path(name).parts[0] == str(ROOT) and not Path(name).exists()
 
 
 def _in_directory(name: str, directory: Path) -> Result:
@@ -120,8 +125,9 @@ def _in_directory(name: str, directory: Path) -> Result:
     if _is_model(directory):
         return _model(name, directory, _run_around(directory))
     place = find(directory)
-    if (directory / RECIPE).exists() and not (directory / METADATA).exists():
-        final = directory / FINAL
+    run = RunDirectory(directory)
+    if run.recipe.exists() and not (directory / METADATA).exists():
+        final = run.final
         if (final / ADAPTER_CONFIG).exists():
             return _adapter(name, final, directory)
         if _is_model(final):
@@ -142,7 +148,8 @@ def _is_model(directory: Path) -> bool:
 def _run_around(directory: Path) -> Path | None:
     """The run or checkpoint that a result lies in; None: it stands alone."""
     inside = directory.resolve()
-    is_part = inside.name in (FINAL, _ADAPTER) and (inside.parent / RECIPE).is_file()
+    run = RunDirectory(inside.parent)
+    is_part = inside in (run.final, run.path / ADAPTER) and run.recipe.is_file()
     return directory.parent if is_part else None
 
 
@@ -176,13 +183,13 @@ def _checkpoint(name: str, directory: Path) -> Result:
         problems = [
             problem
             for file, entry in read_metadata(directory).files.items()
-            if not file.startswith("shard-") and (problem := problem_of(directory, file, entry))
+            if not is_shard(file) and (problem := problem_of(directory, file, entry))
         ]
     if problems:
         raise UserError(f"{directory} is damaged: {' '.join(problems)} {_other(directory)}")
     metadata = read_metadata(directory)
     if metadata.method == "lora":
-        return _adapter(name, directory / _ADAPTER, directory)
+        return _adapter(name, directory / ADAPTER, directory)
     result = Result(name=name, kind="checkpoint", directory=directory)
     return _of_run(result, directory)
 
@@ -208,7 +215,7 @@ def _metadata(run: Path) -> Metadata | None:
     """What a checkpoint says, or the newest sound one of a run; None: nothing is known."""
     directories = [run]
     if not (run / METADATA).exists():
-        store = Store(run / CHECKPOINTS)
+        store = RunDirectory(run).store
         directories = [store.path(step) for step in reversed(store.steps())]
     for directory in directories:
         with contextlib.suppress(CheckpointError):
@@ -218,7 +225,7 @@ def _metadata(run: Path) -> Metadata | None:
 
 def _report(run: Path) -> Report | None:
     with contextlib.suppress(UserError):
-        return read_report(run / FILE_NAME)
+        return read_report(RunDirectory(run).report)
     return None
 
 

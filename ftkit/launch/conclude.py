@@ -5,16 +5,14 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from ftkit.console.display import Display
 from ftkit.console.formatting import utc_now
 from ftkit.errors import EXIT_BY_SIGNAL, EXIT_OUT_OF_MEMORY, UserError
 from ftkit.launch.preflight import find_shortage, shortage_text
+from ftkit.report.peak_memory import PeakMemory
 from ftkit.report.report import (
     ENDED_WELL,
-    FILE_NAME,
-    PeakMemory,
     PhaseName,
     PhaseTimes,
     Progress,
@@ -24,7 +22,7 @@ from ftkit.report.report import (
 )
 from ftkit.report.step_memory import StepMemory
 from ftkit.report.table import render
-from ftkit.runs.directory import ERROR, RESERVE, STATE, output_log, rank_directory
+from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import FOR_MEMORY, WITHOUT_A_WORD, Job, RankError
 from ftkit.runs.resume import last_words
 from ftkit.utils.files import insist
@@ -58,9 +56,9 @@ def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
     )
     with Display(out_dir) as display:
         try:
-            insist(lambda: write_report(report, out_dir), out_dir / STATE / RESERVE)
+            insist(lambda: write_report(report, out_dir), job.directory.reserve)
         except OSError as failure:
-            display.warning(f"{out_dir / FILE_NAME} cannot be written ({failure.strerror})")
+            display.warning(f"{job.directory.report} cannot be written ({failure.strerror})")
         if report.outcome == "out_of_memory":
             with display.phase("looking for what would fit"):
                 shortage = find_shortage(job, reports[rank].peak_memory, report.exit_reason)
@@ -68,7 +66,7 @@ def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
             with suppress(OSError):
                 write_report(report, out_dir)
         with suppress(OSError):
-            _collect_output(out_dir, job.plan.world_size)
+            _collect_output(job.directory, job.plan.world_size)
         display.show(render(report, out_dir))
         if report.shortage is not None:
             display.message(
@@ -84,11 +82,10 @@ def _cause(job: Job) -> tuple[int, RankError | None]:
 
     A rank that ended without a word is found a moment late, when others may have missed it.
     """
-    state = job.recipe.out_dir / STATE
     found = [
         (rank, error)
         for rank in range(job.plan.world_size)
-        if (error := RankError.read(rank_directory(state, rank) / ERROR))
+        if (error := RankError.read(job.directory.rank(rank)))
     ]
     if not found:
         return 0, None
@@ -102,7 +99,7 @@ def _cause(job: Job) -> tuple[int, RankError | None]:
 
 def _last_report(job: Job, rank: int) -> Report:
     """The report as the rank last wrote it."""
-    file = rank_directory(job.recipe.out_dir / STATE, rank) / FILE_NAME
+    file = job.directory.rank(rank).report
     return read_report(file) if file.exists() else _report_of_nothing(job)
 
 
@@ -115,13 +112,12 @@ def _all_warnings(reports: Sequence[Report]) -> list[str]:
     return [f"rank {rank}: {text}" if rank else text for text, rank in found.items()]
 
 
-def _collect_output(out_dir: Path, world_size: int) -> None:
+def _collect_output(run: RunDirectory, world_size: int) -> None:
     """Add to the run's log what libraries said on other ranks and not on rank 0, once."""
-    log = output_log(out_dir, 0)
-    known = log.read_text(encoding="utf-8", errors="replace")
-    with log.open("a", encoding="utf-8") as file:
+    known = run.log.read_text(encoding="utf-8", errors="replace")
+    with run.log.open("a", encoding="utf-8") as file:
         for rank in range(1, world_size):
-            output = output_log(out_dir, rank)
+            output = run.rank(rank).output
             text = output.read_text(encoding="utf-8", errors="replace") if output.exists() else ""
             for line in dict.fromkeys(text.splitlines()):
                 if line not in known:

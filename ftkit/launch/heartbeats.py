@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
-Store: TypeAlias = Any
+SharedStore: TypeAlias = Any
 """torch.distributed.Store, which torch does not export for type checkers."""
 BEAT_S = 5.0
 """Between two heartbeats, and between two looks at those of others."""
@@ -55,7 +55,7 @@ class Heartbeats:
 
     def __init__(
         self,
-        store: Store,
+        store: SharedStore,
         rank: int,
         watched: Mapping[int, str],
         on_silence: Callable[[int, str], None],

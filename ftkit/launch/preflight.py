@@ -18,11 +18,12 @@ from ftkit.console.formatting import bytes_text
 from ftkit.errors import DoesNotFit, UserError
 from ftkit.pretrained.hub import fetch_settings
 from ftkit.pretrained.size_estimate import rough_model
-from ftkit.report.report import PeakMemory
+from ftkit.report.peak_memory import PeakMemory
 from ftkit.report.step_memory import Shortage
 from ftkit.runs.job import Job
 from ftkit.utils.hardware import available_host_bytes
 from ftkit.utils.out_of_memory import device_line
+from ftkit.utils.units import SIZE_UNITS
 
 _SUSPICIOUS = 0.5
 """A run that takes more than this share of a GPU by a rough estimate is looked at."""
@@ -96,7 +97,6 @@ def require_room(recipe: Recipe, devices: Devices, command: Sequence[str]) -> No
 _ASKED = re.compile(r"tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", re.IGNORECASE)
 _CAPACITY = re.compile(r"total capacity of ([\d.]+) (bytes|KiB|MiB|GiB)")
 """In torch's messages: what did not fit, and (on CUDA) what there is."""
-_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _ADVICE_S = 60.0
 """How long the end of a run may take for advice; it goes without after that."""
 
@@ -161,7 +161,7 @@ def shortage_text(shortage: Shortage, accelerator: str, message: str) -> str:
 
 def _bytes_in(pattern: re.Pattern[str], message: str) -> int | None:
     found = pattern.search(message)
-    return found and int(float(found[1]) * _UNITS[found[2]])
+    return found and int(float(found[1]) * SIZE_UNITS.get(found[2], 1))
 
 
 def _is_worth_a_look(recipe: Recipe, memory_bytes: int) -> bool:

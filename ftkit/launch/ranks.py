@@ -11,15 +11,15 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from ftkit.errors import EXIT_BY_SIGNAL, UserError
 from ftkit.launch.environment import ExternalRanks
-from ftkit.report.report import ENDED_WELL, FILE_NAME, read_report
-from ftkit.runs.directory import COMPLETING, ERROR, output_log, rank_directory
+from ftkit.report.report import ENDED_WELL, read_report
+from ftkit.runs.directory import RankDirectory
 from ftkit.runs.job import ErrorKind, Job, RankError
 from ftkit.utils.hardware import processes_killed_for_memory
 from ftkit.utils.out_of_memory import device_line
+from ftkit.utils.process import handling
 
 KILLED_FOR_MEMORY = "the kernel killed the training process, because host memory ran out"
 
@@ -71,29 +71,26 @@ class Ranks:
         self.gone: tuple[int, str] | None = None
         """A rank whose supervisor elsewhere is gone, and what to say of it."""
         self._killed_before: int | None = None
-        self._directories: list[Path] = []
+        self._directories: list[RankDirectory] = []
         """Of every rank, also of those that run elsewhere."""
-        self._before: dict[signal.Signals, Any] = {}
+        self._handlers = ExitStack()
 
     def __enter__(self) -> "Ranks":
         handlers = dict.fromkeys(EXIT_BY_SIGNAL, self._stop) | {signal.SIGTSTP: self._pause}
-        for number, handler in handlers.items():
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, handler)
+        self._handlers.enter_context(handling(handlers))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._handlers.close()
 
-    def run(self, job: Job, state: Path) -> None:
+    def run(self, job: Job) -> None:
         """Run all ranks to their end, whatever happens here.
 
-        How a rank failed is in its `ERROR` afterwards, also if it could not say it itself.
+        How a rank failed is in its `error` afterwards, also if it could not say it itself.
         """
         self._killed_before = processes_killed_for_memory()
         world_size = job.plan.world_size
-        self._directories = [rank_directory(state, rank) for rank in range(world_size)]
+        self._directories = [job.directory.rank(rank) for rank in range(world_size)]
         self._started = True
         self._note_gone()
         with ExitStack() as stack:
@@ -105,7 +102,7 @@ class Ranks:
                 placements = {self._placed.rank: placement | self._placed.placement(job.plan)}
             stack.callback(self._end)
             for rank, placement in placements.items():
-                self._processes[rank] = _start(job, state, rank, placement)
+                self._processes[rank] = _start(job, rank, placement)
             if self.received:
                 self._kill()
             self._watch()
@@ -131,7 +128,7 @@ class Ranks:
         while any(process.poll() is None for process in self._processes.values()):
             self._note_deaths()
             # A rank with an error may never end: it waits for the others, and they for it.
-            if deadline_s is None and any((d / ERROR).exists() for d in self._directories):
+            if deadline_s is None and any(d.error.exists() for d in self._directories):
                 deadline_s = time.monotonic() + GRACE_S
             if deadline_s is not None and time.monotonic() > deadline_s:
                 self._kill_but_completing()
@@ -146,15 +143,14 @@ class Ranks:
                 if process.returncode == -signal.SIGKILL and self._memory_ran_out():
                     self._note(rank, "died_for_memory", KILLED_FOR_MEMORY)
                     continue
-                log = output_log(self._directories[rank].parents[1], rank)
-                how = describe_exit(process.returncode, log)
+                how = describe_exit(process.returncode, self._directories[rank].output)
                 self._note(rank, "died_for_memory" if device_line(how) else "died", how)
 
     def _note_gone(self) -> None:
         if self.gone is not None:
             rank, reason = self.gone
             with suppress(OSError):
-                self._directories[rank].mkdir(exist_ok=True)  # it may not have come that far
+                self._directories[rank].path.mkdir(exist_ok=True)  # it may not have come that far
             if not self._has_spoken(rank):
                 self._note(rank, "died", reason)
 
@@ -165,14 +161,15 @@ class Ranks:
 
     def _has_spoken(self, rank: int) -> bool:
         """Whether it has said how it ended; what goes wrong after that is noise."""
-        report = self._directories[rank] / FILE_NAME
+        directory = self._directories[rank]
+        report = directory.report
         completed = report.exists() and read_report(report).outcome in ENDED_WELL
-        return completed or (self._directories[rank] / ERROR).exists()
+        return completed or directory.error.exists()
 
     def _note(self, rank: int, kind: ErrorKind, message: str) -> None:
         error = RankError(kind=kind, message=message, happened_at_s=time.time())
         with suppress(OSError):  # then the report says that it ended without a word
-            error.write(self._directories[rank] / ERROR)
+            error.write(self._directories[rank])
 
     def _pause(self, _: int, __: FrameType | None) -> None:
         """Ctrl+Z: stand still with the ranks and their workers until `fg` or `bg`."""
@@ -198,7 +195,7 @@ class Ranks:
         if not any(process.poll() is None for process in self._processes.values()):
             return
         first = len(self.received) == 1
-        if first and all((self._directories[r] / FILE_NAME).exists() for r in self._processes):
+        if first and all(self._directories[r].report.exists() for r in self._processes):
             for process in self._processes.values():
                 process.send_signal(signal.SIGINT)  # Lightning has ways of its own with SIGTERM
             text = "stopping after the current step"
@@ -225,7 +222,7 @@ class Ranks:
         """Kill the ranks that have nothing to add."""
         self._killing = True
         for rank, process in self._processes.items():
-            if process.poll() is None and not (self._directories[rank] / COMPLETING).exists():
+            if process.poll() is None and not self._directories[rank].completing.exists():
                 process.kill()
 
     def _end(self) -> None:
@@ -245,16 +242,17 @@ def rank_environment(job: Job, placement: dict[str, str]) -> dict[str, str]:
     return environment
 
 
-def _start(job: Job, state: Path, rank: int, placement: dict[str, str]) -> subprocess.Popen[bytes]:
+def _start(job: Job, rank: int, placement: dict[str, str]) -> subprocess.Popen[bytes]:
     """A rank as a process, with its output in its log, also what compiled code prints."""
-    rank_directory(state, rank).mkdir(exist_ok=True)
+    directory = job.directory.rank(rank)
+    directory.path.mkdir(exist_ok=True)
     environment = rank_environment(job, placement)
     terminal = os.dup(1)
     # -P: modules in the current directory are the user's, not ours
     command = [sys.executable, "-P", "-m", "ftkit.training.rank"]
-    command += [str(state / "job.json"), str(os.getpid()), str(terminal)]
+    command += [str(job.directory.job), str(os.getpid()), str(terminal)]
     try:
-        with output_log(job.recipe.out_dir, rank).open("ab") as log:
+        with directory.output.open("ab") as log:
             return subprocess.Popen(
                 command,
                 env=environment,

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
-from ftkit.checkpoint.store import Store
+from ftkit.checkpoint.files import BASE
 from ftkit.config.devices import find_devices
 from ftkit.config.parsing import to_yaml
 from ftkit.config.peft_adapter import with_adapter
@@ -25,16 +25,16 @@ from ftkit.launch.environment import ExternalRanks, external_ranks
 from ftkit.launch.preflight import require_room, with_micro_batch
 from ftkit.launch.ranks import Ranks
 from ftkit.pretrained.hub import find_or_download
-from ftkit.runs.checkpoints import Place
-from ftkit.runs.directory import BASE, CHECKPOINTS, RECIPE, RESERVE, STATE
+from ftkit.runs.checkpoints import RunCheckpoints
+from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import Job, StopAfter
 from ftkit.runs.lock import claim, is_at_work, unwritable
 from ftkit.runs.resume import (
     Completed,
     Start,
     find_start,
-    goes_on_in_place,
     require_free,
+    resumes_in_place,
     verify_start,
 )
 from ftkit.runs.set_aside import copy_rows, ready_to_go_on
@@ -92,7 +92,7 @@ def launch(
                 "only. Start it on every machine with torchrun or srun, or try --num_nodes 1."
             )
         with Ranks() as ranks, prepared(ranks.received) as job:
-            ranks.run(job, job.recipe.out_dir / STATE)
+            ranks.run(job)
             return conclude(job, ranks.received)
     except Completed as completed:
         print(completed, flush=True)
@@ -130,27 +130,26 @@ def prepare(
             "from. Leave one of the two out: try --resume false."
         )
     wanted = recipe.out_dir.expanduser()
-    in_place = goes_on_in_place(recipe)
+    in_place = resumes_in_place(recipe)
     with ExitStack() as stack:
         if in_place:  # locked first: a run at work may be writing what is looked at here
-            out_dir = stack.enter_context(claim(wanted, "go_on"))
-            Store(out_dir / CHECKPOINTS).remove_leftovers()
+            run = stack.enter_context(claim(wanted, "go_on"))
+            run.store.remove_leftovers()
         start = find_start(dataclasses.replace(recipe, precision=plan.precision))
         if not force:
             require_room(recipe, devices, command)
         base = _find_base(recipe, start)
         if not in_place:
-            place = Place(path=wanted, store=Store(wanted / CHECKPOINTS))
+            place = RunCheckpoints(path=wanted, store=RunDirectory(wanted).store)
             if not overwrite and not is_at_work(place):  # which is left alone like a complete one
                 require_free(wanted, recipe.method)
-            out_dir = stack.enter_context(claim(wanted, "overwrite" if overwrite else "new"))
-            if out_dir != wanted:
-                print(f"{wanted} holds another run: this one goes to {out_dir}", flush=True)
-        state = out_dir / STATE
+            run = stack.enter_context(claim(wanted, "overwrite" if overwrite else "new"))
+            if run.path != wanted:
+                print(f"{wanted} holds another run: this one goes to {run.path}", flush=True)
         job = Job(
-            recipe=dataclasses.replace(recipe, out_dir=out_dir),
+            recipe=dataclasses.replace(recipe, out_dir=run.path),
             devices=devices,
-            base=base or str(state / BASE),
+            base=base or str(run.base),
             command=tuple(without_tokens(command)),
             started_at_s=started_at_s,
             start=str(start.checkpoint) if start else None,
@@ -160,15 +159,15 @@ def prepare(
         )
         try:
             if in_place:
-                stack.enter_context(ready_to_go_on(out_dir, start, state))
+                stack.enter_context(ready_to_go_on(run, start))
             if start is not None:
                 _go_on(start, job, received, copy_base=base is None)
             written = dataclasses.replace(job.recipe, resume=False)
-            write_durably(out_dir / RECIPE, to_yaml(written))
-            job.write(state / "job.json")
-            make_reserve(state / RESERVE)
+            write_durably(run.recipe, to_yaml(written))
+            job.write(run.job)
+            make_reserve(run.reserve)
         except OSError as error:
-            raise unwritable(out_dir, error) from None
+            raise unwritable(run.path, error) from None
         yield job
 
 
@@ -197,13 +196,12 @@ def _find_base(recipe: Recipe, start: Start | None) -> str | None:
 
 def _go_on(start: Start, job: Job, received: Sequence[signal.Signals], *, copy_base: bool) -> None:
     """Check the checkpoint, take from it what the run needs, and say what goes on and how."""
-    out_dir = job.recipe.out_dir
-    with Display(out_dir) as display:
+    with Display(job.recipe.out_dir) as display:
         verify_start(start, display, interrupted=lambda: bool(received))
         if copy_base:  # the checkpoint may be deleted while the run goes on
-            shutil.copytree(start.checkpoint / BASE, out_dir / STATE / BASE)
+            shutil.copytree(start.checkpoint / BASE, job.directory.base)
         if not start.in_place:
-            copy_rows(start, out_dir, out_dir / STATE)
+            copy_rows(start, job.directory)
         step = start.metadata.step
         display.message(f"going on from step {step:,}: {start.checkpoint}")
         for change in start.changes:

@@ -11,7 +11,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
 
-from ftkit.checkpoint.store import Store
 from ftkit.comparison.compare import compare_runs
 from ftkit.comparison.plots import check_plot
 from ftkit.config.devices import find_devices
@@ -20,8 +19,8 @@ from ftkit.config.sweep import SweepRun, differences
 from ftkit.data.spec import check_data
 from ftkit.errors import EXIT_BY_SIGNAL, EXIT_OUT_OF_MEMORY, DoesNotFit, UserError
 from ftkit.report.report import ENDED_WELL
-from ftkit.runs.directory import CHECKPOINTS, RECIPE
-from ftkit.runs.state import AT_WORK, StateName, is_run, look
+from ftkit.runs.directory import RunDirectory
+from ftkit.runs.state import AT_WORK, StateName, look
 from ftkit.utils.process import PassingOn, start_command
 
 Action = Literal["start", "go on", "start again", "skip"]
@@ -120,7 +119,8 @@ def _action(run: SweepRun, *, overwrite: bool) -> tuple[Action, str]:
     out_dir = run.out_dir.expanduser()
     if not out_dir.exists() or not any(out_dir.iterdir()):
         return "start", ""
-    if not is_run(out_dir):
+    directory = RunDirectory(out_dir)
+    if not directory.is_run():
         raise UserError(
             f"{out_dir} is where {run.name} belongs, but holds something else. "
             "Try another --out_dir."
@@ -131,13 +131,13 @@ def _action(run: SweepRun, *, overwrite: bool) -> tuple[Action, str]:
     if overwrite:
         return "start again", f"{_word(state)} before"
     if state in _DONE:
-        if different := differences(run, run.recipe(), out_dir / RECIPE):
+        if different := differences(run, run.recipe(), directory.recipe):
             raise UserError(
                 f"{out_dir} holds this run with other settings: {'; '.join(different)}. "
                 "Try another --out_dir, or --overwrite."
             )
         return "skip", _word(state)
-    newest = Store(out_dir / CHECKPOINTS).newest()
+    newest = directory.store.newest()
     if newest is None:
         return "start again", f"{_word(state)} before, nothing was saved"
     return "go on", f"{_word(state)} before, from step {newest:,}"
@@ -148,10 +148,14 @@ def _do(run: SweepRun, words: Sequence[str], signals: PassingOn) -> str:
     child = start_command(words)
     signals.to(child)
     code = child.wait()
-    if code == UserError.exit_code or not is_run(run.out_dir.expanduser()):
+    if code == UserError.exit_code or not _has_begun(run):
         # The run itself has said why; a GPU that is too small is known before there is a directory.
         return "out of memory" if code == DoesNotFit.exit_code else _REFUSED
     return _word(_state(run.out_dir.expanduser()))
+
+
+def _has_begun(run: SweepRun) -> bool:
+    return RunDirectory(run.out_dir.expanduser()).is_run()
 
 
 def _state(out_dir: Path) -> StateName:
@@ -175,7 +179,7 @@ def _interrupted(states: dict[str, str], count: int, number: signal.Signals) -> 
 
 def _conclude(runs: Sequence[SweepRun], states: dict[str, str], plot: Path | None) -> int:
     """Compare the runs, and say how they ended."""
-    there = [run.out_dir for run in runs if is_run(run.out_dir.expanduser())]
+    there = [run.out_dir for run in runs if _has_begun(run)]
     if there:
         print()
         compare_runs([str(path) for path in there], "table", None, plot)

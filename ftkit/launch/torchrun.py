@@ -19,10 +19,10 @@ import torch.distributed as dist
 
 from ftkit.errors import EXIT_BY_SIGNAL, EXIT_OUT_OF_MEMORY, UserError
 from ftkit.launch.environment import ExternalRanks
-from ftkit.launch.heartbeats import Heartbeats, Store, farewell
+from ftkit.launch.heartbeats import Heartbeats, SharedStore, farewell
 from ftkit.launch.ranks import POLL_S, Ranks, StoppedEarly
-from ftkit.report.report import ENDED_WELL, FILE_NAME, read_report
-from ftkit.runs.directory import ERROR, STATE, rank_directory
+from ftkit.report.report import ENDED_WELL, read_report
+from ftkit.runs.directory import RankDirectory
 from ftkit.runs.job import FOR_MEMORY, Job, RankError
 from ftkit.runs.resume import Completed
 from ftkit.utils.process import die_with_parent
@@ -71,14 +71,13 @@ def take_part(
             if not isinstance(end, StoppedEarly):  # the signal may have ended the others
                 _wait_for_the_end(store, watched, ranks)
             raise
-        state = job.recipe.out_dir / STATE
-        store.set(JOB, str(state / "job.json"))
-        ranks.run(job, state)
+        store.set(JOB, str(job.directory.job))
+        ranks.run(job)
         _wait_for_the_end(store, watched, ranks)
         return conclude(job, ranks.received)
 
 
-def _meet(placed: ExternalRanks) -> tuple[Store, dict[int, str]]:
+def _meet(placed: ExternalRanks) -> tuple[SharedStore, dict[int, str]]:
     """Find the other supervisors.
 
     Returns:
@@ -108,7 +107,7 @@ def _meet(placed: ExternalRanks) -> tuple[Store, dict[int, str]]:
     )
 
 
-def _connect(placed: ExternalRanks) -> Store:
+def _connect(placed: ExternalRanks) -> SharedStore:
     """A store in the process of rank 0, at torchrun's address if there is none yet.
 
     Else torchrun's own is there, and tells where this one is. It is used for nothing more: it
@@ -131,7 +130,7 @@ def _connect(placed: ExternalRanks) -> Store:
     return store
 
 
-def _open_store(address: str, port: int, *, serves: bool) -> Store:
+def _open_store(address: str, port: int, *, serves: bool) -> SharedStore:
     return dist.TCPStore(  # type: ignore[attr-defined]
         address,
         port,
@@ -147,7 +146,7 @@ def _leave(rank: int, reason: str) -> None:
     os._exit(1)
 
 
-def _follow(placed: ExternalRanks, store: Store) -> int:
+def _follow(placed: ExternalRanks, store: SharedStore) -> int:
     """Run a rank other than 0; errors are told by rank 0."""
     try:
         _wait_for(store, [JOB])
@@ -160,33 +159,33 @@ def _follow(placed: ExternalRanks, store: Store) -> int:
     if job_file == COMPLETE:
         return 0
     with Ranks(placed) as ranks:
-        state = Path(job_file).parent
-        ranks.run(Job.read(Path(job_file)), state)
-        return _exit_code(rank_directory(state, placed.rank))
+        job = Job.read(Path(job_file))
+        ranks.run(job)
+        return _exit_code(job.directory.rank(placed.rank))
 
 
 def _machine(rank: int) -> str:
     return f"machine-{rank}"
 
 
-def _wait_for_the_end(store: Store, watched: Collection[int], ranks: Ranks) -> None:
+def _wait_for_the_end(store: SharedStore, watched: Collection[int], ranks: Ranks) -> None:
     """Let the others end before the store does."""
     gone = ranks.gone[0] if ranks.gone is not None else None
     _wait_for(store, [farewell(r) for r in watched if r != gone], patience_s=PATIENCE_S)
 
 
-def _wait_for(store: Store, keys: list[str], *, patience_s: float = float("inf")) -> None:
+def _wait_for(store: SharedStore, keys: list[str], *, patience_s: float = float("inf")) -> None:
     """Wait for keys; signals are answered meanwhile, which the store's own wait would not do."""
     deadline_s = time.monotonic() + patience_s
     while not all(store.check([key]) for key in keys) and time.monotonic() < deadline_s:
         time.sleep(POLL_S)
 
 
-def _exit_code(directory: Path) -> int:
+def _exit_code(directory: RankDirectory) -> int:
     """As `ftkit` without torchrun ends if this rank is why the run ends."""
-    error = RankError.read(directory / ERROR)
+    error = RankError.read(directory)
     if error is None:  # done, or killed before it could say anything
-        report = directory / FILE_NAME
+        report = directory.report
         return 0 if report.exists() and read_report(report).outcome in ENDED_WELL else 1
     by_signal = {number.name: code for number, (code, _) in EXIT_BY_SIGNAL.items()}
     codes = {"user": UserError.exit_code} | dict.fromkeys(FOR_MEMORY, EXIT_OUT_OF_MEMORY)

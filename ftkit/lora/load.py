@@ -7,13 +7,27 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from ftkit.config.peft_adapter import CONFIG, OLD_WEIGHTS, PARTS, WEIGHTS, adapter_keys, read_notes
+from ftkit.config.peft_adapter import (
+    CONFIG,
+    OLD_WEIGHTS,
+    PARTS_KEY,
+    WEIGHTS,
+    adapter_keys,
+    read_notes,
+)
 from ftkit.errors import UserError
-from ftkit.lora.names import TRAINED
-from ftkit.lora.save import _PREFIX, EMBEDDING, HEAD
-from ftkit.pretrained.base_model import BaseModel, parameter_shapes, part_of, weights
+from ftkit.lora.names import TRAINED, our_name
+from ftkit.lora.save import _PREFIX
+from ftkit.pretrained.base_model import (
+    EMBEDDING,
+    HEAD,
+    BaseModel,
+    parameter_shapes,
+    part_of,
+    weights,
+)
 from ftkit.pretrained.naming import Fused
 
 
@@ -35,7 +49,7 @@ def read_adapter(directory: Path, base: BaseModel) -> Adapter:
             model; names the tensor.
     """
     changes = adapter_keys(directory)
-    parts = read_notes(directory).get(PARTS, {})
+    parts = read_notes(directory).get(PARTS_KEY, {})
     whole = tuple(changes["lora_modules_to_save"] or ())
     tensors: dict[str, Tensor] = {}
     copies: dict[str, Tensor] = {}
@@ -59,14 +73,14 @@ def read_adapter(directory: Path, base: BaseModel) -> Adapter:
             tuple(f".{module}" for module in whole)
         )
         (tensors if is_trained else copies).update(ours)
-    head = f"{HEAD}.weight"
+    head = HEAD
     if base.tied and head in tensors | copies:
         value = (tensors | copies).pop(head)
-        embedding = tensors.get(f"{EMBEDDING}.weight")
+        embedding = tensors.get(EMBEDDING)
         tensors.pop(head, None)
         copies.pop(head, None)
         if embedding is None:
-            copies[f"{EMBEDDING}.weight"] = value
+            copies[EMBEDDING] = value
         elif not torch.equal(embedding, value):
             raise UserError(
                 f"adapter {directory} trains head and embedding apart, but they are one in "
@@ -86,17 +100,22 @@ def _check_copies(copies: Mapping[str, Tensor], base: BaseModel, directory: Path
             )
 
 
-def check_shapes(adapter: Adapter, shapes: Mapping[str, torch.Size], directory: Path) -> None:
+def check_shapes(adapter: Adapter, model: nn.Module, directory: Path) -> None:
     """Refuse an adapter that does not fill a model's parameters exactly.
 
     Args:
         adapter: from the directory.
-        shapes: of the model's trained parameters, by our names.
+        model: adapted, with nothing trained but the adapter.
         directory: where it lies, for the message.
 
     Raises:
         UserError: a tensor is missing, not of the model, or of another shape.
     """
+    shapes = {
+        our_name(name): parameter.shape
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
     for name, tensor in adapter.tensors.items():
         if name not in shapes:
             problem = "is not among the layers that it says it adapts"
@@ -150,7 +169,7 @@ def _holders(base: BaseModel) -> dict[str, tuple[list[str], Fused | None]]:
     if base.family is None:
         return {}
     found: dict[str, tuple[list[str], Fused | None]] = {}
-    for name in (*parameter_shapes(base), f"{HEAD}.weight"):
+    for name in (*parameter_shapes(base), HEAD):
         if name.endswith(".weight"):
             theirs, fused = base.family.naming.stored_in(name)
             holder = found.setdefault(theirs.removesuffix(".weight"), ([], fused))

@@ -15,16 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ftkit.config.peft_adapter import BASE, CONFIG, METADATA, PARTS, WEIGHTS
+from ftkit.config.peft_adapter import BASE_KEY, CONFIG, NOTES_KEY, PARTS_KEY, WEIGHTS
 from ftkit.config.recipe import LoraRecipe
 from ftkit.errors import UserError
 from ftkit.lora.names import INITIAL, TRAINED, is_adapter, names_of
-from ftkit.pretrained.base_model import BaseModel, fuse, parameter_shapes
+from ftkit.pretrained.base_model import EMBEDDING, HEAD, BaseModel, fuse, parameter_shapes
 from ftkit.pretrained.naming import Fused
 from ftkit.utils.files import new_directory
 from ftkit.utils.safetensors_files import save_tensors
 
-EMBEDDING, HEAD = "transformer.wte", "lm_head"
 _PREFIX = "base_model.model."
 _MAGNITUDE = "lora_magnitude_vector"
 
@@ -99,9 +98,9 @@ def save_adapter(
         ranks[theirs] = a.shape[0]
     whole = _whole_layers({n: t for n, t in given.items() if not is_adapter(n)}, base, recipe)
     tensors |= {f"{_PREFIX}{name}": tensor for name, tensor in whole.items()}
-    notes = {METADATA: json.dumps(_notes(recipe, base, parts, layers))} if parts else {}
+    notes = {NOTES_KEY: json.dumps(_notes(recipe, base, parts, layers))} if parts else {}
     if base_fingerprint is not None:
-        notes[BASE] = base_fingerprint
+        notes[BASE_KEY] = base_fingerprint
     rank = next((r for theirs, r in ranks.items() if theirs not in parts), recipe.lora_r)
     others = _by_short_name({theirs: r for theirs, r in ranks.items() if r != rank}, base)
     config = LoraConfig(
@@ -190,7 +189,7 @@ def _whole_layers(
             tensor = fuse([parameters[part] for part in names], fused, base.config)
         found[theirs] = tensor
     tied = base.tied if recipe.train.tie_embeddings is None else recipe.train.tie_embeddings
-    embedding, head = (naming.stored_in(f"{name}.weight")[0] for name in (EMBEDDING, HEAD))
+    embedding, head = (naming.stored_in(name)[0] for name in (EMBEDDING, HEAD))
     if tied and embedding in found:  # PEFT trains a copy of each
         found[head] = found[embedding].clone()
     return found
@@ -230,7 +229,7 @@ def _notes(
         "lora_r": rank,
         "lora_alpha": _alpha(recipe, rank),
         "lora_targets": sorted({names_of(base, ours)[0] for ours in layers}),
-        PARTS: parts,
+        PARTS_KEY: parts,
     }
 
 

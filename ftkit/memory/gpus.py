@@ -1,10 +1,10 @@
 """GPU kinds: their memory, and what a CUDA process takes beside its tensors."""
 
-import re
 from dataclasses import dataclass
 
 from ftkit.config.devices import AMPERE, visible_gpus
 from ftkit.errors import UserError
+from ftkit.utils.units import parse_size
 
 _GIB = 2**30
 
@@ -80,10 +80,9 @@ def find_gpu(text: str) -> Gpu:
         return GPUS[name]
     if name == "auto":
         return _gpu_here()
-    size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(gib|gb|g|mib|mb)", name)
-    if size and float(size[1]) > 0:
-        units = {"gib": 2**30, "g": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6}
-        return Gpu(name=text.strip(), memory_bytes=int(float(size[1]) * units[size[2]]))
+    in_any_case = f"{name}ib" if name.endswith("g") else name
+    if size_bytes := parse_size(in_any_case.upper().replace("IB", "iB")):
+        return Gpu(name=text.strip(), memory_bytes=size_bytes)
     raise UserError(
         f"--gpu is {text!r}, but must be one of {', '.join(GPUS)}, a size such as 24GiB, or auto. "
         "Try --gpu 24GiB."

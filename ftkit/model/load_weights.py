@@ -13,6 +13,7 @@ from ftkit.lora.names import is_adapter, our_name
 from ftkit.model.language_model import LanguageModel
 from ftkit.model.sharding import Rows, Sharding
 from ftkit.pretrained.base_model import BaseModel, weights
+from ftkit.utils.progress import OnProgress
 
 
 def fill(
@@ -26,7 +27,7 @@ def fill(
     trained: Callable[[str], Rows] | None = None,
     adapter: Mapping[str, Tensor] | None = None,
     source: Iterable[tuple[str, Tensor]] | None = None,
-    progress: Callable[[int, int], None],
+    progress: OnProgress,
 ) -> None:
     """Give an outlined model its memory and its numbers, parameter by parameter.
 

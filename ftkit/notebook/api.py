@@ -28,7 +28,7 @@ from ftkit.report.report import Report
 from ftkit.runs.lock import Supervisor
 from ftkit.runs.resume import follow_moved
 from ftkit.runs.state import RunState, StateName, look
-from ftkit.runs.watch import Watcher, as_html
+from ftkit.runs.watch import Watcher, sight_as_html
 from ftkit.utils.process import PassingOn, start_command
 
 PathLike = str | os.PathLike[str]
@@ -41,7 +41,7 @@ class ShownReport(Report):
     """A report that shows itself in a notebook."""
 
     def _repr_html_(self) -> str:
-        return table.as_html(self)
+        return table.report_as_html(self)
 
 
 class Run(os.PathLike[str]):
@@ -114,7 +114,7 @@ class Run(os.PathLike[str]):
     def _repr_html_(self) -> str:
         state = self._look()
         if state.at_work:
-            return as_html(Watcher(display.short(self.out_dir)).look())
+            return sight_as_html(Watcher(display.short(self.out_dir)).look())
         return display.summary_as_html(state)
 
     def _look(self) -> RunState:

@@ -8,8 +8,7 @@ from ftkit.console.html import block, escaped, styled
 from ftkit.report import table
 from ftkit.report.table import STYLE_OF_OUTCOME
 from ftkit.runs.state import RunState
-from ftkit.runs.watch import Lines, Sight
-from ftkit.runs.watch import as_html as sight_as_html
+from ftkit.runs.watch import Lines, Sight, sight_as_html
 
 
 class Place(Protocol):
@@ -104,7 +103,7 @@ def ended_as_html(run: RunState) -> str:
             f"<b>{escaped(str(run.out_dir))}</b> {styled(run.state, 'bold red')}",
             "It was killed before it could write a report.",
         )
-    return table.as_html(run.report, short(run.out_dir))
+    return table.report_as_html(run.report, short(run.out_dir))
 
 
 def summary_as_html(run: RunState) -> str:

@@ -12,21 +12,21 @@ silence_libraries()  # before they are imported
 from ftkit.config.parsing import as_text  # noqa: E402
 from ftkit.memory.gpus import find_gpu  # noqa: E402
 from ftkit.planner import predict  # noqa: E402
-from ftkit.planner.table import as_html  # noqa: E402
+from ftkit.planner.table import plans_as_html  # noqa: E402
 
 
-class Plan(predict.Planned):
+class ShownPlan(predict.Planned):
     """A plan that shows itself in a notebook."""
 
     def _repr_html_(self) -> str:
-        return as_html([self])
+        return plans_as_html([self])
 
 
-class Plans(list[Plan]):
+class Plans(list[ShownPlan]):
     """Plans that show themselves as one table: `Plans([ftkit.plan(...), ftkit.plan(...)])`."""
 
     def _repr_html_(self) -> str:
-        return as_html(self)
+        return plans_as_html(self)
 
 
 def plan(
@@ -36,7 +36,7 @@ def plan(
     gpu: str | None = None,
     name: str = "",
     **keys: Any,
-) -> Plan:
+) -> ShownPlan:
     """Predict what a recipe will need, as `ftkit plan`; no weights are loaded or downloaded.
 
     Args:
@@ -49,10 +49,10 @@ def plan(
         UserError: as a run would.
     """
     several = [recipe] if isinstance(recipe, str | os.PathLike) else recipe or ()
-    found = predict.plan(
+    found = predict.plan_files(
         [os.fspath(file) for file in several],
         [(key, as_text(value)) for key, value in keys.items()],
         gpu=None if gpu is None else find_gpu(gpu),
         name=name,
     )
-    return Plan(**{f.name: getattr(found, f.name) for f in dataclasses.fields(found)})
+    return ShownPlan(**{f.name: getattr(found, f.name) for f in dataclasses.fields(found)})

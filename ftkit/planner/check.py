@@ -20,7 +20,7 @@ if __name__ == "__main__":
 from ftkit.config.parsing import Override
 from ftkit.errors import UserError
 from ftkit.memory.gpus import Gpu
-from ftkit.planner.predict import Planned, plan
+from ftkit.planner.predict import Planned, plan_files
 from ftkit.planner.suggest import changes_that_fit
 
 ADVICE = 3
@@ -36,11 +36,11 @@ def check(file: str, gpu: Gpu, *, failed: bool = False) -> dict[str, object]:
         failed: it has run, and did not fit: there is less memory than is predicted for it.
     """
     if failed:
-        needed_bytes = plan([file], gpu=gpu).memory.high_bytes
+        needed_bytes = plan_files([file], gpu=gpu).memory.high_bytes
         gpu = dataclasses.replace(gpu, memory_bytes=min(gpu.memory_bytes, needed_bytes - 1))
 
     def attempt(changed: Sequence[Override]) -> Planned:
-        return plan([file], changed, gpu=gpu)
+        return plan_files([file], changed, gpu=gpu)
 
     planned = attempt(())
     changes = []

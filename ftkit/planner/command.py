@@ -8,13 +8,11 @@ from typing import Literal
 from ftkit.config.parsing import Override
 from ftkit.config.recipe import FINETUNE, Method
 from ftkit.config.sweep import is_sweep, runs_of_file, variations
-from ftkit.errors import UserError
+from ftkit.errors import DoesNotFit, UserError
 from ftkit.memory.gpus import find_gpu
-from ftkit.planner.predict import Planned, plan
+from ftkit.planner.predict import Planned, plan_files
 from ftkit.planner.suggest import changes_that_fit
 from ftkit.planner.table import show, show_changes
-
-EXIT_DOES_NOT_FIT = 3
 
 
 def plan_all(
@@ -44,7 +42,9 @@ def plan_all(
             varied = [f"{key.rpartition('.')[2]} {value}" for key, value in variation]
             given = [*recipe.overrides, *overrides, *variation]
             name = ", ".join([*recipe.names, *varied])
-            found.append(plan(recipe.files, given, method=recipe.method, gpu=device, name=name))
+            found.append(
+                plan_files(recipe.files, given, method=recipe.method, gpu=device, name=name)
+            )
     if not fit:
         show(found, form)
         return _exit_code(found)
@@ -55,7 +55,7 @@ def plan_all(
     method = recipe.method if recipe.method == "lora" else None  # a change may make it LoRA
     changes = changes_that_fit(
         found[0],
-        lambda changed: plan(recipe.files, [*given, *changed], method=method, gpu=device),
+        lambda changed: plan_files(recipe.files, [*given, *changed], method=method, gpu=device),
     )
     show_changes(found[0], [(c, c.command(recipe.files, given)) for c in changes], form)
     return _exit_code(found)
@@ -84,4 +84,4 @@ def _asked(files: Sequence[str]) -> Iterator[_Asked]:
 
 
 def _exit_code(found: Sequence[Planned]) -> int:
-    return EXIT_DOES_NOT_FIT if all(planned.fits is False for planned in found) else 0
+    return DoesNotFit.exit_code if all(planned.fits is False for planned in found) else 0

@@ -21,14 +21,14 @@ from ftkit.memory.simulate import largest_micro_batch
 from ftkit.optim.optimizers import base_learning_rate
 from ftkit.optim.schedule import make_schedule
 from ftkit.planner.sequence_length import SequenceLength, sequence_length
-from ftkit.pretrained.base_model import BaseModel, require_length
+from ftkit.pretrained.base_model import BaseModel, checked_length
 from ftkit.pretrained.blueprint import read_blueprint
 from ftkit.pretrained.hub import fetch_settings
-from ftkit.pretrained.save import Layout, layout_of
+from ftkit.pretrained.save import ModelLayout, layout_of
 from ftkit.report.step_memory import MicroBatchSize
 from ftkit.strategies.precision import parameter_dtype
 
-ResultLayout = Layout | Literal["peft"]
+ResultLayout = ModelLayout | Literal["peft"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,7 @@ class Planned:
         }
 
 
-def plan(
+def plan_files(
     files: Sequence[str | Path] = (),
     overrides: Sequence[Override] = (),
     *,
@@ -172,15 +172,13 @@ def largest_that_fits(whole: Planned, attempt: Callable[[int], Planned]) -> Plan
 
 
 def plan_recipe(recipe: Recipe, *, gpu: Gpu | None = None, name: str = "") -> Planned:
-    """Predict what a recipe will need; see `plan`."""
+    """Predict what a recipe will need; see `plan_files`."""
     check_data(recipe.data)
     made = make_plan(recipe, _devices(recipe, gpu))
     base = read_blueprint(recipe.checkpoint_dir)
     layout = _result_layout(base, recipe)
-    asked, longest = recipe.train.max_seq_length, base.config.block_size
-    if asked is not None:
-        require_length(base, asked)
-    length = sequence_length(recipe.data, base, asked)
+    max_seq_length = checked_length(base, recipe.train.max_seq_length)
+    length = sequence_length(recipe.data, base, recipe.train.max_seq_length)
     samples = length.train_samples
     steps = _steps(recipe, samples)
     largest = largest_micro_batch(made.micro_batch_size, length.tokens)
@@ -193,7 +191,7 @@ def plan_recipe(recipe: Recipe, *, gpu: Gpu | None = None, name: str = "") -> Pl
         name=name,
         plan=made,
         base_model=base.name,
-        max_seq_length=asked or longest,
+        max_seq_length=max_seq_length,
         length=length,
         memory=memory,
         least_bytes=least_bytes,
@@ -262,7 +260,5 @@ def _disk_bytes(made: Plan, memory: PredictedMemory, steps: int | None) -> int:
     kept = made.recipe.checkpoint
     if not kept.save:
         return 0
-    # One more than is kept: the next is written before an old one goes.
-    count = min(kept.keep_last + kept.keep_best + 1, steps or math.inf)
     result = memory.trained_parameters * parameter_dtype(made).itemsize
-    return int(count * memory.checkpoint_bytes) + result
+    return kept.most_at_once(steps) * memory.checkpoint_bytes + result

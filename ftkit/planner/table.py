@@ -13,9 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ftkit.config.recipe import LoraRecipe
-from ftkit.console.display import REPORT_WIDTH, plain_text
 from ftkit.console.formatting import bytes_text, percent_text
+from ftkit.console.grid import labelled_grid
 from ftkit.console.html import block, escaped, grid, labelled, styled
+from ftkit.console.terminal import REPORT_WIDTH, plain_text
 from ftkit.planner.predict import Planned
 from ftkit.planner.suggest import Change
 from ftkit.report.step_memory import CATEGORIES
@@ -45,7 +46,7 @@ def show(found: Sequence[Planned], form: Literal["table", "json"]) -> None:
         print(plain_text(content, width))
 
 
-def as_html(found: Sequence[Planned]) -> str:
+def plans_as_html(found: Sequence[Planned]) -> str:
     """Plans as HTML for a notebook: one as rows, several as a table."""
     if len(found) == 1:
         (planned,) = found
@@ -112,16 +113,11 @@ def verdict(planned: Planned) -> str:
 
 
 def _alone(planned: Planned) -> Group:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True, style="cyan")
-    table.add_column(overflow="fold")
     words = verdict(planned)
-    if words:
-        table.add_row(Text(words, _STYLES[words]), Text(_needs(planned)))
-    for label, value in _rows(planned):
-        table.add_row(label, Text(value))
+    head = [(Text(words, _STYLES[words]), _needs(planned))] if words else []
     return Group(
-        Rule(Text(_title(planned), "bold"), characters="-", align="left", style="dim"), table
+        Rule(Text(_title(planned), "bold"), characters="-", align="left", style="dim"),
+        labelled_grid([*head, *_rows(planned)]),
     )
 
 

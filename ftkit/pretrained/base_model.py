@@ -19,7 +19,7 @@ from ftkit.pretrained import families, hub
 from ftkit.pretrained.families import Family
 from ftkit.pretrained.naming import LITGPT, Fused, Naming
 from ftkit.pretrained.tokenizer import Tokenizer
-from ftkit.pretrained.weight_files import DTYPES, StoredTensor, stored_tensors, write_json
+from ftkit.pretrained.weight_files import DTYPES, WeightTensor, stored_tensors, write_settings
 
 EMBEDDING = "transformer.wte.weight"
 HEAD = "lm_head.weight"
@@ -154,15 +154,15 @@ def open_companions(directory: Path) -> BaseModel:
     )
 
 
-def require_length(base: BaseModel, length: int) -> None:
-    """Refuse sequences that are too long for a model.
+def checked_length(base: BaseModel, asked: int | None) -> int:
+    """Tokens of the longest sequence: as asked, or as the model was built for.
 
     Raises:
         UserError: it was built for shorter ones, or its attention does not reach so far.
     """
     longest = base.config.block_size
-    if length <= longest:
-        return
+    if asked is None or asked <= longest:
+        return asked or longest
     limit = f"{base.name} was built for at most {longest} positions"
     if families.window_of(base.config, base.settings):
         limit = (
@@ -170,7 +170,7 @@ def require_length(base: BaseModel, length: int) -> None:
             "ftkit trains"
         )
     raise UserError(
-        f"train.max_seq_length is {length}, but {limit}. Try --train.max_seq_length {longest}."
+        f"train.max_seq_length is {asked}, but {limit}. Try --train.max_seq_length {longest}."
     )
 
 
@@ -187,7 +187,7 @@ def save_companions(base: BaseModel, out: Path) -> None:
     for name, content in companions(base):
         (out / name).write_bytes(content)
     dtype = str(base.dtype).removeprefix("torch.")
-    write_json(out / OUTLINE, {"name": base.name, "tied": base.tied, "dtype": dtype})
+    write_settings(out / OUTLINE, {"name": base.name, "tied": base.tied, "dtype": dtype})
 
 
 def parameter_shapes(base: BaseModel) -> dict[str, torch.Size]:
@@ -254,20 +254,6 @@ def weight_reader(base: BaseModel) -> Callable[[str], Tensor]:
         return tensor if fused is None else part_of(tensor, fused, name, shapes, base.config)
 
     return read
-
-
-def hf_name(base: BaseModel, our_name: str) -> str | None:
-    """Hugging Face's name of a module or parameter, with what follows the module kept.
-
-    None: Hugging Face has no module of its own for it, because it fuses it with others (phi-3,
-    GPT-NeoX) or because ftkit does not know the family.
-    """
-    return base.family.naming.theirs(our_name) if base.family else None
-
-
-def our_name(base: BaseModel, hf_name: str) -> str | None:
-    """The inverse of `hf_name`; None where we have no module of its own for it."""
-    return base.family.naming.ours(hf_name) if base.family else None
 
 
 def _open_random(checkpoint_dir: str) -> BaseModel:
@@ -363,13 +349,13 @@ def _weight_files(directory: Path) -> list[Path]:
     return [directory / "lit_model.pth"] if is_litgpt else hub.weight_files(directory)
 
 
-def _is_equal(left: StoredTensor, right: StoredTensor, compare: bool) -> bool:
+def _is_equal(left: WeightTensor, right: WeightTensor, compare: bool) -> bool:
     """Whether two tensors are one; compare: or hold the same numbers, which takes reading them."""
     a, b = left.read(), right.read()
     return a.data_ptr() == b.data_ptr() or (compare and torch.equal(a, b))
 
 
-def _require_complete(base: BaseModel, stored: Mapping[str, StoredTensor]) -> None:
+def _require_complete(base: BaseModel, stored: Mapping[str, WeightTensor]) -> None:
     """UserError unless the files hold exactly the parameters of the model."""
     expected: dict[str, list[int]] = {}
     for name, shape in parameter_shapes(base).items():

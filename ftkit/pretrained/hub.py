@@ -3,7 +3,6 @@
 import errno
 import json
 import re
-import shutil
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from ftkit import embedded
 from ftkit.errors import UserError
+from ftkit.utils.files import free_disk_bytes
 
 ROOT = Path("checkpoints")
 """Where downloads go, as LitGPT has it: checkpoints/ORG/NAME."""
@@ -297,8 +297,7 @@ def _require_space(repo_id: str, directory: Path, sizes_bytes: dict[str, int]) -
         size for file, size in sizes_bytes.items() if not (directory / file).is_file()
     )
     needed_bytes -= sum(file.stat().st_size for file in _incomplete_files(directory))
-    existing = next(path for path in (directory, *directory.absolute().parents) if path.is_dir())
-    free_bytes = shutil.disk_usage(existing).free
+    free_bytes = free_disk_bytes(directory)
     if needed_bytes > free_bytes:
         raise UserError(
             f"{repo_id} needs {needed_bytes / 2**30:.1f} GiB in {directory}, but only "

@@ -37,10 +37,6 @@ class Naming:
         """Their name of a module or parameter; None if they have none of its own for it."""
         return _renamed(ours, self.modules)
 
-    def ours(self, theirs: str) -> str | None:
-        """Our name of a module or parameter; None if we have none of its own for it."""
-        return _renamed(theirs, {their: our for our, their in self.modules.items()})
-
     def stored_in(self, ours: str) -> tuple[str, Fused | None]:
         """Their name of what holds our parameter, and how it is fused there, if it is."""
         for module, fused in self.fused.items():

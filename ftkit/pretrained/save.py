@@ -23,18 +23,18 @@ from ftkit.pretrained.base_model import (
     part_names,
 )
 from ftkit.pretrained.naming import LITGPT, Naming
-from ftkit.pretrained.weight_files import ShardWriter, write_json
+from ftkit.pretrained.weight_files import ShardWriter, write_settings
 from ftkit.utils.files import new_directory
 
 Tensors = Iterable[tuple[str, Tensor]]
 """(our name, tensor) for each of `parameter_shapes`, in any order and number format. The model is
 tied if, and only if, lm_head.weight is not among them."""
 
-Layout = Literal["hf", "litgpt"]
+ModelLayout = Literal["hf", "litgpt"]
 """Whose directories: Hugging Face's, or LitGPT's."""
 
 
-def layout_of(base: BaseModel) -> Layout:
+def layout_of(base: BaseModel) -> ModelLayout:
     """The layout that a fine-tuned version of a model is written in: Hugging Face's if possible.
 
     Where it is not, the model came from a LitGPT directory, and can be written as one again.
@@ -88,7 +88,7 @@ def save_hf(
         settings |= _facts(settings, base, writer.dtypes[embedding], tied=head not in writer.dtypes)
         settings.setdefault("bos_token_id", base.tokenizer.bos_id)
         settings.setdefault("eos_token_id", base.tokenizer.eos_id)
-        write_json(partial / "config.json", settings)
+        write_settings(partial / "config.json", settings)
         _write_others(base, others, partial)
 
 
@@ -136,7 +136,9 @@ def save_litgpt(
             file.save(stored)
         save_config(base.config, partial)
         if settings := _plain(base.settings):
-            write_json(partial / "config.json", settings | _facts(settings, base, dtype, tied=tied))
+            write_settings(
+                partial / "config.json", settings | _facts(settings, base, dtype, tied=tied)
+            )
         _write_others(base, others, partial)
 
 

@@ -25,7 +25,7 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class WeightTensor:
     """A tensor in a file, known by its header."""
 
     shape: torch.Size
@@ -34,7 +34,7 @@ class StoredTensor:
     """A view of the mapped file: its pages are read when touched and are free to be dropped."""
 
 
-def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
+def stored_tensors(files: Iterable[Path]) -> dict[str, WeightTensor]:
     """What .safetensors and PyTorch's .bin or .pth files hold, by name; reads headers alone.
 
     Pickles are read with PyTorch's restricted loader, which builds tensors and runs no code.
@@ -42,7 +42,7 @@ def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
     Raises:
         UserError: a file is damaged, holds something else than weights, or is unsafe.
     """
-    tensors: dict[str, StoredTensor] = {}
+    tensors: dict[str, WeightTensor] = {}
     for file in files:
         tensors |= _safetensors(file) if file.suffix == ".safetensors" else _pickled(file)
     return tensors
@@ -86,7 +86,7 @@ class ShardWriter:
             self._path(number).rename(self._directory / file_name)
             weight_map |= dict.fromkeys(names, file_name)
         index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
-        write_json(self._directory / "model.safetensors.index.json", index)
+        write_settings(self._directory / "model.safetensors.index.json", index)
 
     def _write_shard(self) -> None:
         save_tensors(self._shard, self._path(len(self._shards)), {})
@@ -97,12 +97,12 @@ class ShardWriter:
         return self._directory / f"shard-{number}"
 
 
-def write_json(file: Path, content: object) -> None:
+def write_settings(file: Path, content: object) -> None:
     """Writes a settings file as Hugging Face does."""
     file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _safetensors(file: Path) -> dict[str, StoredTensor]:
+def _safetensors(file: Path) -> dict[str, WeightTensor]:
     try:
         handle = safe_open(file, "pt")
     except (OSError, SafetensorError) as error:
@@ -113,13 +113,13 @@ def _safetensors(file: Path) -> dict[str, StoredTensor]:
         dtype = DTYPES.get(header.get_dtype())
         if dtype is None:
             raise _unknown_format(file, name, header.get_dtype())
-        tensors[name] = StoredTensor(
+        tensors[name] = WeightTensor(
             torch.Size(header.get_shape()), dtype, partial(handle.get_tensor, name)
         )
     return tensors
 
 
-def _pickled(file: Path) -> dict[str, StoredTensor]:
+def _pickled(file: Path) -> dict[str, WeightTensor]:
     try:
         is_mappable = zipfile.is_zipfile(file)
         content = torch.load(file, map_location="cpu", mmap=is_mappable, weights_only=True)
@@ -138,7 +138,7 @@ def _pickled(file: Path) -> dict[str, StoredTensor]:
         if not isinstance(tensor, Tensor):
             raise _unknown_format(file, name, type(tensor).__name__)
     return {
-        name: StoredTensor(tensor.shape, tensor.dtype, partial(_itself, tensor))
+        name: WeightTensor(tensor.shape, tensor.dtype, partial(_itself, tensor))
         for name, tensor in content.items()
     }
 

@@ -18,7 +18,6 @@ from typing import BinaryIO, TypeAlias
 from ftkit.errors import UserError
 from ftkit.utils.files import write_durably
 
-METRICS_NAME, VALIDATION_NAME = "metrics.csv", "validation.csv"
 METRICS_COLUMNS = ("step", "samples", "loss", "lr", "grad_norm", "tokens", "tokens_per_s")
 VALIDATION_COLUMNS = ("step", "samples", "val_loss", "perplexity")
 _BLOCK_BYTES = 64 * 2**10

@@ -1,23 +1,26 @@
 """The table of a report, for people."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.rule import Rule
-from rich.table import Table
 from rich.text import Text
 
 from ftkit.console.formatting import (
     bytes_text,
     duration_text,
+    from_to_text,
+    loss_text,
     number_text,
     percent_text,
     printable,
     shortened,
 )
+from ftkit.console.grid import labelled_grid
 from ftkit.console.html import block, escaped, labelled, styled
+from ftkit.report.peak_memory import PeakMemory
 from ftkit.report.report import (
     ENDED_WELL,
     Checkpoints,
@@ -25,7 +28,6 @@ from ftkit.report.report import (
     Example,
     Files,
     Loss,
-    PeakMemory,
     PhaseName,
     Progress,
     Report,
@@ -49,20 +51,16 @@ def render(report: Report, out_dir: Path | None = None) -> Group:
         out_dir: the run's directory as the reader should see it; without it, the paths of the
             files are shown as the report has them.
     """
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True, style="cyan")
-    table.add_column(overflow="fold")
     words = report.outcome.replace("_", " ")
     end = "" if report.outcome in ENDED_WELL else f" (during {_PHASE_WORDS[report.phase]})"
     style = STYLE_OF_OUTCOME[report.outcome]
-    table.add_row(Text(words, style), Text(printable(report.exit_reason) + end))
-    for label, value in _measured_rows(report):
-        if value:
-            table.add_row(Text(label), _Parts(value))
-    for label, value in _text_rows(report, out_dir):
-        table.add_row(Text(label), Text(printable(value)))
+    rows: list[tuple[str | Text, RenderableType]] = [
+        (Text(words, style), report.exit_reason + end),
+        *((label, _Parts(value)) for label, value in _measured_rows(report) if value),
+        *_text_rows(report, out_dir),
+    ]
     line = Rule(Text(printable(_title(report)), "bold"), characters="-", align="left", style="dim")
-    return Group(line, table)
+    return Group(line, labelled_grid(rows))
 
 
 _PHASE_WORDS: dict[PhaseName, str] = {
@@ -81,7 +79,7 @@ STYLE_OF_OUTCOME: dict[str, str] = {
 """Of the word for how a run ended."""
 
 
-def as_html(report: Report, out_dir: Path | None = None) -> str:
+def report_as_html(report: Report, out_dir: Path | None = None) -> str:
     """The same as HTML for a notebook; see `render`."""
     words = report.outcome.replace("_", " ")
     end = "" if report.outcome in ENDED_WELL else f" (during {_PHASE_WORDS[report.phase]})"
@@ -146,7 +144,7 @@ def _measured_rows(report: Report) -> Iterator[tuple[str, str]]:
     if report.loss:
         yield from _loss_rows(report.loss)
     if match := report.exact_match:
-        fractions = _from_to(match.before, match.after, percent_text)
+        fractions = from_to_text(match.before, match.after, percent_text)
         yield "exact match", fractions and f"{fractions} of {_count(match.samples, 'answer')}"
     if report.checkpoints:
         yield "checkpoints", _checkpoints_text(report.checkpoints)
@@ -275,8 +273,8 @@ def _bytes_by_name(counts: dict[str, int]) -> str:
 
 
 def _loss_rows(loss: Loss) -> Iterator[tuple[str, str]]:
-    yield "loss", _from_to(loss.first, loss.last, _loss_text)
-    if validation := _from_to(loss.validation_first, loss.validation_last, _loss_text):
+    yield "loss", from_to_text(loss.first, loss.last, loss_text)
+    if validation := from_to_text(loss.validation_first, loss.validation_last, loss_text):
         best = loss.validation_best
         perplexity = loss.perplexity
         yield (
@@ -284,7 +282,7 @@ def _loss_rows(loss: Loss) -> Iterator[tuple[str, str]]:
             _joined(
                 (
                     validation,
-                    best not in (None, loss.validation_last) and f"best {_loss_text(best)}",
+                    best not in (None, loss.validation_last) and f"best {loss_text(best)}",
                     perplexity is not None and f"perplexity {number_text(perplexity)}",
                 )
             ),
@@ -322,14 +320,6 @@ def _file_rows(files: Files, out_dir: Path | None) -> Iterator[tuple[str, str]]:
     logs = [shown(name) for name in (files.metrics, files.validation, files.log) if name]
     if logs:
         yield "logs", _joined(logs)
-
-
-def _loss_text(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"
-
-
-def _from_to(first: float | None, last: float | None, text: Callable[[float], str]) -> str:
-    return " -> ".join(text(value) for value in (first, last) if value is not None)
 
 
 def _count(count: int, noun: str) -> str:

@@ -8,14 +8,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from ftkit.checkpoint.metadata import METADATA, CheckpointError, Metadata, read_metadata
+from ftkit.checkpoint.files import METADATA
+from ftkit.checkpoint.metadata import CheckpointError, Metadata, read_metadata
 from ftkit.checkpoint.store import Store, check_files, step_of
 from ftkit.errors import UserError
-from ftkit.runs.directory import CHECKPOINTS, RECIPE
+from ftkit.runs.directory import RunDirectory
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class RunCheckpoints:
     """What a path stands for: the checkpoints of a run, or one of them."""
 
     path: Path
@@ -26,10 +27,13 @@ class Place:
     """The only one that is meant."""
 
     @property
-    def runs(self) -> list[Path]:
+    def runs(self) -> list[RunDirectory]:
         """The directory of the run; two of them where `checkpoints` is a link."""
         directories = (self.store.directory.resolve(), self.store.directory)
-        return list({path.parent.resolve(): path.parent for path in directories}.values())
+        return [
+            RunDirectory(path)
+            for path in {path.parent.resolve(): path.parent for path in directories}.values()
+        ]
 
     def directories(self) -> list[Path]:
         """All checkpoints, by step."""
@@ -60,7 +64,7 @@ class Place:
         return self.store.path(number)
 
 
-def find(path: Path) -> Place:
+def find(path: Path) -> RunCheckpoints:
     """The checkpoints that a path stands for.
 
     Raises:
@@ -71,25 +75,27 @@ def find(path: Path) -> Place:
         raise UserError(
             f"{path} is not a directory. Name the out_dir of a run, such as out/finetune/lora."
         )
-    for directory in (path, path / CHECKPOINTS):
+    run = RunDirectory(path)
+    inside = run.store.directory
+    for directory in (path, inside):
         if directory.exists() and not os.access(directory, os.R_OK | os.X_OK):
             raise UserError(f"{directory} cannot be read. Check who owns it.")
-    if (path / CHECKPOINTS).is_dir():
-        return Place(path=path, store=Store(path / CHECKPOINTS))
+    if inside.is_dir():
+        return RunCheckpoints(path=path, store=run.store)
     directory = path.resolve() if path.name in ("", "..") else path
     if step_of(directory.name) is not None or (path / METADATA).exists():
-        return Place(path=path, store=Store(directory.parent), single=directory)
-    if directory.name == CHECKPOINTS or Store(directory).steps():
-        return Place(path=path, store=Store(directory))
-    if (path / RECIPE).exists():
-        return Place(path=path, store=Store(path / CHECKPOINTS))
+        return RunCheckpoints(path=path, store=Store(directory.parent), single=directory)
+    if directory.name == inside.name or Store(directory).steps():
+        return RunCheckpoints(path=path, store=Store(directory))
+    if run.recipe.exists():
+        return RunCheckpoints(path=path, store=run.store)
     raise UserError(
         f"{path} holds no run and no checkpoint. "
         "Name the out_dir of a run, such as out/finetune/lora."
     )
 
 
-def find_all(path: Path) -> Place:
+def find_all(path: Path) -> RunCheckpoints:
     """The checkpoints of a run.
 
     Raises:

@@ -1,39 +1,188 @@
-"""File names in the directory of a run."""
+"""The directory of a run: where each of its files lies.
 
+    recipe.yaml  report.json  metrics.csv  validation.csv  run.log
+    final/              the result
+    checkpoints/        what the run can go on from
+    set_aside/1/        what a later session found in its way, as it lay here
+    tensorboard/        what loggers write
+    wandb/
+    .run/               only while the run is at work: its lock and its job
+    .run/rank-0/        what a rank tells the supervisor
+
+Whoever reads or writes one of them asks here for its path, so that the names stand nowhere else.
+"""
+
+from dataclasses import dataclass
+from itertools import count, takewhile
 from pathlib import Path
 
+from ftkit.checkpoint.files import BASE, RECIPE
+from ftkit.checkpoint.store import LATEST, Store
 from ftkit.console.display import LOG_NAME
+from ftkit.report.report import FILE_NAME
 
-RESERVE = "reserve"
-"""File beside the job: space for last words on a full disk."""
-
-BASE = "base"
-"""What a full fine-tune needs of its base model but weights, in a checkpoint or beside the job."""
-
-STATE = ".run"
-"""Directory inside out_dir with what the ranks and the supervisor tell each other."""
-
-ERROR = "error.json"
-"""File in a rank's directory that says how the rank failed, if it did."""
-OUTPUT = "output.log"
-"""File there with what libraries print on ranks other than 0; rank 0 has the run's log."""
-
-COMPLETING = "completing"
-"""File in rank 0's directory from its failure on until its report is complete."""
+_CHECKPOINTS, _FINAL, _SET_ASIDE, _STATE = "checkpoints", "final", "set_aside", ".run"
+_METRICS, _VALIDATION = "metrics.csv", "validation.csv"
+_CONTINUED = (RECIPE, FILE_NAME, _METRICS, _VALIDATION, LOG_NAME)
 
 
-def rank_directory(state: Path, rank: int) -> Path:
-    """Where a rank leaves its report and its error."""
-    return state / f"rank-{rank}"
+@dataclass(frozen=True)
+class RankDirectory:
+    """What one rank leaves for the supervisor, on a disk that both see."""
+
+    run: "RunDirectory"
+    """The run's."""
+    rank: int
+    """Global rank."""
+
+    @property
+    def path(self) -> Path:
+        """Receipts of saved shards lie here too; see `ftkit.checkpoint.saver`."""
+        return self.run.state / f"rank-{self.rank}"
+
+    @property
+    def report(self) -> Path:
+        """The report as the rank last wrote it."""
+        return self.path / FILE_NAME
+
+    @property
+    def metrics(self) -> Path:
+        """Rows of a rank other than 0; those of rank 0 are the run's."""
+        return self.path / _METRICS
+
+    @property
+    def validation(self) -> Path:
+        """The same of its validations."""
+        return self.path / _VALIDATION
+
+    @property
+    def output(self) -> Path:
+        """What libraries print and log; of rank 0 it is in the run's log."""
+        return self.run.log if self.rank == 0 else self.path / "output.log"
+
+    @property
+    def error(self) -> Path:
+        """How the rank failed, if it did."""
+        return self.path / "error.json"
+
+    @property
+    def completing(self) -> Path:
+        """Of rank 0: there from its failure on until its report is complete."""
+        return self.path / "completing"
 
 
-def output_log(out_dir: Path, rank: int) -> Path:
-    """Where what libraries print and log on a rank goes."""
-    return out_dir / LOG_NAME if rank == 0 else rank_directory(out_dir / STATE, rank) / OUTPUT
+@dataclass(frozen=True)
+class RunDirectory:
+    """Where everything of a run lies; nothing of it need exist."""
 
+    path: Path
+    """The run's out_dir."""
 
-CHECKPOINTS = "checkpoints"
-"""Directory of a run's checkpoints."""
-FINAL = "final"
-"""Directory of a run's result."""
-RECIPE = "recipe.yaml"
+    @classmethod
+    def of_checkpoint(cls, checkpoint: Path) -> "RunDirectory | None":
+        """The directory that a checkpoint lies in; None: it lies alone."""
+        inside = checkpoint.parent
+        return cls(inside.parent) if inside.name == _CHECKPOINTS else None
+
+    @property
+    def recipe(self) -> Path:
+        """What was asked."""
+        return self.path / RECIPE
+
+    @property
+    def report(self) -> Path:
+        """What was measured, once the run has ended."""
+        return self.path / FILE_NAME
+
+    @property
+    def metrics(self) -> Path:
+        """A row for each step."""
+        return self.path / _METRICS
+
+    @property
+    def validation(self) -> Path:
+        """A row for each validation."""
+        return self.path / _VALIDATION
+
+    @property
+    def rows(self) -> tuple[Path, Path]:
+        """What grows by a row: `metrics` and `validation`."""
+        return self.metrics, self.validation
+
+    @property
+    def log(self) -> Path:
+        """What was shown, and what libraries print on rank 0."""
+        return self.path / LOG_NAME
+
+    @property
+    def final(self) -> Path:
+        """Directory of the result."""
+        return self.path / _FINAL
+
+    @property
+    def store(self) -> Store:
+        """The checkpoints."""
+        return Store(self.path / _CHECKPOINTS)
+
+    @property
+    def set_aside(self) -> Path:
+        """Directory with a numbered one for each time."""
+        return self.path / _SET_ASIDE
+
+    @property
+    def written(self) -> tuple[Path, ...]:
+        """All that runs write here; anything else is not ours, and `set_aside` stays."""
+        names = (*_CONTINUED, _FINAL, _CHECKPOINTS, "tensorboard", "wandb")
+        return tuple(self.path / name for name in names)
+
+    @property
+    def continued(self) -> tuple[Path, ...]:
+        """Files that a session writes anew or adds to."""
+        return (*(self.path / name for name in _CONTINUED), self.store.directory / LATEST)
+
+    @property
+    def state(self) -> Path:
+        """What supervisor and ranks tell each other; gone when the run has ended."""
+        return self.path / _STATE
+
+    @property
+    def lock(self) -> Path:
+        """Locked while the run is at work; says by whom."""
+        return self.state / "lock"
+
+    @property
+    def job(self) -> Path:
+        """What the ranks are to do."""
+        return self.state / "job.json"
+
+    @property
+    def reserve(self) -> Path:
+        """Space for last words on a full disk."""
+        return self.state / "reserve"
+
+    @property
+    def base(self) -> Path:
+        """What a full fine-tune that goes on needs of its base model but weights."""
+        return self.state / BASE
+
+    @property
+    def replaced(self) -> Path:
+        """What is overwritten, until that is certain."""
+        return self.state / "replaced"
+
+    @property
+    def before(self) -> Path:
+        """Copies of `continued` as they were, until it is certain that the run goes on."""
+        return self.state / "before"
+
+    def rank(self, rank: int) -> RankDirectory:
+        """What a rank leaves."""
+        return RankDirectory(self, rank)
+
+    def ranks(self) -> list[RankDirectory]:
+        """Those that are there, from rank 0 on."""
+        return list(takewhile(lambda rank: rank.path.exists(), map(self.rank, count())))
+
+    def is_run(self) -> bool:
+        """Whether there is a run here."""
+        return any(path.exists() for path in (self.report, self.recipe, self.state))

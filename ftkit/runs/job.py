@@ -14,7 +14,7 @@ from ftkit.config.recipe import Method, Recipe
 from ftkit.console.formatting import utc_now, utc_text
 from ftkit.errors import UserError
 from ftkit.report.report import Progress, Report
-from ftkit.runs.directory import RESERVE
+from ftkit.runs.directory import RankDirectory, RunDirectory
 from ftkit.utils.files import insist, write_json
 from ftkit.utils.hardware import hardware, versions
 from ftkit.utils.units import parse_duration
@@ -79,6 +79,11 @@ class Job:
     """When to stop gracefully before the run is done."""
     changes: tuple[str, ...] = ()
     """What differs from the checkpoint's recipe in how it is learned, one line each."""
+
+    @property
+    def directory(self) -> RunDirectory:
+        """Where its files lie."""
+        return RunDirectory(self.recipe.out_dir)
 
     @cached_property
     def plan(self) -> Plan:
@@ -150,13 +155,13 @@ class RankError:
     happened_at_s: float
     """Seconds since the epoch: the first error of several ranks is the cause."""
 
-    def write(self, path: Path) -> None:
-        """Leave the error for the supervisor, as a file in the rank's directory."""
-        insist(lambda: write_json(path, dataclasses.asdict(self)), path.parents[1] / RESERVE)
+    def write(self, directory: RankDirectory) -> None:
+        """Leave the error for the supervisor, even if the disk is full."""
+        insist(lambda: write_json(directory.error, dataclasses.asdict(self)), directory.run.reserve)
 
     @classmethod
-    def read(cls, path: Path) -> "RankError | None":
+    def read(cls, directory: RankDirectory) -> "RankError | None":
         """The error a rank left, or None."""
-        if not path.exists():
+        if not directory.error.exists():
             return None
-        return cls(**json.loads(path.read_text(encoding="utf-8")))
+        return cls(**json.loads(directory.error.read_text(encoding="utf-8")))

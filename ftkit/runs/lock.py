@@ -13,15 +13,16 @@ from pathlib import Path
 from typing import Literal
 
 from ftkit.errors import UserError
-from ftkit.runs.checkpoints import Place
-from ftkit.runs.directory import RECIPE, STATE
+from ftkit.runs.checkpoints import RunCheckpoints
+from ftkit.runs.directory import RunDirectory
+from ftkit.utils.files import remove
 
 Use = Literal["new", "overwrite", "go_on"]
 """What a run wants of its directory: an empty one, this one emptied, or this one as it is."""
 
 
 @contextmanager
-def claim(wanted: Path, use: Use) -> Iterator[Path]:
+def claim(wanted: Path, use: Use) -> Iterator[RunDirectory]:
     """A run directory of one's own, locked while the run lasts.
 
     For a new run, a directory that holds anything is left alone and WANTED-2, WANTED-3, ... is
@@ -36,10 +37,10 @@ def claim(wanted: Path, use: Use) -> Iterator[Path]:
         while use == "new" and out_dir.is_dir() and any(out_dir.iterdir()):
             out_dir = wanted.with_name(f"{wanted.name}-{number}")
             number += 1
-        state = out_dir / STATE
+        run = RunDirectory(out_dir)
         created = [path for path in (out_dir, *out_dir.parents) if not path.exists()]
-        state.mkdir(parents=True, exist_ok=True)
-        lock = (state / "lock").open("a")  # what a run at work wrote into it stays
+        run.state.mkdir(parents=True, exist_ok=True)
+        lock = run.lock.open("a")  # what a run at work wrote into it stays
     except OSError as error:
         raise unwritable(out_dir, error) from None
     with lock:
@@ -53,20 +54,20 @@ def claim(wanted: Path, use: Use) -> Iterator[Path]:
         lock.truncate(0)
         lock.write(Supervisor.here().to_json())
         lock.flush()
-        _remove_entries(state, keep="lock")  # of a run that was killed with its supervisor
-        replaced = state / "replaced"
-        replaced.mkdir()
+        _remove_all_but(run.lock)  # of a run that was killed with its supervisor
+        run.replaced.mkdir()
         if use != "go_on":
-            _move_entries(out_dir, replaced)
+            _move_all_but(run.state, run.replaced)
         try:
-            yield out_dir
+            yield run
         except UserError:  # nothing has run: leave the directory as it was
             if use != "go_on":
-                _remove_entries(out_dir, keep=STATE)
-                _move_entries(replaced, out_dir)
+                _remove_all_but(run.state)
+                for entry in run.replaced.iterdir():
+                    entry.rename(out_dir / entry.name)
             raise
         finally:
-            shutil.rmtree(state, ignore_errors=True)
+            shutil.rmtree(run.state, ignore_errors=True)
             for path in created:
                 if any(path.iterdir()):
                     break
@@ -80,15 +81,17 @@ def unwritable(out_dir: Path, error: OSError) -> UserError:
     )
 
 
-def _remove_entries(directory: Path, *, keep: str) -> None:
-    for entry in directory.iterdir():
-        if entry.name != keep:
-            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+def _remove_all_but(kept: Path) -> None:
+    """Remove what lies beside a path."""
+    for entry in kept.parent.iterdir():
+        if entry.name != kept.name:
+            remove(entry)
 
 
-def _move_entries(source: Path, target: Path) -> None:
-    for entry in source.iterdir():
-        if entry.name != STATE:
+def _move_all_but(kept: Path, target: Path) -> None:
+    """Move what lies beside a path."""
+    for entry in kept.parent.iterdir():
+        if entry.name != kept.name:
             entry.rename(target / entry.name)
 
 
@@ -110,7 +113,7 @@ class Supervisor:
     def of(cls, out_dir: Path) -> "Supervisor | None":
         """That of a run; None: it has none now, or it cannot be read."""
         try:
-            found = json.loads((out_dir / STATE / "lock").read_text(encoding="utf-8"))
+            found = json.loads(RunDirectory(out_dir).lock.read_text(encoding="utf-8"))
             return cls(host=found["host"], process=found["process"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
@@ -120,7 +123,7 @@ class Supervisor:
         return json.dumps(dataclasses.asdict(self))
 
 
-def is_at_work(place: Place) -> bool:
+def is_at_work(place: RunCheckpoints) -> bool:
     """Whether a run is writing these checkpoints."""
     try:
         with claimed(place, hold=False):
@@ -130,7 +133,7 @@ def is_at_work(place: Place) -> bool:
 
 
 @contextmanager
-def claimed(place: Place, *, hold: bool) -> Iterator[None]:
+def claimed(place: RunCheckpoints, *, hold: bool) -> Iterator[None]:
     """Make sure that no run is at work on these checkpoints.
 
     Args:
@@ -142,7 +145,7 @@ def claimed(place: Place, *, hold: bool) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for run in place.runs:
-            is_run = (run / RECIPE).exists() or (run / STATE).exists()
+            is_run = run.recipe.exists() or run.state.exists()
             stack.enter_context(_claimed_run(run, hold=hold and is_run))
         if not hold:
             stack.close()
@@ -150,22 +153,23 @@ def claimed(place: Place, *, hold: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _claimed_run(run: Path, *, hold: bool) -> Iterator[None]:
-    state = run / STATE
-    created = hold and not state.exists()
+def _claimed_run(run: RunDirectory, *, hold: bool) -> Iterator[None]:
+    created = hold and not run.state.exists()
     with ExitStack() as stack:
         try:
             if hold:
-                state.mkdir(exist_ok=True)
-            lock = stack.enter_context((state / "lock").open("a" if hold else "r"))
+                run.state.mkdir(exist_ok=True)
+            lock = stack.enter_context(run.lock.open("a" if hold else "r"))
             fcntl.flock(lock, (fcntl.LOCK_EX if hold else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"{run} belongs to a run that is still at work. Wait for it.") from None
+            raise UserError(
+                f"{run.path} belongs to a run that is still at work. Wait for it."
+            ) from None
         except OSError as error:
             if hold:
-                raise UserError(f"{run} cannot be written: {error.strerror}.") from None
+                raise UserError(f"{run.path} cannot be written: {error.strerror}.") from None
         try:
             yield
         finally:
             if created:
-                shutil.rmtree(state, ignore_errors=True)
+                shutil.rmtree(run.state, ignore_errors=True)

@@ -7,23 +7,24 @@ checkpoint says about itself, and every file of it is checked.
 import dataclasses
 import re
 import shlex
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+from ftkit.checkpoint.files import METADATA, RECIPE
 from ftkit.checkpoint.formats import format_problem
-from ftkit.checkpoint.metadata import METADATA, Metadata, read_metadata
+from ftkit.checkpoint.metadata import Metadata, read_metadata
 from ftkit.checkpoint.store import Store, check_files, hash_file, step_of, verify
-from ftkit.config.changes import compare
+from ftkit.config.changes import recipe_changes
 from ftkit.config.parsing import read_recipe
 from ftkit.config.recipe import Method, Precision, Recipe
 from ftkit.console.display import Display
 from ftkit.errors import UserError
 from ftkit.optim.schedule import make_schedule
-from ftkit.report.report import FILE_NAME, Progress, Report, read_report
-from ftkit.runs.directory import CHECKPOINTS, FINAL, RECIPE
+from ftkit.report.report import Progress, Report, read_report
+from ftkit.runs.directory import RunDirectory
+from ftkit.utils.files import free_disk_bytes
 
 _LIMITS = ("epochs", "max_steps", "max_time")
 """Keys of `train` that end a run."""
@@ -51,7 +52,7 @@ class Completed(Exception):
 def continue_command(out_dir: Path, method: Method) -> str:
     """The command that goes on with the run in out_dir."""
     name = "finetune" if method == "lora" else "finetune_full"
-    return f"ftkit {name} --config {shlex.quote(str(out_dir / RECIPE))} --resume auto"
+    return f"ftkit {name} --config {shlex.quote(str(RunDirectory(out_dir).recipe))} --resume auto"
 
 
 def last_words(out_dir: Path, method: Method, steps: int) -> str:
@@ -62,7 +63,7 @@ def last_words(out_dir: Path, method: Method, steps: int) -> str:
         method: of the run.
         steps: optimizer steps done.
     """
-    store = Store(out_dir / CHECKPOINTS)
+    store = RunDirectory(out_dir).store
     newest = store.newest()
     stopped = f"stopped after step {steps:,}" if steps else "stopped before the first step"
     if newest is None:
@@ -75,12 +76,13 @@ def last_words(out_dir: Path, method: Method, steps: int) -> str:
     )
 
 
-def goes_on_in_place(recipe: Recipe) -> bool:
+def resumes_in_place(recipe: Recipe) -> bool:
     """Whether the run belongs into out_dir itself, whatever is there: it goes on, not anew."""
     if not isinstance(recipe.resume, str) or recipe.resume == "auto":
         return recipe.resume is not False
-    path, out_dir = Path(recipe.resume).expanduser().resolve(), _out_dir(recipe).resolve()
-    return path == out_dir or path.is_relative_to(out_dir / CHECKPOINTS)
+    path, run = Path(recipe.resume).expanduser().resolve(), _run(recipe)
+    run = RunDirectory(run.path.resolve())
+    return path == run.path or path.is_relative_to(run.store.directory)
 
 
 def follow_moved(recipe: Recipe, file: Path) -> Recipe:
@@ -90,13 +92,13 @@ def follow_moved(recipe: Recipe, file: Path) -> Recipe:
         recipe: what is asked.
         file: that it was read from.
     """
-    run = file.expanduser().resolve().parent
+    run = RunDirectory(file.expanduser().resolve().parent)
     by_out_dir = recipe.resume == "auto" or not isinstance(recipe.resume, str)
-    if recipe.resume is False or not by_out_dir or file.name != RECIPE:
+    if recipe.resume is False or not by_out_dir or file.name != run.recipe.name:
         return recipe
-    if run == _out_dir(recipe).resolve() or Store(run / CHECKPOINTS).newest() is None:
+    if run.path == _run(recipe).path.resolve() or run.store.newest() is None:
         return recipe
-    return dataclasses.replace(recipe, out_dir=run)
+    return dataclasses.replace(recipe, out_dir=run.path)
 
 
 def require_free(out_dir: Path, method: Method) -> None:
@@ -105,8 +107,9 @@ def require_free(out_dir: Path, method: Method) -> None:
     Raises:
         UserError: there is such a run.
     """
-    newest = Store(out_dir / CHECKPOINTS).newest()
-    report = _report(out_dir)
+    run = RunDirectory(out_dir)
+    newest = run.store.newest()
+    report = _report(run)
     if newest is None or (report is not None and report.outcome == "completed"):
         return
     raise UserError(
@@ -128,20 +131,20 @@ def find_start(recipe: Recipe) -> Start | None:
         UserError: no such checkpoint, a damaged one, or one of a run that learns something else.
         Completed: the run is complete, and nothing is asked that would prolong it.
     """
-    resume, out_dir = recipe.resume, _out_dir(recipe)
+    resume, run = recipe.resume, _run(recipe)
     if resume is False:
         return None
-    store = Store(out_dir / CHECKPOINTS)
+    store = run.store
     if resume is True or resume == "auto":
-        return _newest_start(recipe, store)
+        return _newest_start(recipe, run)
     if isinstance(resume, int):
         if resume not in store.steps():
             raise UserError(
-                f"resume is {resume}, but {out_dir} has no checkpoint of this step. "
+                f"resume is {resume}, but {run.path} has no checkpoint of this step. "
                 f"{_there_are(store)}"
             )
         return _start(recipe, store.path(resume), in_place=True)
-    return _start(recipe, _checkpoint_at(resume), in_place=goes_on_in_place(recipe))
+    return _start(recipe, _checkpoint_at(resume), in_place=resumes_in_place(recipe))
 
 
 def verify_start(
@@ -197,12 +200,11 @@ def check_disk(
         UserError: the disk has not enough free space.
     """
     kept = recipe.checkpoint
-    # One more than is kept: the next is written before an old one goes.
-    count = min(kept.keep_last + kept.keep_best + 1, steps_left)
+    count = kept.most_at_once(steps_left)
     needed = count * checkpoint_bytes
     if count < steps_left:
         needed -= existing_bytes
-    free = shutil.disk_usage(out_dir).free
+    free = free_disk_bytes(out_dir)
     if needed <= free:
         return
     smaller = kept.keep_last + kept.keep_best > 1
@@ -216,33 +218,33 @@ def check_disk(
     )
 
 
-def _out_dir(recipe: Recipe) -> Path:
-    return recipe.out_dir.expanduser()
+def _run(recipe: Recipe) -> RunDirectory:
+    return RunDirectory(recipe.out_dir.expanduser())
 
 
-def _report(out_dir: Path) -> Report | None:
-    """The report in a directory; None: none, or one that cannot be read."""
+def _report(run: RunDirectory) -> Report | None:
+    """The report of a run; None: none, or one that cannot be read."""
     try:
-        return read_report(out_dir / FILE_NAME)
+        return read_report(run.report)
     except UserError:
         return None
 
 
-def _newest_start(recipe: Recipe, store: Store) -> Start | None:
-    out_dir, newest = _out_dir(recipe), store.newest()
+def _newest_start(recipe: Recipe, run: RunDirectory) -> Start | None:
+    newest = run.store.newest()
     if newest is not None:
-        start = _start(recipe, store.path(newest), in_place=True)
+        start = _start(recipe, run.store.path(newest), in_place=True)
         _refuse_completed(recipe, start)
         return start
     if recipe.resume is True:
         raise UserError(
-            f"resume is true, but {out_dir} has no checkpoint. "
+            f"resume is true, but {run.path} has no checkpoint. "
             "Try --resume auto, which starts a new run then."
         )
-    report = _report(out_dir)
+    report = _report(run)
     if report is not None and report.outcome == "completed":
         raise Completed(
-            f"{out_dir} is complete ({report.exit_reason}), and has no checkpoint to train on from"
+            f"{run.path} is complete ({report.exit_reason}), and has no checkpoint to train on from"
         )
     return None
 
@@ -262,7 +264,8 @@ def _checkpoint_at(text: str) -> Path:
         )
     if step_of(path.resolve().name) is not None or (path / METADATA).exists():
         return path
-    store = Store(path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path)
+    inside = RunDirectory(path).store
+    store = inside if inside.directory.is_dir() else Store(path)
     newest = store.newest()
     if newest is None:
         raise UserError(
@@ -279,7 +282,7 @@ def _start(recipe: Recipe, checkpoint: Path, *, in_place: bool) -> Start:
     if problems:
         raise _damaged(checkpoint, problems, in_place=in_place)
     metadata = read_metadata(checkpoint)
-    refusals, changes = compare(_saved_recipe(recipe, checkpoint, metadata), recipe)
+    refusals, changes = recipe_changes(_saved_recipe(recipe, checkpoint, metadata), recipe)
     if refusals:
         differing = ", ".join(refusals)
         raise UserError(
@@ -357,14 +360,14 @@ def _refuse_completed(recipe: Recipe, start: Start) -> None:
     A report counts only if it is about the newest checkpoint: one that was written before a later
     session was killed does not.
     """
-    out_dir, metadata = _out_dir(recipe), start.metadata
-    report = _report(out_dir)
+    run, metadata = _run(recipe), start.metadata
+    report = _report(run)
     finished = (
         report is not None
         and report.outcome == "completed"
         and (report.progress or Progress()).steps == metadata.step
     )
-    has_result = (out_dir / FINAL).is_dir() or not _writes_result(recipe)
+    has_result = run.final.is_dir() or not _writes_result(recipe)
     left = _steps_left(recipe, metadata)
     if not has_result or (left and not finished):
         return
@@ -373,10 +376,10 @@ def _refuse_completed(recipe: Recipe, start: Start) -> None:
     saved = _saved_recipe(recipe, start.checkpoint, metadata)
     if left and _grew(saved, recipe):
         return
-    where = f"; the result is in {out_dir / FINAL}" if (out_dir / FINAL).is_dir() else ""
+    where = f"; the result is in {run.final}" if run.final.is_dir() else ""
     raise Completed(
-        f"{out_dir} is complete at step {metadata.step:,}{where}\n"
-        f"train on with: {continue_command(out_dir, recipe.method)} {_more(recipe, metadata)}"
+        f"{run.path} is complete at step {metadata.step:,}{where}\n"
+        f"train on with: {continue_command(run.path, recipe.method)} {_more(recipe, metadata)}"
     )
 
 

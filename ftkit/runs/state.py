@@ -7,15 +7,14 @@ disk.
 import dataclasses
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count, takewhile
 from pathlib import Path
 from typing import Literal
 
-from ftkit.checkpoint.store import Store
 from ftkit.errors import UserError
-from ftkit.report.report import FILE_NAME, OutcomeName, PeakMemory, Report, read_report
-from ftkit.runs.checkpoints import Place
-from ftkit.runs.directory import CHECKPOINTS, RECIPE, STATE, rank_directory
+from ftkit.report.peak_memory import PeakMemory
+from ftkit.report.report import OutcomeName, Report, read_report
+from ftkit.runs.checkpoints import RunCheckpoints
+from ftkit.runs.directory import RunDirectory
 from ftkit.runs.lock import is_at_work
 
 StateName = Literal["starting", OutcomeName, "running", "killed"]
@@ -41,40 +40,35 @@ class RunState:
         return self.state in AT_WORK
 
 
-def is_run(path: Path) -> bool:
-    """Whether a directory is that of a run."""
-    return any((path / name).exists() for name in (FILE_NAME, RECIPE, STATE))
-
-
 def look(out_dir: Path) -> RunState:
     """The state of a run.
 
     Raises:
         UserError: the directory is none of a run, or its report is damaged.
     """
-    if not is_run(out_dir):
+    run = RunDirectory(out_dir)
+    if not run.is_run():
         raise UserError(
             f"{out_dir} holds no run. Name the out_dir of a run, such as out/finetune/lora."
         )
-    at_work = is_at_work(Place(path=out_dir, store=Store(out_dir / CHECKPOINTS)))
+    at_work = is_at_work(RunCheckpoints(path=out_dir, store=run.store))
     # A run that ends writes its report, then removes its state, and only then lets go of the lock.
-    if at_work or (out_dir / STATE / "lock").exists():
-        noted = _noted(out_dir)
+    if at_work or run.lock.exists():
+        noted = _noted(run)
         at_work_state: StateName = "running" if noted else "starting"
         return RunState(out_dir=out_dir, state=at_work_state if at_work else "killed", report=noted)
-    if not (out_dir / FILE_NAME).exists():
+    if not run.report.exists():
         raise UserError(f"{out_dir} holds no report: its run left none, or has not begun yet.")
     report = read_report(out_dir)
     return RunState(out_dir=out_dir, state=report.outcome, report=report)
 
 
-def _noted(out_dir: Path) -> Report | None:
+def _noted(run: RunDirectory) -> Report | None:
     """What the ranks have noted: the report of rank 0 with the memory of all."""
-    directories = (rank_directory(out_dir / STATE, rank) for rank in count())
     reports = []
-    for directory in takewhile(Path.exists, directories):
+    for rank in run.ranks():
         with suppress(UserError):  # not there yet, or not any more
-            reports.append(read_report(directory))
+            reports.append(read_report(rank.report))
     if not reports:
         return None
     memory = [rank for report in reports if report.peak_memory for rank in report.peak_memory.ranks]

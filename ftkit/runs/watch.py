@@ -13,16 +13,25 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ftkit.checkpoint.store import Store
 from ftkit.console.curve import curve, means
-from ftkit.console.display import Display, clock_text, terminal_of
-from ftkit.console.formatting import age_text, duration_text, number_text, printable
+from ftkit.console.display import Display
+from ftkit.console.formatting import (
+    age_text,
+    clock_text,
+    duration_text,
+    from_to_text,
+    loss_text,
+    number_text,
+    printable,
+)
+from ftkit.console.grid import labelled_grid
 from ftkit.console.html import bar, block, curve_picture, escaped, labelled, styled
-from ftkit.report.metrics import METRICS_NAME, VALIDATION_NAME, Row, RowsReader
+from ftkit.console.terminal import terminal_of
+from ftkit.report.metrics import Row, RowsReader
 from ftkit.report.report import Progress, Report, Resolved
 from ftkit.report.table import STYLE_OF_OUTCOME, memory_text
 from ftkit.runs.checkpoints import entry_of
-from ftkit.runs.directory import CHECKPOINTS
+from ftkit.runs.directory import RunDirectory
 from ftkit.runs.state import RunState, StateName, look
 
 _RECENT_STEPS = 20
@@ -124,9 +133,9 @@ class Watcher:
     """Looks at a run again and again."""
 
     def __init__(self, out_dir: Path) -> None:
-        self._out_dir = out_dir
-        self._rows = RowsReader(out_dir / METRICS_NAME)
-        self._validations = RowsReader(out_dir / VALIDATION_NAME)
+        self._directory = RunDirectory(out_dir)
+        self._rows = RowsReader(self._directory.metrics)
+        self._validations = RowsReader(self._directory.validation)
 
     def look(self) -> Sight:
         """What there is to see now.
@@ -134,7 +143,8 @@ class Watcher:
         Raises:
             UserError: the directory holds no run.
         """
-        run = look(self._out_dir)  # before the rows: then those of a run that has ended are all
+        # Before the rows: then those of a run that has ended are all.
+        run = look(self._directory.path)
         rows = self._rows.read_on()
         step, age_s = self._newest_checkpoint()
         return Sight(
@@ -144,11 +154,11 @@ class Watcher:
             checkpoint_step=step,
             checkpoint_age_s=age_s,
             elapsed_s=_elapsed_s(run),
-            silent_s=_age_s(self._out_dir / METRICS_NAME) if rows else None,
+            silent_s=_age_s(self._directory.metrics) if rows else None,
         )
 
     def _newest_checkpoint(self) -> tuple[int | None, float | None]:
-        store = Store(self._out_dir / CHECKPOINTS)
+        store = self._directory.store
         newest = store.newest()
         if newest is None:
             return None, None
@@ -172,13 +182,7 @@ class View:
         )
         if sight.total_steps:
             yield self._progress(options.max_width, sight.total_steps)
-        grid = Table.grid(padding=(0, 2))
-        grid.add_column(no_wrap=True, style="cyan")
-        grid.add_column(overflow="fold")
-        for label, text in _rows_of(sight):
-            if text:
-                grid.add_row(Text(label), Text(printable(text)))
-        yield grid
+        yield labelled_grid((label, text) for label, text in _rows_of(sight) if text)
         width = min(options.max_width, _MOST_WIDTH)
         lines = curve(sight.losses, width, _CURVE_LINES, ascii_only=options.ascii_only)
         if len(sight.losses) > 1:
@@ -199,7 +203,7 @@ class View:
         return line
 
 
-def as_html(sight: Sight) -> str:
+def sight_as_html(sight: Sight) -> str:
     """A sight as HTML for a notebook."""
     state = styled(sight.run.state.replace("_", " "), _style_of(sight.run.state))
     head = f"<b>{escaped(str(sight.run.out_dir))}</b> {state} {escaped(_why(sight))}"
@@ -282,7 +286,7 @@ def _line(sight: Sight) -> str:
     loss, left_s = sight.rows[-1]["loss"], sight.left_s
     parts = [
         f"step {sight.step:,}{total}",
-        "" if loss is None else f"loss {loss:.4f}",
+        "" if loss is None else f"loss {loss_text(loss)}",
         f"{number_text(sight.tokens_per_s)} tokens/s" if sight.tokens_per_s else "",
         "" if sight.epoch is None else f"epoch {sight.epoch:.2f}",
         "" if left_s is None else f"eta {clock_text(left_s)}",
@@ -319,12 +323,15 @@ def _rows_of(sight: Sight) -> list[tuple[str, str]]:
 
 
 def _from_to(losses: list[float]) -> str:
-    return " -> ".join(f"{loss:.4f}" for loss in dict.fromkeys((*losses[:1], *losses[-1:])))
+    if not losses:
+        return ""
+    first, last = losses[0], losses[-1]
+    return from_to_text(first, None if last == first else last, loss_text)
 
 
 def _best(losses: list[float]) -> str:
     """That the last is not the best, if so."""
-    return f", best {min(losses):.4f}" if losses and losses[-1] > min(losses) else ""
+    return f", best {loss_text(min(losses))}" if losses and losses[-1] > min(losses) else ""
 
 
 def _clock_texts(sight: Sight) -> list[str]:

@@ -24,7 +24,7 @@ from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy
 from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
 from torch import Tensor
 
-from ftkit.checkpoint.state import PARAMETER, Holder, Part
+from ftkit.checkpoint.state import PARAMETER, Holder, StatePart
 from ftkit.config.plan import Plan
 from ftkit.config.strategies import DeepSpeedOptions
 from ftkit.model.language_model import LanguageModel, trainable
@@ -275,7 +275,7 @@ class ZeroState:
         self._inner = self._zero.optimizer
         self._rank = torch.distributed.get_rank()
 
-    def parts(self, parameter: Any) -> Iterator[Part]:
+    def parts(self, parameter: Any) -> Iterator[StatePart]:
         kinds = [None, *self._kinds()]
         if hasattr(parameter, "ds_tensor"):  # stage 3
             size = parameter.ds_tensor.ds_numel
@@ -283,14 +283,16 @@ class ZeroState:
             size = min(size, parameter.ds_numel - start)  # the last partition is padded
             if not parameter.requires_grad:  # DeepSpeed's optimizer does not know it
                 values = parameter.ds_tensor.detach()[:size]
-                yield Part(kind=PARAMETER, shape=parameter.ds_shape, start=start, values=values)
+                yield StatePart(
+                    kind=PARAMETER, shape=parameter.ds_shape, start=start, values=values
+                )
                 return
             for kind in kinds:
                 # DeepSpeed's public functions copy to the GPU what is in host memory.
                 values, _ = self._zero._get_fp32_opt_state_partition(
                     parameter, release_swap_buffers=False, optim_state_key=kind
                 )
-                yield Part(
+                yield StatePart(
                     kind=kind or PARAMETER,
                     shape=parameter.ds_shape,
                     start=start,
@@ -308,7 +310,7 @@ class ZeroState:
             self._zero._hp_optimizer_states_linked = False
             self._zero._lazy_init_hp_params_optimizer_state()
         for kind in kinds:
-            yield Part(
+            yield StatePart(
                 kind=kind or PARAMETER,
                 shape=parameter.shape,
                 start=fragment.lp_fragment_address.start,

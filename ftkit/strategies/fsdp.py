@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ftkit.checkpoint.state import Holder, Part
+from ftkit.checkpoint.state import Holder, StatePart
 from ftkit.config.plan import Plan
 from ftkit.config.strategies import FsdpOptions
 from ftkit.model.sharding import Rows, Sharding
@@ -122,14 +122,14 @@ class RowState(TorchState):
     def local_values(self, tensor: Tensor) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
-    def local(self, tensor: Tensor, kind: str) -> Part:
+    def local(self, tensor: Tensor, kind: str) -> StatePart:
         if not isinstance(tensor, DTensor):
             return super().local(tensor, kind)
         values = tensor.to_local().detach().view(-1)
         start = 0
         if values.numel():  # there may be fewer rows than ranks
             start = _rows(tensor).start * (tensor.numel() // tensor.shape[0])
-        return Part(kind=kind, shape=tensor.shape, start=start, values=values)
+        return StatePart(kind=kind, shape=tensor.shape, start=start, values=values)
 
 
 def _rows(tensor: DTensor) -> slice:

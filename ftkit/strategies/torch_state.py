@@ -7,16 +7,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ftkit.checkpoint.state import PARAMETER, Part
+from ftkit.checkpoint.state import PARAMETER, StatePart
 from ftkit.errors import UserError
 from ftkit.lora.names import our_name
 from ftkit.optim.state_kinds import canonical_kind, is_scalar_state, is_tensor_state
 
 
-def whole_part(tensor: Tensor, kind: str) -> Part:
+def whole_part(tensor: Tensor, kind: str) -> StatePart:
     """All of a tensor, which every rank has."""
     values = tensor.detach().view(-1)
-    return Part(kind=kind, shape=tensor.shape, start=0, values=values, replicated=True)
+    return StatePart(kind=kind, shape=tensor.shape, start=0, values=values, replicated=True)
 
 
 class TorchState:
@@ -34,11 +34,11 @@ class TorchState:
         """What this rank has of a tensor."""
         return tensor
 
-    def local(self, tensor: Tensor, kind: str) -> Part:
+    def local(self, tensor: Tensor, kind: str) -> StatePart:
         """The same, as a part of a checkpoint."""
         return whole_part(tensor, kind)
 
-    def parts(self, parameter: nn.Parameter) -> Iterator[Part]:
+    def parts(self, parameter: nn.Parameter) -> Iterator[StatePart]:
         whole = self.local(parameter, PARAMETER)
         yield whole
         state = self._optimizer.state.get(parameter, {})
@@ -51,7 +51,7 @@ class TorchState:
                 yield self.local(value, kind)
                 continue
             number = key.removeprefix("state")
-            yield Part(
+            yield StatePart(
                 kind=kind,
                 shape=whole.shape,
                 start=whole.start,

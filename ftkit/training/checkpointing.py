@@ -11,14 +11,12 @@ from torch import Tensor
 from ftkit.checkpoint.metadata import Layout, Metadata, write_metadata
 from ftkit.checkpoint.saver import Retention, Saver
 from ftkit.checkpoint.state import capture, restore
-from ftkit.checkpoint.store import Store
 from ftkit.config.parsing import to_yaml
 from ftkit.config.recipe import LoraRecipe
 from ftkit.console.formatting import utc_now
 from ftkit.lora.save import save_adapter
 from ftkit.model.load_weights import trained_weights
 from ftkit.pretrained.base_model import save_companions
-from ftkit.runs.directory import CHECKPOINTS, STATE, rank_directory
 from ftkit.strategies.distributed import rank
 from ftkit.training.journal import Journal
 from ftkit.training.setup import Setup
@@ -48,11 +46,11 @@ class Checkpointing:
             keep_every=settings.keep_every,
             keep_best=settings.keep_best,
         )
-        out_dir = setup.job.recipe.out_dir
-        self._store = Store(out_dir / CHECKPOINTS)
+        directory = setup.job.directory
+        self._store = directory.store
         self._saver = Saver(
             self._store,
-            [rank_directory(out_dir / STATE, r) for r in range(setup.plan.world_size)],
+            [directory.rank(r).path for r in range(setup.plan.world_size)],
             rank(),
             self._retention,
             asynchronous=settings.asynchronous,

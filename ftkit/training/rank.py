@@ -31,7 +31,7 @@ import torch
 from ftkit.checkpoint.metadata import Metadata, read_metadata
 from ftkit.checkpoint.saver import SavingFailed
 from ftkit.config.recipe import LoraRecipe
-from ftkit.console.display import LOG_NAME, Display
+from ftkit.console.display import Display
 from ftkit.data.sampler import ElasticOrder, Position, RankLayout
 from ftkit.data.sources import prompt_style_file
 from ftkit.errors import UserError
@@ -39,7 +39,7 @@ from ftkit.lora.save import save_adapter
 from ftkit.memory.predict import predict_measured
 from ftkit.model.load_weights import trained_weights
 from ftkit.pretrained.save import layout_of, save_hf, save_litgpt
-from ftkit.runs.directory import COMPLETING, ERROR, FINAL, rank_directory
+from ftkit.runs.directory import RankDirectory
 from ftkit.runs.job import Job, RankError
 from ftkit.strategies.distributed import make_device, rank
 from ftkit.strategies.precision import set_arithmetic
@@ -97,8 +97,8 @@ def run(job: Job, metadata: Metadata | None, stop: StopRequest, journal: Journal
     if setup.is_saved:
         recorder.enter("saving")
         with journal.display.phase("saving the result"):
-            _save(setup, recipe.out_dir / FINAL)
-        recorder.saved(FINAL)
+            _save(setup, job.directory.final)
+        recorder.saved(job.directory.final.name)
     recorder.note(outcome="completed", exit_code=0, exit_reason=training.exit_reason)
 
 
@@ -145,21 +145,19 @@ def run_rank(job_path: Path, terminal: TextIO) -> int:
     """Run one rank of a job; the exit code of its process.
 
     Args:
-        job_path: the job's file; what the rank leaves for the supervisor lies beside it.
+        job_path: the job's file.
         terminal: where rank 0 speaks. What libraries print goes to standard output and error.
     """
     stop = StopRequest()
     stop.install()
     job = Job.read(job_path)
-    state = rank_directory(job_path.parent, rank())
-    state.mkdir(exist_ok=True)
+    state = job.directory.rank(rank())
+    state.path.mkdir(exist_ok=True)
     _log_libraries()
     with _display(job, state, terminal) as display:
         try:
             start = None if job.start is None else read_metadata(Path(job.start))
-            with Recorder(
-                job, state, rank(), start=start, show_warning=display.warning
-            ) as recorder:
+            with Recorder(job, state, start=start, show_warning=display.warning) as recorder:
                 try:
                     run(job, start, stop, Journal(display, recorder))
                 except BaseException as failure:
@@ -171,19 +169,19 @@ def run_rank(job_path: Path, terminal: TextIO) -> int:
             _tell(exception, job, state)
             return 1
         finally:
-            (state / COMPLETING).unlink(missing_ok=True)
+            state.completing.unlink(missing_ok=True)
     return 0
 
 
-def _tell(exception: BaseException, job: Job, state: Path) -> None:
+def _tell(exception: BaseException, job: Job, state: RankDirectory) -> None:
     """Say how this rank failed, once: what goes wrong after that is noise."""
-    if (state / ERROR).exists():
+    if state.error.exists():
         return
     if rank() == 0:  # its report is not complete yet
         with suppress(OSError):
-            (state / COMPLETING).touch()
+            state.completing.touch()
     error = _explain(exception)
-    error.write(state / ERROR)
+    error.write(state)
     if error.kind in ("failed", "out_of_memory"):
         _log_traceback(exception, job)
 
@@ -213,11 +211,11 @@ def _log_libraries() -> None:
     )
 
 
-def _display(job: Job, state: Path, terminal: TextIO) -> Display:
+def _display(job: Job, state: RankDirectory, terminal: TextIO) -> Display:
     """Rank 0 speaks; the others keep their lines to themselves."""
     if rank() == 0:
         return Display(job.recipe.out_dir, stream=terminal)
-    return Display(state, stream=_Silence())
+    return Display(state.path, stream=_Silence())
 
 
 class _Silence(io.StringIO):
@@ -231,7 +229,7 @@ def _log_traceback(exception: BaseException, job: Job) -> None:
     lines = traceback.format_exception(exception)
     if job.plan.world_size > 1:
         lines = [f"rank {rank()}:\n", *lines]
-    with suppress(OSError), (job.recipe.out_dir / LOG_NAME).open("a", encoding="utf-8") as file:
+    with suppress(OSError), job.directory.log.open("a", encoding="utf-8") as file:
         file.write("".join(lines))
 
 

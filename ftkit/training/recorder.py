@@ -12,27 +12,23 @@ import psutil
 import torch
 
 from ftkit.checkpoint.metadata import Metadata
-from ftkit.console.display import LOG_NAME
 from ftkit.memory.meter import DevicePeak
 from ftkit.report.metrics import (
-    METRICS_NAME,
-    VALIDATION_NAME,
     MetricsWriter,
     ValidationWriter,
     perplexity,
 )
 from ftkit.report.peak_flops import peak_flops
+from ftkit.report.peak_memory import PeakMemory, RankMemory
 from ftkit.report.report import (
     Checkpoints,
     ExactMatch,
     Example,
     Files,
     Loss,
-    PeakMemory,
     PhaseName,
     PhaseTimes,
     Progress,
-    RankMemory,
     Resumed,
     Spread,
     Throughput,
@@ -42,7 +38,7 @@ from ftkit.report.report import (
 from ftkit.report.step_memory import RankStepMemory, StepMemory
 from ftkit.report.step_record import StepRecord
 from ftkit.report.throughput import ThroughputMeter
-from ftkit.runs.directory import RESERVE
+from ftkit.runs.directory import RankDirectory
 from ftkit.runs.job import Job
 from ftkit.strategies.distributed import make_device
 from ftkit.utils.files import insist
@@ -66,8 +62,7 @@ class Recorder:
     def __init__(
         self,
         job: Job,
-        state: Path,
-        rank: int = 0,
+        state: RankDirectory,
         *,
         start: Metadata | None = None,
         show_warning: Callable[[str], None] = lambda _: None,
@@ -76,9 +71,9 @@ class Recorder:
 
         Args:
             job: what is done.
-            state: directory for this rank's report.
-            rank: rank 0 also writes metrics.csv and validation.csv, of which rows after the
-                start are gone already (see `ftkit.report.metrics.cut_rows`).
+            state: where this rank's report goes. Rank 0 also writes metrics.csv and
+                validation.csv, of which rows after the start are gone already (see
+                `ftkit.report.metrics.cut_rows`).
             start: of the checkpoint that the run goes on from; None: it begins.
             show_warning: shows a warning of the recorder itself to a person.
         """
@@ -87,7 +82,7 @@ class Recorder:
         self._start_step = start.step if start else 0
         self._job, self._plan, self._state = job, job.plan, state
         self._device = device = make_device(self._plan)
-        self._rank = rank
+        self._rank = state.rank
         now = time.time()
         self._times = dict.fromkeys(get_args(PhaseName), 0.0)
         self._since = job.started_at_s
@@ -99,10 +94,11 @@ class Recorder:
         self._tokens = Tokens(real=0, label=0, padded=0, padding_fraction=0.0)
         self._samples_per_epoch = 0
         self._flops_per_token: float | None = None
-        tables = job.recipe.out_dir if rank == 0 else state
+        run = job.directory
+        tables = run if state.rank == 0 else state
         after_step = start.step if start else None
-        self._metrics = MetricsWriter(tables / METRICS_NAME, after_step=after_step)
-        self._validation = ValidationWriter(tables / VALIDATION_NAME, after_step=after_step)
+        self._metrics = MetricsWriter(tables.metrics, after_step=after_step)
+        self._validation = ValidationWriter(tables.validation, after_step=after_step)
         self._stalls_s: list[float] = []
         self._writes_s: list[float] = []
         self.device_peak = DevicePeak(device)
@@ -113,7 +109,7 @@ class Recorder:
         self.report = dataclasses.replace(
             job.new_report(),
             loss=Loss(),
-            files=Files(metrics=METRICS_NAME, validation=VALIDATION_NAME, log=LOG_NAME),
+            files=Files(metrics=run.metrics.name, validation=run.validation.name, log=run.log.name),
         )
         if start:
             self._restore(start)
@@ -131,7 +127,7 @@ class Recorder:
         self._note_failures()
         self._summarise()
         self._account(self.report.phase)
-        insist(self._write, self._state.parent / RESERVE)
+        insist(self._write, self._job.directory.reserve)
 
     @property
     def steps(self) -> int:
@@ -410,11 +406,12 @@ class Recorder:
 
     def _note_failures(self) -> None:
         """Warn of rows that cannot be written, once."""
-        for name, table in ((METRICS_NAME, self._metrics), (VALIDATION_NAME, self._validation)):
+        run = self._job.directory
+        for file, table in ((run.metrics, self._metrics), (run.validation, self._validation)):
             if table.failure is None:
                 continue
             reason = table.failure.strerror or table.failure
-            text = f"{name} cannot be written ({reason}): its rows wait until there is space"
+            text = f"{file.name} cannot be written ({reason}): its rows wait until there is space"
             if text not in self.report.warnings:
                 self.warn(text)
                 self._show_warning(text)
@@ -426,7 +423,7 @@ class Recorder:
 
     def _write(self) -> None:
         self._written_at = time.time()
-        write_report(self.report, self._state)
+        write_report(self.report, self._state.path)
 
 
 def _spread(seconds: Sequence[float]) -> Spread:

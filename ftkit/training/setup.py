@@ -19,12 +19,12 @@ from ftkit.model.load_weights import fill, in_checkpoint
 from ftkit.optim.optimizers import base_learning_rate
 from ftkit.optim.schedule import Schedule, make_schedule
 from ftkit.optim.state_kinds import bytes_per_number, state_kinds
-from ftkit.pretrained.base_model import BaseModel, open_base, open_companions, require_length
+from ftkit.pretrained.base_model import BaseModel, checked_length, open_base, open_companions
 from ftkit.pretrained.fingerprint import fingerprint
 from ftkit.pretrained.hub import find_here
 from ftkit.pretrained.save import layout_of
 from ftkit.report.report import DataCounts, Resolved
-from ftkit.runs.directory import CHECKPOINTS
+from ftkit.runs.checkpoints import size_of
 from ftkit.runs.job import Job
 from ftkit.runs.resume import check_disk
 from ftkit.strategies.distributed import rank
@@ -116,17 +116,6 @@ def _identity_here(checkpoint_dir: str) -> BaseIdentity | None:
         return BaseIdentity(name=checkpoint_dir, fingerprint=fingerprint(open_base(str(found))))
     except UserError:
         return None
-
-
-def checked_length(base: BaseModel, asked: int | None) -> int:
-    """Tokens of the longest sequence: as asked, or as the model was built for.
-
-    Raises:
-        UserError: the model takes shorter ones.
-    """
-    if asked is not None:
-        require_length(base, asked)
-    return asked or base.config.block_size
 
 
 def prepare(job: Job, start: StartingPoint, journal: Journal) -> Setup:
@@ -271,12 +260,7 @@ def _adapter(recipe: Recipe, base: BaseModel, model: LanguageModel) -> Adapter |
     if not isinstance(recipe, LoraRecipe) or recipe.adapter is None:
         return None
     adapter = read_adapter(recipe.adapter, base)
-    shapes = {
-        our_name(name): parameter.shape
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }
-    check_shapes(adapter, shapes, recipe.adapter)
+    check_shapes(adapter, model, recipe.adapter)
     return adapter
 
 
@@ -290,12 +274,11 @@ def _require_space(setup: Setup, number_bytes: float) -> None:
     )
     if isinstance(recipe, LoraRecipe):
         checkpoint_bytes += sum(p.numel() for p in held) * itemsize  # the adapter beside the shards
-    there = (recipe.out_dir / CHECKPOINTS).rglob("*")
     check_disk(
         recipe.out_dir,
         int(checkpoint_bytes),
         recipe,
-        sum(path.stat().st_size for path in there if path.is_file()),
+        size_of(setup.job.directory.store.directory),
         steps_left=setup.schedule.total_steps - setup.start.step,
     )
 

@@ -7,7 +7,6 @@ from typing import Self
 from ftkit.checkpoint.metadata import CheckpointError, Metadata
 from ftkit.checkpoint.shards import StoredState
 from ftkit.errors import UserError
-from ftkit.runs.directory import CHECKPOINTS
 from ftkit.runs.job import Job
 
 
@@ -32,15 +31,14 @@ class StartingPoint:
         if job.start is None or metadata is None:
             return cls()
         directory = Path(job.start)
-        shards = [name for name in metadata.files if name.startswith("shard-")]
         try:
-            stored = StoredState(directory / name for name in shards)
+            stored = StoredState.in_checkpoint(directory, metadata)
         except CheckpointError as error:
             raise UserError(
                 f"{error} Take an earlier checkpoint with --resume STEP; ftkit checkpoints list "
                 "shows those there are."
             ) from error
-        own = (job.recipe.out_dir / CHECKPOINTS).resolve()
+        own = job.directory.store.directory.resolve()
         return cls(metadata=metadata, stored=stored, in_place=directory.resolve().parent == own)
 
     @property

@@ -19,16 +19,26 @@ def write_durably(path: Path, text: str) -> None:
     Raises:
         OSError: and the file is as it was.
     """
+    _write_at_once(path, text, synced=True)
+    sync(path.parent)
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    """Write a small file so that a reader sees all of it or nothing."""
+    _write_at_once(path, json.dumps(values), synced=False)
+
+
+def _write_at_once(path: Path, text: str, *, synced: bool) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("w", encoding="utf-8") as file:
             file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+            if synced:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    sync(path.parent)
 
 
 def make_reserve(path: Path) -> None:
@@ -77,7 +87,7 @@ def new_directory(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
     descriptor = _locked(partial)
     try:
         for path in partial.iterdir():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            remove(path)
         if replaced.exists() and not out.exists():  # a crash between the two renames below
             replaced.rename(out)
         shutil.rmtree(replaced, ignore_errors=True)
@@ -113,6 +123,14 @@ def _locked(directory: Path) -> int:
     return descriptor
 
 
+def remove(path: Path) -> None:
+    """Remove a directory with all in it, or a file or link, or nothing if there is none."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def sync(path: Path) -> None:
     """Wait until a file, or the names in a directory, survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -122,11 +140,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Write a small file so that a reader sees all of it or nothing."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(json.dumps(values), encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+def free_disk_bytes(place: Path) -> int:
+    """Free space where a file or directory is, or would be."""
+    above = (place.absolute(), *place.absolute().parents)
+    return shutil.disk_usage(next(path for path in above if path.exists())).free

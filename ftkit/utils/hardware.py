@@ -32,7 +32,7 @@ PACKAGES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gpu:
+class InstalledGpu:
     """One GPU of the machine."""
 
     name: str
@@ -53,7 +53,7 @@ class Hardware:
     """Hardware threads of the machine."""
     memory_bytes: int | None = None
     """Host memory of the machine; a container may be allowed less."""
-    gpus: list[Gpu] = field(default_factory=list)
+    gpus: list[InstalledGpu] = field(default_factory=list)
     """Every NVIDIA GPU of the machine, used by the run or not."""
     driver: str | None = None
     """Version of the NVIDIA driver."""
@@ -177,7 +177,7 @@ def _cpu_model(cpuinfo: Path) -> str | None:
     return platform.processor() or os.uname().machine or None
 
 
-def _nvidia() -> tuple[list[Gpu], str | None, str | None]:
+def _nvidia() -> tuple[list[InstalledGpu], str | None, str | None]:
     """GPUs, driver and CUDA version; nothing where the library or a driver is missing."""
     try:
         import pynvml as nvml
@@ -190,7 +190,7 @@ def _nvidia() -> tuple[list[Gpu], str | None, str | None]:
     try:
         handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
         gpus = [
-            Gpu(name=_text(nvml.nvmlDeviceGetName(h)), memory_bytes=_gpu_memory(nvml, h))
+            InstalledGpu(name=_text(nvml.nvmlDeviceGetName(h)), memory_bytes=_gpu_memory(nvml, h))
             for h in handles
         ]
         cuda = nvml.nvmlSystemGetCudaDriverVersion_v2()

@@ -6,8 +6,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import IO, Any
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -34,6 +34,24 @@ def start_command(words: Sequence[str], output: IO[bytes] | None = None) -> subp
     )
 
 
+@contextmanager
+def handling(handlers: Mapping[signal.Signals, Callable[[int, Any], None]]) -> Iterator[None]:
+    """Inside the block signals have these handlers; one that is ignored stays so, as nohup wants.
+
+    Args:
+        handlers: by signal; they get its number and a stack frame.
+    """
+    before = {number: signal.getsignal(number) for number in handlers}
+    changed = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
+    try:
+        for number in changed:
+            signal.signal(number, handlers[number])
+        yield
+    finally:
+        for number in changed:
+            signal.signal(number, before[number])
+
+
 class PassingOn:
     """Inside the block, signals end nothing here: they are noted and passed on to a child.
 
@@ -47,19 +65,16 @@ class PassingOn:
         self._numbers = numbers
         self._passed_on = 0
         self._child: subprocess.Popen[bytes] | None = None
-        self._before: dict[signal.Signals, Any] = {}
+        self._handlers = ExitStack()
 
     def __enter__(self) -> "PassingOn":
         if threading.current_thread() is threading.main_thread():
             handlers = dict.fromkeys(self._numbers, self._receive) | {signal.SIGTSTP: self._pause}
-            for number, handler in handlers.items():
-                if signal.getsignal(number) is not signal.SIG_IGN:
-                    self._before[number] = signal.signal(number, handler)
+            self._handlers.enter_context(handling(handlers))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._handlers.close()
 
     def to(self, child: "subprocess.Popen[bytes]") -> None:
         """Pass on to this child, also what has come since the last one."""
@@ -125,19 +140,10 @@ def _ask_for_signal(number: signal.Signals) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
 
 
-@contextmanager
-def cleaning_up_on_signals() -> Iterator[None]:
+def cleaning_up_on_signals() -> AbstractContextManager[None]:
     """SIGTERM and SIGHUP end the block as Ctrl+C does: through its finally clauses."""
 
     def leave(number: int, _: object) -> None:
         sys.exit(128 + number)
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    for number, handler in before.items():
-        if handler != signal.SIG_IGN:  # as nohup wants it
-            signal.signal(number, leave)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return handling({signal.SIGTERM: leave, signal.SIGHUP: leave})

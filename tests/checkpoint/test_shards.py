@@ -13,8 +13,9 @@ from bitsandbytes.functional import create_dynamic_map, dequantize_blockwise, qu
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from ftkit.checkpoint.files import shard_name
 from ftkit.checkpoint.metadata import CheckpointError
-from ftkit.checkpoint.shards import Piece, StoredState, shard_name, share_of, write_shard
+from ftkit.checkpoint.shards import Piece, StoredState, share_of, write_shard
 from ftkit.optim.state_kinds import BLOCK
 from ftkit.utils.safetensors_files import save_tensors
 

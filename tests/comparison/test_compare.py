@@ -17,7 +17,8 @@ from ftkit.cli.app import run
 from ftkit.comparison import plots
 from ftkit.comparison.compare import compare
 from ftkit.errors import UserError
-from ftkit.report.report import PeakMemory, read_report, write_report
+from ftkit.report.peak_memory import PeakMemory
+from ftkit.report.report import read_report, write_report
 from ftkit.report.step_memory import StepMemory
 
 

@@ -5,7 +5,13 @@ import inspect
 import pytest
 from litgpt import data
 
-from ftkit.config.changes import _DATA_DEFAULTS, _PROMPT_STYLES, KIND_OF, carries_over, compare
+from ftkit.config.changes import (
+    _DATA_DEFAULTS,
+    _PROMPT_STYLES,
+    KIND_OF,
+    carries_over,
+    recipe_changes,
+)
 from ftkit.config.parsing import from_dict, key_types, read_recipe, to_dict
 from ftkit.config.recipe import Method, Recipe
 
@@ -17,13 +23,13 @@ def recipe(method: Method = "lora", **keys: object) -> Recipe:
 
 
 def refused(saved: Recipe, now: Recipe) -> list[str]:
-    refusals, changes = compare(saved, now)
+    refusals, changes = recipe_changes(saved, now)
     assert changes == []
     return refusals
 
 
 def changed(saved: Recipe, now: Recipe) -> list[str]:
-    refusals, changes = compare(saved, now)
+    refusals, changes = recipe_changes(saved, now)
     assert refusals == []
     return changes
 
@@ -49,13 +55,13 @@ def test_a_missing_argument_of_data_is_litgpts_default(module):
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_a_recipe_does_not_differ_from_its_copy(method):
     asked = recipe(method)
-    assert compare(asked, from_dict(to_dict(asked), method)) == ([], [])
+    assert recipe_changes(asked, from_dict(to_dict(asked), method)) == ([], [])
 
 
 def test_a_checkpoint_of_a_version_without_a_key_goes_on():
     saved = to_dict(recipe())
     del saved["deterministic"]
-    assert compare(from_dict(saved, "lora"), recipe(deterministic="true")) == ([], [])
+    assert recipe_changes(from_dict(saved, "lora"), recipe(deterministic="true")) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -127,7 +133,7 @@ def test_how_it_is_learned_may_change_with_a_notice(keys, line):
     ],
 )
 def test_hardware_paths_and_intervals_are_free(keys):
-    assert compare(recipe(), recipe(**keys)) == ([], [])
+    assert recipe_changes(recipe(), recipe(**keys)) == ([], [])
 
 
 # --- Optimizers ---------------------------------------------------------------------------------

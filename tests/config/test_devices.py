@@ -18,7 +18,7 @@ from ftkit.config.devices import Cuda, VisibleGpu, find_devices, free_bytes, run
 from ftkit.config.parsing import read_recipe
 from ftkit.config.recipe import Recipe
 from ftkit.errors import UserError
-from ftkit.utils.hardware import Gpu, Hardware
+from ftkit.utils.hardware import Hardware, InstalledGpu
 
 GIB = 2**30
 H100 = VisibleGpu(name="NVIDIA H100 80GB HBM3", capability=(9, 0), memory_bytes=79 * GIB)
@@ -72,7 +72,7 @@ class Machine:
             "exists",
             lambda path: str(path) in files if str(path).startswith("/dev/") else exists(path),
         )
-        known = Hardware(gpus=[Gpu(name=name) for name in nvml], cuda=newest_cuda)
+        known = Hardware(gpus=[InstalledGpu(name=name) for name in nvml], cuda=newest_cuda)
         self.patch.setattr(devices, "hardware", lambda: known)
 
     def refusal(self, **keys: object) -> str:

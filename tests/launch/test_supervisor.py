@@ -22,7 +22,6 @@ from runs import (
 from ftkit.config.parsing import read_recipe
 from ftkit.errors import UserError
 from ftkit.report.report import FILE_NAME, read_report
-from ftkit.runs.directory import STATE
 from ftkit.runs.lock import claim
 
 # --- A run that completes -----------------------------------------------------------------------
@@ -120,12 +119,12 @@ class TestClaim:
         for name in ("out", "out-2"):
             (tmp_path / name).mkdir()
             (tmp_path / name / "x").touch()
-        with claim(tmp_path / "out", "new") as out_dir:
-            assert out_dir == tmp_path / "out-3"
+        with claim(tmp_path / "out", "new") as run:
+            assert run.path == tmp_path / "out-3"
 
     def test_an_empty_directory_is_free(self, tmp_path):
-        with claim(tmp_path, "new") as out_dir:
-            assert out_dir == tmp_path
+        with claim(tmp_path, "new") as run:
+            assert run.path == tmp_path
         assert tmp_path.exists()
 
     def test_a_directory_in_use_is_refused_and_left_alone(self, tmp_path):
@@ -142,8 +141,8 @@ class TestClaim:
 
     def test_a_mistake_leaves_no_directory_behind(self, tmp_path):
         def fail() -> None:
-            with claim(tmp_path / "a/b/c", "new") as out_dir:
-                (out_dir / "recipe.yaml").touch()
+            with claim(tmp_path / "a/b/c", "new") as run:
+                run.recipe.touch()
                 raise UserError("x")
 
         with pytest.raises(UserError):
@@ -156,10 +155,10 @@ class TestClaim:
         (tmp_path / "link").symlink_to(tmp_path / "final")
 
         def fail() -> None:
-            with claim(tmp_path, "overwrite") as out_dir:
-                assert sorted(p.name for p in out_dir.iterdir()) == [STATE]
-                (out_dir / "final").mkdir()
-                (out_dir / "final/new").touch()
+            with claim(tmp_path, "overwrite"):
+                assert sorted(p.name for p in tmp_path.iterdir()) == [".run"]
+                (tmp_path / "final").mkdir()
+                (tmp_path / "final/new").touch()
                 raise UserError("x")
 
         with pytest.raises(UserError):
@@ -168,14 +167,14 @@ class TestClaim:
         assert (tmp_path / "link").is_symlink()
 
     def test_what_a_killed_run_left_does_not_get_into_the_way(self, tmp_path):
-        state = tmp_path / STATE
+        state = tmp_path / ".run"
         for directory in (state / "replaced/final", tmp_path / "final"):
             directory.mkdir(parents=True)
             (directory / "model").touch()
         (state / "error.json").write_text("{}")
         (state / "lock").touch()
-        with claim(tmp_path, "overwrite") as out_dir:
-            assert sorted(p.name for p in (out_dir / STATE).iterdir()) == ["lock", "replaced"]
+        with claim(tmp_path, "overwrite"):
+            assert sorted(p.name for p in state.iterdir()) == ["lock", "replaced"]
         assert list(tmp_path.iterdir()) == []
 
     def test_a_file_in_its_place_is_refused(self, tmp_path):
@@ -185,8 +184,8 @@ class TestClaim:
                 pass
 
     def test_nothing_of_it_stays(self, tmp_path):
-        with claim(tmp_path / "out", "overwrite") as out_dir:
-            (out_dir / "report.json").touch()
+        with claim(tmp_path / "out", "overwrite") as run:
+            run.report.touch()
         assert [path.name for path in (tmp_path / "out").iterdir()] == ["report.json"]
 
 

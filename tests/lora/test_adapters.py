@@ -22,7 +22,7 @@ from ftkit.lora.load import read_adapter
 from ftkit.lora.names import is_adapter, our_name
 from ftkit.lora.save import check_adapter
 from ftkit.model.language_model import outline
-from ftkit.pretrained.base_model import BaseModel, hf_name, open_base
+from ftkit.pretrained.base_model import BaseModel, open_base
 from ftkit.strategies.select import make_strategy
 
 TOLERANCE = 1e-5
@@ -38,7 +38,8 @@ def logits_of_peft(
 
     model: Any = AutoModelForCausalLM.from_pretrained(base.directory, dtype=torch.float32)
     for name, value in (weights or {}).items():
-        theirs = hf_name(base, name)
+        assert base.family is not None
+        theirs = base.family.naming.theirs(name)
         assert theirs is not None
         model.get_parameter(theirs).data.copy_(value)
     if adapter is not None:

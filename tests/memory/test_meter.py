@@ -19,7 +19,7 @@ from ftkit.data.sampler import ElasticOrder
 from ftkit.memory.meter import SOON, DevicePeak, steps_to_measure
 from ftkit.report.report import Report, read_report
 from ftkit.report.step_memory import Breakdown, RankStepMemory, StepMemory, StepMoments
-from ftkit.runs.directory import rank_directory
+from ftkit.runs.job import Job
 
 CHECKPOINTED = ("memory.activation_checkpointing", True)
 SINGLE = {
@@ -73,7 +73,7 @@ def measure(world_size: int, cases: dict[str, Case], directory: Path) -> dict[st
     return {
         name: [
             Measured(
-                read_report(rank_directory(job.parent, rank)),
+                read_report(Job.read(job).directory.rank(rank).report),
                 json.loads((job.parent / f"witness-{rank}.json").read_text()),
             )
             for rank in range(world_size)

@@ -35,7 +35,7 @@ from ftkit.model.sharding import Sharding, Whole
 from ftkit.optim.bnb_fsdp import over_local_rows
 from ftkit.pretrained.base_model import BaseModel, open_base
 from ftkit.report.report import read_report
-from ftkit.runs.directory import rank_directory
+from ftkit.runs.directory import RunDirectory
 from ftkit.strategies.fsdp import FullyShard
 
 FOUR_BIT: list[Quantization] = ["bnb.nf4", "bnb.nf4-dq", "bnb.fp4", "bnb.fp4-dq"]
@@ -206,7 +206,7 @@ def test_a_report_counts_numbers_and_not_bytes(
     single: dict[Case, Outcome], kind: Quantization
 ) -> None:
     found, expected = (
-        read_report(rank_directory(single[case].out_dir / ".run", 0)).resolved
+        read_report(RunDirectory(single[case].out_dir).rank(0).report).resolved
         for case in (qlora("single", kind), PLAIN)
     )
     assert found is not None and expected is not None

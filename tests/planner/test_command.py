@@ -14,7 +14,7 @@ from ftkit.config import devices
 from ftkit.config.devices import Cuda, Devices, VisibleGpu
 from ftkit.config.parsing import Override, read_recipe
 from ftkit.config.plan import make_plan
-from ftkit.console.display import plain_text
+from ftkit.console.terminal import plain_text
 from ftkit.data.dataset import load_data
 from ftkit.data.longest_sample import Longest
 from ftkit.errors import UserError
@@ -22,7 +22,7 @@ from ftkit.memory.gpus import GPUS, find_gpu
 from ftkit.memory.simulate import largest_micro_batch, simulate, with_layers
 from ftkit.notebook import plans
 from ftkit.optim.schedule import make_schedule
-from ftkit.planner.predict import Planned, certain_micro_batch, plan
+from ftkit.planner.predict import Planned, certain_micro_batch, plan_files
 from ftkit.planner.sequence_length import SequenceLength, sequence_length
 from ftkit.planner.suggest import changes_that_fit
 from ftkit.planner.table import side_by_side
@@ -36,7 +36,7 @@ def planned(model: str = MODEL, gpu: str | None = None, **keys: object) -> Plann
         key.replace("__", "."): value for key, value in keys.items()
     }
     overrides = [(key, json.dumps(value)) for key, value in values.items()]
-    return plan((), overrides, gpu=None if gpu is None else find_gpu(gpu))
+    return plan_files((), overrides, gpu=None if gpu is None else find_gpu(gpu))
 
 
 @pytest.mark.parametrize(
@@ -410,7 +410,7 @@ def test_where_one_change_is_not_enough_several_are_tried(long_data: str) -> Non
     assert found.fits is False
 
     def attempt(changed: Sequence[Override]) -> Planned:
-        return plan(
+        return plan_files(
             (),
             [
                 ("checkpoint_dir", MODEL),

@@ -29,12 +29,10 @@ from ftkit.model.sharding import Whole
 from ftkit.pretrained import base_model, families, hub
 from ftkit.pretrained.base_model import (
     BaseModel,
-    hf_name,
+    checked_length,
     open_base,
     open_companions,
-    our_name,
     parameter_shapes,
-    require_length,
     save_companions,
     weights,
 )
@@ -411,9 +409,9 @@ def test_random_weights_and_plans_have_the_positions_of_the_window(name, positio
 def test_what_limits_the_length_of_sequences_is_said(model, limit, make_model):
     base = open_base(str(make_model(model)))
     longest = base.config.block_size
-    require_length(base, longest)
+    assert checked_length(base, longest) == checked_length(base, None) == longest
     with pytest.raises(UserError, match=limit) as error:
-        require_length(base, longest + 1)
+        checked_length(base, longest + 1)
     assert str(error.value).endswith(f"Try --train.max_seq_length {longest}.")
 
 
@@ -782,27 +780,24 @@ def test_the_embedded_model_has_a_name_of_its_own(by, quickstart):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_names_go_over_to_hugging_face_and_back(model, make_model):
+def test_names_go_over_to_hugging_face_one_to_one(model, make_model):
     base = open_base(str(make_model(model)))
     theirs = set(transformers.AutoModelForCausalLM.from_pretrained(base.directory).state_dict())
-    for name in parameter_shapes(base):
-        their_name = hf_name(base, name)
-        if their_name is None:
-            assert family(model) in FUSED
-            continue
-        assert their_name in theirs
-        assert our_name(base, their_name) == name
+    found = [base.family.naming.theirs(name) for name in parameter_shapes(base)]
+    assert family(model) in FUSED or None not in found
+    found = [name for name in found if name is not None]
+    assert theirs.issuperset(found)
+    assert len(set(found)) == len(found)
 
 
 def test_modules_and_what_hangs_on_them_are_renamed(make_model):
-    llama, phi = (open_base(str(make_model(model))) for model in ("llama", "phi3"))
-    assert hf_name(llama, "transformer.h.3.attn.qkv.q_proj") == "model.layers.3.self_attn.q_proj"
-    assert hf_name(llama, "transformer.h.11.mlp.fc_1.lora_A.weight") == (
+    llama, phi = (open_base(str(make_model(model))).family.naming for model in ("llama", "phi3"))
+    assert llama.theirs("transformer.h.3.attn.qkv.q_proj") == "model.layers.3.self_attn.q_proj"
+    assert llama.theirs("transformer.h.11.mlp.fc_1.lora_A.weight") == (
         "model.layers.11.mlp.gate_proj.lora_A.weight"
     )
-    assert hf_name(llama, "lm_head") == "lm_head"
-    assert hf_name(phi, "transformer.h.3.attn.qkv.q_proj") is None
-    assert our_name(phi, "model.layers.3.self_attn.qkv_proj") is None
+    assert llama.theirs("lm_head") == "lm_head"
+    assert phi.theirs("transformer.h.3.attn.qkv.q_proj") is None
 
 
 # Writing Hugging Face directories

@@ -29,6 +29,7 @@ from ftkit.console.formatting import (
 from ftkit.errors import UserError
 from ftkit.report import report as report_module
 from ftkit.report import step_memory as memory_module
+from ftkit.report.peak_memory import PeakMemory, RankMemory
 from ftkit.report.report import (
     Checkpoints,
     DataCounts,
@@ -36,10 +37,8 @@ from ftkit.report.report import (
     Example,
     Files,
     Loss,
-    PeakMemory,
     PhaseTimes,
     Progress,
-    RankMemory,
     Report,
     Resolved,
     Resumed,
@@ -54,7 +53,7 @@ from ftkit.report.step_memory import Breakdown, RankStepMemory, StepMemory, Step
 from ftkit.report.table import render
 from ftkit.report.throughput import ThroughputMeter
 from ftkit.utils import hardware as hardware_module
-from ftkit.utils.hardware import Gpu, Hardware
+from ftkit.utils.hardware import Hardware, InstalledGpu
 from ftkit.utils.json_values import without_tokens
 
 GIB = 2**30
@@ -105,7 +104,7 @@ COMPLETED = Report(
         physical_cores=64,
         logical_cores=128,
         memory_bytes=1024 * GIB,
-        gpus=[Gpu(name="NVIDIA A100-SXM4-80GB", memory_bytes=80 * GIB)] * 4,
+        gpus=[InstalledGpu(name="NVIDIA A100-SXM4-80GB", memory_bytes=80 * GIB)] * 4,
         driver="580.65",
         cuda="13.0",
     ),
@@ -468,8 +467,8 @@ class TestMachine:
         monkeypatch.setitem(sys.modules, "pynvml", TWO_GPUS)
         found = hardware_module.hardware()
         assert found.gpus == [
-            Gpu(name="NVIDIA H200", memory_bytes=141 * GIB),
-            Gpu(name="NVIDIA GB10", memory_bytes=None),
+            InstalledGpu(name="NVIDIA H200", memory_bytes=141 * GIB),
+            InstalledGpu(name="NVIDIA GB10", memory_bytes=None),
         ]
         assert (found.driver, found.cuda) == ("580.65", "13.2")
 

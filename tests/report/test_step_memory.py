@@ -12,8 +12,7 @@ from tiny import make_llama
 from ftkit.memory.predict import predict
 from ftkit.memory.simulate import largest_micro_batch
 from ftkit.pretrained.base_model import open_base
-from ftkit.report.report import FILE_NAME, read_report
-from ftkit.runs.directory import rank_directory
+from ftkit.report.report import read_report
 from ftkit.runs.job import Job
 
 LENGTH = 128
@@ -87,13 +86,14 @@ def errors_of_predictions(directory: Path, world_size: int, cases: list[Case]) -
 
 
 def error_of(job: Path, base: Path, world_size: int) -> float:
-    plan = Job.read(job).plan
-    peaks = [rank_directory(job.parent, rank) / "peak.json" for rank in range(world_size)]
+    read = Job.read(job)
+    plan, run = read.plan, read.directory
+    peaks = [run.rank(rank).path / "peak.json" for rank in range(world_size)]
     counted_bytes = max(sum(json.loads(peak.read_text()).values()) for peak in peaks)
     batch = largest_micro_batch(plan.micro_batch_size, LENGTH)
     predicted = predict(open_base(str(base)), plan, batch)
     assert sum(predicted.breakdown_bytes.values()) == predicted.peak_bytes
-    report = read_report(rank_directory(job.parent, 0) / FILE_NAME)
+    report = read_report(run.rank(0).report)
     assert report.step_memory is not None and report.step_memory.predicted is not None
     fullest, expected = report.step_memory.fullest, report.step_memory.predicted
     # Of runs before it in the same process there may be something left.
@@ -127,7 +127,7 @@ def test_a_step_that_begins_with_its_largest_micro_batch_is_predicted_so(tmp_pat
     case = Case("single", "full", "32-true", (*STEPS, ("train.micro_batch_size", 4)))
     job = write_job(case, 1, tmp_path, base, data)
     run_ranks(1, [job], "counted_cases.py")
-    memory = read_report(rank_directory(job.parent, 0) / FILE_NAME).step_memory
+    memory = read_report(Job.read(job).directory.rank(0).report).step_memory
     assert memory and memory.predicted
     (rank,) = memory.ranks
     assert rank.micro_step == 1

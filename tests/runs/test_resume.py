@@ -26,7 +26,6 @@ from ftkit.errors import UserError
 from ftkit.launch.conclude import conclude
 from ftkit.launch.supervisor import prepare
 from ftkit.report.report import Progress, read_report, write_report
-from ftkit.runs.directory import ERROR, STATE, rank_directory
 from ftkit.runs.job import Job, RankError, StopAfter
 from ftkit.runs.resume import (
     Completed,
@@ -35,8 +34,8 @@ from ftkit.runs.resume import (
     continue_command,
     find_start,
     follow_moved,
-    goes_on_in_place,
     last_words,
+    resumes_in_place,
     verify_start,
 )
 
@@ -153,7 +152,7 @@ def test_a_directory_without_a_checkpoint_is_refused(out, tmp_path):
     ],
 )
 def test_a_run_goes_on_in_its_own_directory(out, resume, in_place):
-    assert goes_on_in_place(recipe(out, resume=resume.format(out=out))) is in_place
+    assert resumes_in_place(recipe(out, resume=resume.format(out=out))) is in_place
 
 
 # --- What is compared ---------------------------------------------------------------------------
@@ -484,7 +483,7 @@ def test_the_job_says_where_to_begin_and_when_to_stop(asked, out, capsys):
     store = save_run(asked(), 5)
     stop = StopAfter(seconds=60)
     with prepared(asked(resume="auto", train__epochs=3), stop_after=stop) as job:
-        assert Job.read(out / STATE / "job.json") == job
+        assert Job.read(out / ".run/job.json") == job
         assert (job.start, job.start_step) == (str(store.path(5).resolve()), 5)
         assert (job.stop_after, job.changes) == (stop, ("train.epochs 2 -> 3",))
         assert "resume: false" in (out / "recipe.yaml").read_text()
@@ -530,7 +529,7 @@ def test_an_attempt_that_saved_nothing_is_set_aside_and_the_directory_is_used_ag
     with prepared(asked(resume="auto")) as job:
         assert job.recipe.out_dir == out and job.start is None
         there = sorted(path.name for path in out.iterdir())
-        assert there == [STATE, "recipe.yaml", "set_aside", "slurm.out"]
+        assert there == [".run", "recipe.yaml", "set_aside", "slurm.out"]
     assert sorted(path.name for path in (out / "set_aside/1").iterdir()) == [
         *("metrics.csv", "recipe.yaml", "report.json", "run.log", "validation.csv")
     ]
@@ -680,8 +679,8 @@ def test_overwriting_and_going_on_exclude_each_other(asked, out):
 
 def test_the_directory_of_a_run_at_work_is_refused_or_left_alone(asked, out):
     save_run(asked(), 5)
-    (out / STATE).mkdir()
-    with (out / STATE / "lock").open("w") as lock:
+    (out / ".run").mkdir()
+    with (out / ".run/lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         before = content(out)
         assert "still at work" in mistake(asked(resume="auto"))
@@ -719,7 +718,7 @@ def test_a_branch_never_takes_the_place_of_a_run(asked, out, tmp_path):
 def test_a_full_fine_tune_goes_on_without_its_base_model(asked, out):
     save_run(asked("full"), 5)
     with prepared(asked("full", checkpoint_dir="no-where", resume="auto")) as job:
-        assert job.base == str(out / STATE / "base")
+        assert job.base == str(out / ".run/base")
         assert (Path(job.base) / "config.json").read_text() == "{}"
 
 
@@ -737,13 +736,13 @@ def test_lora_needs_its_base_model_and_says_which(asked, out):
 
 def leave(job: Job, steps: int, error: RankError | None = None, **changes: object) -> None:
     """What rank 0 leaves for the supervisor."""
-    state = rank_directory(job.recipe.out_dir / STATE, 0)
-    state.mkdir()
-    (job.recipe.out_dir / "run.log").touch()
+    state = job.directory.rank(0)
+    state.path.mkdir()
+    job.directory.log.touch()
     report = dataclasses.replace(job.new_report(), progress=Progress(steps=steps), **changes)
-    write_report(report, state)
+    write_report(report, state.path)
     if error is not None:
-        error.write(state / ERROR)
+        error.write(state)
 
 
 def test_an_interrupted_session_says_how_to_go_on(asked, out, capsys):

@@ -13,7 +13,6 @@ from ftkit.config.parsing import read_recipe
 from ftkit.config.peft_adapter import with_adapter
 from ftkit.config.recipe import LoraRecipe
 from ftkit.lora.load import check_shapes, read_adapter
-from ftkit.lora.names import our_name
 from ftkit.lora.save import check_adapter, save_adapter
 from ftkit.model.language_model import LanguageModel, outline
 from ftkit.model.load_weights import fill, trained_weights
@@ -48,8 +47,7 @@ def build(
     adapter = None
     if recipe.adapter is not None:
         found = read_adapter(recipe.adapter, base)
-        shapes = {our_name(n): p.shape for n, p in model.named_parameters() if p.requires_grad}
-        check_shapes(found, shapes, recipe.adapter)
+        check_shapes(found, model, recipe.adapter)
         adapter = found.tensors
     fill(
         model,

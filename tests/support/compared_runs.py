@@ -10,13 +10,12 @@ from typing import Any
 from ftkit.config.parsing import recipe_as_dict
 from ftkit.config.recipe import RECIPE_OF, Method
 from ftkit.report.metrics import MetricsWriter, ValidationWriter
+from ftkit.report.peak_memory import PeakMemory, RankMemory
 from ftkit.report.report import (
     Loss,
     OutcomeName,
-    PeakMemory,
     PhaseTimes,
     Progress,
-    RankMemory,
     Report,
     Resolved,
     Resumed,
@@ -30,8 +29,8 @@ from ftkit.report.step_memory import (
     StepMemory,
     StepMoments,
 )
-from ftkit.runs.directory import STATE, rank_directory
-from ftkit.utils.hardware import Gpu, Hardware
+from ftkit.runs.directory import RunDirectory
+from ftkit.utils.hardware import Hardware, InstalledGpu
 
 GIB = 2**30
 REASONS: dict[OutcomeName, str] = {
@@ -113,7 +112,7 @@ def make_run(
         ),
         hardware=Hardware(
             memory_bytes=64 * GIB,
-            gpus=[Gpu(name="NVIDIA A100", memory_bytes=24 * GIB)] if gpu else [],
+            gpus=[InstalledGpu(name="NVIDIA A100", memory_bytes=24 * GIB)] if gpu else [],
         ),
         phases_s=PhaseTimes(training=steps * step_s, total=steps * step_s + 5),
         progress=Progress(steps=steps, samples=steps * 16, epochs=1.0),
@@ -159,15 +158,16 @@ def _step_memory(peak_bytes: int) -> StepMemory:
 
 def note_in_ranks(out: Path, *reports: Report) -> None:
     """What the ranks of a run have noted so far, as it lies there while the run is at work."""
+    run = RunDirectory(out)
     for rank, report in enumerate(reports):
-        write_report(report, rank_directory(out / STATE, rank))
-    (out / STATE / "lock").touch()
+        write_report(report, run.rank(rank).path)
+    run.lock.touch()
 
 
 @contextmanager
 def at_work(out: Path) -> Iterator[None]:
     """The run's lock, as its supervisor holds it."""
-    with (out / STATE / "lock").open("w") as lock:
+    with RunDirectory(out).lock.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

@@ -53,7 +53,7 @@ if __name__ == "__main__":
     import torch
 
     from ftkit.memory.tracker import LiveTensors
-    from ftkit.runs.directory import rank_directory
+    from ftkit.runs.job import Job
     from ftkit.strategies.distributed import rank
     from ftkit.training import rank as training_rank
     from ftkit.training.step import TrainStep
@@ -85,7 +85,7 @@ if __name__ == "__main__":
     with Path(os.devnull).open("w") as nowhere:
         for job in map(Path, sys.argv[1:]):
             live = LiveTensors(torch.device("cpu"))
-            state = rank_directory(job.parent, rank())
+            state = Job.read(job).directory.rank(rank()).path
             live.__enter__()
             if training_rank.run_rank(job, nowhere):
                 sys.exit(f"{job} failed")

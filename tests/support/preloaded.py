@@ -188,7 +188,6 @@ def _serve() -> NoReturn:
         from ftkit.errors import EXIT_BY_SIGNAL
         from ftkit.launch import ranks
         from ftkit.launch import supervisor as supervisor_module  # noqa: F401
-        from ftkit.runs.directory import output_log, rank_directory
         from ftkit.runs.job import Job
         from ftkit.training import rank as training_rank
 
@@ -203,10 +202,10 @@ def _serve() -> NoReturn:
             getattr(faults, name)(*arguments)
 
     def start_rank(
-        request: dict[str, Any], job: Job, state: Path, rank: int, placement: dict[str, str]
+        request: dict[str, Any], job: Job, rank: int, placement: dict[str, str]
     ) -> _Forked:
         supervisor, terminal = os.getpid(), os.dup(1)
-        rank_directory(state, rank).mkdir(exist_ok=True)
+        job.directory.rank(rank).path.mkdir(exist_ok=True)
 
         def body() -> int:
             os.setpgid(0, 0)
@@ -214,13 +213,13 @@ def _serve() -> NoReturn:
             for number in (*EXIT_BY_SIGNAL, signal.SIGTSTP):
                 signal.signal(number, signal.SIG_DFL)
             for link in list(Path("/proc/self/fd").iterdir()):  # a new program would not have it
-                if link.exists() and link.resolve() == (state / "lock").resolve():
+                if link.exists() and link.resolve() == job.directory.lock.resolve():
                     os.close(int(link.name))
             os.environ.update(placement)
-            _write_to(output_log(job.recipe.out_dir, rank))
+            _write_to(job.directory.rank(rank).output)
             suffer(request, rank)
             with os.fdopen(terminal, "w") as stream:
-                return training_rank.run_rank(state / "job.json", stream)
+                return training_rank.run_rank(job.directory.job, stream)
 
         pid = _forked(body)
         os.close(terminal)

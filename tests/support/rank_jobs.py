@@ -21,7 +21,7 @@ from ftkit.config.parsing import read_recipe
 from ftkit.config.recipe import Method
 from ftkit.report.metrics import Row, read_metrics, read_validation
 from ftkit.report.report import Report, read_report
-from ftkit.runs.directory import STATE, rank_directory
+from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import Job, StopAfter
 
 HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
@@ -84,7 +84,7 @@ class Outcome:
 
     @property
     def report(self) -> Report:
-        return read_report(rank_directory(self.out_dir / STATE, 0))
+        return read_report(RunDirectory(self.out_dir).rank(0).report)
 
     def weights(self) -> dict[str, torch.Tensor]:
         (file,) = (self.out_dir / "final").glob("*.safetensors")
@@ -163,10 +163,9 @@ def write_job(case: Case, world_size: int, out_dir: Path, base: Path, data: Path
         start=None if start is None else str(start),
         stop_after=None if case.stop_after is None else StopAfter(steps=case.stop_after),
     )
-    state = out_dir / ".run"
-    state.mkdir()
-    job.write(state / "job.json")
-    return state / "job.json"
+    job.directory.state.mkdir()
+    job.write(job.directory.job)
+    return job.directory.job
 
 
 def assert_same_maths(found: Outcome, expected: Outcome, weights_within: float = 1e-5) -> None:

@@ -31,9 +31,8 @@ def make_recorder(tmp_path: Path, start: Metadata | None = None, devices: int = 
         command=(),
         started_at_s=time.time(),
     )
-    state = tmp_path / "state"
-    for directory in (recipe.out_dir, state):
-        directory.mkdir(parents=True, exist_ok=True)
+    state = job.directory.rank(0)
+    state.path.mkdir(parents=True, exist_ok=True)
     recorder = Recorder(job, state, start=start)
     recorder.expect(samples_per_epoch=SAMPLES_PER_EPOCH, flops_per_token=1.0)
     return recorder

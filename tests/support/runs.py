@@ -13,9 +13,9 @@ from typing import Any
 
 import psutil
 
-from ftkit.report.report import FILE_NAME, read_report
-from ftkit.runs.directory import STATE, rank_directory
-from ftkit.runs.job import RankError
+from ftkit.report.report import read_report
+from ftkit.runs.directory import RunDirectory
+from ftkit.runs.job import Job, RankError
 
 TIMEOUT_S = 120
 """A process that has not ended by then never would: collectives wait for half an hour."""
@@ -44,8 +44,8 @@ class Run:
 
     def __init__(self, out_dir: Path, process: "subprocess.Popen[str]") -> None:
         self.out_dir, self.process = out_dir, process
-        self.state = out_dir / STATE
-        self.report = rank_directory(self.state, 0) / FILE_NAME
+        self.state = RunDirectory(out_dir).state
+        self.report = RunDirectory(out_dir).rank(0).report
 
     def end(self) -> tuple[int, str, str]:
         """Wait for the end: exit code, stdout, stderr; nothing may be running then."""
@@ -205,7 +205,7 @@ def run_ranks(world_size: int, jobs: list[Path], script: str = "rank_cases.py") 
             process.wait()
     for rank, process in enumerate(processes):
         for job in jobs:
-            error = RankError.read(rank_directory(job.parent, rank) / "error.json")
+            error = RankError.read(Job.read(job).directory.rank(rank))
             assert error is None, f"rank {rank} of {job}: {error}"
         assert process.returncode == 0, logs[rank].read_text()
 

@@ -14,7 +14,6 @@ from ftkit.checkpoint.metadata import BaseIdentity, DataIdentity, Layout, Metada
 from ftkit.report.metrics import read_metrics, read_validation
 from ftkit.report.report import ExactMatch, Example, Report, Spread, read_report, write_report
 from ftkit.report.step_record import PARTS
-from ftkit.runs.directory import RESERVE
 from ftkit.training.recorder import Recorder
 from ftkit.utils.files import make_reserve
 
@@ -78,7 +77,7 @@ def test_progress_and_loss_are_of_the_whole_run(tmp_path):
     assert dataclasses.astuple(progress) == (12, 120, 1.2)
     assert (loss.first, loss.last) == (10.0, 10.0 / 12)
     assert (loss.validation_first, loss.validation_last, loss.validation_best) == (5.0, 1.8, 1.5)
-    assert read_report(tmp_path / "state").loss == loss
+    assert read_report(tmp_path / "out/.run/rank-0").loss == loss
 
 
 def test_what_was_asked_before_training_is_still_known(tmp_path):
@@ -188,7 +187,8 @@ def test_the_report_says_where_the_session_went_on_from(inside, tmp_path):
 
 
 def test_a_full_disk_stops_nothing_and_the_last_report_has_reserved_space(tmp_path, monkeypatch):
-    reserve = tmp_path / RESERVE
+    reserve = tmp_path / "out/.run/reserve"
+    reserve.parent.mkdir(parents=True)
 
     def write(report: Report, directory: Path) -> None:
         if reserve.exists():
@@ -200,8 +200,8 @@ def test_a_full_disk_stops_nothing_and_the_last_report_has_reserved_space(tmp_pa
     with make_recorder(tmp_path) as recorder:
         recorder.enter("training")
         train(recorder, range(1, 4))
-        assert not (tmp_path / "state/report.json").exists()
-    assert read_report(tmp_path / "state").progress.steps == 3
+        assert not (tmp_path / "out/.run/rank-0/report.json").exists()
+    assert read_report(tmp_path / "out/.run/rank-0").progress.steps == 3
 
 
 def test_checkpoints_are_counted_and_timed(tmp_path):

@@ -109,7 +109,8 @@ def train(tmp_path_factory: pytest.TempPathFactory, base: Path, data_file: Path)
             command=(),
             started_at_s=time.time(),
         )
-        state = tmp_path_factory.mktemp("state")
+        state = job.directory.rank(0)
+        state.path.mkdir(parents=True)
         with (
             Display(out_dir) as display,
             Recorder(job, state) as recorder,
