@@ -115,9 +115,7 @@ class DeepSpeed(Strategy):
     def set_up(self, model: LanguageModel) -> None:
         self._model, self._trained = model, trainable(model)
         self.optimizer = self.make_optimizer(model)
-        self._forward, self._stepper = self._fabric.setup(
-            model, self.optimizer, move_to_device=False
-        )
+        self._forward, _ = self._fabric.setup(model, self.optimizer, move_to_device=False)
         strategy: Any = self._fabric.strategy
         self._engine = strategy.model
         self._zero: Any = self._engine.optimizer
@@ -140,7 +138,7 @@ class DeepSpeed(Strategy):
         return float(self._engine.get_global_grad_norm())
 
     def update(self) -> None:
-        self._stepper.step()  # frees the gradients, too
+        self._engine.step()  # clips before, and frees the gradients
 
     def holder(self) -> Holder:
         return ZeroState(self._zero)

@@ -15,7 +15,7 @@ from tiny import LITGPT_ONLY, make_litgpt_only
 
 from ftkit.cli.app import run
 from ftkit.errors import UserError
-from ftkit.planner.predict import plan
+from ftkit.planner.predict import plan_files
 from ftkit.pretrained.base_model import open_base, weights
 from ftkit.pretrained.families import FAMILIES
 from ftkit.pretrained.hub import is_litgpt
@@ -114,8 +114,10 @@ def test_lora_is_refused_before_training_with_a_word_that_works(train, tmp_path:
     assert "Try ftkit finetune_full, whose result is a LitGPT directory" in attempt.output
     base = str(tmp_path / "base")
     with pytest.raises(UserError, match="finetune_full, whose result is a LitGPT directory"):
-        plan((), [("checkpoint_dir", base), ("lora_r", "2")])
-    measured = plan((), [("checkpoint_dir", base), ("lora_r", "2"), ("checkpoint.save", "false")])
+        plan_files((), [("checkpoint_dir", base), ("lora_r", "2")])
+    measured = plan_files(
+        (), [("checkpoint_dir", base), ("lora_r", "2"), ("checkpoint.save", "false")]
+    )
     assert measured.result_layout is None
 
 
@@ -129,8 +131,8 @@ def test_a_plan_says_in_which_layout_the_result_will_be(
     assert run(words) == 0
     assert "LitGPT directory" in capsys.readouterr().out
     usual = [("checkpoint_dir", str(tiny_base))]
-    assert plan((), usual).result_layout == "hf"
-    assert plan((), [*usual, ("lora_r", "2")]).result_layout == "peft"
+    assert plan_files((), usual).result_layout == "hf"
+    assert plan_files((), [*usual, ("lora_r", "2")]).result_layout == "peft"
 
 
 def test_litgpt_directories_of_families_whose_config_is_missing_stay_litgpt_directories(
