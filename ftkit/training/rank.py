@@ -34,8 +34,8 @@ from ftkit.checkpoint.shards import StoredState
 from ftkit.config.recipe import LoraRecipe
 from ftkit.console.display import LOG_NAME, Display
 from ftkit.data.dataset import DataSets, load_data
+from ftkit.data.prompt_styles import prompt_style_file
 from ftkit.data.sampler import ElasticOrder
-from ftkit.data.sources import prompt_style_file
 from ftkit.errors import UserError
 from ftkit.lora.save import save_adapter
 from ftkit.memory.predict import predict_measured
