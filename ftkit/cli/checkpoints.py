@@ -22,7 +22,7 @@ from ftkit.checkpoint import store as checks
 from ftkit.checkpoint.metadata import CheckpointError, Layout, Metadata, read_metadata
 from ftkit.checkpoint.store import step_of
 from ftkit.config.parsing import read_keys
-from ftkit.console.display import Display, Phase
+from ftkit.console.display import Display
 from ftkit.console.formatting import (
     age_text,
     bytes_text,
@@ -31,6 +31,7 @@ from ftkit.console.formatting import (
     printable,
     shortened,
 )
+from ftkit.console.progress import Phase
 from ftkit.errors import UserError
 from ftkit.runs.checkpoints import (
     Entry,

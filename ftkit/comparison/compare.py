@@ -16,7 +16,8 @@ from ftkit.comparison import table
 from ftkit.comparison.columns import in_order
 from ftkit.comparison.plots import Picture, check_plot, save_plot
 from ftkit.comparison.runs import ComparedRun, LeftOut, read_runs
-from ftkit.console.display import Display, plain_text
+from ftkit.console.display import Display
+from ftkit.console.terminal import plain_text
 from ftkit.errors import UserError
 
 _WIDTH = 120

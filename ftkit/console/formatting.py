@@ -34,6 +34,15 @@ def duration_text(seconds: float) -> str:
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60:02} min"
 
 
+def clock_text(seconds: float) -> str:
+    """0:07, 12:34, 1:02:33."""
+    whole = round(seconds)
+    minutes, hours = whole // 60 % 60, whole // 3600
+    if hours:
+        return f"{hours}:{minutes:02}:{whole % 60:02}"
+    return f"{minutes}:{whole % 60:02}"
+
+
 def age_text(seconds: float) -> str:
     """12 s, 3 min, 5 h, 12 days: how long ago something was, in whole units."""
     whole = max(int(seconds), 0)

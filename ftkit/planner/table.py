@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ftkit.config.recipe import LoraRecipe
-from ftkit.console.display import REPORT_WIDTH, plain_text
 from ftkit.console.formatting import bytes_text, percent_text
 from ftkit.console.html import block, escaped, grid, labelled, styled
+from ftkit.console.terminal import REPORT_WIDTH, plain_text
 from ftkit.memory.tracker import CATEGORIES
 from ftkit.planner.predict import Planned
 from ftkit.planner.suggest import Change

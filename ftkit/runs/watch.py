@@ -15,9 +15,10 @@ from rich.text import Text
 
 from ftkit.checkpoint.store import Store
 from ftkit.console.curve import curve, means
-from ftkit.console.display import Display, clock_text, terminal_of
-from ftkit.console.formatting import age_text, duration_text, number_text, printable
+from ftkit.console.display import Display
+from ftkit.console.formatting import age_text, clock_text, duration_text, number_text, printable
 from ftkit.console.html import bar, block, curve_picture, escaped, labelled, styled
+from ftkit.console.terminal import terminal_of
 from ftkit.report.metrics import METRICS_NAME, VALIDATION_NAME, Row, RowsReader
 from ftkit.report.report import Progress, Report, Resolved
 from ftkit.report.table import STYLE_OF_OUTCOME, memory_text

@@ -17,7 +17,8 @@ import pytest
 from command import ROOT
 from rich.table import Table
 
-from ftkit.console.display import Display, clock_text
+from ftkit.console.display import Display
+from ftkit.console.formatting import clock_text
 
 STAMP = "2026-11-20T21:30:00Z"
 

@@ -14,7 +14,7 @@ from ftkit.config import devices
 from ftkit.config.devices import Cuda, Devices, VisibleGpu
 from ftkit.config.parsing import Override, read_recipe
 from ftkit.config.plan import make_plan
-from ftkit.console.display import plain_text
+from ftkit.console.terminal import plain_text
 from ftkit.data.dataset import load_data
 from ftkit.data.longest_sample import Longest
 from ftkit.errors import UserError

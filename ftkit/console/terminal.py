@@ -1,0 +1,111 @@
+"""Terminals and streams: output that never fails, where lines can be redrawn, plain text."""
+
+import io
+import os
+import sys
+from collections.abc import Callable
+from typing import TextIO, cast
+
+from rich.console import Console, RenderableType
+from rich.file_proxy import FileProxy
+
+REPORT_WIDTH = 80
+"""Width of tables where there is no terminal."""
+
+
+class Stream:
+    """A text stream that never raises; the first failure is told to on_failure."""
+
+    def __init__(self, stream: TextIO, on_failure: Callable[[OSError], None]) -> None:
+        self._stream = stream
+        self._on_failure = on_failure
+        self._failed = False
+
+    @property
+    def encoding(self) -> str:
+        """Encoding of the stream; rich draws with ASCII characters where it is not Unicode."""
+        return getattr(self._stream, "encoding", None) or "utf-8"
+
+    def isatty(self) -> bool:
+        """Whether the stream is a terminal."""
+        return self._stream.isatty()
+
+    def write(self, text: str) -> int:
+        """Write and flush; characters the encoding lacks become question marks."""
+        known = text.encode(self.encoding, "replace").decode(self.encoding)
+        self._attempt(lambda: self._stream.write(known))
+        self.flush()
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush."""
+        self._attempt(self._stream.flush)
+
+    def close(self) -> None:
+        """Close."""
+        self._attempt(self._stream.close)
+
+    def discard(self) -> None:
+        """Send what is still written to nowhere, also what the interpreter flushes at its end.
+
+        See https://docs.python.org/3/library/signal.html#note-on-sigpipe.
+        """
+        try:
+            target = self._stream.fileno()
+        except OSError:
+            return
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, target)
+        os.close(nowhere)
+
+    def _attempt(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except OSError as error:
+            if not self._failed:
+                self._failed = True
+                self._on_failure(error)
+
+
+class _Terminal(Console):
+    """A console that leaves the cursor visible: a killed process could not bring it back."""
+
+    def show_cursor(self, show: bool = True) -> bool:
+        """Do nothing."""
+        return False
+
+
+def terminal_of(stream: TextIO | Stream) -> Console | None:
+    """The console of a stream on which lines can be redrawn; None for a pipe, file or notebook."""
+    if not stream.isatty():
+        return None
+    terminal = _Terminal(
+        file=cast(TextIO, stream), force_terminal=True, force_jupyter=False, highlight=False
+    )
+    return None if terminal.is_dumb_terminal else terminal
+
+
+def plain_text(renderable: RenderableType, width: int = REPORT_WIDTH) -> str:
+    """The renderable as lines of text without escape sequences, at most so many columns wide."""
+    file = io.StringIO()
+    console = Console(
+        file=file,
+        width=width,
+        force_terminal=False,
+        force_jupyter=False,
+        color_system=None,
+        highlight=False,
+    )
+    console.print(renderable)
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+
+
+def print_directly() -> None:
+    """Undo rich's redirection in a forked process, such as one that loads data.
+
+    There, the lock of the console may be held for ever by a thread that was not forked.
+    """
+    if isinstance(sys.stdout, FileProxy):
+        sys.stdout = sys.stdout.rich_proxied_file
+    if isinstance(sys.stderr, FileProxy):
+        sys.stderr = sys.stderr.rich_proxied_file
