@@ -24,7 +24,7 @@ from ftkit.checkpoint.metadata import CheckpointError, Layout, Metadata, read_me
 from ftkit.checkpoint.store import step_of
 from ftkit.config.command_options import Format
 from ftkit.config.parsing import read_keys
-from ftkit.console.display import Display, Phase
+from ftkit.console.display import Display
 from ftkit.console.formatting import (
     age_text,
     bytes_text,
@@ -35,6 +35,7 @@ from ftkit.console.formatting import (
     shortened,
 )
 from ftkit.console.grid import labelled_grid
+from ftkit.console.progress import Phase
 from ftkit.errors import UserError
 from ftkit.runs.checkpoints import (
     Entry,

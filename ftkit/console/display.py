@@ -4,7 +4,6 @@ The same plain lines, with the time before each, always go to ``run.log``. Neith
 a terminal that has gone away stops the training.
 """
 
-import math
 import os
 import sys
 import time
@@ -14,26 +13,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Group, RenderableType
 from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.spinner import Spinner
-from rich.table import Table
 from rich.text import Text
 
-from ftkit.console.formatting import (
-    clock_text,
-    duration_text,
-    loss_text,
-    number_text,
-    printable,
-    utc_now,
-)
+from ftkit.console.formatting import duration_text, printable, utc_now
+from ftkit.console.progress import Phase, TrainingProgress
 from ftkit.console.terminal import LastingStream, plain_text, print_directly, terminal_of
 
 LOG_NAME = "run.log"
-LINE_INTERVAL_S = 5.0
-"""Seconds between two progress lines where there is no live line."""
 
 
 class Display:
@@ -120,14 +108,14 @@ class Display:
             self._stream.write(plain + "\n")
 
     @contextmanager
-    def phase(self, title: str, *, brief: bool = False) -> Iterator["Phase"]:
+    def phase(self, title: str, *, brief: bool = False) -> Iterator[Phase]:
         """Show that something takes time, and at the end how long it took.
 
         Args:
             title: what is being done.
             brief: leave no line behind, unless it takes long or is cut short.
         """
-        phase = Phase(self, printable(title))
+        phase = Phase(printable(title), write=self._write_progress, clock=self._clock)
         if not brief:
             self._log_lines(phase.start_line)
         verb = "stopped after "
@@ -136,18 +124,20 @@ class Display:
                 yield phase
             verb = ""
         finally:
-            if verb or not brief or phase.elapsed_s >= LINE_INTERVAL_S:
+            if verb or not brief or phase.is_long:
                 self._write(f"{phase.start_line} {verb}{duration_text(phase.elapsed_s)}")
 
     @contextmanager
-    def training(self, total_steps: int, start_step: int = 0) -> Iterator["TrainingProgress"]:
+    def training(self, total_steps: int, start_step: int = 0) -> Iterator[TrainingProgress]:
         """Show the progress of training.
 
         Args:
             total_steps: the step at which training is done.
             start_step: steps done before, in an earlier run.
         """
-        training = TrainingProgress(self, total_steps, start_step)
+        training = TrainingProgress(
+            total_steps, start_step, write=self._write_progress, clock=self._clock
+        )
         try:
             with self._showing(training):
                 yield training
@@ -157,7 +147,7 @@ class Display:
                 self._console.print(training)
 
     @contextmanager
-    def _showing(self, item: "Phase | TrainingProgress") -> Iterator[None]:
+    def _showing(self, item: Phase | TrainingProgress) -> Iterator[None]:
         """Keep the item on the terminal, below all that is printed meanwhile."""
         if not self._console:
             yield
@@ -184,13 +174,19 @@ class Display:
             if self._live:
                 self._live.refresh()
 
-    def _write(self, text: str, *, style: str = "", to_terminal: bool = True) -> None:
-        """Write lines to the log, and to the person looking: all of them without a terminal."""
+    def _write(self, text: str, *, style: str = "") -> None:
+        """Write lines to the log, and to the person looking."""
+        if self._console:
+            self._log_lines(text)
+            self._console.print(Text(text, style))
+        else:
+            self._write_progress(text)
+
+    def _write_progress(self, text: str) -> None:
+        """Write lines to the log, and to the person looking if there is no live line."""
         self._log_lines(text)
         if not self._console:
             self._stream.write(text + "\n")
-        elif to_terminal:
-            self._console.print(Text(text, style))
 
     def _log_lines(self, text: str) -> None:
         if self._log:
@@ -203,177 +199,3 @@ class Display:
     def _on_stream_failure(self, error: OSError) -> None:
         self._stream.discard()
         self._log_lines(f"warning: no output can be shown any more ({error.strerror})")
-
-
-class Phase:
-    """Something that takes time, on its way; made by Display.phase."""
-
-    def __init__(self, display: Display, title: str) -> None:
-        self.start_line = f"{title} ..."
-        self._display = display
-        self._title = title
-        self._start = self._last_line = display._clock()
-        self._fraction: float | None = None
-        self._spinner: Spinner | None = None
-
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds since the phase began."""
-        return self._display._clock() - self._start
-
-    def advance(self, done: float, total: float) -> None:
-        """Show how much is done, in any unit."""
-        self._fraction = min(done / total, 1.0) if total > 0 else None
-        now = self._display._clock()
-        if now - self._last_line >= LINE_INTERVAL_S:
-            self._last_line = now
-            self._display._write(f"{self.start_line} {self._state}", to_terminal=False)
-
-    @property
-    def _state(self) -> str:
-        done = "" if self._fraction is None else f"{self._fraction:.0%} ".replace("%", " %")
-        return done + duration_text(self.elapsed_s)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if self._spinner is None:
-            self._spinner = Spinner("line" if options.ascii_only else "dots", style="green")
-        frame = self._spinner.render(console.get_time())
-        assert isinstance(frame, Text)
-        line = Text.assemble(frame, " ", self._title, " ")
-        line.append(self._state, "dim")
-        line.truncate(options.max_width, overflow="ellipsis")
-        line.no_wrap = True
-        yield line
-
-
-class TrainingProgress:
-    """Training on its way; made by Display.training."""
-
-    def __init__(self, display: Display, total_steps: int, start_step: int) -> None:
-        self._display = display
-        self._total_steps = total_steps
-        self._step = start_step
-        self._start = self._last_time = display._clock()
-        self._end: float | None = None
-        self._first: tuple[int, float] | None = None
-        self._line: tuple[int, float] | None = None
-        self._loss = _Smoothed()
-        self._fields: dict[str, str] = {}
-
-    def step(
-        self,
-        step: int,
-        loss: float | None,
-        lr: float | None,
-        tokens_per_s: float | None,
-        epoch: float,
-    ) -> None:
-        """Show a step that is done.
-
-        Args:
-            step: steps done, this one included.
-            loss: of this step, in nats.
-            lr: learning rate of this step.
-            tokens_per_s: real tokens per second.
-            epoch: epochs done, with a fraction.
-        """
-        now = self._display._clock()
-        self._step, self._last_time = step, now
-        self._first = self._first or (step, now)
-        smooth = self._loss.add(loss)
-        self._fields = {
-            "smooth_loss": "" if smooth is None else f"loss {loss_text(smooth)}",
-            "loss": "" if loss is None else f"loss {loss_text(loss)}",
-            "lr": "" if lr is None else f"lr {lr:.2e}",
-            "speed": "" if tokens_per_s is None else f"{number_text(tokens_per_s)} tokens/s",
-            "epoch": f"epoch {epoch:.2f}",
-        }
-        due = self._line is None or now - self._line[1] >= LINE_INTERVAL_S
-        if due or step == self._total_steps:
-            self._write_line(now)
-
-    def finish(self) -> None:
-        """Stop the clock, and write the line of the last step if it is not there yet."""
-        self._end = self._display._clock()
-        if self._line and self._line[0] != self._step:
-            self._write_line(self._end)
-
-    def _write_line(self, now: float) -> None:
-        self._line = (self._step, now)
-        fields = {"step": self._step_text(), **self._fields}
-        fields |= {
-            "elapsed": f"elapsed {clock_text(now - self._start)}",
-            "eta": self._eta_text(now),
-        }
-        parts = [text for name, text in fields.items() if text and name != "smooth_loss"]
-        self._display._write("  ".join(parts), to_terminal=False)
-
-    def _step_text(self) -> str:
-        return f"step {self._step:,}/{self._total_steps:,}"
-
-    def _eta_text(self, now: float) -> str:
-        """Time left at the mean speed since the first step, which itself is often slow."""
-        ended = self._end is not None or self._step >= self._total_steps
-        if ended or not self._first or self._step == self._first[0]:
-            return ""
-        first_step, first_time = self._first
-        step_s = (self._last_time - first_time) / (self._step - first_step)
-        left_s = step_s * (self._total_steps - self._step) - (now - self._last_time)
-        return f"eta {clock_text(max(left_s, 0))}"
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """One line: as much of the progress, in the order of its worth, as the width can hold."""
-        now = self._display._clock() if self._end is None else self._end
-        elapsed, eta = clock_text(now - self._start), self._eta_text(now)
-        texts = {
-            "step": self._step_text(),
-            "loss": self._fields.get("smooth_loss" if self._end is None else "loss", ""),
-            "lr": self._fields.get("lr", ""),
-            "speed": self._fields.get("speed", ""),
-            "elapsed": elapsed,
-            "eta": eta,
-        }
-        space = options.max_width - len(texts["step"])
-        chosen = {"step"}
-        for name in ("loss", "bar", "eta", "speed", "elapsed", "lr"):
-            width = _MIN_BAR if name == "bar" else len(texts[name])
-            if width and width + _GAP <= space:
-                chosen.add(name)
-                space -= width + _GAP
-        line = Table.grid(padding=(0, _GAP))
-        cells: list[RenderableType] = []
-        for name in ("step", "bar", "loss", "lr", "speed", "elapsed", "eta"):
-            if name not in chosen:
-                continue
-            line.add_column(no_wrap=True, overflow="crop")
-            if name == "bar":
-                width = min(_MIN_BAR + space, _MAX_BAR)
-                total = max(self._total_steps, 1)
-                cells.append(ProgressBar(total=total, completed=self._step, width=width))
-            else:
-                cells.append(Text(texts[name], _STYLES.get(name, "")))
-        line.add_row(*cells)
-        yield line
-
-
-_GAP = 2
-_MIN_BAR = 8
-_MAX_BAR = 40
-_STYLES = {"step": "bold", "loss": "cyan", "lr": "dim", "elapsed": "dim"}
-
-
-class _Smoothed:
-    """Exponential mean over about ten values, without the pull to zero at the start."""
-
-    _KEPT = 0.9
-
-    def __init__(self) -> None:
-        self._sum = self._weight = 0.0
-
-    def add(self, value: float | None) -> float | None:
-        """The mean with this value in it; a value that is no finite number stands for itself."""
-        if value is None or not math.isfinite(value):
-            return value
-        self._sum = self._KEPT * self._sum + (1 - self._KEPT) * value
-        self._weight = self._KEPT * self._weight + 1 - self._KEPT
-        return self._sum / self._weight

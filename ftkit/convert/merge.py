@@ -17,14 +17,14 @@ from rich.text import Text
 from torch import Tensor
 
 from ftkit.config.command_options import MergeOptions
-from ftkit.config.recipe import Quantization
+from ftkit.config.recipe import Quantization, Recipe
 from ftkit.console.display import Display
 from ftkit.console.formatting import bytes_text, number_text, percent_text
 from ftkit.console.grid import labelled_grid
 from ftkit.convert.layerwise import logits_of
 from ftkit.convert.output_files import as_written, check_apart, check_space, files_beside
 from ftkit.data.dataset import load_held_out
-from ftkit.data.spec import data_class
+from ftkit.data.sources import data_source
 from ftkit.errors import UserError
 from ftkit.inference.loading import OpenAdapter, open_adapter
 from ftkit.inference.result import Result
@@ -222,27 +222,28 @@ def adapted_values(adapter: OpenAdapter) -> Callable[[str], Tensor]:
 
 def _sample(result: Result, base: BaseModel, display: Display) -> tuple[list[list[int]], str]:
     """Token ids of what is compared, and what it is."""
-    recipe, longest = result.recipe, base.config.block_size
+    recipe = result.recipe
     sequences: list[list[int]] = []
-    if recipe is not None and data_class(recipe.data) == "JSON":  # others may need a download
-        longest = recipe.train.max_seq_length or longest
-        with (
-            display.phase("reading data", brief=True) as phase,
-            suppress(UserError),  # the file is not here
-        ):
-            held_out = load_held_out(
-                recipe.data,
-                base.tokenizer,
-                longest,
-                split=True,
-                progress=lambda _, done, total: phase.advance(done, total),
-            )
-            records = min(SAMPLES, len(held_out.samples))
-            sequences = [held_out.samples[i].ids.tolist() for i in range(records)]
+    with suppress(UserError):  # the files are not here
+        # Others than files may need a download.
+        if recipe is not None and data_source(recipe.data).files() is not None:
+            sequences = _validation_samples(recipe, base, display)
     what = f"{len(sequences)} validation records" if sequences else "a fixed prompt"
     sequences = sequences or [base.tokenizer.encode(_PROMPT).tolist()]
     cut = [sequence[: min(SAMPLE_TOKENS, base.config.block_size)] for sequence in sequences]
     return cut, f"{what}, {sum(map(len, cut))} tokens"
+
+
+def _validation_samples(recipe: Recipe, base: BaseModel, display: Display) -> list[list[int]]:
+    """Token ids of the first records that the run was validated on."""
+    with display.phase("reading data", brief=True) as phase:
+        samples = load_held_out(
+            recipe.data,
+            base.tokenizer,
+            recipe.train.max_seq_length or base.config.block_size,
+            progress=lambda _, done, total: phase.advance(done, total),
+        ).samples
+    return [samples[i].ids.tolist() for i in range(min(SAMPLES, len(samples)))]
 
 
 def _difference(found: Tensor, expected: Tensor) -> _Difference:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ftkit.console.formatting import bytes_text
-from ftkit.data.sources import prompt_style_file
+from ftkit.data.prompt_styles import prompt_style_file
 from ftkit.errors import UserError
 from ftkit.inference.loading import prompt_style
 from ftkit.inference.result import Result

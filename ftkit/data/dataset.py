@@ -1,7 +1,7 @@
 """Data sets of tokenised samples."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -13,8 +13,8 @@ from torch.utils.data import Dataset
 from ftkit.config.recipe import Component
 from ftkit.data.json_records import Record
 from ftkit.data.sampler import IntArray
-from ftkit.data.sources import load_source
-from ftkit.data.spec import check_data
+from ftkit.data.sources import data_source
+from ftkit.data.spec import DataSource, Splits
 from ftkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -129,9 +129,7 @@ def load_data(
         UserError: the data cannot be had, are not what they should be, or no sample is left.
     """
     assert max_seq_length > 0
-    check_data(data)
-    _check_tokenizer(tokenizer)
-    source = load_source(data, tokenizer, max_seq_length)
+    source = _read(data_source(data), tokenizer)
     sets, counts = {}, {}
     for split, records in (("train", source.train), ("val", source.val)):
         sets[split], counts[split] = _tokenise(
@@ -164,7 +162,7 @@ def load_held_out(
     tokenizer: "Tokenizer",
     max_seq_length: int,
     *,
-    split: bool,
+    given: Collection[str] = (),
     progress: Progress = lambda *_: None,
 ) -> HeldOut:
     """The validation part of what `load_data` gives.
@@ -173,15 +171,13 @@ def load_held_out(
         data: the recipe's data.
         tokenizer: of the base model.
         max_seq_length: samples are cut to this many tokens.
-        split: split it off a single JSON file, as training does; else take the whole file.
+        given: the options of the data that were named for this alone.
         progress: called at least every 1000 records.
 
     Raises:
         UserError: the data cannot be had, are not what they should be, or no sample is left.
     """
-    check_data(data)
-    _check_tokenizer(tokenizer)
-    source = load_source(data, tokenizer, max_seq_length, split=split)
+    source = _read(data_source(data).for_evaluation(given), tokenizer)
     samples, counts = _tokenise(
         "val",
         source.val,
@@ -192,6 +188,12 @@ def load_held_out(
         progress=progress,
     )
     return HeldOut(samples=samples, counts=counts, prompt_style=source.prompt_style)
+
+
+def _read(source: DataSource, tokenizer: "Tokenizer") -> Splits:
+    source.files()  # a missing file is named first
+    _check_tokenizer(tokenizer)
+    return source.read()
 
 
 def _check_tokenizer(tokenizer: "Tokenizer") -> None:

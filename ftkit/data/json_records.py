@@ -1,7 +1,7 @@
 """JSON and JSON Lines files of records with instruction, input and output."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ def read_records(file: Path, *, required: Sequence[str] = ANSWERED) -> list[Reco
         ) from None
     if not text.strip():
         raise UserError(f"{file} is empty. {_RULE}\nSet data.json_path to a file with records.")
-    read = _read_lines if file.suffix.lower() == ".jsonl" else _read_list
+    read = _READERS.get(file.suffix.lower(), _read_list)
     return read(file, text, required)
 
 
@@ -99,6 +99,14 @@ def _read_lines(file: Path, text: str, required: Sequence[str]) -> list[Record]:
         for n, line in enumerate(text.split("\n"), 1)
         if line.strip()
     ]
+
+
+_READERS: dict[str, Callable[[Path, str, Sequence[str]], list[Record]]] = {
+    ".json": _read_list,
+    ".jsonl": _read_lines,
+}
+SUFFIXES = tuple(_READERS)
+"""Of files that can be read, in the order in which they are looked for."""
 
 
 def _parse(text: str, where: str, suffix: str, line: int = 1) -> Any:

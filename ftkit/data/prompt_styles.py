@@ -1,11 +1,10 @@
-"""Prompt styles: which one a recipe, a data module or a model means."""
+"""Prompt styles: which one a name means, and how it is noted beside a model."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ftkit.config.recipe import Component
-from ftkit.data.spec import data_class, json_options
+import yaml
+
 from ftkit.errors import UserError
 from ftkit.utils.nearest import nearest
 
@@ -13,21 +12,14 @@ if TYPE_CHECKING:
     from litgpt.prompts import PromptStyle
 
 
-def prompt_style_of(data: Component) -> "PromptStyle":
-    """The prompt style of a recipe's data, which are not looked at.
+PROMPT_STYLE = "prompt_style.yaml"
+"""Where LitGPT and ftkit look for the prompt style of a model, beside its weights."""
 
-    Raises:
-        UserError: there are no such data, or no such style.
-    """
-    name = data_class(data)
-    if name == "JSON":
-        return resolve_prompt_style(json_options(data).prompt_style)
-    import litgpt.data
 
-    defaults = {
-        field.name: field.default for field in dataclasses.fields(getattr(litgpt.data, name))
-    }
-    return resolve_prompt_style(data["init_args"].get("prompt_style", defaults["prompt_style"]))
+def prompt_style_file(style: "PromptStyle") -> dict[str, bytes]:
+    """A prompt style as a file: its name and content."""
+    name = f"{type(style).__module__}.{type(style).__name__}"
+    return {PROMPT_STYLE: yaml.safe_dump({"class_path": name}).encode()}
 
 
 def resolve_prompt_style(value: object) -> "PromptStyle":

@@ -15,7 +15,6 @@ from ftkit.console.formatting import loss_text, percent_text
 from ftkit.console.grid import labelled_grid
 from ftkit.data.dataset import HeldOut, load_held_out
 from ftkit.data.loader import validation_loader
-from ftkit.data.spec import data_class
 from ftkit.errors import UserError
 from ftkit.inference.result import Result
 from ftkit.inference.session import InUse, put_to_use
@@ -40,7 +39,8 @@ def evaluate(result: Result, options: EvaluateOptions, data: Sequence[Override])
     recipe = _recipe(result, options, data)
     result = dataclasses.replace(result, recipe=recipe)
     in_use = put_to_use(result, options)
-    held_out = _held_out(result, recipe, in_use, whole_file=_takes_whole_file(recipe, data))
+    given = {key.removeprefix("data.").removeprefix("init_args.") for key, _ in data}
+    held_out = _held_out(result, recipe, in_use, given)
     with Display(None, stream=sys.stderr) as display:
         measured = _measure(in_use, held_out, recipe, options, display)
     values = {
@@ -77,22 +77,12 @@ def _recipe(result: Result, options: EvaluateOptions, data: Sequence[Override]) 
     return with_overrides(recipe, [*data, *given])
 
 
-def _takes_whole_file(recipe: Recipe, data: Sequence[Override]) -> bool:
-    """Whether a file was named for this alone, so that nothing of it was trained on."""
-    keys = {key.removeprefix("data.").removeprefix("init_args.") for key, _ in data}
-    is_file = data_class(recipe.data) == "JSON" and "json_path" in keys
-    return is_file and "val_split_fraction" not in keys
-
-
-def _held_out(result: Result, recipe: Recipe, in_use: InUse, *, whole_file: bool) -> HeldOut:
+def _held_out(result: Result, recipe: Recipe, in_use: InUse, given: set[str]) -> HeldOut:
+    """The records to evaluate on; `given` are the options of the data that were named for it."""
     longest = in_use.loaded.base.config.block_size
     if result.metadata is not None:
         longest = result.metadata.max_seq_length
     longest = recipe.train.max_seq_length or longest
-    if whole_file:
-        arguments = dict(recipe.data["init_args"])
-        arguments.pop("val_split_fraction", None)
-        recipe = dataclasses.replace(recipe, data=recipe.data | {"init_args": arguments})
     with (
         Display(None, stream=sys.stderr) as display,
         display.phase("reading data", brief=True) as phase,
@@ -101,7 +91,7 @@ def _held_out(result: Result, recipe: Recipe, in_use: InUse, *, whole_file: bool
             recipe.data,
             in_use.loaded.base.tokenizer,
             longest,
-            split=not whole_file,
+            given=given,
             progress=lambda _, done, total: phase.advance(done, total),
         )
 

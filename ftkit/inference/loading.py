@@ -17,8 +17,8 @@ from ftkit.config.devices import Accelerator, find_devices
 from ftkit.config.peft_adapter import CONFIG
 from ftkit.config.plan import Plan, make_plan
 from ftkit.config.recipe import Component, LoraRecipe, Precision, Quantization, Recipe, Train
-from ftkit.data.prompt_styles import prompt_style_of, resolve_prompt_style
-from ftkit.data.sources import PROMPT_STYLE
+from ftkit.data.prompt_styles import PROMPT_STYLE, resolve_prompt_style
+from ftkit.data.sources import data_source
 from ftkit.errors import UserError
 from ftkit.inference.result import Result
 from ftkit.lora.load import check_shapes, read_adapter
@@ -243,7 +243,7 @@ def load_result(
 def prompt_style(result: Result, base: BaseModel) -> "PromptStyle":
     """Of the run; else of a LitGPT directory; else what LitGPT knows for models of this name."""
     if result.recipe is not None:
-        return prompt_style_of(result.recipe.data)
+        return data_source(result.recipe.data).prompt_style()
     file = result.directory / PROMPT_STYLE
     if file.is_file():
         try:

@@ -18,7 +18,7 @@ from ftkit.config.peft_adapter import with_adapter
 from ftkit.config.plan import make_plan
 from ftkit.config.recipe import Recipe
 from ftkit.console.display import Display
-from ftkit.data.spec import check_data
+from ftkit.data.sources import check_data
 from ftkit.errors import UserError
 from ftkit.launch.conclude import conclude
 from ftkit.launch.environment import ExternalRanks, external_ranks

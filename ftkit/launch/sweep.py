@@ -16,7 +16,7 @@ from ftkit.comparison.plots import check_plot
 from ftkit.config.devices import find_devices
 from ftkit.config.plan import make_plan
 from ftkit.config.sweep import SweepRun, differences
-from ftkit.data.spec import check_data
+from ftkit.data.sources import check_data
 from ftkit.errors import EXIT_BY_SIGNAL, EXIT_OUT_OF_MEMORY, DoesNotFit, UserError
 from ftkit.report.report import ENDED_WELL
 from ftkit.runs.directory import RunDirectory

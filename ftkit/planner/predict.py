@@ -12,7 +12,7 @@ from ftkit.config.parsing import Override, read_recipe
 from ftkit.config.peft_adapter import with_adapter
 from ftkit.config.plan import Plan, make_plan
 from ftkit.config.recipe import LoraRecipe, Method, Recipe
-from ftkit.data.spec import check_data
+from ftkit.data.sources import check_data
 from ftkit.errors import UserError
 from ftkit.lora.save import check_adapter
 from ftkit.memory.gpus import HOST, Gpu

@@ -8,8 +8,8 @@ from typing import Literal
 
 from ftkit.config.recipe import Component
 from ftkit.data.longest_sample import Longest, longest_sample
-from ftkit.data.sources import Source, load_json
-from ftkit.data.spec import data_class, json_options
+from ftkit.data.sources import data_source
+from ftkit.data.spec import Splits
 from ftkit.errors import UserError
 from ftkit.pretrained.base_model import BaseModel
 from ftkit.pretrained.hub import has_tokenizer
@@ -66,9 +66,9 @@ def sequence_length(data: Component, base: BaseModel, asked: int | None) -> Sequ
     """
     context = base.config.block_size
     limit = asked or context
-    if data_class(data) != "JSON":
+    files = data_source(data).files()
+    if files is None:
         return _unknown(asked, context)
-    files = [file for file in json_options(data).files() if file is not None]
     stamps = tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
     directory = base.tokenizer_directory if has_tokenizer(base.tokenizer_directory) else None
     train, val, count = _longest(json.dumps(data, default=str), stamps, directory, limit)
@@ -122,5 +122,5 @@ def _longest(
 
 
 @lru_cache(maxsize=1)
-def _source(data: str, stamps: _Stamps) -> Source:
-    return load_json(json.loads(data))
+def _source(data: str, stamps: _Stamps) -> Splits:
+    return data_source(json.loads(data)).read()

@@ -32,8 +32,8 @@ from ftkit.checkpoint.metadata import Metadata, read_metadata
 from ftkit.checkpoint.saver import SavingFailed
 from ftkit.config.recipe import LoraRecipe
 from ftkit.console.display import Display
+from ftkit.data.prompt_styles import prompt_style_file
 from ftkit.data.sampler import ElasticOrder, Position, RankLayout
-from ftkit.data.sources import prompt_style_file
 from ftkit.errors import UserError
 from ftkit.lora.save import save_adapter
 from ftkit.memory.predict import predict_measured

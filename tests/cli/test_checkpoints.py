@@ -340,7 +340,7 @@ def test_verify_shows_how_far_it_is_if_it_takes_long(out_dir, capsys, monkeypatc
         return []
 
     monkeypatch.setattr("ftkit.checkpoint.store.verify", verify)
-    monkeypatch.setattr("ftkit.console.display.LINE_INTERVAL_S", 0)
+    monkeypatch.setattr("ftkit.console.progress.LINE_INTERVAL_S", 0)
     argv = ["checkpoints", "verify", str(out_dir), "--format", "json"]
     assert run(argv) == 0
     assert capsys.readouterr().err == ""

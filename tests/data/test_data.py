@@ -16,7 +16,7 @@ from ftkit.data.dataset import DataSets, Sample, SampleSet, load_data
 from ftkit.data.json_records import read_records
 from ftkit.data.loader import collate, train_batches, validation_loader
 from ftkit.data.sampler import FILLER, ElasticOrder
-from ftkit.data.spec import check_data
+from ftkit.data.sources import check_data
 from ftkit.errors import UserError
 
 litgpt_data = pytest.importorskip("litgpt.data", reason="the data are compared with LitGPT's")
@@ -317,7 +317,9 @@ class TestChecks:
     """What is refused before anything heavy is imported."""
 
     def test_the_checks_import_neither_torch_nor_litgpt(self):
-        code = "import sys, ftkit.data.spec; print('torch' in sys.modules, 'litgpt' in sys.modules)"
+        code = (
+            "import sys, ftkit.data.sources; print('torch' in sys.modules, 'litgpt' in sys.modules)"
+        )
         output = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
         assert output.stdout.decode().split() == ["False", "False"]
 

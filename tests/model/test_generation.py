@@ -9,7 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from command import ROOT
+from sentencepiece import SentencePieceTrainer
 from tiny import make_llama
+from tokenizers import Tokenizer as Processor
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from ftkit.embedded import path
 from ftkit.inference.loading import load_result
@@ -194,6 +197,62 @@ def test_pieces_are_whole_characters_and_make_up_the_text(tiny_base, text, which
     assert not any("\ufffd" in piece for piece in pieces)
     assert "".join(pieces) + stream.rest() == tokenizer.processor.decode(ids.tolist())
     assert len(pieces) > 1
+
+
+def write_vocabulary(kind: str, directory: Path) -> Tokenizer:
+    """A tokenizer that spells most characters in several tokens, byte by byte."""
+    if kind == "sentencepiece":
+        SentencePieceTrainer.train(
+            sentence_iterator=iter(["Nora Lake met Ben Hill, lines and spaces"] * 9),
+            model_prefix=str(directory / "tokenizer"),
+            model_type="bpe",
+            vocab_size=290,
+            byte_fallback=True,
+            minloglevel=2,
+        )
+        return Tokenizer(directory)
+    if kind == "byte fallback":  # Llama's
+        words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+        words += ["▁", "a", "e", "n", "m", "t", "▁B", "▁and"]
+        processor = Processor(
+            models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True)
+        )
+        processor.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
+        parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        processor.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])
+    else:
+        words = ["</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+        processor = Processor(models.BPE({word: i for i, word in enumerate(words)}, []))
+        processor.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        processor.decoder = decoders.ByteLevel()
+    processor.add_special_tokens(["</s>"])
+    processor.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    return Tokenizer(directory)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("kind", ["byte fallback", "byte level", "sentencepiece"])
+def test_characters_of_many_tokens_come_whole(kind, text, tmp_path):
+    tokenizer = write_vocabulary(kind, tmp_path)
+    ids = tokenizer.encode(text, bos=False).tolist()
+    stream = TextStream(tokenizer)
+    pieces = [stream.add(token) for token in ids]
+    assert "".join(pieces) + stream.rest() == tokenizer.processor.decode(ids)
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert "" in pieces or text.isascii()
+
+
+def test_bytes_that_are_no_character_do_not_end_an_answer(tmp_path):
+    """Decoded whole, they would also take the newline back that was shown."""
+    tokenizer = write_vocabulary("byte fallback", tmp_path)
+    ids = [tokenizer.token_to_id(word) for word in ("a", "<0x0A>", "<0x9F>", "▁and")]
+    assert tokenizer.processor.decode(ids) == "a\ufffd\ufffd and"
+    stream = TextStream(tokenizer)
+    assert [stream.add(token) for token in ids] == ["a", "\n", "", "\ufffd and"]
+    assert stream.rest() == ""
 
 
 def test_half_a_character_at_the_end_is_shown_as_such(tiny_base):

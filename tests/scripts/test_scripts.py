@@ -38,7 +38,7 @@ LIGHT_MODULES = [
     "checkpoint.metadata",
     "checkpoint.store",
     "data.sampler",
-    "data.spec",
+    "data.sources",
     "errors",
     "inference.result",
     "notebook.api",
