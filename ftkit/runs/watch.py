@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ftkit.checkpoint.store import Store
+from ftkit.config.command_options import WatchOptions
 from ftkit.console.curve import curve, means
 from ftkit.console.display import Display, clock_text, terminal_of
 from ftkit.console.formatting import age_text, duration_text, number_text, printable
@@ -24,6 +25,7 @@ from ftkit.report.table import STYLE_OF_OUTCOME, memory_text
 from ftkit.runs.checkpoints import entry_of
 from ftkit.runs.directory import CHECKPOINTS
 from ftkit.runs.state import RunState, StateName, look
+from ftkit.utils.units import parse_duration
 
 _RECENT_STEPS = 20
 """Steps whose mean is the speed now."""
@@ -215,21 +217,17 @@ def as_html(sight: Sight) -> str:
     return block(*parts)
 
 
-def watch(out_dir: Path, *, once: bool = False, interval_s: float = 2.0) -> int:
+def watch(options: WatchOptions) -> int:
     """Show a run until it has ended; the exit code.
-
-    Args:
-        out_dir: of the run.
-        once: show how it is now and end.
-        interval_s: time between two looks.
 
     Raises:
         UserError: the directory holds no run.
     """
-    watcher = Watcher(out_dir.expanduser())
+    interval_s = parse_duration(options.interval, "interval")
+    watcher = Watcher(options.out_dir.expanduser())
     sight = watcher.look()
     terminal = terminal_of(sys.stdout)
-    if once or not sight.run.at_work:
+    if options.once or not sight.run.at_work:
         with Display(None) as display:
             display.show(View(sight))
     elif terminal is None:

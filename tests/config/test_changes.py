@@ -6,8 +6,9 @@ import pytest
 from litgpt import data
 
 from ftkit.config.changes import _DATA_DEFAULTS, _PROMPT_STYLES, KIND_OF, carries_over, compare
-from ftkit.config.parsing import from_dict, key_types, read_recipe, to_dict
+from ftkit.config.parsing import from_dict, read_recipe, to_dict
 from ftkit.config.recipe import Method, Recipe
+from ftkit.config.recipe_keys import key_types
 
 
 def recipe(method: Method = "lora", **keys: object) -> Recipe:

@@ -151,7 +151,8 @@ def test_nothing_is_written(said, out):
             [".", "--interval", "2"],
             "interval is '2', but must be a number above 0 with s, min or h",
         ),
-        ([".", "--one"], "--one needs a value"),
+        ([".", "--one"], "--one is not an option of ftkit watch. Did you mean --once?"),
+        ([".", "--interval"], "--interval needs a value: --interval VALUE."),
         ([".", "--intervall", "2s"], "is not an option of ftkit watch. Did you mean --interval?"),
     ],
 )
