@@ -14,6 +14,7 @@ from ftkit.config.command_options import declared
 from ftkit.errors import UserError
 from ftkit.utils.imports import quick_imports, without_hub_kernels
 from ftkit.utils.nearest import nearest
+from ftkit.utils.process import Interrupts
 
 
 def main() -> None:
@@ -79,8 +80,9 @@ def _run_command(command: Command, argv: Sequence[str]) -> int:
     if command.opens:
         first_word = declared(command.options)[0].name
         arguments.insert(0, _load(command.opens)(getattr(arguments[0], first_word)))
-    with quick_imports():
+    with Interrupts() as interrupts, quick_imports():
         function = _load(command.function)
+    interrupts.check()
     code: int = function(*arguments)
     return code
 

@@ -25,6 +25,7 @@ from ftkit.report.table import STYLE_OF_OUTCOME, memory_text
 from ftkit.runs.checkpoints import entry_of
 from ftkit.runs.directory import CHECKPOINTS
 from ftkit.runs.state import RunState, StateName, look
+from ftkit.utils.process import Interrupts
 from ftkit.utils.units import parse_duration
 
 _RECENT_STEPS = 20
@@ -232,10 +233,13 @@ def watch(options: WatchOptions) -> int:
             display.show(View(sight))
     elif terminal is None:
         _print_lines(watcher, sight, interval_s)
-    else:
-        with Live(View(sight), console=terminal, auto_refresh=False) as live:
+    else:  # who can see it can end it, however it was started
+        with (
+            Interrupts(even_if_ignored=True) as interrupts,
+            Live(View(sight), console=terminal, auto_refresh=False) as live,
+        ):
             while sight.run.at_work:
-                time.sleep(interval_s)
+                interrupts.sleep(interval_s)
                 sight = watcher.look()
                 live.update(View(sight), refresh=True)
     return 0
@@ -244,12 +248,12 @@ def watch(options: WatchOptions) -> int:
 def _print_lines(watcher: Watcher, sight: Sight, interval_s: float) -> None:
     """A line whenever something has happened: for pipes and files."""
     lines = Lines()
-    while True:
-        lines.show(sight)
-        if not sight.run.at_work:
-            return
-        time.sleep(interval_s)
-        sight = watcher.look()
+    lines.show(sight)
+    with Interrupts() as interrupts:
+        while sight.run.at_work:
+            interrupts.sleep(interval_s)
+            sight = watcher.look()
+            lines.show(sight)
 
 
 class Lines:
