@@ -22,7 +22,12 @@ from ftkit.checkpoint import store as checks
 from ftkit.checkpoint.files import RECIPE
 from ftkit.checkpoint.metadata import CheckpointError, Layout, Metadata, read_metadata
 from ftkit.checkpoint.store import step_of
-from ftkit.config.command_options import Format
+from ftkit.config.command_options import (
+    CheckpointOptions,
+    CheckpointsOptions,
+    CleanOptions,
+    DiffOptions,
+)
 from ftkit.config.parsing import read_keys
 from ftkit.console.display import Display
 from ftkit.console.formatting import (
@@ -54,18 +59,18 @@ PROGRESS_AFTER_S = 2.0
 """Seconds after which verifying shows how far it is."""
 
 
-def list_checkpoints(out_dir: Path, form: Format) -> int:
+def list_checkpoints(options: CheckpointsOptions) -> int:
     """Show the checkpoints of a run, and what a crash left of others; the exit code."""
-    place = find_all(out_dir)
+    place = find_all(options.out_dir)
     at_work = is_at_work(place)
     entries = [entry_of(path) for path in place.directories()]
     entries += [leftover(path, at_work) for path in place.store.leftovers() if path.is_dir()]
     entries = [entry for entry in entries if entry.path.exists()]  # not deleted meanwhile
     entries.sort(key=lambda entry: (entry.step if entry.step is not None else -1, entry.state))
-    if form == "json":
+    if options.format == "json":
         return _print_json([entry.as_dict() for entry in entries])
     if not entries:
-        return _print(f"{out_dir} holds no checkpoint")
+        return _print(f"{options.out_dir} holds no checkpoint")
     table = _table("step", "epoch", "loss", "val loss", "size", "age", "written under", "state")
     for entry in entries:
         table.add_row(*_cells(entry, time.time()))
@@ -73,20 +78,20 @@ def list_checkpoints(out_dir: Path, form: Format) -> int:
     return _print(table, *problems)
 
 
-def show_checkpoint(out_dir: Path, step: str | None, form: Format) -> int:
+def show_checkpoint(options: CheckpointOptions) -> int:
     """Show all that a checkpoint says about itself; the exit code.
 
     Raises:
         UserError: there is no such checkpoint, or it says nothing.
     """
-    place = find(out_dir)
-    entry = entry_of(place.chosen(step))
+    place = find(options.out_dir)
+    entry = entry_of(place.chosen(options.step))
     if entry.metadata is None:
         raise UserError(
             f"{entry.problems[0]}\nIt cannot be shown. Look for another one with "
             f"ftkit checkpoints list {place.store.directory}."
         )
-    if form == "json":
+    if options.format == "json":
         return _print_json(entry.as_dict())
     title = Rule(
         Text(printable(str(entry.path)), "bold"), characters="-", align="left", style="dim"
@@ -98,20 +103,17 @@ def show_checkpoint(out_dir: Path, step: str | None, form: Format) -> int:
     return _print(title, grid, "", files)
 
 
-def verify_checkpoints(out_dir: Path, step: str | None, form: Format) -> int:
+def verify_checkpoints(options: CheckpointOptions) -> int:
     """Compare every file with its checksum; the exit code: 1 if any checkpoint is damaged.
 
-    Args:
-        out_dir: a run, its checkpoints, or one of them.
-        step: of the only one to check; None: all.
-        form: of what is shown.
+    Without a step all checkpoints of the run are checked.
 
     Raises:
         UserError: there is no such checkpoint.
     """
-    place = find(out_dir)
-    newest = place.chosen(step)
-    directories = place.directories() if step is None else [newest]
+    place = find(options.out_dir)
+    newest = place.chosen(options.step)
+    directories = place.directories() if options.step is None else [newest]
     problems: dict[Path, list[str]] = {}
     with _Verifying(directories) as verifying:
         for directory in directories:
@@ -120,7 +122,7 @@ def verify_checkpoints(out_dir: Path, step: str | None, form: Format) -> int:
             if directory.exists():  # a run at work may have deleted it meanwhile
                 problems[directory] = found
     damaged = any(problems.values())
-    if form == "json":
+    if options.format == "json":
         return _print_json(
             [
                 {
@@ -140,28 +142,23 @@ def verify_checkpoints(out_dir: Path, step: str | None, form: Format) -> int:
     return _print(*lines, code=int(damaged))
 
 
-def clean_checkpoints(out_dir: Path, keep_last: int, *, dry_run: bool) -> int:
+def clean_checkpoints(options: CleanOptions) -> int:
     """Delete all but the newest checkpoints, and what a crash left; the exit code.
 
     What the recipe of the run keeps for good (keep_every, keep_best) stays, and so does a damaged
     checkpoint.
 
-    Args:
-        out_dir: a run, or its checkpoints.
-        keep_last: how many of the newest to keep.
-        dry_run: only say what would be deleted.
-
     Raises:
         UserError: the run is at work, or something cannot be deleted.
     """
-    place = find_all(out_dir)
+    place, dry_run = find_all(options.out_dir), options.dry_run
     store = place.store
     verb = "would remove" if dry_run else "removed"
     with claimed(place, hold=not dry_run):
         if not dry_run:
             store.restore_replaced()
         rule = _kept_for_good(place)
-        kept = store.kept(keep_last, rule["keep_every"], rule["keep_best"] or 0)
+        kept = store.kept(options.keep_last, rule["keep_every"], rule["keep_best"] or 0)
         steps = store.steps()
         damaged = {step: found for step in steps if (found := store.check_files(step))}
         freed = 0
@@ -190,21 +187,18 @@ def clean_checkpoints(out_dir: Path, keep_last: int, *, dry_run: bool) -> int:
     return 0
 
 
-def compare_recipes(a: Path, b: Path, form: Format) -> int:
+def compare_recipes(options: DiffOptions) -> int:
     """Show which fields differ between the recipes of two checkpoints; the exit code.
 
-    Args:
-        a: a checkpoint, or a run, which means its newest.
-        b: another one.
-        form: of what is shown.
+    A run means its newest checkpoint.
 
     Raises:
         UserError: one has no recipe, or a damaged one.
     """
-    directories = [find(path).chosen(None) for path in (a, b)]
+    directories = [find(path).chosen(None) for path in (options.a, options.b)]
     left, right = map(_recipe_of, directories)
     different = [key for key in dict.fromkeys([*left, *right]) if left.get(key) != right.get(key)]
-    if form == "json":
+    if options.format == "json":
         return _print_json(
             {
                 "a": str(directories[0]),

@@ -1,230 +1,321 @@
-"""The table of commands: what each does, the words and options it takes, examples."""
+"""The table of commands: what each does, the options it takes, what runs it, examples."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 from ftkit.config.command_options import (
+    CheckpointOptions,
+    CheckpointsOptions,
+    CleanOptions,
+    CompareOptions,
+    DiffOptions,
+    DownloadOptions,
+    FinetuneOptions,
+    PlanOptions,
+    SweepOptions,
+    WatchOptions,
+)
+from ftkit.config.recipe import FINETUNE, RECIPE_OF
+from ftkit.config.result_options import (
     ChatOptions,
     EvaluateOptions,
     ExportOptions,
     GenerateOptions,
     MergeOptions,
 )
+from ftkit.memory.gpus import GPUS
 
-COMMANDS = {
+FIND_RESULT = "ftkit.inference.result:find_result"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A command: all that parsing, help, completion and running it need to know."""
+
+    name: str
+    """As it is typed after ftkit."""
+    summary: str
+    """In a line, for the list of commands."""
+    text: str
+    """What its help says of it."""
+    options: type
+    """The class of its options; see `ftkit.config.command_options`."""
+    function: str
+    """Module and function that take the options and return the exit code. The module is imported
+    only when the command is run."""
+    examples: tuple[str, ...]
+    """What may stand after its name."""
+    opens: str = ""
+    """What turns its first word into the first argument of the function, before the module of the
+    function, which loads torch, is imported."""
+    usage: tuple[str, ...] = ()
+    """What may stand after its name, for usage; (): as its options tell."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Commands that share the first word of their names."""
+
+    name: str
+    """As it is typed after ftkit; "": ftkit itself."""
+    summary: str
+    """In a line, for the list of commands."""
+    text: str
+    """What its help says of it."""
+    usage: str
+    """What stands after its name."""
+    epilog: str
+    """The last words of its help."""
+    members: tuple["Command | Group", ...]
+
+    @property
+    def by_name(self) -> dict[str, "Command | Group"]:
+        """Its commands by the last word of their names."""
+        return {member.name.rpartition(" ")[2]: member for member in self.members}
+
+    def commands(self) -> Iterator[Command]:
+        """All commands, also those of groups in it."""
+        for member in self.members:
+            if isinstance(member, Group):
+                yield from member.commands()
+            else:
+                yield member
+
+
+_FINETUNE_SUMMARY = {
     "finetune": "fine-tune with LoRA or QLoRA (the same as finetune_lora)",
     "finetune_lora": "fine-tune with LoRA or QLoRA",
     "finetune_full": "fine-tune every parameter",
-    "sweep": "run variations of recipes one after another, and compare them",
-    "plan": "predict memory, disk and steps before anything is loaded",
-    "download": "fetch a base model from the Hugging Face hub",
-    "compare": "put runs side by side: what differs, what came out; as a table and as a picture",
-    "watch": "follow a run from another terminal: progress, loss curve, memory, checkpoint",
-    "checkpoints": "list, show, verify, clean up or compare what runs have saved",
-    "generate": "answer one prompt or many with the result of a run, or any model",
-    "chat": "talk with the result of a run, or any model",
-    "evaluate": "measure a result on held-out data: loss, perplexity, exact match",
-    "merge": "make a LoRA run's adapter and its base model one Hugging Face model",
-    "export": "write a result for Hugging Face, LitGPT or PEFT",
 }
 
-
-@dataclass(frozen=True, kw_only=True)
-class Using:
-    """A command that uses a result: what it does, its options, how it is called."""
-
-    text: str
-    module: str
-    """What has a function of the command's name; imported only when the command is run."""
-    options: type
-    examples: tuple[str, ...]
-    takes_data: bool = False
-
-
-USING = {
-    "generate": Using(
-        text="Answer prompts with a result: the adapter or model of a run, one of its "
-        "checkpoints, an adapter, or a base model. Prompts are made as the run made them.",
-        module="ftkit.inference.generate",
-        options=GenerateOptions,
+_FINETUNING = tuple(
+    Command(
+        name=name,
+        summary=_FINETUNE_SUMMARY[name],
+        text=str(RECIPE_OF[method].__doc__),
+        options=FinetuneOptions,
+        function="ftkit.launch.command:finetune",
+        usage=("[RECIPE.yaml ...] [CHECKPOINT_DIR] [--KEY VALUE ...]",),
         examples=(
-            "out/finetune/lora --prompt 'Tell me a story.' --temperature 0.8",
-            "out/finetune/lora --prompts questions.txt --out answers.jsonl",
-            "out/finetune/lora --prompt 'Tell me a story.' --compare_base",
+            "TinyLlama/TinyLlama_v1.1 --data JSON --data.json_path FILE",
+            f"recipes/tiny-llama-{method}.yaml --optimizer.lr 1e-4",
+            "--data.help JSON",
         ),
-    ),
-    "chat": Using(
-        text="Talk with a result, line by line. Ctrl+C stops an answer, Ctrl+D ends. What was "
-        "said before counts where the prompt style has a place for it (llama3, r1).",
-        module="ftkit.inference.chat",
-        options=ChatOptions,
-        examples=("out/finetune/lora --temperature 0.8",),
-    ),
-    "evaluate": Using(
-        text="Measure a result on the validation data of its run, in the way of the run: the "
-        "numbers are those that it reported. Or on other data: then a single file is taken whole, "
-        "unless --data.val_split_fraction is given.",
-        module="ftkit.inference.evaluate",
-        options=EvaluateOptions,
-        examples=(
-            "out/finetune/lora",
-            "out/finetune/lora --data JSON --data.json_path held_out.json",
-        ),
-        takes_data=True,
-    ),
-    "merge": Using(
-        text="Add what LoRA has learned to the weights of the base model, and write the whole as "
-        "a Hugging Face model. Memory holds one file of weights, not the model. Logits on a "
-        "sample show how close it comes to the result itself.",
-        module="ftkit.convert.merge",
-        options=MergeOptions,
-        examples=(
-            "out/finetune/lora --out out/merged",
-            "out/finetune/qlora --out out/merged --base original",
-        ),
-    ),
-    "export": Using(
-        text="Write a full fine-tune, one of its checkpoints or any model for Hugging Face or "
-        "LitGPT, or the adapter of a LoRA run or checkpoint for PEFT. To write a LoRA run as a "
-        "model, merge it first.",
-        module="ftkit.convert.export",
-        options=ExportOptions,
-        examples=(
-            "out/finetune/full --format litgpt --out out/for-litgpt",
-            "out/full/checkpoints/step-00001500 --format hf --out out/hf",
-            "out/lora --format peft --out out/adapter",
-        ),
-    ),
-}
-RESULT = (
-    "A run (its out_dir), one of its checkpoints, a PEFT adapter, a model directory (Hugging Face "
-    "or LitGPT), a hub name, or embedded:quickstart."
+    )
+    for name, method in FINETUNE.items()
 )
 
-
-@dataclass(frozen=True, kw_only=True)
-class Managing:
-    """A command of ftkit checkpoints: what it does, what it takes, how it is called."""
-
-    text: str
-    words: tuple[str, ...]
-    options: tuple[str, ...]
-    example: str
-
-
-FORMATS: dict[str, Literal["table", "json"]] = {"table": "table", "json": "json"}
-_FORMAT = ("format",)
-CHECKPOINTS = {
-    "list": Managing(
-        text="Show the checkpoints of a run, whether each is complete, and what a crash left.",
-        words=("OUT_DIR",),
-        options=_FORMAT,
-        example="out/finetune/lora --format json",
-    ),
-    "show": Managing(
-        text="Show all that a checkpoint says about itself: training, hardware, files.",
-        words=("OUT_DIR", "[STEP]"),
-        options=_FORMAT,
-        example="out/finetune/lora 1500",
-    ),
-    "verify": Managing(
-        text="Compare every file with its checksum. The exit code is 1 if any is damaged.",
-        words=("OUT_DIR", "[STEP]"),
-        options=_FORMAT,
-        example="out/finetune/lora",
-    ),
-    "clean": Managing(
-        text="Delete old checkpoints and what a crash left. What checkpoint.keep_every and "
-        "checkpoint.keep_best of the recipe keep for good stays, and damaged ones do.",
-        words=("OUT_DIR",),
-        options=("keep_last", "dry_run"),
-        example="out/finetune/lora --keep_last 1 --dry_run",
-    ),
-    "diff": Managing(
-        text="Show which fields differ between the recipes of two checkpoints, or of the newest "
-        "ones of two runs.",
-        words=("A", "B"),
-        options=_FORMAT,
-        example="out/finetune/lora out/finetune/lora-2",
-    ),
-}
-WORDS = {
-    "OUT_DIR": "The run: its out_dir, or the checkpoints in it.",
-    "[STEP]": "Which checkpoint, by its step.",
-    "A": "A checkpoint, or a run.",
-    "B": "Another one.",
-}
-WITH_STEP = "The run: its out_dir, the checkpoints in it, or one of these."
-
-
-@dataclass(frozen=True, kw_only=True)
-class Option:
-    """An option: one of its choices (the first is the default), a value, or else a switch."""
-
-    text: str
-    placeholder: str | None = None
-    choices: tuple[str, ...] = ()
-
-    @property
-    def is_switch(self) -> bool:
-        """Whether it takes no value."""
-        return not self.choices and self.placeholder is None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Looking:
-    """A command that looks at runs: what it does, its words, its options, how it is called."""
-
-    text: str
-    word: str
-    word_help: str
-    most_words: int
-    options: dict[str, Option]
-    examples: tuple[str, ...]
-
-
-LOOKING = {
-    "compare": Looking(
-        text="Put runs side by side, whatever became of them: the settings that differ, outcome, "
-        "loss, speed, time and peak memory. A star marks the best of those that ended well.",
-        word="RUN",
-        word_help="Runs (each its out_dir), or directories that hold runs at any depth.",
-        most_words=10_000,
-        options={
-            "sort": Option(
-                placeholder="KEY",
-                text="Sort by a result such as tokens_per_s, best first, or by a setting such as "
-                "train.micro_batch_size; JSON and CSV have all keys. Default: runs that ended "
-                "well first, by validation loss, and by tokens_per_s where it is equal.",
-            ),
-            "format": Option(
-                choices=("table", "json", "csv", "markdown"),
-                text="json, csv, markdown: nothing else is written to standard output.",
-            ),
-            "plot": Option(
-                placeholder="FILE",
-                text="Also draw loss by step and by time, peak memory and throughput into "
-                "FILE.png, or into FILE.html together with the table, as one page that loads "
-                "nothing.",
-            ),
-        },
-        examples=(
-            "out/finetune/lora out/finetune/lora-2",
-            "out --sort allocated_bytes --format csv",
-            "out/* --plot comparison.html",
+_CHECKPOINTS = Group(
+    name="checkpoints",
+    summary="list, show, verify, clean up or compare what runs have saved",
+    text="Look after the checkpoints of a run, in OUT_DIR/checkpoints.",
+    usage="COMMAND OUT_DIR [--KEY VALUE ...]",
+    epilog="Example: ftkit checkpoints list out/finetune/lora. ftkit checkpoints COMMAND --help "
+    "explains a command.",
+    members=(
+        Command(
+            name="checkpoints list",
+            summary="show the checkpoints of a run, whether each is complete, and what a crash "
+            "left",
+            text="Show the checkpoints of a run, whether each is complete, and what a crash left.",
+            options=CheckpointsOptions,
+            function="ftkit.cli.checkpoints:list_checkpoints",
+            examples=("out/finetune/lora --format json",),
+        ),
+        Command(
+            name="checkpoints show",
+            summary="show all that a checkpoint says about itself: training, hardware, files",
+            text="Show all that a checkpoint says about itself: training, hardware, files.",
+            options=CheckpointOptions,
+            function="ftkit.cli.checkpoints:show_checkpoint",
+            examples=("out/finetune/lora 1500",),
+        ),
+        Command(
+            name="checkpoints verify",
+            summary="compare every file with its checksum",
+            text="Compare every file with its checksum. The exit code is 1 if any is damaged.",
+            options=CheckpointOptions,
+            function="ftkit.cli.checkpoints:verify_checkpoints",
+            examples=("out/finetune/lora",),
+        ),
+        Command(
+            name="checkpoints clean",
+            summary="delete old checkpoints and what a crash left",
+            text="Delete old checkpoints and what a crash left. What checkpoint.keep_every and "
+            "checkpoint.keep_best of the recipe keep for good stays, and damaged ones do.",
+            options=CleanOptions,
+            function="ftkit.cli.checkpoints:clean_checkpoints",
+            examples=("out/finetune/lora --keep_last 1 --dry_run",),
+        ),
+        Command(
+            name="checkpoints diff",
+            summary="show which fields differ between the recipes of two checkpoints, or of the "
+            "newest ones of two runs",
+            text="Show which fields differ between the recipes of two checkpoints, or of the "
+            "newest ones of two runs.",
+            options=DiffOptions,
+            function="ftkit.cli.checkpoints:compare_recipes",
+            examples=("out/finetune/lora out/finetune/lora-2",),
         ),
     ),
-    "watch": Looking(
-        text="Follow a run, at work or ended, from another terminal: progress, loss curve, speed, "
-        "memory, newest checkpoint, time left, and how it ended. Reads its files and writes "
-        "nothing. Ends with the run; Ctrl+C ends it earlier and leaves the run alone.",
-        word="OUT_DIR",
-        word_help="The run: its out_dir.",
-        most_words=1,
-        options={
-            "once": Option(text="Show how the run is now, and end."),
-            "interval": Option(placeholder="DURATION", text="Time between two looks. Default: 2s."),
-        },
-        examples=("out/finetune/lora", "out/finetune/lora --once"),
+)
+
+FTKIT = Group(
+    name="",
+    summary="",
+    text="Fine-tune language models on the hardware you happen to have.",
+    usage="[-h] [--version] COMMAND ...",
+    epilog="ftkit COMMAND --help explains a command.",
+    members=(
+        *_FINETUNING,
+        Command(
+            name="sweep",
+            summary="run variations of recipes one after another, and compare them",
+            text="Run variations of recipes one after another, each in its own process and "
+            "directory, and compare them in the end. An out-of-memory or a failure does not stop "
+            "the sweep. Ctrl+C ends the current run gracefully and the sweep with it; the same "
+            "command goes on: what is complete is skipped, the stopped run resumes. Keys of "
+            "recipes given as options hold for all runs. The exit code is 1 if a run failed, 3 if "
+            "all ran out of memory.",
+            options=SweepOptions,
+            function="ftkit.launch.command:sweep_runs",
+            usage=(
+                "SWEEP.yaml [--KEY VALUE ...]",
+                "finetune|finetune_full --config RECIPE.yaml --sweep KEY=A,B ... [--KEY VALUE ...]",
+            ),
+            examples=(
+                "recipes/sweeps/single_gpu.yaml --plot single_gpu.html",
+                "recipes/sweeps/multi_gpu.yaml --only 'a100-*'",
+                (
+                    "finetune_full --config recipes/tiny-llama-full.yaml \\\n"
+                    "    --sweep train.micro_batch_size=4,8 --sweep precision=bf16-true,32-true"
+                ),
+            ),
+        ),
+        Command(
+            name="plan",
+            summary="predict memory, disk and steps before anything is loaded",
+            text="Predict what recipes need: memory of each rank with its parts, host memory, "
+            "disk, steps. No weights are loaded or downloaded, and no GPU is needed. Several "
+            "recipes, the runs of a sweep and variations become one table. Any LoRA key or "
+            "quantize means LoRA, else full fine-tuning. The exit code is 3 if it does not fit on "
+            f"the GPU; of several, if none does. GPUs by name: {', '.join(GPUS)}.",
+            options=PlanOptions,
+            function="ftkit.planner.command:plan_all",
+            usage=(
+                "[RECIPE.yaml | SWEEP.yaml ...] [--gpu GPU] [--sweep KEY=A,B] [--KEY VALUE ...]",
+            ),
+            examples=(
+                "recipes/open-llama-7b-full.yaml --precision bf16-true --gpu a100-80gb",
+                "recipes/*.yaml --gpu 24GiB",
+                "recipes/sweeps/single_gpu.yaml --gpu a100-80gb",
+                "recipes/tiny-llama-full.yaml --sweep train.micro_batch_size=1,2,4,8",
+            ),
+        ),
+        Command(
+            name="download",
+            summary="fetch a base model from the Hugging Face hub",
+            text="Fetch a base model from the Hugging Face hub, or finish an earlier download.",
+            options=DownloadOptions,
+            function="ftkit.cli.download:download_model",
+            examples=("TinyLlama/TinyLlama_v1.1",),
+        ),
+        Command(
+            name="compare",
+            summary="put runs side by side: what differs, what came out; as a table and as a "
+            "picture",
+            text="Put runs side by side, whatever became of them: the settings that differ, "
+            "outcome, loss, speed, time and peak memory. A star marks the best of those that ended "
+            "well.",
+            options=CompareOptions,
+            function="ftkit.comparison.compare:compare_runs",
+            examples=(
+                "out/finetune/lora out/finetune/lora-2",
+                "out --sort allocated_bytes --format csv",
+                "out/* --plot comparison.html",
+            ),
+        ),
+        Command(
+            name="watch",
+            summary="follow a run from another terminal: progress, loss curve, memory, checkpoint",
+            text="Follow a run, at work or ended, from another terminal: progress, loss curve, "
+            "speed, memory, newest checkpoint, time left, and how it ended. Reads its files and "
+            "writes nothing. Ends with the run; Ctrl+C ends it earlier and leaves the run alone.",
+            options=WatchOptions,
+            function="ftkit.runs.watch:watch",
+            examples=("out/finetune/lora", "out/finetune/lora --once"),
+        ),
+        _CHECKPOINTS,
+        Command(
+            name="generate",
+            summary="answer one prompt or many with the result of a run, or any model",
+            text="Answer prompts with a result: the adapter or model of a run, one of its "
+            "checkpoints, an adapter, or a base model. Prompts are made as the run made them.",
+            options=GenerateOptions,
+            opens=FIND_RESULT,
+            function="ftkit.inference.generate:generate",
+            examples=(
+                "out/finetune/lora --prompt 'Tell me a story.' --temperature 0.8",
+                "out/finetune/lora --prompts questions.txt --out answers.jsonl",
+                "out/finetune/lora --prompt 'Tell me a story.' --compare_base",
+            ),
+        ),
+        Command(
+            name="chat",
+            summary="talk with the result of a run, or any model",
+            text="Talk with a result, line by line. Ctrl+C stops an answer, Ctrl+D ends. What was "
+            "said before counts where the prompt style has a place for it (llama3, r1).",
+            options=ChatOptions,
+            opens=FIND_RESULT,
+            function="ftkit.inference.chat:chat",
+            examples=("out/finetune/lora --temperature 0.8",),
+        ),
+        Command(
+            name="evaluate",
+            summary="measure a result on held-out data: loss, perplexity, exact match",
+            text="Measure a result on the validation data of its run, in the way of the run: the "
+            "numbers are those that it reported. Or on other data: then a single file is taken "
+            "whole, unless --data.val_split_fraction is given.",
+            options=EvaluateOptions,
+            opens=FIND_RESULT,
+            function="ftkit.inference.evaluate:evaluate",
+            examples=(
+                "out/finetune/lora",
+                "out/finetune/lora --data JSON --data.json_path held_out.json",
+            ),
+        ),
+        Command(
+            name="merge",
+            summary="make a LoRA run's adapter and its base model one Hugging Face model",
+            text="Add what LoRA has learned to the weights of the base model, and write the whole "
+            "as a Hugging Face model. Memory holds one file of weights, not the model. Logits on a "
+            "sample show how close it comes to the result itself.",
+            options=MergeOptions,
+            opens=FIND_RESULT,
+            function="ftkit.convert.merge:merge",
+            examples=(
+                "out/finetune/lora --out out/merged",
+                "out/finetune/qlora --out out/merged --base original",
+            ),
+        ),
+        Command(
+            name="export",
+            summary="write a result for Hugging Face, LitGPT or PEFT",
+            text="Write a full fine-tune, one of its checkpoints or any model for Hugging Face or "
+            "LitGPT, or the adapter of a LoRA run or checkpoint for PEFT. To write a LoRA run as a "
+            "model, merge it first.",
+            options=ExportOptions,
+            opens=FIND_RESULT,
+            function="ftkit.convert.export:export",
+            examples=(
+                "out/finetune/full --format litgpt --out out/for-litgpt",
+                "out/full/checkpoints/step-00001500 --format hf --out out/hf",
+                "out/lora --format peft --out out/adapter",
+            ),
+        ),
     ),
-}
+)
+"""The whole command line."""
+
+COMMANDS = {command.name: command for command in FTKIT.commands()}
+"""Every command by its name, such as "checkpoints list"."""

@@ -7,7 +7,7 @@ comparison.plot("comparison.png")
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
@@ -16,6 +16,7 @@ from ftkit.comparison import table
 from ftkit.comparison.columns import in_order
 from ftkit.comparison.plots import Picture, check_plot, save_plot
 from ftkit.comparison.runs import ComparedRun, LeftOut, read_runs
+from ftkit.config.command_options import CompareOptions
 from ftkit.console.display import Display
 from ftkit.console.terminal import plain_text
 from ftkit.errors import UserError
@@ -101,26 +102,19 @@ def compare(paths: Iterable[str | os.PathLike[str]], *, sort: str | None = None)
     return Comparison(runs=in_order(runs, sort), left_out=left_out)
 
 
-def compare_runs(paths: Sequence[str], form: str, sort: str | None, plot: Path | None) -> int:
-    """Show a comparison on standard output, and draw it; the exit code.
-
-    Args:
-        paths: runs, or directories that hold runs.
-        form: table, or one of `_FORMATS`.
-        sort: a column to sort by.
-        plot: where to draw it.
-    """
-    if plot is not None:
-        check_plot(plot)
-    comparison = compare(paths, sort=sort)
+def compare_runs(options: CompareOptions) -> int:
+    """Show a comparison on standard output, and draw it; the exit code."""
+    if options.plot is not None:
+        check_plot(options.plot)
+    comparison = compare(options.runs, sort=options.sort)
     for item in comparison.left_out:
         print(f"ftkit: {item.path} {item.reason}: left out", file=sys.stderr)
-    if form in _FORMATS:
-        print(_FORMATS[form](comparison))
+    if options.format in _FORMATS:
+        print(_FORMATS[options.format](comparison))
     else:
         with Display(None) as display:
             display.show(comparison.table())
-    if plot is not None:
-        comparison.plot(plot)
-        print(f"ftkit: drawn into {plot}", file=sys.stderr)
+    if options.plot is not None:
+        comparison.plot(options.plot)
+        print(f"ftkit: drawn into {options.plot}", file=sys.stderr)
     return 0

@@ -1,345 +1,320 @@
-"""Options of the commands that use a result: each declared once, with its help and its rule."""
+"""Options of commands: how they are declared, and those of commands on recipes and runs.
 
+The class of a command's options says all that its command line may hold: words, options with their
+types and defaults, switches, and whether keys of recipes may stand beside them. Each field is
+explained once, in the string below it, which is also its ``--help``.
+"""
+
+import dataclasses
+import functools
 import typing
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from ftkit.config.parsing import SPELLINGS, Override, accepted_types, describe
-from ftkit.config.recipe import Precision, Quantization
-from ftkit.errors import UserError
-from ftkit.utils.nearest import nearest
-from ftkit.utils.units import SIZE_UNITS, parse_size
+import docstring_parser
+
+from ftkit.config.parsing import Override
+from ftkit.config.recipe_keys import COMPONENTS, accepted_types
 
 Format = Literal["table", "json"]
-Storage = Quantization | Literal["none"]
-Dtype = Literal["float32", "bfloat16", "float16"]
-
-_Options = TypeVar("_Options")
-
-_MODEL_FILES = ("config.json", "model_config.yaml", "adapter_config.json")
-"""What tells a model or an adapter."""
 
 
 def option(
-    default: Any,
-    text: str,
+    default: Any = dataclasses.MISSING,
     *,
-    example: object,
+    ask: str = "",
+    placeholder: str = "",
+    example: object = None,
     least: float | None = None,
     most: float | None = None,
 ) -> Any:
-    """A field of a class of options.
+    """An option that a plain default does not declare in full.
 
     Args:
-        default: if it is not given; of a switch, False.
-        text: its help.
+        default: its value where it is not given; without one it has to be.
+        ask: what is asked where it is missing.
+        placeholder: what stands for its value; "": what tells its type.
         example: a value that works.
         least: smallest value allowed.
         most: largest value allowed.
     """
-    metadata = {"help": text, "example": example, "least": least, "most": most}
+    metadata = {
+        "ask": ask, "placeholder": placeholder, "example": example, "least": least, "most": most,
+    }  # fmt: skip
     return field(default=default, metadata=metadata)
 
 
-@dataclass(frozen=True, kw_only=True)
-class UseOptions:
-    """How a result computes."""
-
-    base: str | None = option(
-        None,
-        "Where the base model is. Default: where the run had it.",
-        example="TinyLlama/TinyLlama_v1.1",
-    )
-    quantize: Storage | None = option(
-        None,
-        "How the weights of the base model are stored; none: as numbers. Default: as in the run.",
-        example="bnb.nf4",
-    )
-    precision: Precision | None = option(
-        None,
-        "Number format. Default: that of the run; without one, 16 bits on GPUs and 32 on CPUs.",
-        example="bf16-true",
-    )
-    accelerator: Literal["auto", "cpu", "cuda"] = option(
-        "auto", "Device kind. Default: cuda where there is one, else cpu.", example="cpu"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class AnswerOptions(UseOptions):
-    """How answers are made."""
-
-    max_new_tokens: int = option(256, "Longest answer, in tokens.", example=256, least=1)
-    temperature: float = option(
-        0.0, "0 takes the most likely token; higher values draw more freely.", example=0.8, least=0
-    )
-    top_k: int | None = option(
-        None, "Draw among this many of the most likely tokens.", example=50, least=1
-    )
-    top_p: float = option(
-        1.0,
-        "Draw among the most likely tokens that together have this probability.",
-        example=0.95,
-        least=0,
-        most=1,
-    )
-    seed: int = option(
-        1337, "Of the drawing: the same seed gives the same answer.", example=1337, least=0
-    )
-    prompt_style: str | None = option(
-        None,
-        "How an instruction becomes a prompt, such as alpaca. Default: as in the run; without "
-        "one, what LitGPT knows for models of this name.",
-        example="alpaca",
-    )
-    raw: bool = option(False, "Give the text to the model as it is.", example=True)
-
-    def __post_init__(self) -> None:
-        if self.temperature == 0 and (self.top_k is not None or self.top_p < 1):
-            key, value = ("top_k", self.top_k) if self.top_k is not None else ("top_p", self.top_p)
-            raise UserError(
-                f"--{key} is {value}, but temperature 0 takes the most likely token alone. "
-                "Try --temperature 0.8 with it."
-            )
-        if self.raw and self.prompt_style is not None:
-            raise UserError("--raw and --prompt_style exclude each other. Leave one of them out.")
-        if self.seed >= 2**63:
-            raise UserError(f"--seed is {self.seed}, but must be below 2**63. Try --seed 1337.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerateOptions(AnswerOptions):
-    """Of ftkit generate."""
-
-    prompt: str | None = option(None, "What to ask.", example="'Who is Lena?'")
-    input: str | None = option(
-        None, "Material that the prompt is about, for styles that have a place for it.", example="x"
-    )
-    prompts: Path | None = option(
-        None,
-        "What to ask, many times: a text file with a prompt per line, or .jsonl or .json with "
-        "records of instruction and, if needed, input.",
-        example="prompts.txt",
-    )
-    out: Path | None = option(
-        None, "Write the answers to this file, a record per line.", example="answers.jsonl"
-    )
-    overwrite: bool = option(False, "Replace the file of --out.", example=True)
-    compare_base: bool = option(
-        False, "Show the answer of the base model beside that of the result.", example=True
-    )
-    format: Format = option(
-        "table", "json: nothing else is written to standard output.", example="json"
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if (self.prompt is None) == (self.prompts is None):
-            what = "is missing" if self.prompt is None else "and --prompts exclude each other"
-            raise UserError(
-                f"--prompt {what}: what to ask? "
-                "Try --prompt 'Tell me a story.', or --prompts FILE alone."
-            )
-        if self.prompts is not None and not self.prompts.expanduser().is_file():
-            raise UserError(f"--prompts {self.prompts} is not a file. Name one with prompts.")
-        if self.input is not None and (self.raw or self.prompts is not None):
-            other = "raw" if self.raw else "prompts"
-            raise UserError(
-                f"--input is for a single prompt in a prompt style. Leave out --input or --{other}."
-            )
-        if self.out is not None:
-            out = self.out.expanduser()
-            if not out.parent.is_dir():
-                raise UserError(f"--out {out}: there is no directory {out.parent}. Make it first.")
-            if out.exists() and not self.overwrite:
-                raise UserError(f"--out {out} exists. Try another name, or --overwrite.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatOptions(AnswerOptions):
-    """Of ftkit chat."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluateOptions(UseOptions):
-    """Of ftkit evaluate; --data and its keys come beside."""
-
-    micro_batch_size: int | None = option(
-        None,
-        "Sequences per forward pass. Changes time and memory alone. Default: as in the run.",
-        example=4,
-        least=1,
-    )
-    max_iters: int | None = option(
-        None,
-        "Validate on at most this many batches of train.global_batch_size of the run. Default: "
-        "as in the run.",
-        example=100,
-        least=1,
-    )
-    exact_match: int | None = option(
-        None,
-        "Answer this many records greedily and count how many answers are exactly the expected "
-        "ones. Default: as in the run, or 100; 0: none.",
-        example=100,
-        least=0,
-    )
-    format: Format = option(
-        "table", "json: nothing else is written to standard output.", example="json"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutputOptions:
-    """Of commands that write a model or an adapter."""
-
-    out: Path | None = option(None, "Directory to write.", example="out/merged")
-    overwrite: bool = option(
-        False, "Replace the model or adapter in --out, once the new one is complete.", example=True
-    )
-    dtype: Dtype | None = option(
-        None, "Number format of the weights. Default: as they are stored.", example="bfloat16"
-    )
-    max_shard_size: str = option(
-        "5GB", "Largest file of weights in Hugging Face's layout.", example="5GB"
-    )
-
-    @property
-    def directory(self) -> Path:
-        """Where to write."""
-        assert self.out is not None
-        return self.out.expanduser()
-
-    @property
-    def max_shard_bytes(self) -> int:
-        """Largest file of weights."""
-        bytes_ = parse_size(self.max_shard_size)
-        if not bytes_:
-            raise UserError(
-                f"--max_shard_size is {self.max_shard_size!r}, but must be a number with "
-                f"{', '.join(SIZE_UNITS)}. Try --max_shard_size 5GB."
-            )
-        return bytes_
-
-    def __post_init__(self) -> None:
-        assert self.max_shard_bytes
-        if self.out is None:
-            raise UserError("--out is missing: where to write? Try --out out/merged.")
-        out = self.directory
-        if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-            return
-        if not out.is_dir():
-            raise UserError(f"--out {out} is a file. Try the name of a directory.")
-        if not self.overwrite:
-            raise UserError(f"--out {out} exists. Try another name, or --overwrite.")
-        is_model = any((out / name).is_file() for name in _MODEL_FILES)
-        if not is_model or any(path.is_dir() for path in out.iterdir()):
-            raise UserError(
-                f"--out {out} holds more than a model or an adapter, so --overwrite does not "
-                "replace it. Try another name, or remove it yourself."
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class MergeOptions(OutputOptions):
-    """Of ftkit merge."""
-
-    base: Literal["quantized", "original"] | None = option(
-        None,
-        "Of QLoRA: add what was learned to the quantised weights as training saw them, turned "
-        "back into numbers; or to the original ones. Default: quantized.",
-        example="original",
-    )
-    checkpoint_dir: str | None = option(
-        None,
-        "Where the base model is. Default: where the run had it.",
-        example="TinyLlama/TinyLlama_v1.1",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportOptions(OutputOptions):
-    """Of ftkit export."""
-
-    format: Literal["hf", "litgpt", "peft"] | None = option(
-        None,
-        "hf: Hugging Face's layout; litgpt: LitGPT's; peft: the adapter of a LoRA run.",
-        example="hf",
-    )
-
-    def __post_init__(self) -> None:
-        if self.format is None:
-            raise UserError(
-                "--format is missing: for which program? Try --format hf, litgpt or peft."
-            )
-        if self.format == "peft" and self.dtype is not None:
-            raise UserError(
-                "--dtype: an adapter is exported as it is. Leave it out, or try --format hf."
-            )
-        super().__post_init__()
-
-
-def read_options(
-    command: str, kind: type[_Options], values: Sequence[Override], switches: Sequence[str]
-) -> _Options:
-    """Typed options from a command line.
+def word(placeholder: str, default: Any = dataclasses.MISSING, *, ask: str = "") -> Any:
+    """What stands on its own, without ``--``; a tuple takes all words that are left.
 
     Args:
-        command: for messages.
-        kind: the class of its options.
-        values: options with a value, in their order; the last one counts.
-        switches: options without one.
-
-    Raises:
-        UserError: an unknown option, or a value that it does not take.
+        placeholder: what stands for it in usage and messages.
+        default: its value where it is not given; without one it has to be.
+        ask: what is asked where it is missing, with what works, or a question alone; "": its
+            explanation is shown.
     """
-    known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]  # a dataclass
-    given: dict[str, Any] = {}
-    for key in (*switches, *(key for key, _ in values)):
-        if key not in known:
-            close = nearest(key, known)
-            hint = f"Did you mean --{close}?" if close else f"See ftkit {command} --help."
-            raise UserError(f"--{key} is not an option of ftkit {command}. {hint}")
-    given |= dict.fromkeys(switches, True)
-    for key, text in values:
-        given[key] = _typed(key, text, known[key].type, known[key].metadata)
-    return kind(**given)
+    return field(default=default, metadata={"word": True, "placeholder": placeholder, "ask": ask})
 
 
-def choices(kind: Any) -> list[str]:
-    """The words that an option of this type takes; [] if it takes any."""
-    found = []
-    for accepted in accepted_types(kind):
-        if typing.get_origin(accepted) is Literal:
-            found += [str(choice) for choice in typing.get_args(accepted)]
+def keys_beside(*heads: str) -> Any:
+    """Keys of recipes beside the options, with their texts in the order given.
+
+    Args:
+        heads: first parts of the keys that are taken; none: all other keys.
+    """
+    return field(default=(), metadata={"keys": heads})
+
+
+def command_line() -> Any:
+    """The words of the whole command line, as they were typed."""
+    return field(default=(), metadata={"line": True})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Declared:
+    """An option or a word, as the class of a command's options declares it."""
+
+    name: str
+    kind: Any
+    """Its type."""
+    default: Any
+    """None also where it has to be given."""
+    text: str
+    rules: Mapping[str, Any]
+    """See `option` and `word`."""
+    required: bool
+
+    @property
+    def is_word(self) -> bool:
+        """Whether it stands on its own."""
+        return "word" in self.rules
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether it takes no value."""
+        return self.kind is bool
+
+    @property
+    def takes_several(self) -> bool:
+        """Whether it may be given several times."""
+        return typing.get_origin(self.kind) is tuple
+
+    @property
+    def placeholder(self) -> str:
+        """What stands for its value; "": what tells its type."""
+        return str(self.rules.get("placeholder", ""))
+
+    @property
+    def choices(self) -> list[str]:
+        """The words that it takes; [] if it takes any."""
+        literals = [k for k in accepted_types(self.kind) if typing.get_origin(k) is Literal]
+        return [str(choice) for kind in literals for choice in typing.get_args(kind)]
+
+
+@functools.cache
+def declared(options: type) -> tuple[Declared, ...]:
+    """What a class of options declares: words, then its own options, then what it inherits."""
+    texts = field_texts(options)
+    found = [
+        Declared(
+            name=f.name,
+            kind=f.type,
+            default=None if f.default is dataclasses.MISSING else f.default,
+            text=texts.get(f.name, ""),
+            rules=f.metadata,
+            required=f.default is dataclasses.MISSING,
+        )
+        for f in dataclasses.fields(options)
+        if not f.metadata.keys() & {"keys", "line"}
+    ]
+    own = options.__annotations__
+    return tuple(sorted(found, key=lambda item: (not item.is_word, item.name not in own)))
+
+
+def heads_of(options: type) -> tuple[str, ...] | None:
+    """First parts of the keys of recipes that may stand beside; (): of all; None: there are none.
+
+    Where heads are named, the field is named after the one it has.
+    """
+    found = [f.metadata["keys"] for f in dataclasses.fields(options) if "keys" in f.metadata]
+    return found[0] if found else None
+
+
+def components_of(options: type) -> list[str]:
+    """Which of data, optimizer and strategy may stand beside, with their keys."""
+    heads = heads_of(options)
+    return [] if heads is None else [name for name in COMPONENTS if name in heads or not heads]
+
+
+def field_texts(documented: type) -> dict[str, str]:
+    """The string below each field of a class, also of those that it inherits, on one line."""
+    found: dict[str, str] = {}
+    for ancestor in reversed(documented.__mro__[:-1]):
+        for item in docstring_parser.parse_from_object(ancestor).params:
+            found[item.arg_name] = " ".join((item.description or "").split())
     return found
 
 
-def _typed(key: str, text: str, kind: Any, rule: typing.Mapping[str, Any]) -> Any:
-    text = SPELLINGS.get(key, {}).get(text, text)
-    words = choices(kind)
-    (accepted, *_) = accepted_types(kind)
-    least, most = rule["least"], rule["most"]
-    try:
-        if words:
-            if text not in words:
-                raise ValueError
-            return text
-        value = accepted(text)
-        if isinstance(value, int | float) and not (
-            (least is None or value >= least) and (most is None or value <= most)
-        ):
-            raise ValueError
-    except ValueError:
-        expected = f"one of: {', '.join(words)}" if words else describe(kind)
-        if most is not None:
-            expected += f" between {least} and {most}"
-        elif least is not None:
-            expected += f" of at least {least}"
-        example = nearest(text, words) or rule["example"]
-        raise UserError(
-            f"--{key} is {text!r}, but must be {expected}. Try --{key} {example}."
-        ) from None
-    return value
+@dataclass(frozen=True, kw_only=True)
+class FinetuneOptions:
+    """Of ftkit finetune, finetune_lora and finetune_full."""
+
+    words: tuple[str, ...] = word("RECIPE.yaml", ())
+    """Recipes to start from, also as --config FILE: later ones win, and keys given as options win
+    over all of them. What does not end in .yaml is the base model: checkpoint_dir."""
+    config: tuple[str, ...] = option((), placeholder="RECIPE.yaml")
+    """As a word on its own; several times."""
+    print_config: bool = False
+    """Print the resolved recipe and exit."""
+    overwrite: bool = False
+    """Replace what is in out_dir. Default: leave it and take OUT_DIR-2, OUT_DIR-3, ...; a run there
+    that can be continued is refused."""
+    force: bool = False
+    """Start even if, by prediction, the GPU's memory is certainly too small."""
+    stop_after: str | None = option(None, placeholder="N|DURATION")
+    """Save and stop after this many optimizer steps of this command, or after a time such as 90min.
+    The schedule stays that of the whole run; --resume auto continues it."""
+    keys: tuple[Override, ...] = keys_beside()
+    """Of the recipe."""
+    line: tuple[str, ...] = command_line()
+    """For the report."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Of ftkit plan."""
+
+    recipes: tuple[str, ...] = word("RECIPE.yaml", ())
+    """Recipes, each a plan of its own, and sweeps, whose runs are. Also as --config FILE."""
+    config: tuple[str, ...] = option((), placeholder="RECIPE.yaml")
+    """As a word on its own; several times."""
+    gpu: str | None = option(None, placeholder="GPU")
+    """What each rank runs on: a GPU by its name, see above, a size such as 24GiB, or auto for the
+    one here."""
+    sweep: tuple[str, ...] = option((), placeholder="KEY=A,B,C")
+    """Plan once for each value; several sweeps: for every combination."""
+    fit: bool = False
+    """Show the smallest changes that make it fit on the GPU, cheapest in speed first."""
+    format: Format = "table"
+    """json: nothing else is written to standard output."""
+    keys: tuple[Override, ...] = keys_beside()
+    """Of all recipes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions:
+    """Of ftkit sweep."""
+
+    sweep_file: str = word(
+        "SWEEP.yaml",
+        ask="what is to be run? Name a file, such as ftkit sweep recipes/sweeps/single_gpu.yaml, "
+        "or a command, such as ftkit sweep finetune --config RECIPE.yaml --sweep seed=1,2.",
+    )
+    """A list of runs, each with name, command, config (its recipe, beside the file) and keys of
+    recipes; or a fine-tuning command, to vary keys of one recipe."""
+    config: tuple[str, ...] = option((), placeholder="RECIPE.yaml")
+    """Recipe of a command; later ones win."""
+    sweep: tuple[str, ...] = option((), placeholder="KEY=A,B,C")
+    """Run the command once for each value; several sweeps: for every combination."""
+    out_dir: Path | None = None
+    """Where the runs go, each into a directory of its name. Default: out_dir of SWEEP.yaml, or that
+    of the recipe with -sweep."""
+    only: tuple[str, ...] = option((), placeholder="PATTERN")
+    """Only runs of such names, as 'a100-*'; repeatable."""
+    plot: Path | None = option(None, placeholder="FILE")
+    """Draw the comparison into FILE.png or FILE.html."""
+    overwrite: bool = False
+    """Do all runs again, also complete ones."""
+    dry_run: bool = False
+    """Only say what would be done, as command lines."""
+    keys: tuple[Override, ...] = keys_beside()
+    """Of all runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DownloadOptions:
+    """Of ftkit download."""
+
+    repo_id: str = word("REPO_ID", ask="which model?")
+    """The model, such as TinyLlama/TinyLlama_v1.1."""
+    access_token: str | None = option(None, placeholder="TOKEN")
+    """Hugging Face token for gated models. Default: $HF_TOKEN."""
+    checkpoint_dir: Path = Path("checkpoints")
+    """Where models are kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions:
+    """Of ftkit compare."""
+
+    runs: tuple[str, ...] = word("RUN")
+    """Runs (each its out_dir), or directories that hold runs at any depth."""
+    sort: str | None = option(None, placeholder="KEY")
+    """Sort by a result such as tokens_per_s, best first, or by a setting such as
+    train.micro_batch_size; JSON and CSV have all keys. Default: runs that ended well first, by
+    validation loss, and by tokens_per_s where it is equal."""
+    format: Literal["table", "json", "csv", "markdown"] = "table"
+    """json, csv, markdown: nothing else is written to standard output."""
+    plot: Path | None = option(None, placeholder="FILE")
+    """Also draw loss by step and by time, peak memory and throughput into FILE.png, or into
+    FILE.html together with the table, as one page that loads nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchOptions:
+    """Of ftkit watch."""
+
+    out_dir: Path = word("OUT_DIR")
+    """The run: its out_dir."""
+    once: bool = False
+    """Show how the run is now, and end."""
+    interval: str = option("2s", placeholder="DURATION")
+    """Time between two looks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointsOptions:
+    """Of ftkit checkpoints list."""
+
+    out_dir: Path = word("OUT_DIR")
+    """The run: its out_dir, or the checkpoints in it."""
+    format: Format = "table"
+    """json: nothing else is written to standard output."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointOptions:
+    """Of ftkit checkpoints show and verify."""
+
+    out_dir: Path = word("OUT_DIR")
+    """The run: its out_dir, the checkpoints in it, or one of these."""
+    step: str | None = word("STEP", None)
+    """Which checkpoint, by its step."""
+    format: Format = "table"
+    """json: nothing else is written to standard output."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CleanOptions:
+    """Of ftkit checkpoints clean."""
+
+    out_dir: Path = word("OUT_DIR")
+    """The run: its out_dir, or the checkpoints in it."""
+    keep_last: int = option(ask="how many of the newest stay?", example=1, least=1)
+    """How many of the newest stay."""
+    dry_run: bool = False
+    """Only say what would be deleted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffOptions:
+    """Of ftkit checkpoints diff."""
+
+    a: Path = word("A")
+    """A checkpoint, or a run."""
+    b: Path = word("B")
+    """Another one."""
+    format: Format = "table"
+    """json: nothing else is written to standard output."""

@@ -9,35 +9,37 @@ import dataclasses
 import json
 import os
 import re
-import shlex
 import types
 import typing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
-from ftkit.config.misspelt import what_was_meant
 from ftkit.config.recipe import RECIPE_OF, Component, Lora, Method, Recipe
+from ftkit.config.recipe_keys import (
+    COMPONENTS,
+    GROUPS,
+    LORA_KEYS,
+    SPELLINGS,
+    accepted_types,
+    check_component,
+    check_keys,
+    default_class,
+    default_name,
+    describe,
+    example_of,
+    flatten,
+    key_types,
+    plain,
+    shown,
+)
 from ftkit.errors import UserError
 from ftkit.utils.dotted_keys import leaves
 from ftkit.utils.json_values import for_json
-from ftkit.utils.nearest import nearest
 from ftkit.utils.yaml_files import dump_yaml, load_yaml, parse_yaml
-
-COMPONENTS = {"data": "litgpt.data", "optimizer": "torch.optim", "strategy": ""}
-"""Fields that name a class, with the package a short name belongs to."""
-
-ALLOWED_PACKAGES = {
-    "data": ("litgpt.data", "ftkit.data"),
-    "optimizer": ("torch.optim", "bitsandbytes.optim", "deepspeed.ops.adam"),
-}
-"""Where a class_path may come from. A recipe never makes ftkit import anything else."""
-
-SPELLINGS = {"quantize": {"bnb.int8-training": "bnb.int8"}}
-"""Values of LitGPT that have another name here."""
 
 EXCLUSIVE = [("train.lr_warmup_steps", "train.lr_warmup_fraction")]
 """Two ways to say one thing: the one that is set later replaces the other."""
@@ -62,7 +64,7 @@ def read_recipe(
     """
     merged: dict[str, Any] = {}
     for file in files:
-        for key, value in _flatten(load_yaml(Path(file), "--config ")):
+        for key, value in flatten(load_yaml(Path(file), "--config ")):
             _assign(merged, key, value)
     return _overridden(merged, overrides, method)
 
@@ -74,7 +76,7 @@ def with_overrides(recipe: Recipe, overrides: Sequence[Override]) -> Recipe:
         UserError: unknown key, value of the wrong type, or a class that recipes may not name.
     """
     merged: dict[str, Any] = {}
-    for key, value in _flatten(to_dict(recipe)):
+    for key, value in flatten(to_dict(recipe)):
         _assign(merged, key, value)
     return _overridden(merged, overrides, recipe.method)
 
@@ -85,10 +87,10 @@ def _overridden(
     for key, text in sorted(overrides, key=_specificity):
         _assign(merged, key, _parse_value(key, text))
     if method is None:
-        method = "lora" if _LORA_KEYS & merged.keys() else "full"
-    _check_keys(merged, method)
+        method = "lora" if LORA_KEYS & merged.keys() else "full"
+    check_keys(merged, method)
     for name in COMPONENTS:
-        _check_component(name, merged.get(name))
+        check_component(name, merged.get(name))
     return _instantiate(merged, method)
 
 
@@ -108,7 +110,7 @@ def add_recipe_keys(parser: ArgumentParser, method: Method) -> None:
 
 def to_dict(recipe: Recipe) -> dict[str, Any]:
     """The recipe as nested plain values, ready for YAML or JSON; never with the access token."""
-    values = _plain(dataclasses.asdict(recipe))
+    values = plain(dataclasses.asdict(recipe))
     values["access_token"] = None
     return values
 
@@ -126,7 +128,7 @@ def recipe_as_dict(recipe: Recipe) -> dict[str, Any]:
 
 def from_dict(values: dict[str, Any], method: Method) -> Recipe:
     """A Recipe from what `to_dict` returned."""
-    _check_keys(values, method)
+    check_keys(values, method)
     return _instantiate(values, method)
 
 
@@ -144,14 +146,6 @@ def read_keys(path: Path) -> dict[str, Any]:
 def as_text(value: Any) -> str:
     """A value as the text of an override; text stays as it is, as on the command line."""
     return value if isinstance(value, str) else json.dumps(value, default=os.fspath)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
 
 
 def _specificity(override: Override) -> int:
@@ -178,26 +172,21 @@ def _parse_value(key: str, text: str) -> Any:
     return text if is_text else value
 
 
-def _flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves as dotted keys; class choices stay whole, to be merged by `_assign`."""
-    return leaves(values, prefix, whole=COMPONENTS)
-
-
 def _assign(merged: dict[str, Any], key: str, value: Any) -> None:
     head, _, rest = key.partition(".")
     if head in COMPONENTS:
         merged[head] = _merge_component(head, merged.get(head), rest, value)
         return
     if isinstance(value, dict):
-        for leaf, item in _flatten(value, f"{key}."):
+        for leaf, item in flatten(value, f"{key}."):
             _assign(merged, leaf, item)
         return
-    if key in _GROUPS:
+    if key in GROUPS:
         if value is not None:
             example = next(name for name in key_types("full") if name.startswith(f"{key}."))
             raise UserError(
-                f"{key} is {_shown(value)}, but holds keys of its own. "
-                f"Try --{example} {_example(example, 'full')}."
+                f"{key} is {shown(value)}, but holds keys of its own. "
+                f"Try --{example} {example_of(example, 'full')}."
             )
         return
     target = merged
@@ -226,7 +215,7 @@ def _merge_component(
         rest = rest.removeprefix("init_args.")
     if rest and rest != "class_path" and rest != "init_args":
         if current is None:
-            current = Component(class_path=_default_class(field), init_args={})
+            current = Component(class_path=default_class(field), init_args={})
         arguments = dict(current["init_args"])
         target = arguments
         *groups, last = rest.split(".")
@@ -249,8 +238,8 @@ def _merge_component(
         value = {"class_path": value}
     if not isinstance(value, dict):
         raise UserError(
-            f"{field} is {_shown(value)}, but must be a name, or a mapping with class_path and "
-            f"init_args. Try --{field} {_default_name(field)}."
+            f"{field} is {shown(value)}, but must be a name, or a mapping with class_path and "
+            f"init_args. Try --{field} {default_name(field)}."
         )
     unknown = value.keys() - {"class_path", "init_args"}
     if unknown:
@@ -261,11 +250,11 @@ def _merge_component(
     class_path = value.get("class_path")
     arguments = value.get("init_args") or {}
     if class_path is None:
-        class_path = current["class_path"] if current else _default_class(field)
+        class_path = current["class_path"] if current else default_class(field)
     if not isinstance(class_path, str) or not isinstance(arguments, dict):
         raise UserError(
             f"{field} must have a class_path (text) and init_args (keys and values). "
-            f"Try --{field} {_default_name(field)}."
+            f"Try --{field} {default_name(field)}."
         )
     package = COMPONENTS[field]
     if package and "." not in class_path:
@@ -273,70 +262,6 @@ def _merge_component(
     if current and current["class_path"] == class_path:
         arguments = {**current["init_args"], **arguments}
     return Component(class_path=class_path, init_args=dict(arguments))
-
-
-def _default_class(field: str) -> str:
-    (default,) = [f.default_factory for f in dataclasses.fields(Recipe) if f.name == field]
-    assert callable(default)
-    return str(default()["class_path"])
-
-
-def _default_name(field: str) -> str:
-    return _default_class(field).rpartition(".")[2]
-
-
-def _check_component(field: str, component: Component | None) -> None:
-    allowed = ALLOWED_PACKAGES.get(field)
-    if component is None or allowed is None:
-        return
-    package, _, name = component["class_path"].rpartition(".")
-    if package not in allowed or not name.isidentifier():
-        raise UserError(
-            f"{field}.class_path is {component['class_path']!r}, but recipes may only name classes "
-            f"of {' or '.join(allowed)}. Try --{field} {_default_name(field)}."
-        )
-
-
-_LORA_KEYS = {field.name for field in dataclasses.fields(Lora)}
-_GROUPS = {f.name for f in dataclasses.fields(Recipe) if dataclasses.is_dataclass(f.type)}
-
-
-def key_types(method: Method) -> dict[str, Any]:
-    """Every dotted key of a recipe with its type."""
-    return {key: field.type for key, field in _key_fields(RECIPE_OF[method])}
-
-
-def _key_fields(
-    recipe_class: type, prefix: str = ""
-) -> Iterator[tuple[str, "dataclasses.Field[Any]"]]:
-    for field in dataclasses.fields(recipe_class):
-        if dataclasses.is_dataclass(field.type):
-            yield from _key_fields(typing.cast(type, field.type), f"{prefix}{field.name}.")
-        else:
-            yield f"{prefix}{field.name}", field
-
-
-def accepted_types(kind: Any) -> list[Any]:
-    """The types that a key accepts, None apart; a literal stands for itself."""
-    if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        return [k for k in typing.get_args(kind) if k is not types.NoneType]
-    return [kind]
-
-
-def _check_keys(merged: dict[str, Any], method: Method) -> None:
-    known = key_types(method)
-    for key, _ in _flatten(merged):
-        if key in known:
-            continue
-        if key in _LORA_KEYS:
-            advice = (
-                "Quantization is for LoRA (QLoRA)." if key == "quantize" else "It is a LoRA key."
-            )
-            raise UserError(
-                f"{key} does not belong to full fine-tuning. {advice} "
-                "Use ftkit finetune instead of ftkit finetune_full, or remove the key."
-            )
-        raise UserError(f"{key} is not a key of a recipe.{what_was_meant(key, known)}")
 
 
 def _instantiate(merged: dict[str, Any], method: Method) -> Recipe:
@@ -370,7 +295,7 @@ def _without_empty(merged: dict[str, Any], method: Method) -> dict[str, Any]:
 
     given: dict[str, Any] = {}
     for name, value in merged.items():
-        if name in _GROUPS:
+        if name in GROUPS:
             given[name] = {k: v for k, v in value.items() if kept(f"{name}.{k}", v)}
         elif kept(name, value):
             given[name] = value
@@ -387,44 +312,6 @@ def _type_message(text: str, merged: dict[str, Any], method: Method) -> str:
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None
     return (
-        f"{key} is {_shown(value)}, but must be {describe(kinds[key])}. "
-        f"Try --{key} {_example(key, method, value)}."
+        f"{key} is {shown(value)}, but must be {describe(kinds[key])}. "
+        f"Try --{key} {example_of(key, method, value)}."
     )
-
-
-def _shown(value: Any) -> str:
-    """A value as a recipe has it."""
-    if value is None:
-        return "empty"
-    return str(value).lower() if isinstance(value, bool) else repr(value)
-
-
-def _example(key: str, method: Method, wrong: Any = None) -> str:
-    """A value that the key accepts: the most similar choice, or the default."""
-    field = dict(_key_fields(RECIPE_OF[method]))[key]
-    accepted = accepted_types(field.type)
-    literals = [kind for kind in accepted if typing.get_origin(kind) is Literal]
-    choices = [str(c) for kind in literals for c in typing.get_args(kind)]
-    if close := nearest(str(wrong), choices, cutoff=0.3):
-        return close
-    if accepted == [str]:
-        return shlex.quote(str(wrong))
-    if field.default is not None:
-        return yaml.safe_dump(_plain(field.default)).partition("\n")[0]
-    if choices:
-        return choices[0]
-    examples = {int: "100", float: "1.0", bool: "true"}
-    return examples.get(accepted[0], "[lm_head]")
-
-
-def describe(kind: Any) -> str:
-    """A type in words: 'a whole number', 'true or false', 'one of: auto, cpu, cuda'."""
-    if typing.get_origin(kind) is Literal:
-        choices = typing.get_args(kind)
-        return f"one of: {', '.join(map(str, choices))}" if len(choices) > 1 else repr(choices[0])
-    if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        return " or ".join(describe(k) for k in accepted_types(kind))
-    if typing.get_origin(kind) is list:
-        return "a list of names"
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    return words.get(kind, "a path" if kind is Path else "a name, or class_path with init_args")

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ftkit.config.command_options import ExportOptions
 from ftkit.config.peft_adapter import CONFIG, OLD_WEIGHTS, WEIGHTS, adapter_keys
+from ftkit.config.result_options import ExportOptions
 from ftkit.console.display import Display
 from ftkit.console.formatting import bytes_text
 from ftkit.convert.output_files import as_written, check_apart, check_space, files_beside

@@ -16,8 +16,8 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from ftkit.config.command_options import MergeOptions
 from ftkit.config.recipe import Quantization, Recipe
+from ftkit.config.result_options import MergeOptions
 from ftkit.console.display import Display
 from ftkit.console.formatting import bytes_text, number_text, percent_text
 from ftkit.console.grid import labelled_grid

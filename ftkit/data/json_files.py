@@ -56,6 +56,10 @@ class JsonFiles(DataSource):
         self._whole = whole
 
     @classmethod
+    def documented(cls, name: str) -> type:
+        return JsonOptions
+
+    @classmethod
     def of(cls, data: Component) -> Self:
         init_args = data["init_args"]
         check_keys(init_args, [field.name for field in dataclasses.fields(JsonOptions)], "JSON")

@@ -14,6 +14,7 @@ from ftkit.data.json_records import Record, as_record
 from ftkit.data.prompt_styles import resolve_prompt_style
 from ftkit.data.spec import OWN_DATA, DataSource, Splits, check_keys, check_shared_values
 from ftkit.errors import UserError
+from ftkit.utils.imports import quick_imports
 
 if TYPE_CHECKING:
     from litgpt.data import SFTDataset
@@ -38,6 +39,13 @@ class LitgptModule(DataSource):
         """
         self._name = name
         self._init_args = init_args
+
+    @classmethod
+    def documented(cls, name: str) -> type:
+        with quick_imports():
+            import litgpt.data
+        found: type = getattr(litgpt.data, name)
+        return found
 
     @classmethod
     def of(cls, data: Component) -> Self:

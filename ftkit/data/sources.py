@@ -12,7 +12,7 @@ from ftkit.utils.nearest import nearest
 
 _OWN: dict[str, type[DataSource]] = {"JSON": JsonFiles}
 """Kinds of ours; JSON replaces LitGPT's module of that name."""
-_KINDS = {name: _OWN.get(name, LitgptModule) for name in sorted({*_OWN, *MAP_STYLE})}
+KINDS = {name: _OWN.get(name, LitgptModule) for name in sorted({*_OWN, *MAP_STYLE})}
 """Every kind by the name of its class in recipes; nothing outside this table is ever imported."""
 
 
@@ -27,8 +27,8 @@ def data_source(data: Component) -> DataSource:
     class_path = data["class_path"]
     package, _, name = class_path.rpartition(".")
     if package in ("", "litgpt.data"):
-        if name in _KINDS:
-            return _KINDS[name].of(data)
+        if name in KINDS:
+            return KINDS[name].of(data)
         if name in STREAMING:
             raise UserError(
                 f"data is {class_path}, which streams unlabelled text for pretraining; "
@@ -36,9 +36,9 @@ def data_source(data: Component) -> DataSource:
             )
     if package == "ftkit.data" and name in _OWN:
         return _OWN[name].of(data)
-    near = nearest(name, _KINDS) or OWN_DATA.removeprefix("--data ")
+    near = nearest(name, KINDS) or OWN_DATA.removeprefix("--data ")
     raise UserError(
-        f"data is {class_path}, but it has to be one of {', '.join(_KINDS)}.\nTry --data {near}."
+        f"data is {class_path}, but it has to be one of {', '.join(KINDS)}.\nTry --data {near}."
     )
 
 

@@ -41,6 +41,11 @@ class DataSource(ABC):
 
     @classmethod
     @abstractmethod
+    def documented(cls, name: str) -> type:
+        """The class whose arguments are the options of data of this name, with their texts."""
+
+    @classmethod
+    @abstractmethod
     def of(cls, data: Component) -> Self:
         """The source that the `data` section of a recipe describes.
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from litgpt.prompts import Llama3, R1Base
 from torch import Tensor
 
-from ftkit.config.command_options import ChatOptions
+from ftkit.config.result_options import ChatOptions
 from ftkit.errors import UserError
 from ftkit.inference.generate import shown
 from ftkit.inference.result import Result

@@ -3,13 +3,12 @@
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ftkit.config.command_options import EvaluateOptions
-from ftkit.config.parsing import Override, with_overrides
+from ftkit.config.parsing import with_overrides
 from ftkit.config.recipe import Recipe
+from ftkit.config.result_options import EvaluateOptions
 from ftkit.console.display import Display
 from ftkit.console.formatting import loss_text, percent_text
 from ftkit.console.grid import labelled_grid
@@ -25,21 +24,20 @@ DEFAULT_MATCHES = 100
 """Records that are answered where the run answered none."""
 
 
-def evaluate(result: Result, options: EvaluateOptions, data: Sequence[Override]) -> int:
+def evaluate(result: Result, options: EvaluateOptions) -> int:
     """Measure a result, and show what came out; the exit code.
 
     Args:
         result: what is measured.
-        options: on how much of the data, and how it computes.
-        data: what is given of --data; nothing: the data of the run.
+        options: which data, how much of them, and how it computes.
 
     Raises:
         UserError: something is missing, or does not fit.
     """
-    recipe = _recipe(result, options, data)
+    recipe = _recipe(result, options)
     result = dataclasses.replace(result, recipe=recipe)
     in_use = put_to_use(result, options)
-    given = {key.removeprefix("data.").removeprefix("init_args.") for key, _ in data}
+    given = {key.removeprefix("data.").removeprefix("init_args.") for key, _ in options.data}
     held_out = _held_out(result, recipe, in_use, given)
     with Display(None, stream=sys.stderr) as display:
         measured = _measure(in_use, held_out, recipe, options, display)
@@ -60,9 +58,9 @@ def evaluate(result: Result, options: EvaluateOptions, data: Sequence[Override])
     return 0
 
 
-def _recipe(result: Result, options: EvaluateOptions, data: Sequence[Override]) -> Recipe:
+def _recipe(result: Result, options: EvaluateOptions) -> Recipe:
     """The recipe of the run, with what is asked instead."""
-    if result.recipe is None and not data:
+    if result.recipe is None and not options.data:
         raise UserError(
             f"{result.name} does not say which data it was trained on. "
             "Try --data JSON --data.json_path FILE."
@@ -74,7 +72,7 @@ def _recipe(result: Result, options: EvaluateOptions, data: Sequence[Override]) 
         ("eval.exact_match", options.exact_match),
     ]
     given = [(key, str(value)) for key, value in asked if value is not None]
-    return with_overrides(recipe, [*data, *given])
+    return with_overrides(recipe, [*options.data, *given])
 
 
 def _held_out(result: Result, recipe: Recipe, in_use: InUse, given: set[str]) -> HeldOut:

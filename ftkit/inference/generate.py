@@ -13,7 +13,7 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
-from ftkit.config.command_options import GenerateOptions
+from ftkit.config.result_options import GenerateOptions
 from ftkit.console.display import Display
 from ftkit.console.formatting import printable
 from ftkit.data.json_records import Record, read_records

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ftkit.config.command_options import AnswerOptions, UseOptions
 from ftkit.config.plan import Plan
 from ftkit.config.recipe import Quantization
+from ftkit.config.result_options import AnswerOptions, UseOptions
 from ftkit.console.display import Display
 from ftkit.data.json_records import Record
 from ftkit.data.prompt_styles import resolve_prompt_style

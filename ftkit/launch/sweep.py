@@ -13,6 +13,7 @@ from typing import Literal
 
 from ftkit.comparison.compare import compare_runs
 from ftkit.comparison.plots import check_plot
+from ftkit.config.command_options import CompareOptions
 from ftkit.config.devices import find_devices
 from ftkit.config.plan import make_plan
 from ftkit.config.sweep import SweepRun, differences
@@ -182,7 +183,7 @@ def _conclude(runs: Sequence[SweepRun], states: dict[str, str], plot: Path | Non
     there = [run.out_dir for run in runs if _has_begun(run)]
     if there:
         print()
-        compare_runs([str(path) for path in there], "table", None, plot)
+        compare_runs(CompareOptions(runs=tuple(str(path) for path in there), plot=plot))
     for name, state in states.items():
         if state == _REFUSED:
             print(f"{name}: not started; what is wrong stands above")

@@ -3,50 +3,37 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
+from ftkit.config.command_options import PlanOptions
 from ftkit.config.parsing import Override
 from ftkit.config.recipe import FINETUNE, Method
 from ftkit.config.sweep import is_sweep, runs_of_file, variations
 from ftkit.errors import DoesNotFit, UserError
 from ftkit.memory.gpus import find_gpu
-from ftkit.planner.predict import Planned, plan_files
-from ftkit.planner.suggest import changes_that_fit
-from ftkit.planner.table import show, show_changes
+from ftkit.utils.imports import silence_libraries
+
+silence_libraries()  # before they are imported
+
+from ftkit.planner.predict import Planned, plan_files  # noqa: E402
+from ftkit.planner.suggest import changes_that_fit  # noqa: E402
+from ftkit.planner.table import show, show_changes  # noqa: E402
 
 
-def plan_all(
-    files: Sequence[str],
-    overrides: Sequence[Override],
-    *,
-    gpu: str | None,
-    sweeps: Sequence[str],
-    form: Literal["table", "json"],
-    fit: bool,
-) -> int:
-    """Plan every recipe in every variation and show them; the exit code.
-
-    Args:
-        files: recipes, each a plan of its own, and sweeps, whose runs are.
-        overrides: for all of them.
-        gpu: name or size, see `find_gpu`.
-        sweeps: see `variations`.
-        form: of what is shown.
-        fit: show changes that make a single plan fit.
-    """
-    device = None if gpu is None else find_gpu(gpu)
+def plan_all(options: PlanOptions) -> int:
+    """Plan every recipe in every variation and show them; the exit code."""
+    device = None if options.gpu is None else find_gpu(options.gpu)
     found: list[Planned] = []
     given: list[Override] = []
-    for recipe in _asked(files):
-        for variation in variations(sweeps):
+    for recipe in _asked([*options.recipes, *options.config]):
+        for variation in variations(options.sweep):
             varied = [f"{key.rpartition('.')[2]} {value}" for key, value in variation]
-            given = [*recipe.overrides, *overrides, *variation]
+            given = [*recipe.overrides, *options.keys, *variation]
             name = ", ".join([*recipe.names, *varied])
             found.append(
                 plan_files(recipe.files, given, method=recipe.method, gpu=device, name=name)
             )
-    if not fit:
-        show(found, form)
+    if not options.fit:
+        show(found, options.format)
         return _exit_code(found)
     if device is None or len(found) != 1:
         raise UserError(
@@ -57,7 +44,7 @@ def plan_all(
         found[0],
         lambda changed: plan_files(recipe.files, [*given, *changed], method=method, gpu=device),
     )
-    show_changes(found[0], [(c, c.command(recipe.files, given)) for c in changes], form)
+    show_changes(found[0], [(c, c.command(recipe.files, given)) for c in changes], options.format)
     return _exit_code(found)
 
 

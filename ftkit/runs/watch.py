@@ -13,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from ftkit.config.command_options import WatchOptions
 from ftkit.console.curve import curve, means
 from ftkit.console.display import Display
 from ftkit.console.formatting import (
@@ -33,6 +34,8 @@ from ftkit.report.table import STYLE_OF_OUTCOME, memory_text
 from ftkit.runs.checkpoints import entry_of
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.state import RunState, StateName, look
+from ftkit.utils.process import Interrupts
+from ftkit.utils.units import parse_duration
 
 _RECENT_STEPS = 20
 """Steps whose mean is the speed now."""
@@ -219,29 +222,28 @@ def sight_as_html(sight: Sight) -> str:
     return block(*parts)
 
 
-def watch(out_dir: Path, *, once: bool = False, interval_s: float = 2.0) -> int:
+def watch(options: WatchOptions) -> int:
     """Show a run until it has ended; the exit code.
-
-    Args:
-        out_dir: of the run.
-        once: show how it is now and end.
-        interval_s: time between two looks.
 
     Raises:
         UserError: the directory holds no run.
     """
-    watcher = Watcher(out_dir.expanduser())
+    interval_s = parse_duration(options.interval, "interval")
+    watcher = Watcher(options.out_dir.expanduser())
     sight = watcher.look()
     terminal = terminal_of(sys.stdout)
-    if once or not sight.run.at_work:
+    if options.once or not sight.run.at_work:
         with Display(None) as display:
             display.show(View(sight))
     elif terminal is None:
         _print_lines(watcher, sight, interval_s)
-    else:
-        with Live(View(sight), console=terminal, auto_refresh=False) as live:
+    else:  # who can see it can end it, however it was started
+        with (
+            Interrupts(even_if_ignored=True) as interrupts,
+            Live(View(sight), console=terminal, auto_refresh=False) as live,
+        ):
             while sight.run.at_work:
-                time.sleep(interval_s)
+                interrupts.sleep(interval_s)
                 sight = watcher.look()
                 live.update(View(sight), refresh=True)
     return 0
@@ -250,12 +252,12 @@ def watch(out_dir: Path, *, once: bool = False, interval_s: float = 2.0) -> int:
 def _print_lines(watcher: Watcher, sight: Sight, interval_s: float) -> None:
     """A line whenever something has happened: for pipes and files."""
     lines = Lines()
-    while True:
-        lines.show(sight)
-        if not sight.run.at_work:
-            return
-        time.sleep(interval_s)
-        sight = watcher.look()
+    lines.show(sight)
+    with Interrupts() as interrupts:
+        while sight.run.at_work:
+            interrupts.sleep(interval_s)
+            sight = watcher.look()
+            lines.show(sight)
 
 
 class Lines:

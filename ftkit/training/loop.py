@@ -76,7 +76,9 @@ class Training:
     def run(self) -> None:
         """Train to the end of the schedule, of the session or of the time limit, or to a signal."""
         try:
-            with self._display.training(self._order.total_steps) as self._progress:
+            with self._display.training(
+                self._order.total_steps, self._start.step
+            ) as self._progress:
                 self._run()
         except BaseException as exception:
             self._meter.on_exception(exception)

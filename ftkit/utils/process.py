@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import IO, Any
@@ -96,6 +97,51 @@ class PassingOn:
         os.kill(os.getpid(), signal.SIGSTOP)
         if self._child is not None:
             self._child.send_signal(signal.SIGCONT)
+
+
+class Interrupts:
+    """Inside the block Ctrl+C raises KeyboardInterrupt, as it does anyway, and is noted besides.
+
+    Python raises it wherever it happens to be. In a finaliser or in the callback of a weak
+    reference, which every import has, it can only be printed as "Exception ignored in", and the
+    program would go on. In a thread that is not the main one nothing is noted.
+    """
+
+    def __init__(self, *, even_if_ignored: bool = False) -> None:
+        """Note interrupts.
+
+        Args:
+            even_if_ignored: also where SIGINT is ignored, as a shell without job control has it for
+                what it starts in the background.
+        """
+        self._received = False
+        self._before: Any = None
+        ignored = (signal.SIG_IGN,) if even_if_ignored else ()
+        self._overridden: tuple[Any, ...] = (signal.default_int_handler, *ignored)
+
+    def __enter__(self) -> "Interrupts":
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if in_main_thread and signal.getsignal(signal.SIGINT) in self._overridden:
+            self._before = signal.signal(signal.SIGINT, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+    def check(self) -> None:
+        """Raise the KeyboardInterrupt that has not arrived, if there is one."""
+        if self._received:
+            raise KeyboardInterrupt
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep until the time is over or Ctrl+C is pressed, or not at all if it has been."""
+        self.check()
+        time.sleep(seconds)
+
+    def _receive(self, _: int, __: object) -> None:
+        self._received = True
+        raise KeyboardInterrupt
 
 
 def die_with_parent(parent: int) -> None:

@@ -1,23 +1,38 @@
 """The command line: help, mistakes, completion, and how little it imports."""
 
 import dataclasses
+import importlib
 import json
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
+import litgpt.data  # noqa: F401 (libraries set environment variables)
 import pytest
 from command import NO_TORCH, ROOT
 
 from ftkit import __version__
-from ftkit.cli.app import main, split_options
-from ftkit.cli.commands import CHECKPOINTS, COMMANDS, LOOKING, USING
-from ftkit.config.parsing import key_types, read_recipe
+from ftkit.cli.app import main
+from ftkit.cli.commands import COMMANDS, FTKIT
+from ftkit.cli.parser import parse, split_line
+from ftkit.config.command_options import components_of, declared, heads_of
+from ftkit.config.parsing import read_recipe
+from ftkit.config.recipe_keys import key_types
+from ftkit.config.strategies import DeepSpeedOptions, FsdpOptions
+from ftkit.data.spec import JsonOptions
 
 RECIPES = ROOT / "recipes"
 FINETUNE = ["finetune", "finetune_lora", "finetune_full"]
 OWN = ["config", "print_config", "overwrite", "force", "stop_after"]
 """Options of these commands that are no key of a recipe."""
+OF_COMPONENTS = [
+    *(f"data.{field.name}" for field in dataclasses.fields(JsonOptions)),
+    *(f"strategy.{field.name}" for field in dataclasses.fields(FsdpOptions)),
+    *(f"strategy.{field.name}" for field in dataclasses.fields(DeepSpeedOptions)),
+    *("data.help", "optimizer.help", "strategy.help"),
+]
+CHECKPOINTS = ["list", "show", "verify", "clean", "diff"]
 
 
 @pytest.fixture
@@ -42,7 +57,7 @@ def test_help_lists_the_commands(said, argument):
     code, out, err = said(argument)
     assert (code, err) == (0, "")
     assert out.startswith("usage: ftkit ")
-    for name in COMMANDS:
+    for name in FTKIT.by_name:
         assert re.search(rf"^    {name} ", out, re.MULTILINE)
 
 
@@ -65,7 +80,7 @@ class TestHelpOfFinetune:
     def test_explains_every_key_once(self, text, command):
         method = "full" if command == "finetune_full" else "lora"
         shown = re.findall(r"^  --(\S+)", text, re.MULTILINE)
-        assert sorted(shown) == sorted([*key_types(method), *OWN])
+        assert sorted(shown) == sorted([*key_types(method), *OWN, *OF_COMPONENTS])
 
     def test_starts_with_the_config_and_the_switches(self, text, command):
         shown = re.findall(r"^  (?:-h, )?--(\S+)", text, re.MULTILINE)
@@ -112,39 +127,79 @@ def test_help_of_download_names_its_options(said):
     assert "--access_token TOKEN" in out and "--checkpoint_dir PATH" in out
 
 
-@pytest.mark.parametrize("command", USING)
-def test_help_of_a_command_that_uses_a_result_explains_it_with_examples(said, command):
-    code, out, err = said(command, "--help")
+@pytest.mark.parametrize("name", COMMANDS.keys() - FINETUNE)
+def test_help_of_a_command_explains_its_words_and_options_with_examples(said, name):
+    command = COMMANDS[name]
+    code, out, err = said(*name.split(), "--help")
     assert (code, err) == (0, "")
-    assert out.startswith(f"usage: ftkit {command} RESULT ")
+    assert out.startswith(f"usage: ftkit {name} ")
     shown = re.findall(r"^  (?:-h, )?--(\S+)", out, re.MULTILINE)
-    known = {f.name for f in dataclasses.fields(USING[command].options)} | {"help"}
-    assert sorted(shown) == sorted(known | ({"data"} if USING[command].takes_data else set()))
-    assert f"\nExamples:\n  ftkit {command} out/" in out
-    assert max(map(len, out.splitlines())) <= 80
-    assert said(command, "-h", "out/run") == (0, out, "")
+    known = [item.name for item in declared(command.options) if not item.is_word]
+    beside = heads_of(command.options) or ()
+    helps = [f"{component}.help" for component in components_of(command.options)]
+    assert sorted(shown) == sorted(["help", *known, *beside, *helps])
+    for word in (item for item in declared(command.options) if item.is_word):
+        assert re.search(rf"^  {word.placeholder}  .*\S", out, re.MULTILINE)
+    assert f"\nExamples:\n  ftkit {name} " in out
+    lines = out.partition("\nExamples:\n")[0].splitlines()
+    assert max(map(len, lines[len(command.usage) :])) <= 80
+    assert said(*name.split(), "-h", "out/run") == (0, out, "")
 
 
-@pytest.mark.parametrize("command", LOOKING)
-def test_help_of_a_command_that_looks_at_runs_explains_it_with_examples(said, command):
-    code, out, err = said(command, "--help")
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_of_a_command_is_explained(name):
+    for item in declared(COMMANDS[name].options):
+        assert item.text.endswith("."), item.name
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_examples_of_a_command_are_understood_by_its_parser(name, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "questions.txt").touch()
+    command = COMMANDS[name]
+    for example in command.examples:
+        argv = shlex.split(example.replace("\\\n", " "))
+        if split_line(command, argv).components:
+            continue
+        parse(command, argv)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_what_runs_a_command_is_there(name):
+    module, _, function = COMMANDS[name].function.partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--data.help"], "--data takes one of: Alpaca, Alpaca2k, "),
+        (["--data.help", "JSON"], "--data.json_path TEXT|PATH A .json file (a list of records)"),
+        (["--data.help=LIMA"], "--data.access_token TEXT"),
+        (["--data.help", "litgpt.data.FLAN"], "--data.subsets TEXT A comma separated list"),
+        (["--optimizer.help"], " AdamW, "),
+        (["--optimizer.help"], " bitsandbytes.optim.AdamW8bit, "),
+        (["--optimizer.help", "AdamW"], "--optimizer.betas [NUMBER,NUMBER] Coefficients used"),
+        (["--optimizer.help", "AdamW"], "--optimizer.lr NUMBER Learning rate"),
+        (["--optimizer.help", "bitsandbytes.optim.AdamW8bit"], "Default: [0.9, 0.999]."),
+        (["--strategy.help"], "--strategy takes one of: auto, single, ddp, fsdp, deepspeed."),
+        (["--strategy.help", "fsdp"], "--strategy.cpu_offload {true,false} Keep parameters,"),
+        (["--strategy.help", "deepspeed"], "--strategy.stage {1,2,3} What is sharded"),
+        (["--strategy.help", "ddp"], "--strategy ddp has no keys of its own."),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+@pytest.mark.parametrize("command", ["finetune", "plan"])
+def test_the_keys_of_what_a_recipe_names_are_shown(said, command, argv, words):
+    code, out, err = said(command, *argv)
     assert (code, err) == (0, "")
-    assert out.startswith(f"usage: ftkit {command} {LOOKING[command].word}")
-    shown = re.findall(r"^  (?:-h, )?--(\S+)", out, re.MULTILINE)
-    assert shown == ["help", *LOOKING[command].options]
-    assert f"\nExamples:\n  ftkit {command} out/" in out
+    assert words in " ".join(out.split())
     assert max(map(len, out.splitlines())) <= 80
-    assert said(command, "-h", "out/run") == (0, out, "")
 
 
-@pytest.mark.parametrize("command", CHECKPOINTS)
-def test_help_of_a_checkpoints_command_explains_it_with_an_example(said, command):
-    code, out, err = said("checkpoints", command, "--help")
-    assert (code, err) == (0, "")
-    assert out.startswith(f"usage: ftkit checkpoints {command} ")
-    assert f"Example: ftkit checkpoints {command} out/" in out
-    assert max(map(len, out.splitlines())) <= 80
-    assert said("checkpoints", command, "-h", "out/run") == (0, out, "")
+def test_evaluate_shows_the_keys_of_data_alone(said):
+    assert said("evaluate", "--data.help", "JSON") == said("finetune", "--data.help", "JSON")
+    assert said("evaluate", "out/run", "--strategy.help", "fsdp")[0] == 2
 
 
 def test_help_of_checkpoints_lists_its_commands(said):
@@ -187,7 +242,10 @@ def test_help_of_checkpoints_lists_its_commands(said):
             ["finetune", "--checkpoint_dir", "b", "--stop_after", "9m"],
             "--stop_after is '9m', but must be a number of optimizer steps, or a duration",
         ),
-        (["download"], "Which model? Try ftkit download TinyLlama/TinyLlama_v1.1."),
+        (
+            ["download"],
+            "REPO_ID is missing: which model? Try ftkit download TinyLlama/TinyLlama_v1.1.",
+        ),
         (["download", "a/b", "--devices", "1"], "--devices is not an option of ftkit download."),
         (["download", "a/b", "--overwrite", "1"], "--overwrite is not an option of ftkit download"),
         (["download", "a/b", "--config", "x"], "--config is not an option of ftkit download."),
@@ -204,6 +262,19 @@ def test_help_of_checkpoints_lists_its_commands(said):
         (["checkpoints", "clean", "a", "--keep_last", "0"], "--keep_last is '0', but must be"),
         (["checkpoints", "clean", "a", "--keep_last=-1"], "--keep_last is '-1', but must be"),
         (["checkpoints", "clean", "a", "--keep_last", "all"], "--keep_last is 'all', but must"),
+        (["finetune", "a/b", "--overwrit"], "needs a value: --overwrit VALUE. Did you mean --over"),
+        (["finetune", "--data.help", "Jsn"], "no data module has this name. Try --data.help JSON."),
+        (["finetune", "--strategy.help", "fdsp"], "no strategy has this name. Try --strategy.help"),
+        (["finetune", "--optimizer.help", "os.system"], "no optimizer has this name."),
+        (["finetune", "--optimizer.help", "AdamW8bit"], "help bitsandbytes.optim.AdamW8bit."),
+        (["sweep"], "SWEEP.yaml is missing: what is to be run? Name a file, such as ftkit sweep"),
+        (["download", "a/b", "c/d"], "'c/d' is not an option. Write --KEY VALUE; see ftkit downl"),
+        (
+            ["plan", "r.yaml", "--format", "xml"],
+            "--format is 'xml', but must be table or json. Try --format json.",
+        ),
+        (["checkpoints", "list", "a", "--fromat", "json"], "Did you mean --format?"),
+        (["generate"], "RESULT is missing: A run (its out_dir), "),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
 )
@@ -236,12 +307,18 @@ def test_a_mistake_on_a_real_command_line_has_no_traceback(ftkit):
     ],
 )
 def test_an_option_has_its_value_beside_it_or_after_an_equals_sign(argv, values):
-    assert split_options(argv).values == values
+    assert split_line(COMMANDS["finetune"], argv).values == values
 
 
 def test_switches_take_no_value_and_may_stand_anywhere():
-    options = split_options(["--overwrite", "--seed", "1", "--print_config"])
-    assert (options.switches, options.values) == ({"overwrite", "print_config"}, [("seed", "1")])
+    options = parse(COMMANDS["finetune"], ["--overwrite", "--seed", "1", "--print_config"])
+    assert (options.overwrite, options.print_config, options.force) == (True, True, False)
+    assert options.keys == (("seed", "1"),)
+
+
+def test_a_single_word_may_also_be_given_by_its_name():
+    for argv in (["a/b", "--access_token", "t"], ["--access_token", "t", "--repo_id", "a/b"]):
+        assert parse(COMMANDS["download"], argv).repo_id == "a/b"
 
 
 def test_a_reader_that_goes_away_ends_the_command_quietly(ftkit):
@@ -277,7 +354,8 @@ def test_the_printed_config_is_a_recipe_that_asks_for_the_same(
     assert (code, err) == (0, "")
     copy = tmp_path / "copy.yaml"
     copy.write_text(out)
-    assert read_recipe([copy]) == read_recipe([RECIPES / recipe], split_options(options).values)
+    keys = parse(COMMANDS[command], options).keys
+    assert read_recipe([copy]) == read_recipe([RECIPES / recipe], keys)
     assert said(command, "--config", copy, "--print_config") == (0, out, "")
 
 
@@ -320,7 +398,7 @@ def completion(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     ("line", "offered"),
     [
-        ("ftkit ", set(COMMANDS)),
+        ("ftkit ", set(FTKIT.by_name)),
         ("ftkit down", {"download"}),
         ("ftkit finetune --lora_", {f"--{k}" for k in key_types("lora") if k[:5] == "lora_"}),
         ("ftkit finetune_full --lora_", set()),
@@ -331,6 +409,10 @@ def completion(tmp_path_factory) -> Path:
             {"--config", *(f"--{k}" for k in key_types("lora") if k.startswith("checkpoint"))},
         ),
         ("ftkit finetune --sto", {"--stop_after"}),
+        ("ftkit finetune --data.m", {"--data.mask_prompt"}),
+        ("ftkit finetune --strategy.sh", {"--strategy.sharding"}),
+        ("ftkit finetune --optimizer", {"--optimizer", "--optimizer.help"}),
+        ("ftkit plan --f", {"--fit", "--format"}),
         ("ftkit finetune --precision bf", {"bf16-true", "bf16-mixed"}),
         ("ftkit finetune --quantize bnb.n", {"bnb.nf4", "bnb.nf4-dq"}),
         ("ftkit finetune_full --logger_name ", {"csv", "tensorboard", "wandb"}),
@@ -373,6 +455,8 @@ def test_the_completion_is_valid_bash(completion):
     [
         (["--help"], 0),
         (["--version"], 0),
+        (["finetune", "--data.help", "JSON"], 0),
+        (["finetune", "--strategy.help"], 0),
         (["finetune", "--help"], 0),
         (["finetune", "--config", RECIPES / "tiny-llama-lora.yaml", "--print_config"], 0),
         (["finetune", "--config", RECIPES / "tiny-llama-lora.yaml", "--seed", "x"], 2),
@@ -388,6 +472,8 @@ def test_the_completion_is_valid_bash(completion):
     ids=[
         "help",
         "version",
+        "help on data",
+        "help on strategies",
         "finetune help",
         "print_config",
         "bad recipe",

@@ -12,8 +12,9 @@ from ftkit.config.changes import (
     carries_over,
     recipe_changes,
 )
-from ftkit.config.parsing import from_dict, key_types, read_recipe, to_dict
+from ftkit.config.parsing import from_dict, read_recipe, to_dict
 from ftkit.config.recipe import Method, Recipe
+from ftkit.config.recipe_keys import key_types
 
 
 def recipe(method: Method = "lora", **keys: object) -> Recipe:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from command import ROOT
 
-from ftkit.config.parsing import from_dict, key_types, read_keys, read_recipe, to_dict, to_yaml
+from ftkit.config.parsing import from_dict, read_keys, read_recipe, to_dict, to_yaml
 from ftkit.config.recipe import LAYER_SWITCHES, LoraRecipe, Method, Recipe
+from ftkit.config.recipe_keys import key_types
 from ftkit.errors import UserError
 
 RECIPES = ROOT / "recipes"

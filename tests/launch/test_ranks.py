@@ -14,7 +14,8 @@ from launchers import slurm, torchrun
 from runs import DEFAULT_SIGNALS, FILES, FOREVER, TIMEOUT_S, Run, command_of, rows, watched
 from saved_runs import ended, save_run
 
-from ftkit.cli.app import split_options
+from ftkit.cli.commands import COMMANDS
+from ftkit.cli.parser import parse
 from ftkit.config.devices import Devices
 from ftkit.config.parsing import read_recipe
 from ftkit.config.plan import make_plan
@@ -179,7 +180,7 @@ def test_segments_of_gpu_memory_can_grow_unless_the_user_says_how_memory_is_give
     for name, value in user.items():
         monkeypatch.setenv(name, value)
     words = command_of(tmp_path / "out", common, accelerator=accelerator)
-    recipe = read_recipe([], split_options(words[1:]).values, method="lora")
+    recipe = read_recipe([], parse(COMMANDS["finetune"], words[1:]).keys, method="lora")
     devices = Devices(accelerator=accelerator, count=1, names=("A100",))
     job = Job(recipe=recipe, devices=devices, base="", command=(), started_at_s=0.0)
     found = rank_environment(job, placement)
@@ -446,7 +447,7 @@ def test_a_mistake_under_torchrun_is_told_once_and_leaves_nothing(common, tmp_pa
 def test_a_complete_run_under_slurm_ends_well_everywhere(common, tmp_path: Path) -> None:
     out_dir = tmp_path / "out"
     words = command_of(out_dir, common, resume="auto")
-    save_run(read_recipe([], split_options(words[1:]).values, method="lora"), 5)
+    save_run(read_recipe([], parse(COMMANDS["finetune"], words[1:]).keys, method="lora"), 5)
     ended(out_dir, "completed", 5, result=True)
     with slurm(out_dir, words, tmp_path) as tasks:
         (out, err), others = tasks[0].communicate(timeout=TIMEOUT_S), tasks[1].communicate()

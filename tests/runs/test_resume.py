@@ -18,7 +18,8 @@ from runs import content
 from saved_runs import LAST, ended, recipe, save_run, write_rows
 
 from ftkit.checkpoint.store import Store
-from ftkit.cli.app import split_options
+from ftkit.cli.commands import COMMANDS
+from ftkit.cli.parser import parse
 from ftkit.config.parsing import read_recipe
 from ftkit.config.recipe import Method, Recipe
 from ftkit.console.display import Display
@@ -202,9 +203,8 @@ def test_a_complete_run_says_so_and_what_would_continue_it(out, resume):
     assert f"{out} is complete at step 2,000; the result is in {out / 'final'}\n" in text
     command = text.rpartition("train on with: ")[2]
     assert command == f"{continue_command(out, 'lora')} --train.epochs 3"
-    options = dict(split_options(shlex.split(command)[2:]).values)
-    config = options.pop("config")
-    assert found(read_recipe([config], list(options.items()), method="lora")).metadata.step == LAST
+    options = parse(COMMANDS["finetune"], shlex.split(command)[2:])
+    assert found(read_recipe(options.config, options.keys, method="lora")).metadata.step == LAST
 
 
 @pytest.mark.parametrize(
@@ -797,7 +797,7 @@ def test_a_mistake_that_a_rank_finds_before_its_first_step_changes_nothing(asked
 
 def test_the_command_on_a_complete_run_ends_well_and_imports_no_torch(ftkit, common, out):
     words = [*common, "--out_dir", str(out), "--resume", "auto"]
-    save_run(read_recipe([], split_options(words).values, method="lora"), 5)
+    save_run(read_recipe([], parse(COMMANDS["finetune"], words).keys, method="lora"), 5)
     ended(out, "completed", 5, result=True)
     end = ftkit("finetune", *words, before=NO_TORCH)
     assert (end.returncode, end.stderr) == (0, "imported: []\n")

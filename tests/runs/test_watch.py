@@ -151,7 +151,8 @@ def test_nothing_is_written(said, out):
             [".", "--interval", "2"],
             "interval is '2', but must be a number above 0 with s, min or h",
         ),
-        ([".", "--one"], "--one needs a value"),
+        ([".", "--one"], "--one is not an option of ftkit watch. Did you mean --once?"),
+        ([".", "--interval"], "--interval needs a value: --interval VALUE."),
         ([".", "--intervall", "2s"], "is not an option of ftkit watch. Did you mean --interval?"),
     ],
 )
@@ -167,11 +168,11 @@ def test_a_mistake_is_one_clear_error(out, arguments, said_):
 class Terminal:
     """`ftkit watch` on a terminal."""
 
-    def __init__(self, *arguments: object) -> None:
+    def __init__(self, *arguments: object, before: str = "") -> None:
         self._main, terminal = pty.openpty()
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 90, 0, 0))
         environment = command_environment() | {"TERM": "xterm", "PYTHONUTF8": "1"}
-        command = command_line("watch", *arguments, "--interval", "0.2s")
+        command = command_line("watch", *arguments, "--interval", "0.2s", before=before)
         self.process = subprocess.Popen(
             command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment,
             start_new_session=True,
@@ -202,6 +203,50 @@ class Terminal:
             pass
         text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self._seen.decode(errors="replace"))
         return " ".join(text.split())
+
+
+SHELLS_BACKGROUND = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)"
+"""As a shell without job control starts what ends in &."""
+IN_A_FINALISER = """
+import os, signal
+from ftkit.runs import watch
+
+class Interrupted:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+
+class Watcher(watch.Watcher):
+    looks = 0
+    def look(self):
+        Watcher.looks += 1
+        if Watcher.looks == 2:
+            Interrupted()
+        return super().look()
+
+watch.Watcher = Watcher
+"""
+"""Python can only print an exception there: it goes no further."""
+
+
+def test_ctrl_c_ends_what_a_terminal_shows_however_it_was_started(out):
+    noted(out)
+    with at_work(out), Terminal(out, before=SHELLS_BACKGROUND) as terminal:
+        wait_for(lambda: "loss from step 1 to 20" in terminal.seen())
+        terminal.process.send_signal(signal.SIGINT)
+        assert terminal.end() == 130
+
+
+def test_ctrl_c_that_comes_in_a_finaliser_is_not_lost(out):
+    noted(out)
+    with at_work(out), Terminal(out, before=IN_A_FINALISER) as terminal:
+        assert terminal.end() == 130
+    command = command_line("watch", out, "--interval", "0.2s", before=IN_A_FINALISER)
+    with at_work(out):
+        end = subprocess.run(
+            command, capture_output=True, text=True, env=command_environment(), timeout=120
+        )
+    assert end.returncode == 130
+    assert "Exception ignored in" in end.stderr
 
 
 def test_a_real_run_is_followed_on_a_terminal_and_in_a_pipe_until_it_ends(start, tmp_path):

@@ -18,9 +18,9 @@ from rank_jobs import (
     needs_deepspeed,
 )
 
-from ftkit.config.command_options import UseOptions
 from ftkit.config.devices import Devices
 from ftkit.config.recipe import Method, Recipe
+from ftkit.config.result_options import UseOptions
 from ftkit.inference import session
 from ftkit.inference.result import Result
 from ftkit.runs.job import Job

@@ -1,0 +1,203 @@
+"""Keys of recipes: their names and types, where a class may come from, how messages name them."""
+
+import dataclasses
+import shlex
+import types
+import typing
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from ftkit.config.recipe import RECIPE_OF, Component, Lora, Method, Recipe
+from ftkit.errors import UserError
+from ftkit.utils.dotted_keys import leaves
+from ftkit.utils.nearest import nearest
+
+COMPONENTS = {"data": "litgpt.data", "optimizer": "torch.optim", "strategy": ""}
+"""Fields that name a class, with the package a short name belongs to."""
+
+ALLOWED_PACKAGES = {
+    "data": ("litgpt.data", "ftkit.data"),
+    "optimizer": ("torch.optim", "bitsandbytes.optim", "deepspeed.ops.adam"),
+}
+"""Where a class_path may come from. A recipe never makes ftkit import anything else."""
+
+SPELLINGS = {"quantize": {"bnb.int8-training": "bnb.int8"}}
+"""Values of LitGPT that have another name here."""
+
+ELSEWHERE = {
+    "batch_size": "train.global_batch_size",
+    "dataset": "data.json_path",
+    "learning_rate": "optimizer.lr",
+    "lr": "optimizer.lr",
+    "max_length": "train.max_seq_length",
+    "model": "checkpoint_dir",
+    "model_name_or_path": "checkpoint_dir",
+    "num_epochs": "train.epochs",
+    "num_train_epochs": "train.epochs",
+    "output_dir": "out_dir",
+    "per_device_train_batch_size": "train.micro_batch_size",
+    "warmup_steps": "train.lr_warmup_steps",
+    "weight_decay": "optimizer.weight_decay",
+}
+"""Keys by their names in other programs, which people type here."""
+
+LORA_KEYS = {field.name for field in dataclasses.fields(Lora)}
+GROUPS = {f.name for f in dataclasses.fields(Recipe) if dataclasses.is_dataclass(f.type)}
+
+
+def key_types(method: Method) -> dict[str, Any]:
+    """Every dotted key of a recipe with its type."""
+    return {key: field.type for key, field in _key_fields(RECIPE_OF[method])}
+
+
+def _key_fields(
+    recipe_class: type, prefix: str = ""
+) -> Iterator[tuple[str, "dataclasses.Field[Any]"]]:
+    for field in dataclasses.fields(recipe_class):
+        if dataclasses.is_dataclass(field.type):
+            yield from _key_fields(typing.cast(type, field.type), f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", field
+
+
+def accepted_types(kind: Any) -> list[Any]:
+    """The types that a key accepts, None apart; a literal stands for itself."""
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return [k for k in typing.get_args(kind) if k is not types.NoneType]
+    return [kind]
+
+
+def describe(kind: Any) -> str:
+    """A type in words: 'a whole number', 'true or false', 'one of: auto, cpu, cuda'."""
+    if typing.get_origin(kind) is Literal:
+        choices = typing.get_args(kind)
+        return f"one of: {', '.join(map(str, choices))}" if len(choices) > 1 else repr(choices[0])
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return " or ".join(describe(k) for k in accepted_types(kind))
+    if typing.get_origin(kind) is list:
+        return "a list of names"
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    return words.get(kind, "a path" if kind is Path else "a name, or class_path with init_args")
+
+
+def placeholder_of(kind: Any) -> str:
+    """What stands for a value of this type in help: {auto,cpu,cuda}, NUMBER, PATH."""
+    words = {int: "N", float: "NUMBER", str: "TEXT", Path: "PATH", bool: "{true,false}"}
+    found = []
+    for accepted in accepted_types(kind):
+        origin, parts = typing.get_origin(accepted), typing.get_args(accepted)
+        if origin is Literal:
+            choices = [str(choice) for choice in parts]
+            found.append(f"{{{','.join(choices)}}}" if len(choices) > 1 else choices[0])
+        elif origin is list:
+            found.append("[NAME,...]")
+        elif origin is tuple:
+            found.append(f"[{','.join(map(placeholder_of, parts))}]")
+        elif accepted in words:
+            found.append(words[accepted])
+    return "|".join(found) or "NAME"
+
+
+def check_keys(merged: dict[str, Any], method: Method) -> None:
+    """Refuse keys that a recipe of this method does not have.
+
+    Raises:
+        UserError: names the key that was meant.
+    """
+    known = key_types(method)
+    for key, _ in flatten(merged):
+        if key in known:
+            continue
+        if key in LORA_KEYS:
+            advice = (
+                "Quantization is for LoRA (QLoRA)." if key == "quantize" else "It is a LoRA key."
+            )
+            raise UserError(
+                f"{key} does not belong to full fine-tuning. {advice} "
+                "Use ftkit finetune instead of ftkit finetune_full, or remove the key."
+            )
+        raise UserError(f"{key} is not a key of a recipe.{_meant(key, known)}")
+
+
+def _meant(key: str, known: Iterable[str]) -> str:
+    names = list(known)
+    last_name = key.rpartition(".")[2]
+    if last_name in ELSEWHERE:
+        return f" Did you mean {ELSEWHERE[last_name]}?"
+    close = nearest(key, names)
+    if not close:
+        by_last = {name.rpartition(".")[2]: name for name in names}
+        last = nearest(last_name, by_last)
+        close = by_last[last] if last else None
+    return f" Did you mean {close}?" if close else " See ftkit finetune --help for all keys."
+
+
+def check_component(field: str, component: Component | None) -> None:
+    """Refuse a class from a package that recipes may not name.
+
+    Raises:
+        UserError: names the packages.
+    """
+    allowed = ALLOWED_PACKAGES.get(field)
+    if component is None or allowed is None:
+        return
+    package, _, name = component["class_path"].rpartition(".")
+    if package not in allowed or not name.isidentifier():
+        raise UserError(
+            f"{field}.class_path is {component['class_path']!r}, but recipes may only name classes "
+            f"of {' or '.join(allowed)}. Try --{field} {default_name(field)}."
+        )
+
+
+def default_class(field: str) -> str:
+    """The class path that data, optimizer or strategy has where a recipe names none."""
+    (default,) = [f.default_factory for f in dataclasses.fields(Recipe) if f.name == field]
+    assert callable(default)
+    return str(default()["class_path"])
+
+
+def default_name(field: str) -> str:
+    """The name of that class alone."""
+    return default_class(field).rpartition(".")[2]
+
+
+def example_of(key: str, method: Method, wrong: Any = None) -> str:
+    """A value that the key accepts: the most similar choice, or the default."""
+    field = dict(_key_fields(RECIPE_OF[method]))[key]
+    accepted = accepted_types(field.type)
+    literals = [kind for kind in accepted if typing.get_origin(kind) is Literal]
+    choices = [str(c) for kind in literals for c in typing.get_args(kind)]
+    if close := nearest(str(wrong), choices, cutoff=0.3):
+        return close
+    if accepted == [str]:
+        return shlex.quote(str(wrong))
+    if field.default is not None:
+        return yaml.safe_dump(plain(field.default)).partition("\n")[0]
+    if choices:
+        return choices[0]
+    examples = {int: "100", float: "1.0", bool: "true"}
+    return examples.get(accepted[0], "[lm_head]")
+
+
+def shown(value: Any) -> str:
+    """A value as a recipe has it."""
+    if value is None:
+        return "empty"
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def plain(value: Any) -> Any:
+    """A value as YAML and JSON have it."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves as dotted keys; class choices stay whole, as they are to be merged."""
+    return leaves(values, prefix, whole=COMPONENTS)

@@ -1,0 +1,216 @@
+"""Options of the commands that use a result: generate, chat, evaluate, merge, export."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ftkit.config.command_options import Format, keys_beside, option, word
+from ftkit.config.parsing import Override
+from ftkit.config.recipe import Precision, Quantization
+from ftkit.errors import UserError
+from ftkit.utils.units import SIZE_UNITS, parse_size
+
+Storage = Quantization | Literal["none"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+_MODEL_FILES = ("config.json", "model_config.yaml", "adapter_config.json")
+"""What tells a model or an adapter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultOptions:
+    """Of a command that uses a result."""
+
+    result: str = word("RESULT")
+    """A run (its out_dir), one of its checkpoints, a PEFT adapter, a model directory (Hugging Face
+    or LitGPT), a hub name, or embedded:quickstart."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UseOptions:
+    """How a result computes."""
+
+    base: str | None = None
+    """Where the base model is. Default: where the run had it."""
+    quantize: Storage | None = None
+    """How the weights of the base model are stored; none: as numbers. Default: as in the run."""
+    precision: Precision | None = option(None, example="bf16-true")
+    """Number format. Default: that of the run; without one, 16 bits on GPUs and 32 on CPUs."""
+    accelerator: Literal["auto", "cpu", "cuda"] = option("auto", example="cpu")
+    """Device kind. Default: cuda where there is one, else cpu."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerOptions(UseOptions):
+    """How answers are made."""
+
+    max_new_tokens: int = option(256, least=1)
+    """Longest answer, in tokens."""
+    temperature: float = option(0.0, example=0.8, least=0)
+    """0 takes the most likely token; higher values draw more freely."""
+    top_k: int | None = option(None, example=50, least=1)
+    """Draw among this many of the most likely tokens."""
+    top_p: float = option(1.0, example=0.95, least=0, most=1)
+    """Draw among the most likely tokens that together have this probability."""
+    seed: int = option(1337, least=0)
+    """Of the drawing: the same seed gives the same answer."""
+    prompt_style: str | None = None
+    """How an instruction becomes a prompt, such as alpaca. Default: as in the run; without one,
+    what LitGPT knows for models of this name."""
+    raw: bool = False
+    """Give the text to the model as it is."""
+
+    def __post_init__(self) -> None:
+        if self.temperature == 0 and (self.top_k is not None or self.top_p < 1):
+            key, value = ("top_k", self.top_k) if self.top_k is not None else ("top_p", self.top_p)
+            raise UserError(
+                f"--{key} is {value}, but temperature 0 takes the most likely token alone. "
+                "Try --temperature 0.8 with it."
+            )
+        if self.raw and self.prompt_style is not None:
+            raise UserError("--raw and --prompt_style exclude each other. Leave one of them out.")
+        if self.seed >= 2**63:
+            raise UserError(f"--seed is {self.seed}, but must be below 2**63. Try --seed 1337.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(AnswerOptions, ResultOptions):
+    """Of ftkit generate."""
+
+    prompt: str | None = None
+    """What to ask."""
+    input: str | None = None
+    """Material that the prompt is about, for styles that have a place for it."""
+    prompts: Path | None = None
+    """What to ask, many times: a text file with a prompt per line, or .jsonl or .json with records
+    of instruction and, if needed, input."""
+    out: Path | None = None
+    """Write the answers to this file, a record per line."""
+    overwrite: bool = False
+    """Replace the file of --out."""
+    compare_base: bool = False
+    """Show the answer of the base model beside that of the result."""
+    format: Format = "table"
+    """json: nothing else is written to standard output."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.prompt is None) == (self.prompts is None):
+            what = "is missing" if self.prompt is None else "and --prompts exclude each other"
+            raise UserError(
+                f"--prompt {what}: what to ask? "
+                "Try --prompt 'Tell me a story.', or --prompts FILE alone."
+            )
+        if self.prompts is not None and not self.prompts.expanduser().is_file():
+            raise UserError(f"--prompts {self.prompts} is not a file. Name one with prompts.")
+        if self.input is not None and (self.raw or self.prompts is not None):
+            other = "raw" if self.raw else "prompts"
+            raise UserError(
+                f"--input is for a single prompt in a prompt style. Leave out --input or --{other}."
+            )
+        if self.out is not None:
+            out = self.out.expanduser()
+            if not out.parent.is_dir():
+                raise UserError(f"--out {out}: there is no directory {out.parent}. Make it first.")
+            if out.exists() and not self.overwrite:
+                raise UserError(f"--out {out} exists. Try another name, or --overwrite.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions(AnswerOptions, ResultOptions):
+    """Of ftkit chat."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions(UseOptions, ResultOptions):
+    """Of ftkit evaluate."""
+
+    data: tuple[Override, ...] = keys_beside("data")
+    """Other data than those of the run; options as --data.NAME VALUE, such as
+    --data.json_path FILE."""
+    micro_batch_size: int | None = option(None, example=4, least=1)
+    """Sequences per forward pass. Changes time and memory alone. Default: as in the run."""
+    max_iters: int | None = option(None, example=100, least=1)
+    """Validate on at most this many batches of train.global_batch_size of the run. Default: as in
+    the run."""
+    exact_match: int | None = option(None, example=100, least=0)
+    """Answer this many records greedily and count how many answers are exactly the expected ones.
+    Default: as in the run, or 100; 0: none."""
+    format: Format = "table"
+    """json: nothing else is written to standard output."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions(ResultOptions):
+    """Of commands that write a model or an adapter."""
+
+    out: Path = option(ask="where to write?", example="out/merged")
+    """Directory to write."""
+    overwrite: bool = False
+    """Replace the model or adapter in --out, once the new one is complete."""
+    dtype: Dtype | None = option(None, example="bfloat16")
+    """Number format of the weights. Default: as they are stored."""
+    max_shard_size: str = "5GB"
+    """Largest file of weights in Hugging Face's layout."""
+
+    @property
+    def directory(self) -> Path:
+        """Where to write."""
+        return self.out.expanduser()
+
+    @property
+    def max_shard_bytes(self) -> int:
+        """Largest file of weights."""
+        return _size_bytes(self.max_shard_size)
+
+    def __post_init__(self) -> None:
+        _size_bytes(self.max_shard_size)
+        out = self.directory
+        if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+            return
+        if not out.is_dir():
+            raise UserError(f"--out {out} is a file. Try the name of a directory.")
+        if not self.overwrite:
+            raise UserError(f"--out {out} exists. Try another name, or --overwrite.")
+        is_model = any((out / name).is_file() for name in _MODEL_FILES)
+        if not is_model or any(path.is_dir() for path in out.iterdir()):
+            raise UserError(
+                f"--out {out} holds more than a model or an adapter, so --overwrite does not "
+                "replace it. Try another name, or remove it yourself."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeOptions(OutputOptions):
+    """Of ftkit merge."""
+
+    base: Literal["quantized", "original"] | None = option(None, example="original")
+    """Of QLoRA: add what was learned to the quantised weights as training saw them, turned back
+    into numbers; or to the original ones. Default: quantized."""
+    checkpoint_dir: str | None = None
+    """Where the base model is. Default: where the run had it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions(OutputOptions):
+    """Of ftkit export."""
+
+    format: Literal["hf", "litgpt", "peft"] = option(ask="for which program?")
+    """hf: Hugging Face's layout; litgpt: LitGPT's; peft: the adapter of a LoRA run."""
+
+    def __post_init__(self) -> None:
+        if self.format == "peft" and self.dtype is not None:
+            raise UserError(
+                "--dtype: an adapter is exported as it is. Leave it out, or try --format hf."
+            )
+        super().__post_init__()
+
+
+def _size_bytes(text: str) -> int:
+    bytes_ = parse_size(text)
+    if not bytes_:
+        raise UserError(
+            f"--max_shard_size is {text!r}, but must be a number with {', '.join(SIZE_UNITS)}. "
+            "Try --max_shard_size 5GB."
+        )
+    return bytes_
