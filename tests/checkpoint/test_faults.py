@@ -18,9 +18,8 @@ import psutil
 import pytest
 import torch
 import yaml
-from command import command_environment
 from faults import BALLAST
-from preloaded import SUPERVISOR, Attempt, Preloaded, preloaded
+from preloaded import SUPERVISOR, Attempt, Preloaded
 from rank_jobs import Outcome
 from runs import options
 
@@ -64,12 +63,6 @@ class Runs:
         attempt = self.run(out, *more)
         assert attempt.code == 0, attempt.output
         return attempt
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Preloaded]:
-    with preloaded(tmp_path_factory.mktemp("server"), command_environment()) as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

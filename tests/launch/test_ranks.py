@@ -104,7 +104,7 @@ def side_by_side(start: Start, tmp_path_factory: pytest.TempPathFactory):
     failing += "import atexit, time\natexit.register(time.sleep, 600)\n"
     speaking = SPEAKING_OF_ALL + on_rank(1, SPEAKING_OF_ONE)
     with (
-        start(directory / "good", in_ranks=speaking, **TWO_RANKS) as good,
+        start(directory / "good", in_ranks=speaking, cold=True, **TWO_RANKS) as good,
         start(directory / "bad", in_ranks=on_rank(1, failing), **TWO_RANKS | FSDP) as bad,
     ):
         for run in (good, bad):
@@ -417,7 +417,7 @@ def test_tasks_that_are_a_machine_each_give_the_same_results(
 def test_torchrun_gives_the_same_results(side_by_side, common, tmp_path: Path) -> None:
     out_dir = tmp_path / "out"
     words = torchrun(command_of(out_dir, common, **TWO_RANKS))
-    with watched(out_dir, words, tmp_path, command_environment()) as run:
+    with watched(out_dir, words, tmp_path, command_environment(), cold=True) as run:
         code, out, _ = run.end()  # torchrun itself speaks on standard error
     assert code == 0
     assert_as_the_built_in_launcher(out_dir, out, side_by_side)
@@ -425,7 +425,8 @@ def test_torchrun_gives_the_same_results(side_by_side, common, tmp_path: Path) -
 
 def test_slurm_gives_the_same_results(side_by_side, common, tmp_path: Path) -> None:
     out_dir = tmp_path / "out"
-    with slurm(out_dir, command_of(out_dir, common, **TWO_RANKS), tmp_path) as tasks:
+    words = command_of(out_dir, common, **TWO_RANKS)
+    with slurm(out_dir, words, tmp_path, cold=True) as tasks:
         (out, err), others = tasks[0].communicate(timeout=TIMEOUT_S), tasks[1].communicate()
         assert [task.returncode for task in tasks] == [0, 0]
     assert (err, others) == ("", ("", ""))
