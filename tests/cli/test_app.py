@@ -4,7 +4,9 @@ import dataclasses
 import json
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command import NO_TORCH, ROOT
@@ -21,7 +23,9 @@ OWN = ["config", "print_config", "overwrite", "force", "stop_after"]
 
 
 @pytest.fixture
-def said(capsys, monkeypatch):
+def said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[Any, str, str]]:
     """What a command line prints, and its exit code: `code, out, err = said("--version")`."""
     monkeypatch.setenv("COLUMNS", "80")
 
@@ -57,7 +61,7 @@ def test_the_version_is_that_of_the_package(said):
 @pytest.mark.parametrize("command", FINETUNE)
 class TestHelpOfFinetune:
     @pytest.fixture
-    def text(self, said, command):
+    def text(self, said: Callable[..., tuple[Any, str, str]], command: str) -> str:
         code, out, err = said(command, "--help")
         assert (code, err) == (0, "")
         return out

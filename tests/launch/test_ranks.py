@@ -93,8 +93,12 @@ ftkit.optim.schedule.make_schedule = noticing
 """
 
 
+End = tuple[int, str, str]
+SideBySide = tuple[Run, End, Run, End, list[dict[str, str]]]
+
+
 @pytest.fixture(scope="module")
-def side_by_side(start: Start, tmp_path_factory: pytest.TempPathFactory):
+def side_by_side(start: Start, tmp_path_factory: pytest.TempPathFactory) -> SideBySide:
     """At one time: a run that completes, and one whose rank 1 raises in training.
 
     It then hangs, as a rank may that leaves a process group in which the others wait.
@@ -323,7 +327,7 @@ def test_ctrl_c_during_set_up_ends_all_ranks(start: Start, tmp_path: Path) -> No
 # --- Ranks that others start --------------------------------------------------------------------
 
 
-def assert_as_the_built_in_launcher(out_dir: Path, out: str, side_by_side) -> None:
+def assert_as_the_built_in_launcher(out_dir: Path, out: str, side_by_side: SideBySide) -> None:
     good, (_, expected_out, _), *_ = side_by_side
     assert sorted(path.name for path in out_dir.iterdir()) == FILES
     expected = [[float(row[key]) for key in LEARNED] for row in rows(good.out_dir)]

@@ -1,6 +1,7 @@
 """A run that is out of memory says how much was missing, and what would fit."""
 
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ MIB = 2**20
 
 
 @pytest.fixture
-def run(server: Preloaded, common: list[str], tmp_path: Path):
+def run(
+    server: Preloaded, common: list[str], tmp_path: Path
+) -> Callable[..., tuple[Attempt, Report]]:
     """Runs the command with faults; what it showed, and its report."""
 
     def run(faults: dict[int, list[object]], **keys: object) -> tuple[Attempt, Report]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ ANY = "OLMo-2-1124-7B"
 
 
 @pytest.fixture
-def train(server: Preloaded, common: list[str], tmp_path: Path):
+def train(server: Preloaded, common: list[str], tmp_path: Path) -> Callable[..., Attempt]:
     """Trains a model of an architecture into tmp_path/NAME: `train("phi-2", name="a", key=value)`.
 
     Its base model is tmp_path/base.

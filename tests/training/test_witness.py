@@ -1,5 +1,6 @@
 """What a run does not do beside training: it would cost time or memory at every step."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from witness import FORWARD, MOVED, UPDATED, told
 
 
 @pytest.fixture
-def run(server: Preloaded, common: list[str], tmp_path: Path):
+def run(server: Preloaded, common: list[str], tmp_path: Path) -> Callable[..., int | None]:
     """Runs the command with a witness in every rank; its exit code."""
 
     def run(*, ends_at: int | None = None, **keys: object) -> int | None:
