@@ -3,7 +3,7 @@
 import os
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,13 +13,49 @@ import pytest
 
 # Before torch is imported: threads that spin beside others take very long.
 os.environ.update(OMP_NUM_THREADS="1", GOMP_SPINCOUNT="1000")
+import warm
 from command import Command, Start, command_environment, command_line, start_up_of_ranks
 from runs import DEFAULT_SIGNALS, Run, command_of, options, watched
 
+from ftkit.utils.imports import quick_imports
+
 if TYPE_CHECKING:
+    from preloaded import Preloaded
     from results import Ended
 
 pytest.register_assert_rewrite("conversions", "rank_jobs")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Without looking for garbage among what is imported for the tests, then or later."""
+    with quick_imports():
+        return (yield)
+
+
+LONGEST = (
+    "simulated_card/test_commands.py",
+    "strategies/test_strategies.py",
+    "report/test_step_memory.py",
+    "checkpoint/test_faults.py",
+    "model/test_quantization.py",
+    "checkpoint/test_resume_anywhere.py",
+    "lora/test_adapters_everywhere.py",
+    "checkpoint/test_optimizer_state.py",
+    "memory/test_meter.py",
+    "launch/test_ranks.py",
+    "launch/test_heartbeats.py",
+    "planner/test_command.py",
+    "launch/test_shortage.py",
+    "runs/test_stop_and_resume.py",
+    "notebook/test_api.py",
+)
+"""Files that come first, so that no process is at work on a long one when all others are done."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {Path(__file__).parent / name: n for n, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 @pytest.fixture
@@ -64,6 +100,26 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> "dict[str, Ended]":
 
 
 @pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Preloaded]":
+    """Runs commands whose ranks fail as it is wished."""
+    from preloaded import preloaded
+
+    environment = command_environment() | {"DS_ACCELERATOR": "cpu"}
+    with preloaded(tmp_path_factory.mktemp("server"), environment) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def server_with_cards(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Preloaded]":
+    """The same on a machine with simulated cards."""
+    from on_card import environment
+    from preloaded import preloaded
+
+    with preloaded(tmp_path_factory.mktemp("cards"), environment()) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
 def common(tiny_base: Path, tiny_data: Path) -> list[str]:
     """The smallest run there is."""
     return options(
@@ -88,6 +144,7 @@ def start(common: list[str], tmp_path_factory: pytest.TempPathFactory) -> Start:
     """Starts a run: `with start(out_dir, key=value) as run`; it does not outlive the block.
 
     Statements given as `in_ranks` run when a rank's interpreter starts, before any import of ours.
+    With `cold` all processes are interpreters of their own; see warm.py.
     """
     directory = tmp_path_factory.mktemp("empty")
 
@@ -99,6 +156,7 @@ def start(common: list[str], tmp_path_factory: pytest.TempPathFactory) -> Start:
         before: str = DEFAULT_SIGNALS,
         in_ranks: str = "",
         cwd: Path = directory,
+        cold: bool = False,
         **keys: object,
     ) -> Iterator[Run]:
         words = command_of(out_dir, common, *switches, **keys)
@@ -106,7 +164,8 @@ def start(common: list[str], tmp_path_factory: pytest.TempPathFactory) -> Start:
         if in_ranks:
             start_up = start_up_of_ranks(tmp_path_factory.mktemp("start-up"), in_ranks)
             environment["PYTHONPATH"] += f":{start_up}"
-        with watched(out_dir, command_line(*words, before=before), cwd, environment) as run:
+        command = command_line(*words, before=before)
+        with watched(out_dir, command, cwd, environment, cold=cold) as run:
             yield run
 
     return start_
@@ -125,6 +184,7 @@ def _children() -> set[psutil.Process]:
     for child in psutil.Process().children(recursive=True):
         try:
             kept = child.name().startswith("wandb-") or "multiprocessing" in str(child.cmdline())
+            kept = kept or child.pid == warm.SERVER.pid
             if not kept and child.status() != psutil.STATUS_ZOMBIE:
                 running.add(child)
         except psutil.NoSuchProcess:

@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,9 +18,8 @@ import psutil
 import pytest
 import torch
 import yaml
-from command import command_environment
 from faults import BALLAST
-from preloaded import SUPERVISOR, Attempt, Preloaded, preloaded
+from preloaded import SUPERVISOR, Attempt, Preloaded
 from rank_jobs import Outcome
 from runs import options
 
@@ -66,14 +65,11 @@ class Runs:
         return attempt
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Preloaded]:
-    with preloaded(tmp_path_factory.mktemp("server"), command_environment()) as found:
-        yield found
+MakeRuns = Callable[..., Runs]
 
 
 @pytest.fixture(scope="module")
-def make_runs(server: Preloaded, common: list[str]):
+def make_runs(server: Preloaded, common: list[str]) -> MakeRuns:
     """Makes runs that save every step."""
 
     def make(method: Method, steps: int, layout: tuple[str, ...] = SINGLE, **keys: object) -> Runs:
@@ -95,7 +91,7 @@ def make_runs(server: Preloaded, common: list[str]):
 
 
 @pytest.fixture
-def runs(make_runs):
+def runs(make_runs: MakeRuns) -> MakeRuns:
     return make_runs
 
 
@@ -458,7 +454,9 @@ class Stopped:
 
 
 @pytest.fixture(scope="module")
-def stopped(make_runs, tmp_path_factory):
+def stopped(
+    make_runs: MakeRuns, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[Method], Stopped]:
     """By method."""
     found: dict[Method, Stopped] = {}
 

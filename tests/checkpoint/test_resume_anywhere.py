@@ -78,13 +78,13 @@ Move = tuple[Layout, Layout, Method]
 Continued = dict[Move, Outcome]
 
 
-def first_sessions(run: Run, layouts: list[Layout]) -> Runs:
+def first_sessions(run: Run, sources: set[tuple[Layout, Method]]) -> Runs:
     found: Runs = {}
-    for world_size, group in itertools.groupby(sorted(layouts, key=_ranks), key=_ranks):
+    ordered = sorted(sources, key=lambda source: (source[0].world_size, source))
+    for world_size, group in itertools.groupby(ordered, key=lambda source: source[0].world_size):
         cases = {
             (layout, method): Case(layout.strategy, method, changes=NO_EVALUATION, stop_after=CUT)
-            for layout in group
-            for method in METHODS
+            for layout, method in group
         }
         outcomes = run(world_size, list(cases.values()))
         found |= {key: outcomes[case] for key, case in cases.items()}
@@ -124,7 +124,8 @@ def continued(run: Run, request: pytest.FixtureRequest) -> Continued:
         if isinstance(item, pytest.Function) and item.function is test_a_run_goes_on_anywhere:
             params = item.callspec.params
             moves.add((params["source"], params["target"], params["method"]))
-    return second_sessions(run, first_sessions(run, sorted({move[0] for move in moves})), moves)
+    sources = {(source, method) for source, _, method in moves}
+    return second_sessions(run, first_sessions(run, sources), moves)
 
 
 def assert_continues(found: Outcome, expected: Outcome) -> None:

@@ -6,7 +6,9 @@ import json
 import re
 import shlex
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import litgpt.data  # noqa: F401 (libraries set environment variables)
 import pytest
@@ -36,7 +38,9 @@ CHECKPOINTS = ["list", "show", "verify", "clean", "diff"]
 
 
 @pytest.fixture
-def said(capsys, monkeypatch):
+def said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[Any, str, str]]:
     """What a command line prints, and its exit code: `code, out, err = said("--version")`."""
     monkeypatch.setenv("COLUMNS", "80")
 
@@ -72,7 +76,7 @@ def test_the_version_is_that_of_the_package(said):
 @pytest.mark.parametrize("command", FINETUNE)
 class TestHelpOfFinetune:
     @pytest.fixture
-    def text(self, said, command):
+    def text(self, said: Callable[..., tuple[Any, str, str]], command: str) -> str:
         code, out, err = said(command, "--help")
         assert (code, err) == (0, "")
         return out

@@ -5,8 +5,10 @@ import json
 import re
 import shutil
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from checkpoints import FILES, RECIPE, save, write_partial
@@ -36,7 +38,7 @@ def store_of(out_dir: Path) -> Store:
 
 
 @pytest.fixture
-def said(capsys):
+def said(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
     """What a command prints, and its exit code: `code, out = said("list", out_dir)`."""
 
     def run_(*argv: object) -> tuple[int, str]:
@@ -56,7 +58,7 @@ def at_one_moment(monkeypatch) -> None:
 
 
 @pytest.fixture
-def values(said):
+def values(said: Callable[..., tuple[int, str]]) -> Callable[..., Any]:
     """What a command prints as JSON."""
 
     def run_(*argv: object, code: int = 0) -> object:
@@ -93,7 +95,7 @@ def names_in(directory: Path) -> list[str]:
 
 
 @pytest.fixture
-def at_work(out_dir):
+def at_work(out_dir: Path) -> Iterator[None]:
     """The run's lock, as a supervisor holds it."""
     (out_dir / ".run").mkdir()
     with (out_dir / ".run/lock").open("w") as lock:

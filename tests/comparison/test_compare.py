@@ -5,9 +5,11 @@ import dataclasses
 import io
 import json
 import re
+from collections.abc import Callable
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from compared_runs import GIB, at_work, make_all, make_run, note_in_ranks
@@ -31,7 +33,7 @@ def out(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture
-def said(capsys):
+def said(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[str, str]]:
     """What the command prints: `out, err = said("out", "--format", "csv")`."""
 
     def run_(*argv: object) -> tuple[str, str]:
@@ -416,7 +418,7 @@ def test_a_notebook_shows_a_comparison_as_a_table_with_names_escaped(tmp_path):
 
 
 @pytest.fixture
-def matplotlib():
+def matplotlib() -> Any:
     return pytest.importorskip("matplotlib")
 
 

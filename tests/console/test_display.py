@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,7 @@ def screen_of(output: str) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def terminal_of_80_columns(monkeypatch):
+def terminal_of_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
@@ -78,23 +79,23 @@ def terminal_of_80_columns(monkeypatch):
 
 
 @pytest.fixture
-def clock():
+def clock() -> Clock:
     return Clock()
 
 
 @pytest.fixture
-def plain(tmp_path, clock):
+def plain(tmp_path: Path, clock: Clock) -> Iterator[Display]:
     with Display(tmp_path, stream=io.StringIO(), clock=clock, now=lambda: STAMP) as display:
         yield display
 
 
 @pytest.fixture
-def terminal():
+def terminal() -> Terminal:
     return Terminal()
 
 
 @pytest.fixture
-def live(tmp_path, clock, terminal):
+def live(tmp_path: Path, clock: Clock, terminal: Terminal) -> Iterator[Display]:
     with Display(tmp_path, stream=terminal, clock=clock, now=lambda: STAMP) as display:
         yield display
 

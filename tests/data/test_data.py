@@ -432,7 +432,9 @@ class TestModulesOfLitgpt:
     """Their records, through the same tokenisation. Nothing is downloaded here."""
 
     @pytest.fixture(autouse=True)
-    def _in_an_empty_directory_without_network(self, tmp_path, monkeypatch):
+    def _in_an_empty_directory_without_network(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         def no_network(*args: object, **kwargs: object) -> None:
             raise ConnectionError("no route to host")
 

@@ -3,6 +3,9 @@
 import json
 import math
 import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny import make_records
@@ -15,10 +18,10 @@ NAMES = ["lora", "qlora", "dora", "pissa", "full", "tied", "mixed", "bf16"]
 
 
 @pytest.fixture
-def values(capsys):
+def values(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
     """What evaluate prints as JSON."""
 
-    def run_(path: object, *argv: object) -> dict:
+    def run_(path: object, *argv: object) -> dict[str, Any]:
         words = ["evaluate", path, "--accelerator", "cpu", "--format", "json", *argv]
         assert run(list(map(str, words))) == 0
         return json.loads(capsys.readouterr().out)
@@ -85,7 +88,7 @@ def test_an_exact_match_is_an_answer_that_equals_the_expected_text(ended, values
 
 
 @pytest.fixture
-def held_out(tmp_path):
+def held_out(tmp_path: Path) -> Path:
     """Records that no run has seen."""
     file = tmp_path / "held_out.json"
     file.write_text(json.dumps(make_records(20, seed=5)))

@@ -5,7 +5,9 @@ import json
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ PROMPT = "what is the colour of red cat"
 
 
 @pytest.fixture
-def said(capsys):
+def said(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[str, str]]:
     """What a command prints: `out, err = said("generate", path, ...)`; it succeeds."""
 
     def run_(*argv: object) -> tuple[str, str]:
@@ -34,10 +36,10 @@ def said(capsys):
 
 
 @pytest.fixture
-def answered(said):
+def answered(said: Callable[..., tuple[str, str]]) -> Callable[..., dict[str, Any]]:
     """What generate prints as JSON."""
 
-    def run_(path: object, *argv: object) -> dict:
+    def run_(path: object, *argv: object) -> dict[str, Any]:
         out, _ = said("generate", path, "--max_new_tokens", 8, "--format", "json", *argv)
         return json.loads(out)
 

@@ -94,7 +94,7 @@ class Silent:
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch):
+def store(monkeypatch: pytest.MonkeyPatch) -> dist.TCPStore:
     monkeypatch.setattr(heartbeats, "BEAT_S", 0.05)
     return dist.TCPStore(
         "127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=30), wait_for_workers=False

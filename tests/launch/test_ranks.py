@@ -94,8 +94,12 @@ ftkit.optim.schedule.make_schedule = noticing
 """
 
 
+End = tuple[int, str, str]
+SideBySide = tuple[Run, End, Run, End, list[dict[str, str]]]
+
+
 @pytest.fixture(scope="module")
-def side_by_side(start: Start, tmp_path_factory: pytest.TempPathFactory):
+def side_by_side(start: Start, tmp_path_factory: pytest.TempPathFactory) -> SideBySide:
     """At one time: a run that completes, and one whose rank 1 raises in training.
 
     It then hangs, as a rank may that leaves a process group in which the others wait.
@@ -105,7 +109,7 @@ def side_by_side(start: Start, tmp_path_factory: pytest.TempPathFactory):
     failing += "import atexit, time\natexit.register(time.sleep, 600)\n"
     speaking = SPEAKING_OF_ALL + on_rank(1, SPEAKING_OF_ONE)
     with (
-        start(directory / "good", in_ranks=speaking, **TWO_RANKS) as good,
+        start(directory / "good", in_ranks=speaking, cold=True, **TWO_RANKS) as good,
         start(directory / "bad", in_ranks=on_rank(1, failing), **TWO_RANKS | FSDP) as bad,
     ):
         for run in (good, bad):
@@ -324,7 +328,7 @@ def test_ctrl_c_during_set_up_ends_all_ranks(start: Start, tmp_path: Path) -> No
 # --- Ranks that others start --------------------------------------------------------------------
 
 
-def assert_as_the_built_in_launcher(out_dir: Path, out: str, side_by_side) -> None:
+def assert_as_the_built_in_launcher(out_dir: Path, out: str, side_by_side: SideBySide) -> None:
     good, (_, expected_out, _), *_ = side_by_side
     assert sorted(path.name for path in out_dir.iterdir()) == FILES
     expected = [[float(row[key]) for key in LEARNED] for row in rows(good.out_dir)]
@@ -418,7 +422,7 @@ def test_tasks_that_are_a_machine_each_give_the_same_results(
 def test_torchrun_gives_the_same_results(side_by_side, common, tmp_path: Path) -> None:
     out_dir = tmp_path / "out"
     words = torchrun(command_of(out_dir, common, **TWO_RANKS))
-    with watched(out_dir, words, tmp_path, command_environment()) as run:
+    with watched(out_dir, words, tmp_path, command_environment(), cold=True) as run:
         code, out, _ = run.end()  # torchrun itself speaks on standard error
     assert code == 0
     assert_as_the_built_in_launcher(out_dir, out, side_by_side)
@@ -426,7 +430,8 @@ def test_torchrun_gives_the_same_results(side_by_side, common, tmp_path: Path) -
 
 def test_slurm_gives_the_same_results(side_by_side, common, tmp_path: Path) -> None:
     out_dir = tmp_path / "out"
-    with slurm(out_dir, command_of(out_dir, common, **TWO_RANKS), tmp_path) as tasks:
+    words = command_of(out_dir, common, **TWO_RANKS)
+    with slurm(out_dir, words, tmp_path, cold=True) as tasks:
         (out, err), others = tasks[0].communicate(timeout=TIMEOUT_S), tasks[1].communicate()
         assert [task.returncode for task in tasks] == [0, 0]
     assert (err, others) == ("", ("", ""))

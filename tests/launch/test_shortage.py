@@ -1,12 +1,11 @@
 """A run that is out of memory says how much was missing, and what would fit."""
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command import command_environment
-from preloaded import SUPERVISOR, Attempt, Preloaded, preloaded
+from preloaded import SUPERVISOR, Attempt, Preloaded
 from runs import WITHOUT_EVALUATION, options
 from tiny import make_llama
 
@@ -15,14 +14,10 @@ from ftkit.report.report import Report, read_report
 MIB = 2**20
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Preloaded]:
-    with preloaded(tmp_path_factory.mktemp("server"), command_environment()) as found:
-        yield found
-
-
 @pytest.fixture
-def run(server: Preloaded, common: list[str], tmp_path: Path):
+def run(
+    server: Preloaded, common: list[str], tmp_path: Path
+) -> Callable[..., tuple[Attempt, Report]]:
     """Runs the command with faults; what it showed, and its report."""
 
     def run(faults: dict[int, list[object]], **keys: object) -> tuple[Attempt, Report]:

@@ -4,9 +4,11 @@ import json
 import re
 import signal
 import time
+from pathlib import Path
 
 import psutil
 import pytest
+from command import Start
 from runs import (
     DEFAULT_SIGNALS,
     ENDLESS_STEP,
@@ -27,8 +29,11 @@ from ftkit.runs.lock import claim
 # --- A run that completes -----------------------------------------------------------------------
 
 
+End = tuple[int, str, str]
+
+
 @pytest.fixture(scope="module")
-def completed(start, tmp_path_factory) -> tuple[Run, tuple[int, str, str]]:
+def completed(start: Start, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, End]:
     out_dir = tmp_path_factory.mktemp("completed") / "deep" / "out"
     with start(out_dir) as run:
         return run, run.end()
@@ -73,7 +78,9 @@ def test_output_in_a_pipe_is_plain_lines(completed):
 
 
 @pytest.fixture(scope="module")
-def two_more(completed, start, tmp_path_factory):
+def two_more(
+    completed: tuple[Run, End], start: Start, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, bytes], Path, End, Path, End]:
     """At one time: a second run into a used directory, and one that overwrites its own."""
     first, _ = completed
     other = tmp_path_factory.mktemp("overwritten") / "out"
@@ -193,7 +200,9 @@ class TestClaim:
 
 
 @pytest.fixture(scope="module")
-def bad_data(start, tiny_data, tmp_path_factory):
+def bad_data(
+    start: Start, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path, End, End]:
     """At one time: bad data into a new directory, and over an old run."""
     root = tmp_path_factory.mktemp("bad")
     records = json.loads(tiny_data.read_text())

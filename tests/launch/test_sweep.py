@@ -2,6 +2,7 @@
 
 import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,9 @@ BASE = "random:pythia-14m"
 
 
 @pytest.fixture
-def said(capsys, tmp_path, monkeypatch):
+def said(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., list[str]]:
     """What `ftkit sweep` prints, as lines, in an empty directory."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "r.yaml").write_text(f"checkpoint_dir: {BASE}\naccelerator: cpu\nout_dir: out/r\n")
@@ -141,7 +144,7 @@ def test_a_mistake_on_the_command_line_is_told_with_what_works(said, tmp_path, w
 
 
 @pytest.fixture
-def action(said, tmp_path):
+def action(said: Callable[..., list[str]], tmp_path: Path) -> Callable[..., str]:
     """What a sweep would do about its run `small` now."""
     file = write_sweep(tmp_path / "s.yaml", SMALL, out_dir="o")
 
@@ -280,7 +283,9 @@ TINY = {
 
 
 @pytest.fixture
-def tiny_sweep(tiny_base, tiny_data, tmp_path):
+def tiny_sweep(
+    tiny_base: Path, tiny_data: Path, tmp_path: Path
+) -> Callable[..., dict[str, Report]]:
     """Runs a committed sweep at tiny scale: the reports by name."""
 
     def ftkit(*words: object) -> subprocess.CompletedProcess[str]:

@@ -52,19 +52,15 @@ Cases = dict[Case, Outcome]
 
 @pytest.fixture(scope="module")
 def single(run: Run) -> Cases:
-    return run(
-        1,
-        [
-            *(case("single", kind) for kind in KINDS),
-            *(case("single", kind, stop_after=CUT) for kind in KINDS),
-        ],
-    )
+    return run(1, [case("single", kind) for kind in KINDS])
+
+
+ON_TWO_RANKS = [case(LAYOUTS[layout][0], kind, *LAYOUTS[layout][1:]) for layout, kind in SETTINGS]
 
 
 @pytest.fixture(scope="module")
 def two_ranks(run: Run) -> Cases:
-    cases = [case(LAYOUTS[layout][0], kind, *LAYOUTS[layout][1:]) for layout, kind in SETTINGS]
-    return run(2, [*cases, *(replace(case, stop_after=CUT) for case in cases)])
+    return run(2, ON_TWO_RANKS)
 
 
 def assert_equal(found: Outcome, expected: Outcome) -> None:
@@ -88,15 +84,17 @@ def test_two_ranks_learn_what_one_learns(
 
 
 @pytest.fixture(scope="module")
-def continued(run: Run, single: Cases, two_ranks: Cases) -> dict[tuple[str, str], Outcome]:
+def continued(run: Run) -> dict[tuple[str, str], Outcome]:
     """From each layout to one rank, and from one rank to each layout."""
+    stopped_single = run(1, [case("single", kind, stop_after=CUT) for kind in KINDS])
+    stopped_on_two = run(2, [replace(case, stop_after=CUT) for case in ON_TWO_RANKS])
     to_single: dict[tuple[str, str], Case] = {}
     from_single: dict[tuple[str, str], Case] = {}
     for layout, kind in SETTINGS:
         strategy, *changes = LAYOUTS[layout]
-        stopped = two_ranks[case(strategy, kind, *changes, stop_after=CUT)]
+        stopped = stopped_on_two[case(strategy, kind, *changes, stop_after=CUT)]
         to_single[f"{layout} to single", kind] = case("single", kind, start=stopped.out_dir)
-        start = single[case("single", kind, stop_after=CUT)].out_dir
+        start = stopped_single[case("single", kind, stop_after=CUT)].out_dir
         from_single[f"single to {layout}", kind] = case(strategy, kind, *changes, start=start)
     one = run(1, list(to_single.values()))
     two = run(2, list(from_single.values()))

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def notebook(directory: Path, common: list[str]):
+def notebook(directory: Path, common: list[str]) -> Iterator[Kernel]:
     """A kernel in which `keys` is the smallest run there is, and `forever` one without an end."""
     with kernel(directory) as found:
         keys = {word[2:]: value for word, value in zip(common[::2], common[1::2], strict=True)}

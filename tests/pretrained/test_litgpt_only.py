@@ -2,14 +2,13 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from command import command_environment
 from conversions import export, litgpt_logits
-from preloaded import Attempt, Preloaded, preloaded
+from preloaded import Attempt, Preloaded
 from runs import options
 from tiny import LITGPT_ONLY, make_litgpt_only
 
@@ -27,14 +26,8 @@ SHORT = {"eval__interval": 0, "eval__max_new_tokens": 0, "eval__exact_match": 2}
 ANY = "OLMo-2-1124-7B"
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Preloaded]:
-    with preloaded(tmp_path_factory.mktemp("server"), command_environment()) as found:
-        yield found
-
-
 @pytest.fixture
-def train(server: Preloaded, common: list[str], tmp_path: Path):
+def train(server: Preloaded, common: list[str], tmp_path: Path) -> Callable[..., Attempt]:
     """Trains a model of an architecture into tmp_path/NAME: `train("phi-2", name="a", key=value)`.
 
     Its base model is tmp_path/base.

@@ -30,7 +30,7 @@ ROW = {
 
 
 @pytest.fixture
-def path(tmp_path):
+def path(tmp_path: Path) -> Path:
     return tmp_path / "log.csv"
 
 

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import termios
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -40,7 +41,7 @@ def out(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture
-def said(capsys):
+def said(capsys: pytest.CaptureFixture[str]) -> Callable[..., list[str]]:
     """What the command prints as lines: `said(out, "--once")`."""
 
     def run_(*argv: object) -> list[str]:

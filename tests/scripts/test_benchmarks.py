@@ -22,7 +22,7 @@ def script(name: str) -> ModuleType:
 
 
 @pytest.fixture(autouse=True)
-def as_a_script(monkeypatch):
+def as_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(SCRIPTS)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
 

@@ -217,7 +217,7 @@ exit 0
 
 
 @pytest.fixture
-def setup(tmp_path):
+def setup(tmp_path: Path) -> SetUp:
     root = tmp_path / "clone"
     root.mkdir()
     return SetUp(root)

@@ -73,7 +73,7 @@ class Clone:
 
 
 @pytest.fixture
-def clone(tmp_path):
+def clone(tmp_path: Path) -> Clone:
     return Clone(tmp_path / "clone")
 
 
@@ -108,7 +108,7 @@ def process_and_server(
 
 
 @pytest.fixture
-def server(process_and_server):
+def server(process_and_server: tuple["subprocess.Popen[str]", Server, Clone]) -> Server:
     return process_and_server[1]
 
 

@@ -111,7 +111,7 @@ class Host:
 
 
 @pytest.fixture
-def host(tmp_path):
+def host(tmp_path: Path) -> Host:
     return Host(tmp_path)
 
 

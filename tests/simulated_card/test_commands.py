@@ -5,7 +5,6 @@ What the cards cannot show stands in docs/gpus.md.
 
 import json
 import subprocess
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 from command import command_environment, command_line
 from launchers import slurm, torchrun
 from on_card import CARDS, OnCard, on_card
+from preloaded import Preloaded
 from rank_jobs import HAS_DEEPSPEED, Outcome
 from runs import TIMEOUT_S
 from simulated_card.build import needs_card
@@ -42,10 +42,12 @@ EXACT, ROUNDED = 1e-6, 3e-3
 
 @pytest.fixture(scope="module")
 def machine(
-    tiny_base: Path, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[OnCard]:
-    with on_card(tmp_path_factory.mktemp("cards"), tiny_base, tiny_data) as found:
-        yield found
+    server_with_cards: Preloaded,
+    tiny_base: Path,
+    tiny_data: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> OnCard:
+    return on_card(server_with_cards, tmp_path_factory.mktemp("cards"), tiny_base, tiny_data)
 
 
 @dataclass(frozen=True)
@@ -363,7 +365,7 @@ def test_tasks_may_each_see_a_card_of_their_own(
             "CUDA_VISIBLE_DEVICES": str(task)
         }
 
-    with slurm(out, line, tmp_path, of_task=of_task) as tasks:
+    with slurm(out, line, tmp_path, of_task=of_task, cold=True) as tasks:
         ended = [task.communicate(timeout=TIMEOUT_S) for task in tasks]
     assert [task.returncode for task in tasks] == [0, 0], ended
     losses = Outcome(out).losses

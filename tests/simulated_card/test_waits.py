@@ -6,11 +6,11 @@ run, on rank 0, without what the measurement of memory adds in the steps that it
 """
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from on_card import OnCard, on_card
+from preloaded import Preloaded
 from rank_jobs import HAS_DEEPSPEED
 from simulated_card.build import needs_card
 from simulated_card.counts import WAITS
@@ -52,12 +52,14 @@ MICRO_STEPS = {"single": 3, "ddp": 2, "fsdp": 2, "ZeRO-2": 2, "ZeRO-3": 2}
 
 @pytest.fixture(scope="module")
 def machine(
-    tiny_base: Path, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[OnCard]:
+    server_with_cards: Preloaded,
+    tiny_base: Path,
+    tiny_data: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> OnCard:
     directory = tmp_path_factory.mktemp("cards")
     changes = {"train__max_steps": 6}
-    with on_card(directory, tiny_base, tiny_data, changes) as found:
-        yield found
+    return on_card(server_with_cards, directory, tiny_base, tiny_data, changes)
 
 
 def counted(

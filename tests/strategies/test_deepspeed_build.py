@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ with sole_builder(directory):
 
 
 @pytest.fixture
-def builder(tmp_path):
+def builder(tmp_path: Path) -> Iterator["subprocess.Popen[bytes]"]:
     """A process that compiles, holding torch's lock file."""
     process = subprocess.Popen(
         [sys.executable, "-c", BUILDER, str(tmp_path)], env=command_environment()

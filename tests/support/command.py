@@ -7,13 +7,15 @@ import textwrap
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from runs import Run
+if TYPE_CHECKING:
+    from runs import Run
 
 ROOT = Path(__file__).parents[2]
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
-Start = Callable[..., AbstractContextManager[Run]]
+Start = Callable[..., "AbstractContextManager[Run]"]
 
 
 def command_line(*arguments: object, before: str = "") -> list[str]:

@@ -1,14 +1,13 @@
 """Other programs than ftkit that start the ranks of a run."""
 
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from command import command_environment, command_line
-from runs import Run
+from runs import Process, Run, start
 
 
 def torchrun(words: list[str], program: Sequence[str | Path] = ("-m", "ftkit")) -> list[str]:
@@ -30,7 +29,9 @@ def slurm(
     tasks: int = 2,
     before: str = "",
     of_task: Callable[[int], dict[str, str]] = lambda _: {},
-) -> Iterator[list["subprocess.Popen[str]"]]:
+    *,
+    cold: bool = False,
+) -> Iterator[list[Process]]:
     """Tasks with the variables that srun gives them.
 
     Args:
@@ -40,6 +41,7 @@ def slurm(
         tasks: how many.
         before: statements to run first, in every task.
         of_task: further variables of a task.
+        cold: whether they are interpreters of their own; see warm.py.
     """
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -59,13 +61,11 @@ def slurm(
             "MASTER_PORT": str(port),
         }
         processes.append(
-            subprocess.Popen(
+            start(
                 command_line(*words, before=before),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                cwd=directory,
-                env=command_environment() | variables | of_task(task),
+                directory,
+                command_environment() | variables | of_task(task),
+                cold,
             )
         )
     run = Run(out_dir, processes[0])

@@ -1,14 +1,13 @@
 """Runs of the whole command on simulated cards, in forks of a process that has imported all."""
 
 import hashlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from command import command_environment
-from preloaded import SUPERVISOR, Attempt, Preloaded, preloaded
+from preloaded import SUPERVISOR, Attempt, Preloaded
 from rank_jobs import Outcome
 from runs import options
 from simulated_card.counts import Counts
@@ -109,19 +108,26 @@ class OnCard:
         return Counts.read(out.with_suffix(".counts"), rank)
 
 
-@contextmanager
+def environment() -> dict[str, str]:
+    """Of processes on a machine with two cards."""
+    return with_cards(command_environment(), cards(*CARDS))
+
+
 def on_card(
-    directory: Path, base: Path, data: Path, changes: Mapping[str, object] | None = None
-) -> Iterator[OnCard]:
-    """A machine with two cards.
+    server: Preloaded,
+    directory: Path,
+    base: Path,
+    data: Path,
+    changes: Mapping[str, object] | None = None,
+) -> OnCard:
+    """Runs commands on a machine with two cards.
 
     Args:
+        server: with these cards.
         directory: for runs.
         base: the base model.
         data: the records.
         changes: of RECIPE.
     """
     common = options(checkpoint_dir=base, data__json_path=data, **RECIPE | dict(changes or {}))
-    environment = with_cards(command_environment(), cards(*CARDS))
-    with preloaded(directory, environment) as server:
-        yield OnCard(server, directory, common)
+    return OnCard(server, directory, common)

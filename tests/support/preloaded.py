@@ -174,13 +174,17 @@ def _write_to(output: Path) -> None:
 
 
 def _serve() -> NoReturn:
-    from ftkit.utils.imports import quick_imports
+    from ftkit.utils.imports import quick_imports, without_hub_kernels
     from ftkit.utils.process import die_with_parent
 
+    answers = os.dup(1)
+    os.dup2(2, 1)  # where a library writes when it is imported, nobody expects an answer
+    without_hub_kernels()
     with quick_imports():
-        import bitsandbytes  # noqa: F401 (ranks import these two when they need them)
         import faults
-        import peft  # noqa: F401
+        from warm import import_libraries
+
+        import_libraries()
 
         # imported late by the command
         from ftkit.cli import app
@@ -191,6 +195,8 @@ def _serve() -> NoReturn:
         from ftkit.runs.job import Job
         from ftkit.training import rank as training_rank
 
+    os.dup2(answers, 1)
+    os.close(answers)
     die_with_parent(os.getppid())
     devices._child = lambda *words: devices._answer(words)  # torch is here already
     training_rank._note_prediction = lambda job, recorder: None  # takes longer than such a run

@@ -1,7 +1,6 @@
 """Runs of the command as processes, watched from outside."""
 
 import csv
-import os
 import socket
 import subprocess
 import sys
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import warm
+from command import command_environment
 
 from ftkit.report.report import read_report
 from ftkit.runs.directory import RunDirectory
@@ -39,10 +40,13 @@ for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
 NOHUP = f"{DEFAULT_SIGNALS}signal.signal(signal.SIGHUP, signal.SIG_IGN)"
 
 
+Process = subprocess.Popen[str] | warm.Process
+
+
 class Run:
     """A run of `ftkit finetune`, under way."""
 
-    def __init__(self, out_dir: Path, process: "subprocess.Popen[str]") -> None:
+    def __init__(self, out_dir: Path, process: Process) -> None:
         self.out_dir, self.process = out_dir, process
         self.state = RunDirectory(out_dir).state
         self.report = RunDirectory(out_dir).rank(0).report
@@ -141,12 +145,20 @@ def command_of(
     return [command, *common, "--out_dir", str(out_dir), *options(**keys), *switches]
 
 
-@contextmanager
-def watched(
-    out_dir: Path, command: Sequence[str], cwd: Path, environment: dict[str, str]
-) -> Iterator[Run]:
-    """Start a command in a process group of its own; it does not outlive the block."""
-    process = subprocess.Popen(
+def start(
+    command: Sequence[str], cwd: Path, environment: dict[str, str], cold: bool = False
+) -> Process:
+    """Start a command of Python in a process group of its own.
+
+    Args:
+        command: `sys.executable` and what follows.
+        cwd: where it works.
+        environment: all of it.
+        cold: whether it is an interpreter of its own; see warm.py.
+    """
+    if not cold:
+        return warm.SERVER.start(command, environment, cwd=cwd)
+    return subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -155,6 +167,27 @@ def watched(
         env=environment,
         process_group=0,
     )
+
+
+@contextmanager
+def watched(
+    out_dir: Path,
+    command: Sequence[str],
+    cwd: Path,
+    environment: dict[str, str],
+    *,
+    cold: bool = False,
+) -> Iterator[Run]:
+    """Start a command in a process group of its own; it does not outlive the block.
+
+    Args:
+        out_dir: of its run.
+        command: one of Python.
+        cwd: where it works.
+        environment: all of it.
+        cold: whether it is an interpreter of its own; see warm.py.
+    """
+    process = start(command, cwd, environment, cold)
     run = Run(out_dir, process)
     try:
         yield run
@@ -179,7 +212,7 @@ def run_ranks(world_size: int, jobs: list[Path], script: str = "rank_cases.py") 
     processes = []
     logs = [jobs[0].with_name(f"rank-{rank}.log") for rank in range(world_size)]
     for rank in range(world_size):
-        environment = os.environ | {
+        environment = command_environment() | {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(world_size),
@@ -192,7 +225,7 @@ def run_ranks(world_size: int, jobs: list[Path], script: str = "rank_cases.py") 
         }
         command = [sys.executable, str(Path(__file__).with_name(script)), *map(str, jobs)]
         with logs[rank].open("w") as log:
-            processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+            processes.append(warm.SERVER.start(command, environment, log=log))
     try:
         while any(process.poll() is None for process in processes):
             if any(process.poll() for process in processes):

@@ -1,23 +1,16 @@
 """What a run does not do beside training: it would cost time or memory at every step."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command import command_environment
-from preloaded import Preloaded, preloaded
+from preloaded import Preloaded
 from runs import WITHOUT_EVALUATION, options
 from witness import FORWARD, MOVED, UPDATED, told
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Preloaded]:
-    with preloaded(tmp_path_factory.mktemp("server"), command_environment()) as found:
-        yield found
-
-
 @pytest.fixture
-def run(server: Preloaded, common: list[str], tmp_path: Path):
+def run(server: Preloaded, common: list[str], tmp_path: Path) -> Callable[..., int | None]:
     """Runs the command with a witness in every rank; its exit code."""
 
     def run(*, ends_at: int | None = None, **keys: object) -> int | None:

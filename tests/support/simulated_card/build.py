@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 HERE = Path(__file__).parent
 SOURCES = ("device.cpp", "kernels.cpp")
@@ -30,7 +31,7 @@ needs_card = pytest.mark.skipif(bool(_obstacle()), reason=_obstacle())
 
 
 def library() -> Path:
-    """The compiled cards; several processes may ask at once.
+    """The compiled cards; several processes may ask at once, and one compiles them.
 
     Raises:
         RuntimeError: g++ does not compile them.
@@ -43,11 +44,12 @@ def library() -> Path:
     cache = Path(tempfile.gettempdir()) / f"simulated-card-{os.getuid()}"
     cache.mkdir(mode=0o700, exist_ok=True)
     found = cache / f"card-{digest.hexdigest()[:16]}.so"
-    if not found.exists():
-        with tempfile.TemporaryDirectory(dir=cache) as directory:
-            made = Path(directory) / "card.so"
-            _compile(installed, Path(directory), made)
-            made.rename(found)
+    with FileLock(cache / "lock"):
+        if not found.exists():
+            with tempfile.TemporaryDirectory(dir=cache) as directory:
+                made = Path(directory) / "card.so"
+                _compile(installed, Path(directory), made)
+                made.rename(found)
     return found
 
 
