@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from litgpt.tokenizer import Tokenizer
 
 
-Progress = Callable[[str, int, int], None]
+OnSplitProgress = Callable[[str, int, int], None]
 """Called with what is being tokenised, records done, and records in all."""
 
 _TOKENISE_AT_ONCE = 1000
@@ -112,7 +112,7 @@ def load_data(
     tokenizer: "Tokenizer",
     max_seq_length: int,
     *,
-    progress: Progress | None = None,
+    progress: OnSplitProgress | None = None,
 ) -> DataSets:
     """Read, and if necessary download, a data set and tokenise it.
 
@@ -163,7 +163,7 @@ def load_held_out(
     max_seq_length: int,
     *,
     given: Collection[str] = (),
-    progress: Progress = lambda *_: None,
+    progress: OnSplitProgress = lambda *_: None,
 ) -> HeldOut:
     """The validation part of what `load_data` gives.
 
@@ -216,7 +216,7 @@ def _tokenise(
     *,
     mask_prompt: bool,
     max_seq_length: int,
-    progress: Progress,
+    progress: OnSplitProgress,
 ) -> tuple[SampleSet, dict[str, int]]:
     """Tokenise the records of one split, and count what became of them."""
     answered = [record for record in records if record["output"].strip()]

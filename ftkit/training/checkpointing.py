@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ftkit.checkpoint.files import ADAPTER, BASE, RECIPE
 from ftkit.checkpoint.metadata import Layout, Metadata, write_metadata
 from ftkit.checkpoint.saver import Retention, Saver
 from ftkit.checkpoint.state import capture, restore
@@ -169,11 +170,11 @@ class Checkpointing:
 
         def write(directory: Path) -> list[Path]:
             self._journal.recorder.sync_rows()
-            own, others = directory / "recipe.yaml", directory / "base"
+            own, others = directory / RECIPE, directory / BASE
             text = to_yaml(dataclasses.replace(recipe, resume=False))
             own.write_text(text, encoding="utf-8")
             if isinstance(recipe, LoraRecipe):
-                others = directory / "adapter"
+                others = directory / ADAPTER
                 save_adapter(adapter, base, recipe, others, fingerprint)
             else:
                 others.mkdir()

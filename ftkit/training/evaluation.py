@@ -11,6 +11,7 @@ from ftkit.model.generation import Context, answer_greedily
 from ftkit.model.language_model import LanguageModel
 from ftkit.pretrained.tokenizer import Tokenizer
 from ftkit.strategies.distributed import sum_over_ranks
+from ftkit.utils.progress import OnProgress
 
 if TYPE_CHECKING:
     from litgpt.prompts import PromptStyle
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
 
 STOP_INTERVAL = 10
 """Batches of a validation between two questions whether to end it."""
-Progress = Callable[[int, int], None]
-"""Told what is done and what there is in all."""
 
 
 @torch.no_grad()
@@ -31,7 +30,7 @@ def validation_loss(
     *,
     context: Context,
     stopped: Callable[[], object] = lambda: False,
-    progress: Progress,
+    progress: OnProgress,
 ) -> float | None:
     """Mean loss over the label tokens of all batches of all ranks, in nats.
 
@@ -99,7 +98,7 @@ def exact_matches(
     batch_size: int,
     context: Context,
     stopped: Callable[[], object] = lambda: False,
-    progress: Progress,
+    progress: OnProgress,
 ) -> float | None:
     """The share of records that are answered with exactly the expected text.
 

@@ -22,7 +22,7 @@ from ftkit.config.command_options import components_of, declared, heads_of
 from ftkit.config.parsing import read_recipe
 from ftkit.config.recipe_keys import key_types
 from ftkit.config.strategies import DeepSpeedOptions, FsdpOptions
-from ftkit.data.spec import JsonOptions
+from ftkit.data.json_files import JsonOptions
 
 RECIPES = ROOT / "recipes"
 FINETUNE = ["finetune", "finetune_lora", "finetune_full"]

@@ -260,7 +260,7 @@ def at_moments(directory: Path, common: list[str]) -> Sessions:
         twice.wait_for(endless.reached)
         twice.process.send_signal(CTRL_C)
     at_last = f"arguments[1] == {LAST}"
-    validation = run.moment("ftkit.training.loop:Training._validate", when=at_last)
+    validation = run.moment("ftkit.training.evaluator:Evaluator._validate", when=at_last)
     run.stopped_at(run.go_on(), validation, SIGTERM)
     result = run.moment("peft:LoraConfig.save_pretrained", when="'final' in arguments[1]")
     run.stopped_at(run.go_on(), result, SIGHUP)
