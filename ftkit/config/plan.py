@@ -56,7 +56,7 @@ class Plan:
     @property
     def communication(self) -> Literal["nccl", "gloo"] | None:
         """The library that carries messages between ranks."""
-        if self.strategy == "single":
+        if not self.rules.connects_ranks:
             return None
         return "nccl" if self.accelerator == "cuda" else "gloo"
 

@@ -53,6 +53,8 @@ class StrategyRules:
     name: ClassVar[StrategyName]
     options: ClassVar[type[StrategyOptions]] = NoOptions
     """Its options, which are the keys below `strategy`."""
+    connects_ranks: ClassVar[bool] = True
+    """Whether there are messages between ranks."""
     scales_loss: ClassVar[bool] = True
     """Whether it trains in 16-mixed, where small gradients need a loss scale."""
     keeps_masters: ClassVar[bool] = False
@@ -92,6 +94,7 @@ class Single(StrategyRules):
     """One rank."""
 
     name = "single"
+    connects_ranks = False
 
 
 class Ddp(StrategyRules):
