@@ -39,7 +39,7 @@ class JsonOptions:
     seed: int = 42
     """Seed of the split of a single file."""
     num_workers: int = 4
-    """Processes that collate batches."""
+    """Accepted as LitGPT's; the process that trains collates batches itself."""
 
 
 class JsonFiles(DataSource):

@@ -5,6 +5,7 @@ way is in its own module (`ddp`, `fsdp`, `deepspeed`). What is known of it witho
 `ftkit.config.strategies`.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
@@ -34,7 +35,7 @@ from ftkit.strategies.torch_state import TorchState
 Phase = Callable[[str], AbstractContextManager[Any]]
 
 
-class Strategy:
+class Strategy(ABC):
     """Model, gradients and optimizer on the ranks of a plan.
 
     In this order: `connect`; the model is filled through `sharding`; `set_up`; then steps, each of
@@ -76,8 +77,9 @@ class Strategy:
         )
         self._fabric.launch()
 
+    @abstractmethod
     def _fabric_strategy(self, model: nn.Module) -> FabricStrategy:
-        raise NotImplementedError
+        """Fabric's own object for it; the model has no memory yet."""
 
     @property
     def device(self) -> torch.device:
@@ -120,7 +122,7 @@ class Strategy:
         """
         return make_optimizer(self.plan.recipe, model, *self.optimizer_of())
 
-    def prepare(self, phase: Phase) -> None:
+    def prepare(self, phase: Phase) -> None:  # noqa: B027  # most have nothing to do
         """Have what must be compiled for this machine compiled.
 
         Args:
