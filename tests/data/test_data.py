@@ -614,10 +614,11 @@ class TestLoaders:
                 collate(
                     [None if i == FILLER else samples[i] for i in micro_batch],
                     order.label_tokens(step),
+                    is_last_of_step=number == order.micro_steps,
                 )
             )
             for step in range(start_step, 10)
-            for micro_batch in order.micro_batches(step)
+            for number, micro_batch in enumerate(order.micro_batches(step), start=1)
         ]
         assert [plain(batch) for batch in loader] == expected
         assert len(loader) == len(expected)

@@ -210,6 +210,7 @@ SHELLS_BACKGROUND = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)
 """As a shell without job control starts what ends in &."""
 IN_A_FINALISER = """
 import os, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from ftkit.runs import watch
 
 class Interrupted:

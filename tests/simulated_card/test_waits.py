@@ -27,20 +27,24 @@ ZERO_2 = (*ZERO, "--strategy.stage", "2")
 PLACES = {"single": ONE, "ddp": DDP, "fsdp": FSDP, "ZeRO-2": ZERO_2, "ZeRO-3": ZERO}
 
 EVERY_STEP = {
-    "item item strategies/strategy.py:gradient_norm": 1,  # shown and logged
     "to_host pageable training/step.py:_record": 1,  # loss and counts
     "synchronize device training/step.py:_record": 1,  # before events are read
 }
 AMONG_RANKS = EVERY_STEP | {
     "to_host pageable strategies/distributed.py:of_rank_0": 1,  # whether a signal asks to end
 }
+NORM = {"item item strategies/strategy.py:gradient_norm": 1}  # shown and logged
+FSDP_NORM, ZERO_NORM = (
+    {f"item item strategies/{name}.py:gradient_norm": 1} for name in ("fsdp", "deepspeed")
+)
 WAITS_IN_A_STEP = {
-    "single": EVERY_STEP,
-    "ddp": AMONG_RANKS,
-    "fsdp": AMONG_RANKS,
+    "single": EVERY_STEP | NORM,
+    "ddp": AMONG_RANKS | NORM,
+    "fsdp": AMONG_RANKS | FSDP_NORM,
     # DeepSpeed's own: the norm, and whether gradients are finite.
-    "ZeRO-2": AMONG_RANKS | {"item item strategies/deepspeed.py:update": 2},
+    "ZeRO-2": AMONG_RANKS | ZERO_NORM | {"item item strategies/deepspeed.py:update": 2},
     "ZeRO-3": AMONG_RANKS
+    | ZERO_NORM
     | {
         "item item strategies/deepspeed.py:update": 1,
         "synchronize device strategies/deepspeed.py:update": 1,
@@ -90,7 +94,7 @@ def test_a_number_read_in_each_micro_step_would_be_noticed(machine: OnCard) -> N
 def test_batches_come_from_pinned_memory(machine: OnCard, place: str) -> None:
     """Four tensors in a micro-step; of other copies there are those of single numbers alone."""
     found = counted(machine, place, "to_device")
-    assert found.pop("to_device pinned training/loop.py:fit") == 4 * MICRO_STEPS[place]
+    assert found.pop("to_device pinned training/step.py:run") == 4 * MICRO_STEPS[place]
     assert sum(found.values()) <= 3
 
 

@@ -24,7 +24,7 @@ from ftkit.config.result_options import UseOptions
 from ftkit.inference import session
 from ftkit.inference.result import Result
 from ftkit.runs.job import Job
-from ftkit.training import rank
+from ftkit.training import rank, setup
 
 STRATEGIES = ["ddp", "fsdp", pytest.param("deepspeed", marks=needs_deepspeed)]
 TWO_RANKS = [
@@ -258,9 +258,9 @@ def train_once(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = Recipe(checkpoint_dir="base", precision="32-true", deterministic=deterministic)
     devices = Devices(accelerator="cpu", count=1)
     job = Job(recipe=recipe, devices=devices, base="base", command=(), started_at_s=0)
-    monkeypatch.setattr(rank, "open_base", stop_here)
+    monkeypatch.setattr(setup, "open_base", stop_here)
     nobody: Any = None
-    rank.run(job, None, nobody, nobody, nobody)
+    rank.run(job, None, nobody, nobody)
 
 
 def use_once(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
