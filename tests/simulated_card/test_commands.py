@@ -334,7 +334,7 @@ def test_the_supervisor_takes_no_memory_of_a_card(machine: OnCard, tmp_path: Pat
     assert not of_supervisor.exists() or not Counts.read(tmp_path, "supervisor").contexts
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_torchrun_starts_ranks_on_cards(machine: OnCard, tmp_path: Path) -> None:
     out = tmp_path / "run"
     words = machine.words("finetune", *DDP[2:], "--out_dir", str(out))
@@ -372,7 +372,7 @@ def test_tasks_may_each_see_a_card_of_their_own(
     assert losses == pytest.approx(machine.on_cpu("finetune", *words).losses, rel=EXACT)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_one_talks_with_a_result_on_a_card(machine: OnCard) -> None:
     final = machine.completed("finetune", *ONE).out_dir / "final"
     words = ("chat", str(final), "--max_new_tokens", "4")
