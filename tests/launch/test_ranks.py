@@ -431,7 +431,7 @@ def test_torchrun_gives_the_same_results(side_by_side, common, tmp_path: Path) -
 def test_slurm_gives_the_same_results(side_by_side, common, tmp_path: Path) -> None:
     out_dir = tmp_path / "out"
     words = command_of(out_dir, common, **TWO_RANKS)
-    with slurm(out_dir, words, tmp_path, cold=True) as tasks:
+    with slurm(out_dir, words, tmp_path) as tasks:
         (out, err), others = tasks[0].communicate(timeout=TIMEOUT_S), tasks[1].communicate()
         assert [task.returncode for task in tasks] == [0, 0]
     assert (err, others) == ("", ("", ""))

@@ -54,7 +54,7 @@ def make_base(directory: Path) -> Path:
         directory / "base",
         hidden_size=256,
         intermediate_size=512,
-        num_hidden_layers=8,
+        num_hidden_layers=4,
         vocab_size=1000,
     )
 

@@ -59,6 +59,8 @@ class Case:
     within: float | None = EXACT
     """None: nothing to compare with."""
     fast: bool = False
+    matrix: bool = False
+    """Whether others hold what it shows, each a part."""
     reference: str | None = None
     """Precision on the CPU, where that one is for GPUs alone."""
 
@@ -140,11 +142,11 @@ CASES = {
     # DeepSpeed.
     "ZeRO-3, LoRA": lora(ZERO_3, ON_CARD, fast=True),
     "ZeRO-3, full, bf16-mixed": full(ZERO_3, MIXED, within=ROUNDED),
-    "ZeRO-3, full, 16-mixed": full(ZERO_3, FP16, within=None),
+    "ZeRO-3, full, 16-mixed": full(ZERO_3, FP16, within=None, matrix=True),
     "ZeRO-3, parameters in host memory": full(
         ZERO_3, BF16, ("--strategy.offload_parameters", "true"), within=1e-2
     ),
-    "ZeRO-3, on the card": full(ZERO_3, BF16, ON_CARD, within=1e-2),
+    "ZeRO-3, on the card": full(ZERO_3, BF16, ON_CARD, within=1e-2, matrix=True),
     "ZeRO-3, QLoRA": lora(ZERO_3, BF16, NF4_DQ, CHECKPOINTED, within=ROUNDED),
     "ZeRO-2, LoRA": lora(ZERO_3, BF16, ("--strategy.stage", "2"), within=ROUNDED),
     "ZeRO-1, full": full(ZERO_3, BF16, ON_CARD, ("--strategy.stage", "1"), within=1e-2),
@@ -164,7 +166,9 @@ def skip_without_deepspeed(words: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        name if case.fast else pytest.param(name, marks=pytest.mark.slow)
+        name
+        if case.fast
+        else pytest.param(name, marks=pytest.mark.matrix if case.matrix else pytest.mark.slow)
         for name, case in CASES.items()
     ],
 )
@@ -334,7 +338,7 @@ def test_the_supervisor_takes_no_memory_of_a_card(machine: OnCard, tmp_path: Pat
     assert not of_supervisor.exists() or not Counts.read(tmp_path, "supervisor").contexts
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_torchrun_starts_ranks_on_cards(machine: OnCard, tmp_path: Path) -> None:
     out = tmp_path / "run"
     words = machine.words("finetune", *DDP[2:], "--out_dir", str(out))
@@ -372,7 +376,7 @@ def test_tasks_may_each_see_a_card_of_their_own(
     assert losses == pytest.approx(machine.on_cpu("finetune", *words).losses, rel=EXACT)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_one_talks_with_a_result_on_a_card(machine: OnCard) -> None:
     final = machine.completed("finetune", *ONE).out_dir / "final"
     words = ("chat", str(final), "--max_new_tokens", "4")

@@ -70,7 +70,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
     def _execute_child(self, *arguments: Any) -> None:
         asked = _execute.bind(self, *arguments).arguments
         words = asked["args"]
-        if not isinstance(words, list) or str(words[0]) != sys.executable or asked["shell"]:
+        if not isinstance(words, list | tuple) or str(words[0]) != sys.executable or asked["shell"]:
             super()._execute_child(*arguments)  # type: ignore[misc]
             return
         ends = [asked[name] for name in ("p2cread", "c2pwrite", "errwrite")]
