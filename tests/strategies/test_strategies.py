@@ -25,6 +25,7 @@ from ftkit.inference import session
 from ftkit.inference.result import Result
 from ftkit.runs.job import Job
 from ftkit.training import rank, setup
+from ftkit.training.journal import Journal
 
 STRATEGIES = ["ddp", "fsdp", pytest.param("deepspeed", marks=needs_deepspeed)]
 TWO_RANKS = [
@@ -260,7 +261,7 @@ def train_once(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(recipe=recipe, devices=devices, base="base", command=(), started_at_s=0)
     monkeypatch.setattr(setup, "open_base", stop_here)
     nobody: Any = None
-    rank.run(job, None, nobody, nobody)
+    rank.run(job, None, nobody, Journal(nobody, nobody))
 
 
 def use_once(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
