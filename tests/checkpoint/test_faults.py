@@ -13,11 +13,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
 import yaml
+from command import Command
 from faults import BALLAST
 from preloaded import SUPERVISOR, Attempt, Preloaded
 from rank_jobs import Outcome
@@ -133,7 +135,9 @@ def assert_equal(out: Path, whole: Path, steps: int) -> None:
 # --- Failing ranks --------------------------------------------------------------------------------
 
 
-def test_a_rank_that_fails_says_so_before_it_completes_its_report(make_runs, tmp_path) -> None:
+def test_a_rank_that_fails_says_so_before_it_completes_its_report(
+    make_runs: MakeRuns, tmp_path: Path
+) -> None:
     runs = make_runs("full", 2, ("--devices", "2", "--strategy", "ddp"), train__micro_batch_size=1)
     attempt = runs.run(tmp_path / "out", faults={0: ["fails_and_predicts_late"]})
     report = read_report(tmp_path / "out")
@@ -147,7 +151,7 @@ def test_a_rank_that_fails_says_so_before_it_completes_its_report(make_runs, tmp
 def wait_for_step(attempt: Attempt, out: Path, step: int) -> None:
     while attempt.running():
         rows = steps_in(out)
-        if rows and max(rows) >= step:
+        if rows and max(rows) >= step:  # type: ignore[operator, type-var]
             return
         time.sleep(0.005)
 
@@ -188,8 +192,13 @@ def kill_at_random_moments(
     ids=["single-lora", "single-full-waiting", "fsdp-full", "fsdp-lora-waiting"],
 )
 def test_a_run_survives_kills_at_random_moments(
-    runs, tmp_path, layout, method, asynchronous, kills
-):
+    runs: MakeRuns,
+    tmp_path: Path,
+    layout: tuple[Any, ...],
+    method: Method,
+    asynchronous: bool,
+    kills: int,
+) -> None:
     steps = 3 * kills
     wanted = runs(method, steps, layout, checkpoint__asynchronous=asynchronous)
     wanted.complete(tmp_path / "whole")
@@ -199,7 +208,7 @@ def test_a_run_survives_kills_at_random_moments(
     assert_equal(tmp_path / "out", tmp_path / "whole", steps)
 
 
-def test_a_run_survives_kills(runs, tmp_path):
+def test_a_run_survives_kills(runs: MakeRuns, tmp_path: Path) -> None:
     wanted = runs("full", 6)
     wanted.complete(tmp_path / "whole")
     kill_at_random_moments(wanted, tmp_path / "out", steps=6, kills=2, asynchronous=True, seed=1)
@@ -233,7 +242,7 @@ class Commit:
         return attempt.code != 0
 
 
-def test_a_run_survives_a_kill_while_it_commits(runs, tmp_path):
+def test_a_run_survives_a_kill_while_it_commits(runs: MakeRuns, tmp_path: Path) -> None:
     assert Commit(runs("lora", Commit.STEPS), tmp_path).killed_at(20)
 
 
@@ -245,7 +254,9 @@ def test_a_run_survives_a_kill_while_it_commits(runs, tmp_path):
         pytest.param(1, marks=pytest.mark.matrix, id="each moment"),
     ],
 )
-def test_a_run_survives_a_kill_at_each_stage_of_a_commit(runs, tmp_path, every, method):
+def test_a_run_survives_a_kill_at_each_stage_of_a_commit(
+    runs: MakeRuns, tmp_path: Path, every: int, method: Method
+) -> None:
     commit = Commit(runs(method, Commit.STEPS), tmp_path)
     assert all(itertools.takewhile(bool, map(commit.killed_at, itertools.count(step=every))))
     names = {name for state in commit.states for name in state}
@@ -253,7 +264,9 @@ def test_a_run_survives_a_kill_at_each_stage_of_a_commit(runs, tmp_path, every, 
 
 
 @pytest.mark.slow
-def test_a_run_survives_a_kill_while_it_goes_back_to_an_earlier_step(stopped, tmp_path):
+def test_a_run_survives_a_kill_while_it_goes_back_to_an_earlier_step(
+    stopped: "Callable[[Method], Stopped]", tmp_path: Path
+) -> None:
     """Later checkpoints and rows are on their way to set_aside, or there already."""
     run, out = stopped("lora"), tmp_path / "out"
     back = ("--resume", 2)
@@ -297,7 +310,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_training_goes_on_when_saving_fails(runs, tmp_path, asynchronous):
+def test_training_goes_on_when_saving_fails(
+    runs: MakeRuns, tmp_path: Path, asynchronous: bool
+) -> None:
     """Nothing over 32 KiB can be written for two saves; then there is space again."""
     wanted, out = runs("full", 6, checkpoint__asynchronous=asynchronous), tmp_path / "out"
     attempt = wanted.run(out, faults={0: ["small_files", SMALL, 3, 5]})
@@ -315,7 +330,7 @@ def test_training_goes_on_when_saving_fails(runs, tmp_path, asynchronous):
     assert store_of(out).steps() == [5, 6]
 
 
-def test_saving_that_fails_repeatedly_ends_the_run(runs, tmp_path):
+def test_saving_that_fails_repeatedly_ends_the_run(runs: MakeRuns, tmp_path: Path) -> None:
     wanted, out = runs("full", 8), tmp_path / "out"
     wanted.complete(tmp_path / "whole")
     attempt = wanted.run(out, faults={0: ["small_files", SMALL, 3, None]})
@@ -334,7 +349,9 @@ def test_saving_that_fails_repeatedly_ends_the_run(runs, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("logger", ["csv", "tensorboard"])
-def test_a_full_disk_costs_no_row(runs, tmp_path, small_disk, logger):
+def test_a_full_disk_costs_no_row(
+    runs: MakeRuns, tmp_path: Path, small_disk: Path, logger: str
+) -> None:
     """From step 40 to 120 not a byte can be written: no checkpoint, no row, no report."""
     steps, out = 130, small_disk / "out"
     wanted = runs(
@@ -365,8 +382,8 @@ def test_a_full_disk_costs_no_row(runs, tmp_path, small_disk, logger):
 
 @pytest.mark.slow
 def test_a_disk_that_stays_full_ends_the_run_and_it_goes_on_once_there_is_space(
-    runs, tmp_path, small_disk
-):
+    runs: MakeRuns, tmp_path: Path, small_disk: Path
+) -> None:
     steps, out = 60, small_disk / "out"
     wanted = runs("lora", steps, train__save_interval=10, train__epochs=50, eval__interval=40)
     wanted.complete(tmp_path / "whole")
@@ -387,7 +404,9 @@ def test_a_disk_that_stays_full_ends_the_run_and_it_goes_on_once_there_is_space(
     assert_equal(out, tmp_path / "whole", steps)
 
 
-def test_a_disk_that_fails_on_another_rank_fails_the_checkpoint_as_a_whole(runs, tmp_path):
+def test_a_disk_that_fails_on_another_rank_fails_the_checkpoint_as_a_whole(
+    runs: MakeRuns, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     attempt = runs("lora", 5, FSDP).run(out, faults={1: ["failing_shard", 3]})
     assert attempt.code == 0, attempt.output
@@ -489,8 +508,12 @@ def check(recipe: Recipe) -> None:
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize(("method", "name"), PARTS)
 def test_damage_is_reported_and_the_checkpoint_before_is_offered(
-    stopped, tmp_path, method, name, damage
-):
+    stopped: Callable[[Method], Stopped],
+    tmp_path: Path,
+    method: Method,
+    name: str,
+    damage: Callable[..., Any],
+) -> None:
     run = stopped(method)
     out = run.copy(tmp_path / "out")
     damage(store_of(out).path(3) / name)
@@ -504,8 +527,12 @@ def test_damage_is_reported_and_the_checkpoint_before_is_offered(
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize(("method", "name"), PARTS)
 def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(
-    stopped, tmp_path, method, name, damage
-):
+    stopped: Callable[[Method], Stopped],
+    tmp_path: Path,
+    method: Method,
+    name: str,
+    damage: Callable[..., Any],
+) -> None:
     run = stopped(method)
     out = run.copy(tmp_path / "out")
     damage(store_of(out).path(3) / name)
@@ -519,7 +546,9 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_run_goes_on_whatever_latest_says(stopped, tmp_path, damage):
+def test_a_run_goes_on_whatever_latest_says(
+    stopped: Callable[[Method], Stopped], tmp_path: Path, damage: Callable[..., Any]
+) -> None:
     run = stopped("lora")
     out = run.copy(tmp_path / "out")
     damage(out / "checkpoints/latest")
@@ -536,7 +565,7 @@ class Payload:
     def __init__(self, trace: Path) -> None:
         self._trace = trace
 
-    def __reduce__(self):
+    def __reduce__(self) -> Any:
         return os.mkdir, (str(self._trace),)
 
 
@@ -568,7 +597,7 @@ def replace(checkpoint: Path, name: str, payload: bytes, *, checksums: bool) -> 
 
 
 @pytest.mark.parametrize("make", [pickled, saved_by_torch, tagged])
-def test_the_payloads_would_run(tmp_path, make):
+def test_the_payloads_would_run(tmp_path: Path, make: Callable[..., Any]) -> None:
     payload = make(tmp_path / "trace")
     if make is pickled:
         pickle.loads(payload)  # noqa: S301
@@ -583,8 +612,13 @@ def test_the_payloads_would_run(tmp_path, make):
 @pytest.mark.parametrize("make", [pickled, saved_by_torch, tagged])
 @pytest.mark.parametrize(("method", "name"), PARTS)
 def test_a_payload_in_place_of_a_file_is_refused_and_does_not_run(
-    stopped, tmp_path, method, name, make, checksums
-):
+    stopped: Callable[[Method], Stopped],
+    tmp_path: Path,
+    method: Method,
+    name: str,
+    make: Callable[..., Any],
+    checksums: bool,
+) -> None:
     run = stopped(method)
     out = run.copy(tmp_path / "out")
     payload = make(tmp_path / "trace")
@@ -596,7 +630,9 @@ def test_a_payload_in_place_of_a_file_is_refused_and_does_not_run(
 
 
 @pytest.mark.slow
-def test_the_real_command_refuses_a_payload(ftkit, stopped, tmp_path):
+def test_the_real_command_refuses_a_payload(
+    ftkit: Command, stopped: Callable[[Method], Stopped], tmp_path: Path
+) -> None:
     """Not forked from a process that has imported what would run it."""
     run = stopped("lora")
     out = run.copy(tmp_path / "out")
@@ -615,7 +651,9 @@ def test_the_real_command_refuses_a_payload(ftkit, stopped, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "name"), PARTS)
-def test_the_command_refuses_a_payload_with_a_message(stopped, tmp_path, method, name):
+def test_the_command_refuses_a_payload_with_a_message(
+    stopped: Callable[[Method], Stopped], tmp_path: Path, method: Method, name: str
+) -> None:
     run = stopped(method)
     out = run.copy(tmp_path / "out")
     replace(store_of(out).path(3), name, pickled(tmp_path / "trace"), checksums=True)

@@ -70,7 +70,7 @@ def assert_equal(found: list[Piece], expected: list[Piece]) -> None:
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.name == theirs.name and torch.equal(ours.values, theirs.values)
         assert (ours.scales is None) == (theirs.scales is None)
-        assert theirs.scales is None or torch.equal(ours.scales, theirs.scales)  # type: ignore[arg-type]
+        assert theirs.scales is None or torch.equal(ours.scales, theirs.scales)
 
 
 def test_copies_take_the_bytes_of_what_is_copied_and_no_more() -> None:
@@ -95,7 +95,9 @@ def test_the_memory_is_kept_for_the_next_save_and_taken_anew_for_another_state()
     assert copies.size_bytes == 0
 
 
-def test_on_cuda_the_memory_is_registered_once_with_its_exact_size(on_cuda) -> None:
+def test_on_cuda_the_memory_is_registered_once_with_its_exact_size(
+    on_cuda: Callable[[Runtime], None],
+) -> None:
     runtime = Runtime()
     on_cuda(runtime)
     copies = HostCopies()
@@ -110,7 +112,9 @@ def test_on_cuda_the_memory_is_registered_once_with_its_exact_size(on_cuda) -> N
     assert runtime.registered == [] and copies.refusal is None
 
 
-def test_memory_that_cannot_be_registered_is_used_as_it_is(on_cuda) -> None:
+def test_memory_that_cannot_be_registered_is_used_as_it_is(
+    on_cuda: Callable[[Runtime], None],
+) -> None:
     runtime = Runtime(code=712)
     on_cuda(runtime)
     copies, pieces = HostCopies(), state()
@@ -148,7 +152,7 @@ class Moment:
 
 
 @pytest.fixture
-def queues(on_cuda, monkeypatch: pytest.MonkeyPatch) -> Queue:
+def queues(on_cuda: Callable[[Runtime], None], monkeypatch: pytest.MonkeyPatch) -> Queue:
     """The queue in which training works; copies on another one are put off as long as allowed."""
     on_cuda(Runtime())
     training = Queue()
@@ -179,7 +183,9 @@ def queues(on_cuda, monkeypatch: pytest.MonkeyPatch) -> Queue:
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_an_update_after_a_save_changes_no_copy(queues: Queue, monkeypatch, beside: bool) -> None:
+def test_an_update_after_a_save_changes_no_copy(
+    queues: Queue, monkeypatch: pytest.MonkeyPatch, beside: bool
+) -> None:
     monkeypatch.setattr(host_copies, "COPIES_BESIDE_TRAINING", beside)
     copies, pieces = HostCopies(), state()
     expected = [tensor.values.clone() for tensor in pieces]
@@ -193,7 +199,9 @@ def test_an_update_after_a_save_changes_no_copy(queues: Queue, monkeypatch, besi
     assert all(torch.equal(copy.values, was) for copy, was in zip(taken, expected, strict=True))
 
 
-def test_an_update_that_waits_for_nothing_would_be_seen_here(queues: Queue, monkeypatch) -> None:
+def test_an_update_that_waits_for_nothing_would_be_seen_here(
+    queues: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(host_copies, "COPIES_BESIDE_TRAINING", True)
     copies, pieces = HostCopies(), state()
     taken = copies.take(pieces)
@@ -205,7 +213,7 @@ def test_an_update_that_waits_for_nothing_would_be_seen_here(queues: Queue, monk
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_shard_is_written_from_complete_copies(
-    queues: Queue, monkeypatch, tmp_path: Path, beside: bool
+    queues: Queue, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, beside: bool
 ) -> None:
     monkeypatch.setattr(host_copies, "COPIES_BESIDE_TRAINING", beside)
     retention = Retention(keep_last=1, keep_every=None, keep_best=0)

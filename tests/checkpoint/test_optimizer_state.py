@@ -54,7 +54,7 @@ def move(
     within: float = 1e-5,
 ) -> Move:
     def case(end: tuple[str, int, Changes]) -> Case:
-        return Case(end[0], method, precision, end[2])  # type: ignore[arg-type]
+        return Case(end[0], method, precision, end[2])
 
     return Move(case(source), source[1], case(target), target[1], within)
 
@@ -139,14 +139,14 @@ def results(run: Run, request: pytest.FixtureRequest) -> dict[str, tuple[Outcome
     items = [item for item in request.session.items if isinstance(item, pytest.Function)]
     params = [item.callspec.params for item in items if hasattr(item, "callspec")]
     names = [values["name"] for values in params if values.get("name") in MOVES]
-    moves = {name: _without_evaluation(MOVES[name]) for name in names}
+    moves = {name: _without_evaluation(MOVES[name]) for name in names}  # type: ignore[index]
     whole = _in_groups(run, [(m.source_ranks, m.source) for m in moves.values()])
     firsts = {m: _stopping(m.source) for m in moves.values()}
     stopped = _in_groups(run, [(m.source_ranks, firsts[m]) for m in moves.values()])
     seconds = {m: _starting(m.target, stopped[m.source_ranks, firsts[m]]) for m in moves.values()}
     continued = _in_groups(run, [(m.target_ranks, seconds[m]) for m in moves.values()])
     return {
-        name: (continued[m.target_ranks, seconds[m]], whole[m.source_ranks, m.source])
+        name: (continued[m.target_ranks, seconds[m]], whole[m.source_ranks, m.source])  # type: ignore[misc]
         for name, m in moves.items()
     }
 
@@ -160,7 +160,7 @@ def _without_evaluation(move: Move) -> Move:
 
 
 def _in_groups(run: Run, cases: list[tuple[int, Case]]) -> dict[tuple[int, Case], Outcome]:
-    found = {}
+    found = {}  # type: ignore[var-annotated]
     for ranks in sorted({ranks for ranks, _ in cases}):
         group = list(dict.fromkeys(case for count, case in cases if count == ranks))
         found |= {(ranks, case): outcome for case, outcome in run(ranks, group).items()}

@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoints import FILES, save, some_metadata, write_partial
 
 from ftkit.checkpoint import metadata as metadata_module
 from ftkit.checkpoint import store as store_module
-from ftkit.checkpoint.metadata import (
+from ftkit.checkpoint.metadata import (  # type: ignore[attr-defined]
     FORMAT_VERSION,
     METADATA,
     CheckpointError,
@@ -29,7 +30,7 @@ from ftkit.checkpoint.store import Store, check_files, hash_file, verify
 
 
 @pytest.fixture
-def store(tmp_path) -> Store:
+def store(tmp_path: Path) -> Store:
     return Store(tmp_path / "run/checkpoints")
 
 
@@ -44,7 +45,7 @@ def flip(path: Path, position: int) -> None:
 
 class TestMetadata:
     @pytest.fixture
-    def file(self, tmp_path) -> Path:
+    def file(self, tmp_path: Path) -> Path:
         files = {"a/b.safetensors": FileEntry(size_bytes=3, sha256="0" * 64)}
         write_metadata(some_metadata(5, files=files, changes=["train.epochs: 1 -> 2"]), tmp_path)
         return tmp_path / METADATA
@@ -56,7 +57,7 @@ class TestMetadata:
         values["checksum"] = metadata_module._checksum_of(values)
         file.write_text(json.dumps(values))
 
-    def test_comes_back_as_it_was(self, tmp_path):
+    def test_comes_back_as_it_was(self, tmp_path: Path) -> None:
         files = {"a/b.safetensors": FileEntry(size_bytes=3, sha256="0" * 64)}
         metadata = some_metadata(
             1500,
@@ -69,7 +70,7 @@ class TestMetadata:
         assert read_metadata(tmp_path) == metadata
         assert [path.name for path in tmp_path.iterdir()] == [METADATA]
 
-    def test_every_flipped_byte_is_found_unless_it_is_white_space(self, file):
+    def test_every_flipped_byte_is_found_unless_it_is_white_space(self, file: Path) -> None:
         sound = file.read_bytes()
         expected = read_metadata(file.parent)
         for position in range(len(sound)):
@@ -82,7 +83,7 @@ class TestMetadata:
                     read_metadata(file.parent)
             file.write_bytes(sound)
 
-    def test_every_truncation_is_found(self, file):
+    def test_every_truncation_is_found(self, file: Path) -> None:
         sound = file.read_bytes().rstrip()
         for length in range(0, len(sound), 7):
             file.write_bytes(sound[:length])
@@ -99,14 +100,14 @@ class TestMetadata:
             ('"checksum"', '"Checksum"'),
         ],
     )
-    def test_a_changed_value_is_found(self, file, old, new):
+    def test_a_changed_value_is_found(self, file: Path, old: str, new: str) -> None:
         text = file.read_text()
         assert old in text
         file.write_text(text.replace(old, new, 1))
         with pytest.raises(CheckpointError, match="does not match its checksum"):
             read_metadata(file.parent)
 
-    def test_other_white_space_is_no_change(self, file):
+    def test_other_white_space_is_no_change(self, file: Path) -> None:
         expected = read_metadata(file.parent)
         file.write_text(json.dumps(json.loads(file.read_text())))
         assert read_metadata(file.parent) == expected
@@ -129,17 +130,17 @@ class TestMetadata:
         ],
         ids=lambda value: value if isinstance(value, str) else "",
     )
-    def test_what_is_none_is_named(self, tmp_path, content, message):
+    def test_what_is_none_is_named(self, tmp_path: Path, content: bytes, message: str) -> None:
         (tmp_path / METADATA).write_bytes(content)
         with pytest.raises(CheckpointError, match=message) as error:
             read_metadata(tmp_path)
         assert str(tmp_path / METADATA) in str(error.value)
 
-    def test_a_missing_one_is_named(self, tmp_path):
+    def test_a_missing_one_is_named(self, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"metadata\.json is missing"):
             read_metadata(tmp_path)
 
-    def test_it_must_be_a_regular_file(self, file, tmp_path):
+    def test_it_must_be_a_regular_file(self, file: Path, tmp_path: Path) -> None:
         file.rename(tmp_path / "elsewhere")
         file.symlink_to("elsewhere")
         with pytest.raises(CheckpointError, match="not a regular file"):
@@ -149,12 +150,12 @@ class TestMetadata:
         with pytest.raises(CheckpointError, match="not a regular file"):
             read_metadata(tmp_path)
 
-    def test_a_newer_format_says_so(self, file):
+    def test_a_newer_format_says_so(self, file: Path) -> None:
         self.rewrite(file, format_version=FORMAT_VERSION + 1)
         with pytest.raises(CheckpointError, match="has format_version 2, but this ftkit reads"):
             read_metadata(file.parent)
 
-    def test_unknown_keys_are_passed_over(self, file):
+    def test_unknown_keys_are_passed_over(self, file: Path) -> None:
         expected = read_metadata(file.parent)
         self.rewrite(file, added_later=[1, 2])
         assert read_metadata(file.parent) == expected
@@ -171,7 +172,7 @@ class TestMetadata:
             {"files": {"a": {"size_bytes": 1, "sha256": "0" * 63}}},
         ],
     )
-    def test_values_of_another_kind_are_refused(self, file, changes):
+    def test_values_of_another_kind_are_refused(self, file: Path, changes: dict[str, Any]) -> None:
         self.rewrite(file, **changes)
         with pytest.raises(CheckpointError, match="is not that of a checkpoint"):
             read_metadata(file.parent)
@@ -179,7 +180,7 @@ class TestMetadata:
     @pytest.mark.parametrize(
         "name", ["../x", "a/../../x", "/x", "a//b", "./a", "a/", "", ".", "a\0b", METADATA]
     )
-    def test_files_lie_inside_the_directory(self, file, name):
+    def test_files_lie_inside_the_directory(self, file: Path, name: str) -> None:
         entry = FileEntry(size_bytes=1, sha256="0" * 64)
         self.rewrite(file, files={name: dataclasses.asdict(entry)})
         with pytest.raises(CheckpointError, match="is not that of a checkpoint"):
@@ -188,13 +189,15 @@ class TestMetadata:
             write_metadata(some_metadata(5, files={name: entry}), file.parent)
 
     @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-    def test_a_loss_that_is_no_number_is_written_as_none(self, tmp_path, value):
+    def test_a_loss_that_is_no_number_is_written_as_none(
+        self, tmp_path: Path, value: float
+    ) -> None:
         metadata = some_metadata(5, loss=value, validation_loss=value, carried={"loss": [value]})
         write_metadata(metadata, tmp_path)
         read = read_metadata(tmp_path)
         assert (read.loss, read.validation_loss, read.carried) == (None, None, {"loss": [None]})
 
-    def test_no_other_number_may_be_infinite(self, tmp_path):
+    def test_no_other_number_may_be_infinite(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="not JSON compliant"):
             write_metadata(some_metadata(5, learning_rate=math.inf), tmp_path)
         assert list(tmp_path.iterdir()) == []
@@ -203,7 +206,7 @@ class TestMetadata:
 # --- Coming ---------------------------------------------------------------------------------------
 
 
-def test_a_committed_checkpoint_is_whole_and_the_latest(store):
+def test_a_committed_checkpoint_is_whole_and_the_latest(store: Store) -> None:
     metadata = write_partial(store, 1500)
     assert store.steps() == []
     path = store.commit(metadata)
@@ -214,7 +217,9 @@ def test_a_committed_checkpoint_is_whole_and_the_latest(store):
     assert (store.directory / "latest").read_text() == "step-00001500\n"
 
 
-def test_all_is_synced_before_the_rename_and_the_rename_after(store, monkeypatch):
+def test_all_is_synced_before_the_rename_and_the_rename_after(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[str] = []
     fsync, rename = os.fsync, os.rename
 
@@ -241,7 +246,7 @@ def test_all_is_synced_before_the_rename_and_the_rename_after(store, monkeypatch
     ("step", "name"),
     [(0, "step-00000000"), (99999999, "step-99999999"), (123456789, "step-123456789")],
 )
-def test_names_have_eight_digits_or_more(store, step, name):
+def test_names_have_eight_digits_or_more(store: Store, step: int, name: str) -> None:
     assert save(store, step).name == name
     assert store.steps() == [step]
     assert store.newest() == step
@@ -251,22 +256,22 @@ def test_names_have_eight_digits_or_more(store, step, name):
     "name",
     ["step-5", "step-000000005", "step-00000005x", ".step-00000005", "step-0000000\u0665", "final"],
 )
-def test_other_names_are_none_of_a_checkpoint(store, name):
+def test_other_names_are_none_of_a_checkpoint(store: Store, name: str) -> None:
     shutil.copytree(save(store, 5), store.directory / name)
     (store.directory / "step-00000007").write_text("a file")
     assert store.steps() == [5]
     assert store.leftovers() == []
 
 
-def test_an_empty_store_needs_no_directory(store):
+def test_an_empty_store_needs_no_directory(store: Store) -> None:
     assert (store.steps(), store.newest(), store.leftovers()) == ([], None, [])
-    assert store.remove_leftovers() == store.prune(keep_last=1, keep_every=None, keep_best=0) == []
+    assert store.remove_leftovers() == store.prune(keep_last=1, keep_every=None, keep_best=0) == []  # type: ignore[comparison-overlap]
     store.discard_partial(5)
     assert not store.directory.exists()
 
 
 @pytest.mark.parametrize("content", [None, b"step-00000099\n", b"\xff\x00garbage", b""])
-def test_the_newest_counts_whatever_latest_says(store, content):
+def test_the_newest_counts_whatever_latest_says(store: Store, content: bytes | None) -> None:
     save(store, 5)
     latest = store.directory / "latest"
     latest.unlink()
@@ -277,7 +282,7 @@ def test_the_newest_counts_whatever_latest_says(store, content):
     assert latest.read_text() == "step-00000010\n"
 
 
-def test_a_checkpoint_counts_though_latest_cannot_be_written(store):
+def test_a_checkpoint_counts_though_latest_cannot_be_written(store: Store) -> None:
     (store.directory / "latest").mkdir(parents=True)
     save(store, 5)
     assert store.newest() == 5
@@ -285,20 +290,22 @@ def test_a_checkpoint_counts_though_latest_cannot_be_written(store):
     assert store.leftovers() == []
 
 
-def test_what_is_not_wanted_after_all_is_discarded(store):
+def test_what_is_not_wanted_after_all_is_discarded(store: Store) -> None:
     write_partial(store, 5)
     store.discard_partial(5)
     assert list(store.directory.iterdir()) == []
 
 
-def test_a_checkpoint_of_the_same_step_is_replaced(store):
+def test_a_checkpoint_of_the_same_step_is_replaced(store: Store) -> None:
     save(store, 5)
     save(store, 5, validation_loss=1.0)
     assert store.metadata(5).validation_loss == 1.0
     assert sorted(p.name for p in store.directory.iterdir()) == ["latest", "step-00000005"]
 
 
-def test_a_checkpoint_that_cannot_be_replaced_stays(store, monkeypatch):
+def test_a_checkpoint_that_cannot_be_replaced_stays(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(store, 5)
     metadata = write_partial(store, 5, validation_loss=1.0)
     rename = os.rename
@@ -328,8 +335,8 @@ def crash_at(stage: int) -> Iterator[None]:
     done: list[str] = []  # what was changed, by the name of the call
     with pytest.MonkeyPatch.context() as patch:
 
-        def until_then(name: str, real):
-            def change(*args, **kwargs):
+        def until_then(name: str, real: Any) -> Any:
+            def change(*args: Any, **kwargs: Any) -> Any:
                 if len(done) >= stage:
                     raise Crash
                 done.append(name)
@@ -342,7 +349,7 @@ def crash_at(stage: int) -> Iterator[None]:
         yield
 
 
-def stages_of(tmp_path: Path, prepare, act) -> Iterator[Store]:
+def stages_of(tmp_path: Path, prepare: Any, act: Any) -> Iterator[Store]:
     """A store after a crash at each stage of an act."""
     for stage in count():
         store = Store(tmp_path / f"run-{stage}/checkpoints")
@@ -371,7 +378,7 @@ def check_after_crash(store: Store, allowed: list[list[int]]) -> None:
     assert (store.directory / "latest").read_text() == "step-00000099\n"
 
 
-def test_a_crash_anywhere_in_a_commit_costs_no_other_checkpoint(tmp_path):
+def test_a_crash_anywhere_in_a_commit_costs_no_other_checkpoint(tmp_path: Path) -> None:
     def prepare(store: Store) -> object:
         save(store, 5)
         return write_partial(store, 10)
@@ -383,14 +390,14 @@ def test_a_crash_anywhere_in_a_commit_costs_no_other_checkpoint(tmp_path):
     assert seen == {(5,), (5, 10)}
 
 
-def test_a_crash_while_files_are_written_costs_no_other_checkpoint(store):
+def test_a_crash_while_files_are_written_costs_no_other_checkpoint(store: Store) -> None:
     save(store, 5)
     write_partial(store, 10)
     assert store.leftovers() == [store.partial(10)]
     check_after_crash(store, [[5]])
 
 
-def test_a_crash_anywhere_in_replacing_leaves_one_of_both(tmp_path):
+def test_a_crash_anywhere_in_replacing_leaves_one_of_both(tmp_path: Path) -> None:
     def prepare(store: Store) -> object:
         save(store, 5, validation_loss=1.0)
         return write_partial(store, 5, validation_loss=2.0)
@@ -403,7 +410,7 @@ def test_a_crash_anywhere_in_replacing_leaves_one_of_both(tmp_path):
     assert losses == {1.0, 2.0}
 
 
-def test_a_crash_anywhere_in_a_deletion_leaves_all_of_it_or_nothing(tmp_path):
+def test_a_crash_anywhere_in_a_deletion_leaves_all_of_it_or_nothing(tmp_path: Path) -> None:
     def prepare(store: Store) -> object:
         save(store, 5)
         save(store, 10)
@@ -416,7 +423,7 @@ def test_a_crash_anywhere_in_a_deletion_leaves_all_of_it_or_nothing(tmp_path):
     assert seen == {(5,), (5, 10)}
 
 
-def test_a_crash_while_leftovers_are_removed_is_made_good_by_the_next_start(tmp_path):
+def test_a_crash_while_leftovers_are_removed_is_made_good_by_the_next_start(tmp_path: Path) -> None:
     def prepare(store: Store) -> None:
         save(store, 5)
         write_partial(store, 10)
@@ -427,7 +434,7 @@ def test_a_crash_while_leftovers_are_removed_is_made_good_by_the_next_start(tmp_
         check_after_crash(store, [[5]])
 
 
-def test_leftovers_are_named_and_nothing_else_is_removed(store):
+def test_leftovers_are_named_and_nothing_else_is_removed(store: Store) -> None:
     save(store, 5)
     write_partial(store, 10)
     (store.directory / ".latest.4711").write_text("step")
@@ -451,7 +458,7 @@ def test_leftovers_are_named_and_nothing_else_is_removed(store):
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("position", [0, -1])
-def test_a_flipped_byte_is_found_by_its_checksum(store, name, position):
+def test_a_flipped_byte_is_found_by_its_checksum(store: Store, name: str, position: int) -> None:
     path = save(store, 5)
     flip(path / name, position)
     assert store.check_files(5) == []
@@ -459,7 +466,7 @@ def test_a_flipped_byte_is_found_by_its_checksum(store, name, position):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_of_another_size_is_found_without_reading_it(store, name):
+def test_a_file_of_another_size_is_found_without_reading_it(store: Store, name: str) -> None:
     path = save(store, 5)
     size = len(FILES[name])
     os.truncate(path / name, size - 1)
@@ -468,13 +475,13 @@ def test_a_file_of_another_size_is_found_without_reading_it(store, name):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_missing_file_is_found(store, name):
+def test_a_missing_file_is_found(store: Store, name: str) -> None:
     path = save(store, 5)
     (path / name).unlink()
     assert store.check_files(5) == store.verify(5) == [f"{path / name} is missing."]
 
 
-def test_damaged_metadata_is_found(store):
+def test_damaged_metadata_is_found(store: Store) -> None:
     path = save(store, 5)
     flip(path / METADATA, 20)
     (problem,) = store.check_files(5)
@@ -482,7 +489,7 @@ def test_damaged_metadata_is_found(store):
     assert store.verify(5) == [problem]
 
 
-def test_every_problem_is_told(store):
+def test_every_problem_is_told(store: Store) -> None:
     path = save(store, 5)
     names = sorted(FILES)
     flip(path / names[0], 0)
@@ -494,7 +501,7 @@ def test_every_problem_is_told(store):
 
 
 @pytest.mark.parametrize("name", ["extra.bin", "adapter/extra.bin", "more/extra.bin"])
-def test_a_file_that_is_not_listed_is_found(store, name):
+def test_a_file_that_is_not_listed_is_found(store: Store, name: str) -> None:
     path = save(store, 5)
     (path / name).parent.mkdir(exist_ok=True)
     (path / name).write_text("x")
@@ -503,7 +510,7 @@ def test_a_file_that_is_not_listed_is_found(store, name):
 
 
 @pytest.mark.parametrize("name", ["recipe.yaml", "adapter"])
-def test_a_link_is_no_file_of_a_checkpoint(store, name, tmp_path):
+def test_a_link_is_no_file_of_a_checkpoint(store: Store, name: str, tmp_path: Path) -> None:
     path = save(store, 5)
     (path / name).rename(tmp_path / "elsewhere")
     (path / name).symlink_to(tmp_path / "elsewhere")
@@ -512,20 +519,20 @@ def test_a_link_is_no_file_of_a_checkpoint(store, name, tmp_path):
         assert "is not a regular file of the checkpoint." in problems[0]
 
 
-def test_a_name_that_is_no_text_can_be_told(store):
+def test_a_name_that_is_no_text_can_be_told(store: Store) -> None:
     path = save(store, 5)
     (path / os.fsdecode(b"\xff.bin")).touch()
     assert store.verify(5)[0].encode().endswith(b".bin is not one of its files.")
 
 
-def test_a_directory_or_pipe_is_no_file_of_a_checkpoint(store):
+def test_a_directory_or_pipe_is_no_file_of_a_checkpoint(store: Store) -> None:
     path = save(store, 5)
     (path / "recipe.yaml").unlink()
     os.mkfifo(path / "recipe.yaml")
     assert store.verify(5) == [f"{path / 'recipe.yaml'} is not a regular file of the checkpoint."]
 
 
-def test_a_file_that_cannot_be_read_is_named(store, monkeypatch):
+def test_a_file_that_cannot_be_read_is_named(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(store, 5)
 
     def failing(*_: object) -> FileEntry:
@@ -537,7 +544,7 @@ def test_a_file_that_cannot_be_read_is_named(store, monkeypatch):
     assert path.exists()
 
 
-def test_a_checkpoint_under_the_name_of_another_step_is_found(store):
+def test_a_checkpoint_under_the_name_of_another_step_is_found(store: Store) -> None:
     save(store, 5).rename(store.path(6))
     problem = f"{store.path(6)} holds the checkpoint of step 5."
     assert store.check_files(6) == store.verify(6) == [problem]
@@ -545,13 +552,13 @@ def test_a_checkpoint_under_the_name_of_another_step_is_found(store):
         store.metadata(6)
 
 
-def test_a_checkpoint_is_the_same_wherever_it_lies(store, tmp_path):
+def test_a_checkpoint_is_the_same_wherever_it_lies(store: Store, tmp_path: Path) -> None:
     copy = shutil.copytree(save(store, 5), tmp_path / "elsewhere/best")
     assert check_files(copy) == verify(copy) == []
     assert read_metadata(copy) == store.metadata(5)
 
 
-def test_verifying_tells_how_far_it_is(store, monkeypatch):
+def test_verifying_tells_how_far_it_is(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "PROGRESS_INTERVAL_S", 0)
     save(store, 5)
     calls: list[tuple[int, int]] = []
@@ -561,7 +568,9 @@ def test_verifying_tells_how_far_it_is(store, monkeypatch):
     assert all(0 <= done <= total == all_ for done, all_ in calls)
 
 
-def test_verifying_ends_at_once_when_it_is_interrupted(store, monkeypatch):
+def test_verifying_ends_at_once_when_it_is_interrupted(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(store, 5, {"large": bytes(20_000_000)} | FILES)
     monkeypatch.setattr(store_module, "PROGRESS_INTERVAL_S", 0.01)
     monkeypatch.setattr(store_module, "_BLOCK_BYTES", 1)  # about 10 s for all of it
@@ -575,7 +584,7 @@ def test_verifying_ends_at_once_when_it_is_interrupted(store, monkeypatch):
     assert time.monotonic() - start < 5
 
 
-def test_the_checksum_is_that_of_sha256sum(tmp_path, monkeypatch):
+def test_the_checksum_is_that_of_sha256sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "file"
     file.write_bytes(b"abc")
     expected = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
@@ -587,7 +596,7 @@ def test_the_checksum_is_that_of_sha256sum(tmp_path, monkeypatch):
 # --- Going ----------------------------------------------------------------------------------------
 
 
-def test_deleting_the_newest_makes_the_one_before_the_latest(store):
+def test_deleting_the_newest_makes_the_one_before_the_latest(store: Store) -> None:
     save(store, 5)
     save(store, 10)
     store.delete(10)
@@ -597,7 +606,9 @@ def test_deleting_the_newest_makes_the_one_before_the_latest(store):
     assert list(store.directory.iterdir()) == []
 
 
-def test_a_link_to_a_checkpoint_is_deleted_and_not_what_it_leads_to(store, tmp_path):
+def test_a_link_to_a_checkpoint_is_deleted_and_not_what_it_leads_to(
+    store: Store, tmp_path: Path
+) -> None:
     elsewhere = save(store, 5).rename(tmp_path / "elsewhere")
     store.path(5).symlink_to(elsewhere)
     assert store.verify(5) == []
@@ -621,7 +632,7 @@ def test_a_link_to_a_checkpoint_is_deleted_and_not_what_it_leads_to(store, tmp_p
         ((1, 30, 1), {30, 40, 50}),
     ],
 )
-def test_what_a_rule_keeps(store, rule, kept):
+def test_what_a_rule_keeps(store: Store, rule: tuple[Any, ...], kept: set[int] | set[Any]) -> None:
     losses = {10: 0.9, 20: 0.5, 30: None, 40: 0.5, 50: 0.7}
     for step, loss in losses.items():
         save(store, step, validation_loss=loss)
@@ -632,7 +643,7 @@ def test_what_a_rule_keeps(store, rule, kept):
     assert set(store.steps()) == kept
 
 
-def test_a_damaged_checkpoint_counts_for_nothing_and_is_not_pruned(store):
+def test_a_damaged_checkpoint_counts_for_nothing_and_is_not_pruned(store: Store) -> None:
     for step in (10, 20, 30, 40):
         save(store, step, validation_loss=step / 10)
     flip(store.path(10) / METADATA, 20)
@@ -643,7 +654,7 @@ def test_a_damaged_checkpoint_counts_for_nothing_and_is_not_pruned(store):
     assert store.prune(keep_last=1, keep_every=None, keep_best=0) == [20]
 
 
-def test_later_checkpoints_are_set_aside_and_stay_whole(store, tmp_path):
+def test_later_checkpoints_are_set_aside_and_stay_whole(store: Store, tmp_path: Path) -> None:
     for step in (5, 10, 15):
         save(store, step)
     target = tmp_path / "run/set_aside/1"

@@ -12,7 +12,7 @@ from typing import Any
 
 import litgpt.data  # noqa: F401 (libraries set environment variables)
 import pytest
-from command import NO_TORCH, ROOT
+from command import NO_TORCH, ROOT, Command
 
 from ftkit import __version__
 from ftkit.cli.app import main
@@ -57,7 +57,7 @@ def said(
 
 
 @pytest.mark.parametrize("argument", ["--help", "-h"])
-def test_help_lists_the_commands(said, argument):
+def test_help_lists_the_commands(said: Callable[..., tuple[Any, str, str]], argument: str) -> None:
     code, out, err = said(argument)
     assert (code, err) == (0, "")
     assert out.startswith("usage: ftkit ")
@@ -65,11 +65,13 @@ def test_help_lists_the_commands(said, argument):
         assert re.search(rf"^    {name} ", out, re.MULTILINE)
 
 
-def test_no_command_shows_the_help_and_is_a_mistake(said):
+def test_no_command_shows_the_help_and_is_a_mistake(
+    said: Callable[..., tuple[Any, str, str]],
+) -> None:
     assert said() == (2, said("--help")[1], "")
 
 
-def test_the_version_is_that_of_the_package(said):
+def test_the_version_is_that_of_the_package(said: Callable[..., tuple[Any, str, str]]) -> None:
     assert said("--version") == (0, f"ftkit {__version__}\n", "")
 
 
@@ -81,23 +83,25 @@ class TestHelpOfFinetune:
         assert (code, err) == (0, "")
         return out
 
-    def test_explains_every_key_once(self, text, command):
+    def test_explains_every_key_once(self, text: str, command: str) -> None:
         method = "full" if command == "finetune_full" else "lora"
         shown = re.findall(r"^  --(\S+)", text, re.MULTILINE)
         assert sorted(shown) == sorted([*key_types(method), *OWN, *OF_COMPONENTS])
 
-    def test_starts_with_the_config_and_the_switches(self, text, command):
+    def test_starts_with_the_config_and_the_switches(self, text: str, command: str) -> None:
         shown = re.findall(r"^  (?:-h, )?--(\S+)", text, re.MULTILINE)
         assert shown[:7] == ["help", *OWN, "checkpoint_dir"]
 
-    def test_says_what_kind_of_training_it_is_and_not_of_the_other_kind(self, text, command):
+    def test_says_what_kind_of_training_it_is_and_not_of_the_other_kind(
+        self, text: str, command: str
+    ) -> None:
         kind, other = "LoRA and QLoRA", "Full fine-tuning"
         if command == "finetune_full":
             kind, other = other, kind
         assert f"\n{kind}: " in text
         assert other not in text
 
-    def test_shows_choices_and_defaults_as_a_recipe_has_them(self, text, command):
+    def test_shows_choices_and_defaults_as_a_recipe_has_them(self, text: str, command: str) -> None:
         words = " ".join(text.split())
         assert "--precision {32-true,bf16-true,bf16-mixed,16-true,16-mixed}" in words
         assert "--devices N|auto Devices per node. Default: 1." in words
@@ -112,19 +116,19 @@ class TestHelpOfFinetune:
             choices = "bnb.nf4,bnb.nf4-dq,bnb.fp4,bnb.fp4-dq,bnb.int8"
             assert f"--quantize {{{choices}}}" in words
 
-    def test_has_no_words_of_python(self, text, command):
+    def test_has_no_words_of_python(self, text: str, command: str) -> None:
         for word in ("class_path", "Optional[", "Literal", "<class", "null", "Namespace", "CONFIG"):
             assert word not in text
 
-    def test_fits_the_terminal(self, text, command):
+    def test_fits_the_terminal(self, text: str, command: str) -> None:
         assert max(map(len, text.splitlines())) <= 80
 
 
-def test_help_wins_wherever_it_stands(said):
+def test_help_wins_wherever_it_stands(said: Callable[..., tuple[Any, str, str]]) -> None:
     assert said("finetune", "--seed", "x", "--help") == said("finetune", "--help")
 
 
-def test_help_of_download_names_its_options(said):
+def test_help_of_download_names_its_options(said: Callable[..., tuple[Any, str, str]]) -> None:
     code, out, err = said("download", "--help")
     assert (code, err) == (0, "")
     assert out.startswith("usage: ftkit download REPO_ID ")
@@ -132,7 +136,9 @@ def test_help_of_download_names_its_options(said):
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name not in FINETUNE])
-def test_help_of_a_command_explains_its_words_and_options_with_examples(said, name):
+def test_help_of_a_command_explains_its_words_and_options_with_examples(
+    said: Callable[..., tuple[Any, str, str]], name: str
+) -> None:
     command = COMMANDS[name]
     code, out, err = said(*name.split(), "--help")
     assert (code, err) == (0, "")
@@ -151,13 +157,15 @@ def test_help_of_a_command_explains_its_words_and_options_with_examples(said, na
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_option_of_a_command_is_explained(name):
+def test_every_option_of_a_command_is_explained(name: str) -> None:
     for item in declared(COMMANDS[name].options):
         assert item.text.endswith("."), item.name
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_examples_of_a_command_are_understood_by_its_parser(name, monkeypatch, tmp_path):
+def test_the_examples_of_a_command_are_understood_by_its_parser(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "questions.txt").touch()
     command = COMMANDS[name]
@@ -169,7 +177,7 @@ def test_the_examples_of_a_command_are_understood_by_its_parser(name, monkeypatc
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_what_runs_a_command_is_there(name):
+def test_what_runs_a_command_is_there(name: str) -> None:
     module, _, function = COMMANDS[name].function.partition(":")
     assert callable(getattr(importlib.import_module(module), function))
 
@@ -194,19 +202,21 @@ def test_what_runs_a_command_is_there(name):
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 @pytest.mark.parametrize("command", ["finetune", "plan"])
-def test_the_keys_of_what_a_recipe_names_are_shown(said, command, argv, words):
+def test_the_keys_of_what_a_recipe_names_are_shown(
+    said: Callable[..., tuple[Any, str, str]], command: str, argv: list[str], words: str
+) -> None:
     code, out, err = said(command, *argv)
     assert (code, err) == (0, "")
     assert words in " ".join(out.split())
     assert max(map(len, out.splitlines())) <= 80
 
 
-def test_evaluate_shows_the_keys_of_data_alone(said):
+def test_evaluate_shows_the_keys_of_data_alone(said: Callable[..., tuple[Any, str, str]]) -> None:
     assert said("evaluate", "--data.help", "JSON") == said("finetune", "--data.help", "JSON")
     assert said("evaluate", "out/run", "--strategy.help", "fsdp")[0] == 2
 
 
-def test_help_of_checkpoints_lists_its_commands(said):
+def test_help_of_checkpoints_lists_its_commands(said: Callable[..., tuple[Any, str, str]]) -> None:
     code, out, err = said("checkpoints", "--help")
     assert (code, err) == (0, "")
     assert out.startswith("usage: ftkit checkpoints COMMAND ")
@@ -282,14 +292,16 @@ def test_help_of_checkpoints_lists_its_commands(said):
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
 )
-def test_a_mistake_is_told_in_one_message_with_exit_code_2(said, argv, message):
+def test_a_mistake_is_told_in_one_message_with_exit_code_2(
+    said: Callable[..., tuple[Any, str, str]], argv: list[Any], message: str
+) -> None:
     code, out, err = said(*argv)
     assert (code, out) == (2, "")
     assert err.startswith("ftkit: ") and message in err
     assert "Traceback" not in err
 
 
-def test_a_mistake_on_a_real_command_line_has_no_traceback(ftkit):
+def test_a_mistake_on_a_real_command_line_has_no_traceback(ftkit: Command) -> None:
     end = ftkit("finetune", "--checkpoint_dir", "b", "--train.epochs", "many")
     assert (end.returncode, end.stdout) == (2, "")
     assert end.stderr == (
@@ -310,28 +322,32 @@ def test_a_mistake_on_a_real_command_line_has_no_traceback(ftkit):
         (["--config", "1", "--config", "2"], [("config", "1"), ("config", "2")]),
     ],
 )
-def test_an_option_has_its_value_beside_it_or_after_an_equals_sign(argv, values):
+def test_an_option_has_its_value_beside_it_or_after_an_equals_sign(
+    argv: list[str], values: list[tuple[str, ...]]
+) -> None:
     assert split_line(COMMANDS["finetune"], argv).values == values
 
 
-def test_switches_take_no_value_and_may_stand_anywhere():
+def test_switches_take_no_value_and_may_stand_anywhere() -> None:
     options = parse(COMMANDS["finetune"], ["--overwrite", "--seed", "1", "--print_config"])
     assert (options.overwrite, options.print_config, options.force) == (True, True, False)
     assert options.keys == (("seed", "1"),)
 
 
-def test_a_single_word_may_also_be_given_by_its_name():
+def test_a_single_word_may_also_be_given_by_its_name() -> None:
     for argv in (["a/b", "--access_token", "t"], ["--access_token", "t", "--repo_id", "a/b"]):
         assert parse(COMMANDS["download"], argv).repo_id == "a/b"
 
 
-def test_a_reader_that_goes_away_ends_the_command_quietly(ftkit):
+def test_a_reader_that_goes_away_ends_the_command_quietly(ftkit: Command) -> None:
     before = "import os\nreading, writing = os.pipe()\nos.close(reading)\nos.dup2(writing, 1)"
     end = ftkit("--version", before=before)
     assert (end.returncode, end.stderr) == (1, "")
 
 
-def test_an_interrupted_command_ends_with_130(said, monkeypatch):
+def test_an_interrupted_command_ends_with_130(
+    said: Callable[..., tuple[Any, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupt(_: object) -> int:
         raise KeyboardInterrupt
 
@@ -351,8 +367,12 @@ def test_an_interrupted_command_ends_with_130(said, monkeypatch):
     ],
 )
 def test_the_printed_config_is_a_recipe_that_asks_for_the_same(
-    said, tmp_path, command, recipe, options
-):
+    said: Callable[..., tuple[Any, str, str]],
+    tmp_path: Path,
+    command: str,
+    recipe: str,
+    options: list[Any],
+) -> None:
     argv = [command, "--config", RECIPES / recipe, *options]
     code, out, err = said(*argv, "--print_config")
     assert (code, err) == (0, "")
@@ -363,7 +383,9 @@ def test_the_printed_config_is_a_recipe_that_asks_for_the_same(
     assert said(command, "--config", copy, "--print_config") == (0, out, "")
 
 
-def test_recipes_and_the_base_model_may_stand_on_their_own(said, tmp_path):
+def test_recipes_and_the_base_model_may_stand_on_their_own(
+    said: Callable[..., tuple[Any, str, str]], tmp_path: Path
+) -> None:
     later = tmp_path / "later.yaml"
     later.write_text("seed: 7\n")
     recipe = RECIPES / "tiny-llama-lora.yaml"
@@ -373,7 +395,9 @@ def test_recipes_and_the_base_model_may_stand_on_their_own(said, tmp_path):
     assert "checkpoint_dir: some/base\n" in expected[1] and "seed: 7\n" in expected[1]
 
 
-def test_printing_the_config_needs_no_model_data_network_or_directory(ftkit, tmp_path):
+def test_printing_the_config_needs_no_model_data_network_or_directory(
+    ftkit: Command, tmp_path: Path
+) -> None:
     end = ftkit(
         *("finetune", "--checkpoint_dir", "no/where", "--data", "JSON", "--print_config"),
         *("--data.json_path", "none.json", "--access_token", "hf_secret", "--out_dir", "none/out"),
@@ -388,7 +412,7 @@ def test_printing_the_config_needs_no_model_data_network_or_directory(ftkit, tmp
 
 
 @pytest.fixture(scope="module")
-def completion(tmp_path_factory) -> Path:
+def completion(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The script that `ftkit --print_shtab=bash` prints."""
     from command import command_environment, command_line
 
@@ -435,7 +459,9 @@ def completion(tmp_path_factory) -> Path:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
-def test_bash_completes_commands_keys_and_choices(completion, line, offered):
+def test_bash_completes_commands_keys_and_choices(
+    completion: Path, line: str, offered: set[str] | set[Any]
+) -> None:
     words = line.split(" ")
     program = (
         f"source {completion}\n"
@@ -446,7 +472,7 @@ def test_bash_completes_commands_keys_and_choices(completion, line, offered):
     assert set(end.stdout.split()) - {"null"} == offered, end.stderr
 
 
-def test_the_completion_is_valid_bash(completion):
+def test_the_completion_is_valid_bash(completion: Path) -> None:
     end = subprocess.run(["bash", "-n", completion], capture_output=True, text=True)
     assert (end.returncode, end.stderr) == (0, "")
 
@@ -491,13 +517,13 @@ def test_the_completion_is_valid_bash(completion):
         "nothing to watch",
     ],
 )
-def test_what_starts_no_run_imports_no_torch(ftkit, argv, code):
+def test_what_starts_no_run_imports_no_torch(ftkit: Command, argv: list[Any], code: int) -> None:
     end = ftkit(*argv, before=NO_TORCH)
     assert end.returncode == code
     assert end.stderr.endswith("imported: []\n")
 
 
-def test_native_code_of_a_hub_is_neither_fetched_nor_run(ftkit, tmp_path):
+def test_native_code_of_a_hub_is_neither_fetched_nor_run(ftkit: Command, tmp_path: Path) -> None:
     """bitsandbytes does so when it is imported, on some CPUs, if there is this package."""
     (tmp_path / "kernels.py").write_text("from pathlib import Path\nPath('was-run').touch()\n")
     recipe = ["random:pythia-14m", "--quantize", "bnb.nf4", "--train.max_seq_length", "32"]

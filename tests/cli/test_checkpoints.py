@@ -23,7 +23,7 @@ from ftkit.runs.checkpoints import Entry
 
 
 @pytest.fixture
-def out_dir(tmp_path, monkeypatch) -> Path:
+def out_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run with three checkpoints, by a path as people write it."""
     monkeypatch.chdir(tmp_path)
     out_dir = Path("out/lora")
@@ -51,7 +51,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
 
 
 @pytest.fixture
-def at_one_moment(monkeypatch) -> None:
+def at_one_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ages are the same in two lists made one after the other."""
     now = time.time()
     monkeypatch.setattr(manage, "time", SimpleNamespace(time=lambda: now))
@@ -106,7 +106,9 @@ def at_work(out_dir: Path) -> Iterator[None]:
 # --- list -----------------------------------------------------------------------------------------
 
 
-def test_a_list_has_a_row_for_each_checkpoint(said, out_dir):
+def test_a_list_has_a_row_for_each_checkpoint(
+    said: Callable[..., tuple[int, str]], out_dir: Path
+) -> None:
     code, out = said("list", out_dir)
     assert code == 0
     heads = ["step", "epoch", "loss", "val loss", "size", "age", "written under", "state"]
@@ -125,12 +127,23 @@ def test_a_list_has_a_row_for_each_checkpoint(said, out_dir):
 
 
 @pytest.mark.parametrize("path", ["out/lora/", "out/lora/checkpoints", "~/out/lora"])
-def test_a_run_or_its_checkpoints_can_be_named(said, out_dir, path, monkeypatch, at_one_moment):
+def test_a_run_or_its_checkpoints_can_be_named(
+    said: Callable[..., tuple[int, str]],
+    out_dir: Path,
+    path: str,
+    monkeypatch: pytest.MonkeyPatch,
+    at_one_moment: None,
+) -> None:
     monkeypatch.setenv("HOME", str(Path.cwd()))
     assert said("list", path) == said("list", out_dir)
 
 
-def test_the_present_directory_can_be_named(said, out_dir, monkeypatch, at_one_moment):
+def test_the_present_directory_can_be_named(
+    said: Callable[..., tuple[int, str]],
+    out_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    at_one_moment: None,
+) -> None:
     monkeypatch.chdir(out_dir)
     expected = said("list", ".")
     monkeypatch.chdir("checkpoints")
@@ -139,12 +152,14 @@ def test_the_present_directory_can_be_named(said, out_dir, monkeypatch, at_one_m
     assert said("show", "..")[0] == 0
 
 
-def test_copied_checkpoints_are_listed_under_any_name(values, out_dir):
+def test_copied_checkpoints_are_listed_under_any_name(
+    values: Callable[..., Any], out_dir: Path
+) -> None:
     shutil.copytree(out_dir / "checkpoints", "backup")
     assert [entry["step"] for entry in values("list", "backup")] == [500, 1000, 1500]
 
 
-def test_json_is_all_that_is_known(values, out_dir):
+def test_json_is_all_that_is_known(values: Callable[..., Any], out_dir: Path) -> None:
     entries = values("list", out_dir)
     assert [entry["step"] for entry in entries] == [500, 1000, 1500]
     first = entries[0]
@@ -155,7 +170,9 @@ def test_json_is_all_that_is_known(values, out_dir):
     assert first["metadata"] == {k: v for k, v in written.items() if k != "checksum"}
 
 
-def test_a_damaged_checkpoint_is_listed_with_what_is_wrong(said, values, out_dir):
+def test_a_damaged_checkpoint_is_listed_with_what_is_wrong(
+    said: Callable[..., tuple[int, str]], values: Callable[..., Any], out_dir: Path
+) -> None:
     (out_dir / "checkpoints/step-00000500/recipe.yaml").unlink()
     (out_dir / "checkpoints/step-00001000/metadata.json").write_text("{")
     code, out = said("list", out_dir)
@@ -168,7 +185,9 @@ def test_a_damaged_checkpoint_is_listed_with_what_is_wrong(said, values, out_dir
     assert (second["step"], second["metadata"]) == (1000, None)
 
 
-def test_what_a_crash_left_is_listed(said, values, out_dir):
+def test_what_a_crash_left_is_listed(
+    said: Callable[..., tuple[int, str]], values: Callable[..., Any], out_dir: Path
+) -> None:
     write_partial(store_of(out_dir), 2000)
     assert rows(said("list", out_dir)[1])[-1][0] == "2,000"
     assert rows(said("list", out_dir)[1])[-1][-1] == "leftover"
@@ -176,24 +195,32 @@ def test_what_a_crash_left_is_listed(said, values, out_dir):
 
 
 @pytest.mark.usefixtures("at_work")
-def test_what_a_run_at_work_is_writing_is_listed_as_such(values, out_dir):
+def test_what_a_run_at_work_is_writing_is_listed_as_such(
+    values: Callable[..., Any], out_dir: Path
+) -> None:
     write_partial(store_of(out_dir), 2000)
     assert values("list", out_dir)[-1]["state"] == "being_written"
 
 
-def test_a_run_without_checkpoints_has_an_empty_list(said, values, out_dir):
+def test_a_run_without_checkpoints_has_an_empty_list(
+    said: Callable[..., tuple[int, str]], values: Callable[..., Any], out_dir: Path
+) -> None:
     shutil.rmtree(out_dir / "checkpoints")
     assert said("list", out_dir) == (0, f"{out_dir} holds no checkpoint\n")
     assert values("list", out_dir) == []
 
 
 @pytest.mark.parametrize("forbidden", ["out/lora", "out/lora/checkpoints"])
-def test_a_directory_that_may_not_be_read_is_a_mistake(out_dir, monkeypatch, forbidden):
+def test_a_directory_that_may_not_be_read_is_a_mistake(
+    out_dir: Path, monkeypatch: pytest.MonkeyPatch, forbidden: str
+) -> None:
     monkeypatch.setattr("os.access", lambda path, mode: path != Path(forbidden))
     assert mistake("list", out_dir) == f"{forbidden} cannot be read. Check who owns it."
 
 
-def test_what_is_deleted_meanwhile_is_not_listed(values, out_dir, monkeypatch):
+def test_what_is_deleted_meanwhile_is_not_listed(
+    values: Callable[..., Any], out_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def entry_of(path: Path) -> Entry:
         if path.name == "step-00000500":
             shutil.rmtree(path)
@@ -203,14 +230,14 @@ def test_what_is_deleted_meanwhile_is_not_listed(values, out_dir, monkeypatch):
     assert [entry["step"] for entry in values("list", out_dir)] == [1000, 1500]
 
 
-def test_a_list_of_one_checkpoint_is_a_mistake(out_dir):
+def test_a_list_of_one_checkpoint_is_a_mistake(out_dir: Path) -> None:
     path = out_dir / "checkpoints/step-00000500"
     for argv in (["list", path], ["clean", path, "--keep_last", 1]):
         message = f"{path} is one checkpoint, not a run. Try ftkit checkpoints show {path}."
         assert mistake(*argv) == message
 
 
-def test_looking_changes_nothing(said, out_dir):
+def test_looking_changes_nothing(said: Callable[..., tuple[int, str]], out_dir: Path) -> None:
     write_partial(store_of(out_dir), 2000)
     before = everything(Path("out"))
     for argv in (["list", out_dir], ["show", out_dir], ["verify", out_dir]):
@@ -222,7 +249,7 @@ def test_looking_changes_nothing(said, out_dir):
 # --- show -----------------------------------------------------------------------------------------
 
 
-def test_show_tells_all_of_the_newest(said, out_dir):
+def test_show_tells_all_of_the_newest(said: Callable[..., tuple[int, str]], out_dir: Path) -> None:
     code, out = said("show", out_dir)
     assert code == 0
     assert out.startswith(f"{out_dir}/checkpoints/step-00001500 ---")
@@ -244,11 +271,13 @@ def test_show_tells_all_of_the_newest(said, out_dir):
 
 
 @pytest.mark.parametrize("step", ["500", "00500", "step-00000500"])
-def test_show_takes_a_step(values, out_dir, step):
+def test_show_takes_a_step(values: Callable[..., Any], out_dir: Path, step: str) -> None:
     assert values("show", out_dir, step)["step"] == 500
 
 
-def test_show_takes_the_directory_of_a_checkpoint_under_any_name(values, out_dir):
+def test_show_takes_the_directory_of_a_checkpoint_under_any_name(
+    values: Callable[..., Any], out_dir: Path
+) -> None:
     path = out_dir / "checkpoints/step-00000500"
     assert values("show", path)["step"] == 500
     shutil.copytree(path, "best")
@@ -256,11 +285,11 @@ def test_show_takes_the_directory_of_a_checkpoint_under_any_name(values, out_dir
     assert "Leave the step 500 out." in mistake("show", "best", 500)
 
 
-def test_show_in_json_is_the_entry_of_the_list(values, out_dir):
+def test_show_in_json_is_the_entry_of_the_list(values: Callable[..., Any], out_dir: Path) -> None:
     assert values("show", out_dir) == values("list", out_dir)[-1]
 
 
-def test_show_says_what_is_wrong(said, out_dir):
+def test_show_says_what_is_wrong(said: Callable[..., tuple[int, str]], out_dir: Path) -> None:
     (out_dir / "checkpoints/step-00001500/recipe.yaml").unlink()
     code, out = said("show", out_dir)
     assert code == 0
@@ -272,7 +301,7 @@ def test_show_says_what_is_wrong(said, out_dir):
 
 
 @pytest.mark.parametrize("command", ["show", "verify"])
-def test_a_step_that_is_not_there_is_a_mistake(out_dir, command):
+def test_a_step_that_is_not_there_is_a_mistake(out_dir: Path, command: str) -> None:
     message = mistake(command, out_dir, 700)
     assert message == f"{out_dir} holds no checkpoint of step 700. Try one of 500, 1000, 1500."
     assert mistake(command, out_dir, "last") == "STEP is 'last', but must be a number. Try 1500."
@@ -280,7 +309,9 @@ def test_a_step_that_is_not_there_is_a_mistake(out_dir, command):
     assert mistake(command, out_dir).startswith(f"{out_dir} holds no checkpoint.")
 
 
-def test_control_characters_do_not_reach_the_terminal(said, out_dir):
+def test_control_characters_do_not_reach_the_terminal(
+    said: Callable[..., tuple[int, str]], out_dir: Path
+) -> None:
     changes = ["train.epochs: \x1b[31m1 -> 2"]
     save(store_of(out_dir), 2000, {"a\x1b[31m": b""} | FILES, changes=changes)
     assert "\x1b" not in said("show", out_dir)[1]
@@ -289,7 +320,9 @@ def test_control_characters_do_not_reach_the_terminal(said, out_dir):
 # --- verify ---------------------------------------------------------------------------------------
 
 
-def test_verify_finds_all_sound(said, values, out_dir):
+def test_verify_finds_all_sound(
+    said: Callable[..., tuple[int, str]], values: Callable[..., Any], out_dir: Path
+) -> None:
     code, out = said("verify", out_dir)
     assert code == 0
     assert out == "step-00000500  sound\nstep-00001000  sound\nstep-00001500  sound\n"
@@ -304,7 +337,9 @@ def test_verify_finds_all_sound(said, values, out_dir):
 
 
 @pytest.mark.parametrize("name", [*FILES, "metadata.json"])
-def test_verify_finds_a_flipped_byte_and_ends_with_1(said, values, out_dir, name):
+def test_verify_finds_a_flipped_byte_and_ends_with_1(
+    said: Callable[..., tuple[int, str]], values: Callable[..., Any], out_dir: Path, name: str
+) -> None:
     path = out_dir / "checkpoints/step-00001000"
     file = path / name
     flip_in_the_middle(file)
@@ -316,7 +351,9 @@ def test_verify_finds_a_flipped_byte_and_ends_with_1(said, values, out_dir, name
     assert said("verify", out_dir, 1000)[0] == said("verify", path)[0] == 1
 
 
-def test_verify_finds_a_checkpoint_under_the_name_of_another_step(said, out_dir):
+def test_verify_finds_a_checkpoint_under_the_name_of_another_step(
+    said: Callable[..., tuple[int, str]], out_dir: Path
+) -> None:
     store = store_of(out_dir)
     store.path(500).rename(store.path(600))
     code, out = said("verify", store.path(600))
@@ -324,7 +361,9 @@ def test_verify_finds_a_checkpoint_under_the_name_of_another_step(said, out_dir)
     assert "holds the checkpoint of step 500." in out
 
 
-def test_verify_passes_over_what_a_run_deletes_meanwhile(values, out_dir, monkeypatch):
+def test_verify_passes_over_what_a_run_deletes_meanwhile(
+    values: Callable[..., Any], out_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def verify(directory: Path, progress: object) -> list[str]:
         if directory.name == "step-00000500":
             shutil.rmtree(directory)
@@ -335,8 +374,10 @@ def test_verify_passes_over_what_a_run_deletes_meanwhile(values, out_dir, monkey
     assert [found["step"] for found in values("verify", out_dir)] == [1000, 1500]
 
 
-def test_verify_shows_how_far_it_is_if_it_takes_long(out_dir, capsys, monkeypatch):
-    def verify(directory: Path, progress) -> list[str]:
+def test_verify_shows_how_far_it_is_if_it_takes_long(
+    out_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def verify(directory: Path, progress: Any) -> list[str]:
         progress(1, 10)
         time.sleep(0.01)
         return []
@@ -356,7 +397,9 @@ def test_verify_shows_how_far_it_is_if_it_takes_long(out_dir, capsys, monkeypatc
 # --- clean ----------------------------------------------------------------------------------------
 
 
-def test_clean_keeps_the_newest_and_says_what_it_removes(said, out_dir):
+def test_clean_keeps_the_newest_and_says_what_it_removes(
+    said: Callable[..., tuple[int, str]], out_dir: Path
+) -> None:
     store = store_of(out_dir)
     write_partial(store, 2000)
     store.path(500).rename(store.directory / ".step-00000500.deleted")
@@ -390,7 +433,14 @@ def test_clean_keeps_the_newest_and_says_what_it_removes(said, out_dir):
     ],
 )
 @pytest.mark.parametrize("place", ["run", "checkpoint"])
-def test_clean_keeps_what_the_recipe_keeps_for_good(said, out_dir, rule, kept, words, place):
+def test_clean_keeps_what_the_recipe_keeps_for_good(
+    said: Callable[..., tuple[int, str]],
+    out_dir: Path,
+    rule: str,
+    kept: list[int],
+    words: str,
+    place: str,
+) -> None:
     recipe = f"{RECIPE}checkpoint: {rule}\n"
     store = store_of(out_dir)
     if place == "run":
@@ -405,14 +455,18 @@ def test_clean_keeps_what_the_recipe_keeps_for_good(said, out_dir, rule, kept, w
 
 
 @pytest.mark.parametrize("content", ["{", "checkpoint: {keep_every: often}\n"])
-def test_clean_removes_nothing_under_a_recipe_that_it_cannot_read(out_dir, content):
+def test_clean_removes_nothing_under_a_recipe_that_it_cannot_read(
+    out_dir: Path, content: str
+) -> None:
     (out_dir / "recipe.yaml").write_text(content)
     before = everything(Path("out"))
     assert "recipe" in mistake("clean", out_dir, "--keep_last", 1)
     assert everything(Path("out")) == before
 
 
-def test_clean_leaves_a_damaged_checkpoint_and_says_so(said, out_dir):
+def test_clean_leaves_a_damaged_checkpoint_and_says_so(
+    said: Callable[..., tuple[int, str]], out_dir: Path
+) -> None:
     store = store_of(out_dir)
     (store.path(500) / "recipe.yaml").unlink()
     code, out = said("clean", out_dir, "--keep_last", 1)
@@ -423,7 +477,7 @@ def test_clean_leaves_a_damaged_checkpoint_and_says_so(said, out_dir):
 
 @pytest.mark.usefixtures("at_work")
 @pytest.mark.parametrize("switches", [[], ["--dry_run"]])
-def test_clean_leaves_a_run_at_work_alone(out_dir, switches):
+def test_clean_leaves_a_run_at_work_alone(out_dir: Path, switches: list[Any]) -> None:
     write_partial(store_of(out_dir), 2000)
     before = everything(Path("out"))
     message = mistake("clean", out_dir, "--keep_last", 1, *switches)
@@ -433,7 +487,7 @@ def test_clean_leaves_a_run_at_work_alone(out_dir, switches):
 
 @pytest.mark.usefixtures("at_work")
 @pytest.mark.parametrize("linked", ["link", "checkpoints"])
-def test_clean_finds_the_run_at_work_through_a_link(out_dir, linked):
+def test_clean_finds_the_run_at_work_through_a_link(out_dir: Path, linked: str) -> None:
     if linked == "link":
         Path("link").symlink_to(out_dir / "checkpoints")
     else:
@@ -443,7 +497,7 @@ def test_clean_finds_the_run_at_work_through_a_link(out_dir, linked):
     assert "still at work" in mistake("clean", path, "--keep_last", 1)
 
 
-def test_clean_follows_a_link(said, out_dir):
+def test_clean_follows_a_link(said: Callable[..., tuple[int, str]], out_dir: Path) -> None:
     (out_dir / "checkpoints").rename("elsewhere")
     (out_dir / "checkpoints").symlink_to(Path("elsewhere").resolve())
     assert said("clean", out_dir, "--keep_last", 1)[0] == 0
@@ -452,7 +506,9 @@ def test_clean_follows_a_link(said, out_dir):
     assert not Path(".run").exists()
 
 
-def test_no_run_starts_while_clean_is_at_work(said, out_dir, monkeypatch):
+def test_no_run_starts_while_clean_is_at_work(
+    said: Callable[..., tuple[int, str]], out_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from ftkit.runs.lock import claim
 
     delete = Store.delete
@@ -470,7 +526,9 @@ def test_no_run_starts_while_clean_is_at_work(said, out_dir, monkeypatch):
     assert store_of(out_dir).steps() == [1500]
 
 
-def test_clean_works_on_what_a_killed_run_left(said, out_dir):
+def test_clean_works_on_what_a_killed_run_left(
+    said: Callable[..., tuple[int, str]], out_dir: Path
+) -> None:
     (out_dir / ".run").mkdir()
     (out_dir / ".run/lock").touch()
     (out_dir / ".run/job.json").write_text("{}")
@@ -478,7 +536,9 @@ def test_clean_works_on_what_a_killed_run_left(said, out_dir):
     assert (out_dir / ".run/job.json").exists()
 
 
-def test_clean_writes_nothing_beside_a_copy(said, out_dir):
+def test_clean_writes_nothing_beside_a_copy(
+    said: Callable[..., tuple[int, str]], out_dir: Path
+) -> None:
     shutil.copytree(out_dir / "checkpoints", "copies/backup")
     Path("copies").chmod(0o555)
     try:
@@ -488,14 +548,16 @@ def test_clean_writes_nothing_beside_a_copy(said, out_dir):
     assert names_in(Path("copies")) == ["backup"]
 
 
-def test_clean_puts_back_a_checkpoint_that_was_about_to_be_replaced(said, out_dir):
+def test_clean_puts_back_a_checkpoint_that_was_about_to_be_replaced(
+    said: Callable[..., tuple[int, str]], out_dir: Path
+) -> None:
     store = store_of(out_dir)
     store.path(1500).rename(store.directory / ".step-00001500.replaced")
     said("clean", out_dir, "--keep_last", 1)
     assert store.steps() == [1500]
 
 
-def test_clean_says_what_it_cannot_remove(out_dir, monkeypatch):
+def test_clean_says_what_it_cannot_remove(out_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(store: Store, step: int) -> None:
         raise PermissionError(13, "Permission denied")
 
@@ -509,7 +571,7 @@ def test_clean_says_what_it_cannot_remove(out_dir, monkeypatch):
 
 
 @pytest.fixture
-def other(out_dir) -> Path:
+def other(out_dir: Path) -> Path:
     """A run with another recipe."""
     recipe = RECIPE.replace("0.0002", "1e-3").replace("devices: 2", "devices: auto")
     recipe += "seed: null\nlora_r: 16\nlog: {run: '[red]'}\n"
@@ -517,7 +579,9 @@ def other(out_dir) -> Path:
     return Path("out/lora-2")
 
 
-def test_diff_shows_the_fields_that_differ(said, values, out_dir, other):
+def test_diff_shows_the_fields_that_differ(
+    said: Callable[..., tuple[int, str]], values: Callable[..., Any], out_dir: Path, other: Path
+) -> None:
     a, b = f"{out_dir}/checkpoints/step-00001500", f"{other}/checkpoints/step-00000100"
     code, out = said("diff", out_dir, other)
     assert code == 0
@@ -542,7 +606,9 @@ def test_diff_shows_the_fields_that_differ(said, values, out_dir, other):
     }
 
 
-def test_diff_takes_checkpoints_too_and_says_that_nothing_differs(said, values, out_dir):
+def test_diff_takes_checkpoints_too_and_says_that_nothing_differs(
+    said: Callable[..., tuple[int, str]], values: Callable[..., Any], out_dir: Path
+) -> None:
     paths = [f"{out_dir}/checkpoints/step-00000500", f"{out_dir}/checkpoints/step-00001000"]
     code, out = said("diff", *paths)
     assert code == 0
@@ -560,11 +626,13 @@ def test_diff_takes_checkpoints_too_and_says_that_nothing_differs(said, values, 
     ],
     ids=["changed", "missing", "no metadata", "no checkpoint"],
 )
-def test_diff_compares_no_recipe_that_is_damaged(out_dir, other, damage, message):
+def test_diff_compares_no_recipe_that_is_damaged(
+    out_dir: Path, other: Path, damage: Callable[..., Any], message: str
+) -> None:
     damage(other / "checkpoints/step-00000100")
     assert message in mistake("diff", out_dir, other)
 
 
-def test_diff_needs_recipes(out_dir):
+def test_diff_needs_recipes(out_dir: Path) -> None:
     save(store_of(Path("out/none")), 5, {"a": b""})
     assert "step-00000005 records no recipe." in mistake("diff", out_dir, "out/none")

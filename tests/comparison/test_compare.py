@@ -25,7 +25,7 @@ from ftkit.report.step_memory import StepMemory
 
 
 @pytest.fixture
-def out(tmp_path, monkeypatch) -> Path:
+def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with a run of every kind, by a path as people write it."""
     monkeypatch.chdir(tmp_path)
     make_all(Path("out"))
@@ -64,7 +64,7 @@ def names(*paths: object, **options: str) -> list[str]:
 # --- The table ------------------------------------------------------------------------------------
 
 
-def test_a_wide_terminal_has_a_row_for_each_run(out):
+def test_a_wide_terminal_has_a_row_for_each_run(out: Path) -> None:
     lines = at_width(240, out).splitlines()
     assert [re.split("  +", line.strip()) for line in lines[:3]] == [
         ["micro_"],
@@ -78,7 +78,7 @@ def test_a_wide_terminal_has_a_row_for_each_run(out):
     assert [line.split()[0] for line in lines[2:6]] == ["four", "one", "ctrl-c", "eight"]
 
 
-def test_a_terminal_of_80_columns_has_a_column_for_each_run(out):
+def test_a_terminal_of_80_columns_has_a_column_for_each_run(out: Path) -> None:
     assert at_width(80, out) == TURNED
 
 
@@ -108,7 +108,7 @@ ctrl-c: Ctrl+C
 eight: CUDA out of memory. Tried to allocate 2.00 GiB"""
 
 
-def test_a_narrower_terminal_has_blocks_of_such_columns(out):
+def test_a_narrower_terminal_has_blocks_of_such_columns(out: Path) -> None:
     lines = at_width(52, out).splitlines()
     second = lines.index("") + 1
     assert lines[:2] == [
@@ -121,7 +121,7 @@ def test_a_narrower_terminal_has_blocks_of_such_columns(out):
     ]
 
 
-def test_of_many_runs_a_narrow_terminal_keeps_what_counts_most(out):
+def test_of_many_runs_a_narrow_terminal_keeps_what_counts_most(out: Path) -> None:
     for number in range(8):
         make_run(out / f"more-{number}", train__micro_batch_size=16, step_s=1, peak_bytes=9 * GIB)
     lines = at_width(60, out).splitlines()
@@ -141,11 +141,13 @@ def test_of_many_runs_a_narrow_terminal_keeps_what_counts_most(out):
     ]
 
 
-def test_where_there_is_no_terminal_the_table_has_80_columns(said, out):
+def test_where_there_is_no_terminal_the_table_has_80_columns(
+    said: Callable[..., tuple[str, str]], out: Path
+) -> None:
     assert said(out) == (TURNED + "\n", "")
 
 
-def test_no_line_is_wider_than_the_terminal(tmp_path):
+def test_no_line_is_wider_than_the_terminal(tmp_path: Path) -> None:
     for number in range(12):
         name = f"{number}-a-run-with-a-name-that-is-longer-than-a-column-{number % 3}"
         make_run(tmp_path / name, lora_r=2 ** (number % 4), optimizer__lr=0.001 * (number + 1))
@@ -153,7 +155,7 @@ def test_no_line_is_wider_than_the_terminal(tmp_path):
         assert max(map(len, at_width(width, tmp_path).splitlines())) <= width
 
 
-def test_long_names_are_cut_in_the_middle_but_stay_distinct(tmp_path):
+def test_long_names_are_cut_in_the_middle_but_stay_distinct(tmp_path: Path) -> None:
     stem = "run-with-a-long-name-that-has-to-be-cut"
     for name in (f"{stem}-1", f"{stem}-2"):
         make_run(tmp_path / name)
@@ -162,7 +164,7 @@ def test_long_names_are_cut_in_the_middle_but_stay_distinct(tmp_path):
     assert f"{stem}-2" in at_width(400, tmp_path)  # the short form would stand for two
 
 
-def test_only_settings_that_differ_are_shown_with_the_values_that_were_used(tmp_path):
+def test_only_settings_that_differ_are_shown_with_the_values_that_were_used(tmp_path: Path) -> None:
     make_run(tmp_path / "a", precision="bf16-mixed", optimizer__lr=0.001)
     sgd = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.01}}
     make_run(tmp_path / "b", optimizer=sgd, lora_r=4)
@@ -176,14 +178,16 @@ def test_only_settings_that_differ_are_shown_with_the_values_that_were_used(tmp_
     assert not settings["a"].keys() & {"out_dir", "seed", "checkpoint_dir"}
 
 
-def test_settings_of_lora_do_not_differ_from_those_of_a_full_fine_tune(tmp_path):
+def test_settings_of_lora_do_not_differ_from_those_of_a_full_fine_tune(tmp_path: Path) -> None:
     make_run(tmp_path / "full", method="full")
     make_run(tmp_path / "lora")
     found = compare([tmp_path]).to_json()["runs"]
     assert [run["settings"] for run in found] == [{"method": "full"}, {"method": "lora"}]
 
 
-def test_a_setting_that_an_earlier_version_did_not_have_counts_as_its_default(tmp_path):
+def test_a_setting_that_an_earlier_version_did_not_have_counts_as_its_default(
+    tmp_path: Path,
+) -> None:
     then = make_run(tmp_path / "then", write=False)
     del then.recipe["deterministic"]
     write_report(then, tmp_path / "then")
@@ -198,7 +202,9 @@ def test_a_setting_that_an_earlier_version_did_not_have_counts_as_its_default(tm
     }
 
 
-def test_what_a_lora_run_has_beyond_the_defaults_is_shown_beside_a_full_fine_tune(tmp_path):
+def test_what_a_lora_run_has_beyond_the_defaults_is_shown_beside_a_full_fine_tune(
+    tmp_path: Path,
+) -> None:
     make_run(tmp_path / "full", method="full")
     make_run(tmp_path / "qlora", quantize="bnb.nf4")
     found = compare([tmp_path]).to_json()["runs"]
@@ -215,7 +221,7 @@ def best(*paths: object) -> dict[str, list[str]]:
     return {run["run"]: run["best"] for run in compare(paths).to_json()["runs"]}
 
 
-def test_best_are_values_of_runs_that_ended_well(out):
+def test_best_are_values_of_runs_that_ended_well(out: Path) -> None:
     assert best(out) == {
         "four": ["tokens_per_s", "time_s", "training_s"],
         "one": ["allocated_bytes", "reserved_bytes", "tensors_bytes"],
@@ -224,20 +230,22 @@ def test_best_are_values_of_runs_that_ended_well(out):
     }
 
 
-def test_nothing_is_best_where_all_are_equal_as_shown(tmp_path):
+def test_nothing_is_best_where_all_are_equal_as_shown(tmp_path: Path) -> None:
     make_run(tmp_path / "a", final_loss=0.5)
     make_run(tmp_path / "b", final_loss=0.500001)
     assert best(tmp_path) == {"a": [], "b": []}
 
 
 @pytest.mark.parametrize("changes", [{"steps": 20, "total_steps": 20}, {"resumed": True}])
-def test_no_time_is_best_where_one_run_did_less(tmp_path, changes):
+def test_no_time_is_best_where_one_run_did_less(tmp_path: Path, changes: dict[str, Any]) -> None:
     make_run(tmp_path / "a")
     make_run(tmp_path / "b", step_s=0.1, **changes)
     assert not {"time_s", "training_s"} & set(best(tmp_path)["b"])
 
 
-def test_runs_that_ended_well_come_first_by_validation_loss_and_equal_ones_by_speed(tmp_path):
+def test_runs_that_ended_well_come_first_by_validation_loss_and_equal_ones_by_speed(
+    tmp_path: Path,
+) -> None:
     make_run(tmp_path / "worse", final_loss=0.7, step_s=0.1)
     make_run(tmp_path / "slow", final_loss=0.5, step_s=0.9)
     make_run(tmp_path / "fast", final_loss=0.500001, step_s=0.3)
@@ -255,7 +263,9 @@ def test_runs_that_ended_well_come_first_by_validation_loss_and_equal_ones_by_sp
         ("validation_loss", ["four", "one", "ctrl-c", "eight"]),
     ],
 )
-def test_sort_puts_the_best_or_lowest_first_and_missing_values_last(out, key, order):
+def test_sort_puts_the_best_or_lowest_first_and_missing_values_last(
+    out: Path, key: str, order: list[str]
+) -> None:
     found = names(out, sort=key)
     if key in ("tokens_per_s", "validation_loss"):  # the first two are equal
         found, order = [*sorted(found[:2]), *found[2:]], [*sorted(order[:2]), *order[2:]]
@@ -265,7 +275,7 @@ def test_sort_puts_the_best_or_lowest_first_and_missing_values_last(out, key, or
 # --- What is compared -----------------------------------------------------------------------------
 
 
-def test_runs_are_found_at_any_depth_and_named_by_what_tells_them_apart(tmp_path):
+def test_runs_are_found_at_any_depth_and_named_by_what_tells_them_apart(tmp_path: Path) -> None:
     make_run(tmp_path / "out/finetune/lora")
     make_run(tmp_path / "out/finetune/full")
     make_run(tmp_path / "out/quickstart")
@@ -273,12 +283,14 @@ def test_runs_are_found_at_any_depth_and_named_by_what_tells_them_apart(tmp_path
     assert names(tmp_path / "out/quickstart") == ["quickstart"]
 
 
-def test_a_run_counts_once_however_it_is_named(out):
+def test_a_run_counts_once_however_it_is_named(out: Path) -> None:
     paths = (out / "one", out / "one/report.json", out / "../out/four", out / "one/")
     assert sorted(names(*paths)) == ["four", "one"]
 
 
-def test_what_is_no_run_is_said_and_left_out(said, out):
+def test_what_is_no_run_is_said_and_left_out(
+    said: Callable[..., tuple[str, str]], out: Path
+) -> None:
     (out / "notes.txt").write_text("x")
     (out / "empty").mkdir()
     (out / "cut").mkdir()
@@ -294,7 +306,9 @@ def test_what_is_no_run_is_said_and_left_out(said, out):
     assert lines[3].startswith("ftkit: out/cut ") and "not valid JSON" in lines[3]
 
 
-def test_runs_at_work_and_killed_ones_are_compared_by_what_their_ranks_have_noted(tmp_path):
+def test_runs_at_work_and_killed_ones_are_compared_by_what_their_ranks_have_noted(
+    tmp_path: Path,
+) -> None:
     for name in ("at-work", "killed"):
         report = make_run(tmp_path / name, "failed", steps=12, write=False)
         other = dataclasses.replace(report.peak_memory.ranks[0], rank=1, allocated_bytes=12 * GIB)
@@ -309,19 +323,21 @@ def test_runs_at_work_and_killed_ones_are_compared_by_what_their_ranks_have_note
     assert "killed: killed before it could write its report" in shown
 
 
-def test_a_run_that_was_killed_in_a_later_session_is_not_taken_for_completed(tmp_path):
+def test_a_run_that_was_killed_in_a_later_session_is_not_taken_for_completed(
+    tmp_path: Path,
+) -> None:
     report = make_run(tmp_path / "run")
     note_in_ranks(tmp_path / "run", dataclasses.replace(report, outcome="failed"))
     assert [run.state for run in compare([tmp_path]).runs] == ["killed"]
 
 
-def test_times_of_a_last_session_are_said_to_be_such(tmp_path):
+def test_times_of_a_last_session_are_said_to_be_such(tmp_path: Path) -> None:
     make_run(tmp_path / "run", resumed=True)
     note = "run: time, speed and memory are of its last session, from step 20"
     assert note in at_width(100, tmp_path)
 
 
-def test_the_parts_of_memory_add_up_to_the_peak_of_the_fullest_rank(tmp_path):
+def test_the_parts_of_memory_add_up_to_the_peak_of_the_fullest_rank(tmp_path: Path) -> None:
     report = make_run(tmp_path / "gpu", peak_bytes=10 * GIB)
     make_run(tmp_path / "cpu", peak_bytes=10 * GIB, gpu=False)
     make_run(tmp_path / "early", "out_of_memory", steps=0, peak_bytes=10 * GIB)
@@ -340,10 +356,10 @@ def test_the_parts_of_memory_add_up_to_the_peak_of_the_fullest_rank(tmp_path):
     assert run_.memory_parts["other tensors"] == GIB
 
 
-def test_the_limit_is_the_memory_of_the_device_or_a_share_of_the_host(tmp_path):
+def test_the_limit_is_the_memory_of_the_device_or_a_share_of_the_host(tmp_path: Path) -> None:
     make_run(tmp_path / "gpu")
     report = make_run(tmp_path / "cpu", gpu=False)
-    resolved = dataclasses.replace(report.resolved, devices=4)
+    resolved = dataclasses.replace(report.resolved, devices=4)  # type: ignore[type-var]
     write_report(dataclasses.replace(report, resolved=resolved), tmp_path / "cpu")
     limits = {run.name: run.memory_limit_bytes for run in compare([tmp_path]).runs}
     assert limits == {"gpu": 24 * GIB, "cpu": 16 * GIB}
@@ -352,7 +368,9 @@ def test_the_limit_is_the_memory_of_the_device_or_a_share_of_the_host(tmp_path):
 # --- Other formats --------------------------------------------------------------------------------
 
 
-def test_json_has_raw_values_and_nothing_else_is_written(said, out):
+def test_json_has_raw_values_and_nothing_else_is_written(
+    said: Callable[..., tuple[str, str]], out: Path
+) -> None:
     printed, err = said(out, "none", "--format", "json")
     found = json.loads(printed)
     assert err == "ftkit: none does not exist: left out\n"
@@ -368,7 +386,9 @@ def test_json_has_raw_values_and_nothing_else_is_written(said, out):
     assert eight["results"]["tokens_per_s"] is None
 
 
-def test_csv_has_a_row_for_each_run_and_all_measures(said, out):
+def test_csv_has_a_row_for_each_run_and_all_measures(
+    said: Callable[..., tuple[str, str]], out: Path
+) -> None:
     rows = list(csv.DictReader(io.StringIO(said(out, "--format", "csv")[0])))
     four = read_report(out / "four")
     assert [row["run"] for row in rows] == ["four", "one", "ctrl-c", "eight"]
@@ -378,7 +398,9 @@ def test_csv_has_a_row_for_each_run_and_all_measures(said, out):
     assert rows[3]["exit_reason"] == "CUDA out of memory. Tried to allocate 2.00 GiB"
 
 
-def test_markdown_is_one_table_with_the_best_in_bold(said, tmp_path):
+def test_markdown_is_one_table_with_the_best_in_bold(
+    said: Callable[..., tuple[str, str]], tmp_path: Path
+) -> None:
     make_run(tmp_path / "a|b_c_", step_s=0.1)
     make_run(tmp_path / "<i>", step_s=0.2)
     lines = said(tmp_path, "--format", "markdown")[0].splitlines()
@@ -395,18 +417,18 @@ class _Tags(HTMLParser):
         self.text = ""
         self.feed(text)
 
-    def handle_starttag(self, tag, attrs):
+    def handle_starttag(self, tag: Any, attrs: Any) -> None:
         self.tags.append(tag)
         self.links += [value for name, value in attrs if name in ("src", "href", "xlink:href")]
 
-    def handle_data(self, data):
+    def handle_data(self, data: Any) -> None:
         self.text += data
 
 
 EVIL = "<script>alert(1)<&script>"
 
 
-def test_a_notebook_shows_a_comparison_as_a_table_with_names_escaped(tmp_path):
+def test_a_notebook_shows_a_comparison_as_a_table_with_names_escaped(tmp_path: Path) -> None:
     make_run(tmp_path / EVIL, "failed")
     make_run(tmp_path / "b")
     shown = _Tags(compare([tmp_path])._repr_html_())
@@ -422,7 +444,7 @@ def matplotlib() -> Any:
     return pytest.importorskip("matplotlib")
 
 
-def panels(*paths: object):
+def panels(*paths: object) -> Any:
     runs = compare(paths).runs
     figure = plots.figure(runs)
     return (
@@ -432,7 +454,7 @@ def panels(*paths: object):
     )
 
 
-def test_every_run_has_its_curve_by_step_and_by_time(matplotlib, out):
+def test_every_run_has_its_curve_by_step_and_by_time(matplotlib: Any, out: Path) -> None:
     runs, _, found = panels(out)
     by_step = found["Loss by step, mean of 2 steps; points: validation"]
     curves = [line for line in by_step.lines if line.get_linestyle() != "None"]
@@ -448,7 +470,7 @@ def test_every_run_has_its_curve_by_step_and_by_time(matplotlib, out):
     assert len({line.get_color() for line in curves}) == 4
 
 
-def test_memory_is_stacked_up_to_the_peak_beside_the_limit(matplotlib, out):
+def test_memory_is_stacked_up_to_the_peak_beside_the_limit(matplotlib: Any, out: Path) -> None:
     runs, figure, found = panels(out)
     axes = found["Peak memory of a rank"]
     ends = [0.0] * len(runs)
@@ -465,7 +487,7 @@ def test_memory_is_stacked_up_to_the_peak_beside_the_limit(matplotlib, out):
     ]  # fmt: skip
 
 
-def test_a_limit_that_is_far_away_is_said_and_not_drawn(matplotlib, tmp_path):
+def test_a_limit_that_is_far_away_is_said_and_not_drawn(matplotlib: Any, tmp_path: Path) -> None:
     make_run(tmp_path / "small", peak_bytes=6 * GIB, gpu=False)
     _, _, found = panels(tmp_path)
     axes = found["Peak memory of a rank (limit: 64.0 GiB)"]
@@ -473,18 +495,20 @@ def test_a_limit_that_is_far_away_is_said_and_not_drawn(matplotlib, tmp_path):
     assert axes.get_xlim()[1] < 10
 
 
-def test_throughput_says_how_a_run_without_one_ended(matplotlib, out):
+def test_throughput_says_how_a_run_without_one_ended(matplotlib: Any, out: Path) -> None:
     axes = panels(out)[2]["Throughput"]
     assert [bar.get_width() for bar in axes.patches] == [4000, 2500, 4000, 0]
     texts = [text.get_text() for text in axes.texts]
     assert texts == ["4,000", "2,500", "4,000, interrupted", "out of memory"]
 
 
-def test_twenty_one_runs_all_look_different(matplotlib):
+def test_twenty_one_runs_all_look_different(matplotlib: Any) -> None:
     assert len({plots._look(i) for i in range(21)}) == 21
 
 
-def test_a_png_has_a_sensible_size_also_of_twenty_runs(matplotlib, said, tmp_path):
+def test_a_png_has_a_sensible_size_also_of_twenty_runs(
+    matplotlib: Any, said: Callable[..., tuple[str, str]], tmp_path: Path
+) -> None:
     for number in range(20):
         make_run(tmp_path / f"out/{number}", lora_r=number + 1, steps=200, total_steps=200)
     picture = tmp_path / "runs.png"
@@ -496,14 +520,16 @@ def test_a_png_has_a_sensible_size_also_of_twenty_runs(matplotlib, said, tmp_pat
     assert 50_000 < len(content) < 2_000_000
 
 
-def test_runs_without_a_step_and_without_memory_can_be_drawn(matplotlib, tmp_path):
+def test_runs_without_a_step_and_without_memory_can_be_drawn(
+    matplotlib: Any, tmp_path: Path
+) -> None:
     make_run(tmp_path / "a", "failed", steps=0, peak_bytes=None)
     _, figure, found = panels(tmp_path)
     figure.canvas.draw()
     assert found["Loss by step"].texts[0].get_text() == "no run has done a step"
 
 
-def test_a_run_may_have_any_name(matplotlib, tmp_path):
+def test_a_run_may_have_any_name(matplotlib: Any, tmp_path: Path) -> None:
     odd = ["_hidden", "a $x^2$ b", "$", "ü 漢字", EVIL]
     for name in odd:
         make_run(tmp_path / "out" / name, steps=5)
@@ -513,7 +539,9 @@ def test_a_run_may_have_any_name(matplotlib, tmp_path):
     compare([tmp_path / "out"]).plot(tmp_path / "x.png")
 
 
-def test_a_page_holds_table_and_picture_refers_to_nothing_and_runs_nothing(matplotlib, tmp_path):
+def test_a_page_holds_table_and_picture_refers_to_nothing_and_runs_nothing(
+    matplotlib: Any, tmp_path: Path
+) -> None:
     make_run(tmp_path / "out" / EVIL)
     make_run(tmp_path / "out/b", "out_of_memory")
     pages = [compare([tmp_path / "out"]).plot(tmp_path / name) for name in ("1.html", "2.html")]
@@ -547,10 +575,12 @@ def test_a_page_holds_table_and_picture_refers_to_nothing_and_runs_nothing(matpl
         ),
     ],
 )
-def test_a_mistake_is_one_clear_error(out, arguments, said_):
+def test_a_mistake_is_one_clear_error(out: Path, arguments: list[Any], said_: str) -> None:
     assert said_ in mistake(*arguments)
 
 
-def test_without_matplotlib_the_error_names_the_extra(out, monkeypatch):
+def test_without_matplotlib_the_error_names_the_extra(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "pip install 'ftkit[plot]'" in mistake(out, "--plot", "x.png")

@@ -1,6 +1,7 @@
 """What may differ when a run goes on: the class of every key, and how two recipes compare."""
 
 import inspect
+from typing import Any
 
 import pytest
 from litgpt import data
@@ -38,12 +39,12 @@ def changed(saved: Recipe, now: Recipe) -> list[str]:
 # --- Classes of keys ----------------------------------------------------------------------------
 
 
-def test_every_key_of_both_recipes_has_a_class_and_no_other_has():
+def test_every_key_of_both_recipes_has_a_class_and_no_other_has() -> None:
     assert KIND_OF.keys() == key_types("lora").keys() | key_types("full").keys()
 
 
 @pytest.mark.parametrize("module", ["Alpaca", "Alpaca2k", "Deita", "FLAN", "JSON", "LongForm"])
-def test_a_missing_argument_of_data_is_litgpts_default(module):
+def test_a_missing_argument_of_data_is_litgpts_default(module: str) -> None:
     known = inspect.signature(getattr(data, module)).parameters
     expected = _DATA_DEFAULTS | {"prompt_style": _PROMPT_STYLES.get(module, "alpaca")}
     for name, default in expected.items():
@@ -54,12 +55,12 @@ def test_a_missing_argument_of_data_is_litgpts_default(module):
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
-def test_a_recipe_does_not_differ_from_its_copy(method):
+def test_a_recipe_does_not_differ_from_its_copy(method: Method) -> None:
     asked = recipe(method)
     assert recipe_changes(asked, from_dict(to_dict(asked), method)) == ([], [])
 
 
-def test_a_checkpoint_of_a_version_without_a_key_goes_on():
+def test_a_checkpoint_of_a_version_without_a_key_goes_on() -> None:
     saved = to_dict(recipe())
     del saved["deterministic"]
     assert recipe_changes(from_dict(saved, "lora"), recipe(deterministic="true")) == ([], [])
@@ -87,18 +88,18 @@ def test_a_checkpoint_of_a_version_without_a_key_goes_on():
         ({"optimizer": "SGD"}, "optimizer torch.optim.AdamW -> torch.optim.SGD"),
     ],
 )
-def test_what_is_learned_is_fixed(keys, line):
+def test_what_is_learned_is_fixed(keys: dict[str, Any], line: str) -> None:
     assert refused(recipe(), recipe(**keys)) == [line]
 
 
-def test_every_fixed_key_that_differs_is_named():
+def test_every_fixed_key_that_differs_is_named() -> None:
     now = recipe(lora_r=4, seed=1, data__mask_prompt="true")
     lines = ["data.mask_prompt false -> true", "seed 1337 -> 1", "lora_r 8 -> 4"]
     assert sorted(refused(recipe(), now)) == sorted(lines)
 
 
 @pytest.mark.parametrize(("saved", "now"), [("lora", "full"), ("full", "lora")])
-def test_another_method_says_all(saved, now):
+def test_another_method_says_all(saved: str, now: str) -> None:
     assert refused(recipe(saved, seed=1), recipe(now)) == [f"method {saved} -> {now}"]
 
 
@@ -117,7 +118,7 @@ def test_another_method_says_all(saved, now):
         ({"optimizer": "Adam"}, "optimizer torch.optim.AdamW -> torch.optim.Adam"),
     ],
 )
-def test_how_it_is_learned_may_change_with_a_notice(keys, line):
+def test_how_it_is_learned_may_change_with_a_notice(keys: dict[str, Any], line: str) -> None:
     assert changed(recipe(), recipe(**keys)) == [line]
 
 
@@ -133,7 +134,7 @@ def test_how_it_is_learned_may_change_with_a_notice(keys, line):
         {"data__mask_prompt": "false", "data__prompt_style": "alpaca", "data__ignore_index": -100},
     ],
 )
-def test_hardware_paths_and_intervals_are_free(keys):
+def test_hardware_paths_and_intervals_are_free(keys: dict[str, Any]) -> None:
     assert recipe_changes(recipe(), recipe(**keys)) == ([], [])
 
 
@@ -158,5 +159,7 @@ def test_hardware_paths_and_intervals_are_free(keys):
         ("bitsandbytes.optim.AdEMAMix", "bitsandbytes.optim.AdamW", False),
     ],
 )
-def test_the_state_of_an_optimizer_goes_on_within_its_family(saved, now, carried):
+def test_the_state_of_an_optimizer_goes_on_within_its_family(
+    saved: str, now: str, carried: bool
+) -> None:
     assert carries_over(saved, now) is carries_over(now, saved) is carried

@@ -156,7 +156,9 @@ EXPERIMENTS: list[tuple[Method, str, str, dict[str, Any]]] = [
     EXPERIMENTS,
     ids=[f"{name} {line}".strip() for _, name, line, _ in EXPERIMENTS],
 )
-def test_the_commands_of_the_tutorial_ask_for_what_they_say(method, name, line, expected):
+def test_the_commands_of_the_tutorial_ask_for_what_they_say(
+    method: Method, name: str, line: str, expected: dict[str, Any]
+) -> None:
     recipe = read_recipe([RECIPES / f"{name}.yaml"], options(line), method=method)
     common = {
         "data.class_path": "litgpt.data.Alpaca2k",
@@ -188,7 +190,7 @@ MULTI_GPU = {
 
 
 @pytest.mark.parametrize("name", MULTI_GPU)
-def test_the_multi_gpu_experiments_ask_for_what_they_say(name):
+def test_the_multi_gpu_experiments_ask_for_what_they_say(name: str) -> None:
     recipe = read_recipe([RECIPES / "multi_gpu" / f"{name}.yaml"])
     assert (
         recipe.devices,
@@ -201,16 +203,16 @@ def test_the_multi_gpu_experiments_ask_for_what_they_say(name):
     assert recipe.eval.interval == 0
 
 
-def test_every_multi_gpu_recipe_is_in_the_table():
+def test_every_multi_gpu_recipe_is_in_the_table() -> None:
     assert {file.stem for file in (RECIPES / "multi_gpu").iterdir()} == MULTI_GPU.keys()
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(RECIPES)))
 class TestEveryRecipe:
-    def test_is_of_the_method_its_keys_say(self, file):
+    def test_is_of_the_method_its_keys_say(self, file: Path) -> None:
         assert read_recipe([file]).method == ("lora" if "lora_r" in file.read_text() else "full")
 
-    def test_survives_json_and_yaml(self, file, tmp_path):
+    def test_survives_json_and_yaml(self, file: Path, tmp_path: Path) -> None:
         recipe = read_recipe([file])
         assert from_dict(to_dict(recipe), recipe.method) == recipe
         copy = write(tmp_path / "copy.yaml", to_yaml(recipe))
@@ -218,14 +220,14 @@ class TestEveryRecipe:
         assert read_recipe([copy]) == recipe
 
 
-def test_a_recipe_of_litgpt_with_empty_keys_is_accepted(tmp_path):
+def test_a_recipe_of_litgpt_with_empty_keys_is_accepted(tmp_path: Path) -> None:
     recipe = read_recipe([write(tmp_path / "lora.yaml", LITGPT_RECIPE)])
     assert isinstance(recipe, LoraRecipe)
     assert (recipe.quantize, recipe.lora_r, recipe.train.max_tokens) == (None, 32, None)
 
 
 @pytest.mark.parametrize("key", [key for key in key_types("lora") if key != "checkpoint_dir"])
-def test_an_empty_key_never_breaks_a_recipe(key, tmp_path):
+def test_an_empty_key_never_breaks_a_recipe(key: str, tmp_path: Path) -> None:
     group, _, name = key.rpartition(".")
     text = f"{group}:\n  {name}:\n" if group else f"{key}:\n"
     empty, default = value_of(read(write(tmp_path / "r.yaml", text)), key), value_of(read(), key)
@@ -233,11 +235,11 @@ def test_an_empty_key_never_breaks_a_recipe(key, tmp_path):
 
 
 @pytest.mark.parametrize("group", ["train", "eval", "log", "checkpoint", "data", "optimizer"])
-def test_an_empty_group_means_its_defaults(group, tmp_path):
+def test_an_empty_group_means_its_defaults(group: str, tmp_path: Path) -> None:
     assert read(write(tmp_path / "r.yaml", f"{group}:\n")) == read()
 
 
-def test_an_empty_group_can_be_filled_by_an_override(tmp_path):
+def test_an_empty_group_can_be_filled_by_an_override(tmp_path: Path) -> None:
     recipe = read(write(tmp_path / "r.yaml", "train:\n"), line="--train.epochs 2")
     assert recipe.train.epochs == 2
 
@@ -245,7 +247,7 @@ def test_an_empty_group_can_be_filled_by_an_override(tmp_path):
 # --- Merging ------------------------------------------------------------------------------------
 
 
-def test_overrides_win_over_files_and_later_files_over_earlier_ones(tmp_path):
+def test_overrides_win_over_files_and_later_files_over_earlier_ones(tmp_path: Path) -> None:
     one = write(tmp_path / "1.yaml", "seed: 1\ntrain: {epochs: 1, max_steps: 1, min_lr: 0.1}\n")
     two = write(tmp_path / "2.yaml", "train: {epochs: 2, max_steps: 2}\n")
     recipe = read(one, two, line="--train.max_steps 3")
@@ -266,14 +268,14 @@ def test_overrides_win_over_files_and_later_files_over_earlier_ones(tmp_path):
         "--train '{epochs: 2}' --train.max_steps 3",
     ],
 )
-def test_the_order_of_options_never_matters(line, tmp_path):
+def test_the_order_of_options_never_matters(line: str, tmp_path: Path) -> None:
     file = write(tmp_path / "r.yaml", LITGPT_RECIPE)
     recipe = read_recipe([file], options(line))
     assert read_recipe([file], options(line)[::-1]) == recipe
     assert recipe != read_recipe([file])
 
 
-def test_of_one_option_given_twice_the_last_one_counts():
+def test_of_one_option_given_twice_the_last_one_counts() -> None:
     assert read(line="--seed 1 --seed 2").seed == 2
     assert read(line="--data.json_path 1 --data JSON --data.json_path 2").data["init_args"] == {
         "json_path": 2
@@ -281,12 +283,12 @@ def test_of_one_option_given_twice_the_last_one_counts():
 
 
 @pytest.mark.parametrize("name", ["SGD", "torch.optim.SGD"])
-def test_another_optimizer_replaces_that_of_the_recipe_wholly(name, tmp_path):
+def test_another_optimizer_replaces_that_of_the_recipe_wholly(name: str, tmp_path: Path) -> None:
     file = write(tmp_path / "r.yaml", LITGPT_RECIPE)
     assert read(file, line=f"--optimizer {name}").optimizer == SGD
 
 
-def test_naming_the_same_class_again_keeps_its_arguments(tmp_path):
+def test_naming_the_same_class_again_keeps_its_arguments(tmp_path: Path) -> None:
     file = write(tmp_path / "r.yaml", LITGPT_RECIPE)
     assert read(file, line="--optimizer AdamW").optimizer == read(file).optimizer
 
@@ -310,7 +312,9 @@ def test_naming_the_same_class_again_keeps_its_arguments(tmp_path):
         ),
     ],
 )
-def test_options_of_a_class_land_in_its_arguments(line, field, class_path, init_args):
+def test_options_of_a_class_land_in_its_arguments(
+    line: str, field: str, class_path: str, init_args: dict[str, Any]
+) -> None:
     expected = {"class_path": class_path, "init_args": init_args}
     assert getattr(read(line=line), field) == expected
 
@@ -319,7 +323,9 @@ def test_options_of_a_class_land_in_its_arguments(line, field, class_path, init_
     ("first", "second"),
     [("lr_warmup_steps", "lr_warmup_fraction"), ("lr_warmup_fraction", "lr_warmup_steps")],
 )
-def test_the_warm_up_said_in_another_way_replaces_the_first(first, second, tmp_path):
+def test_the_warm_up_said_in_another_way_replaces_the_first(
+    first: str, second: str, tmp_path: Path
+) -> None:
     file = write(tmp_path / "r.yaml", f"train: {{{first}: 1}}\n")
     train = read(file, line=f"--train.{second} 1").train
     assert (getattr(train, first), getattr(train, second)) == (None, 1)
@@ -329,7 +335,7 @@ def test_the_warm_up_said_in_another_way_replaces_the_first(first, second, tmp_p
 
 
 @pytest.mark.parametrize("text", ["2e-4", "2E-4", "2.0e-4", "0.0002", ".2e-3"])
-def test_a_number_is_a_number_in_files_and_in_overrides(text, tmp_path):
+def test_a_number_is_a_number_in_files_and_in_overrides(text: str, tmp_path: Path) -> None:
     file = write(
         tmp_path / "r.yaml",
         f"train: {{min_lr: {text}}}\noptimizer: {{init_args: {{lr: {text}}}}}\n",
@@ -341,23 +347,23 @@ def test_a_number_is_a_number_in_files_and_in_overrides(text, tmp_path):
 
 @pytest.mark.parametrize("text", ["123", "2e-4", "true", "2026-11-20", "[a]", "x: y", "- b"])
 @pytest.mark.parametrize("key", ["log.run", "out_dir", "checkpoint_dir"])
-def test_where_text_is_wanted_any_word_on_the_command_line_is_text(key, text):
+def test_where_text_is_wanted_any_word_on_the_command_line_is_text(key: str, text: str) -> None:
     recipe = read_recipe([], [("checkpoint_dir", "b"), (key, text)])
     assert value_of(recipe, key) == text
 
 
 @pytest.mark.parametrize("text", ["123", "2e-4", "true", "2026-11-20", "0x1f", "é"])
-def test_text_stays_text_through_yaml(text, tmp_path):
+def test_text_stays_text_through_yaml(text: str, tmp_path: Path) -> None:
     recipe = read_recipe([], [("checkpoint_dir", "b"), ("log.run", f"'{text}'")])
     assert recipe.log.run == text
     assert read_recipe([write(tmp_path / "r.yaml", to_yaml(recipe))], method="full") == recipe
 
 
-def test_dates_are_text(tmp_path):
+def test_dates_are_text(tmp_path: Path) -> None:
     assert read(write(tmp_path / "r.yaml", "log: {run: 2026-11-20}\n")).log.run == "2026-11-20"
 
 
-def test_values_of_yaml_anchors_are_merged(tmp_path):
+def test_values_of_yaml_anchors_are_merged(tmp_path: Path) -> None:
     text = (
         "data: {init_args: &a {seed: 1, num_workers: 2}}\noptimizer: {init_args: {<<: *a, lr: 3}}"
     )
@@ -365,7 +371,7 @@ def test_values_of_yaml_anchors_are_merged(tmp_path):
     assert recipe.optimizer["init_args"] == {"seed": 1, "num_workers": 2, "lr": 3}
 
 
-def test_litgpts_word_for_8_bit_training_is_understood():
+def test_litgpts_word_for_8_bit_training_is_understood() -> None:
     assert value_of(read(line="--quantize bnb.int8-training"), "quantize") == "bnb.int8"
 
 
@@ -380,18 +386,18 @@ def test_litgpts_word_for_8_bit_training_is_understood():
     ],
 )
 def test_the_method_is_that_of_the_command_or_else_that_of_the_keys(
-    method, text, expected, tmp_path
-):
+    method: str | None, text: str, expected: str, tmp_path: Path
+) -> None:
     assert read(write(tmp_path / "r.yaml", text), method=method).method == expected
 
 
-def test_the_access_token_is_never_written():
+def test_the_access_token_is_never_written() -> None:
     recipe = read(line="--access_token hf_secret")
     assert recipe.access_token == "hf_secret"
     assert "hf_secret" not in to_yaml(recipe) + repr(to_dict(recipe))
 
 
-def test_a_recorded_recipe_is_read_as_it_stands_whatever_version_wrote_it(tmp_path):
+def test_a_recorded_recipe_is_read_as_it_stands_whatever_version_wrote_it(tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text("later: {key: 2e-4}\ndata: {class_path: x.Y, init_args: {z: [1], e: {}}}\n")
     expected = {"later.key": 2e-4, "data.class_path": "x.Y", "data.init_args.z": [1]}
@@ -423,12 +429,12 @@ def test_a_recorded_recipe_is_read_as_it_stands_whatever_version_wrote_it(tmp_pa
         ("--output_dir x", "out_dir"),
     ],
 )
-def test_an_unknown_key_names_the_nearest_one_in_full(line, nearest):
+def test_an_unknown_key_names_the_nearest_one_in_full(line: str, nearest: str) -> None:
     key = line.split()[0].removeprefix("--")
     assert refusal(line=line) == f"{key} is not a key of a recipe. Did you mean {nearest}?"
 
 
-def test_a_key_like_no_other_points_to_the_help():
+def test_a_key_like_no_other_points_to_the_help() -> None:
     assert "See ftkit finetune --help" in refusal(line="--xyzzy 3")
 
 
@@ -456,7 +462,7 @@ def test_a_key_like_no_other_points_to_the_help():
         ("--optimizer.class_path 3", "optimizer must have a class_path (text) and init_args"),
     ],
 )
-def test_a_wrong_value_names_key_value_rule_and_a_change(line, message):
+def test_a_wrong_value_names_key_value_rule_and_a_change(line: str, message: str) -> None:
     text = refusal(line=line)
     assert message in text
     assert "Try --" in text or "remove" in text.lower() or "Check" in text
@@ -475,13 +481,13 @@ def test_a_wrong_value_names_key_value_rule_and_a_change(line, message):
         ("gs://bucket/x", "gs://bucket/x"),
     ],
 )
-def test_resume_is_a_word_a_step_or_a_path(text, value):
+def test_resume_is_a_word_a_step_or_a_path(text: str, value: str | int) -> None:
     resume = read_recipe([], [("checkpoint_dir", "b"), ("resume", text)]).resume
     assert resume == value and type(resume) is type(value)
 
 
 @pytest.mark.parametrize("key", [key for key in key_types("lora") if key not in ("resume",)])
-def test_the_suggested_change_works(key):
+def test_the_suggested_change_works(key: str) -> None:
     def attempt(value: str) -> str | None:
         try:
             read_recipe([], [("checkpoint_dir", "b"), (key, value)], method="lora")
@@ -496,12 +502,12 @@ def test_the_suggested_change_works(key):
         assert attempt(suggested[1]) is None
 
 
-def test_text_in_a_file_has_to_be_text_and_the_message_says_how(tmp_path):
+def test_text_in_a_file_has_to_be_text_and_the_message_says_how(tmp_path: Path) -> None:
     message = refusal(write(tmp_path / "r.yaml", "log: {run: 123}\n"))
     assert message == "log.run is 123, but must be text. Try --log.run 123."
 
 
-def test_the_base_model_has_to_be_named():
+def test_the_base_model_has_to_be_named() -> None:
     with pytest.raises(UserError, match=r"checkpoint_dir is not set.* Try --checkpoint_dir"):
         read_recipe([])
 
@@ -520,26 +526,26 @@ def test_the_base_model_has_to_be_named():
         ("1: 2\n", "1 is not a key of a recipe."),
     ],
 )
-def test_a_file_that_is_no_recipe_is_refused(text, message, tmp_path):
+def test_a_file_that_is_no_recipe_is_refused(text: str, message: str, tmp_path: Path) -> None:
     assert message in refusal(write(tmp_path / "r.yaml", text))
 
 
-def test_a_missing_file_names_a_similar_one(tmp_path):
+def test_a_missing_file_names_a_similar_one(tmp_path: Path) -> None:
     there = write(tmp_path / "tiny-llama-lora.yaml", "seed: 1")
     message = refusal(tmp_path / "tiny-lama-lora.yaml")
     assert message.endswith(f"does not exist. Did you mean {there}?")
 
 
-def test_a_missing_file_like_no_other_says_where_to_look(tmp_path):
+def test_a_missing_file_like_no_other_says_where_to_look(tmp_path: Path) -> None:
     assert "Check the path" in refusal(tmp_path / "none.yaml")
 
 
-def test_a_directory_is_no_recipe(tmp_path):
+def test_a_directory_is_no_recipe(tmp_path: Path) -> None:
     assert "cannot be read" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("key", ["lora_r", "lora_query", "quantize"])
-def test_keys_of_lora_do_not_belong_to_full_fine_tuning(key):
+def test_keys_of_lora_do_not_belong_to_full_fine_tuning(key: str) -> None:
     value = {"lora_r": "4", "lora_query": "true", "quantize": "bnb.nf4"}[key]
     message = refusal(line=f"--{key} {value}", method="full")
     assert message.startswith(f"{key} does not belong to full fine-tuning.")
@@ -552,13 +558,13 @@ def test_keys_of_lora_do_not_belong_to_full_fine_tuning(key):
     ["os.system", "trap.Trap", "litgpt.data.base.trap", "torch.optim.lr_scheduler.LambdaLR",
      "litgpt.data.x-y", "builtins.exec", "torch.optim."],
 )  # fmt: skip
-def test_a_class_outside_the_allowed_packages_is_refused(field, class_path):
+def test_a_class_outside_the_allowed_packages_is_refused(field: str, class_path: str) -> None:
     message = refusal(line=f"--{field}.class_path {class_path}")
     assert message.startswith(f"{field}.class_path is {class_path!r}, but recipes may only name")
     assert "Try --" in message
 
 
-def test_a_refused_class_is_never_imported(tmp_path):
+def test_a_refused_class_is_never_imported(tmp_path: Path) -> None:
     sign = tmp_path / "imported"
     write(tmp_path / "trap.py", f"open({str(sign)!r}, 'w')\nclass Trap: pass\n")
     write(tmp_path / "r.yaml", "checkpoint_dir: b\ndata: {class_path: trap.Trap}\n")

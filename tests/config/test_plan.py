@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+from typing import Any
 
 import pytest
 
@@ -60,13 +61,13 @@ def schedule(samples: int = 100, lr: float = 1e-3, **keys: object) -> tuple[Sche
     ],
 )
 def test_total_steps_are_the_epochs_rounded_up_once_and_capped(
-    epochs, samples, batch, max_steps, steps
-):
+    epochs: int | str, samples: int, batch: int, max_steps: str | int, steps: int
+) -> None:
     keys = {"train__epochs": epochs, "train__global_batch_size": batch}
     assert schedule(samples, **keys, train__max_steps=max_steps)[0].total_steps == steps
 
 
-def test_rounding_never_adds_a_step():
+def test_rounding_never_adds_a_step() -> None:
     def steps(epochs: int, samples: int, batch: int) -> int:
         keys = {"train__epochs": epochs, "train__global_batch_size": batch}
         return schedule(samples, **keys)[0].total_steps
@@ -86,7 +87,9 @@ def test_rounding_never_adds_a_step():
         (100, 10, "null", 25, 250),
     ],
 )
-def test_a_run_consumes_whole_epochs_or_whole_steps(samples, batch, epochs, max_steps, budget):
+def test_a_run_consumes_whole_epochs_or_whole_steps(
+    samples: int, batch: int, epochs: int | str, max_steps: str | int, budget: int
+) -> None:
     asked = recipe(train__global_batch_size=batch, train__epochs=epochs, train__max_steps=max_steps)
     made, _ = make_schedule(asked, samples, 1e-3)
     assert sample_budget(asked, samples, made) == budget
@@ -107,8 +110,13 @@ def test_a_run_consumes_whole_epochs_or_whole_steps(samples, batch, epochs, max_
     ],
 )
 def test_a_run_that_continues_counts_on_from_its_position(
-    epochs, max_steps, batch, start, steps, budget
-):
+    epochs: int | str,
+    max_steps: str | int,
+    batch: int,
+    start: tuple[int, ...],
+    steps: int,
+    budget: int,
+) -> None:
     """Data of 101 samples; start: steps done, samples consumed."""
     asked = recipe(train__global_batch_size=batch, train__epochs=epochs, train__max_steps=max_steps)
     position = {"start_step": start[0], "start_samples": start[1]}
@@ -118,14 +126,14 @@ def test_a_run_that_continues_counts_on_from_its_position(
 
 
 @pytest.mark.parametrize("warmup", [1, 2, 5])
-def test_the_warm_up_rises_linearly_and_its_first_step_already_trains(warmup):
+def test_the_warm_up_rises_linearly_and_its_first_step_already_trains(warmup: int) -> None:
     made, _ = schedule(train__lr_warmup_steps=warmup)
     shares = [made.share(step) for step in range(warmup)]
     assert shares == pytest.approx([(step + 1) / warmup for step in range(warmup)])
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 4, 8])
-def test_after_the_warm_up_a_cosine_falls_from_the_full_rate_to_min_lr(warmup):
+def test_after_the_warm_up_a_cosine_falls_from_the_full_rate_to_min_lr(warmup: int) -> None:
     made, _ = schedule(lr=1e-3, train__lr_warmup_steps=warmup, train__min_lr=1e-4)
     rates = [1e-3 * made.share(step) for step in range(warmup, made.total_steps)]
     steps = len(rates) - 1
@@ -134,25 +142,27 @@ def test_after_the_warm_up_a_cosine_falls_from_the_full_rate_to_min_lr(warmup):
     assert rates[-1] == pytest.approx(1e-4)
 
 
-def test_a_run_of_one_step_trains_at_the_full_rate():
+def test_a_run_of_one_step_trains_at_the_full_rate() -> None:
     assert schedule(samples=1)[0].share(0) == 1
 
 
 @pytest.mark.parametrize(
     ("samples", "fraction", "steps"), [(100, 0.1, 1), (100, 0.25, 3), (95, 1, 10), (100, 0, 0)]
 )
-def test_a_warm_up_fraction_counts_steps_of_one_epoch(samples, fraction, steps):
+def test_a_warm_up_fraction_counts_steps_of_one_epoch(
+    samples: int, fraction: float, steps: int
+) -> None:
     made, _ = schedule(samples, train__epochs=3, train__lr_warmup_fraction=fraction)
     assert made.warmup_steps == steps
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 10])
-def test_a_warm_up_that_ends_within_the_run_is_no_news(warmup):
+def test_a_warm_up_that_ends_within_the_run_is_no_news(warmup: int) -> None:
     assert schedule(train__lr_warmup_steps=warmup)[1] == []
 
 
 @pytest.mark.parametrize("samples", [1, 30, 100])
-def test_a_warm_up_longer_than_the_run_warns_with_a_change_that_works(samples):
+def test_a_warm_up_longer_than_the_run_warns_with_a_change_that_works(samples: int) -> None:
     made, (notice,) = schedule(samples, train__lr_warmup_steps=11)
     assert made.share(made.total_steps - 1) < 1
     assert f"The warm-up of 11 steps is longer than the run of {made.total_steps}" in notice
@@ -160,13 +170,13 @@ def test_a_warm_up_longer_than_the_run_warns_with_a_change_that_works(samples):
     assert schedule(samples, train__lr_warmup_steps=suggested)[1] == []
 
 
-def test_min_lr_above_the_learning_rate_keeps_the_rate_constant_and_warns():
+def test_min_lr_above_the_learning_rate_keeps_the_rate_constant_and_warns() -> None:
     made, (notice,) = schedule(lr=1e-5, train__min_lr=6e-5)
     assert {made.share(step) for step in range(10)} == {1}
     assert "train.min_lr 6e-05 is above the learning rate 1e-05" in notice
 
 
-def test_a_learning_rate_of_zero_divides_by_nothing():
+def test_a_learning_rate_of_zero_divides_by_nothing() -> None:
     assert schedule(lr=0.0)[0].share(9) == 1
 
 
@@ -176,13 +186,13 @@ def test_a_learning_rate_of_zero_divides_by_nothing():
 @pytest.mark.parametrize(
     ("batch", "micro", "steps"), [(16, 16, 1), (16, 4, 4), (16, 5, 4), (16, 1, 16), (1, 1, 1)]
 )
-def test_micro_steps_cover_the_global_batch(batch, micro, steps):
+def test_micro_steps_cover_the_global_batch(batch: int, micro: int, steps: int) -> None:
     made = plan(train__global_batch_size=batch, train__micro_batch_size=micro)
     assert made.micro_steps == steps
     assert made.notices == ()
 
 
-def test_a_micro_batch_larger_than_the_global_batch_is_cut_and_told():
+def test_a_micro_batch_larger_than_the_global_batch_is_cut_and_told() -> None:
     made = plan(train__global_batch_size=4, train__micro_batch_size=8)
     assert (made.micro_batch_size, made.micro_steps) == (4, 1)
     assert made.notices == ("train.micro_batch_size 8 is more than the global batch: 4 is used.",)
@@ -194,18 +204,20 @@ def test_a_micro_batch_larger_than_the_global_batch_is_cut_and_told():
 @pytest.mark.parametrize(
     ("devices", "precision"), [(CPU, "bf16-mixed"), (GPU, "bf16-mixed"), (OLD_GPU, "16-mixed")]
 )
-def test_the_default_precision_is_what_the_device_is_good_at(devices, precision):
+def test_the_default_precision_is_what_the_device_is_good_at(
+    devices: Devices, precision: str
+) -> None:
     made = plan(devices)
     assert (made.precision, made.notices) == (precision, ())
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
-def test_a_precision_that_was_asked_for_is_kept(precision):
+def test_a_precision_that_was_asked_for_is_kept(precision: str) -> None:
     assert plan(precision=precision).precision == precision
 
 
 @pytest.mark.parametrize("precision", ["16-true", "16-mixed"])
-def test_float16_is_refused_on_a_cpu_and_not_on_a_gpu(precision):
+def test_float16_is_refused_on_a_cpu_and_not_on_a_gpu(precision: str) -> None:
     message = refusal(precision=precision)
     assert message.startswith(f"precision is {precision}, but float16 training needs a CUDA GPU")
     assert message.endswith(f"Try --precision b{precision.replace('16', 'f16')}.")
@@ -224,8 +236,8 @@ def test_float16_is_refused_on_a_cpu_and_not_on_a_gpu(precision):
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "bitsandbytes.optim.AdamW8bit"])
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_training_in_float16_alone_is_refused_with_a_precision_that_trains(
-    machine, strategy, instead, optimizer, method
-):
+    machine: Devices, strategy: str, instead: str, optimizer: str, method: Method
+) -> None:
     keys = {"strategy": strategy, "optimizer": optimizer, "method": method}
     message = refusal(machine, precision="16-true", **keys)
     assert message.startswith(f"precision is 16-true, but {strategy} would update weights in")
@@ -233,17 +245,17 @@ def test_training_in_float16_alone_is_refused_with_a_precision_that_trains(
     assert plan(machine, precision=instead, **keys).precision == instead
 
 
-def test_deepspeed_trains_float16_with_masters_in_float32_of_its_own():
+def test_deepspeed_trains_float16_with_masters_in_float32_of_its_own() -> None:
     assert plan(GPU, precision="16-true", strategy="deepspeed").precision == "16-true"
 
 
-def test_a_model_computes_answers_in_float16():
+def test_a_model_computes_answers_in_float16() -> None:
     made = make_plan(recipe(precision="16-true"), GPU, trains=False)
     assert made.precision == "16-true"
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
-def test_bfloat16_that_is_only_emulated_warns(precision):
+def test_bfloat16_that_is_only_emulated_warns(precision: str) -> None:
     made = plan(OLD_GPU, precision=precision)
     assert made.precision == precision
     assert made.notices[0].startswith("V100 has no bfloat16 hardware")
@@ -253,25 +265,25 @@ def test_bfloat16_that_is_only_emulated_warns(precision):
 
 
 @pytest.mark.parametrize("devices", [CPU, GPU])
-def test_auto_is_one_cpu_or_every_gpu(devices):
+def test_auto_is_one_cpu_or_every_gpu(devices: Devices) -> None:
     made = plan(devices, devices="auto")
     assert (made.devices, made.world_size, made.strategy) == (1, 1, "single")
 
 
 @pytest.mark.parametrize("strategy", ["auto", "single"])
-def test_one_device_needs_no_strategy(strategy):
+def test_one_device_needs_no_strategy(strategy: str) -> None:
     made = plan(GPU, strategy=strategy)
     assert (made.strategy, made.accelerator) == ("single", "cuda")
 
 
-def test_more_devices_than_gpus_are_refused():
+def test_more_devices_than_gpus_are_refused() -> None:
     assert refusal(GPU, devices=2) == (
         "devices is 2, but this machine shows 1 GPU(s). Try --devices 1 or --accelerator cpu."
     )
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_auto_on_several_devices_is_ddp_for_lora_and_fsdp_for_full(method):
+def test_auto_on_several_devices_is_ddp_for_lora_and_fsdp_for_full(method: Method) -> None:
     made = plan(FOUR_GPUS, method=method, devices=4)
     assert (made.strategy, made.world_size) == ({"lora": "ddp", "full": "fsdp"}[method], 4)
 
@@ -279,11 +291,11 @@ def test_auto_on_several_devices_is_ddp_for_lora_and_fsdp_for_full(method):
 class TestSeveralGpusWithoutBfloat16:
     """Nothing that is auto leads to a refusal, and a refusal names what works."""
 
-    def test_default_settings_of_lora_are_ddp_in_float16(self):
+    def test_default_settings_of_lora_are_ddp_in_float16(self) -> None:
         made = plan(FOUR_OLD_GPUS, devices=4)
         assert (made.strategy, made.precision, made.notices) == ("ddp", "16-mixed", ())
 
-    def test_a_full_fine_tune_is_deepspeed_with_everything_on_the_gpus(self):
+    def test_a_full_fine_tune_is_deepspeed_with_everything_on_the_gpus(self) -> None:
         made = plan(FOUR_OLD_GPUS, method="full", devices=4)
         assert (made.strategy, made.precision) == ("deepspeed", "16-mixed")
         assert made.options == DeepSpeedOptions(stage=3, offload_optimizer=False)
@@ -303,7 +315,9 @@ class TestSeveralGpusWithoutBfloat16:
         ],
         ids=["no DeepSpeed", "an optimizer it cannot take", "fsdp asked for", "an option of fsdp"],
     )
-    def test_it_is_fsdp_in_float32_where_deepspeed_cannot_be(self, keys, installed, advice):
+    def test_it_is_fsdp_in_float32_where_deepspeed_cannot_be(
+        self, keys: dict[str, Any], installed: bool, advice: str
+    ) -> None:
         machine = dataclasses.replace(FOUR_OLD_GPUS, deepspeed=installed)
         made = plan(machine, method="full", devices=4, **keys)
         assert (made.strategy, made.precision) == ("fsdp", "32-true")
@@ -311,13 +325,15 @@ class TestSeveralGpusWithoutBfloat16:
         assert "V100 has no bfloat16 hardware" in notice
         assert notice.endswith(f"several times slower. Try {advice}.")
 
-    def test_the_plan_is_the_same_wherever_it_is_made_again(self):
+    def test_the_plan_is_the_same_wherever_it_is_made_again(self) -> None:
         once = plan(FOUR_OLD_GPUS, method="full", devices=4)
         assert make_plan(once.recipe, FOUR_OLD_GPUS) == once
 
     @pytest.mark.parametrize("installed", [True, False])
     @pytest.mark.parametrize("optimizer", ["AdamW", EIGHT_BIT])
-    def test_what_was_given_is_refused_with_what_works(self, installed, optimizer):
+    def test_what_was_given_is_refused_with_what_works(
+        self, installed: bool, optimizer: str
+    ) -> None:
         machine = dataclasses.replace(FOUR_OLD_GPUS, deepspeed=installed)
         keys = {"devices": 4, "strategy": "fsdp", "precision": "16-mixed", "optimizer": optimizer}
         words = re.findall(r"--(\w+) ([\w-]+)", refusal(machine, **keys))
@@ -325,7 +341,7 @@ class TestSeveralGpusWithoutBfloat16:
         for key, value in words:
             assert plan(machine, **keys | {key: value}).notices == ()
 
-    def test_emulated_bfloat16_is_kept_with_advice_that_works(self):
+    def test_emulated_bfloat16_is_kept_with_advice_that_works(self) -> None:
         keys = {"devices": 4, "strategy": "fsdp", "precision": "bf16-mixed"}
         (notice,) = plan(FOUR_OLD_GPUS, **keys).notices
         assert notice.endswith("Try --precision 32-true.")
@@ -333,7 +349,7 @@ class TestSeveralGpusWithoutBfloat16:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed"])
 @pytest.mark.parametrize("devices", [CPU, FOUR_GPUS])
-def test_every_strategy_runs_on_cpus_and_gpus(strategy, devices):
+def test_every_strategy_runs_on_cpus_and_gpus(strategy: str, devices: Devices) -> None:
     made = plan(devices, strategy=strategy, devices=2)
     assert (made.strategy, made.world_size) == (strategy, 2)
 
@@ -345,7 +361,9 @@ def test_every_strategy_runs_on_cpus_and_gpus(strategy, devices):
         ("deepspeed", {"stage": 3, "offload_optimizer": True, "offload_parameters": False}),
     ],
 )
-def test_a_strategy_without_options_has_its_defaults(strategy, options):
+def test_a_strategy_without_options_has_its_defaults(
+    strategy: str, options: dict[str, Any]
+) -> None:
     assert dataclasses.asdict(plan(FOUR_GPUS, strategy=strategy, devices=4).options) == options
 
 
@@ -421,16 +439,18 @@ def test_a_strategy_without_options_has_its_defaults(strategy, options):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
-def test_what_a_strategy_cannot_run_is_refused_with_what_to_use_instead(keys, message):
+def test_what_a_strategy_cannot_run_is_refused_with_what_to_use_instead(
+    keys: dict[str, Any], message: str
+) -> None:
     assert refusal(FOUR_GPUS, devices=2, **keys) == message
 
 
-def test_single_on_several_devices_is_a_contradiction():
+def test_single_on_several_devices_is_a_contradiction() -> None:
     message = refusal(FOUR_GPUS, strategy="single", devices=4)
     assert message.startswith("strategy is single, but devices x num_nodes is 4.")
 
 
-def test_an_unknown_strategy_names_those_there_are():
+def test_an_unknown_strategy_names_those_there_are() -> None:
     assert refusal(strategy="dpp") == (
         "strategy is 'dpp', but must be one of: auto, single, ddp, fsdp, deepspeed. "
         "Try --strategy auto."
@@ -465,7 +485,7 @@ def test_an_unknown_strategy_names_those_there_are():
         "lora_r": 1,
     }.items(),
 )
-def test_whole_numbers_have_a_least_value(key, least):
+def test_whole_numbers_have_a_least_value(key: str, least: int) -> None:
     name = key.replace(".", "__")
     message = refusal(**{name: least - 1})
     assert message.startswith(f"{key} is {least - 1}, but must be at least {least}. Try --{key} ")
@@ -500,7 +520,9 @@ def test_whole_numbers_have_a_least_value(key, least):
         ({"lora_query": "false", "lora_value": "false"}, "No layer is adapted"),
     ],
 )
-def test_a_value_out_of_range_says_so_and_suggests_options_that_work(keys, message):
+def test_a_value_out_of_range_says_so_and_suggests_options_that_work(
+    keys: dict[str, Any], message: str
+) -> None:
     text = refusal(**keys)
     assert text.startswith(message)
     suggested = re.findall(r"--(\S+) (\S+?)\.?(?= |$)", text.rpartition("Try ")[2])
@@ -509,9 +531,9 @@ def test_a_value_out_of_range_says_so_and_suggests_options_that_work(keys, messa
 
 
 @pytest.mark.parametrize("value", ["first", "random", 0, 3])
-def test_the_example_is_the_first_a_random_one_or_an_index(value):
+def test_the_example_is_the_first_a_random_one_or_an_index(value: str | int) -> None:
     assert plan(eval__evaluate_example=value)
 
 
-def test_an_interval_of_zero_never_validates():
+def test_an_interval_of_zero_never_validates() -> None:
     assert plan(eval__interval=0).recipe.eval.interval == 0

@@ -6,7 +6,7 @@ from ftkit.config.sweep import variations
 from ftkit.errors import UserError
 
 
-def test_every_combination_is_a_variation_the_last_key_varies_fastest():
+def test_every_combination_is_a_variation_the_last_key_varies_fastest() -> None:
     assert variations([]) == [()]
     assert variations(["train.micro_batch_size=1,2", "--precision=32-true,bf16-true"]) == [
         (("train.micro_batch_size", "1"), ("precision", "32-true")),
@@ -27,7 +27,7 @@ def test_every_combination_is_a_variation_the_last_key_varies_fastest():
         ("data.json_path=a=b.json, c.json", ["a=b.json", "c.json"]),
     ],
 )  # fmt: skip
-def test_a_comma_in_brackets_or_quotes_belongs_to_its_value(text, values):
+def test_a_comma_in_brackets_or_quotes_belongs_to_its_value(text: str, values: list[str]) -> None:
     assert [value for ((_, value),) in variations([text])] == values
 
 
@@ -41,7 +41,9 @@ def test_a_comma_in_brackets_or_quotes_belongs_to_its_value(text, values):
         (["seed=1", "seed=2"], "--sweep seed=1,2."),
     ],
 )
-def test_what_is_no_list_of_different_values_is_refused_with_one_that_works(sweeps, advice):
+def test_what_is_no_list_of_different_values_is_refused_with_one_that_works(
+    sweeps: list[str], advice: str
+) -> None:
     with pytest.raises(UserError) as error:
         variations(sweeps)
     assert advice in str(error.value)

@@ -13,6 +13,7 @@ import textwrap
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command import ROOT
@@ -27,21 +28,21 @@ STAMP = "2026-11-20T21:30:00Z"
 class Clock:
     """Time that passes when told to."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.now = 1000.0
 
-    def __call__(self):
+    def __call__(self) -> Any:
         return self.now
 
 
 class Terminal(io.StringIO):
     """A stream that is a terminal, and can say what is on its screen."""
 
-    def isatty(self):
+    def isatty(self) -> Any:
         return True
 
     @property
-    def screen(self):
+    def screen(self) -> Any:
         return screen_of(self.getvalue())
 
 
@@ -102,7 +103,7 @@ def live(tmp_path: Path, clock: Clock, terminal: Terminal) -> Iterator[Display]:
 
 def shown_by(display: Display) -> list[str]:
     """The plain lines of a display that is not on a terminal."""
-    return display._stream._stream.getvalue().splitlines()
+    return display._stream._stream.getvalue().splitlines()  # type: ignore[attr-defined]
 
 
 def log_of(out_dir: Path) -> list[str]:
@@ -119,7 +120,7 @@ def train(
     step_s: float,
     until: int | None = None,
     tokens_per_s: float = 12_345.6,
-):
+) -> None:
     """A run of training with steps of equal length."""
     with display.training(steps) as training:
         for step in range(1, (until or steps) + 1):
@@ -130,23 +131,25 @@ def train(
 class TestPlain:
     """Pipes, files and notebooks."""
 
-    def test_messages_are_lines(self, plain, tmp_path):
+    def test_messages_are_lines(self, plain: Display, tmp_path: Path) -> None:
         plain.message("one")
         plain.message("two\nlines")
         assert shown_by(plain) == ["one", "two", "lines"]
         assert log_of(tmp_path) == ["one", "two", "lines"]
 
-    def test_a_long_message_is_not_wrapped(self, plain):
+    def test_a_long_message_is_not_wrapped(self, plain: Display) -> None:
         plain.message("word " * 100)
         assert len(shown_by(plain)) == 1
 
-    def test_each_distinct_warning_is_shown_once(self, plain):
+    def test_each_distinct_warning_is_shown_once(self, plain: Display) -> None:
         for text in ("slow disk", "small\n  data", "slow disk"):
             plain.warning(text)
         assert shown_by(plain) == ["warning: slow disk", "warning: small data"]
         assert plain.warnings == ["slow disk", "small data"]
 
-    def test_a_phase_has_one_line_and_in_the_log_one_at_its_start_too(self, plain, clock, tmp_path):
+    def test_a_phase_has_one_line_and_in_the_log_one_at_its_start_too(
+        self, plain: Display, clock: Clock, tmp_path: Path
+    ) -> None:
         with plain.phase("loading weights"):
             assert shown_by(plain) == []
             clock.now += 3.2
@@ -154,12 +157,16 @@ class TestPlain:
         assert log_of(tmp_path) == ["loading weights ...", "loading weights ... 3.2 s"]
 
     @pytest.mark.parametrize(("seconds", "lines"), [(3.2, 0), (6.0, 1)])
-    def test_a_brief_phase_has_a_line_only_if_it_takes_long(self, plain, clock, seconds, lines):
+    def test_a_brief_phase_has_a_line_only_if_it_takes_long(
+        self, plain: Display, clock: Clock, seconds: float, lines: int
+    ) -> None:
         with plain.phase("validating", brief=True):
             clock.now += seconds
         assert len(shown_by(plain)) == lines
 
-    def test_a_long_phase_says_every_five_seconds_how_far_it_is(self, plain, clock):
+    def test_a_long_phase_says_every_five_seconds_how_far_it_is(
+        self, plain: Display, clock: Clock
+    ) -> None:
         with plain.phase("loading weights") as phase:
             for done in range(12):
                 phase.advance(done + 1, 12)
@@ -171,8 +178,10 @@ class TestPlain:
         ]
 
     @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-    def test_a_phase_that_was_cut_short_says_so(self, error, plain, clock):
-        def cut_short():
+    def test_a_phase_that_was_cut_short_says_so(
+        self, error: type[Any], plain: Display, clock: Clock
+    ) -> None:
+        def cut_short() -> None:
             with plain.phase("loading weights"):
                 clock.now += 3.2
                 raise error
@@ -181,7 +190,7 @@ class TestPlain:
             cut_short()
         assert shown_by(plain)[-1] == "loading weights ... stopped after 3.2 s"
 
-    def test_a_line_of_progress_says_everything(self, plain, clock):
+    def test_a_line_of_progress_says_everything(self, plain: Display, clock: Clock) -> None:
         train(plain, clock, steps=90, step_s=6.0, until=2, tokens_per_s=100.2)
         assert shown_by(plain) == [
             "step 1/90  loss 3.0000  lr 2.00e-04  100 tokens/s  epoch 0.10  elapsed 0:06",
@@ -198,19 +207,28 @@ class TestPlain:
         ],
     )
     def test_progress_has_its_first_its_last_and_one_line_every_five_seconds(
-        self, steps, step_s, lines, plain, clock, tmp_path
-    ):
+        self,
+        steps: int,
+        step_s: float,
+        lines: list[int],
+        plain: Display,
+        clock: Clock,
+        tmp_path: Path,
+    ) -> None:
         train(plain, clock, steps, step_s)
         assert [
-            int(re.match(r"step ([\d,]+)/", line)[1].replace(",", "")) for line in shown_by(plain)
+            int(re.match(r"step ([\d,]+)/", line)[1].replace(",", ""))  # type: ignore[index]
+            for line in shown_by(plain)
         ] == lines
         assert log_of(tmp_path) == shown_by(plain)
 
-    def test_the_last_step_has_its_line_when_training_stops_early(self, plain, clock):
+    def test_the_last_step_has_its_line_when_training_stops_early(
+        self, plain: Display, clock: Clock
+    ) -> None:
         train(plain, clock, steps=100, step_s=1.0, until=4)
         assert [line.split()[1] for line in shown_by(plain)] == ["1/100", "4/100"]
 
-    def test_values_that_are_not_known_are_left_out(self, plain):
+    def test_values_that_are_not_known_are_left_out(self, plain: Display) -> None:
         with plain.training(10) as training:
             training.step(1, None, None, None, 0.1)
             training.step(10, float("nan"), 0.0, 5.0, 1.0)
@@ -219,7 +237,9 @@ class TestPlain:
             "step 10/10  loss nan  lr 0.00e+00  5 tokens/s  epoch 1.00  elapsed 0:00",
         ]
 
-    def test_the_time_left_follows_from_the_steps_of_this_run(self, plain, clock):
+    def test_the_time_left_follows_from_the_steps_of_this_run(
+        self, plain: Display, clock: Clock
+    ) -> None:
         with plain.training(total_steps=110, start_step=100) as training:
             clock.now += 60
             training.step(101, 1.0, 1e-4, 1.0, 1.0)
@@ -227,19 +247,21 @@ class TestPlain:
             training.step(102, 1.0, 1e-4, 1.0, 1.0)
         assert shown_by(plain)[1].endswith("elapsed 1:10  eta 1:20")
 
-    def test_training_without_a_step_has_no_line(self, plain):
+    def test_training_without_a_step_has_no_line(self, plain: Display) -> None:
         with plain.training(0):
             pass
         assert shown_by(plain) == []
 
-    def test_a_table_is_shown_as_text(self, plain, tmp_path):
+    def test_a_table_is_shown_as_text(self, plain: Display, tmp_path: Path) -> None:
         table = Table.grid(padding=(0, 2))
         table.add_row("loss", "[bold]1.2")
         plain.show(table)
         assert shown_by(plain) == log_of(tmp_path) == ["loss  1.2"]
 
     @pytest.mark.parametrize("variable", ["FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"])
-    def test_no_escape_sequence_is_ever_written(self, variable, clock, tmp_path, monkeypatch):
+    def test_no_escape_sequence_is_ever_written(
+        self, variable: str, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setenv(variable, "1")
         stream = io.StringIO()
         with Display(tmp_path, stream=stream, clock=clock) as display:
@@ -252,14 +274,18 @@ class TestPlain:
         assert "\x1b" not in (tmp_path / "run.log").read_text()
         assert stream.getvalue().startswith("answer: red\n")
 
-    def test_a_dumb_terminal_gets_plain_lines(self, clock, terminal, tmp_path, monkeypatch):
+    def test_a_dumb_terminal_gets_plain_lines(
+        self, clock: Clock, terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setenv("TERM", "dumb")
         with Display(tmp_path, stream=terminal, clock=clock) as display:
             train(display, clock, 3, 1.0)
         assert "\x1b" not in terminal.getvalue()
         assert terminal.screen[0].startswith("step 1/3")
 
-    def test_characters_the_stream_does_not_know_are_replaced(self, clock, tmp_path):
+    def test_characters_the_stream_does_not_know_are_replaced(
+        self, clock: Clock, tmp_path: Path
+    ) -> None:
         stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
         with Display(tmp_path, stream=stream, clock=clock) as display:
             display.message("Zürich \ud800")
@@ -270,7 +296,9 @@ class TestPlain:
 class TestTerminal:
     """A person looking on."""
 
-    def test_the_bar_shows_progress_and_stays_below_what_is_printed(self, live, clock, terminal):
+    def test_the_bar_shows_progress_and_stays_below_what_is_printed(
+        self, live: Display, clock: Clock, terminal: Terminal
+    ) -> None:
         with live.training(20) as training:
             for step in range(1, 11):
                 clock.now += 1
@@ -285,7 +313,9 @@ class TestTerminal:
             assert terminal.screen[:2] == ["validation: loss 1.2345", "answer: Paris"]
             assert terminal.screen[2].startswith("step 10/20")
 
-    def test_the_last_state_of_the_bar_remains(self, live, clock, terminal):
+    def test_the_last_state_of_the_bar_remains(
+        self, live: Display, clock: Clock, terminal: Terminal
+    ) -> None:
         train(live, clock, steps=20, step_s=1.0)
         live.message("done")
         (bar, message, *rest) = terminal.screen
@@ -293,8 +323,10 @@ class TestTerminal:
         assert message == "done"
         assert not any(rest)
 
-    def test_the_bar_remains_where_training_was_interrupted(self, live, clock, terminal):
-        def interrupted():
+    def test_the_bar_remains_where_training_was_interrupted(
+        self, live: Display, clock: Clock, terminal: Terminal
+    ) -> None:
+        def interrupted() -> None:
             with live.training(20) as training:
                 training.step(7, 2.0, 2e-4, 1.0, 0.7)
                 raise KeyboardInterrupt
@@ -303,7 +335,9 @@ class TestTerminal:
             interrupted()
         assert [line[:9] for line in terminal.screen if line] == ["step 7/20"]
 
-    def test_the_bar_shows_the_smoothed_loss_and_at_the_end_the_last(self, live, terminal):
+    def test_the_bar_shows_the_smoothed_loss_and_at_the_end_the_last(
+        self, live: Display, terminal: Terminal
+    ) -> None:
         with live.training(9) as training:
             training.step(1, 4.0, None, None, 0.1)
             training.step(2, 2.0, None, None, 0.2)
@@ -312,7 +346,9 @@ class TestTerminal:
             assert "loss 2.9474" in terminal.screen[1]
         assert "loss 2.0000" in terminal.screen[1]
 
-    def test_a_loss_that_is_not_a_number_shows_and_does_not_stay(self, live, terminal):
+    def test_a_loss_that_is_not_a_number_shows_and_does_not_stay(
+        self, live: Display, terminal: Terminal
+    ) -> None:
         with live.training(9) as training:
             for step, loss in enumerate((2.0, float("nan"), 2.0), start=1):
                 training.step(step, loss, None, None, 0.1)
@@ -320,7 +356,9 @@ class TestTerminal:
                 expected = "loss nan" if step == 2 else "loss 2.0000"
                 assert expected in terminal.screen[step]
 
-    def test_a_phase_is_a_spinner_and_then_one_line(self, live, clock, terminal):
+    def test_a_phase_is_a_spinner_and_then_one_line(
+        self, live: Display, clock: Clock, terminal: Terminal
+    ) -> None:
         with live.phase("loading weights") as phase:
             clock.now += 1.5
             phase.advance(1, 4)
@@ -333,7 +371,9 @@ class TestTerminal:
             "loading weights ... 3.5 s",
         ]
 
-    def test_a_phase_within_training_shows_below_the_bar(self, live, clock, terminal):
+    def test_a_phase_within_training_shows_below_the_bar(
+        self, live: Display, clock: Clock, terminal: Terminal
+    ) -> None:
         with live.training(20) as training:
             training.step(1, 2.0, 2e-4, 1.0, 0.1)
             with live.phase("validation"):
@@ -347,7 +387,9 @@ class TestTerminal:
             assert not any(terminal.screen[4:])
 
     @pytest.mark.parametrize("width", [1, 5, 12, 20, 30, 40, 50, 60, 80, 120, 250])
-    def test_the_live_lines_fit_any_width(self, width, live, clock, terminal):
+    def test_the_live_lines_fit_any_width(
+        self, width: int, live: Display, clock: Clock, terminal: Terminal
+    ) -> None:
         live._console.width = width
         with live.training(123_456) as training, live.phase("validation of the model") as phase:
             for step in (12_345, 12_346):
@@ -358,7 +400,9 @@ class TestTerminal:
             assert all(len(line) <= width for line in terminal.screen)
             assert terminal.screen[1].startswith("step 12,346"[:width].rstrip())
 
-    def test_a_narrow_terminal_keeps_what_matters_most(self, live, clock, terminal):
+    def test_a_narrow_terminal_keeps_what_matters_most(
+        self, live: Display, clock: Clock, terminal: Terminal
+    ) -> None:
         live._console.width = 40
         with live.training(20) as training:
             for step in (1, 2):
@@ -367,7 +411,9 @@ class TestTerminal:
             live.message("x")
         assert re.match(r"step 2/20  \S+  loss 2.0000", terminal.screen[1])
 
-    def test_without_colour_there_is_no_colour(self, clock, terminal, tmp_path, monkeypatch):
+    def test_without_colour_there_is_no_colour(
+        self, clock: Clock, terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setenv("NO_COLOR", "1")
         with Display(tmp_path, stream=terminal, clock=clock) as display:
             display.warning("odd")
@@ -380,12 +426,16 @@ class TestTerminal:
         assert not {code for code in codes if code.startswith(("3", "9", "48")) and code != "3"}
         assert terminal.screen[0] == "warning: odd"
 
-    def test_the_cursor_is_never_hidden(self, live, clock, terminal):
+    def test_the_cursor_is_never_hidden(
+        self, live: Display, clock: Clock, terminal: Terminal
+    ) -> None:
         """A process that is killed could not bring it back."""
         train(live, clock, 3, 1.0)
         assert "\x1b[?25l" not in terminal.getvalue()
 
-    def test_the_log_is_that_of_a_plain_run(self, live, clock, tmp_path):
+    def test_the_log_is_that_of_a_plain_run(
+        self, live: Display, clock: Clock, tmp_path: Path
+    ) -> None:
         plain_dir = tmp_path / "plain"
         with Display(plain_dir, stream=io.StringIO(), clock=clock, now=lambda: STAMP) as plain:
             for display in (live, plain):
@@ -398,7 +448,7 @@ class TestTerminal:
         assert log_of(tmp_path) == log_of(plain_dir)
         assert log_of(tmp_path)[-1] == shown_by(plain)[-1]
 
-    def test_markup_in_a_message_is_text(self, live, terminal):
+    def test_markup_in_a_message_is_text(self, live: Display, terminal: Terminal) -> None:
         live.message("[red]:smile:[/red] [")
         assert terminal.screen[0] == "[red]:smile:[/red] ["
 
@@ -406,7 +456,7 @@ class TestTerminal:
 class TestFailures:
     """Nothing that happens to the output stops the run."""
 
-    def test_a_log_on_a_full_disk_is_told_once(self, clock, tmp_path):
+    def test_a_log_on_a_full_disk_is_told_once(self, clock: Clock, tmp_path: Path) -> None:
         (tmp_path / "run.log").symlink_to("/dev/full")
         stream = io.StringIO()
         with Display(tmp_path, stream=stream, clock=clock) as display:
@@ -417,7 +467,7 @@ class TestFailures:
         assert "two\n" in stream.getvalue()
         assert len(display.warnings) == 1
 
-    def test_a_log_that_cannot_be_opened_is_told_once(self, clock, tmp_path):
+    def test_a_log_that_cannot_be_opened_is_told_once(self, clock: Clock, tmp_path: Path) -> None:
         (tmp_path / "run.log").mkdir()
         stream = io.StringIO()
         with Display(tmp_path, stream=stream, clock=clock) as display:
@@ -427,15 +477,19 @@ class TestFailures:
             "one",
         ]
 
-    def test_lines_go_to_the_end_of_an_older_log(self, plain, tmp_path, clock):
+    def test_lines_go_to_the_end_of_an_older_log(
+        self, plain: Display, tmp_path: Path, clock: Clock
+    ) -> None:
         plain.message("first")
         with Display(tmp_path, stream=io.StringIO(), clock=clock, now=lambda: STAMP) as second:
             second.message("second")
         assert log_of(tmp_path) == ["first", "second"]
 
-    def test_a_terminal_that_went_away_is_noted_in_the_log(self, clock, tmp_path):
+    def test_a_terminal_that_went_away_is_noted_in_the_log(
+        self, clock: Clock, tmp_path: Path
+    ) -> None:
         class Gone(Terminal):
-            def write(self, text):
+            def write(self, text: Any) -> None:  # type: ignore[override]
                 raise OSError(errno.EIO, "Input/output error")
 
         with Display(tmp_path, stream=Gone(), clock=clock, now=lambda: STAMP) as display:
@@ -445,7 +499,7 @@ class TestFailures:
         assert log.count("warning: no output can be shown any more (Input/output error)") == 1
         assert log[-1] == "two"
 
-    def test_a_reader_that_closed_the_pipe_does_not_end_the_process(self, tmp_path):
+    def test_a_reader_that_closed_the_pipe_does_not_end_the_process(self, tmp_path: Path) -> None:
         script = f"""
             import sys
             from pathlib import Path
@@ -472,7 +526,7 @@ class TestFailures:
 class TestPseudoTerminal:
     """A real process on a real (pseudo) terminal."""
 
-    def test_bar_messages_and_stray_prints_share_the_terminal(self, tmp_path):
+    def test_bar_messages_and_stray_prints_share_the_terminal(self, tmp_path: Path) -> None:
         code, output = on_terminal(f"""
             import sys
             from pathlib import Path
@@ -496,7 +550,7 @@ class TestPseudoTerminal:
         assert lines[12:] == ["done"]
         assert "\x1b" not in (tmp_path / "run.log").read_text()
 
-    def test_a_forked_process_can_print_while_the_console_is_locked(self, tmp_path):
+    def test_a_forked_process_can_print_while_the_console_is_locked(self, tmp_path: Path) -> None:
         """Processes that load data are forked, perhaps while the bar is being drawn."""
         code, output = on_terminal(f"""
             import os, threading
@@ -523,7 +577,7 @@ class TestPseudoTerminal:
 
 def start(script: str, **streams: object) -> subprocess.Popen[bytes]:
     """A Python process that runs the script from the root of the repository."""
-    return subprocess.Popen(
+    return subprocess.Popen(  # type: ignore[call-overload]
         [sys.executable, "-c", textwrap.dedent(script)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -559,5 +613,5 @@ def on_terminal(script: str) -> tuple[int, str]:
         (90000, "25:00:00"),
     ],
 )
-def test_times_on_the_bar(seconds, text):
+def test_times_on_the_bar(seconds: float, text: str) -> None:
     assert clock_text(seconds) == text

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conversions import assert_equal, export, litgpt_logits, merge, own_logits, transformers_logits
 from litgpt.utils import save_config
+from results import Ended
 from safetensors.torch import load_file
 from tiny import make_llama, make_tokenizer
 from torch import Tensor
@@ -63,7 +64,9 @@ def make_litgpt(directory: Path, *, tied: bool, dtype: torch.dtype) -> Path:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tied", [False, True])
-def test_from_litgpt_to_hugging_face_and_back_nothing_changes(tied, dtype, tmp_path, monkeypatch):
+def test_from_litgpt_to_hugging_face_and_back_nothing_changes(
+    tied: bool, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     start = make_litgpt(tmp_path / "start", tied=tied, dtype=dtype)
     hf = export(start, "hf", tmp_path / "hf")
     back = export(hf, "litgpt", tmp_path / "back")
@@ -82,7 +85,7 @@ def test_from_litgpt_to_hugging_face_and_back_nothing_changes(tied, dtype, tmp_p
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_from_hugging_face_to_litgpt_and_back_nothing_changes(tied, tmp_path):
+def test_from_hugging_face_to_litgpt_and_back_nothing_changes(tied: bool, tmp_path: Path) -> None:
     start = make_llama(tmp_path / "tiny", tie_word_embeddings=tied)
     lit = export(start, "litgpt", tmp_path / "lit")
     back = export(lit, "hf", tmp_path / "back")
@@ -95,7 +98,7 @@ def test_from_hugging_face_to_litgpt_and_back_nothing_changes(tied, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["phi-3", "gpt-neox"])
-def test_fused_families_go_to_litgpt_and_back(name, tmp_path):
+def test_fused_families_go_to_litgpt_and_back(name: str, tmp_path: Path) -> None:
     from adapters import MAKERS
 
     start = MAKERS[name](tmp_path / name)
@@ -112,7 +115,9 @@ def test_fused_families_go_to_litgpt_and_back(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["full", "tied", "bf16"])
 @pytest.mark.parametrize("where", ["out_dir", "checkpoint"])
-def test_a_full_fine_tune_and_its_checkpoints_are_exported(ended, name, where, tmp_path):
+def test_a_full_fine_tune_and_its_checkpoints_are_exported(
+    ended: dict[str, Ended], name: str, where: str, tmp_path: Path
+) -> None:
     result = getattr(ended[name], where)
     hf = export(result, "hf", tmp_path / "hf")
     expected = dict(weights(open_base(str(ended[name].final))))
@@ -124,13 +129,13 @@ def test_a_full_fine_tune_and_its_checkpoints_are_exported(ended, name, where, t
     assert_equal(litgpt_logits(lit), transformers_logits(hf))
 
 
-def test_a_merged_model_is_exported(ended, tmp_path):
+def test_a_merged_model_is_exported(ended: dict[str, Ended], tmp_path: Path) -> None:
     merged = merge(ended["lora"].out_dir, tmp_path / "merged")
     lit = export(merged, "litgpt", tmp_path / "lit")
     assert_equal(litgpt_logits(lit), own_logits(ended["lora"].out_dir))
 
 
-def test_an_adapter_is_exported_as_it_is(ended, tmp_path):
+def test_an_adapter_is_exported_as_it_is(ended: dict[str, Ended], tmp_path: Path) -> None:
     run = ended["lora"]
     sources = {run.out_dir: run.final, run.checkpoint: run.checkpoint / "adapter"}
     for number, (result, source) in enumerate(sources.items()):
@@ -144,7 +149,7 @@ def test_an_adapter_is_exported_as_it_is(ended, tmp_path):
         assert torch.equal(own_logits(out), own_logits(run.out_dir))
 
 
-def test_the_number_format_is_as_asked(ended, tmp_path):
+def test_the_number_format_is_as_asked(ended: dict[str, Ended], tmp_path: Path) -> None:
     for form in ("hf", "litgpt"):
         out = export(ended["full"].out_dir, form, tmp_path / form, "--dtype", "float16")
         base = open_base(str(out))
@@ -152,7 +157,7 @@ def test_the_number_format_is_as_asked(ended, tmp_path):
         assert json.loads((out / "config.json").read_text())["dtype"] == "float16"
 
 
-def test_the_prompt_style_of_the_run_comes_along(ended, tmp_path):
+def test_the_prompt_style_of_the_run_comes_along(ended: dict[str, Ended], tmp_path: Path) -> None:
     from litgpt.prompts import Alpaca, load_prompt_style
 
     for form in ("hf", "litgpt"):
@@ -160,7 +165,9 @@ def test_the_prompt_style_of_the_run_comes_along(ended, tmp_path):
         assert isinstance(load_prompt_style(out), Alpaca)
 
 
-def test_a_litgpt_export_holds_tensors_and_nothing_else(ended, tmp_path):
+def test_a_litgpt_export_holds_tensors_and_nothing_else(
+    ended: dict[str, Ended], tmp_path: Path
+) -> None:
     """LitGPT reads nothing but torch.load; the restricted loader is enough."""
     out = export(ended["full"].out_dir, "litgpt", tmp_path / "lit")
     content: Any = torch.load(out / "lit_model.pth", weights_only=True)
@@ -172,7 +179,9 @@ def test_a_litgpt_export_holds_tensors_and_nothing_else(ended, tmp_path):
 # --- What is refused ------------------------------------------------------------------------------
 
 
-def test_what_has_no_such_layout_is_refused_with_what_works(ended, tmp_path):
+def test_what_has_no_such_layout_is_refused_with_what_works(
+    ended: dict[str, Ended], tmp_path: Path
+) -> None:
     out = ("--out", tmp_path / "out")
     lora, full = ended["lora"].out_dir, ended["full"].out_dir
     text = mistake(lora, "--format", "hf", *out)
@@ -187,14 +196,16 @@ def test_what_has_no_such_layout_is_refused_with_what_works(ended, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_biases_that_litgpt_has_no_setting_for_are_refused(tmp_path):
+def test_biases_that_litgpt_has_no_setting_for_are_refused(tmp_path: Path) -> None:
     base = make_llama(tmp_path / "biased", attention_bias=True)
     text = mistake(base, "--format", "litgpt", "--out", tmp_path / "lit")
     assert "which LitGPT has no setting for. Try --format hf" in text
     assert not (tmp_path / "lit").exists()
 
 
-def test_a_damaged_checkpoint_is_refused_and_nothing_is_left(ended, tmp_path):
+def test_a_damaged_checkpoint_is_refused_and_nothing_is_left(
+    ended: dict[str, Ended], tmp_path: Path
+) -> None:
     copy = Path(shutil.copytree(ended["full"].checkpoint, tmp_path / ended["full"].checkpoint.name))
     (shard,) = copy.glob("shard-*")
     shard.write_bytes(shard.read_bytes()[:-10])
@@ -203,7 +214,9 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_is_left(ended, tmp_path):
 
 
 @pytest.mark.parametrize("form", ["hf", "litgpt"])
-def test_a_full_disk_is_said_and_nothing_is_left(ended, form, tmp_path, monkeypatch):
+def test_a_full_disk_is_said_and_nothing_is_left(
+    ended: dict[str, Ended], form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from litgpt.utils import incremental_save
 
     def fail(*_: object) -> None:
@@ -216,7 +229,7 @@ def test_a_full_disk_is_said_and_nothing_is_left(ended, form, tmp_path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_there_is_replaced_only_if_asked(ended, tmp_path):
+def test_what_is_there_is_replaced_only_if_asked(ended: dict[str, Ended], tmp_path: Path) -> None:
     for form, result in (("hf", "full"), ("litgpt", "full"), ("peft", "lora")):
         out = export(ended[result].out_dir, form, tmp_path / form)
         again = (ended[result].out_dir, "--format", form, "--out", out)

@@ -10,11 +10,14 @@ import pytest
 import torch
 from adapters import ALL, FUSED, MAKERS, VARIANTS, build, logits, lora_recipe, train
 from adapters import export as save
+from command import Command
 from conversions import assert_equal, merge, own_logits, transformers_logits
+from results import Ended
 from runs import DEFAULT_SIGNALS
 from tiny import make_llama
 
 from ftkit.cli.app import run
+from ftkit.config.recipe import Quantization
 from ftkit.convert.merge import Merged
 from ftkit.errors import UserError
 from ftkit.inference.loading import load_result
@@ -46,7 +49,9 @@ def mistake(*words: object) -> str:
     ("name", "variant"),
     [(n, v) for n in MAKERS for v in VARIANTS if not (v == "dora" and n in FUSED)],
 )
-def test_a_merged_adapter_has_the_logits_of_the_adapted_model(bases, name, variant, tmp_path):
+def test_a_merged_adapter_has_the_logits_of_the_adapted_model(
+    bases: dict[str, BaseModel], name: str, variant: str, tmp_path: Path
+) -> None:
     base = bases[name]
     recipe = lora_recipe(base, **ALL, **VARIANTS[variant])
     model = train(build(base, recipe))
@@ -57,7 +62,9 @@ def test_a_merged_adapter_has_the_logits_of_the_adapted_model(bases, name, varia
 
 
 @pytest.mark.parametrize("name", ["llama", "tied llama"])
-def test_layers_that_were_trained_whole_are_in_the_merged_model(bases, name, tmp_path):
+def test_layers_that_were_trained_whole_are_in_the_merged_model(
+    bases: dict[str, BaseModel], name: str, tmp_path: Path
+) -> None:
     base = bases[name]
     recipe = lora_recipe(base, lora_modules_to_save=["embed_tokens", "norm"])
     model = train(build(base, recipe))
@@ -68,19 +75,23 @@ def test_layers_that_were_trained_whole_are_in_the_merged_model(bases, name, tmp
 
 
 @pytest.mark.parametrize("name", ["lora", "dora", "mixed"])
-def test_a_merged_run_has_the_logits_of_its_result(ended, name, tmp_path):
+def test_a_merged_run_has_the_logits_of_its_result(
+    ended: dict[str, Ended], name: str, tmp_path: Path
+) -> None:
     out_dir = ended[name].out_dir
     merged = merge(out_dir, tmp_path / "merged")
     assert_equal(transformers_logits(merged), own_logits(out_dir))
     assert_equal(own_logits(merged), own_logits(out_dir))
 
 
-def test_a_checkpoint_is_merged_too(ended, tmp_path):
+def test_a_checkpoint_is_merged_too(ended: dict[str, Ended], tmp_path: Path) -> None:
     merged = merge(ended["lora"].checkpoint, tmp_path / "merged")
     assert_equal(transformers_logits(merged), own_logits(ended["lora"].checkpoint))
 
 
-def test_a_merged_model_is_used_as_its_run_is(ended, tmp_path, capsys):
+def test_a_merged_model_is_used_as_its_run_is(
+    ended: dict[str, Ended], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     merged = merge(ended["lora"].out_dir, tmp_path / "merged")
     answers = []
     for path in (ended["lora"].out_dir, merged):
@@ -91,7 +102,9 @@ def test_a_merged_model_is_used_as_its_run_is(ended, tmp_path, capsys):
     assert answers[0] == answers[1]
 
 
-def test_the_number_format_is_that_of_the_base_or_as_asked(ended, tmp_path):
+def test_the_number_format_is_that_of_the_base_or_as_asked(
+    ended: dict[str, Ended], tmp_path: Path
+) -> None:
     base = make_llama(tmp_path / "base")
     as_base = merge(ended["lora"].out_dir, tmp_path / "1")
     assert open_base(str(as_base)).dtype == open_base(str(base)).dtype == torch.float32
@@ -100,7 +113,9 @@ def test_the_number_format_is_that_of_the_base_or_as_asked(ended, tmp_path):
     assert_equal(transformers_logits(half), own_logits(ended["lora"].out_dir), 0.05)
 
 
-def test_weights_are_split_into_files_of_bounded_size(ended, tmp_path):
+def test_weights_are_split_into_files_of_bounded_size(
+    ended: dict[str, Ended], tmp_path: Path
+) -> None:
     merged = merge(ended["lora"].out_dir, tmp_path / "merged", "--max_shard_size", "50KB")
     files = list(merged.glob("model-*-of-*.safetensors"))
     assert len(files) > 4
@@ -109,7 +124,7 @@ def test_weights_are_split_into_files_of_bounded_size(ended, tmp_path):
     assert_equal(transformers_logits(merged), own_logits(ended["lora"].out_dir))
 
 
-def test_tokenizer_and_settings_come_along(ended, tmp_path):
+def test_tokenizer_and_settings_come_along(ended: dict[str, Ended], tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     merged = merge(ended["lora"].out_dir, tmp_path / "merged")
@@ -138,8 +153,8 @@ def differences(text: str) -> dict[str, list[float]]:
 
 @pytest.mark.parametrize("name", ["qlora", "pissa"])
 def test_qlora_is_merged_into_what_training_saw_unless_the_original_is_asked_for(
-    ended, name, tmp_path, capsys
-):
+    ended: dict[str, Ended], name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out_dir = ended[name].out_dir
     merged = merge(out_dir, tmp_path / "quantized")
     text = printed(capsys)
@@ -155,7 +170,9 @@ def test_qlora_is_merged_into_what_training_saw_unless_the_original_is_asked_for
     assert found["quantized"][1] < 1e-5 < 1e-3 < found["original"][1]
 
 
-def test_the_differences_are_those_of_the_written_models(ended, tmp_path, capsys):
+def test_the_differences_are_those_of_the_written_models(
+    ended: dict[str, Ended], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out_dir = ended["qlora"].out_dir
     merge(out_dir, tmp_path / "merged", "--dtype", "bfloat16")
     found = differences(capsys.readouterr().out)
@@ -164,8 +181,8 @@ def test_the_differences_are_those_of_the_written_models(ended, tmp_path, capsys
 
 @pytest.mark.parametrize("kind", ["bnb.fp4", "bnb.int8"])
 def test_every_storage_is_turned_back_into_the_numbers_that_the_layers_compute_with(
-    bases, kind, tmp_path
-):
+    bases: dict[str, BaseModel], kind: Quantization, tmp_path: Path
+) -> None:
     from ftkit.inference.loading import open_adapter
 
     base = bases["llama"]
@@ -190,7 +207,7 @@ def _weights(base: BaseModel) -> Any:
 # --- What is refused ------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_merged_is_refused(ended, tmp_path):
+def test_what_cannot_be_merged_is_refused(ended: dict[str, Ended], tmp_path: Path) -> None:
     out = ("--out", tmp_path / "merged")
     assert "nothing to merge. Try ftkit export" in mistake(ended["full"].out_dir, *out)
     assert "--out is missing" in mistake(ended["lora"].out_dir)
@@ -202,7 +219,7 @@ def test_what_cannot_be_merged_is_refused(ended, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_another_base_model_is_refused(ended, tmp_path):
+def test_another_base_model_is_refused(ended: dict[str, Ended], tmp_path: Path) -> None:
     out_dir = ended["lora"].out_dir
     torch.manual_seed(1)
     other = make_llama(tmp_path / "other", rope_theta=500.0)
@@ -212,7 +229,7 @@ def test_another_base_model_is_refused(ended, tmp_path):
     assert "does not exist" in text
 
 
-def test_an_adapter_alone_knows_its_base_model(ended, tmp_path):
+def test_an_adapter_alone_knows_its_base_model(ended: dict[str, Ended], tmp_path: Path) -> None:
     adapter = Path(shutil.copytree(ended["lora"].final, tmp_path / "adapter"))
     other = make_llama(tmp_path / "other", rope_theta=500.0)
     text = mistake(adapter, "--out", tmp_path / "merged", "--checkpoint_dir", other)
@@ -222,7 +239,9 @@ def test_an_adapter_alone_knows_its_base_model(ended, tmp_path):
     assert_equal(transformers_logits(merged), own_logits(ended["lora"].out_dir))
 
 
-def test_an_adapter_of_another_shape_is_refused(bases, tmp_path):
+def test_an_adapter_of_another_shape_is_refused(
+    bases: dict[str, BaseModel], tmp_path: Path
+) -> None:
     base = bases["llama"]
     recipe = lora_recipe(base)
     adapter = save(build(base, recipe), base, recipe, tmp_path / "adapter")
@@ -232,7 +251,7 @@ def test_an_adapter_of_another_shape_is_refused(bases, tmp_path):
     assert not (tmp_path / "merged").exists()
 
 
-def test_a_missing_base_is_named(ended, tmp_path):
+def test_a_missing_base_is_named(ended: dict[str, Ended], tmp_path: Path) -> None:
     adapter = Path(shutil.copytree(ended["lora"].final, tmp_path / "adapter"))
     settings = json.loads((adapter / "adapter_config.json").read_text())
     settings["base_model_name_or_path"] = str(tmp_path / "gone")
@@ -241,14 +260,16 @@ def test_a_missing_base_is_named(ended, tmp_path):
     assert str(tmp_path / "gone") in text and "--checkpoint_dir PATH" in text
 
 
-def test_a_format_that_cannot_hold_the_weights_is_refused(bases, tmp_path):
+def test_a_format_that_cannot_hold_the_weights_is_refused(
+    bases: dict[str, BaseModel], tmp_path: Path
+) -> None:
     base = bases["llama"]
     recipe = lora_recipe(base)
     model = train(build(base, recipe))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:
-                parameter *= 1e4
+                parameter *= 1e4  # type: ignore[misc]
     adapter = save(model, base, recipe, tmp_path / "adapter")
     text = mistake(adapter, "--out", tmp_path / "merged", "--dtype", "float16")
     assert "float16 cannot hold. Try --dtype bfloat16" in text
@@ -258,7 +279,9 @@ def test_a_format_that_cannot_hold_the_weights_is_refused(bases, tmp_path):
 # --- All or nothing -------------------------------------------------------------------------------
 
 
-def test_what_is_there_stays_unless_it_is_to_be_replaced(ended, tmp_path):
+def test_what_is_there_stays_unless_it_is_to_be_replaced(
+    ended: dict[str, Ended], tmp_path: Path
+) -> None:
     merged = merge(ended["lora"].out_dir, tmp_path / "merged")
     before = transformers_logits(merged)
     assert "exists. Try another name, or --overwrite." in mistake(
@@ -270,7 +293,7 @@ def test_what_is_there_stays_unless_it_is_to_be_replaced(ended, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["merged"]
 
 
-def test_only_models_and_adapters_are_replaced(ended, tmp_path):
+def test_only_models_and_adapters_are_replaced(ended: dict[str, Ended], tmp_path: Path) -> None:
     run_copy = Path(shutil.copytree(ended["lora"].out_dir, tmp_path / "run"))
     adapter = run_copy / "final"
     for out in (run_copy, run_copy / "checkpoints", tmp_path):
@@ -281,7 +304,9 @@ def test_only_models_and_adapters_are_replaced(ended, tmp_path):
 
 
 @pytest.mark.parametrize(("signal", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
-def test_a_signal_leaves_nothing_half_written(ended, ftkit, tmp_path, signal, code):
+def test_a_signal_leaves_nothing_half_written(
+    ended: dict[str, Ended], ftkit: Command, tmp_path: Path, signal: str, code: int
+) -> None:
     done = ftkit(
         "merge",
         ended["lora"].out_dir,
@@ -306,7 +331,9 @@ ShardWriter._write_shard = write_and_end
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_crash_has_left_goes_at_the_next_start(ended, tmp_path):
+def test_what_a_crash_has_left_goes_at_the_next_start(
+    ended: dict[str, Ended], tmp_path: Path
+) -> None:
     leftover = tmp_path / ".merged.partial"
     leftover.mkdir()
     (leftover / "shard-0").write_text("half")
@@ -320,7 +347,9 @@ def test_what_a_crash_has_left_goes_at_the_next_start(ended, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["merged"]
 
 
-def test_a_disk_without_room_is_refused_before_anything_is_written(ended, tmp_path, monkeypatch):
+def test_a_disk_without_room_is_refused_before_anything_is_written(
+    ended: dict[str, Ended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=2**20)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     text = mistake(ended["lora"].out_dir, "--out", tmp_path / "merged")

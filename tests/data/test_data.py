@@ -2,6 +2,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -85,7 +86,7 @@ def json_data(path: Path | str, **options: object) -> Component:
     return Component(class_path="JSON", init_args={"json_path": str(path), **options})
 
 
-def json_directory(path: Path, train: list[dict], val: list[dict] | None = None) -> Path:
+def json_directory(path: Path, train: list[dict], val: list[dict] | None = None) -> Path:  # type: ignore[type-arg]
     write_json(path / "train.json", train)
     write_json(path / "val.json", val or train)
     return path
@@ -105,8 +106,13 @@ class TestTokens:
         "kind", [{}, {"bos": True}, {"adds_bos": True}, {"bos": True, "padding": True}]
     )
     def test_ids_and_labels_are_those_of_litgpt(
-        self, tmp_path, kind, prompt_style, max_seq_length, mask_prompt
-    ):
+        self,
+        tmp_path: Path,
+        kind: dict[str, Any],
+        prompt_style: str,
+        max_seq_length: int,
+        mask_prompt: bool,
+    ) -> None:
         tokenizer = write_tokenizer(tmp_path / "tokenizer", **kind)
         data = json_data(
             json_directory(tmp_path / "data", RECORDS),
@@ -129,7 +135,9 @@ class TestTokens:
         assert ours.counts["val"]["tokens"] == sum(len(ids) - 1 for ids, _ in expected)
         assert ours.counts["val"]["label_tokens"] == sum(labels)
 
-    def test_what_cannot_be_learned_from_is_left_out_and_counted(self, tmp_path, tokenizer):
+    def test_what_cannot_be_learned_from_is_left_out_and_counted(
+        self, tmp_path: Path, tokenizer: Tokenizer
+    ) -> None:
         records = [
             {"instruction": "a", "output": "kept"},
             {"instruction": "b", "output": ""},
@@ -154,8 +162,8 @@ class TestTokens:
         assert loaded.train.records == ()
 
     def test_a_length_that_leaves_no_labels_is_refused_with_one_that_works(
-        self, tmp_path, tokenizer
-    ):
+        self, tmp_path: Path, tokenizer: Tokenizer
+    ) -> None:
         data = json_data(json_directory(tmp_path, numbered(5)), mask_prompt=True)
         with pytest.raises(UserError, match="max_seq_length, which is 10") as error:
             load_data(data, tokenizer, max_seq_length=10)
@@ -164,19 +172,23 @@ class TestTokens:
         with pytest.raises(UserError, match=f"--train.max_seq_length {works} or more"):
             load_data(data, tokenizer, works - 1)
 
-    def test_data_without_any_answer_are_refused(self, tmp_path, tokenizer):
+    def test_data_without_any_answer_are_refused(
+        self, tmp_path: Path, tokenizer: Tokenizer
+    ) -> None:
         data = json_data(json_directory(tmp_path, [{"instruction": "a", "output": ""}]))
         with pytest.raises(UserError, match="1 have no output"):
             load_data(data, tokenizer, 100)
 
-    def test_a_tokenizer_without_an_end_token_is_refused(self, tmp_path):
+    def test_a_tokenizer_without_an_end_token_is_refused(self, tmp_path: Path) -> None:
         tokenizer = write_tokenizer(tmp_path / "tokenizer")
         tokenizer.eos_id = None
         data = json_data(json_directory(tmp_path / "data", numbered(3)))
         with pytest.raises(UserError, match="names no eos_token"):
             load_data(data, tokenizer, 100)
 
-    def test_progress_is_told_every_thousand_records(self, tmp_path, tokenizer):
+    def test_progress_is_told_every_thousand_records(
+        self, tmp_path: Path, tokenizer: Tokenizer
+    ) -> None:
         data = json_data(json_directory(tmp_path, numbered(2500), numbered(10)))
         told = []
         load_data(data, tokenizer, 100, progress=lambda *args: told.append(args))
@@ -186,8 +198,10 @@ class TestTokens:
             ("val", 10, 10),
         ]
 
-    def test_the_fingerprint_depends_on_content_and_not_on_the_path(self, tmp_path, tokenizer):
-        def fingerprint(name: str, records: list[dict], **options: object) -> str:
+    def test_the_fingerprint_depends_on_content_and_not_on_the_path(
+        self, tmp_path: Path, tokenizer: Tokenizer
+    ) -> None:
+        def fingerprint(name: str, records: list[dict], **options: object) -> str:  # type: ignore[type-arg]
             data = json_data(json_directory(tmp_path / name, records), **options)
             return load_data(data, tokenizer, 1000).train.fingerprint
 
@@ -200,7 +214,7 @@ class TestTokens:
         ]
         assert len({first, *others}) == 4
 
-    def test_a_sample_outside_the_set_is_an_error(self):
+    def test_a_sample_outside_the_set_is_an_error(self) -> None:
         samples = SampleSet(np.arange(3, dtype=np.int32), np.array([0, 3]), np.zeros(1, np.int32))
         for index in (FILLER, 1):
             with pytest.raises(IndexError):
@@ -215,8 +229,13 @@ class TestJson:
     @pytest.mark.parametrize("suffix", [".json", ".jsonl"])
     @pytest.mark.filterwarnings("ignore:The `json_path` points to a single file")
     def test_a_single_file_is_split_as_litgpt_splits_it(
-        self, tmp_path, tokenizer, class_path, options, suffix
-    ):
+        self,
+        tmp_path: Path,
+        tokenizer: Tokenizer,
+        class_path: str,
+        options: dict[str, Any],
+        suffix: str,
+    ) -> None:
         file = write_json(tmp_path / "data.json", numbered(53))
         if suffix == ".jsonl":
             file = tmp_path / "data.jsonl"
@@ -232,7 +251,9 @@ class TestJson:
             assert got == [item["input_ids"].tolist() for item in expected]
 
     @pytest.mark.parametrize("suffix", [".json", ".jsonl"])
-    def test_a_directory_holds_a_training_and_a_validation_file(self, tmp_path, tokenizer, suffix):
+    def test_a_directory_holds_a_training_and_a_validation_file(
+        self, tmp_path: Path, tokenizer: Tokenizer, suffix: str
+    ) -> None:
         for split, count in (("train", 5), ("val", 3)):
             lines = [json.dumps(record) for record in numbered(count)]
             text = "\n".join(lines) if suffix == ".jsonl" else f"[{','.join(lines)}]"
@@ -240,7 +261,9 @@ class TestJson:
         loaded = load_data(json_data(tmp_path), tokenizer, 100)
         assert (len(loaded.train), len(loaded.val)) == (5, 3)
 
-    def test_embedded_data_are_found_by_name(self, tmp_path, tokenizer, monkeypatch):
+    def test_embedded_data_are_found_by_name(
+        self, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         json_directory(tmp_path / "quickstart" / "data", numbered(4))
         monkeypatch.setattr(embedded, "path", lambda name: tmp_path / name)
         assert len(load_data(json_data("embedded:quickstart"), tokenizer, 100).train) == 4
@@ -249,7 +272,9 @@ class TestJson:
                 check_data(json_data(name))
 
     @pytest.mark.parametrize("newline", ["\n", "\r\n"])
-    def test_marks_line_ends_and_empty_lines_do_not_matter(self, tmp_path, newline):
+    def test_marks_line_ends_and_empty_lines_do_not_matter(
+        self, tmp_path: Path, newline: str
+    ) -> None:
         records = [
             {"instruction": "a\u2028b\u0085c", "output": "line\nend"},
             {"instruction": "ü", "output": "早"},
@@ -286,7 +311,9 @@ class TestJson:
             ("a.jsonl", '"text"', "line 1", "is a text"),
         ],
     )
-    def test_a_bad_file_is_refused_with_place_and_reason(self, tmp_path, name, text, place, reason):
+    def test_a_bad_file_is_refused_with_place_and_reason(
+        self, tmp_path: Path, name: str, text: str, place: str, reason: str
+    ) -> None:
         file = tmp_path / name
         file.write_text(text)
         with pytest.raises(UserError, match=reason) as error:
@@ -294,21 +321,21 @@ class TestJson:
         assert str(file) in str(error.value)
         assert place in str(error.value)
 
-    def test_a_file_in_another_encoding_is_refused(self, tmp_path):
+    def test_a_file_in_another_encoding_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "a.json").write_bytes('[{"instruction": "ü"}]'.encode("latin-1"))
         with pytest.raises(UserError, match=r"a.json is not UTF-8 text: byte 18 is 0xfc"):
             read_records(tmp_path / "a.json")
 
     @pytest.mark.parametrize(("count", "works"), [(9, 0.5), (15, 0.1)])
     def test_a_split_that_leaves_nothing_is_refused_with_one_that_works(
-        self, tmp_path, tokenizer, count, works
-    ):
+        self, tmp_path: Path, tokenizer: Tokenizer, count: int, works: float
+    ) -> None:
         file = write_json(tmp_path / "a.json", numbered(count))
         with pytest.raises(UserError, match=f"--data.val_split_fraction {works}"):
             load_data(json_data(file), tokenizer, 100)
         assert len(load_data(json_data(file, val_split_fraction=works), tokenizer, 100).val) > 0
 
-    def test_one_record_cannot_be_split(self, tmp_path, tokenizer):
+    def test_one_record_cannot_be_split(self, tmp_path: Path, tokenizer: Tokenizer) -> None:
         with pytest.raises(UserError, match="holds one record"):
             load_data(json_data(write_json(tmp_path / "a.json", numbered(1))), tokenizer, 100)
 
@@ -316,7 +343,7 @@ class TestJson:
 class TestChecks:
     """What is refused before anything heavy is imported."""
 
-    def test_the_checks_import_neither_torch_nor_litgpt(self):
+    def test_the_checks_import_neither_torch_nor_litgpt(self) -> None:
         code = (
             "import sys, ftkit.data.sources; print('torch' in sys.modules, 'litgpt' in sys.modules)"
         )
@@ -325,7 +352,7 @@ class TestChecks:
 
     @pytest.mark.parametrize("name", ["Alpaca", "Alpaca2k", "FLAN", "LIMA", "Deita", "LongForm"])
     @pytest.mark.parametrize("package", ["", "litgpt.data."])
-    def test_map_style_modules_of_litgpt_are_accepted(self, package, name):
+    def test_map_style_modules_of_litgpt_are_accepted(self, package: str, name: str) -> None:
         check_data(Component(class_path=package + name, init_args={}))
 
     @pytest.mark.parametrize(
@@ -340,7 +367,7 @@ class TestChecks:
             ("my.package.Alpaca", "Try --data Alpaca."),
         ],
     )
-    def test_other_classes_are_refused(self, class_path, message):
+    def test_other_classes_are_refused(self, class_path: str, message: str) -> None:
         with pytest.raises(UserError, match=message) as error:
             check_data(Component(class_path=class_path, init_args={}))
         assert class_path in str(error.value)
@@ -360,18 +387,20 @@ class TestChecks:
             ({"num_workers": 1.5}, "data.num_workers is 1.5"),
         ],
     )
-    def test_bad_options_are_refused(self, tmp_path, options, message):
+    def test_bad_options_are_refused(
+        self, tmp_path: Path, options: dict[str, Any], message: str
+    ) -> None:
         data = json_data(write_json(tmp_path / "a.json", numbered(5)))
         data["init_args"] |= options
         with pytest.raises(UserError, match=message):
             check_data(data)
 
-    def test_a_fraction_is_refused_where_there_is_a_validation_file(self, tmp_path):
+    def test_a_fraction_is_refused_where_there_is_a_validation_file(self, tmp_path: Path) -> None:
         data = json_data(json_directory(tmp_path, numbered(5)), val_split_fraction=0.1)
         with pytest.raises(UserError, match=r"data.val_split_fraction is 0.1, but .* directory"):
             check_data(data)
 
-    def test_missing_files_are_refused_with_what_there_is(self, tmp_path):
+    def test_missing_files_are_refused_with_what_there_is(self, tmp_path: Path) -> None:
         write_json(tmp_path / "train.json", numbered(5))
         with pytest.raises(UserError, match=r"has no val.json or val.jsonl"):
             check_data(json_data(tmp_path))
@@ -380,12 +409,12 @@ class TestChecks:
         with pytest.raises(UserError, match="no such file"):
             check_data(json_data(tmp_path / "none" / "x.json"))
 
-    def test_other_kinds_of_file_are_refused(self, tmp_path):
+    def test_other_kinds_of_file_are_refused(self, tmp_path: Path) -> None:
         (tmp_path / "a.csv").write_text("instruction,output")
         with pytest.raises(UserError, match=r"only .json and .jsonl files"):
             check_data(json_data(tmp_path / "a.csv"))
 
-    def test_options_of_other_modules_are_checked_too(self):
+    def test_options_of_other_modules_are_checked_too(self) -> None:
         data = Component(class_path="Alpaca2k", init_args={"val_split_fraction": 2})
         with pytest.raises(UserError, match=r"data.val_split_fraction is 2"):
             check_data(data)
@@ -403,7 +432,9 @@ class TestPromptStyle:
             {"class_path": "litgpt.prompts.ChatML", "init_args": {"system_message": "Be brief."}},
         ],
     )
-    def test_names_and_classes_of_litgpt_are_accepted(self, tmp_path, tokenizer, style):
+    def test_names_and_classes_of_litgpt_are_accepted(
+        self, tmp_path: Path, tokenizer: Tokenizer, style: str | dict[str, Any]
+    ) -> None:
         data = json_data(json_directory(tmp_path, numbered(3)), prompt_style=style)
         loaded = load_data(data, tokenizer, 1000)
         assert isinstance(loaded.prompt_style, prompts.Phi2 | prompts.ChatML)
@@ -422,7 +453,9 @@ class TestPromptStyle:
             (5, "data.prompt_style is 5"),
         ],
     )
-    def test_anything_else_is_refused(self, tmp_path, tokenizer, style, message):
+    def test_anything_else_is_refused(
+        self, tmp_path: Path, tokenizer: Tokenizer, style: str | dict[str, Any] | int, message: str
+    ) -> None:
         data = json_data(json_directory(tmp_path, numbered(3)), prompt_style=style)
         with pytest.raises(UserError, match=message):
             load_data(data, tokenizer, 1000)
@@ -448,7 +481,9 @@ class TestModulesOfLitgpt:
 
     @pytest.mark.parametrize("mask_prompt", [False, True])
     @pytest.mark.parametrize("name", ["Alpaca", "AlpacaGPT4"])
-    def test_alpaca_is_read_from_its_file(self, tokenizer, name, mask_prompt):
+    def test_alpaca_is_read_from_its_file(
+        self, tokenizer: Tokenizer, name: str, mask_prompt: bool
+    ) -> None:
         module = getattr(litgpt_data, name)(mask_prompt=mask_prompt, val_split_fraction=0.1)
         write_json(module.download_dir / module.file_name, numbered(30))
         module.connect(tokenizer, max_seq_length=200)
@@ -460,14 +495,16 @@ class TestModulesOfLitgpt:
             assert sample.ids.tolist() == theirs["input_ids"].tolist()
             assert sample.prompt_length == (theirs["labels"] == -100).sum()
 
-    def test_alpaca2k_comes_through_datasets(self, tokenizer, monkeypatch):
+    def test_alpaca2k_comes_through_datasets(
+        self, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         import datasets
 
         table = datasets.Dataset.from_list([record | {"text": "-"} for record in numbered(40)])
         asked = []
         monkeypatch.setattr(
             "datasets.load_dataset",
-            lambda *args, **kwargs: asked.append((args, kwargs)) or {"train": table},
+            lambda *args, **kwargs: asked.append((args, kwargs)) or {"train": table},  # type: ignore[func-returns-value]
         )
         loaded = self.load("Alpaca2k", tokenizer, val_split_fraction=0.5, download_dir="here")
         assert (len(loaded.train), len(loaded.val)) == (20, 20)
@@ -476,7 +513,9 @@ class TestModulesOfLitgpt:
         assert instructions(loaded.val) == list(split["test"]["instruction"])
         assert isinstance(loaded.prompt_style, prompts.Alpaca)
 
-    def test_conversations_come_through_datasets(self, tokenizer, monkeypatch):
+    def test_conversations_come_through_datasets(
+        self, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         turns = [[f"Say {i}.", f"{i}"] for i in range(20)]
         monkeypatch.setattr(
             "datasets.load_dataset",
@@ -487,7 +526,7 @@ class TestModulesOfLitgpt:
         monkeypatch.setattr("datasets.load_dataset", lambda *args, **kwargs: [messages] * 2)
         assert len(self.load("Deita", tokenizer).train) == 20
 
-    def test_renamed_keys_are_understood(self, tokenizer):
+    def test_renamed_keys_are_understood(self, tokenizer: Tokenizer) -> None:
         for split in ("train", "test"):
             file = Path(f"data/flan/cola_10templates_{split}.jsonl")
             write_json(file, {"inputs": "Is it?", "targets": "It is.", "task": "cola"})
@@ -508,19 +547,21 @@ class TestModulesOfLitgpt:
             ("LongForm", "copy data/longform here"),
         ],
     )
-    def test_without_network_the_error_says_where_to_put_the_data(self, tokenizer, name, works):
+    def test_without_network_the_error_says_where_to_put_the_data(
+        self, tokenizer: Tokenizer, name: str, works: str
+    ) -> None:
         with pytest.raises(UserError, match=works) as error:
             self.load(name, tokenizer)
         assert f"data is {name}, which could not be loaded: ConnectionError" in str(error.value)
         assert "--data JSON --data.json_path FILE" in str(error.value)
 
-    def test_a_broken_download_is_to_be_deleted(self, tokenizer):
+    def test_a_broken_download_is_to_be_deleted(self, tokenizer: Tokenizer) -> None:
         Path("data/alpaca").mkdir(parents=True)
         Path("data/alpaca/alpaca_data_cleaned_archive.json").write_text("404: Not Found")
         with pytest.raises(UserError, match="Delete data/alpaca"):
             self.load("Alpaca", tokenizer)
 
-    def test_lima_asks_for_a_token(self, tokenizer):
+    def test_lima_asks_for_a_token(self, tokenizer: Tokenizer) -> None:
         with pytest.raises(UserError, match="HF_TOKEN"):
             self.load("LIMA", tokenizer, access_token=None)
 
@@ -532,7 +573,9 @@ class TestModulesOfLitgpt:
             ({"download_dir": 5}, "its options are refused"),
         ],
     )
-    def test_options_are_checked_before_anything_is_downloaded(self, tokenizer, options, message):
+    def test_options_are_checked_before_anything_is_downloaded(
+        self, tokenizer: Tokenizer, options: dict[str, Any], message: str
+    ) -> None:
         with pytest.raises(UserError, match=message):
             self.load("Alpaca", tokenizer, **options)
 
@@ -540,7 +583,7 @@ class TestModulesOfLitgpt:
 class TestCollate:
     """Samples become one padded micro-batch."""
 
-    def test_label_indices_point_at_the_tokens_before_the_labels(self):
+    def test_label_indices_point_at_the_tokens_before_the_labels(self) -> None:
         samples = [
             Sample(np.array([5, 6, 7, 8, 9], dtype=np.int32), prompt_length=3),
             None,
@@ -556,13 +599,13 @@ class TestCollate:
         assert batch["label_tokens_in_step"].tolist() == 40
         assert (batch["samples"], batch["tokens"], batch["padded_tokens"]) == (2, 6, 12)
 
-    def test_a_filler_alone_is_one_token_that_counts_for_nothing(self):
+    def test_a_filler_alone_is_one_token_that_counts_for_nothing(self) -> None:
         batch = collate([None], label_tokens_in_step=3)
         assert batch["input_ids"].tolist() == [[0]]
         assert batch["label_indices"].shape == batch["labels"].shape == (0,)
         assert (batch["samples"], batch["tokens"], batch["padded_tokens"]) == (0, 0, 1)
 
-    def test_the_labels_are_those_that_litgpt_shifts(self, tokenizer):
+    def test_the_labels_are_those_that_litgpt_shifts(self, tokenizer: Tokenizer) -> None:
         theirs = litgpt_data.SFTDataset(RECORDS, tokenizer, "alpaca", 200, mask_prompt=True)
         kept = [item for item in theirs if (item["labels"][1:] != -100).any()]
         batch = collate(
@@ -597,7 +640,7 @@ def make_order(samples: SampleSet, **changes: int) -> ElasticOrder:
     return make_elastic_order(samples.lengths, samples.label_counts, **(settings | changes))
 
 
-def plain(batch: dict) -> dict:
+def plain(batch: dict) -> dict:  # type: ignore[type-arg]
     return {key: getattr(value, "tolist", lambda v=value: v)() for key, value in batch.items()}
 
 
@@ -605,7 +648,7 @@ class TestLoaders:
     """Micro-batches of a rank, in order."""
 
     @pytest.mark.parametrize("start_step", [0, 3, 9, 10])
-    def test_a_loader_starts_at_any_step(self, start_step):
+    def test_a_loader_starts_at_any_step(self, start_step: int) -> None:
         samples = make_samples()
         order = make_order(samples)
         loader = train_batches(samples, order, start_step, 10)
@@ -624,7 +667,7 @@ class TestLoaders:
         assert len(loader) == len(expected)
 
     @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-    def test_the_ranks_together_carry_every_target_once(self, world_size):
+    def test_the_ranks_together_carry_every_target_once(self, world_size: int) -> None:
         samples = make_samples()
         ranks = [make_order(samples, rank=r, world_size=world_size) for r in range(world_size)]
         loaders = [list(train_batches(samples, order, 0, order.total_steps)) for order in ranks]
@@ -639,7 +682,7 @@ class TestLoaders:
 
     @pytest.mark.parametrize("world_size", [1, 2, 3])
     @pytest.mark.parametrize("limit", [2, 10, 100])
-    def test_validation_takes_the_first_samples(self, limit, world_size):
+    def test_validation_takes_the_first_samples(self, limit: int, world_size: int) -> None:
         samples = make_samples()
         loaders = [
             validation_loader(samples, limit, 4, rank=rank, world_size=world_size)
@@ -651,7 +694,7 @@ class TestLoaders:
         assert sum(len(batch["labels"]) for batch in batches) == labels
         assert {batch["label_tokens_in_step"].item() for batch in batches} == {labels}
 
-    def test_a_loader_of_a_run_that_is_already_at_its_end_is_empty(self):
+    def test_a_loader_of_a_run_that_is_already_at_its_end_is_empty(self) -> None:
         samples = make_samples()
         order = make_order(samples, start_step=7, start_samples=2 * len(samples))
         assert order.total_steps == 7

@@ -34,19 +34,19 @@ def padded_tokens(lengths: IntArray, micro_batches: list[list[int]]) -> int:
 
 
 @pytest.mark.parametrize("global_batch_size", [1, 7, 12, 50, 64, 130])
-def test_every_epoch_takes_every_sample_exactly_once(global_batch_size):
+def test_every_epoch_takes_every_sample_exactly_once(global_batch_size: int) -> None:
     order = make_order(samples=50, epochs=3, global_batch_size=global_batch_size)
     taken = np.concatenate([order.samples(step) for step in range(order.total_steps)])
     for epoch in range(3):
         assert sorted(taken[50 * epoch : 50 * (epoch + 1)]) == list(range(50))
 
 
-def test_epochs_and_seeds_give_different_orders():
+def test_epochs_and_seeds_give_different_orders() -> None:
     orders = [tuple(permutation(50, seed, epoch)) for seed in (1, 2, -1) for epoch in (0, 1)]
     assert len(set(orders)) == len(orders)
 
 
-def test_the_order_of_a_seed_never_changes():
+def test_the_order_of_a_seed_never_changes() -> None:
     """Pinned: a run started with one version of ftkit or numpy must go on with another."""
     assert permutation(10, seed=1337, epoch=0).tolist() == [7, 0, 4, 6, 8, 2, 9, 3, 5, 1]
 
@@ -54,8 +54,8 @@ def test_the_order_of_a_seed_never_changes():
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 5, 64])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 def test_neither_ranks_nor_micro_batch_size_change_the_samples_of_a_step(
-    world_size, micro_batch_size
-):
+    world_size: int, micro_batch_size: int
+) -> None:
     plain = make_order(epochs=2)
     for order in all_ranks(world_size, epochs=2, micro_batch_size=micro_batch_size):
         assert order.total_steps == plain.total_steps
@@ -68,8 +68,8 @@ def test_neither_ranks_nor_micro_batch_size_change_the_samples_of_a_step(
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 5, 64])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 def test_ranks_together_run_exactly_the_samples_of_the_step_in_equally_many_micro_steps(
-    world_size, micro_batch_size, global_batch_size
-):
+    world_size: int, micro_batch_size: int, global_batch_size: int
+) -> None:
     orders = all_ranks(
         world_size,
         epochs=3,
@@ -92,8 +92,8 @@ def test_ranks_together_run_exactly_the_samples_of_the_step_in_equally_many_micr
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 5, 64])
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 def test_a_rank_gets_a_filler_only_if_there_are_fewer_samples_than_places(
-    world_size, micro_batch_size, global_batch_size
-):
+    world_size: int, micro_batch_size: int, global_batch_size: int
+) -> None:
     orders = all_ranks(
         world_size, micro_batch_size=micro_batch_size, global_batch_size=global_batch_size
     )
@@ -106,7 +106,7 @@ def test_a_rank_gets_a_filler_only_if_there_are_fewer_samples_than_places(
                 assert list(ranks) != [[FILLER]] * world_size
 
 
-def test_with_one_sample_per_step_the_other_rank_runs_a_filler():
+def test_with_one_sample_per_step_the_other_rank_runs_a_filler() -> None:
     orders = all_ranks(2, global_batch_size=1)
     batches = [order.micro_batches(0) for order in orders]
     assert sorted(batches) == [[[FILLER]], [orders[0].samples(0).tolist()]]
@@ -122,19 +122,21 @@ def test_with_one_sample_per_step_the_other_rank_runs_a_filler():
         (30, 64, [30]),
     ],
 )
-def test_only_the_last_step_is_shorter(samples, global_batch_size, sizes):
+def test_only_the_last_step_is_shorter(
+    samples: int, global_batch_size: int, sizes: list[int]
+) -> None:
     order = make_order(samples, global_batch_size=global_batch_size)
     assert [len(order.samples(step)) for step in range(order.total_steps)] == sizes
 
 
-def test_a_step_larger_than_the_data_set_takes_samples_of_several_epochs():
+def test_a_step_larger_than_the_data_set_takes_samples_of_several_epochs() -> None:
     order = make_order(samples=5, epochs=4, global_batch_size=12)
     counts = np.bincount(order.samples(0), minlength=5)
     assert counts.sum() == 12
     assert set(counts) == {2, 3}
 
 
-def test_max_steps_ends_the_run_within_an_epoch():
+def test_max_steps_ends_the_run_within_an_epoch() -> None:
     order = make_order(samples=50, epochs=5, total_samples=3 * 12)
     assert order.total_steps == 3
     with pytest.raises(AssertionError):
@@ -148,8 +150,8 @@ def taken(order: ElasticOrder) -> list[list[int]]:
 @pytest.mark.parametrize("total_samples", [150, 100, 7])
 @pytest.mark.parametrize("global_batch_size", [1, 7, 12, 64])
 def test_a_run_that_continues_at_any_step_takes_what_the_uninterrupted_one_takes(
-    global_batch_size, total_samples
-):
+    global_batch_size: int, total_samples: int
+) -> None:
     settings = {"global_batch_size": global_batch_size, "total_samples": total_samples}
     whole = make_order(**settings)
     for step in range(whole.total_steps + 1):
@@ -163,7 +165,9 @@ def test_a_run_that_continues_at_any_step_takes_what_the_uninterrupted_one_takes
 
 @pytest.mark.parametrize("later", [1, 5, 12, 64])
 @pytest.mark.parametrize("earlier", [1, 7, 12])
-def test_no_sample_is_lost_or_doubled_where_the_global_batch_size_changes(earlier, later):
+def test_no_sample_is_lost_or_doubled_where_the_global_batch_size_changes(
+    earlier: int, later: int
+) -> None:
     whole = make_order(epochs=3, global_batch_size=earlier)
     for step in range(whole.total_steps + 1):
         position = whole.consumed(step)
@@ -175,23 +179,25 @@ def test_no_sample_is_lost_or_doubled_where_the_global_batch_size_changes(earlie
         assert np.array_equal(np.concatenate(both), np.concatenate(taken(whole)))
 
 
-def test_the_position_after_each_step_is_the_samples_consumed():
+def test_the_position_after_each_step_is_the_samples_consumed() -> None:
     order = make_order(global_batch_size=12, start_step=3, start_samples=20)
     assert [order.consumed(step) for step in range(3, 7)] == [20, 32, 44, 50]
     assert order.total_steps == 6
 
 
-def test_steps_before_the_start_are_not_known():
+def test_steps_before_the_start_are_not_known() -> None:
     order = make_order(start_step=2, start_samples=24)
     for ask in (order.samples, order.consumed):
         with pytest.raises(AssertionError):
             ask(1)
 
 
-def test_starting_late_costs_no_more_than_starting_early(monkeypatch):
+def test_starting_late_costs_no_more_than_starting_early(monkeypatch: pytest.MonkeyPatch) -> None:
     epochs = []
     monkeypatch.setattr(
-        sampler, "permutation", lambda *args: (epochs.append(args[2]), permutation(*args))[1]
+        sampler,
+        "permutation",
+        lambda *args: (epochs.append(args[2]), permutation(*args))[1],  # type: ignore[func-returns-value]
     )
     order = make_order(epochs=1e6, start_step=1_000_000, start_samples=12_000_005)
     order.micro_batches(1_000_000)
@@ -199,22 +205,28 @@ def test_starting_late_costs_no_more_than_starting_early(monkeypatch):
 
 
 @pytest.mark.parametrize("step", [1, 1_000_000])
-def test_a_late_step_costs_no_more_than_an_early_one(monkeypatch, step):
+def test_a_late_step_costs_no_more_than_an_early_one(
+    monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
     order = make_order(samples=50, epochs=10_000_000)
     epochs = []
     monkeypatch.setattr(
-        sampler, "permutation", lambda *args: (epochs.append(args[2]), permutation(*args))[1]
+        sampler,
+        "permutation",
+        lambda *args: (epochs.append(args[2]), permutation(*args))[1],  # type: ignore[func-returns-value]
     )
     order.micro_batches(step)
     order.label_tokens(step)
     assert len(epochs) == 1
 
 
-def test_a_whole_run_makes_one_permutation_per_epoch(monkeypatch):
+def test_a_whole_run_makes_one_permutation_per_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     order = make_order(samples=50, epochs=7)
     epochs = []
     monkeypatch.setattr(
-        sampler, "permutation", lambda *args: (epochs.append(args[2]), permutation(*args))[1]
+        sampler,
+        "permutation",
+        lambda *args: (epochs.append(args[2]), permutation(*args))[1],  # type: ignore[func-returns-value]
     )
     for step in range(order.total_steps):
         order.micro_batches(step)
@@ -226,7 +238,9 @@ def test_a_whole_run_makes_one_permutation_per_epoch(monkeypatch):
     ("world_size", "micro_batch_size", "bound"),
     [(2, 4, 1.1), (2, 1, 1.02), (4, 1, 1.05), (4, 2, 1.15), (8, 1, 1.2), (3, 4, 1.05)],
 )
-def test_ranks_carry_nearly_equal_tokens(world_size, micro_batch_size, bound):
+def test_ranks_carry_nearly_equal_tokens(
+    world_size: int, micro_batch_size: int, bound: float
+) -> None:
     """With at least eight micro-steps per step, or places to spare."""
     order = make_order(
         samples=6400,
@@ -237,7 +251,7 @@ def test_ranks_carry_nearly_equal_tokens(world_size, micro_batch_size, bound):
     assert max(order.imbalance(step) for step in range(100)) < bound
 
 
-def test_imbalance_is_the_fullest_rank_over_the_mean():
+def test_imbalance_is_the_fullest_rank_over_the_mean() -> None:
     order = make_order(world_size=2)
     ranks = all_ranks(2)
     lengths = alpaca_like(50)
@@ -246,7 +260,7 @@ def test_imbalance_is_the_fullest_rank_over_the_mean():
     assert make_order(world_size=1).imbalance(0) == 1.0
 
 
-def test_little_is_padded():
+def test_little_is_padded() -> None:
     lengths = alpaca_like(6400)
     order = make_order(samples=6400, global_batch_size=64, micro_batch_size=4)
     real = sorted_padding = random_padding = 0
@@ -260,7 +274,7 @@ def test_little_is_padded():
 
 
 @pytest.mark.parametrize(("micro_batch_size", "world_size"), [(4, 1), (4, 2), (5, 3), (1, 2)])
-def test_the_largest_micro_batches_come_first(micro_batch_size, world_size):
+def test_the_largest_micro_batches_come_first(micro_batch_size: int, world_size: int) -> None:
     lengths = alpaca_like(640)
     orders = all_ranks(
         world_size, samples=640, global_batch_size=64, micro_batch_size=micro_batch_size
@@ -273,7 +287,7 @@ def test_the_largest_micro_batches_come_first(micro_batch_size, world_size):
         assert largest == sorted(largest, reverse=True)
 
 
-def test_the_longest_sequence_is_in_the_first_micro_step_where_all_places_are_full():
+def test_the_longest_sequence_is_in_the_first_micro_step_where_all_places_are_full() -> None:
     lengths = alpaca_like(640)
     order = make_order(samples=640, global_batch_size=64, micro_batch_size=4)
     for step in range(10):
@@ -281,7 +295,7 @@ def test_the_longest_sequence_is_in_the_first_micro_step_where_all_places_are_fu
         assert lengths[first].max() == lengths[order.samples(step)].max()
 
 
-def test_places_to_spare_shorten_the_micro_batches_of_long_sequences():
+def test_places_to_spare_shorten_the_micro_batches_of_long_sequences() -> None:
     lengths = np.array([500, 100, 100, 100, 100, 100, 100, 100])
     batches = [
         make_elastic_order(
@@ -299,7 +313,7 @@ def test_places_to_spare_shorten_the_micro_batches_of_long_sequences():
     assert sorted(lengths[micro_batch].tolist() for [micro_batch] in batches) == [[100] * 7, [500]]
 
 
-def test_a_million_samples_are_no_trouble():
+def test_a_million_samples_are_no_trouble() -> None:
     order = make_order(samples=1_000_000, global_batch_size=4096, micro_batch_size=3, world_size=7)
     assert len(order.samples(200)) == 4096
     assert order.imbalance(200) < 1.02
@@ -308,7 +322,9 @@ def test_a_million_samples_are_no_trouble():
 @pytest.mark.parametrize("limit", [1, 7, 20, 50, 1000])
 @pytest.mark.parametrize("micro_batch_size", [1, 3, 8])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_validation_takes_the_first_samples_on_every_layout(world_size, micro_batch_size, limit):
+def test_validation_takes_the_first_samples_on_every_layout(
+    world_size: int, micro_batch_size: int, limit: int
+) -> None:
     lengths = alpaca_like(50)
     ranks = [
         validation_batches(lengths, limit, micro_batch_size, rank, world_size)
@@ -320,12 +336,12 @@ def test_validation_takes_the_first_samples_on_every_layout(world_size, micro_ba
     assert all(1 <= len(batch) <= micro_batch_size for batches in ranks for batch in batches)
 
 
-def test_validation_of_nothing_has_no_batches():
+def test_validation_of_nothing_has_no_batches() -> None:
     assert validation_batches(alpaca_like(50), 0, 4) == []
 
 
 @pytest.mark.parametrize("samples", [4, 5, 9, 13, 15, 16])
-def test_samples_of_equal_length_leave_no_rank_without_one(samples):
+def test_samples_of_equal_length_leave_no_rank_without_one(samples: int) -> None:
     batches = [validation_batches(np.full(samples, 100), samples, 4, rank, 4) for rank in range(4)]
     assert [[FILLER]] not in batches
     assert max(len(batch) for [batch] in batches) == -(-samples // 4)

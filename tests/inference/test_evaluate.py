@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from results import Ended
 from tiny import make_records
 
 from ftkit.cli.app import run
@@ -40,7 +41,9 @@ def mistake(*argv: object) -> str:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("where", ["out_dir", "checkpoint"])
-def test_a_result_has_the_numbers_that_its_run_reported(ended, values, name, where):
+def test_a_result_has_the_numbers_that_its_run_reported(
+    ended: dict[str, Ended], values: Callable[..., dict[str, Any]], name: str, where: str
+) -> None:
     ended_run = ended[name]
     found = values(getattr(ended_run, where))
     assert found["loss"] == pytest.approx(ended_run.validation_loss, rel=1e-5)
@@ -55,7 +58,9 @@ def test_a_result_has_the_numbers_that_its_run_reported(ended, values, name, whe
     assert found["base_model"] == ended_run.report.resolved.base_model
 
 
-def test_another_storage_of_the_base_gives_other_numbers(ended, values):
+def test_another_storage_of_the_base_gives_other_numbers(
+    ended: dict[str, Ended], values: Callable[..., dict[str, Any]]
+) -> None:
     path = ended["qlora"].out_dir
     plain = values(path, "--quantize", "none", "--exact_match", 0)
     assert plain["quantize"] is None and plain["exact_match"] is None
@@ -64,19 +69,25 @@ def test_another_storage_of_the_base_gives_other_numbers(ended, values):
 
 
 @pytest.mark.parametrize("size", [1, 5, 11])
-def test_the_micro_batch_changes_nothing(ended, values, size):
+def test_the_micro_batch_changes_nothing(
+    ended: dict[str, Ended], values: Callable[..., dict[str, Any]], size: int
+) -> None:
     found = values(ended["lora"].out_dir, "--micro_batch_size", size)
     assert found["loss"] == pytest.approx(ended["lora"].validation_loss, rel=1e-5)
 
 
-def test_max_iters_counts_batches_of_the_global_size(ended, values):
+def test_max_iters_counts_batches_of_the_global_size(
+    ended: dict[str, Ended], values: Callable[..., dict[str, Any]]
+) -> None:
     found = values(ended["lora"].out_dir, "--max_iters", 1, "--exact_match", 5)
     assert (found["records"], found["exact_match"]["records"]) == (11, 5)
     assert found["loss"] != pytest.approx(ended["lora"].validation_loss, rel=1e-5)
 
 
-def test_an_exact_match_is_an_answer_that_equals_the_expected_text(ended, values, monkeypatch):
-    def every_second(_, __, ___, records, **____):
+def test_an_exact_match_is_an_answer_that_equals_the_expected_text(
+    ended: dict[str, Ended], values: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def every_second(_: Any, __: Any, ___: Any, records: Any, **____: Any) -> Any:
         return [r["output"].strip() if i % 2 else "no" for i, r in enumerate(records)]
 
     monkeypatch.setattr("ftkit.training.evaluation.answer_records", every_second)
@@ -95,7 +106,9 @@ def held_out(tmp_path: Path) -> Path:
     return file
 
 
-def test_a_file_of_its_own_is_taken_whole(ended, values, held_out):
+def test_a_file_of_its_own_is_taken_whole(
+    ended: dict[str, Ended], values: Callable[..., dict[str, Any]], held_out: Path
+) -> None:
     found = values(ended["lora"].out_dir, "--data.json_path", held_out)
     assert found["records"] == 20
     assert found["data"]["init_args"]["mask_prompt"] is True  # as in the run
@@ -105,7 +118,9 @@ def test_a_file_of_its_own_is_taken_whole(ended, values, held_out):
     assert part["records"] == 5
 
 
-def test_the_validation_part_of_a_directory_is_taken(ended, values, held_out, tmp_path):
+def test_the_validation_part_of_a_directory_is_taken(
+    ended: dict[str, Ended], values: Callable[..., dict[str, Any]], held_out: Path, tmp_path: Path
+) -> None:
     directory = tmp_path / "data"
     directory.mkdir()
     shutil.copy(held_out, directory / "val.json")
@@ -115,7 +130,9 @@ def test_the_validation_part_of_a_directory_is_taken(ended, values, held_out, tm
     assert found["loss"] == pytest.approx(whole["loss"], rel=1e-6)
 
 
-def test_models_without_a_run_need_data(values, tiny_base, held_out):
+def test_models_without_a_run_need_data(
+    values: Callable[..., dict[str, Any]], tiny_base: Path, held_out: Path
+) -> None:
     message = mistake(tiny_base)
     assert "Try --data JSON --data.json_path FILE." in message
     options = ["--data", "JSON", "--data.json_path", held_out, "--data.mask_prompt", "true"]
@@ -124,7 +141,9 @@ def test_models_without_a_run_need_data(values, tiny_base, held_out):
     assert (found["step"], found["exact_match"]["records"]) == (None, 2)
 
 
-def test_the_base_of_a_run_can_be_measured_on_the_same_data(ended, values):
+def test_the_base_of_a_run_can_be_measured_on_the_same_data(
+    ended: dict[str, Ended], values: Callable[..., dict[str, Any]]
+) -> None:
     outcome = ended["lora"]
     base = find_result(str(outcome.out_dir)).base
     data = find_result(str(outcome.out_dir)).recipe.data["init_args"]
@@ -136,7 +155,9 @@ def test_the_base_of_a_run_can_be_measured_on_the_same_data(ended, values):
 # --- What is shown, and mistakes ------------------------------------------------------------------
 
 
-def test_a_table_shows_the_same_numbers(ended, capsys):
+def test_a_table_shows_the_same_numbers(
+    ended: dict[str, Ended], capsys: pytest.CaptureFixture[str]
+) -> None:
     outcome = ended["qlora"]
     assert run(["evaluate", str(outcome.out_dir), "--accelerator", "cpu"]) == 0
     out = capsys.readouterr().out
@@ -160,5 +181,7 @@ def test_a_table_shows_the_same_numbers(ended, capsys):
         (["--max_new_tokens", "5"], "is not an option of ftkit evaluate"),
     ],
 )
-def test_a_mistake_names_what_works(ended, options, words):
+def test_a_mistake_names_what_works(
+    ended: dict[str, Ended], options: list[str], words: str
+) -> None:
     assert words in mistake(ended["lora"].out_dir, *options)

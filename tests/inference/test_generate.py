@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 from command import command_environment, command_line
+from results import Ended
 from runs import DEFAULT_SIGNALS, TIMEOUT_S
 
 from ftkit.cli.app import run
+from ftkit.config.recipe import Quantization
 from ftkit.errors import UserError
 from ftkit.inference.loading import load_result
 from ftkit.inference.result import find_result
@@ -52,7 +54,7 @@ def mistake(*argv: object) -> str:
     return str(error.value)
 
 
-def expected_answer(path: Path, text: str, quantize=None, longest: int = 8) -> str:
+def expected_answer(path: Path, text: str, quantize: Any = None, longest: int = 8) -> str:
     loaded = load_result(
         find_result(str(path)),
         device=torch.device("cpu"),
@@ -85,14 +87,18 @@ def alpaca(instruction: str, material: str | None = None) -> str:
 
 @pytest.mark.parametrize("name", ["lora", "full"])
 @pytest.mark.parametrize("where", ["out_dir", "checkpoint"])
-def test_a_result_answers_in_the_prompt_style_of_its_run(ended, said, name, where):
+def test_a_result_answers_in_the_prompt_style_of_its_run(
+    ended: dict[str, Ended], said: Callable[..., tuple[str, str]], name: str, where: str
+) -> None:
     path = getattr(ended[name], where)
     out, err = said("generate", path, "--prompt", PROMPT, "--max_new_tokens", 8)
     assert out == expected_answer(path, alpaca(PROMPT)) + "\n"
     assert err.startswith(f"{path}: ") and err.endswith(" tokens/s\n")
 
 
-def test_a_qlora_result_answers_as_quantised_as_its_run_was(ended, answered):
+def test_a_qlora_result_answers_as_quantised_as_its_run_was(
+    ended: dict[str, Ended], answered: Callable[..., dict[str, Any]]
+) -> None:
     path = ended["qlora"].out_dir
     found = answered(path, "--prompt", PROMPT)
     assert found["answer"] == expected_answer(path, alpaca(PROMPT), "bnb.nf4-dq")
@@ -101,21 +107,27 @@ def test_a_qlora_result_answers_as_quantised_as_its_run_was(ended, answered):
 
 
 @pytest.mark.parametrize("kind", ["bnb.nf4", "bnb.int8-training"])
-def test_any_result_can_be_quantised(ended, answered, kind):
+def test_any_result_can_be_quantised(
+    ended: dict[str, Ended], answered: Callable[..., dict[str, Any]], kind: Quantization
+) -> None:
     path = ended["full"].checkpoint
     found = answered(path, "--prompt", PROMPT, "--quantize", kind)
     known = kind.removesuffix("-training")
     assert found["answer"] == expected_answer(path, alpaca(PROMPT), known)
 
 
-def test_input_goes_where_the_style_has_a_place_for_it(ended, answered):
+def test_input_goes_where_the_style_has_a_place_for_it(
+    ended: dict[str, Ended], answered: Callable[..., dict[str, Any]]
+) -> None:
     path = ended["lora"].out_dir
     found = answered(path, "--prompt", PROMPT, "--input", "the moon")
     assert found["answer"] == expected_answer(path, alpaca(PROMPT, "the moon"))
     assert found["input"] == "the moon"
 
 
-def test_raw_text_and_other_styles(ended, answered):
+def test_raw_text_and_other_styles(
+    ended: dict[str, Ended], answered: Callable[..., dict[str, Any]]
+) -> None:
     path = ended["lora"].out_dir
     raw = answered(path, "--prompt", PROMPT, "--raw")
     assert raw["answer"] == expected_answer(path, PROMPT)
@@ -123,12 +135,14 @@ def test_raw_text_and_other_styles(ended, answered):
     assert falcon["answer"] == expected_answer(path, f"{PROMPT}\nAnswer:")
 
 
-def test_a_base_model_answers_too(tiny_base, said):
+def test_a_base_model_answers_too(tiny_base: Path, said: Callable[..., tuple[str, str]]) -> None:
     out, _ = said("generate", tiny_base, "--prompt", PROMPT, "--max_new_tokens", 8)
     assert out == expected_answer(tiny_base, PROMPT) + "\n"
 
 
-def test_the_same_seed_draws_the_same_answer(ended, answered):
+def test_the_same_seed_draws_the_same_answer(
+    ended: dict[str, Ended], answered: Callable[..., dict[str, Any]]
+) -> None:
     drawn = ["--prompt", PROMPT, "--temperature", 2, "--top_k", 300, "--top_p", 0.99]
     path = ended["lora"].out_dir
     first = answered(path, *drawn)["answer"]
@@ -136,19 +150,27 @@ def test_the_same_seed_draws_the_same_answer(ended, answered):
     assert answered(path, *drawn, "--seed", 7)["answer"] != first
 
 
-def test_precision_is_that_of_the_run_or_the_one_asked(ended, said):
+def test_precision_is_that_of_the_run_or_the_one_asked(
+    ended: dict[str, Ended], said: Callable[..., tuple[str, str]]
+) -> None:
     for options in ([], ["--precision", "bf16-true"]):
         out, _ = said("generate", ended["mixed"].out_dir, "--prompt", PROMPT, *options)
         assert out.strip()
 
 
-def test_json_is_all_there_is_on_standard_output(ended, answered):
+def test_json_is_all_there_is_on_standard_output(
+    ended: dict[str, Ended], answered: Callable[..., dict[str, Any]]
+) -> None:
     found = answered(ended["lora"].out_dir, "--prompt", PROMPT)
     assert list(found) == ["instruction", "answer", "tokens", "seconds"]
     assert found["instruction"] == PROMPT and 0 < found["tokens"] <= 8
 
 
-def test_the_base_model_can_answer_beside(ended, answered, said):
+def test_the_base_model_can_answer_beside(
+    ended: dict[str, Ended],
+    answered: Callable[..., dict[str, Any]],
+    said: Callable[..., tuple[str, str]],
+) -> None:
     path = ended["full"].out_dir
     base = find_result(str(path)).base
     found = answered(path, "--prompt", PROMPT, "--compare_base")
@@ -163,7 +185,9 @@ def test_the_base_model_can_answer_beside(ended, answered, said):
     assert "base model" in heads and " result" in heads
 
 
-def test_text_that_would_move_the_cursor_is_not_shown(ended, said, monkeypatch):
+def test_text_that_would_move_the_cursor_is_not_shown(
+    ended: dict[str, Ended], said: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("ftkit.inference.session.TextStream.add", lambda self, token: "\x1b[2Ja")
     monkeypatch.setattr("ftkit.inference.session.TextStream.rest", lambda self: "")
     path = ended["lora"].out_dir
@@ -176,7 +200,12 @@ def test_text_that_would_move_the_cursor_is_not_shown(ended, said, monkeypatch):
 # --- Many prompts ---------------------------------------------------------------------------------
 
 
-def test_prompts_come_from_lines_and_answers_go_to_a_file(ended, said, answered, tmp_path):
+def test_prompts_come_from_lines_and_answers_go_to_a_file(
+    ended: dict[str, Ended],
+    said: Callable[..., tuple[str, str]],
+    answered: Callable[..., dict[str, Any]],
+    tmp_path: Path,
+) -> None:
     path = ended["lora"].out_dir
     prompts, out = tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
     prompts.write_text(f"{PROMPT}\n\n  the sun \r\n")
@@ -190,25 +219,31 @@ def test_prompts_come_from_lines_and_answers_go_to_a_file(ended, said, answered,
     assert shown == "".join(f"> {e['instruction']}\n{e['answer']}\n\n" for e in entries)
 
 
-def test_prompts_come_from_records_which_need_no_output(ended, answered, tmp_path):
+def test_prompts_come_from_records_which_need_no_output(
+    ended: dict[str, Ended], answered: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
     path = ended["lora"].out_dir
     records = [{"instruction": PROMPT, "input": "the moon"}, {"instruction": "b", "output": "c"}]
     prompts = tmp_path / "records.jsonl"
     prompts.write_text("".join(json.dumps(record) + "\n" for record in records))
     first, second = answered(path, "--prompts", prompts)
-    assert first["answer"] == expected_answer(path, alpaca(PROMPT, "the moon"))
-    assert second["output"] == "c"
+    assert first["answer"] == expected_answer(path, alpaca(PROMPT, "the moon"))  # type: ignore[index]
+    assert second["output"] == "c"  # type: ignore[index]
 
 
-def test_an_answer_does_not_hang_on_the_prompts_before(ended, answered, tmp_path):
+def test_an_answer_does_not_hang_on_the_prompts_before(
+    ended: dict[str, Ended], answered: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text(f"something else\n{PROMPT}\n")
     path, drawn = ended["lora"].out_dir, ["--temperature", 1]
     _, second = answered(path, "--prompts", prompts, *drawn)
-    assert second["answer"] == answered(path, "--prompt", PROMPT, *drawn)["answer"]
+    assert second["answer"] == answered(path, "--prompt", PROMPT, *drawn)["answer"]  # type: ignore[index]
 
 
-def test_a_file_of_answers_is_only_replaced_if_asked(ended, said, tmp_path):
+def test_a_file_of_answers_is_only_replaced_if_asked(
+    ended: dict[str, Ended], said: Callable[..., tuple[str, str]], tmp_path: Path
+) -> None:
     out = tmp_path / "answers.jsonl"
     out.write_text("precious")
     options = ["generate", ended["lora"].out_dir, "--prompt", PROMPT, "--out", out]
@@ -241,23 +276,25 @@ def test_a_file_of_answers_is_only_replaced_if_asked(ended, said, tmp_path):
         (["--prompt", "a", "--zzz", "1"], "See ftkit generate --help"),
     ],
 )
-def test_a_mistake_names_what_works(tmp_path, monkeypatch, options, words):
+def test_a_mistake_names_what_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[Any], words: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert words in mistake("generate", "out", *options)
 
 
-def test_a_result_has_to_be_named():
+def test_a_result_has_to_be_named() -> None:
     assert mistake("generate", "--prompt", "a").startswith("RESULT is missing: A run")
     assert "does not exist" in mistake("generate", "./none", "--prompt", "a")
 
 
-def test_a_prompt_has_to_leave_room_for_an_answer(tiny_base):
+def test_a_prompt_has_to_leave_room_for_an_answer(tiny_base: Path) -> None:
     words = ["--prompt", "word " * 300, "--raw", "--accelerator", "cpu"]
     message = mistake("generate", tiny_base, *words)
     assert "but must have from 1 to 255" in message
 
 
-def test_a_base_model_has_none_to_compare_with(tiny_base):
+def test_a_base_model_has_none_to_compare_with(tiny_base: Path) -> None:
     message = mistake("generate", tiny_base, "--prompt", "a", "--compare_base")
     assert "does not say which base model it was made from" in message
 
@@ -265,11 +302,13 @@ def test_a_base_model_has_none_to_compare_with(tiny_base):
 # --- Chat -----------------------------------------------------------------------------------------
 
 
-def typed(monkeypatch, *lines: str) -> None:
+def typed(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
 
 
-def test_chat_answers_line_by_line_and_says_that_it_remembers_nothing(ended, said, monkeypatch):
+def test_chat_answers_line_by_line_and_says_that_it_remembers_nothing(
+    ended: dict[str, Ended], said: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = ended["lora"].out_dir
     typed(monkeypatch, PROMPT, "", "the sun")
     out, err = said("chat", path, "--max_new_tokens", 8)
@@ -292,7 +331,7 @@ def llama3(*turns: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def roomy(tmp_path_factory) -> Path:
+def roomy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with room for a conversation."""
     from tiny import make_llama
 
@@ -300,7 +339,9 @@ def roomy(tmp_path_factory) -> Path:
     return make_llama(directory, max_position_embeddings=1024, initializer_range=0.3)
 
 
-def test_chat_remembers_where_the_style_has_a_place_for_it(roomy, said, monkeypatch):
+def test_chat_remembers_where_the_style_has_a_place_for_it(
+    roomy: Path, said: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     typed(monkeypatch, "red", "blue")
     options = ["--prompt_style", "llama3", "--max_new_tokens", 4]
     out, err = said("chat", roomy, *options)
@@ -310,7 +351,9 @@ def test_chat_remembers_where_the_style_has_a_place_for_it(roomy, said, monkeypa
     assert "no history" not in err
 
 
-def test_chat_forgets_the_oldest_turns_where_room_ends(roomy, said, monkeypatch):
+def test_chat_forgets_the_oldest_turns_where_room_ends(
+    roomy: Path, said: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines = ["word " * 60, "sun " * 60, "moon " * 60, "tree"]
     typed(monkeypatch, *lines)
     options = ["--prompt_style", "llama3", "--max_new_tokens", 4]
@@ -318,7 +361,9 @@ def test_chat_forgets_the_oldest_turns_where_room_ends(roomy, said, monkeypatch)
     assert len(out.splitlines()) >= len(lines)
 
 
-def test_chat_goes_on_after_a_line_that_is_too_long(ended, said, monkeypatch):
+def test_chat_goes_on_after_a_line_that_is_too_long(
+    ended: dict[str, Ended], said: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     typed(monkeypatch, "word " * 300, PROMPT)
     path = ended["lora"].out_dir
     out, err = said("chat", path, "--max_new_tokens", 8)
@@ -326,7 +371,7 @@ def test_chat_goes_on_after_a_line_that_is_too_long(ended, said, monkeypatch):
     assert "The prompt is " in err
 
 
-def test_ctrl_c_stops_an_answer_and_not_the_chat(roomy, tmp_path):
+def test_ctrl_c_stops_an_answer_and_not_the_chat(roomy: Path, tmp_path: Path) -> None:
     words = ["chat", roomy, "--max_new_tokens", 1000, "--accelerator", "cpu", "--raw"]
     slow = (
         f"{DEFAULT_SIGNALS}\nimport time\nfrom ftkit.model.generation import Sampling\n"

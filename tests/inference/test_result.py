@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from litgpt.utils import save_config
-from results import CASES
+from results import CASES, Ended
 from safetensors.torch import load_file, save_file
 from tiny import make_llama
 
 from ftkit.config.devices import Devices
+from ftkit.config.recipe import Quantization
 from ftkit.errors import UserError
 from ftkit.inference.loading import Loaded, load_result, plan_use
 from ftkit.inference.result import Result, base_result, find_result
@@ -51,7 +52,7 @@ def describe(result: Result) -> tuple[str, Path]:
 
 
 @pytest.mark.parametrize("name", ["lora", "qlora"])
-def test_a_lora_run_is_its_adapter(ended, name):
+def test_a_lora_run_is_its_adapter(ended: dict[str, Ended], name: str) -> None:
     run = ended[name]
     for path in (run.out_dir, run.final):
         result = find_result(str(path))
@@ -62,7 +63,7 @@ def test_a_lora_run_is_its_adapter(ended, name):
     assert result.quantize == (None if name == "lora" else "bnb.nf4-dq")
 
 
-def test_a_full_run_is_its_model(ended):
+def test_a_full_run_is_its_model(ended: dict[str, Ended]) -> None:
     run = ended["full"]
     for path in (run.out_dir, run.final):
         result = find_result(str(path))
@@ -71,7 +72,9 @@ def test_a_full_run_is_its_model(ended):
 
 
 @pytest.mark.parametrize("name", ["lora", "full"])
-def test_a_checkpoint_is_that_checkpoint_and_all_of_them_are_the_newest(ended, name):
+def test_a_checkpoint_is_that_checkpoint_and_all_of_them_are_the_newest(
+    ended: dict[str, Ended], name: str
+) -> None:
     run = ended[name]
     expected = {
         "lora": ("adapter", run.checkpoint / "adapter"),
@@ -84,7 +87,9 @@ def test_a_checkpoint_is_that_checkpoint_and_all_of_them_are_the_newest(ended, n
         assert result.recipe is not None
 
 
-def test_a_run_without_a_result_is_its_newest_checkpoint(ended, tmp_path):
+def test_a_run_without_a_result_is_its_newest_checkpoint(
+    ended: dict[str, Ended], tmp_path: Path
+) -> None:
     run = ended["full"]
     copy = copy_of(run.out_dir, tmp_path / "run")
     shutil.rmtree(copy / "final")
@@ -95,26 +100,28 @@ def test_a_run_without_a_result_is_its_newest_checkpoint(ended, tmp_path):
     )
 
 
-def test_the_present_directory_can_be_meant(ended, monkeypatch):
+def test_the_present_directory_can_be_meant(
+    ended: dict[str, Ended], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ended["lora"].out_dir)
     assert describe(find_result(".")) == ("adapter", ended["lora"].final)
 
 
-def test_an_adapter_alone_names_its_base(ended, tmp_path):
+def test_an_adapter_alone_names_its_base(ended: dict[str, Ended], tmp_path: Path) -> None:
     run = ended["lora"]
     result = find_result(str(copy_of(run.final, tmp_path / "adapter")))
     assert (result.kind, result.recipe, result.metadata) == ("adapter", None, None)
     assert result.base == find_result(str(run.out_dir)).base
 
 
-def test_models_are_models(tiny_base):
+def test_models_are_models(tiny_base: Path) -> None:
     assert describe(find_result(str(tiny_base))) == ("model", tiny_base)
     embedded = find_result("embedded:quickstart")
     assert (embedded.kind, embedded.recipe) == ("model", None)
     assert (embedded.directory / "config.json").is_file()
 
 
-def test_the_base_of_a_result_answers_as_its_run_would(ended):
+def test_the_base_of_a_result_answers_as_its_run_would(ended: dict[str, Ended]) -> None:
     result = find_result(str(ended["lora"].out_dir))
     base = base_result(result)
     assert (base.kind, str(base.directory)) == ("model", result.base)
@@ -125,7 +132,9 @@ def test_the_base_of_a_result_answers_as_its_run_would(ended):
 
 
 @pytest.mark.parametrize("path", ["nowhere/at/all", "out/lora", "recipe.yaml"])
-def test_nothing_there_is_a_mistake_without_a_look_at_the_hub(tmp_path, monkeypatch, path):
+def test_nothing_there_is_a_mistake_without_a_look_at_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("out").mkdir()
     Path("nowhere").mkdir()
@@ -134,16 +143,18 @@ def test_nothing_there_is_a_mistake_without_a_look_at_the_hub(tmp_path, monkeypa
     assert mistake(path).startswith(f"{path} {what}. Name the out_dir of a run")
 
 
-def test_a_directory_of_something_else_is_a_mistake(tmp_path):
+def test_a_directory_of_something_else_is_a_mistake(tmp_path: Path) -> None:
     assert "holds no run and no checkpoint" in mistake(tmp_path)
 
 
-def test_a_run_that_has_saved_nothing_yet_is_a_mistake(ended, tmp_path):
+def test_a_run_that_has_saved_nothing_yet_is_a_mistake(
+    ended: dict[str, Ended], tmp_path: Path
+) -> None:
     shutil.copy(ended["lora"].out_dir / "recipe.yaml", tmp_path)
     assert "holds neither a result nor a checkpoint yet" in mistake(tmp_path)
 
 
-def test_a_model_that_is_not_complete_is_a_mistake(tiny_base, tmp_path):
+def test_a_model_that_is_not_complete_is_a_mistake(tiny_base: Path, tmp_path: Path) -> None:
     copy = copy_of(tiny_base, tmp_path / "model")
     (copy / "model.safetensors").unlink()
     assert "is no complete model: weights (model.safetensors) is missing" in mistake(copy)
@@ -159,8 +170,8 @@ def test_a_model_that_is_not_complete_is_a_mistake(tiny_base, tmp_path):
 )
 @pytest.mark.parametrize("damage", ["gone", "changed"])
 def test_a_damaged_checkpoint_is_refused_and_another_one_offered(
-    ended, tmp_path, name, file, damage
-):
+    ended: dict[str, Ended], tmp_path: Path, name: str, file: str, damage: str
+) -> None:
     out_dir = copy_of(ended[name].out_dir, tmp_path / "run")
     newest = out_dir / "checkpoints" / ended[name].checkpoint.name
     if damage == "gone":
@@ -173,7 +184,7 @@ def test_a_damaged_checkpoint_is_refused_and_another_one_offered(
     assert message.startswith(f"{newest} is damaged: ") and file in message
 
 
-def test_an_adapter_is_not_put_on_another_model(ended, tmp_path):
+def test_an_adapter_is_not_put_on_another_model(ended: dict[str, Ended], tmp_path: Path) -> None:
     run = ended["lora"]
     other = make_llama(tmp_path / "other", initializer_range=0.5)
     with pytest.raises(UserError, match=r"is not the model that .* was made from") as error:
@@ -181,7 +192,9 @@ def test_an_adapter_is_not_put_on_another_model(ended, tmp_path):
     assert "--base PATH" in str(error.value)
 
 
-def test_an_adapter_made_elsewhere_is_not_put_on_a_model_of_another_size(ended, tmp_path):
+def test_an_adapter_made_elsewhere_is_not_put_on_a_model_of_another_size(
+    ended: dict[str, Ended], tmp_path: Path
+) -> None:
     adapter = copy_of(ended["lora"].final, tmp_path / "adapter")
     file = adapter / "adapter_model.safetensors"
     save_file(load_file(file), file, metadata={"format": "pt"})  # notes no base model
@@ -198,7 +211,7 @@ def test_an_adapter_made_elsewhere_is_not_put_on_a_model_of_another_size(ended, 
         assert "--base PATH" in str(error.value)
 
 
-def test_an_adapter_that_names_no_base_needs_one(ended, tmp_path):
+def test_an_adapter_that_names_no_base_needs_one(ended: dict[str, Ended], tmp_path: Path) -> None:
     adapter = copy_of(ended["lora"].final, tmp_path / "adapter")
     base = find_result(str(adapter)).base
     file = adapter / "adapter_config.json"
@@ -214,7 +227,7 @@ def test_an_adapter_that_names_no_base_needs_one(ended, tmp_path):
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_result_and_last_checkpoint_are_one_model(ended, name):
+def test_result_and_last_checkpoint_are_one_model(ended: dict[str, Ended], name: str) -> None:
     run = ended[name]
     quantize = find_result(str(run.out_dir)).quantize
     final = logits(loaded(run.out_dir, quantize=quantize))
@@ -224,7 +237,7 @@ def test_result_and_last_checkpoint_are_one_model(ended, name):
     assert (final - base).abs().max() > 1e-3
 
 
-def test_a_peft_adapter_gives_the_logits_of_peft(ended):
+def test_a_peft_adapter_gives_the_logits_of_peft(ended: dict[str, Ended]) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -237,7 +250,7 @@ def test_a_peft_adapter_gives_the_logits_of_peft(ended):
     torch.testing.assert_close(logits(loaded(result)), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_litgpt_directory_is_the_same_model(tiny_base, tmp_path):
+def test_a_litgpt_directory_is_the_same_model(tiny_base: Path, tmp_path: Path) -> None:
     base = open_base(str(tiny_base))
     copy = copy_of(tiny_base, tmp_path / "tiny")
     (copy / "model.safetensors").unlink()
@@ -251,7 +264,9 @@ def test_a_litgpt_directory_is_the_same_model(tiny_base, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["bnb.nf4", "bnb.int8"])
-def test_a_full_fine_tune_can_be_quantised_when_it_is_used(ended, kind):
+def test_a_full_fine_tune_can_be_quantised_when_it_is_used(
+    ended: dict[str, Ended], kind: Quantization
+) -> None:
     run = ended["full"]
     plain, final = loaded(run.out_dir), loaded(run.out_dir, quantize=kind)
     assert final.model.quantized == kind
@@ -259,12 +274,12 @@ def test_a_full_fine_tune_can_be_quantised_when_it_is_used(ended, kind):
     assert not torch.equal(logits(final), logits(plain))
 
 
-def test_the_prompt_style_is_that_of_the_run(ended, tiny_base):
+def test_the_prompt_style_is_that_of_the_run(ended: dict[str, Ended], tiny_base: Path) -> None:
     assert type(loaded(ended["lora"].out_dir).prompt_style).__name__ == "Alpaca"
     assert type(loaded(tiny_base).prompt_style).__name__ == "Default"
 
 
-def test_a_model_without_a_recipe_uses_the_style_beside_it(tiny_base, tmp_path):
+def test_a_model_without_a_recipe_uses_the_style_beside_it(tiny_base: Path, tmp_path: Path) -> None:
     copy = copy_of(tiny_base, tmp_path / "model")
     (copy / "prompt_style.yaml").write_text("class_path: litgpt.prompts.TinyLlama\n")
     assert type(loaded(copy).prompt_style).__name__ == "TinyLlama"
@@ -276,7 +291,7 @@ def test_a_model_without_a_recipe_uses_the_style_beside_it(tiny_base, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["lora", "mixed", "bf16"])
-def test_a_result_computes_as_its_run_did(ended, name):
+def test_a_result_computes_as_its_run_did(ended: dict[str, Ended], name: str) -> None:
     result = find_result(str(ended[name].out_dir))
     plan = plan_use(result, "cpu")
     assert plan.precision == result.precision == ended[name].report.resolved.precision
@@ -284,19 +299,19 @@ def test_a_result_computes_as_its_run_did(ended, name):
     assert plan_use(result, "cpu", "bf16-true").precision == "bf16-true"
 
 
-def test_a_model_of_no_run_computes_in_32_bits_on_a_cpu(tiny_base):
+def test_a_model_of_no_run_computes_in_32_bits_on_a_cpu(tiny_base: Path) -> None:
     assert plan_use(find_result(str(tiny_base)), "cpu").precision == "32-true"
 
 
 def test_a_gpu_without_bfloat16_computes_in_float16_which_it_would_not_train_in(
-    tiny_base, monkeypatch
-):
+    tiny_base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     old = Devices(accelerator="cuda", count=1, names=("V100",), bf16_native=False)
     monkeypatch.setattr("ftkit.inference.loading.find_devices", lambda *_, **__: old)
     assert plan_use(find_result(str(tiny_base))).precision == "16-true"
 
 
-def test_a_run_in_float16_computes_in_32_bits_on_a_cpu(ended):
+def test_a_run_in_float16_computes_in_32_bits_on_a_cpu(ended: dict[str, Ended]) -> None:
     result = dataclasses.replace(find_result(str(ended["lora"].out_dir)), precision="16-mixed")
     assert plan_use(result, "cpu").precision == "32-true"
     with pytest.raises(UserError, match="float16"):

@@ -94,14 +94,14 @@ class Silent:
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> dist.TCPStore:
+def store(monkeypatch: pytest.MonkeyPatch) -> dist.TCPStore:  # type: ignore[name-defined]
     monkeypatch.setattr(heartbeats, "BEAT_S", 0.05)
-    return dist.TCPStore(
+    return dist.TCPStore(  # type: ignore[attr-defined]
         "127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=30), wait_for_workers=False
     )
 
 
-def test_heartbeats_that_stop_without_a_word_are_reported_once(store) -> None:
+def test_heartbeats_that_stop_without_a_word_are_reported_once(store: dist.TCPStore) -> None:  # type: ignore[name-defined]
     silent = Silent()
     with Heartbeats(store, 0, {1: "node1", 2: "node2"}, silent):
         while not silent.told.wait(0.02):
@@ -110,7 +110,7 @@ def test_heartbeats_that_stop_without_a_word_are_reported_once(store) -> None:
     assert (rank, text[:34]) == (1, "node1 has not been heard of for 0.")
 
 
-def test_a_supervisor_that_ended_in_an_orderly_way_is_not_missed(store) -> None:
+def test_a_supervisor_that_ended_in_an_orderly_way_is_not_missed(store: dist.TCPStore) -> None:  # type: ignore[name-defined]
     silent = Silent()
     with Heartbeats(store, 1, {0: "node0"}, silent):
         wait_for(lambda: store.add("beats-1", 0) > 0)
@@ -135,11 +135,13 @@ def two_machines(common: list[str], tmp_path: Path) -> Iterator[list["Popen[str]
     words = command_of(tmp_path / "out", common, **FOREVER | TWO_RANKS)
     with slurm(tmp_path / "out", words, tmp_path, before=IMPATIENT) as tasks:
         wait_for(lambda: len(rows(tmp_path / "out")) >= 2 or any(task.poll() for task in tasks))
-        yield tasks
+        yield tasks  # type: ignore[misc]
 
 
 @pytest.mark.slow
-def test_a_machine_that_vanishes_ends_the_run_and_is_named(common, tmp_path: Path) -> None:
+def test_a_machine_that_vanishes_ends_the_run_and_is_named(
+    common: list[str], tmp_path: Path
+) -> None:
     run_dir = tmp_path / "out"
     with two_machines(common, tmp_path) as tasks:
         frozen = everything(tasks[1])
@@ -158,7 +160,7 @@ def test_a_machine_that_vanishes_ends_the_run_and_is_named(common, tmp_path: Pat
 
 @pytest.mark.slow
 def test_the_others_end_by_themselves_when_the_machine_of_rank_0_vanishes(
-    common, tmp_path: Path
+    common: list[str], tmp_path: Path
 ) -> None:
     with two_machines(common, tmp_path) as tasks:
         frozen = everything(tasks[0])
@@ -171,7 +173,7 @@ def test_the_others_end_by_themselves_when_the_machine_of_rank_0_vanishes(
 
 
 @pytest.mark.slow
-def test_machines_that_are_paused_together_go_on(common, tmp_path: Path) -> None:
+def test_machines_that_are_paused_together_go_on(common: list[str], tmp_path: Path) -> None:
     run_dir = tmp_path / "out"
     with two_machines(common, tmp_path) as tasks:
         processes = [process for task in tasks for process in everything(task)]
@@ -193,7 +195,7 @@ def test_machines_that_are_paused_together_go_on(common, tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_machine_that_vanishes_while_the_run_is_prepared_leaves_nothing(
-    common, tmp_path: Path
+    common: list[str], tmp_path: Path
 ) -> None:
     words = command_of(tmp_path / "out", common, **FOREVER | TWO_RANKS)
     with slurm(tmp_path / "out", words, tmp_path, before=IMPATIENT + SLOW_DOWNLOAD) as tasks:
@@ -217,7 +219,9 @@ def under_torchrun(common: list[str], tmp_path: Path) -> Iterator[Run]:
 
 
 @pytest.mark.slow
-def test_a_machine_that_vanishes_ends_the_run_under_torchrun_too(common, tmp_path: Path) -> None:
+def test_a_machine_that_vanishes_ends_the_run_under_torchrun_too(
+    common: list[str], tmp_path: Path
+) -> None:
     with under_torchrun(common, tmp_path) as run:
         supervisors = psutil.Process(run.process.pid).children()
         (frozen,) = [p for p in supervisors if p.environ()["RANK"] == "1"]
@@ -229,7 +233,9 @@ def test_a_machine_that_vanishes_ends_the_run_under_torchrun_too(common, tmp_pat
 
 
 @pytest.mark.slow
-def test_the_run_goes_on_while_ctrl_z_stops_torchrun_alone(common, tmp_path: Path) -> None:
+def test_the_run_goes_on_while_ctrl_z_stops_torchrun_alone(
+    common: list[str], tmp_path: Path
+) -> None:
     """It starts the ranks in sessions of their own; a store of its own stands still meanwhile."""
     with under_torchrun(common, tmp_path) as run:
         run.process.send_signal(signal.SIGSTOP)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -113,25 +114,25 @@ def side_by_side(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Side
         start(directory / "bad", in_ranks=on_rank(1, failing), **TWO_RANKS | FSDP) as bad,
     ):
         for run in (good, bad):
-            run.wait_for(lambda run=run: len(run.processes()) == 3)
+            run.wait_for(lambda run=run: len(run.processes()) == 3)  # type: ignore[misc]
         ranks = [rank.environ() for run in (good, bad) for rank in run.ranks()]
         return good, good.end(), bad, bad.end(), ranks
 
 
-def test_two_runs_side_by_side_do_not_collide(side_by_side) -> None:
+def test_two_runs_side_by_side_do_not_collide(side_by_side: SideBySide) -> None:
     good, (code, _, err), _, _, ranks = side_by_side
     assert (code, err) == (0, "")
     assert sorted(path.name for path in good.out_dir.iterdir()) == FILES
     assert len({rank["MASTER_PORT"] for rank in ranks}) == 2
 
 
-def test_ranks_know_their_place_by_the_names_that_torchrun_uses(side_by_side) -> None:
+def test_ranks_know_their_place_by_the_names_that_torchrun_uses(side_by_side: SideBySide) -> None:
     *_, ranks = side_by_side
     places = [(rank["RANK"], rank["LOCAL_RANK"], rank["WORLD_SIZE"]) for rank in ranks]
     assert places == [("0", "0", "2"), ("1", "1", "2")] * 2
 
 
-def test_rank_0_speaks_alone_and_libraries_not_at_all(side_by_side) -> None:
+def test_rank_0_speaks_alone_and_libraries_not_at_all(side_by_side: SideBySide) -> None:
     _, (_, out, _), *_ = side_by_side
     lines = out.splitlines()
     assert len(lines) == len(set(lines))
@@ -140,7 +141,7 @@ def test_rank_0_speaks_alone_and_libraries_not_at_all(side_by_side) -> None:
         assert noise not in out
 
 
-def test_what_only_another_rank_says_is_in_the_log_once(side_by_side) -> None:
+def test_what_only_another_rank_says_is_in_the_log_once(side_by_side: SideBySide) -> None:
     good, (_, out, _), *_ = side_by_side
     log = (good.out_dir / "run.log").read_text()
     for said in ("library warns", "library prints", "program prints"):
@@ -151,7 +152,7 @@ def test_what_only_another_rank_says_is_in_the_log_once(side_by_side) -> None:
     assert out.count("only rank 1 knows this") == log.count("only rank 1 knows this") == 1
 
 
-def test_an_exception_on_one_rank_is_the_cause_that_is_named(side_by_side) -> None:
+def test_an_exception_on_one_rank_is_the_cause_that_is_named(side_by_side: SideBySide) -> None:
     _, _, bad, (code, out, err), _ = side_by_side
     assert (code, err) == (1, "")
     assert_reported(bad, out, "failed", "rank 1: RuntimeError: a bug$", "training")
@@ -177,7 +178,13 @@ def test_an_exception_on_one_rank_is_the_cause_that_is_named(side_by_side) -> No
 )
 @pytest.mark.parametrize("placement", [{"RANK": "0"}, {"TORCHELASTIC_USE_AGENT_STORE": "True"}])
 def test_segments_of_gpu_memory_can_grow_unless_the_user_says_how_memory_is_given(
-    common: list[str], tmp_path: Path, monkeypatch, accelerator, user, expected, placement
+    common: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    accelerator: str,
+    user: dict[str, Any],
+    expected: dict[str, Any],
+    placement: dict[str, Any],
 ) -> None:
     for name in ALLOCATOR_SETTINGS:
         monkeypatch.delenv(name, raising=False)
@@ -402,7 +409,7 @@ if "ftkit.training.rank" not in sys.orig_argv:
     ],
 )
 def test_tasks_that_are_a_machine_each_give_the_same_results(
-    side_by_side, common, tmp_path: Path, strategy: str
+    side_by_side: SideBySide, common: list[str], tmp_path: Path, strategy: str
 ) -> None:
     out_dir = tmp_path / "out"
     (tmp_path / "sitecustomize.py").write_text(AS_IF_EACH_SAW_A_GPU)
@@ -419,7 +426,9 @@ def test_tasks_that_are_a_machine_each_give_the_same_results(
     assert resolved and (resolved.devices, resolved.world_size) == (1, 2)
 
 
-def test_torchrun_gives_the_same_results(side_by_side, common, tmp_path: Path) -> None:
+def test_torchrun_gives_the_same_results(
+    side_by_side: SideBySide, common: list[str], tmp_path: Path
+) -> None:
     out_dir = tmp_path / "out"
     words = torchrun(command_of(out_dir, common, **TWO_RANKS))
     with watched(out_dir, words, tmp_path, command_environment(), cold=True) as run:
@@ -428,7 +437,9 @@ def test_torchrun_gives_the_same_results(side_by_side, common, tmp_path: Path) -
     assert_as_the_built_in_launcher(out_dir, out, side_by_side)
 
 
-def test_slurm_gives_the_same_results(side_by_side, common, tmp_path: Path) -> None:
+def test_slurm_gives_the_same_results(
+    side_by_side: SideBySide, common: list[str], tmp_path: Path
+) -> None:
     out_dir = tmp_path / "out"
     words = command_of(out_dir, common, **TWO_RANKS)
     with slurm(out_dir, words, tmp_path) as tasks:
@@ -438,7 +449,9 @@ def test_slurm_gives_the_same_results(side_by_side, common, tmp_path: Path) -> N
     assert_as_the_built_in_launcher(out_dir, out, side_by_side)
 
 
-def test_a_mistake_under_torchrun_is_told_once_and_leaves_nothing(common, tmp_path: Path) -> None:
+def test_a_mistake_under_torchrun_is_told_once_and_leaves_nothing(
+    common: list[str], tmp_path: Path
+) -> None:
     words = torchrun(command_of(tmp_path / "out", common, data__json_path="none.json"))
     with watched(tmp_path / "out", words, tmp_path, command_environment()) as run:
         code, out, err = run.end()
@@ -449,7 +462,7 @@ def test_a_mistake_under_torchrun_is_told_once_and_leaves_nothing(common, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_complete_run_under_slurm_ends_well_everywhere(common, tmp_path: Path) -> None:
+def test_a_complete_run_under_slurm_ends_well_everywhere(common: list[str], tmp_path: Path) -> None:
     out_dir = tmp_path / "out"
     words = command_of(out_dir, common, resume="auto")
     save_run(read_recipe([], parse(COMMANDS["finetune"], words[1:]).keys, method="lora"), 5)
@@ -462,7 +475,9 @@ def test_a_complete_run_under_slurm_ends_well_everywhere(common, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_mistake_that_ranks_find_under_slurm_is_told_once(common, tmp_path: Path) -> None:
+def test_a_mistake_that_ranks_find_under_slurm_is_told_once(
+    common: list[str], tmp_path: Path
+) -> None:
     out_dir = tmp_path / "out"
     words = command_of(out_dir, common, train__max_seq_length=100_000, **TWO_RANKS)
     with slurm(out_dir, words, tmp_path) as tasks:
@@ -474,7 +489,9 @@ def test_a_mistake_that_ranks_find_under_slurm_is_told_once(common, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_rank_killed_under_torchrun_is_named_in_the_report(common, tmp_path: Path) -> None:
+def test_a_rank_killed_under_torchrun_is_named_in_the_report(
+    common: list[str], tmp_path: Path
+) -> None:
     out_dir = tmp_path / "out"
     words = torchrun(command_of(out_dir, common, **FOREVER | TWO_RANKS))
     with watched(out_dir, words, tmp_path, command_environment()) as run:
@@ -487,7 +504,7 @@ def test_a_rank_killed_under_torchrun_is_named_in_the_report(common, tmp_path: P
 
 
 @pytest.mark.slow
-def test_nothing_outlives_a_killed_torchrun(common, tmp_path: Path) -> None:
+def test_nothing_outlives_a_killed_torchrun(common: list[str], tmp_path: Path) -> None:
     out_dir = tmp_path / "out"
     words = torchrun(command_of(out_dir, common, **FOREVER | TWO_RANKS))
     with watched(out_dir, words, tmp_path, command_environment()) as run:
@@ -498,7 +515,7 @@ def test_nothing_outlives_a_killed_torchrun(common, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_under_torchrun_ends_after_the_step(common, tmp_path: Path) -> None:
+def test_ctrl_c_under_torchrun_ends_after_the_step(common: list[str], tmp_path: Path) -> None:
     """In a terminal the supervisors get it twice: from the terminal and from torchrun."""
     out_dir = tmp_path / "out"
     words = torchrun(command_of(out_dir, common, **FOREVER | TWO_RANKS))

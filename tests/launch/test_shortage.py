@@ -36,7 +36,9 @@ def run(
         pytest.param(120 * MIB, "training", id="the first step", marks=pytest.mark.slow),
     ],
 )
-def test_a_limit_on_host_memory_is_named(run, tmp_path: Path, more: int, phase: str) -> None:
+def test_a_limit_on_host_memory_is_named(
+    run: Callable[..., tuple[Attempt, Report]], tmp_path: Path, more: int, phase: str
+) -> None:
     base = make_llama(tmp_path / "base", hidden_size=512, intermediate_size=2048)
     large = {"checkpoint_dir": base, "train__micro_batch_size": 2, "precision": "32-true"}
     attempt, report = run({SUPERVISOR: ["little_memory", more]}, **large)
@@ -53,7 +55,9 @@ def test_a_limit_on_host_memory_is_named(run, tmp_path: Path, more: int, phase: 
     assert missing.predicted_for and missing.predicted_for.endswith("tokens: the longest sample")
 
 
-def test_runs_that_would_fit_are_listed_as_command_lines(run) -> None:
+def test_runs_that_would_fit_are_listed_as_command_lines(
+    run: Callable[..., tuple[Attempt, Report]],
+) -> None:
     keys = {"train__micro_batch_size": 2, "precision": "32-true"}
     attempt, report = run({0: ["out_of_memory", "forward"]}, **keys)
     missing = report.shortage
@@ -66,7 +70,9 @@ def test_runs_that_would_fit_are_listed_as_command_lines(run) -> None:
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_what_torch_says_was_asked_for_is_set_against_what_there_is(run, where: str) -> None:
+def test_what_torch_says_was_asked_for_is_set_against_what_there_is(
+    run: Callable[..., tuple[Attempt, Report]], where: str
+) -> None:
     attempt, report = run({SUPERVISOR: ["no_advice"], 0: ["out_of_memory", where]})
     assert (attempt.code, report.outcome, report.phase) == (3, "out_of_memory", "training")
     assert report.shortage and report.shortage.asked_bytes == 2 * 2**30
@@ -74,7 +80,9 @@ def test_what_torch_says_was_asked_for_is_set_against_what_there_is(run, where: 
     assert "what would fit" not in attempt.output.replace("looking for what would fit", "")
 
 
-def test_what_the_driver_says_without_numbers_is_told_with_those_there_are(run) -> None:
+def test_what_the_driver_says_without_numbers_is_told_with_those_there_are(
+    run: Callable[..., tuple[Attempt, Report]],
+) -> None:
     words = "CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA` to enable assertions."
     attempt, report = run({SUPERVISOR: ["no_advice"], 0: ["out_of_memory", "backward", words]})
     assert (attempt.code, report.outcome, report.phase) == (3, "out_of_memory", "training")
@@ -85,20 +93,26 @@ def test_what_the_driver_says_without_numbers_is_told_with_those_there_are(run) 
 
 
 @pytest.mark.parametrize("words", [None, "CUDA error: out of memory"])
-def test_memory_that_runs_out_while_the_optimizer_is_made_is_no_wrong_argument(run, words) -> None:
+def test_memory_that_runs_out_while_the_optimizer_is_made_is_no_wrong_argument(
+    run: Callable[..., tuple[Attempt, Report]], words: str | None
+) -> None:
     faults = {SUPERVISOR: ["no_advice"], 0: ["out_of_memory", "optimizer", words]}
     attempt, report = run(faults, checkpoint__save=False)
     assert (attempt.code, report.outcome, report.phase) == (3, "out_of_memory", "set_up")
 
 
-def test_a_rank_that_a_library_ends_for_memory_is_out_of_memory(run) -> None:
+def test_a_rank_that_a_library_ends_for_memory_is_out_of_memory(
+    run: Callable[..., tuple[Attempt, Report]],
+) -> None:
     words = "Error out of memory at line 78 in file /src/csrc/ops.cu"
     attempt, report = run({SUPERVISOR: ["no_advice"], 0: ["ended_by_a_library", words]})
     assert (attempt.code, report.outcome) == (3, "out_of_memory")
     assert report.exit_reason.endswith(f"its last line: {words}")
 
 
-def test_a_rank_that_the_kernel_kills_for_memory_is_out_of_memory(run) -> None:
+def test_a_rank_that_the_kernel_kills_for_memory_is_out_of_memory(
+    run: Callable[..., tuple[Attempt, Report]],
+) -> None:
     faults = {SUPERVISOR: ["kernel_that_kills_for_memory"], 0: ["killed_in_training"]}
     attempt, report = run(faults)
     assert (attempt.code, report.outcome, report.phase) == (3, "out_of_memory", "training")

@@ -5,6 +5,7 @@ import re
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -39,7 +40,7 @@ def completed(start: Start, tmp_path_factory: pytest.TempPathFactory) -> tuple[R
         return run, run.end()
 
 
-def test_a_run_leaves_exactly_its_results(completed):
+def test_a_run_leaves_exactly_its_results(completed: tuple[Run, End]) -> None:
     run, (code, _, err) = completed
     assert (code, err) == (0, "")
     assert sorted(path.name for path in run.out_dir.iterdir()) == FILES
@@ -49,13 +50,13 @@ def test_a_run_leaves_exactly_its_results(completed):
     ]
 
 
-def test_its_recipe_can_be_read_again(completed):
+def test_its_recipe_can_be_read_again(completed: tuple[Run, End]) -> None:
     run, _ = completed
     recipe = read_recipe([run.out_dir / "recipe.yaml"])
     assert (recipe.method, recipe.out_dir, recipe.train.max_steps) == ("lora", run.out_dir, 5)
 
 
-def test_its_report_says_how_it_ended_and_what_was_measured(completed):
+def test_its_report_says_how_it_ended_and_what_was_measured(completed: tuple[Run, End]) -> None:
     run, _ = completed
     report = json.loads((run.out_dir / FILE_NAME).read_text())
     assert (report["outcome"], report["exit_code"]) == ("completed", 0)
@@ -66,7 +67,7 @@ def test_its_report_says_how_it_ended_and_what_was_measured(completed):
     assert report["command"][:2] == ["ftkit", "finetune"]
 
 
-def test_output_in_a_pipe_is_plain_lines(completed):
+def test_output_in_a_pipe_is_plain_lines(completed: tuple[Run, End]) -> None:
     _, (_, out, _) = completed
     assert "completed    train.max_steps of 5 reached" in out
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f\x9b]", out), "control characters"
@@ -97,12 +98,16 @@ def two_more(
         return before, first.out_dir, second.end(), other, overwriting.end()
 
 
-def test_modules_in_the_current_directory_are_not_imported(two_more):
+def test_modules_in_the_current_directory_are_not_imported(
+    two_more: tuple[dict[str, bytes], Path, End, Path, End],
+) -> None:
     """Python puts it first on the path of `python -m`; what lies there is not ours."""
     assert two_more[-1][0] == 0
 
 
-def test_a_second_run_takes_another_directory_and_says_so(two_more):
+def test_a_second_run_takes_another_directory_and_says_so(
+    two_more: tuple[dict[str, bytes], Path, End, Path, End],
+) -> None:
     before, first, (code, out, err), _, _ = two_more
     other = first.with_name("out-2")
     assert (code, err) == (0, "")
@@ -112,7 +117,9 @@ def test_a_second_run_takes_another_directory_and_says_so(two_more):
     assert str(other) in (other / "recipe.yaml").read_text()
 
 
-def test_overwrite_replaces_what_was_there(two_more):
+def test_overwrite_replaces_what_was_there(
+    two_more: tuple[dict[str, bytes], Path, End, Path, End],
+) -> None:
     _, _, _, out_dir, (code, _, err) = two_more
     assert (code, err) == (0, "")
     assert sorted(path.name for path in out_dir.iterdir()) == FILES
@@ -122,19 +129,19 @@ def test_overwrite_replaces_what_was_there(two_more):
 class TestClaim:
     """The directory of a run, without a run."""
 
-    def test_the_first_free_number_is_taken(self, tmp_path):
+    def test_the_first_free_number_is_taken(self, tmp_path: Path) -> None:
         for name in ("out", "out-2"):
             (tmp_path / name).mkdir()
             (tmp_path / name / "x").touch()
         with claim(tmp_path / "out", "new") as run:
             assert run.path == tmp_path / "out-3"
 
-    def test_an_empty_directory_is_free(self, tmp_path):
+    def test_an_empty_directory_is_free(self, tmp_path: Path) -> None:
         with claim(tmp_path, "new") as run:
             assert run.path == tmp_path
         assert tmp_path.exists()
 
-    def test_a_directory_in_use_is_refused_and_left_alone(self, tmp_path):
+    def test_a_directory_in_use_is_refused_and_left_alone(self, tmp_path: Path) -> None:
         out_dir = tmp_path / "out"
         with claim(out_dir, "overwrite"):
             (out_dir / "metrics.csv").write_text("1")
@@ -146,7 +153,7 @@ class TestClaim:
                 pass
             assert content(out_dir) == before
 
-    def test_a_mistake_leaves_no_directory_behind(self, tmp_path):
+    def test_a_mistake_leaves_no_directory_behind(self, tmp_path: Path) -> None:
         def fail() -> None:
             with claim(tmp_path / "a/b/c", "new") as run:
                 run.recipe.touch()
@@ -156,7 +163,7 @@ class TestClaim:
             fail()
         assert list(tmp_path.iterdir()) == []
 
-    def test_a_mistake_leaves_an_overwritten_run_as_it_was(self, tmp_path):
+    def test_a_mistake_leaves_an_overwritten_run_as_it_was(self, tmp_path: Path) -> None:
         (tmp_path / "final").mkdir()
         (tmp_path / "final/model").write_text("old")
         (tmp_path / "link").symlink_to(tmp_path / "final")
@@ -173,7 +180,7 @@ class TestClaim:
         assert content(tmp_path) == {"final/model": b"old"}
         assert (tmp_path / "link").is_symlink()
 
-    def test_what_a_killed_run_left_does_not_get_into_the_way(self, tmp_path):
+    def test_what_a_killed_run_left_does_not_get_into_the_way(self, tmp_path: Path) -> None:
         state = tmp_path / ".run"
         for directory in (state / "replaced/final", tmp_path / "final"):
             directory.mkdir(parents=True)
@@ -184,13 +191,13 @@ class TestClaim:
             assert sorted(p.name for p in state.iterdir()) == ["lock", "replaced"]
         assert list(tmp_path.iterdir()) == []
 
-    def test_a_file_in_its_place_is_refused(self, tmp_path):
+    def test_a_file_in_its_place_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
         for path in (tmp_path / "file", tmp_path / "file" / "out"):
             with pytest.raises(UserError, match="cannot be written"), claim(path, "new"):
                 pass
 
-    def test_nothing_of_it_stays(self, tmp_path):
+    def test_nothing_of_it_stays(self, tmp_path: Path) -> None:
         with claim(tmp_path / "out", "overwrite") as run:
             run.report.touch()
         assert [path.name for path in (tmp_path / "out").iterdir()] == ["report.json"]
@@ -219,7 +226,9 @@ def bad_data(
         return root, file, new.end(), over.end()
 
 
-def test_bad_data_names_file_and_record_and_leaves_nothing_behind(bad_data):
+def test_bad_data_names_file_and_record_and_leaves_nothing_behind(
+    bad_data: tuple[Path, Path, End, End],
+) -> None:
     root, file, (code, _, err), _ = bad_data
     assert code == 2
     assert err.startswith(f"ftkit: {file}, record 3 has no output; its keys: instruction, input.")
@@ -227,7 +236,9 @@ def test_bad_data_names_file_and_record_and_leaves_nothing_behind(bad_data):
     assert not (root / "a").exists()
 
 
-def test_bad_data_leaves_the_run_that_was_to_be_overwritten(bad_data):
+def test_bad_data_leaves_the_run_that_was_to_be_overwritten(
+    bad_data: tuple[Path, Path, End, End],
+) -> None:
     root, _, _, (code, _, err) = bad_data
     assert code == 2 and "record 3 has no output" in err
     assert content(root / "old") == {"report.json": b"{}"}
@@ -247,7 +258,9 @@ def test_bad_data_leaves_the_run_that_was_to_be_overwritten(bad_data):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
-def test_a_mistake_is_told_before_anything_starts(start, tmp_path, keys, message):
+def test_a_mistake_is_told_before_anything_starts(
+    start: Start, tmp_path: Path, keys: dict[str, Any], message: str
+) -> None:
     with start(tmp_path / "out", cwd=tmp_path, **keys) as run:
         code, out, err = run.end()
     assert (code, out) == (2, "")
@@ -255,7 +268,7 @@ def test_a_mistake_is_told_before_anything_starts(start, tmp_path, keys, message
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_directory_of_a_run_at_work_is_refused(start, tmp_path):
+def test_the_directory_of_a_run_at_work_is_refused(start: Start, tmp_path: Path) -> None:
     with start(tmp_path / "out", **ENDLESS_STEP) as run:
         run.wait_for_rank()
         with start(tmp_path / "out", "--overwrite") as other:
@@ -265,7 +278,9 @@ def test_the_directory_of_a_run_at_work_is_refused(start, tmp_path):
             assert run.process.poll() is None
 
 
-def test_a_result_that_cannot_be_written_costs_nothing_that_was_measured(start, tmp_path):
+def test_a_result_that_cannot_be_written_costs_nothing_that_was_measured(
+    start: Start, tmp_path: Path
+) -> None:
     with start(tmp_path / "out", command="finetune_full") as run:
         run.wait_for(run.state.exists)
         (run.out_dir / "final" / "taken").mkdir(parents=True)
@@ -287,7 +302,9 @@ def assert_interrupted(run: Run, code: int, reason: str) -> None:
     assert not run.state.exists()
 
 
-def test_ctrl_c_ends_training_after_the_step_with_every_step_on_record(start, tmp_path):
+def test_ctrl_c_ends_training_after_the_step_with_every_step_on_record(
+    start: Start, tmp_path: Path
+) -> None:
     with start(tmp_path / "out", **FOREVER) as run:
         run.wait_for_steps(3)
         run.process.send_signal(signal.SIGINT)
@@ -303,7 +320,9 @@ def test_ctrl_c_ends_training_after_the_step_with_every_step_on_record(start, tm
     assert not (run.out_dir / "final").exists()
 
 
-def test_ctrl_z_pauses_nohup_keeps_it_going_and_sigterm_ends_it_with_143(start, tmp_path):
+def test_ctrl_z_pauses_nohup_keeps_it_going_and_sigterm_ends_it_with_143(
+    start: Start, tmp_path: Path
+) -> None:
     with start(tmp_path / "out", before=NOHUP, **FOREVER) as run:
         run.wait_for_steps(2)
         run.process.send_signal(signal.SIGTSTP)
@@ -319,7 +338,7 @@ def test_ctrl_z_pauses_nohup_keeps_it_going_and_sigterm_ends_it_with_143(start, 
 
 
 @pytest.mark.parametrize("ready", [False, True], ids=["before it can answer", "when it can answer"])
-def test_ctrl_c_during_set_up_ends_it_quietly(start, tmp_path, ready):
+def test_ctrl_c_during_set_up_ends_it_quietly(start: Start, tmp_path: Path, ready: bool) -> None:
     with start(tmp_path / "out", **ENDLESS_STEP) as run:
         run.wait_for_rank()
         if ready:
@@ -354,7 +373,9 @@ ftkit.pretrained.base_model.open_base = open_base
 """
 
 
-def test_a_library_that_turns_an_interrupt_into_an_error_changes_nothing(start, tmp_path):
+def test_a_library_that_turns_an_interrupt_into_an_error_changes_nothing(
+    start: Start, tmp_path: Path
+) -> None:
     """As torch does while it looks at what is to become a tensor."""
     mark = tmp_path / "in the library"
     in_ranks = INTO_ANOTHER_ERROR.format(mark=str(mark))
@@ -367,7 +388,7 @@ def test_a_library_that_turns_an_interrupt_into_an_error_changes_nothing(start, 
     assert_interrupted(run, 130, "Ctrl+C")
 
 
-def test_a_second_ctrl_c_does_not_wait_for_the_step(start, tmp_path):
+def test_a_second_ctrl_c_does_not_wait_for_the_step(start: Start, tmp_path: Path) -> None:
     with start(tmp_path / "out", **ENDLESS_STEP) as run:
         run.wait_for_training()
         run.process.send_signal(signal.SIGINT)
@@ -382,7 +403,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_step(start, tmp_path):
 # --- Killed -------------------------------------------------------------------------------------
 
 
-def test_a_killed_rank_is_reported_by_the_name_of_the_signal(start, tmp_path):
+def test_a_killed_rank_is_reported_by_the_name_of_the_signal(start: Start, tmp_path: Path) -> None:
     with start(tmp_path / "out", **FOREVER) as run:
         run.wait_for_steps(2)
         run.rank().kill()
@@ -395,7 +416,7 @@ def test_a_killed_rank_is_reported_by_the_name_of_the_signal(start, tmp_path):
     assert not run.state.exists()
 
 
-def test_no_process_outlives_a_killed_supervisor(start, tmp_path):
+def test_no_process_outlives_a_killed_supervisor(start: Start, tmp_path: Path) -> None:
     with start(tmp_path / "out", **FOREVER) as run:
         run.wait_for_steps(2)
         assert len(run.processes()) == 2, "supervisor and rank"

@@ -4,6 +4,7 @@ import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -15,7 +16,7 @@ from runs import DEFAULT_SIGNALS, rows, wait_for, watched
 from ftkit.cli.app import run
 from ftkit.config.sweep import runs_of_file
 from ftkit.errors import UserError
-from ftkit.report.report import Report, read_report
+from ftkit.report.report import OutcomeName, Report, read_report
 
 SWEEPS = ROOT / "recipes" / "sweeps"
 BASE = "random:pythia-14m"
@@ -47,7 +48,9 @@ SMALL = {"name": "small", "command": "finetune", "config": "r.yaml", "train.micr
 # --- What is run --------------------------------------------------------------------------------
 
 
-def test_every_combination_of_values_is_a_run_with_a_name_of_its_own(said):
+def test_every_combination_of_values_is_a_run_with_a_name_of_its_own(
+    said: Callable[..., list[str]],
+) -> None:
     lines = said(
         "finetune", "--config", "r.yaml", "--sweep", "train.micro_batch_size=1,2",
         "--sweep", "optimizer=AdamW,SGD", "--seed", "7", "--dry_run",
@@ -63,7 +66,7 @@ def test_every_combination_of_values_is_a_run_with_a_name_of_its_own(said):
     assert len(lines) == 8
 
 
-def test_names_are_directories_whatever_the_values_are(said):
+def test_names_are_directories_whatever_the_values_are(said: Callable[..., list[str]]) -> None:
     lines = said(
         "finetune", "--config", "r.yaml", "--sweep", "data.seed=1,2", "--sweep", "seed=1",
         "--sweep", "lora_targets=[q_proj, v_proj],.*(q|v)_proj", "--out_dir", "all", "--dry_run",
@@ -74,7 +77,9 @@ def test_names_are_directories_whatever_the_values_are(said):
     assert all(name.count("/") == 1 for name in names)
 
 
-def test_a_file_names_runs_over_recipes_beside_it_and_options_hold_for_all(said, tmp_path):
+def test_a_file_names_runs_over_recipes_beside_it_and_options_hold_for_all(
+    said: Callable[..., list[str]], tmp_path: Path
+) -> None:
     (tmp_path / "deep").mkdir()
     file = write_sweep(
         tmp_path / "deep/s.yaml",
@@ -110,8 +115,8 @@ def test_a_file_names_runs_over_recipes_beside_it_and_options_hold_for_all(said,
     ],
 )
 def test_a_mistake_in_the_last_run_is_told_before_the_first_one_starts(
-    said, tmp_path, content, message
-):
+    said: Callable[..., list[str]], tmp_path: Path, content: dict[str, Any], message: str
+) -> None:
     Path("s.yaml").write_text(yaml.safe_dump(content))
     with pytest.raises(UserError) as error:
         said("s.yaml")
@@ -133,7 +138,9 @@ def test_a_mistake_in_the_last_run_is_told_before_the_first_one_starts(
         (["none.yaml"], "none.yaml does not exist"),
     ],
 )
-def test_a_mistake_on_the_command_line_is_told_with_what_works(said, tmp_path, words, message):
+def test_a_mistake_on_the_command_line_is_told_with_what_works(
+    said: Callable[..., list[str]], tmp_path: Path, words: list[Any], message: str
+) -> None:
     write_sweep(tmp_path / "s.yaml", SMALL)
     with pytest.raises(UserError) as error:
         said(*words)
@@ -164,7 +171,9 @@ def record(tmp_path: Path, **keys: object) -> None:
 
 
 @pytest.mark.parametrize("outcome", ["completed", "out_of_memory"])
-def test_what_has_its_result_is_skipped(action, tmp_path, outcome):
+def test_what_has_its_result_is_skipped(
+    action: Callable[..., str], tmp_path: Path, outcome: OutcomeName
+) -> None:
     make_run(tmp_path / "o/small", outcome)
     record(tmp_path)
     assert action() == f"skip small: {outcome.replace('_', ' ')}"
@@ -172,7 +181,9 @@ def test_what_has_its_result_is_skipped(action, tmp_path, outcome):
 
 
 @pytest.mark.parametrize("outcome", ["failed", "interrupted", "stopped"])
-def test_what_ended_early_goes_on_from_its_checkpoint_or_starts_again(action, tmp_path, outcome):
+def test_what_ended_early_goes_on_from_its_checkpoint_or_starts_again(
+    action: Callable[..., str], tmp_path: Path, outcome: OutcomeName
+) -> None:
     make_run(tmp_path / "o/small", outcome)
     assert action() == f"start again small: {outcome} before, nothing was saved"
     checkpoint = tmp_path / "o/small/checkpoints/step-00000030"
@@ -181,26 +192,32 @@ def test_what_ended_early_goes_on_from_its_checkpoint_or_starts_again(action, tm
     assert action() == f"go on small: {outcome} before, from step 30"
 
 
-def test_a_run_that_could_not_write_its_report_starts_again(action, tmp_path):
+def test_a_run_that_could_not_write_its_report_starts_again(
+    action: Callable[..., str], tmp_path: Path
+) -> None:
     make_run(tmp_path / "o/small", write=False)
     assert action() == "start again small: failed before, nothing was saved"
 
 
-def test_a_run_at_work_is_left_alone(action, tmp_path):
+def test_a_run_at_work_is_left_alone(action: Callable[..., str], tmp_path: Path) -> None:
     report = make_run(tmp_path / "o/small", "failed", write=False)
     note_in_ranks(tmp_path / "o/small", report)
     with at_work(tmp_path / "o/small"):
         assert action("--overwrite") == "skip small: at work"
 
 
-def test_a_result_of_other_settings_is_not_taken_for_that_of_these(action, tmp_path):
+def test_a_result_of_other_settings_is_not_taken_for_that_of_these(
+    action: Callable[..., str], tmp_path: Path
+) -> None:
     make_run(tmp_path / "o/small")
     record(tmp_path, seed=7)
     with pytest.raises(UserError, match=r"with other settings: seed is 7 there and 1337 here\."):
         action()
 
 
-def test_a_directory_of_something_else_is_refused(action, tmp_path):
+def test_a_directory_of_something_else_is_refused(
+    action: Callable[..., str], tmp_path: Path
+) -> None:
     (tmp_path / "o/small").mkdir(parents=True)
     (tmp_path / "o/small/thesis.tex").touch()
     with pytest.raises(UserError, match="o/small is where small belongs, but holds something else"):
@@ -225,7 +242,9 @@ if "/memory/" in name or "/long/" in name:
 
 
 @pytest.mark.slow
-def test_a_sweep_goes_on_after_an_out_of_memory_and_after_an_interrupt(common, tmp_path):
+def test_a_sweep_goes_on_after_an_out_of_memory_and_after_an_interrupt(
+    common: list[str], tmp_path: Path
+) -> None:
     run_of = {"command": "finetune"}
     file = write_sweep(
         tmp_path / "s.yaml",
@@ -309,7 +328,9 @@ def tiny_sweep(
 
 
 @pytest.mark.matrix
-def test_the_experiments_on_one_gpu_run_from_their_sweep(tiny_sweep):
+def test_the_experiments_on_one_gpu_run_from_their_sweep(
+    tiny_sweep: Callable[..., dict[str, Report]],
+) -> None:
     runs = tiny_sweep("single_gpu")
     assert len(runs) == 14
     assert {report.outcome for report in runs.values()} == {"completed"}
@@ -324,7 +345,9 @@ def test_the_experiments_on_one_gpu_run_from_their_sweep(tiny_sweep):
 
 
 @pytest.mark.matrix
-def test_the_experiments_on_several_gpus_run_from_their_sweep(tiny_sweep):
+def test_the_experiments_on_several_gpus_run_from_their_sweep(
+    tiny_sweep: Callable[..., dict[str, Report]],
+) -> None:
     """On two processes instead of four, in two goes."""
     names = [item.name for item in runs_of_file(SWEEPS / "multi_gpu.yaml", [], None)]
     if not HAS_DEEPSPEED:
@@ -342,7 +365,7 @@ def test_the_experiments_on_several_gpus_run_from_their_sweep(tiny_sweep):
 
 
 @pytest.mark.parametrize("name", ["single_gpu", "multi_gpu"])
-def test_a_committed_sweep_has_every_experiment_of_the_tutorial(name):
+def test_a_committed_sweep_has_every_experiment_of_the_tutorial(name: str) -> None:
     runs = runs_of_file(SWEEPS / f"{name}.yaml", [], None)
     assert len(runs) == {"single_gpu": 14, "multi_gpu": 10}[name]
     if name == "multi_gpu":

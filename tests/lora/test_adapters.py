@@ -290,7 +290,7 @@ def peft_adapter(base: BaseModel, out: Path, *, pickled: bool = False, **setting
     with torch.no_grad():
         for parameter in adapted.parameters():
             if parameter.requires_grad:
-                parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+                parameter += 0.05 * torch.randn(parameter.shape, generator=generator)  # type: ignore[misc]
     adapted.save_pretrained(out, safe_serialization=not pickled)
     return out
 

@@ -62,7 +62,7 @@ def measure(world_size: int, cases: dict[str, Case], directory: Path) -> dict[st
     sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 1000}
     base = make_llama(directory / "base", **sizes)
     data = make_data(directory / "records.json")
-    jobs = {}
+    jobs = {}  # type: ignore[var-annotated]
     for name, case in cases.items():
         out_dir = directory / f"{len(jobs)}"
         out_dir.mkdir()

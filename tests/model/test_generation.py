@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tiny import make_llama
 from tokenizers import Tokenizer as Processor
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
+from ftkit.config.recipe import Quantization
 from ftkit.embedded import path
 from ftkit.inference.loading import load_result
 from ftkit.inference.result import find_result
@@ -36,7 +38,14 @@ def model(base_dir: Path) -> LanguageModel:
     return load_result(find_result(str(base_dir)), device=cpu, dtype=torch.float32).model
 
 
-def answer(model: LanguageModel, prompt=PROMPT, *, stop=(), longest=12, **sampling) -> list[int]:
+def answer(
+    model: LanguageModel,
+    prompt: Any = PROMPT,
+    *,
+    stop: Any = (),
+    longest: Any = 12,
+    **sampling: Any,
+) -> list[int]:
     return list(
         answer_in_tokens(
             model,
@@ -60,14 +69,16 @@ def without_cache(model: LanguageModel, count: int) -> list[int]:
 # --- Tokens ---------------------------------------------------------------------------------------
 
 
-def test_temperature_0_takes_the_most_likely_token(model):
+def test_temperature_0_takes_the_most_likely_token(model: LanguageModel) -> None:
     assert answer(model) == without_cache(model, 12)
     (batch,) = answer_greedily(model, [PROMPT], eos_id=-1, max_new_tokens=12)
     assert answer(model) == batch.tolist()
 
 
 @pytest.mark.slow
-def test_ranks_that_would_choose_other_tokens_give_the_answer_of_rank_0(model, base_dir, tmp_path):
+def test_ranks_that_would_choose_other_tokens_give_the_answer_of_rank_0(
+    model: LanguageModel, base_dir: Path, tmp_path: Path
+) -> None:
     whole = answer(model)
     eos_id = whole[-1]
     expected = whole[: whole.index(eos_id)]
@@ -94,7 +105,9 @@ def test_ranks_that_would_choose_other_tokens_give_the_answer_of_rank_0(model, b
         assert json.loads((tmp_path / f"answer-{rank}.json").read_text()) == expected
 
 
-def test_a_rank_that_answers_with_others_takes_the_tokens_of_rank_0(model, monkeypatch):
+def test_a_rank_that_answers_with_others_takes_the_tokens_of_rank_0(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said = answer_of_one(model)
     hook = model.register_forward_hook(lambda module, inputs, logits: -logits)
     try:
@@ -113,33 +126,33 @@ def answer_of_one(model: LanguageModel) -> list[int]:
     return tokens.tolist()
 
 
-def test_a_stop_token_ends_the_answer_and_is_no_part_of_it(model):
+def test_a_stop_token_ends_the_answer_and_is_no_part_of_it(model: LanguageModel) -> None:
     whole = answer(model)
     stop = whole[5]
     assert answer(model, stop=[stop]) == whole[: whole.index(stop)]
 
 
-def test_an_answer_ends_where_the_context_does(model):
+def test_an_answer_ends_where_the_context_does(model: LanguageModel) -> None:
     long = torch.full((250,), 7)
     assert len(answer(model, long, longest=100)) == 256 - 250
 
 
-def test_an_answer_follows_from_prompt_and_seed(model):
+def test_an_answer_follows_from_prompt_and_seed(model: LanguageModel) -> None:
     first = answer(model, temperature=2.0, seed=1)
     torch.rand(10)
     assert answer(model, temperature=2.0, seed=1) == first
     assert answer(model, temperature=2.0, seed=2) != first
 
 
-def test_an_answer_broken_off_leaves_no_cache(model):
+def test_an_answer_broken_off_leaves_no_cache(model: LanguageModel) -> None:
     tokens = answer_in_tokens(model, PROMPT, stop_ids=(), max_new_tokens=9, sampling=Sampling())
     next(tokens)
-    tokens.close()
+    tokens.close()  # type: ignore[attr-defined]
     assert model.gpt.mask_cache is None
     assert answer(model) == without_cache(model, 12)
 
 
-def test_drawing_does_not_disturb_the_global_generator(model):
+def test_drawing_does_not_disturb_the_global_generator(model: LanguageModel) -> None:
     state = torch.get_rng_state()
     answer(model, temperature=1.0)
     assert torch.equal(torch.get_rng_state(), state)
@@ -148,7 +161,7 @@ def test_drawing_does_not_disturb_the_global_generator(model):
 # --- Sampling -------------------------------------------------------------------------------------
 
 
-def drawn(count: int = 4000, **settings) -> torch.Tensor:
+def drawn(count: int = 4000, **settings: Any) -> torch.Tensor:
     """How often each token is drawn, as a share."""
     sampling = Sampling(**settings)
     generator = sampling.generator()
@@ -157,19 +170,19 @@ def drawn(count: int = 4000, **settings) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
-def test_tokens_are_drawn_by_their_probability(temperature):
+def test_tokens_are_drawn_by_their_probability(temperature: float) -> None:
     expected = (LOGITS / temperature).softmax(dim=0)
     assert (drawn(temperature=temperature) - expected).abs().max() < 0.03
 
 
-def test_top_k_leaves_the_k_most_likely():
+def test_top_k_leaves_the_k_most_likely() -> None:
     expected = torch.tensor([-torch.inf, 3.0, -torch.inf, 2.0, -torch.inf])
     assert (drawn(temperature=1.0, top_k=2) - expected.softmax(dim=0)).abs().max() < 0.03
     assert drawn(100, temperature=9.0, top_k=1)[1] == 1
     assert (drawn(100, temperature=9.0, top_k=1000) > 0).all()
 
 
-def test_top_p_leaves_the_fewest_that_reach_the_probability():
+def test_top_p_leaves_the_fewest_that_reach_the_probability() -> None:
     chances = LOGITS.softmax(dim=0)  # sorted: 1, 3, 2, 0, 4
     two = float(chances[1] + chances[3])
     assert (drawn(temperature=1.0, top_p=two - 0.01) > 0).tolist() == [0, 1, 0, 1, 0]
@@ -189,7 +202,9 @@ TEXTS = [
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("which", ["tiny", "quickstart"])
-def test_pieces_are_whole_characters_and_make_up_the_text(tiny_base, text, which):
+def test_pieces_are_whole_characters_and_make_up_the_text(
+    tiny_base: Path, text: str, which: str
+) -> None:
     tokenizer = Tokenizer(tiny_base if which == "tiny" else path("quickstart") / "model")
     stream = TextStream(tokenizer)
     ids = tokenizer.encode(text, bos=False)
@@ -235,7 +250,9 @@ def write_vocabulary(kind: str, directory: Path) -> Tokenizer:
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("kind", ["byte fallback", "byte level", "sentencepiece"])
-def test_characters_of_many_tokens_come_whole(kind, text, tmp_path):
+def test_characters_of_many_tokens_come_whole(
+    kind: Quantization, text: str, tmp_path: Path
+) -> None:
     tokenizer = write_vocabulary(kind, tmp_path)
     ids = tokenizer.encode(text, bos=False).tolist()
     stream = TextStream(tokenizer)
@@ -245,7 +262,7 @@ def test_characters_of_many_tokens_come_whole(kind, text, tmp_path):
     assert "" in pieces or text.isascii()
 
 
-def test_bytes_that_are_no_character_do_not_end_an_answer(tmp_path):
+def test_bytes_that_are_no_character_do_not_end_an_answer(tmp_path: Path) -> None:
     """Decoded whole, they would also take the newline back that was shown."""
     tokenizer = write_vocabulary("byte fallback", tmp_path)
     ids = [tokenizer.token_to_id(word) for word in ("a", "<0x0A>", "<0x9F>", "▁and")]
@@ -255,7 +272,7 @@ def test_bytes_that_are_no_character_do_not_end_an_answer(tmp_path):
     assert stream.rest() == ""
 
 
-def test_half_a_character_at_the_end_is_shown_as_such(tiny_base):
+def test_half_a_character_at_the_end_is_shown_as_such(tiny_base: Path) -> None:
     tokenizer = Tokenizer(tiny_base)
     stream = TextStream(tokenizer)
     *ids, _ = tokenizer.encode("a 🙂", bos=False).tolist()

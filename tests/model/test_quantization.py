@@ -449,15 +449,15 @@ def test_blocks_of_8_bit_state_that_ranks_cut_differ_by_their_rounding_only(
 def test_the_size_of_the_whole_parameter_decides_between_8_and_32_bits(
     one_of_two_ranks: Any,
 ) -> None:
-    from bitsandbytes.optim import AdamW8bit
+    from bitsandbytes.optim import AdamW8bit  # type: ignore[attr-defined]
     from torch.distributed.fsdp import fully_shard
 
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 63, bias=False))
     fully_shard(model, mesh=one_of_two_ranks)
-    optimizer = over_local_rows(AdamW8bit)(trainable(model), lr=0.1)
+    optimizer = over_local_rows(AdamW8bit)(trainable(model), lr=0.1)  # type: ignore[call-arg]
     for parameter in trainable(model):
         parameter.grad = torch.ones_like(parameter)
-    before = [p.to_local().clone() for p in trainable(model)]
+    before = [p.to_local().clone() for p in trainable(model)]  # type: ignore[attr-defined]
     optimizer.step()
     large, small = trainable(model)
     assert optimizer.state[large]["state1"].dtype == torch.uint8
@@ -465,12 +465,14 @@ def test_the_size_of_the_whole_parameter_decides_between_8_and_32_bits(
     assert optimizer.state[small]["state1"].dtype == torch.float32
     assert len(optimizer.state) == 2
     for parameter, old in zip(trainable(model), before, strict=True):
-        torch.testing.assert_close(parameter.to_local(), (old - 0.1), rtol=0, atol=0.02)
+        torch.testing.assert_close(parameter.to_local(), (old - 0.1), rtol=0, atol=0.02)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("shape", [(8, 64), (7, 334), (600, 1000)], ids=str)
 @pytest.mark.parametrize("kind", ["nf4", "nf4-dq", "fp4", "fp4-dq"])
-def test_weights_are_quantised_as_bitsandbytes_does_it_in_one_piece(kind, shape):
+def test_weights_are_quantised_as_bitsandbytes_does_it_in_one_piece(
+    kind: Quantization, shape: tuple[int, ...]
+) -> None:
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
     outlined = torch.nn.Linear(shape[1], shape[0], bias=False, device="meta")
     layer = FourBit(outlined, kind, torch.float32)

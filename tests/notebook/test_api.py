@@ -8,10 +8,11 @@ import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
-from command import ROOT, command_environment, start_up_of_ranks
+from command import ROOT, Start, command_environment, start_up_of_ranks
 from compared_runs import at_work, make_run, note_in_ranks
 from kernels import Kernel, kernel
 from runs import DEFAULT_SIGNALS, FOREVER, rows, wait_for, watched
@@ -43,7 +44,7 @@ def notebook(directory: Path, common: list[str]) -> Iterator[Kernel]:
 # --- In a kernel --------------------------------------------------------------------------------
 
 
-def test_a_run_is_followed_in_its_cell_and_ends_as_its_report(notebook: Kernel):
+def test_a_run_is_followed_in_its_cell_and_ends_as_its_report(notebook: Kernel) -> None:
     cell = notebook.run(
         'run = ftkit.finetune(**keys, out_dir="out/first")\nimport sys\n'
         'print(run, run.out_dir.is_absolute(), "torch" in sys.modules)'
@@ -72,7 +73,7 @@ def test_a_run_is_followed_in_its_cell_and_ends_as_its_report(notebook: Kernel):
 
 def test_an_interrupt_of_the_kernel_ends_the_run_after_its_step_and_saves(
     notebook: Kernel, directory: Path
-):
+) -> None:
     cell = notebook.start('run = ftkit.finetune(**forever, out_dir="out/stopped")')
     cell.wait_for("eta")
     wait_for(lambda: len(rows(directory / "out/stopped")) > 2)
@@ -92,7 +93,7 @@ def test_an_interrupt_of_the_kernel_ends_the_run_after_its_step_and_saves(
     assert len(rows(directory / "out/stopped")) == newest + 2
 
 
-def test_bad_input_raises_what_the_command_says(notebook: Kernel):
+def test_bad_input_raises_what_the_command_says(notebook: Kernel) -> None:
     cell = notebook.run('ftkit.finetune(**keys, **{"train.max_stepz": 1})')
     assert cell.error == (
         "UserError: train.max_stepz is not a key of a recipe. Did you mean train.max_steps?"
@@ -107,7 +108,9 @@ def test_bad_input_raises_what_the_command_says(notebook: Kernel):
 
 
 @pytest.mark.slow
-def test_an_out_of_memory_raises_nothing_and_the_kernel_goes_on(notebook: Kernel, tmp_path: Path):
+def test_an_out_of_memory_raises_nothing_and_the_kernel_goes_on(
+    notebook: Kernel, tmp_path: Path
+) -> None:
     start_up = start_up_of_ranks(
         tmp_path,
         "import ftkit.training.step, torch\n"
@@ -127,7 +130,7 @@ def test_an_out_of_memory_raises_nothing_and_the_kernel_goes_on(notebook: Kernel
 
 
 @pytest.mark.slow
-def test_a_second_interrupt_ends_the_run_at_once(notebook: Kernel, directory: Path):
+def test_a_second_interrupt_ends_the_run_at_once(notebook: Kernel, directory: Path) -> None:
     endless = {"train.max_steps": 2, "train.global_batch_size": 1_000_000}
     cell = notebook.start(f'ftkit.finetune(**forever | {endless}, out_dir="out/killed")')
     cell.wait_for("training:")
@@ -141,8 +144,8 @@ def test_a_second_interrupt_ends_the_run_at_once(notebook: Kernel, directory: Pa
 
 @pytest.mark.slow
 def test_a_run_of_another_process_is_followed_left_alone_and_stopped(
-    notebook: Kernel, start, directory: Path
-):
+    notebook: Kernel, start: Start, directory: Path
+) -> None:
     out_dir = directory / "out/elsewhere"
     with start(out_dir, **FOREVER, before=DEFAULT_SIGNALS) as run:
         run.wait_for_steps(2)
@@ -160,7 +163,7 @@ def test_a_run_of_another_process_is_followed_left_alone_and_stopped(
 
 
 @pytest.mark.slow
-def test_a_run_saves_and_ends_when_its_kernel_is_killed(common: list[str], tmp_path: Path):
+def test_a_run_saves_and_ends_when_its_kernel_is_killed(common: list[str], tmp_path: Path) -> None:
     keys = {word[2:]: value for word, value in zip(common[::2], common[1::2], strict=True)}
     keys |= {key.replace("__", "."): str(value) for key, value in FOREVER.items()}
     out_dir = tmp_path / "out"
@@ -185,7 +188,7 @@ def test_a_run_saves_and_ends_when_its_kernel_is_killed(common: list[str], tmp_p
 # --- Without one --------------------------------------------------------------------------------
 
 
-def test_import_ftkit_imports_nothing_else_of_it_until_it_is_used():
+def test_import_ftkit_imports_nothing_else_of_it_until_it_is_used() -> None:
     program = (
         "import sys, ftkit\n"
         "print(sorted(m for m in sys.modules if m.startswith('ftkit')))\n"
@@ -199,7 +202,7 @@ def test_import_ftkit_imports_nothing_else_of_it_until_it_is_used():
     assert (done.stdout, done.stderr) == ("['ftkit']\n[]\nTrue\n", "")
 
 
-def test_a_name_that_is_not_there_is_an_attribute_error():
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'finetun'"):
         ftkit.finetun  # noqa: B018
 
@@ -212,15 +215,15 @@ class Words(HTMLParser):
         self.text = ""
         self.open: list[str] = []
 
-    def handle_starttag(self, tag, attrs):
+    def handle_starttag(self, tag: Any, attrs: Any) -> None:
         assert tag not in ("script", "style", "img", "a", "b2"), tag
         assert not any(name.startswith("on") for name, _ in attrs)
         self.open.append(tag)
 
-    def handle_endtag(self, tag):
+    def handle_endtag(self, tag: Any) -> None:
         assert self.open.pop() == tag
 
-    def handle_data(self, data):
+    def handle_data(self, data: Any) -> None:
         self.text += f" {data}"
 
 
@@ -235,7 +238,9 @@ def words(html: str) -> str:
 NASTY = "<script>alert(1)</script>&<b2>"
 
 
-def test_what_is_shown_of_a_run_is_escaped_html(tmp_path, monkeypatch):
+def test_what_is_shown_of_a_run_is_escaped_html(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     make_run(Path("out") / "a", checkpoint_dir=NASTY, out_dir=NASTY)
     run = ftkit.attach("out/a")
@@ -247,7 +252,9 @@ def test_what_is_shown_of_a_run_is_escaped_html(tmp_path, monkeypatch):
     assert "10.0 GiB" in str(ftkit.compare([run]))
 
 
-def test_what_is_shown_of_a_run_at_work_is_escaped_html(tmp_path, monkeypatch):
+def test_what_is_shown_of_a_run_at_work_is_escaped_html(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     out = tmp_path / "out" / "<b2>a&amp;"
     report = make_run(out, "failed", steps=20, total_steps=40, write=False)
@@ -263,7 +270,9 @@ def test_what_is_shown_of_a_run_at_work_is_escaped_html(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_program_follows_in_lines_and_ctrl_c_stops_the_run(common, tmp_path):
+def test_a_program_follows_in_lines_and_ctrl_c_stops_the_run(
+    common: list[str], tmp_path: Path
+) -> None:
     keys = {word[2:]: value for word, value in zip(common[::2], common[1::2], strict=True)}
     keys |= {key.replace("__", "."): str(value) for key, value in FOREVER.items()}
     program = f"{DEFAULT_SIGNALS}\nimport ftkit\nrun = ftkit.finetune(**{keys}, out_dir='out')\n"
@@ -279,7 +288,7 @@ def test_a_program_follows_in_lines_and_ctrl_c_stops_the_run(common, tmp_path):
     assert lines[-1] == "interrupted"
 
 
-def test_html_has_colours_that_stand_out_from_white_and_from_black(tmp_path):
+def test_html_has_colours_that_stand_out_from_white_and_from_black(tmp_path: Path) -> None:
     make_run(tmp_path / "a")
     make_run(tmp_path / "b", "out_of_memory")
     make_run(tmp_path / "c", "interrupted")
@@ -299,7 +308,7 @@ def luminance(color: str) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def test_a_run_on_another_machine_is_not_stopped_from_here(tmp_path):
+def test_a_run_on_another_machine_is_not_stopped_from_here(tmp_path: Path) -> None:
     out = tmp_path / "out"
     report = make_run(out, "failed", write=False)
     note_in_ranks(out, report)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import nbformat
 import pytest
@@ -40,7 +41,7 @@ def types_of(program: str, directory: Path) -> str:
     return run.stdout + run.stderr
 
 
-def test_the_calls_of_python_chi_are_those_of_the_installed_one(tmp_path):
+def test_the_calls_of_python_chi_are_those_of_the_installed_one(tmp_path: Path) -> None:
     program = "\n".join(cells(GPU_SERVER))
     assert "server.Server(" in program and "lease.Lease(" in program
     assert types_of(program, tmp_path).startswith("Success")
@@ -60,7 +61,7 @@ def test_the_calls_of_python_chi_are_those_of_the_installed_one(tmp_path):
         assert complaint in types_of(program.replace(right, wrong), tmp_path), wrong
 
 
-def test_the_notebook_that_no_test_can_execute_says_so_and_has_no_outputs():
+def test_the_notebook_that_no_test_can_execute_says_so_and_has_no_outputs() -> None:
     notebook = nbformat.read(GPU_SERVER, as_version=4)
     assert "not executed" in notebook.cells[0].source
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
@@ -68,7 +69,7 @@ def test_the_notebook_that_no_test_can_execute_says_so_and_has_no_outputs():
 
 
 @pytest.mark.parametrize("script", ["setup_gpu_host", "serve_notebook"])
-def test_the_notebook_uses_the_scripts_with_options_that_they_have(script):
+def test_the_notebook_uses_the_scripts_with_options_that_they_have(script: str) -> None:
     program = "\n".join(cells(GPU_SERVER))
     used = [line for line in program.splitlines() if f"scripts/{script}" in line]
     assert used
@@ -81,7 +82,7 @@ def test_the_notebook_uses_the_scripts_with_options_that_they_have(script):
 
 
 @pytest.mark.parametrize("notebook", EXECUTED, ids=lambda notebook: notebook.stem)
-def test_what_a_notebook_shows_comes_from_one_run_from_top_to_bottom(notebook):
+def test_what_a_notebook_shows_comes_from_one_run_from_top_to_bottom(notebook: Path) -> None:
     read = nbformat.read(notebook, as_version=4)
     code = [cell for cell in read.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
@@ -90,12 +91,12 @@ def test_what_a_notebook_shows_comes_from_one_run_from_top_to_bottom(notebook):
     assert not [output for output in shown if output.output_type == "error"]
 
 
-def test_the_experiments_on_a_single_gpu_are_those_of_the_committed_sweep():
+def test_the_experiments_on_a_single_gpu_are_those_of_the_committed_sweep() -> None:
     program = "\n".join(cells(SINGLE_GPU))
     sweep = yaml.safe_load((ROOT / "recipes/sweeps/single_gpu.yaml").read_text())["runs"]
     asked: list[dict[str, object]] = []
 
-    def experiment(name, command, recipe, force=False, **keys):
+    def experiment(name: Any, command: Any, recipe: Any, force: Any = False, **keys: Any) -> None:
         asked.append({"name": name, "command": command, "config": f"../{recipe}.yaml", **keys})
 
     calls = [node for node in ast.parse(program).body if isinstance(node, ast.Expr)]
@@ -116,7 +117,7 @@ def test_the_experiments_on_a_single_gpu_are_those_of_the_committed_sweep():
         if path != SINGLE_GPU  # which tests/scripts/test_serve_notebook.py runs
     ],
 )
-def test_a_notebook_runs_from_any_directory(notebook, tmp_path):
+def test_a_notebook_runs_from_any_directory(notebook: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copy(notebook, tmp_path))
     run = subprocess.run(
         [sys.executable, ROOT / "scripts/execute_notebooks", copy],

@@ -230,7 +230,7 @@ def write_litgpt(base: BaseModel, directory: Path, *, nested: bool = False) -> P
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_every_family_gives_the_logits_of_transformers(model, make_model):
+def test_every_family_gives_the_logits_of_transformers(model: str, make_model: MakeModel) -> None:
     directory = make_model(model)
     base = open_base(str(directory))
     # Of one key head, the fused product of this test rounds otherwise than three products do.
@@ -242,7 +242,9 @@ def test_every_family_gives_the_logits_of_transformers(model, make_model):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_every_parameter_is_given_once_with_its_shape_and_none_for_a_tied_head(model, make_model):
+def test_every_parameter_is_given_once_with_its_shape_and_none_for_a_tied_head(
+    model: str, make_model: MakeModel
+) -> None:
     base = open_base(str(make_model(model)))
     given = [(name, tensor.shape) for name, tensor in weights(base)]
     assert given == list(parameter_shapes(base).items())
@@ -250,7 +252,7 @@ def test_every_parameter_is_given_once_with_its_shape_and_none_for_a_tied_head(m
     assert base.tied == ("tied" in model or "gemma" in model)
 
 
-def test_shards_and_number_formats_are_read_as_they_are(make_model):
+def test_shards_and_number_formats_are_read_as_they_are(make_model: MakeModel) -> None:
     whole = open_base(str(make_model("llama", torch.bfloat16)))
     sharded = open_base(str(make_model("llama", torch.bfloat16, shard="10KB")))
     assert sharded.directory is not None and len(list(sharded.directory.glob("*.safetensors"))) > 2
@@ -261,7 +263,9 @@ def test_shards_and_number_formats_are_read_as_they_are(make_model):
 
 @pytest.mark.parametrize("in_zip", [True, False])
 @pytest.mark.parametrize("shards", [1, 2])
-def test_pytorch_bin_files_of_any_age_are_read(in_zip, shards, copy_model):
+def test_pytorch_bin_files_of_any_age_are_read(
+    in_zip: bool, shards: int, copy_model: Callable[[str], Path]
+) -> None:
     directory = copy_model("llama grouped queries")
     expected = dict(weights(open_base(str(directory))))
     state = load_file(directory / "model.safetensors")
@@ -286,7 +290,7 @@ def test_pytorch_bin_files_of_any_age_are_read(in_zip, shards, copy_model):
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads Linux's memory map")
 @pytest.mark.parametrize("model", ["llama", "phi3"])
-def test_tensors_are_views_of_the_mapped_file(model, make_model):
+def test_tensors_are_views_of_the_mapped_file(model: str, make_model: MakeModel) -> None:
     base = open_base(str(make_model(model)))
     for name, tensor in weights(base):
         lines = Path("/proc/self/maps").read_text().splitlines()
@@ -296,7 +300,9 @@ def test_tensors_are_views_of_the_mapped_file(model, make_model):
 
 
 @pytest.mark.parametrize("in_zip", [True, False])
-def test_a_pickle_that_would_run_code_is_refused_and_runs_nothing(in_zip, copy_model, tmp_path):
+def test_a_pickle_that_would_run_code_is_refused_and_runs_nothing(
+    in_zip: bool, copy_model: Callable[[str], Path], tmp_path: Path
+) -> None:
     class Attack:
         def __reduce__(self) -> tuple[Any, ...]:
             return os.mkdir, (str(tmp_path / "attacked"),)
@@ -330,8 +336,8 @@ def test_a_pickle_that_would_run_code_is_refused_and_runs_nothing(in_zip, copy_m
     ],
 )
 def test_rotary_embeddings_are_read_as_older_versions_wrote_them(
-    model, old, make_model, copy_model
-):
+    model: str, old: dict[str, Any], make_model: MakeModel, copy_model: Callable[[str], Path]
+) -> None:
     directory = copy_model(model)
     edit_json(directory / "config.json", rope_parameters=..., **old)
     new = open_base(str(make_model(model))).config
@@ -341,13 +347,17 @@ def test_rotary_embeddings_are_read_as_older_versions_wrote_them(
 
 
 @pytest.mark.parametrize("model", ["mistral window", "qwen2 window", "gemma2", "phi3 window"])
-def test_a_model_has_no_more_positions_than_its_sliding_window(model, make_model):
+def test_a_model_has_no_more_positions_than_its_sliding_window(
+    model: str, make_model: MakeModel
+) -> None:
     config = open_base(str(make_model(model))).config
     assert (config.block_size, config.sliding_window_size) == (24, None)
 
 
 @pytest.mark.parametrize("model", ["mistral window", "gemma2"])
-def test_a_window_of_litgpts_layout_limits_the_positions_too(model, make_model, tmp_path):
+def test_a_window_of_litgpts_layout_limits_the_positions_too(
+    model: str, make_model: MakeModel, tmp_path: Path
+) -> None:
     directory = make_model(model)
     original = open_base(str(directory))
     every_other = {"sliding_window_indices": [1, 0, 1]} if model == "gemma2" else {}
@@ -369,7 +379,9 @@ def counted_logits(base: BaseModel) -> tuple[Tensor, int]:
     class Counter(TorchDispatchMode):
         count = 0
 
-        def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        def __torch_dispatch__(
+            self, function: Any, types: Any, arguments: Any = (), options: Any = None
+        ) -> Any:
             self.count += 1
             return function(*arguments, **(options or {}))
 
@@ -392,7 +404,9 @@ def counted_logits(base: BaseModel) -> tuple[Tensor, int]:
 @pytest.mark.parametrize(
     ("name", "positions"), [("Mistral-7B-v0.1", 4096), ("Gemma-2-2b", 4096), ("Gemma-3-1b-it", 512)]
 )
-def test_random_weights_and_plans_have_the_positions_of_the_window(name, positions, quickstart):
+def test_random_weights_and_plans_have_the_positions_of_the_window(
+    name: str, positions: int, quickstart: Path
+) -> None:
     assert open_base(f"random:{name}").config.block_size == positions
     assert read_blueprint(name).config.block_size == positions
 
@@ -406,7 +420,9 @@ def test_random_weights_and_plans_have_the_positions_of_the_window(name, positio
         ("llama", "was built for at most 64 positions"),
     ],
 )
-def test_what_limits_the_length_of_sequences_is_said(model, limit, make_model):
+def test_what_limits_the_length_of_sequences_is_said(
+    model: str, limit: str, make_model: MakeModel
+) -> None:
     base = open_base(str(make_model(model)))
     longest = base.config.block_size
     assert checked_length(base, longest) == checked_length(base, None) == longest
@@ -416,7 +432,9 @@ def test_what_limits_the_length_of_sequences_is_said(model, limit, make_model):
 
 
 @pytest.mark.parametrize("name", ["Gemma-2b", "OLMo-1B-hf", "my Gemma OLMo"])
-def test_the_name_of_the_directory_never_changes_the_model(name, copy_model):
+def test_the_name_of_the_directory_never_changes_the_model(
+    name: str, copy_model: Callable[[str], Path]
+) -> None:
     directory = copy_model("llama")
     renamed = directory.rename(directory.parent / name)
     base = open_base(str(renamed))
@@ -442,14 +460,16 @@ def test_the_name_of_the_directory_never_changes_the_model(name, copy_model):
         ({"attention_bias": True}, "lack model.layers.0.self_attn.q_proj.bias"),
     ],
 )
-def test_what_cannot_be_run_exactly_is_refused_by_name(values, message, copy_model):
+def test_what_cannot_be_run_exactly_is_refused_by_name(
+    values: dict[str, Any], message: str, copy_model: Callable[[str], Path]
+) -> None:
     directory = copy_model("llama")
     edit_json(directory / "config.json", **values)
     with pytest.raises(UserError, match=f"(?s){message}"):
         open_base(str(directory))
 
 
-def test_a_damaged_file_is_named(copy_model):
+def test_a_damaged_file_is_named(copy_model: Callable[[str], Path]) -> None:
     directory = copy_model("llama")
     file = directory / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
@@ -457,7 +477,9 @@ def test_a_damaged_file_is_named(copy_model):
         open_base(str(directory))
 
 
-def test_a_head_that_contradicts_tied_settings_is_refused(copy_model):
+def test_a_head_that_contradicts_tied_settings_is_refused(
+    copy_model: Callable[[str], Path],
+) -> None:
     directory = copy_model("llama")
     edit_json(directory / "config.json", tie_word_embeddings=True)
     with pytest.raises(UserError, match="Set tie_word_embeddings there to false"):
@@ -469,14 +491,18 @@ def test_a_head_that_contradicts_tied_settings_is_refused(copy_model):
 
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("model", ["llama attention and mlp bias", "gemma2", "gpt_neox"])
-def test_a_litgpt_directory_gives_the_same_weights(model, nested, make_model, tmp_path):
+def test_a_litgpt_directory_gives_the_same_weights(
+    model: str, nested: bool, make_model: MakeModel, tmp_path: Path
+) -> None:
     base = open_base(str(make_model(model)))
     lit = open_base(str(write_litgpt(base, tmp_path / "lit", nested=nested)))
     assert lit.family == base.family
     assert difference(litgpt_logits(lit), litgpt_logits(base)) == 0.0
 
 
-def test_litgpts_own_conversion_is_read_and_its_tied_head_recognised(copy_model, capsys):
+def test_litgpts_own_conversion_is_read_and_its_tied_head_recognised(
+    copy_model: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     directory = copy_model("llama tied")
     original = open_base(str(directory))
     names, expected = list(parameter_shapes(original)), litgpt_logits(original)
@@ -487,10 +513,10 @@ def test_litgpts_own_conversion_is_read_and_its_tied_head_recognised(copy_model,
     assert difference(litgpt_logits(lit), expected) == 0.0
 
 
-def test_a_head_that_litgpt_has_untied_stays_untied(make_model, tmp_path):
+def test_a_head_that_litgpt_has_untied_stays_untied(make_model: MakeModel, tmp_path: Path) -> None:
     base = open_base(str(make_model("llama tied")))
     directory = write_litgpt(base, tmp_path / "lit")
-    (directory / "config.json").write_bytes((base.directory / "config.json").read_bytes())
+    (directory / "config.json").write_bytes((base.directory / "config.json").read_bytes())  # type: ignore[operator]
     assert open_base(str(directory)).tied
     state = torch.load(directory / "lit_model.pth")
     state["lm_head.weight"] = state["lm_head.weight"] + 1
@@ -501,10 +527,12 @@ def test_a_head_that_litgpt_has_untied_stays_untied(make_model, tmp_path):
     )
 
 
-def test_settings_of_two_models_in_one_directory_are_refused(make_model, tmp_path):
+def test_settings_of_two_models_in_one_directory_are_refused(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
     base = open_base(str(make_model("llama")))
     directory = write_litgpt(base, tmp_path / "lit")
-    (directory / "config.json").write_bytes((base.directory / "config.json").read_bytes())
+    (directory / "config.json").write_bytes((base.directory / "config.json").read_bytes())  # type: ignore[operator]
     edit_json(directory / "config.json", num_hidden_layers=2)
     with pytest.raises(UserError, match="two models: n_layer is 3 in"):
         open_base(str(directory))
@@ -542,13 +570,15 @@ def in_layout(layout: str, base: BaseModel, directory: Path) -> BaseModel:
         return base
     write_litgpt(base, directory)
     if layout == "litgpt with config.json":
-        shutil.copy(base.directory / "config.json", directory)
+        shutil.copy(base.directory / "config.json", directory)  # type: ignore[operator]
     return open_base(str(directory))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model", ["llama", "llama tied", "gemma2", "phi3", "gpt_neox"])
-def test_a_base_model_is_opened_again_without_its_weights(model, layout, make_model, tmp_path):
+def test_a_base_model_is_opened_again_without_its_weights(
+    model: str, layout: str, make_model: MakeModel, tmp_path: Path
+) -> None:
     base = in_layout(layout, open_base(str(make_model(model, torch.bfloat16))), tmp_path / "lit")
     directory = companions(base, tmp_path / "base")
     assert not any(hub.weight_files(directory)) and not hub.is_litgpt(directory)
@@ -560,7 +590,9 @@ def test_a_base_model_is_opened_again_without_its_weights(model, layout, make_mo
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model", ["llama", "llama tied"])
-def test_a_model_is_written_without_the_weights_it_came_from(model, layout, make_model, tmp_path):
+def test_a_model_is_written_without_the_weights_it_came_from(
+    model: str, layout: str, make_model: MakeModel, tmp_path: Path
+) -> None:
     base = in_layout(layout, open_base(str(make_model(model))), tmp_path / "lit")
     directory = companions(base, tmp_path / "base")
     outlined = open_companions(directory)
@@ -578,7 +610,9 @@ def test_a_model_is_written_without_the_weights_it_came_from(model, layout, make
     assert written == expected
 
 
-def test_settings_that_no_weights_belong_to_are_not_taken_for_a_model(make_model, tmp_path):
+def test_settings_that_no_weights_belong_to_are_not_taken_for_a_model(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
     base = open_base(str(make_model("llama")))
     outlined = open_companions(companions(base, tmp_path / "base"))
     for read in (weights, fingerprint):
@@ -589,7 +623,9 @@ def test_settings_that_no_weights_belong_to_are_not_taken_for_a_model(make_model
 
 
 @pytest.mark.parametrize("content", [None, "{}", '{"name": "x", "tied": 1, "dtype": "float32"}'])
-def test_without_a_readable_outline_the_settings_are_refused(content, make_model, tmp_path):
+def test_without_a_readable_outline_the_settings_are_refused(
+    content: str | None, make_model: MakeModel, tmp_path: Path
+) -> None:
     directory = companions(open_base(str(make_model("llama"))), tmp_path / "base")
     (directory / "base.json").unlink()
     if content is not None:
@@ -598,7 +634,7 @@ def test_without_a_readable_outline_the_settings_are_refused(content, make_model
         open_companions(directory)
 
 
-def test_random_weights_stay_random(quickstart, tmp_path):
+def test_random_weights_stay_random(quickstart: Path, tmp_path: Path) -> None:
     base = open_base("random:pythia-14m")
     again = open_companions(companions(base, tmp_path / "base"))
     assert_same_but_weights(again, base)
@@ -609,17 +645,24 @@ def test_random_weights_stay_random(quickstart, tmp_path):
 
 
 @pytest.mark.parametrize("model", [name for name in MODELS if "attention bias" not in name])
-def test_a_model_and_its_litgpt_copy_have_one_fingerprint(model, make_model, tmp_path):
+def test_a_model_and_its_litgpt_copy_have_one_fingerprint(
+    model: str, make_model: MakeModel, tmp_path: Path
+) -> None:
     base = open_base(str(make_model(model)))
     directory = write_litgpt(base, tmp_path / "copied")
-    shutil.copy(base.directory / "config.json", directory)  # says whether it is tied
+    shutil.copy(base.directory / "config.json", directory)  # type: ignore[operator]  # says whether it is tied
     lit = open_base(str(directory))
     assert lit.naming != base.naming
     assert fingerprint(lit) == fingerprint(base)
 
 
 @pytest.mark.parametrize("model", ["llama grouped queries", "llama tied", "gpt_neox"])
-def test_litgpts_own_conversion_keeps_the_fingerprint(model, copy_model, monkeypatch, capsys):
+def test_litgpts_own_conversion_keeps_the_fingerprint(
+    model: str,
+    copy_model: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     directory = copy_model(model)
     original = open_base(str(directory))
     expected = fingerprint(original)
@@ -640,7 +683,7 @@ def test_litgpts_own_conversion_keeps_the_fingerprint(model, copy_model, monkeyp
         ("LLaMA-2-7B-32K", {"model_type": "llama", "max_position_embeddings": 32768}),
     ],
 )
-def test_litgpts_own_settings_are_those_of_config_json(name, settings):
+def test_litgpts_own_settings_are_those_of_config_json(name: str, settings: dict[str, Any]) -> None:
     """What LitGPT says in another way than config.json is still one architecture."""
     lit = litgpt.Config.from_name(name)
     rope = lit.rope_adjustments or {}
@@ -670,7 +713,9 @@ def test_litgpts_own_settings_are_those_of_config_json(name, settings):
 
 
 @pytest.mark.parametrize("model", ["llama grouped queries", "llama tied", "gpt_neox"])
-def test_other_values_in_any_one_tensor_are_another_model(model, copy_model):
+def test_other_values_in_any_one_tensor_are_another_model(
+    model: str, copy_model: Callable[[str], Path]
+) -> None:
     directory = copy_model(model)
     expected = fingerprint(open_base(str(directory)))
     file = directory / "model.safetensors"
@@ -682,7 +727,7 @@ def test_other_values_in_any_one_tensor_are_another_model(model, copy_model):
     assert len(found) == len(original) + 1
 
 
-def test_swapped_layers_are_another_model(copy_model):
+def test_swapped_layers_are_another_model(copy_model: Callable[[str], Path]) -> None:
     directory = copy_model("llama")
     expected = fingerprint(open_base(str(directory)))
     file = directory / "model.safetensors"
@@ -699,7 +744,9 @@ def test_swapped_layers_are_another_model(copy_model):
 @pytest.mark.parametrize(
     "values", [{"rms_norm_eps": 1e-3}, {"rope_theta": 5e4}, {"rope_scaling": LLAMA3_ROPE}]
 )
-def test_settings_that_change_what_is_computed_are_another_model(values, copy_model):
+def test_settings_that_change_what_is_computed_are_another_model(
+    values: dict[str, Any], copy_model: Callable[[str], Path]
+) -> None:
     directory = copy_model("llama")
     expected = fingerprint(open_base(str(directory)))
     edit_json(directory / "config.json", rope_parameters=..., **values)
@@ -707,8 +754,8 @@ def test_settings_that_change_what_is_computed_are_another_model(values, copy_mo
 
 
 def test_the_name_number_format_and_longest_sequence_do_not_change_the_fingerprint(
-    make_model, copy_model, tmp_path
-):
+    make_model: MakeModel, copy_model: Callable[[str], Path], tmp_path: Path
+) -> None:
     half = make_model("llama", dtype=torch.bfloat16)
     directory = tmp_path / "renamed"
     shutil.copytree(half, directory)
@@ -720,8 +767,8 @@ def test_the_name_number_format_and_longest_sequence_do_not_change_the_fingerpri
 
 
 def test_random_weights_are_told_apart_by_their_architecture_without_being_drawn(
-    quickstart, monkeypatch
-):
+    quickstart: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(base_model, "_random_weight", None)
     names = ("pythia-14m", "pythia-70m", "SmolLM2-135M")
     found = [fingerprint(open_base(f"random:{name}")) for name in (*names, *names)]
@@ -740,14 +787,14 @@ def quickstart(tmp_path: Path, make_model: MakeModel, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     "name", ["pythia-14m", "SmolLM2-135M", "TinyLlama/TinyLlama-1.1B-Chat-v1.0", "CodeGemma-7b-it"]
 )
-def test_any_architecture_of_litgpt_comes_with_random_weights(name, quickstart):
+def test_any_architecture_of_litgpt_comes_with_random_weights(name: str, quickstart: Path) -> None:
     base = open_base(f"random:{name}")
     expected = litgpt.Config.from_name(name)
     assert base.random and base.config == expected and base.name == f"random:{expected.name}"
     assert base.tied == ("Gemma" in name)
 
 
-def test_random_weights_are_the_same_each_time_and_norms_let_pass(quickstart):
+def test_random_weights_are_the_same_each_time_and_norms_let_pass(quickstart: Path) -> None:
     base = open_base("random:pythia-14m")
     assert all(
         torch.equal(x, y) for (_, x), (_, y) in zip(weights(base), weights(base), strict=True)
@@ -759,19 +806,21 @@ def test_random_weights_are_the_same_each_time_and_norms_let_pass(quickstart):
     assert by_name["transformer.ln_f.bias"].eq(0).all()
 
 
-def test_random_weights_are_drawn_on_the_host_whatever_the_default_device_is(quickstart):
+def test_random_weights_are_drawn_on_the_host_whatever_the_default_device_is(
+    quickstart: Path,
+) -> None:
     base = open_base("random:pythia-14m")
     with torch.device("meta"):  # Lightning makes the GPU the default while a model is filled
         assert {tensor.device.type for _, tensor in weights(base)} == {"cpu"}
 
 
-def test_an_unknown_architecture_is_refused_with_its_nearest_names(quickstart):
+def test_an_unknown_architecture_is_refused_with_its_nearest_names(quickstart: Path) -> None:
     with pytest.raises(UserError, match="did you mean random:EleutherAI/pythia-14m"):
         open_base("random:pythia-14")
 
 
 @pytest.mark.parametrize("by", ["name", "path"])
-def test_the_embedded_model_has_a_name_of_its_own(by, quickstart):
+def test_the_embedded_model_has_a_name_of_its_own(by: str, quickstart: Path) -> None:
     asked = "embedded:quickstart" if by == "name" else str(quickstart.resolve())
     assert open_base(asked).name == "quickstart"
 
@@ -780,7 +829,7 @@ def test_the_embedded_model_has_a_name_of_its_own(by, quickstart):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_names_go_over_to_hugging_face_one_to_one(model, make_model):
+def test_names_go_over_to_hugging_face_one_to_one(model: str, make_model: MakeModel) -> None:
     base = open_base(str(make_model(model)))
     theirs = set(transformers.AutoModelForCausalLM.from_pretrained(base.directory).state_dict())
     found = [base.family.naming.theirs(name) for name in parameter_shapes(base)]
@@ -790,7 +839,7 @@ def test_names_go_over_to_hugging_face_one_to_one(model, make_model):
     assert len(set(found)) == len(found)
 
 
-def test_modules_and_what_hangs_on_them_are_renamed(make_model):
+def test_modules_and_what_hangs_on_them_are_renamed(make_model: MakeModel) -> None:
     llama, phi = (open_base(str(make_model(model))).family.naming for model in ("llama", "phi3"))
     assert llama.theirs("transformer.h.3.attn.qkv.q_proj") == "model.layers.3.self_attn.q_proj"
     assert llama.theirs("transformer.h.11.mlp.fc_1.lora_A.weight") == (
@@ -804,7 +853,9 @@ def test_modules_and_what_hangs_on_them_are_renamed(make_model):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_what_is_written_is_the_same_model_to_transformers(model, make_model, tmp_path):
+def test_what_is_written_is_the_same_model_to_transformers(
+    model: str, make_model: MakeModel, tmp_path: Path
+) -> None:
     base, out = open_base(str(make_model(model))), tmp_path / f"{family(model)}-copy"
     save_hf(base, weights(base), out)
     before, after = transformers_logits(base.directory), transformers_logits(out)
@@ -813,7 +864,9 @@ def test_what_is_written_is_the_same_model_to_transformers(model, make_model, tm
     assert again.tied == base.tied and again.tokenizer.eos_id == base.tokenizer.eos_id
 
 
-def test_weights_are_split_into_shards_of_bounded_size(make_model, tmp_path):
+def test_weights_are_split_into_shards_of_bounded_size(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
     base = open_base(str(make_model("llama")))
     save_hf(base, weights(base), tmp_path / "out", max_shard_bytes=20_000)
     files = sorted(file.name for file in (tmp_path / "out").glob("*.safetensors"))
@@ -824,7 +877,9 @@ def test_weights_are_split_into_shards_of_bounded_size(make_model, tmp_path):
     )
 
 
-def test_the_number_format_is_that_of_the_tensors_and_config_json_says_so(make_model, tmp_path):
+def test_the_number_format_is_that_of_the_tensors_and_config_json_says_so(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
     base = open_base(str(make_model("llama")))
     tensors = ((name, tensor.bfloat16()) for name, tensor in weights(base))
     save_hf(base, tensors, tmp_path / "out")
@@ -834,7 +889,9 @@ def test_the_number_format_is_that_of_the_tensors_and_config_json_says_so(make_m
 
 @pytest.mark.parametrize("was_tied", [True, False])
 @pytest.mark.parametrize("is_tied", [True, False])
-def test_the_result_is_tied_if_it_has_no_head(was_tied, is_tied, make_model, tmp_path):
+def test_the_result_is_tied_if_it_has_no_head(
+    was_tied: bool, is_tied: bool, make_model: MakeModel, tmp_path: Path
+) -> None:
     base = open_base(str(make_model("llama tied" if was_tied else "llama")))
     tensors = {name: tensor for name, tensor in weights(base) if name != "lm_head.weight"}
     if not is_tied:
@@ -846,7 +903,9 @@ def test_the_result_is_tied_if_it_has_no_head(was_tied, is_tied, make_model, tmp
     assert torch.equal(model.lm_head.weight, head)
 
 
-def test_the_files_are_those_of_the_base_and_readable_as_its_owner_likes(copy_model, tmp_path):
+def test_the_files_are_those_of_the_base_and_readable_as_its_owner_likes(
+    copy_model: Callable[[str], Path], tmp_path: Path
+) -> None:
     directory = copy_model("llama")
     edit_json(directory / "config.json", auto_map={"AutoModel": "modeling.Own"}, mark="kept")
     (directory / "chat_template.jinja").write_text("{{ messages }}")
@@ -870,7 +929,9 @@ def current_umask() -> int:
     "model",
     ["llama llama3 rope", "llama linear rope", "llama attention and mlp bias", "qwen2", "qwen3"],
 )
-def test_a_config_json_is_made_where_a_litgpt_directory_has_none(model, make_model, tmp_path):
+def test_a_config_json_is_made_where_a_litgpt_directory_has_none(
+    model: str, make_model: MakeModel, tmp_path: Path
+) -> None:
     original = open_base(str(make_model(model)))
     lit = open_base(str(write_litgpt(original, tmp_path / "lit")))
     assert not lit.settings
@@ -880,8 +941,8 @@ def test_a_config_json_is_made_where_a_litgpt_directory_has_none(model, make_mod
 
 
 def test_families_whose_config_json_cannot_be_made_are_refused_before_any_work(
-    make_model, tmp_path
-):
+    make_model: MakeModel, tmp_path: Path
+) -> None:
     lit = open_base(str(write_litgpt(open_base(str(make_model("gemma"))), tmp_path / "lit")))
     with pytest.raises(UserError, match="for Hugging Face without its"):
         save_hf(lit, untouchable(), tmp_path / "out")
@@ -891,11 +952,11 @@ def test_families_whose_config_json_cannot_be_made_are_refused_before_any_work(
 
 def untouchable() -> Iterator[tuple[str, Tensor]]:
     pytest.fail("a tensor was taken")
-    yield
+    yield  # type: ignore[unreachable]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
-def test_nothing_half_written_stays(error, make_model, tmp_path):
+def test_nothing_half_written_stays(error: Any, make_model: MakeModel, tmp_path: Path) -> None:
     base = open_base(str(make_model("llama")))
 
     def broken_off() -> Iterator[tuple[str, Tensor]]:
@@ -911,7 +972,9 @@ def test_nothing_half_written_stays(error, make_model, tmp_path):
 
 
 @pytest.mark.parametrize("wrong", ["missing", "twice", "unknown", "shape"])
-def test_tensors_of_another_model_are_refused(wrong, make_model, tmp_path):
+def test_tensors_of_another_model_are_refused(
+    wrong: str, make_model: MakeModel, tmp_path: Path
+) -> None:
     base = open_base(str(make_model("llama")))
     pairs = list(weights(base))
     if wrong == "missing":
@@ -927,18 +990,20 @@ def test_tensors_of_another_model_are_refused(wrong, make_model, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_an_existing_model_is_never_overwritten(make_model, tmp_path):
+def test_an_existing_model_is_never_overwritten(make_model: MakeModel, tmp_path: Path) -> None:
     base = open_base(str(make_model("llama")))
     save_hf(base, weights(base), tmp_path / "out")
     with pytest.raises(UserError, match="exists already"):
         save_hf(base, untouchable(), tmp_path / "out")
 
 
-def test_every_known_family_is_tested():
+def test_every_known_family_is_tested() -> None:
     assert {family(model) for model in MODELS} == set(families.FAMILIES)
 
 
-def test_an_old_checkpoint_with_a_stored_tied_head_is_read(copy_model):
+def test_an_old_checkpoint_with_a_stored_tied_head_is_read(
+    copy_model: Callable[[str], Path],
+) -> None:
     directory = copy_model("llama tied")
     state = load_file(directory / "model.safetensors")
     state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()

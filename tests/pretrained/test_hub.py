@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -180,7 +181,9 @@ def without_readme(files: dict[str, bytes]) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("files", [SAFE, SHARDED])
-def test_settings_tokenizer_and_weights_are_fetched_and_nothing_else(files, served, root):
+def test_settings_tokenizer_and_weights_are_fetched_and_nothing_else(
+    files: dict[str, Any], served: Hub, root: Path
+) -> None:
     served.files = {**files, "consolidated.safetensors": b"x", "flax_model.msgpack": b"x"}
     directory = download(REPOSITORY, root=root)
     assert directory == root / REPOSITORY
@@ -188,7 +191,7 @@ def test_settings_tokenizer_and_weights_are_fetched_and_nothing_else(files, serv
     assert missing_files(directory) == []
 
 
-def test_bin_files_are_fetched_only_where_there_are_no_safetensors(served, root):
+def test_bin_files_are_fetched_only_where_there_are_no_safetensors(served: Hub, root: Path) -> None:
     served.files = {**SAFE, "pytorch_model.bin": b"pickle"}
     assert "pytorch_model.bin" not in contents(download(REPOSITORY, root=root / "both"))
     del served.files["model.safetensors"]
@@ -198,7 +201,9 @@ def test_bin_files_are_fetched_only_where_there_are_no_safetensors(served, root)
     assert "training_args.bin" not in fetched
 
 
-def test_settings_are_fetched_without_weights_and_a_download_goes_on_from_there(served, root):
+def test_settings_are_fetched_without_weights_and_a_download_goes_on_from_there(
+    served: Hub, root: Path
+) -> None:
     served.files |= {"tokenizer_config.json": b"{}"}
     hub.fetch_settings(REPOSITORY, root=root)
     small = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
@@ -211,7 +216,9 @@ def test_settings_are_fetched_without_weights_and_a_download_goes_on_from_there(
 
 
 @pytest.mark.parametrize("status", [None, 401, 404, 503])
-def test_settings_that_cannot_be_had_are_no_error_and_leave_nothing(served, root, status):
+def test_settings_that_cannot_be_had_are_no_error_and_leave_nothing(
+    served: Hub, root: Path, status: int | None
+) -> None:
     served.gated, served.status = status is None, status
     hub.fetch_settings(REPOSITORY, root=root)
     assert served.requests and not (root / REPOSITORY / "config.json").exists()
@@ -219,7 +226,9 @@ def test_settings_that_cannot_be_had_are_no_error_and_leave_nothing(served, root
     hub.fetch_settings.cache_clear()
 
 
-def test_a_second_download_fetches_no_file_and_a_second_search_asks_nothing(served, root):
+def test_a_second_download_fetches_no_file_and_a_second_search_asks_nothing(
+    served: Hub, root: Path
+) -> None:
     directory = download(REPOSITORY, root=root)
     served.requests.clear()
     assert download(REPOSITORY, root=root) == directory
@@ -230,7 +239,9 @@ def test_a_second_download_fetches_no_file_and_a_second_search_asks_nothing(serv
     assert not served.requests
 
 
-def test_an_interrupted_transfer_goes_on_where_it_stopped(served, root, monkeypatch):
+def test_an_interrupted_transfer_goes_on_where_it_stopped(
+    served: Hub, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 2**16)  # what is lost is less than this
     served.cut_after_bytes = 300_000
     with pytest.raises(UserError, match=r"broke off.*Run the command again: it goes on"):
@@ -246,7 +257,7 @@ def test_an_interrupted_transfer_goes_on_where_it_stopped(served, root, monkeypa
 
 
 @pytest.mark.parametrize("lost", ["config.json", "model-00002-of-00002.safetensors"])
-def test_an_incomplete_directory_is_completed(lost, served, root):
+def test_an_incomplete_directory_is_completed(lost: str, served: Hub, root: Path) -> None:
     served.files = dict(SHARDED)
     (download(REPOSITORY, root=root) / lost).unlink()
     served.requests.clear()
@@ -256,7 +267,9 @@ def test_an_incomplete_directory_is_completed(lost, served, root):
 
 
 @pytest.mark.parametrize("by", ["argument", "environment", "both"])
-def test_the_token_is_sent_and_an_explicit_one_comes_first(by, served, root, monkeypatch):
+def test_the_token_is_sent_and_an_explicit_one_comes_first(
+    by: str, served: Hub, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     served.gated = True
     if by != "argument":
         monkeypatch.setenv("HF_TOKEN", TOKEN if by == "environment" else "hf_another")
@@ -264,7 +277,7 @@ def test_the_token_is_sent_and_an_explicit_one_comes_first(by, served, root, mon
     assert {request.authorization for request in served.requests} == {f"Bearer {TOKEN}"}
 
 
-def test_hf_endpoint_is_honoured(served, tmp_path):
+def test_hf_endpoint_is_honoured(served: Hub, tmp_path: Path) -> None:
     code = f"from ftkit.pretrained.hub import download; print(download({REPOSITORY!r}))"
     environment = {**os.environ, "HF_ENDPOINT": served.url, "HF_HOME": str(tmp_path / "home")}
     environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
@@ -284,7 +297,9 @@ def failure(root: Path, token: str | None = None, repository: str = REPOSITORY) 
     return str(caught.value)
 
 
-def test_a_gated_model_says_how_to_be_let_in_and_never_shows_the_token(served, root):
+def test_a_gated_model_says_how_to_be_let_in_and_never_shows_the_token(
+    served: Hub, root: Path
+) -> None:
     served.gated = True
     for token in (None, "hf_somebodyelses"):
         text = failure(root, token)
@@ -295,51 +310,59 @@ def test_a_gated_model_says_how_to_be_let_in_and_never_shows_the_token(served, r
 
 
 @pytest.mark.parametrize("status", [401, 403])
-def test_a_refused_token_is_said_to_be_so(status, served, root):
+def test_a_refused_token_is_said_to_be_so(status: int, served: Hub, root: Path) -> None:
     served.status = status
     text = failure(root, TOKEN)
     assert f"HTTP {status}" in text and "token" in text and TOKEN not in text
 
 
-def test_an_unknown_model_is_answered_with_its_nearest_names(served, root):
+def test_an_unknown_model_is_answered_with_its_nearest_names(served: Hub, root: Path) -> None:
     text = failure(root, repository="openlm-research/open_lama_3b")
     assert "There is no model openlm-research/open_lama_3b" in text
     assert "Did you mean openlm-research/open_llama_3b" in text
 
 
 @pytest.mark.parametrize("config", configs[::20], ids=lambda config: config["name"])
-def test_models_are_found_by_any_of_their_names(config):
+def test_models_are_found_by_any_of_their_names(config: dict[str, Any]) -> None:
     hub_name = f"{config['hf_config']['org']}/{config['hf_config']['name']}"
     for name in (config["name"], config["hf_config"]["name"].upper(), hub_name):
         assert hub_name in nearest_names(name)
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
-def test_a_hub_in_trouble_asks_for_patience(status, served, root):
+def test_a_hub_in_trouble_asks_for_patience(status: int, served: Hub, root: Path) -> None:
     served.status = status
     assert f"HTTP {status}" in failure(root)
 
 
-def test_a_server_that_is_down_says_what_to_do(served, root, monkeypatch):
+def test_a_server_that_is_down_says_what_to_do(
+    served: Hub, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     text = failure(root)
     assert "http://127.0.0.1:9 cannot be reached" in text and "HF_ENDPOINT" in text
 
 
-def test_offline_mode_says_what_to_do(served, root, monkeypatch):
+def test_offline_mode_says_what_to_do(
+    served: Hub, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert "HF_HUB_OFFLINE" in failure(root)
     assert not served.requests
 
 
-def test_a_disk_too_small_is_noticed_before_anything_is_fetched(served, root, monkeypatch):
+def test_a_disk_too_small_is_noticed_before_anything_is_fetched(
+    served: Hub, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     usage = shutil.disk_usage(root.parent)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     assert "0.0 GiB are free" in failure(root)
     assert not served.transfers()
 
 
-def test_what_is_there_already_needs_no_room(served, root, monkeypatch):
+def test_what_is_there_already_needs_no_room(
+    served: Hub, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     download(REPOSITORY, root=root)
     usage = shutil.disk_usage(root)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0))
@@ -347,14 +370,16 @@ def test_what_is_there_already_needs_no_room(served, root, monkeypatch):
 
 
 @pytest.mark.parametrize("weights", ["model.gguf", "model-q4.safetensors"])
-def test_a_repository_without_weights_to_read_is_refused(weights, served, root):
+def test_a_repository_without_weights_to_read_is_refused(
+    weights: str, served: Hub, root: Path
+) -> None:
     served.files = {"config.json": b"{}", weights: b""}
     assert "holds no weights that ftkit reads" in failure(root)
     assert not served.transfers()
 
 
 @pytest.mark.parametrize("name", ["tiny-llama-1.1b", "../outside", "a/b/c"])
-def test_only_names_of_the_hub_are_downloaded(name, served, root):
+def test_only_names_of_the_hub_are_downloaded(name: str, served: Hub, root: Path) -> None:
     assert "is no model of the hub" in failure(root, repository=name)
     assert not served.requests and not root.exists()
 
@@ -377,7 +402,9 @@ def make_directory(directory: Path, *files: str) -> Path:
         ("model_config.yaml", "lit_model.pth"),
     ],
 )
-def test_a_complete_directory_is_taken_as_it_is(files, tmp_path, served):
+def test_a_complete_directory_is_taken_as_it_is(
+    files: tuple[str, ...], tmp_path: Path, served: Hub
+) -> None:
     directory = make_directory(tmp_path / "some/model", *files)
     assert find_or_download(str(directory)) == directory
     assert find_or_download(f"{directory}/") == directory
@@ -395,8 +422,8 @@ def test_a_complete_directory_is_taken_as_it_is(files, tmp_path, served):
     ],
 )
 def test_an_incomplete_directory_of_ones_own_is_refused_naming_what_is_missing(
-    files, missing, tmp_path, served
-):
+    files: tuple[Any, ...], missing: str, tmp_path: Path, served: Hub
+) -> None:
     directory = make_directory(tmp_path / "model", *files)
     if (index := directory / "model.safetensors.index.json").exists():
         index.write_bytes(SHARDED[index.name])
@@ -405,7 +432,7 @@ def test_an_incomplete_directory_of_ones_own_is_refused_naming_what_is_missing(
     assert not served.requests
 
 
-def test_an_index_that_lists_nothing_is_refused(tmp_path):
+def test_an_index_that_lists_nothing_is_refused(tmp_path: Path) -> None:
     directory = make_directory(tmp_path, "config.json", "model.safetensors.index.json")
     with pytest.raises(UserError, match="does not list the weight files"):
         find_or_download(str(directory))
@@ -420,26 +447,30 @@ def test_an_index_that_lists_nothing_is_refused(tmp_path):
         ("pythia-14m", "Did you mean EleutherAI/pythia-14m"),
     ],
 )
-def test_a_path_that_does_not_exist_says_what_to_give(name, message, served, root):
+def test_a_path_that_does_not_exist_says_what_to_give(
+    name: str, message: str, served: Hub, root: Path
+) -> None:
     with pytest.raises(UserError, match=f"checkpoint_dir {name} .*{message}"):
         find_or_download(name, root=root)
     assert not served.requests
 
 
-def test_a_file_is_no_model(tmp_path):
+def test_a_file_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(UserError, match="is a file, not a directory"):
         find_or_download(str(tmp_path / "model.safetensors"))
 
 
-def test_the_embedded_model_is_found_by_name(tmp_path, monkeypatch):
+def test_the_embedded_model_is_found_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(embedded, "path", lambda name: tmp_path / name)
     assert find_or_download("embedded:quickstart") == tmp_path / "quickstart/model"
     with pytest.raises(UserError, match="Embedded in ftkit: embedded:quickstart"):
         find_or_download("embedded:other")
 
 
-def test_importing_the_module_is_cheap():
+def test_importing_the_module_is_cheap() -> None:
     heavy = {"torch", "litgpt", "huggingface_hub"}
     code = f"import sys, ftkit.pretrained.hub; print({heavy!r} & {{*sys.modules}})"
     done = subprocess.run(

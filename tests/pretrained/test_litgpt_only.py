@@ -38,7 +38,7 @@ def train(server: Preloaded, common: list[str], tmp_path: Path) -> Callable[...,
         if not base.exists():
             make_litgpt_only(base, architecture)
         name = keys.pop("name", "out")
-        words = options(**SHORT | {"checkpoint_dir": base, "out_dir": tmp_path / name} | keys)
+        words = options(**SHORT | {"checkpoint_dir": base, "out_dir": tmp_path / name} | keys)  # type: ignore[operator]
         return server.run(command, *common, *words)
 
     return train
@@ -49,7 +49,10 @@ def train(server: Preloaded, common: list[str], tmp_path: Path) -> Callable[...,
     [name if name == ANY else pytest.param(name, marks=pytest.mark.slow) for name in LITGPT_ONLY],
 )
 def test_a_full_fine_tune_ends_as_a_model_that_litgpt_loads(
-    train, architecture: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    train: Callable[..., Attempt],
+    architecture: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "out"
     attempt = train(architecture, out_dir=out)
@@ -71,7 +74,10 @@ def test_a_full_fine_tune_ends_as_a_model_that_litgpt_loads(
 
 @pytest.mark.slow
 def test_every_command_takes_such_a_result(
-    train, tiny_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    train: Callable[..., Attempt],
+    tiny_data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "out"
     assert train(ANY).code == 0
@@ -88,7 +94,9 @@ def test_every_command_takes_such_a_result(
 
 
 @pytest.mark.slow
-def test_ranks_gather_the_same_result_and_a_run_goes_on(train, tmp_path: Path) -> None:
+def test_ranks_gather_the_same_result_and_a_run_goes_on(
+    train: Callable[..., Attempt], tmp_path: Path
+) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     assert train(ANY, name="one").code == 0
     sharded = {"name": "two", "devices": 2, "strategy": "fsdp", "train__micro_batch_size": 1}
@@ -96,12 +104,14 @@ def test_ranks_gather_the_same_result_and_a_run_goes_on(train, tmp_path: Path) -
     assert attempt.code == 0, attempt.output
     attempt = train(ANY, **sharded, resume="auto")
     assert attempt.code == 0, attempt.output
-    assert read_report(two).progress.steps == 5  # type: ignore[union-attr]
+    assert read_report(two).progress.steps == 5
     found, expected = litgpt_logits(two / "final"), litgpt_logits(one / "final")
     assert torch.allclose(found, expected, atol=1e-3)
 
 
-def test_lora_is_refused_before_training_with_a_word_that_works(train, tmp_path: Path) -> None:
+def test_lora_is_refused_before_training_with_a_word_that_works(
+    train: Callable[..., Attempt], tmp_path: Path
+) -> None:
     attempt = train(ANY, "finetune", lora_r=2)
     assert attempt.code == 2 and not (tmp_path / "out").exists()
     assert "Try ftkit finetune_full, whose result is a LitGPT directory" in attempt.output

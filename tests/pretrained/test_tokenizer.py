@@ -32,8 +32,8 @@ def write(directory: Path, *, adds_bos: bool = False, **settings: Any) -> Path:
 @pytest.mark.parametrize("adds_bos", [True, False])
 @pytest.mark.parametrize("name", ["Llama-3-8B", "model", "SmolLM2-135M-Instruct"])
 def test_texts_begin_with_bos_if_the_tokenizer_does_so_whatever_the_directorys_name(
-    adds_bos, name, tmp_path
-):
+    adds_bos: bool, name: str, tmp_path: Path
+) -> None:
     tokenizer = Tokenizer(
         write(tmp_path / name, adds_bos=adds_bos, bos_token="<s>", eos_token="</s>")
     )
@@ -46,14 +46,16 @@ def test_texts_begin_with_bos_if_the_tokenizer_does_so_whatever_the_directorys_n
 
 @pytest.mark.parametrize("adds_bos", [True, False])
 @pytest.mark.parametrize("asked", [True, False])
-def test_add_bos_token_of_the_settings_comes_first(adds_bos, asked, tmp_path):
+def test_add_bos_token_of_the_settings_comes_first(
+    adds_bos: bool, asked: bool, tmp_path: Path
+) -> None:
     directory = write(
         tmp_path, adds_bos=adds_bos, bos_token="<s>", eos_token="</s>", add_bos_token=asked
     )
     assert Tokenizer(directory).encode("a").tolist() == ([1, 3] if asked else [3])
 
 
-def test_special_tokens_that_the_text_itself_holds_are_kept_once(tmp_path):
+def test_special_tokens_that_the_text_itself_holds_are_kept_once(tmp_path: Path) -> None:
     tokenizer = Tokenizer(write(tmp_path, adds_bos=True, bos_token="<s>", eos_token="</s>"))
     for arguments in ({}, {"bos": False}, {"eos": True}):
         assert tokenizer.encode("<s>a</s>", **arguments).tolist() == [1, 3, 2]
@@ -69,20 +71,24 @@ def test_special_tokens_that_the_text_itself_holds_are_kept_once(tmp_path):
         ("config.json", {"eos_token_id": 2}),
     ],
 )
-def test_the_end_of_text_is_found_wherever_it_is_named(file, content, tmp_path):
+def test_the_end_of_text_is_found_wherever_it_is_named(
+    file: str, content: dict[str, Any], tmp_path: Path
+) -> None:
     write(tmp_path, eos_token="not in the vocabulary")
     (tmp_path / file).write_text(json.dumps(content))
     tokenizer = Tokenizer(tmp_path)
     assert (tokenizer.eos_id, tokenizer.bos_id, tokenizer.use_bos) == (2, None, False)
 
 
-def test_settings_that_are_not_needed_may_be_broken(tmp_path):
+def test_settings_that_are_not_needed_may_be_broken(tmp_path: Path) -> None:
     write(tmp_path, eos_token="</s>", bos_token="<s>")
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 2,}')
     assert Tokenizer(tmp_path).eos_id == 2
 
 
-def test_texts_are_neither_cut_nor_padded_whatever_tokenizer_json_was_last_used_for(tmp_path):
+def test_texts_are_neither_cut_nor_padded_whatever_tokenizer_json_was_last_used_for(
+    tmp_path: Path,
+) -> None:
     file = write(tmp_path, eos_token="</s>") / "tokenizer.json"
     processor = Processor.from_file(str(file))
     processor.enable_truncation(2)
@@ -91,7 +97,7 @@ def test_texts_are_neither_cut_nor_padded_whatever_tokenizer_json_was_last_used_
     assert Tokenizer(tmp_path).encode("a b a").tolist() == [3, 4, 3]
 
 
-def test_a_token_decoded_alone_keeps_its_space(tmp_path):
+def test_a_token_decoded_alone_keeps_its_space(tmp_path: Path) -> None:
     tokenizer = Tokenizer(write(tmp_path, eos_token="</s>"))
     assert "".join(tokenizer.decode_stream(torch.tensor([3, 4, 3]))).strip() == "a b a"
 
@@ -106,7 +112,9 @@ def test_a_token_decoded_alone_keeps_its_space(tmp_path):
         ("tokenizer_config.json", None, 'no end-of-text token.*Name it as "eos_token"'),
     ],
 )
-def test_what_is_wrong_is_named(file, content, message, tmp_path):
+def test_what_is_wrong_is_named(
+    file: str, content: str | None, message: str, tmp_path: Path
+) -> None:
     write(tmp_path, eos_token="</s>")
     (tmp_path / file).unlink()
     if content is not None:
@@ -115,7 +123,7 @@ def test_what_is_wrong_is_named(file, content, message, tmp_path):
         Tokenizer(tmp_path)
 
 
-def test_bos_cannot_be_asked_of_a_tokenizer_without_one(tmp_path):
+def test_bos_cannot_be_asked_of_a_tokenizer_without_one(tmp_path: Path) -> None:
     tokenizer = Tokenizer(write(tmp_path, eos_token="</s>"))
     with pytest.raises(UserError, match="no begin-of-text token"):
         tokenizer.encode("a", bos=True)
@@ -136,10 +144,10 @@ def sentencepiece_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_a_sentencepiece_model_alone_is_enough(sentencepiece_model):
+def test_a_sentencepiece_model_alone_is_enough(sentencepiece_model: Path) -> None:
     tokenizer = Tokenizer(sentencepiece_model)
     tokens = tokenizer.encode("the cat sat", eos=True)
-    assert (tokens[0], tokens[-1]) == (tokenizer.bos_id, tokenizer.eos_id) == (1, 2)
+    assert (tokens[0], tokens[-1]) == (tokenizer.bos_id, tokenizer.eos_id) == (1, 2)  # type: ignore[comparison-overlap]
     assert tokenizer.decode(tokens) == "the cat sat"
     assert "".join(tokenizer.decode_stream(tokens)) == "the cat sat"
     assert tokenizer.encode("the cat", bos=False)[0] != 1

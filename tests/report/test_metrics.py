@@ -3,6 +3,7 @@
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -34,17 +35,17 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "log.csv"
 
 
-def test_the_columns_of_metrics_are_exactly_these(path):
+def test_the_columns_of_metrics_are_exactly_these(path: Path) -> None:
     MetricsWriter(path).close()
     assert path.read_text() == "step,samples,loss,lr,grad_norm,tokens,tokens_per_s\n"
 
 
-def test_the_columns_of_validation_are_exactly_these(path):
+def test_the_columns_of_validation_are_exactly_these(path: Path) -> None:
     ValidationWriter(path).close()
     assert path.read_text() == "step,samples,val_loss,perplexity\n"
 
 
-def test_numbers_read_back_to_the_last_bit(path):
+def test_numbers_read_back_to_the_last_bit(path: Path) -> None:
     with MetricsWriter(path) as writer:
         writer.write(**ROW)
     (row,) = read_metrics(path)
@@ -54,7 +55,7 @@ def test_numbers_read_back_to_the_last_bit(path):
     }
 
 
-def test_a_row_is_in_the_file_before_write_returns(path):
+def test_a_row_is_in_the_file_before_write_returns(path: Path) -> None:
     writer = MetricsWriter(path)
     for step in range(1, 4):
         writer.write(**{**ROW, "step": step})
@@ -64,21 +65,21 @@ def test_a_row_is_in_the_file_before_write_returns(path):
 
 @pytest.mark.parametrize("missing", [None, math.nan])
 @pytest.mark.parametrize("column", ["loss", "lr", "grad_norm", "tokens_per_s"])
-def test_a_missing_number_is_an_empty_cell(column, missing, path):
+def test_a_missing_number_is_an_empty_cell(column: str, missing: float | None, path: Path) -> None:
     with MetricsWriter(path) as writer:
         writer.write(**{**ROW, column: missing})
     assert read_metrics(path) == [{**ROW, column: None}]
     assert "nan" not in path.read_text().lower()
 
 
-def test_numpy_numbers_are_written_as_numbers(path):
+def test_numpy_numbers_are_written_as_numbers(path: Path) -> None:
     with MetricsWriter(path) as writer:
         writer.write(**{**ROW, "loss": numpy.float64(1.5), "lr": numpy.float32(0.5)})
     (row,) = read_metrics(path)
     assert (row["loss"], row["lr"]) == (1.5, 0.5)
 
 
-def test_validation_rows_carry_the_perplexity(path):
+def test_validation_rows_carry_the_perplexity(path: Path) -> None:
     with ValidationWriter(path) as writer:
         writer.write(step=0, samples=0, val_loss=2.0)
         writer.write(step=10, samples=160, val_loss=None)
@@ -92,31 +93,31 @@ def test_validation_rows_carry_the_perplexity(path):
     ]
 
 
-def test_perplexity_is_infinite_where_no_float_can_hold_it():
+def test_perplexity_is_infinite_where_no_float_can_hold_it() -> None:
     assert perplexity(0.0) == 1.0
     assert perplexity(1e4) == math.inf
 
 
-def test_half_a_row_is_not_read(path):
+def test_half_a_row_is_not_read(path: Path) -> None:
     with MetricsWriter(path) as writer:
         writer.write(**ROW)
     path.write_text(path.read_text() + "2,32,0.1")
     assert read_metrics(path) == [ROW]
 
 
-def test_a_new_run_starts_a_new_file(path):
+def test_a_new_run_starts_a_new_file(path: Path) -> None:
     for _ in range(2):
         with MetricsWriter(path) as writer:
             writer.write(**ROW)
     assert len(read_metrics(path)) == 1
 
 
-def test_a_full_disk_is_an_error_of_the_system():
+def test_a_full_disk_is_an_error_of_the_system() -> None:
     with pytest.raises(OSError, match="No space left"):
         MetricsWriter(Path("/dev/full"))
 
 
-def test_a_row_that_does_not_fit_waits_and_the_file_is_whole_meanwhile(path):
+def test_a_row_that_does_not_fit_waits_and_the_file_is_whole_meanwhile(path: Path) -> None:
     writer = MetricsWriter(path)
     writer.write(**ROW)
     writer._file = DiskFullAfter(writer._file, room=10)
@@ -124,14 +125,14 @@ def test_a_row_that_does_not_fit_waits_and_the_file_is_whole_meanwhile(path):
         writer.write(**{**ROW, "step": step})
         assert "No space left" in str(writer.failure)
         assert read_metrics(path) == [ROW]
-    writer._file.room = 10_000
+    writer._file.room = 10_000  # type: ignore[attr-defined]
     writer.write(**{**ROW, "step": 4})
     assert writer.failure is None
     assert steps_in(path) == [1, 2, 3, 4]
     assert path.read_text().count("\n") == 5
 
 
-def test_a_validation_that_is_repeated_has_one_row(tmp_path):
+def test_a_validation_that_is_repeated_has_one_row(tmp_path: Path) -> None:
     path = tmp_path / "validation.csv"
     for start in ({}, {"after_step": 8}):
         with ValidationWriter(path, **start) as writer:
@@ -141,16 +142,16 @@ def test_a_validation_that_is_repeated_has_one_row(tmp_path):
     assert [row["step"] for row in read_validation(path)] == [8, 12]
 
 
-def test_rows_that_wait_are_written_at_the_end_if_there_is_space(path):
+def test_rows_that_wait_are_written_at_the_end_if_there_is_space(path: Path) -> None:
     with MetricsWriter(path) as writer:
         writer._file = DiskFullAfter(writer._file, room=10)
         writer.write(**ROW)
-        writer._file.room = 10_000
+        writer._file.room = 10_000  # type: ignore[attr-defined]
     assert read_metrics(path) == [ROW]
 
 
 def steps_in(path: Path) -> list[int]:
-    return [row["step"] for row in read_metrics(path)]
+    return [row["step"] for row in read_metrics(path)]  # type: ignore[misc]
 
 
 def write_steps(path: Path, steps: range, **start: int) -> None:
@@ -160,7 +161,7 @@ def write_steps(path: Path, steps: range, **start: int) -> None:
 
 
 @pytest.mark.parametrize("ending", ["", "8,13", "7,112,0.1,,,4096,", "\0\0\0\0", "\0\0\n"])
-def test_a_run_that_continues_appends_after_its_last_whole_row(ending, path):
+def test_a_run_that_continues_appends_after_its_last_whole_row(ending: str, path: Path) -> None:
     write_steps(path, range(1, 6))
     with path.open("a") as file:
         file.write(ending)
@@ -170,14 +171,14 @@ def test_a_run_that_continues_appends_after_its_last_whole_row(ending, path):
 
 
 @pytest.mark.parametrize("content", [None, "", "step,sam"])
-def test_without_rows_to_continue_a_new_file_begins(content, path):
+def test_without_rows_to_continue_a_new_file_begins(content: str | None, path: Path) -> None:
     if content is not None:
         path.write_text(content)
     write_steps(path, range(6, 9), after_step=5)
     assert steps_in(path) == [6, 7, 8]
 
 
-def test_rows_after_the_start_must_be_gone_before_a_run_continues(path):
+def test_rows_after_the_start_must_be_gone_before_a_run_continues(path: Path) -> None:
     write_steps(path, range(1, 9))
     before = path.read_bytes()
     with pytest.raises(ValueError, match="has a row of step 8, after 5"):
@@ -185,14 +186,16 @@ def test_rows_after_the_start_must_be_gone_before_a_run_continues(path):
     assert path.read_bytes() == before
 
 
-def test_a_table_of_something_else_is_not_continued(path):
+def test_a_table_of_something_else_is_not_continued(path: Path) -> None:
     ValidationWriter(path).close()
     with pytest.raises(UserError, match="has other columns than step,samples,loss"):
         MetricsWriter(path, after_step=5)
 
 
 @pytest.mark.parametrize("half", ["", "9,14"])
-def test_later_rows_are_moved_with_a_header_of_their_own(half, path, tmp_path):
+def test_later_rows_are_moved_with_a_header_of_their_own(
+    half: str, path: Path, tmp_path: Path
+) -> None:
     write_steps(path, range(1, 9))
     original = path.read_text()
     path.write_text(original + half)
@@ -205,7 +208,9 @@ def test_later_rows_are_moved_with_a_header_of_their_own(half, path, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["log.csv", "set_aside"]
 
 
-def test_only_half_a_row_after_the_start_is_dropped_and_nothing_set_aside(path, tmp_path):
+def test_only_half_a_row_after_the_start_is_dropped_and_nothing_set_aside(
+    path: Path, tmp_path: Path
+) -> None:
     write_steps(path, range(1, 6))
     whole = path.read_text()
     path.write_text(whole + "6,96,0.")
@@ -215,7 +220,9 @@ def test_only_half_a_row_after_the_start_is_dropped_and_nothing_set_aside(path, 
 
 
 @pytest.mark.parametrize("content", [None, "", "step,sam", "step,samples,val_loss,perplexity\n"])
-def test_where_there_are_no_rows_none_are_cut(content, path, tmp_path):
+def test_where_there_are_no_rows_none_are_cut(
+    content: str | None, path: Path, tmp_path: Path
+) -> None:
     if content is not None:
         path.write_text(content)
     assert cut_rows(path, 0, tmp_path / "aside.csv") == 0
@@ -223,7 +230,7 @@ def test_where_there_are_no_rows_none_are_cut(content, path, tmp_path):
     assert not (tmp_path / "aside.csv").exists()
 
 
-def test_validation_rows_are_cut_and_continued_too(path, tmp_path):
+def test_validation_rows_are_cut_and_continued_too(path: Path, tmp_path: Path) -> None:
     for start, steps in ((None, (0, 10, 20)), (10, (20, 30))):
         if start is not None:
             assert cut_rows(path, start, tmp_path / "aside.csv") == 1
@@ -234,7 +241,9 @@ def test_validation_rows_are_cut_and_continued_too(path, tmp_path):
     assert [row["step"] for row in read_validation(tmp_path / "aside.csv")] == [20]
 
 
-def test_a_disk_that_is_full_while_rows_are_cut_loses_none(path, tmp_path, monkeypatch):
+def test_a_disk_that_is_full_while_rows_are_cut_loses_none(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_steps(path, range(1, 9))
     before = path.read_bytes()
 
@@ -250,19 +259,21 @@ def test_a_disk_that_is_full_while_rows_are_cut_loses_none(path, tmp_path, monke
 class DiskFullAfter:
     """A file that takes only so many bytes of a write."""
 
-    def __init__(self, file, room):
+    def __init__(self, file: Any, room: Any) -> None:
         self._file = file
         self.room = room
 
-    def write(self, line):
+    def write(self, line: Any) -> Any:
         return self._file.write(line[: self.room])
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: Any) -> Any:
         return getattr(self._file, name)
 
 
 @pytest.mark.parametrize("block", [1, 2, 7, 64, 10_000])
-def test_rows_are_cut_alike_however_the_file_is_read(block, path, tmp_path, monkeypatch):
+def test_rows_are_cut_alike_however_the_file_is_read(
+    block: int, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_steps(path, range(1, 30))
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines) + "30,4")
@@ -277,7 +288,7 @@ def test_rows_are_cut_alike_however_the_file_is_read(block, path, tmp_path, monk
     assert path.read_text() == lines[0]
 
 
-def test_rows_far_into_a_long_file_are_cut_without_reading_it(path, tmp_path):
+def test_rows_far_into_a_long_file_are_cut_without_reading_it(path: Path, tmp_path: Path) -> None:
     write_steps(path, range(1, 3))
     header, row, _ = path.read_text().splitlines(keepends=True)
     rest = row.partition(",")[2]

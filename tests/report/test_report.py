@@ -11,6 +11,7 @@ import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -200,31 +201,31 @@ def text_of(report: Report, width: int = 80, **options: object) -> str:
     """What render shows in a file."""
     console = Console(file=io.StringIO(), width=width)
     console.print(render(report, **options))
-    return console.file.getvalue()
+    return console.file.getvalue()  # type: ignore[attr-defined]
 
 
 class TestFile:
     @pytest.mark.parametrize("report", [COMPLETED, FAILED], ids=["completed", "failed"])
-    def test_a_report_reads_back_equal(self, report, tmp_path):
+    def test_a_report_reads_back_equal(self, report: Report, tmp_path: Path) -> None:
         path = write_report(report, tmp_path / "new" / "run")
         assert path.name == "report.json"
         assert read_report(path) == report
         assert read_report(path.parent) == report
 
-    def test_the_keys_are_the_names_of_the_fields(self, tmp_path):
+    def test_the_keys_are_the_names_of_the_fields(self, tmp_path: Path) -> None:
         content = json.loads(write_report(COMPLETED, tmp_path).read_text())
         assert content == json.loads(json.dumps(dataclasses.asdict(COMPLETED)))
         assert content["schema_version"] == 2
         assert content["outcome"] == "completed"
         assert content["phases_s"]["set_up"] == 12.3
 
-    def test_what_was_not_reached_is_null(self, tmp_path):
+    def test_what_was_not_reached_is_null(self, tmp_path: Path) -> None:
         content = json.loads(write_report(FAILED, tmp_path).read_text())
         assert content["throughput"] is None
         assert content["loss"] is None
 
     @pytest.mark.parametrize("module", [report_module, memory_module])
-    def test_every_field_is_defined_in_the_string_below_it(self, module):
+    def test_every_field_is_defined_in_the_string_below_it(self, module: Any) -> None:
         undefined = [
             f"{section.name}.{ast.unparse(field.target)}"
             for section in ast.parse(inspect.getsource(module)).body
@@ -234,7 +235,7 @@ class TestFile:
         ]
         assert undefined == []
 
-    def test_numbers_that_are_not_finite_become_null(self, tmp_path):
+    def test_numbers_that_are_not_finite_become_null(self, tmp_path: Path) -> None:
         report = dataclasses.replace(
             FAILED, loss=Loss(first=2.0, last=math.nan, perplexity=math.inf)
         )
@@ -242,7 +243,9 @@ class TestFile:
         assert content["loss"]["last"] is None
         assert content["loss"]["perplexity"] is None
 
-    def test_a_write_that_fails_leaves_the_old_report_and_nothing_else(self, tmp_path, monkeypatch):
+    def test_a_write_that_fails_leaves_the_old_report_and_nothing_else(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         write_report(FAILED, tmp_path)
 
         def no_space(descriptor: int) -> None:
@@ -254,7 +257,7 @@ class TestFile:
         assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
         assert read_report(tmp_path) == FAILED
 
-    def test_a_report_from_before_the_memory_of_steps_is_read(self, tmp_path):
+    def test_a_report_from_before_the_memory_of_steps_is_read(self, tmp_path: Path) -> None:
         content = json.loads(write_report(COMPLETED, tmp_path).read_text())
         del content["step_memory"]
         content["schema_version"] = 1
@@ -262,7 +265,7 @@ class TestFile:
         before = dataclasses.replace(COMPLETED, schema_version=1, step_memory=None)
         assert read_report(tmp_path) == before
 
-    def test_unknown_keys_of_this_version_are_passed_over(self, tmp_path):
+    def test_unknown_keys_of_this_version_are_passed_over(self, tmp_path: Path) -> None:
         content = json.loads(write_report(COMPLETED, tmp_path).read_text())
         content["energy"] = {"joules": 5}
         content["loss"]["median"] = 1.5
@@ -282,14 +285,16 @@ class TestFile:
             (json.dumps({**dataclasses.asdict(FAILED), "loss": [1.0]}), "not a report"),
         ],
     )
-    def test_what_is_no_report_of_this_version_is_refused(self, content, reason, tmp_path):
+    def test_what_is_no_report_of_this_version_is_refused(
+        self, content: str, reason: str, tmp_path: Path
+    ) -> None:
         path = tmp_path / "report.json"
         path.write_text(content)
         with pytest.raises(UserError, match=reason) as raised:
             read_report(path)
         assert str(path) in str(raised.value)
 
-    def test_a_missing_report_is_the_users_to_mend(self, tmp_path):
+    def test_a_missing_report_is_the_users_to_mend(self, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"report\.json cannot be read"):
             read_report(tmp_path)
 
@@ -297,7 +302,7 @@ class TestFile:
 class TestTokens:
     """An access token reaches no file."""
 
-    def test_the_recipe_in_the_report_never_has_an_access_token(self):
+    def test_the_recipe_in_the_report_never_has_an_access_token(self) -> None:
         recipe = Recipe(
             checkpoint_dir="x",
             access_token="my secret",
@@ -308,7 +313,7 @@ class TestTokens:
         assert content["data"] == {"class_path": "litgpt.data.LIMA", "init_args": {}}
         assert "my secret" not in json.dumps(content)
 
-    def test_the_recipe_keeps_its_defaults(self):
+    def test_the_recipe_keeps_its_defaults(self) -> None:
         content = recipe_as_dict(LoraRecipe(checkpoint_dir="x"))
         assert content["train"]["global_batch_size"] == 16
         assert content["out_dir"] == "out/finetune/lora"
@@ -325,18 +330,18 @@ class TestTokens:
             ["--exit_reason", f"got {TOKEN}"],
         ],
     )
-    def test_the_command_shows_no_token(self, argv):
+    def test_the_command_shows_no_token(self, argv: list[str]) -> None:
         shown = without_tokens(["ftkit", "finetune", *argv, "--seed", "3"])
         assert "my-secret" not in " ".join(shown)
         assert TOKEN not in " ".join(shown)
         assert len(shown) == len(argv) + 4
         assert shown[-2:] == ["--seed", "3"]
 
-    def test_other_arguments_stay_as_they_were(self):
+    def test_other_arguments_stay_as_they_were(self) -> None:
         argv = ["ftkit", "finetune", "--train.max_tokens=3", "--out_dir", "out/hf_model"]
         assert without_tokens(argv) == argv
 
-    def test_no_hub_token_is_written_wherever_it_stands(self, tmp_path):
+    def test_no_hub_token_is_written_wherever_it_stands(self, tmp_path: Path) -> None:
         report = dataclasses.replace(
             FAILED,
             exit_reason=f"401 for {TOKEN}",
@@ -351,7 +356,7 @@ class TestTokens:
 class TestThroughput:
     """The window: training steps without the first few."""
 
-    def test_the_first_three_steps_lie_outside_the_window(self):
+    def test_the_first_three_steps_lie_outside_the_window(self) -> None:
         meter = ThroughputMeter()
         for duration_s in (60.0, 5.0, 5.0):
             meter.add(duration_s=duration_s, tokens=999, samples=9)
@@ -366,7 +371,7 @@ class TestThroughput:
             tokens_per_s_per_device=50.0,
         )
 
-    def test_steps_of_unequal_length_are_weighed_by_their_time(self):
+    def test_steps_of_unequal_length_are_weighed_by_their_time(self) -> None:
         meter = ThroughputMeter()
         for duration_s, tokens in ((1.0, 100), (3.0, 700), (4.0, 800)):
             meter.add(duration_s=duration_s, tokens=tokens, samples=2)
@@ -378,14 +383,16 @@ class TestThroughput:
         ("steps", "window_steps"),
         [(1, 1), (2, 2), (3, 3), (4, 3), (7, 6), (8, 6), (11, 9), (12, 9), (100, 97)],
     )
-    def test_never_more_than_a_quarter_of_the_steps_is_left_out(self, steps, window_steps):
+    def test_never_more_than_a_quarter_of_the_steps_is_left_out(
+        self, steps: int, window_steps: int
+    ) -> None:
         meter = ThroughputMeter()
         for _ in range(steps):
             meter.add(duration_s=1.0, tokens=10, samples=1)
         assert meter.result(world_size=1).window_steps == window_steps
         assert meter.result(world_size=1).tokens_per_s == pytest.approx(10)
 
-    def test_steps_in_which_memory_was_followed_are_no_speed(self):
+    def test_steps_in_which_memory_was_followed_are_no_speed(self) -> None:
         meter = ThroughputMeter()
         for step in range(25):
             followed = step in (1, 20)
@@ -400,7 +407,7 @@ class TestThroughput:
         assert (speed.window_steps, speed.window_s, speed.tokens_per_s) == (21, 10.5, 200.0)
         assert meter.step_times() == StepTimes(forward=0.25, backward=0.25, total=0.5)
 
-    def test_of_two_steps_the_one_whose_memory_was_not_followed_is_the_speed(self):
+    def test_of_two_steps_the_one_whose_memory_was_not_followed_is_the_speed(self) -> None:
         meter = ThroughputMeter()
         for duration_s in (1.0, 5.0):
             meter.add(duration_s=duration_s, tokens=10, samples=1, follows_memory=duration_s == 5.0)
@@ -408,19 +415,21 @@ class TestThroughput:
         assert meter.result(world_size=1).tokens_per_s == 10
 
     @pytest.mark.parametrize(("steps", "window_steps"), [(1, 1), (2, 2), (4, 3)])
-    def test_where_the_memory_of_all_was_followed_they_are_the_speed(self, steps, window_steps):
+    def test_where_the_memory_of_all_was_followed_they_are_the_speed(
+        self, steps: int, window_steps: int
+    ) -> None:
         meter = ThroughputMeter()
         for _ in range(steps):
             meter.add(duration_s=2.0, tokens=10, samples=1, follows_memory=True)
         assert meter.result(world_size=1).window_steps == window_steps
         assert meter.result(world_size=1).tokens_per_s == 5
 
-    def test_before_the_first_step_there_is_no_speed(self):
+    def test_before_the_first_step_there_is_no_speed(self) -> None:
         assert ThroughputMeter().result(world_size=1) is None
 
 
 class TestPeakMemory:
-    def test_the_maxima_are_over_the_ranks(self):
+    def test_the_maxima_are_over_the_ranks(self) -> None:
         memory = PeakMemory.of(
             [
                 RankMemory(rank=0, allocated_bytes=5, reserved_bytes=9, rss_bytes=1),
@@ -434,7 +443,7 @@ class TestPeakMemory:
 class TestMachine:
     """What the run ran on."""
 
-    def test_host_memory_is_read_from_proc(self, tmp_path):
+    def test_host_memory_is_read_from_proc(self, tmp_path: Path) -> None:
         status = tmp_path / "status"
         status.write_text(
             "Name:\tpython\nVmHWM:\t  9000 kB\nVmRSS:\t  8000 kB\n"
@@ -442,28 +451,30 @@ class TestMachine:
         )
         assert hardware_module.host_memory(status) == (8000 * 1024, 6000 * 1024, 9000 * 1024)
 
-    def test_host_memory_without_proc_comes_from_the_system(self, tmp_path):
+    def test_host_memory_without_proc_comes_from_the_system(self, tmp_path: Path) -> None:
         without = hardware_module.host_memory(tmp_path / "absent")
         assert without.rss_bytes == pytest.approx(hardware_module.host_memory().rss_bytes, rel=0.2)
         assert without.peak_rss_bytes >= without.rss_bytes
 
-    def test_new_memory_shows(self):
+    def test_new_memory_shows(self) -> None:
         before = hardware_module.host_memory().rss_anon_plus_shmem_bytes
         block = bytearray(os.urandom(64 * 2**20))
         assert hardware_module.host_memory().rss_anon_plus_shmem_bytes >= before + len(block) // 2
 
-    def test_the_machine_is_described_without_its_name(self):
+    def test_the_machine_is_described_without_its_name(self) -> None:
         found = hardware_module.hardware()
         assert found.cpu
-        assert found.logical_cores >= 1
-        assert found.memory_bytes > 0
+        assert found.logical_cores >= 1  # type: ignore[operator]
+        assert found.memory_bytes > 0  # type: ignore[operator]
         assert os.uname().nodename not in dataclasses.asdict(found).values()
 
-    def test_without_the_nvidia_library_there_are_no_gpus(self, monkeypatch):
+    def test_without_the_nvidia_library_there_are_no_gpus(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setitem(sys.modules, "pynvml", None)
         assert hardware_module.hardware().gpus == []
 
-    def test_gpus_come_from_nvml(self, monkeypatch):
+    def test_gpus_come_from_nvml(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "pynvml", TWO_GPUS)
         found = hardware_module.hardware()
         assert found.gpus == [
@@ -472,7 +483,9 @@ class TestMachine:
         ]
         assert (found.driver, found.cuda) == ("580.65", "13.2")
 
-    def test_the_gpu_that_is_asked_how_busy_it_is_is_the_one_that_computes(self, monkeypatch):
+    def test_the_gpu_that_is_asked_how_busy_it_is_is_the_one_that_computes(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """NVML counts other GPUs, and in another order, than CUDA: only the UUID is the same."""
         monkeypatch.setitem(sys.modules, "pynvml", TWO_GPUS)
         of_cuda = {0: SimpleNamespace(uuid="second"), 1: SimpleNamespace(uuid="first")}
@@ -484,7 +497,7 @@ class TestMachine:
             found._sample(index)
             assert found.mean() == pytest.approx(busy)
 
-    def test_versions_are_those_installed(self):
+    def test_versions_are_those_installed(self) -> None:
         found = hardware_module.versions()
         assert {"python", "torch", "lightning", "litgpt"} <= set(found)
         assert "deepspeed" not in found or found["deepspeed"]
@@ -518,7 +531,7 @@ TWO_GPUS = SimpleNamespace(
 class TestTable:
     """What people read."""
 
-    def test_a_completed_run_shows_every_measurement(self):
+    def test_a_completed_run_shows_every_measurement(self) -> None:
         shown = " ".join(text_of(COMPLETED, width=120, out_dir=Path("out/run")).split())
         for expected in (
             "ftkit lora on TinyLlama/TinyLlama_v1.1",
@@ -548,13 +561,13 @@ class TestTable:
             assert expected in shown
         assert "validation data" not in shown
 
-    def test_a_run_that_failed_at_once_shows_its_reason_and_nothing_empty(self):
+    def test_a_run_that_failed_at_once_shows_its_reason_and_nothing_empty(self) -> None:
         shown = text_of(FAILED)
         assert "failed  data.json does not exist (during set-up)" in shown
         assert "None" not in shown
         assert len(shown.splitlines()) == 2
 
-    def test_out_of_memory_shows_how_far_it_came(self):
+    def test_out_of_memory_shows_how_far_it_came(self) -> None:
         report = dataclasses.replace(
             COMPLETED,
             outcome="out_of_memory",
@@ -578,7 +591,7 @@ class TestTable:
         assert "throughput" not in shown
         assert "result" not in shown
 
-    def test_a_session_says_where_it_went_on_from_and_what_it_saved(self):
+    def test_a_session_says_where_it_went_on_from_and_what_it_saved(self) -> None:
         report = dataclasses.replace(
             COMPLETED,
             outcome="stopped",
@@ -617,7 +630,7 @@ class TestTable:
         assert shown["changed"] == "optimizer.lr: 0.001 -> 0.002"
         assert shown["checkpoint"] == "out/run/checkpoints/step-00000300"
 
-    def test_sections_with_nothing_in_them_have_no_row(self):
+    def test_sections_with_nothing_in_them_have_no_row(self) -> None:
         report = dataclasses.replace(
             FAILED,
             resolved=Resolved(),
@@ -632,13 +645,13 @@ class TestTable:
 
     @pytest.mark.parametrize("width", [20, 80, 200])
     @pytest.mark.parametrize("report", [COMPLETED, FAILED], ids=["completed", "failed"])
-    def test_lines_fit_the_width_in_plain_ascii(self, report, width):
+    def test_lines_fit_the_width_in_plain_ascii(self, report: Report, width: int) -> None:
         shown = text_of(report, width=width)
         assert shown.isascii() or width < 80
         assert "\x1b" not in shown
         assert max(map(len, shown.splitlines())) <= width
 
-    def test_answers_cannot_write_to_the_terminal(self):
+    def test_answers_cannot_write_to_the_terminal(self) -> None:
         report = dataclasses.replace(
             FAILED,
             exit_reason="bad\x1b[2J",
@@ -672,7 +685,7 @@ class TestWords:
             (360_000, "100 h 00 min"),
         ],
     )
-    def test_durations(self, seconds, text):
+    def test_durations(self, seconds: float, text: str) -> None:
         assert duration_text(seconds) == text
 
     @pytest.mark.parametrize(
@@ -688,7 +701,7 @@ class TestWords:
             (10_000 * 86400, "10,000 days"),
         ],
     )
-    def test_ages(self, seconds, text):
+    def test_ages(self, seconds: float, text: str) -> None:
         assert age_text(seconds) == text
 
     @pytest.mark.parametrize(
@@ -704,7 +717,7 @@ class TestWords:
             (2000 * GIB, "2,000.0 GiB"),
         ],
     )
-    def test_bytes(self, count, text):
+    def test_bytes(self, count: int, text: str) -> None:
         assert bytes_text(count) == text
 
     @pytest.mark.parametrize(
@@ -718,19 +731,19 @@ class TestWords:
             (7, "7"),
         ],
     )
-    def test_numbers(self, value, text):
+    def test_numbers(self, value: float, text: str) -> None:
         assert number_text(value) == text
 
     @pytest.mark.parametrize(
         ("fraction", "text"), [(0.412, "41.2 %"), (0, "0 %"), (1, "100 %"), (0.004079, "0.408 %")]
     )
-    def test_percentages(self, fraction, text):
+    def test_percentages(self, fraction: float, text: str) -> None:
         assert percent_text(fraction) == text
 
-    def test_printable_text_keeps_its_lines(self):
+    def test_printable_text_keeps_its_lines(self) -> None:
         assert printable("a\x1b[1;31mb\r\nc\td\x07") == "ab\nc   d"
 
-    def test_shortened_text_is_one_line_within_the_limit(self):
+    def test_shortened_text_is_one_line_within_the_limit(self) -> None:
         assert shortened("a\n  b") == "a b"
         assert len(shortened("word " * 100)) <= 240
         assert shortened("word " * 100).endswith(" ...")

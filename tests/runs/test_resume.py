@@ -7,13 +7,14 @@ import io
 import shlex
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoints import save
-from command import NO_TORCH
+from command import NO_TORCH, Command
 from runs import content
 from saved_runs import LAST, ended, recipe, save_run, write_rows
 
@@ -26,7 +27,7 @@ from ftkit.console.display import Display
 from ftkit.errors import UserError
 from ftkit.launch.conclude import conclude
 from ftkit.launch.supervisor import prepare
-from ftkit.report.report import Progress, read_report, write_report
+from ftkit.report.report import OutcomeName, Progress, read_report, write_report
 from ftkit.runs.job import Job, RankError, StopAfter
 from ftkit.runs.resume import (
     Completed,
@@ -42,7 +43,7 @@ from ftkit.runs.resume import (
 
 
 @pytest.fixture
-def out(tmp_path) -> Path:
+def out(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
@@ -71,27 +72,29 @@ def damage(file: Path) -> None:
 # --- Which checkpoint ---------------------------------------------------------------------------
 
 
-def test_without_resume_a_run_begins(out):
+def test_without_resume_a_run_begins(out: Path) -> None:
     save_run(recipe(out), 5)
     assert find_start(recipe(out)) is None
 
 
 @pytest.mark.parametrize("resume", ["true", "auto"])
-def test_the_newest_checkpoint_is_found(out, resume):
+def test_the_newest_checkpoint_is_found(out: Path, resume: str) -> None:
     store = save_run(recipe(out), 5, 10)
     start = found(recipe(out, resume=resume))
     assert (start.checkpoint, start.metadata.step) == (store.path(10).resolve(), 10)
     assert start.in_place and start.changes == ()
 
 
-def test_a_step_is_found(out):
+def test_a_step_is_found(out: Path) -> None:
     save_run(recipe(out), 5, 10)
     start = found(recipe(out, resume=5))
     assert start.metadata.step == 5 and start.in_place
 
 
 @pytest.mark.parametrize("where", [".", "checkpoints", "checkpoints/step-00000010"])
-def test_a_path_is_a_run_its_checkpoints_or_one_of_them(out, tmp_path, where):
+def test_a_path_is_a_run_its_checkpoints_or_one_of_them(
+    out: Path, tmp_path: Path, where: str
+) -> None:
     store = save_run(recipe(out), 5, 10)
     start = found(recipe(tmp_path / "other", resume=out / where))
     assert start.checkpoint == store.path(10).resolve()
@@ -99,13 +102,13 @@ def test_a_path_is_a_run_its_checkpoints_or_one_of_them(out, tmp_path, where):
     assert found(recipe(out, resume=out / where)).in_place
 
 
-def test_a_checkpoint_may_be_renamed_and_lie_anywhere(out, tmp_path):
+def test_a_checkpoint_may_be_renamed_and_lie_anywhere(out: Path, tmp_path: Path) -> None:
     save_run(recipe(out), 5).path(5).rename(tmp_path / "copy")
     start = found(recipe(out, resume=tmp_path / "copy"))
     assert start.metadata.step == 5 and not start.in_place
 
 
-def test_auto_begins_where_there_is_nothing(out):
+def test_auto_begins_where_there_is_nothing(out: Path) -> None:
     assert find_start(recipe(out, resume="auto")) is None
     save_run(recipe(out))
     assert find_start(recipe(out, resume="auto")) is None
@@ -122,18 +125,18 @@ def test_auto_begins_where_there_is_nothing(out):
     ],
     ids=str,
 )
-def test_what_is_not_there_is_refused(out, keys, message):
+def test_what_is_not_there_is_refused(out: Path, keys: dict[str, Any], message: str) -> None:
     out.mkdir()
     assert message.format(out=out) in refusal(recipe(out, **keys))
     assert content(out) == {}
 
 
-def test_an_unknown_step_names_those_there_are(out):
+def test_an_unknown_step_names_those_there_are(out: Path) -> None:
     save_run(recipe(out), 5, 10)
     assert "There are 5, 10. Try --resume 10." in refusal(recipe(out, resume=7))
 
 
-def test_a_directory_without_a_checkpoint_is_refused(out, tmp_path):
+def test_a_directory_without_a_checkpoint_is_refused(out: Path, tmp_path: Path) -> None:
     save_run(recipe(out))
     assert "there is no checkpoint in it" in refusal(recipe(tmp_path / "b", resume=out))
 
@@ -152,14 +155,14 @@ def test_a_directory_without_a_checkpoint_is_refused(out, tmp_path):
         ("{out}/../other", False),
     ],
 )
-def test_a_run_goes_on_in_its_own_directory(out, resume, in_place):
+def test_a_run_goes_on_in_its_own_directory(out: Path, resume: str, in_place: bool) -> None:
     assert resumes_in_place(recipe(out, resume=resume.format(out=out))) is in_place
 
 
 # --- What is compared ---------------------------------------------------------------------------
 
 
-def test_every_fixed_value_that_differs_is_named_with_what_works(out):
+def test_every_fixed_value_that_differs_is_named_with_what_works(out: Path) -> None:
     save_run(recipe(out), 5)
     message = refusal(recipe(out, resume="auto", lora_r=16, seed=1))
     assert "lora_r 8 -> 16" in message and "seed 1337 -> 1" in message
@@ -167,18 +170,18 @@ def test_every_fixed_value_that_differs_is_named_with_what_works(out):
 
 
 @pytest.mark.parametrize(("saved", "now"), [("lora", "full"), ("full", "lora")])
-def test_a_checkpoint_of_another_method_is_refused(out, saved, now):
+def test_a_checkpoint_of_another_method_is_refused(out: Path, saved: str, now: str) -> None:
     save_run(recipe(out, saved), 5)
     assert f"method {saved} -> {now}" in refusal(recipe(out, now, resume="auto"))
 
 
-def test_tunable_values_are_noted(out):
+def test_tunable_values_are_noted(out: Path) -> None:
     save_run(recipe(out), 5)
     start = found(recipe(out, resume="auto", train__epochs=3, optimizer__lr=1e-3))
     assert start.changes == ("train.epochs 2 -> 3", "optimizer.lr empty -> 0.001")
 
 
-def test_saying_what_was_left_open_is_no_change(out):
+def test_saying_what_was_left_open_is_no_change(out: Path) -> None:
     save_run(recipe(out), 5)
     asked = recipe(out, resume="auto", precision="bf16-mixed", train__max_seq_length=512)
     assert found(asked).changes == ()
@@ -196,7 +199,7 @@ def completion(asked: Recipe) -> str:
 
 
 @pytest.mark.parametrize("resume", ["true", "auto"])
-def test_a_complete_run_says_so_and_what_would_continue_it(out, resume):
+def test_a_complete_run_says_so_and_what_would_continue_it(out: Path, resume: str) -> None:
     save_run(recipe(out), LAST)
     ended(out, "completed", LAST, result=True)
     text = completion(recipe(out, resume=resume))
@@ -218,7 +221,9 @@ def test_a_complete_run_says_so_and_what_would_continue_it(out, resume):
         ({"train__max_time": 60}, {"train__max_time": 60}, False),
     ],
 )
-def test_a_complete_run_goes_on_if_there_is_more_to_do(out, before, now, goes_on):
+def test_a_complete_run_goes_on_if_there_is_more_to_do(
+    out: Path, before: dict[str, Any], now: dict[str, Any], goes_on: bool
+) -> None:
     save_run(recipe(out, **before), LAST)
     ended(out, "completed", LAST, result=True)
     asked = recipe(out, resume="auto", **now)
@@ -228,7 +233,7 @@ def test_a_complete_run_goes_on_if_there_is_more_to_do(out, before, now, goes_on
         assert "is complete" in completion(asked)
 
 
-def test_a_run_that_its_time_ended_is_complete_until_it_gets_more(out):
+def test_a_run_that_its_time_ended_is_complete_until_it_gets_more(out: Path) -> None:
     save_run(recipe(out, train__max_time=60), 10)
     ended(out, "completed", 10, result=True)
     text = completion(recipe(out, resume="auto", train__max_time=60))
@@ -237,33 +242,33 @@ def test_a_run_that_its_time_ended_is_complete_until_it_gets_more(out):
     assert found(recipe(out, resume="auto"))
 
 
-def test_a_run_whose_result_is_missing_is_not_complete(out):
+def test_a_run_whose_result_is_missing_is_not_complete(out: Path) -> None:
     save_run(recipe(out), LAST)
     assert found(recipe(out, resume="auto")).metadata.step == LAST
     ended(out, "completed", LAST)
     assert found(recipe(out, resume="auto")).metadata.step == LAST
 
 
-def test_a_run_that_writes_no_result_is_complete_without_one(out):
+def test_a_run_that_writes_no_result_is_complete_without_one(out: Path) -> None:
     asked = recipe(out, checkpoint_dir="random:pythia-14m", resume="auto")
     save_run(asked, LAST)
     assert "is complete at step 2,000\n" in completion(asked)
 
 
-def test_the_report_of_an_earlier_session_does_not_count(out):
+def test_the_report_of_an_earlier_session_does_not_count(out: Path) -> None:
     save_run(recipe(out), 5, 10)
     ended(out, "completed", 5, result=True)
     assert found(recipe(out, resume="auto")).metadata.step == 10
 
 
-def test_a_complete_run_without_checkpoints_is_not_repeated(out):
+def test_a_complete_run_without_checkpoints_is_not_repeated(out: Path) -> None:
     save_run(recipe(out))
     ended(out, "completed", 7, result=True)
     assert "has no checkpoint to train on from" in completion(recipe(out, resume="auto"))
 
 
 @pytest.mark.parametrize("outcome", ["interrupted", "failed", "out_of_memory"])
-def test_what_did_not_complete_goes_on(out, outcome):
+def test_what_did_not_complete_goes_on(out: Path, outcome: OutcomeName) -> None:
     save_run(recipe(out), 5)
     ended(out, outcome, 5)
     assert found(recipe(out, resume="auto")).metadata.step == 5
@@ -272,7 +277,7 @@ def test_what_did_not_complete_goes_on(out, outcome):
 # --- Damage -------------------------------------------------------------------------------------
 
 
-def test_damage_is_told_and_the_sound_checkpoint_before_it_is_offered(out):
+def test_damage_is_told_and_the_sound_checkpoint_before_it_is_offered(out: Path) -> None:
     store = save_run(recipe(out), 5, 10, 15)
     (store.path(10) / "recipe.yaml").unlink()
     file = store.path(15) / "shard-00000-of-00001.safetensors"
@@ -284,7 +289,7 @@ def test_damage_is_told_and_the_sound_checkpoint_before_it_is_offered(out):
 
 
 @pytest.mark.parametrize("name", ["metadata.json", "recipe.yaml"])
-def test_what_is_read_first_is_checked_first(out, name):
+def test_what_is_read_first_is_checked_first(out: Path, name: str) -> None:
     store = save_run(recipe(out), 5)
     damage(store.path(5) / name)
     message = refusal(recipe(out, resume="auto"))
@@ -292,7 +297,7 @@ def test_what_is_read_first_is_checked_first(out, name):
     assert message.endswith("try --overwrite without --resume to start again.")
 
 
-def test_a_file_that_cannot_be_read_is_named(out, monkeypatch):
+def test_a_file_that_cannot_be_read_is_named(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: Path) -> None:
         raise PermissionError(13, "Permission denied")
 
@@ -302,7 +307,7 @@ def test_a_file_that_cannot_be_read_is_named(out, monkeypatch):
     assert f"{store.path(5) / 'recipe.yaml'} cannot be read (Permission denied)." in message
 
 
-def test_a_changed_byte_anywhere_is_found_before_ranks_start(out, tmp_path):
+def test_a_changed_byte_anywhere_is_found_before_ranks_start(out: Path, tmp_path: Path) -> None:
     store = save_run(recipe(out), 5, 10)
     damage(store.path(10) / "adapter/adapter_model.safetensors")
     for asked, option in (
@@ -316,7 +321,9 @@ def test_a_changed_byte_anywhere_is_found_before_ranks_start(out, tmp_path):
         assert str(error.value).endswith(option)
 
 
-def test_the_check_ends_when_the_run_is_to_end(out, tmp_path, monkeypatch):
+def test_the_check_ends_when_the_run_is_to_end(
+    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = save_run(recipe(out), 5)
     damage(store.path(5) / "adapter/adapter_model.safetensors")
     monkeypatch.setattr("ftkit.checkpoint.store.PROGRESS_INTERVAL_S", 0)
@@ -325,13 +332,13 @@ def test_the_check_ends_when_the_run_is_to_end(out, tmp_path, monkeypatch):
         verify_start(found(recipe(out, resume="auto")), display, interrupted=lambda: True)
 
 
-def test_a_checkpoint_under_the_name_of_another_step_is_refused(out):
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(out: Path) -> None:
     store = save_run(recipe(out), 5)
     store.path(5).rename(store.path(6))
     assert "holds the checkpoint of step 5" in refusal(recipe(out, resume="auto"))
 
 
-def test_a_pickle_is_refused_and_does_not_run(out, tmp_path):
+def test_a_pickle_is_refused_and_does_not_run(out: Path, tmp_path: Path) -> None:
     import os
     import pickle
 
@@ -353,7 +360,7 @@ def test_a_pickle_is_refused_and_does_not_run(out, tmp_path):
 # --- Messages -----------------------------------------------------------------------------------
 
 
-def test_the_last_words_say_what_was_saved_and_how_to_go_on(out):
+def test_the_last_words_say_what_was_saved_and_how_to_go_on(out: Path) -> None:
     assert last_words(out, "lora", 0) == "stopped before the first step; nothing was saved"
     assert last_words(out, "lora", 3) == "stopped after step 3; nothing was saved"
     store = save_run(recipe(out), 5, 1500)
@@ -365,7 +372,7 @@ def test_the_last_words_say_what_was_saved_and_how_to_go_on(out):
     )
 
 
-def test_the_command_that_goes_on_is_that_of_the_method_and_quoted():
+def test_the_command_that_goes_on_is_that_of_the_method_and_quoted() -> None:
     assert continue_command(Path("a b"), "full") == (
         "ftkit finetune_full --config 'a b/recipe.yaml' --resume auto"
     )
@@ -385,14 +392,16 @@ def test_the_command_that_goes_on_is_that_of_the_method_and_quoted():
         ("auto", "other.yaml", False),
     ],
 )
-def test_a_moved_run_goes_on_where_its_recipe_lies(out, tmp_path, resume, name, follows):
+def test_a_moved_run_goes_on_where_its_recipe_lies(
+    out: Path, tmp_path: Path, resume: str, name: str, follows: bool
+) -> None:
     save_run(recipe(out), 5)
     moved = out.rename(tmp_path / "moved")
     found = follow_moved(recipe(out, resume=resume), moved / name)
     assert found.out_dir == (moved if follows else out)
 
 
-def test_a_recipe_beside_base_models_stays_where_it_wants_to_be(out, tmp_path):
+def test_a_recipe_beside_base_models_stays_where_it_wants_to_be(out: Path, tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "org").mkdir(parents=True)
     asked = recipe(out, resume="auto")
     assert follow_moved(asked, tmp_path / "recipe.yaml") == asked
@@ -404,7 +413,7 @@ GIB = 2**30
 
 
 @pytest.fixture
-def disk(monkeypatch) -> Callable[[float], None]:
+def disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Sets the free space, in GiB."""
 
     def set_free(gib: float) -> None:
@@ -428,7 +437,15 @@ def disk(monkeypatch) -> Callable[[float], None]:
         (1.9, {"checkpoint__keep_last": 1000}, 6 * GIB, 1, False),
     ],
 )
-def test_the_disk_must_hold_what_is_kept_and_one_more(out, disk, free, keys, existing, left, fits):
+def test_the_disk_must_hold_what_is_kept_and_one_more(
+    out: Path,
+    disk: Callable[[float], None],
+    free: float,
+    keys: dict[str, Any],
+    existing: int,
+    left: int,
+    fits: bool,
+) -> None:
     disk(free)
     if fits:
         check_disk(out, 2 * GIB, recipe(out, **keys), existing, steps_left=left)
@@ -440,7 +457,7 @@ def test_the_disk_must_hold_what_is_kept_and_one_more(out, disk, free, keys, exi
     assert "Try --checkpoint.keep_last 1" in message and "another --out_dir" in message
 
 
-def test_a_disk_too_small_for_one_needs_another(out, disk):
+def test_a_disk_too_small_for_one_needs_another(out: Path, disk: Callable[[float], None]) -> None:
     disk(1)
     with pytest.raises(UserError, match=r"need 4\.00 GiB .* Try another --out_dir, or --checkp"):
         check_disk(out, 2 * GIB, recipe(out, checkpoint__keep_last=1), steps_left=9)
@@ -450,7 +467,7 @@ def test_a_disk_too_small_for_one_needs_another(out, disk):
 
 
 @pytest.fixture
-def asked(tiny_base, tiny_data, out) -> Callable[..., Recipe]:
+def asked(tiny_base: Path, tiny_data: Path, out: Path) -> Callable[..., Recipe]:
     """A recipe that could run here."""
 
     def make(method: Method = "lora", **keys: object) -> Recipe:
@@ -468,7 +485,9 @@ def asked(tiny_base, tiny_data, out) -> Callable[..., Recipe]:
 
 
 @contextmanager
-def prepared(recipe: Recipe, *, overwrite: bool = False, stop_after: StopAfter | None = None):
+def prepared(
+    recipe: Recipe, *, overwrite: bool = False, stop_after: StopAfter | None = None
+) -> Iterator[Any]:
     with prepare(recipe, ["ftkit"], overwrite, 0.0, stop_after) as job:
         yield job
 
@@ -479,7 +498,9 @@ def mistake(recipe: Recipe, **options: bool) -> str:
     return str(error.value)
 
 
-def test_the_job_says_where_to_begin_and_when_to_stop(asked, out, capsys):
+def test_the_job_says_where_to_begin_and_when_to_stop(
+    asked: Callable[..., Recipe], out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     store = save_run(asked(), 5)
     stop = StopAfter(seconds=60)
     with prepared(asked(resume="auto", train__epochs=3), stop_after=stop) as job:
@@ -492,7 +513,9 @@ def test_the_job_says_where_to_begin_and_when_to_stop(asked, out, capsys):
     )
 
 
-def test_a_run_goes_on_where_it_is_and_keeps_all_up_to_its_start(asked, out):
+def test_a_run_goes_on_where_it_is_and_keeps_all_up_to_its_start(
+    asked: Callable[..., Recipe], out: Path
+) -> None:
     save_run(asked(), 5, 10)
     (out / "notes.txt").write_text("mine")
     with prepared(asked(resume="auto")) as job:
@@ -505,7 +528,9 @@ def test_a_run_goes_on_where_it_is_and_keeps_all_up_to_its_start(asked, out):
         assert (out / "notes.txt").read_text() == "mine"
 
 
-def test_what_is_later_than_a_step_is_set_aside_and_never_deleted(asked, out):
+def test_what_is_later_than_a_step_is_set_aside_and_never_deleted(
+    asked: Callable[..., Recipe], out: Path
+) -> None:
     store = save_run(asked(), 5, 10, 15)
     ended(out, "completed", 15, result=True)
     with prepared(asked(resume=5)):
@@ -522,7 +547,9 @@ def test_what_is_later_than_a_step_is_set_aside_and_never_deleted(asked, out):
     assert steps_in(aside / "metrics.csv") == list(range(6, 18))
 
 
-def test_an_attempt_that_saved_nothing_is_set_aside_and_the_directory_is_used_again(asked, out):
+def test_an_attempt_that_saved_nothing_is_set_aside_and_the_directory_is_used_again(
+    asked: Callable[..., Recipe], out: Path
+) -> None:
     save_run(asked())
     ended(out, "failed", 2)
     (out / "slurm.out").write_text("of the scheduler")
@@ -535,13 +562,13 @@ def test_an_attempt_that_saved_nothing_is_set_aside_and_the_directory_is_used_ag
     ]
 
 
-def test_auto_takes_a_new_directory_as_it_is(asked, out):
+def test_auto_takes_a_new_directory_as_it_is(asked: Callable[..., Recipe], out: Path) -> None:
     with prepared(asked(resume="auto")) as job:
         assert job.recipe.out_dir == out and job.start is None
         assert not (out / "set_aside").exists()
 
 
-def test_leftovers_of_a_crash_are_removed_first(asked, out):
+def test_leftovers_of_a_crash_are_removed_first(asked: Callable[..., Recipe], out: Path) -> None:
     store = save_run(asked(), 5)
     store.path(5).rename(store.directory / ".step-00000005.replaced")
     store.partial(10).mkdir()
@@ -551,7 +578,9 @@ def test_leftovers_of_a_crash_are_removed_first(asked, out):
 
 
 @pytest.mark.parametrize("keys", [{"resume": "auto"}, {"resume": 5}, {"resume": 10}], ids=str)
-def test_a_mistake_found_later_leaves_everything_as_it_was(asked, out, keys):
+def test_a_mistake_found_later_leaves_everything_as_it_was(
+    asked: Callable[..., Recipe], out: Path, keys: dict[str, Any]
+) -> None:
     save_run(asked(), 5, 10)
     ended(out, "completed", 10, result=True)
     before = content(out)
@@ -569,7 +598,9 @@ def test_a_mistake_found_later_leaves_everything_as_it_was(asked, out, keys):
     assert not (out / "tensorboard").exists()
 
 
-def test_a_failure_while_later_things_are_set_aside_is_undone(asked, out, monkeypatch):
+def test_a_failure_while_later_things_are_set_aside_is_undone(
+    asked: Callable[..., Recipe], out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
@@ -581,7 +612,9 @@ def test_a_failure_while_later_things_are_set_aside_is_undone(asked, out, monkey
     assert content(out) == before
 
 
-def test_a_failure_after_training_takes_nothing_back(asked, out):
+def test_a_failure_after_training_takes_nothing_back(
+    asked: Callable[..., Recipe], out: Path
+) -> None:
     store = save_run(asked(), 5, 10)
 
     def fail() -> None:
@@ -597,7 +630,9 @@ def test_a_failure_after_training_takes_nothing_back(asked, out):
     assert Store(out / "set_aside/1/checkpoints").steps() == [10]
 
 
-def test_a_mistake_leaves_an_attempt_that_saved_nothing_as_it_was(asked, out):
+def test_a_mistake_leaves_an_attempt_that_saved_nothing_as_it_was(
+    asked: Callable[..., Recipe], out: Path
+) -> None:
     save_run(asked())
     before = content(out)
 
@@ -616,14 +651,16 @@ def test_a_mistake_leaves_an_attempt_that_saved_nothing_as_it_was(asked, out):
     [{"resume": 7}, {"resume": "auto", "lora_r": 2}, {"checkpoint_dir": "no-where"}],
     ids=str,
 )
-def test_a_mistake_found_at_once_changes_nothing(asked, out, keys):
+def test_a_mistake_found_at_once_changes_nothing(
+    asked: Callable[..., Recipe], out: Path, keys: dict[str, Any]
+) -> None:
     save_run(asked(), 5)
     before = content(out)
     mistake(asked(**{"resume": "auto"} | keys))
     assert content(out) == before
 
 
-def test_a_damaged_file_changes_nothing_either(asked, out):
+def test_a_damaged_file_changes_nothing_either(asked: Callable[..., Recipe], out: Path) -> None:
     store = save_run(asked(), 5, 10)
     damage(store.path(5) / "adapter/adapter_model.safetensors")
     before = content(out)
@@ -631,12 +668,14 @@ def test_a_damaged_file_changes_nothing_either(asked, out):
     assert content(out) == before
 
 
-def test_a_run_that_does_not_exist_leaves_no_directory(asked, out):
+def test_a_run_that_does_not_exist_leaves_no_directory(
+    asked: Callable[..., Recipe], out: Path
+) -> None:
     assert "has no checkpoint" in mistake(asked(resume="true"))
     assert not out.exists()
 
 
-def test_a_complete_run_is_left_alone(asked, out):
+def test_a_complete_run_is_left_alone(asked: Callable[..., Recipe], out: Path) -> None:
     save_run(asked(), LAST)
     ended(out, "completed", LAST, result=True)
     before = content(out)
@@ -648,7 +687,7 @@ def test_a_complete_run_is_left_alone(asked, out):
 # --- Directories --------------------------------------------------------------------------------
 
 
-def test_an_unfinished_run_is_not_overwritten(asked, out):
+def test_an_unfinished_run_is_not_overwritten(asked: Callable[..., Recipe], out: Path) -> None:
     save_run(asked(), 5)
     before = content(out)
     message = mistake(asked())
@@ -657,14 +696,16 @@ def test_an_unfinished_run_is_not_overwritten(asked, out):
     assert content(out) == before
 
 
-def test_unless_it_is_asked_for(asked, out):
+def test_unless_it_is_asked_for(asked: Callable[..., Recipe], out: Path) -> None:
     save_run(asked(), 5)
     with prepared(asked(), overwrite=True) as job:
         assert job.recipe.out_dir == out and Store(out / "checkpoints").steps() == []
 
 
 @pytest.mark.parametrize("outcome", ["completed", None])
-def test_a_new_run_goes_beside_a_complete_one_or_one_that_saved_nothing(asked, out, outcome):
+def test_a_new_run_goes_beside_a_complete_one_or_one_that_saved_nothing(
+    asked: Callable[..., Recipe], out: Path, outcome: str | None
+) -> None:
     save_run(asked(), *([5] if outcome else []))
     if outcome:
         ended(out, outcome, 5)
@@ -672,12 +713,16 @@ def test_a_new_run_goes_beside_a_complete_one_or_one_that_saved_nothing(asked, o
         assert job.recipe.out_dir == out.with_name("out-2")
 
 
-def test_overwriting_and_going_on_exclude_each_other(asked, out):
+def test_overwriting_and_going_on_exclude_each_other(
+    asked: Callable[..., Recipe], out: Path
+) -> None:
     save_run(asked(), 5)
     assert "--overwrite would remove" in mistake(asked(resume="auto"), overwrite=True)
 
 
-def test_the_directory_of_a_run_at_work_is_refused_or_left_alone(asked, out):
+def test_the_directory_of_a_run_at_work_is_refused_or_left_alone(
+    asked: Callable[..., Recipe], out: Path
+) -> None:
     save_run(asked(), 5)
     (out / ".run").mkdir()
     with (out / ".run/lock").open("w") as lock:
@@ -689,7 +734,9 @@ def test_the_directory_of_a_run_at_work_is_refused_or_left_alone(asked, out):
         assert content(out) == before
 
 
-def test_a_branch_gets_a_directory_of_its_own_with_the_rows_so_far(asked, out, tmp_path):
+def test_a_branch_gets_a_directory_of_its_own_with_the_rows_so_far(
+    asked: Callable[..., Recipe], out: Path, tmp_path: Path
+) -> None:
     save_run(asked(), 5, 10)
     before = content(out)
     other = tmp_path / "other"
@@ -702,7 +749,9 @@ def test_a_branch_gets_a_directory_of_its_own_with_the_rows_so_far(asked, out, t
     assert content(out) == before
 
 
-def test_a_branch_never_takes_the_place_of_a_run(asked, out, tmp_path):
+def test_a_branch_never_takes_the_place_of_a_run(
+    asked: Callable[..., Recipe], out: Path, tmp_path: Path
+) -> None:
     save_run(asked(), 5)
     other = asked(out_dir=tmp_path / "other", resume=out)
     save_run(other, 6)
@@ -715,14 +764,16 @@ def test_a_branch_never_takes_the_place_of_a_run(asked, out, tmp_path):
 # --- Base models --------------------------------------------------------------------------------
 
 
-def test_a_full_fine_tune_goes_on_without_its_base_model(asked, out):
+def test_a_full_fine_tune_goes_on_without_its_base_model(
+    asked: Callable[..., Recipe], out: Path
+) -> None:
     save_run(asked("full"), 5)
     with prepared(asked("full", checkpoint_dir="no-where", resume="auto")) as job:
         assert job.base == str(out / ".run/base")
         assert (Path(job.base) / "config.json").read_text() == "{}"
 
 
-def test_lora_needs_its_base_model_and_says_which(asked, out):
+def test_lora_needs_its_base_model_and_says_which(asked: Callable[..., Recipe], out: Path) -> None:
     save_run(asked(), 5)
     message = mistake(asked(checkpoint_dir="no-where", resume="auto"))
     assert message.startswith("checkpoint_dir no-where does not exist.")
@@ -745,7 +796,9 @@ def leave(job: Job, steps: int, error: RankError | None = None, **changes: objec
         error.write(state)
 
 
-def test_an_interrupted_session_says_how_to_go_on(asked, out, capsys):
+def test_an_interrupted_session_says_how_to_go_on(
+    asked: Callable[..., Recipe], out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     store = save_run(asked(), 5)
     with prepared(asked(resume="auto")) as job:
         leave(job, 7, RankError(kind="interrupted", message="SIGINT", happened_at_s=1.0))
@@ -760,7 +813,9 @@ def test_an_interrupted_session_says_how_to_go_on(asked, out, capsys):
     assert read_report(out).outcome == "interrupted"
 
 
-def test_a_session_that_ends_as_asked_is_no_failure(asked, out, capsys):
+def test_a_session_that_ends_as_asked_is_no_failure(
+    asked: Callable[..., Recipe], out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     store = save_run(asked(), 5)
     with prepared(asked(resume="auto"), stop_after=StopAfter(steps=2)) as job:
         leave(job, 7, outcome="stopped", exit_code=0, exit_reason=str(job.stop_after))
@@ -771,14 +826,18 @@ def test_a_session_that_ends_as_asked_is_no_failure(asked, out, capsys):
     assert "continue with: " in capsys.readouterr().out
 
 
-def test_a_complete_run_has_nothing_to_go_on_with(asked, capsys):
+def test_a_complete_run_has_nothing_to_go_on_with(
+    asked: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]
+) -> None:
     with prepared(asked()) as job:
         leave(job, 7, outcome="completed", exit_code=0, exit_reason="train.epochs of 2 reached")
         assert conclude(job, []) == 0
     assert "continue with" not in capsys.readouterr().out
 
 
-def test_a_mistake_that_a_rank_finds_before_its_first_step_changes_nothing(asked, out):
+def test_a_mistake_that_a_rank_finds_before_its_first_step_changes_nothing(
+    asked: Callable[..., Recipe], out: Path
+) -> None:
     save_run(asked(), 5)
     before = content(out)
 
@@ -795,7 +854,9 @@ def test_a_mistake_that_a_rank_finds_before_its_first_step_changes_nothing(asked
 # --- The command --------------------------------------------------------------------------------
 
 
-def test_the_command_on_a_complete_run_ends_well_and_imports_no_torch(ftkit, common, out):
+def test_the_command_on_a_complete_run_ends_well_and_imports_no_torch(
+    ftkit: Command, common: list[str], out: Path
+) -> None:
     words = [*common, "--out_dir", str(out), "--resume", "auto"]
     save_run(read_recipe([], parse(COMMANDS["finetune"], words).keys, method="lora"), 5)
     ended(out, "completed", 5, result=True)

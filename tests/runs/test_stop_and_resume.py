@@ -21,7 +21,7 @@ import pytest
 from command import command_environment, command_line, start_up_of_ranks
 from rank_jobs import needs_deepspeed
 from runs import DEFAULT_SIGNALS, Run, command_of, content, options, rows, wait_for, watched
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 from tiny import make_data, make_llama, make_records
 
 from ftkit.checkpoint.store import Store
@@ -310,7 +310,9 @@ def whole(chains: Chains) -> Path:
 
 
 @pytest.mark.parametrize(("session", "number"), list(enumerate([CTRL_C, SIGTERM, SIGHUP, CTRL_C])))
-def test_a_signal_lets_the_step_finish_and_saves_it(chains: Chains, session: int, number: int):
+def test_a_signal_lets_the_step_finish_and_saves_it(
+    chains: Chains, session: int, number: int
+) -> None:
     run = chains["by_signals"].result()
     found = run.done[session]
     assert_saved(found, number, run.store)
@@ -318,19 +320,19 @@ def test_a_signal_lets_the_step_finish_and_saves_it(chains: Chains, session: int
     assert found.steps > (run.done[session - 1].steps if session else 0)
 
 
-def test_what_a_signal_has_saved_is_whole(chains: Chains):
+def test_what_a_signal_has_saved_is_whole(chains: Chains) -> None:
     run = chains["by_signals"].result()
     assert run.store.steps() and not [p for s in run.store.steps() for p in run.store.verify(s)]
 
 
-def test_the_printed_command_completes_the_run(chains: Chains, whole: Path):
+def test_the_printed_command_completes_the_run(chains: Chains, whole: Path) -> None:
     run = chains["by_signals"].result()
     assert run.done[-1].code == 0
     assert run.done[-1].report.outcome == "completed"
     assert_same_curve(run.out_dir, whole)
 
 
-def test_checkpoints_are_saved_by_time(chains: Chains):
+def test_checkpoints_are_saved_by_time(chains: Chains) -> None:
     first = chains["by_signals"].result().done[0]
     assert len(first.saved) >= 2, "by time, and by the signal"
     assert first.report.checkpoints and first.report.checkpoints.saved == len(first.saved)
@@ -339,21 +341,21 @@ def test_checkpoints_are_saved_by_time(chains: Chains):
 # --- Signals at other moments ---------------------------------------------------------------------
 
 
-def test_a_signal_before_the_first_step_says_that_nothing_is_saved(chains: Chains):
+def test_a_signal_before_the_first_step_says_that_nothing_is_saved(chains: Chains) -> None:
     found = chains["at_moments"].result().done[0]
     assert (found.code, found.steps, found.saved) == (130, 0, [])
     assert found.out.endswith("stopped before the first step; nothing was saved\n")
     assert "continue with" not in found.out
 
 
-def test_a_signal_in_a_validation_saves_the_step_before_it(chains: Chains):
+def test_a_signal_in_a_validation_saves_the_step_before_it(chains: Chains) -> None:
     run = chains["at_moments"].result()
     assert run.done[1].steps == 10
     assert_saved(run.done[1], CTRL_C, run.store)
     assert run.store.metadata(10).validation_loss is not None, "measured when the run went on"
 
 
-def test_a_signal_in_the_set_up_of_a_run_that_goes_on_changes_nothing(chains: Chains):
+def test_a_signal_in_the_set_up_of_a_run_that_goes_on_changes_nothing(chains: Chains) -> None:
     run = chains["at_moments"].result()
     before, found = run.done[1:3]
     assert (found.code, found.steps) == (143, 10)
@@ -362,13 +364,15 @@ def test_a_signal_in_the_set_up_of_a_run_that_goes_on_changes_nothing(chains: Ch
     assert found.continuation == before.continuation
 
 
-def test_a_signal_while_a_checkpoint_is_written_lets_it_be_completed(chains: Chains):
+def test_a_signal_while_a_checkpoint_is_written_lets_it_be_completed(chains: Chains) -> None:
     run = chains["at_moments"].result()
     assert 15 in run.done[3].saved
     assert_saved(run.done[3], CTRL_C, run.store)
 
 
-def test_a_second_ctrl_c_stops_at_once_and_the_last_complete_checkpoint_counts(chains: Chains):
+def test_a_second_ctrl_c_stops_at_once_and_the_last_complete_checkpoint_counts(
+    chains: Chains,
+) -> None:
     run = chains["at_moments"].result()
     before, found, after = run.done[3:6]
     assert found.code == 130
@@ -380,13 +384,13 @@ def test_a_second_ctrl_c_stops_at_once_and_the_last_complete_checkpoint_counts(c
     assert not {name for name in after.names if name.startswith(".")}
 
 
-def test_a_signal_in_the_final_validation_costs_no_step(chains: Chains):
+def test_a_signal_in_the_final_validation_costs_no_step(chains: Chains) -> None:
     run = chains["at_moments"].result()
     assert_saved(run.done[5], SIGTERM, run.store)
     assert run.done[5].steps == LAST
 
 
-def test_a_signal_while_the_result_is_written_leaves_no_half_of_it(chains: Chains):
+def test_a_signal_while_the_result_is_written_leaves_no_half_of_it(chains: Chains) -> None:
     run = chains["at_moments"].result()
     assert_saved(run.done[6], SIGHUP, run.store)
     assert run.done[6].report.files and run.done[6].report.files.final is None
@@ -394,7 +398,7 @@ def test_a_signal_while_the_result_is_written_leaves_no_half_of_it(chains: Chain
     assert run.done[6].outputs == run.done[5].outputs
 
 
-def test_nothing_is_lost_at_any_moment(chains: Chains, whole: Path):
+def test_nothing_is_lost_at_any_moment(chains: Chains, whole: Path) -> None:
     run = chains["at_moments"].result()
     assert run.done[-1].report.outcome == "completed"
     assert_same_curve(run.out_dir, whole)
@@ -403,7 +407,7 @@ def test_nothing_is_lost_at_any_moment(chains: Chains, whole: Path):
 # --- Sessions -------------------------------------------------------------------------------------
 
 
-def test_a_run_in_three_sessions_is_the_run_in_one(chains: Chains, whole: Path):
+def test_a_run_in_three_sessions_is_the_run_in_one(chains: Chains, whole: Path) -> None:
     run = chains["in_sessions"].result()
     ends = [(s.code, s.report.outcome, s.report.exit_reason, s.steps) for s in run.done[:3]]
     assert ends == [
@@ -414,7 +418,7 @@ def test_a_run_in_three_sessions_is_the_run_in_one(chains: Chains, whole: Path):
     assert learned(run.out_dir)[:LAST] == learned(whole)
 
 
-def test_the_same_command_on_a_complete_run_says_so(chains: Chains):
+def test_the_same_command_on_a_complete_run_says_so(chains: Chains) -> None:
     before, found = chains["in_sessions"].result().done[2:4]
     assert (found.code, found.err) == (0, "")
     assert "is complete at step 80; the result is in" in found.out
@@ -422,7 +426,7 @@ def test_the_same_command_on_a_complete_run_says_so(chains: Chains):
     assert found.files == before.files
 
 
-def test_a_run_that_grew_goes_on_and_a_time_ends_its_session_after_a_step(chains: Chains):
+def test_a_run_that_grew_goes_on_and_a_time_ends_its_session_after_a_step(chains: Chains) -> None:
     run = chains["in_sessions"].result()
     found = run.done[-1]
     assert (found.code, found.report.outcome) == (0, "stopped")
@@ -433,7 +437,7 @@ def test_a_run_that_grew_goes_on_and_a_time_ends_its_session_after_a_step(chains
     assert "changed: train.max_steps 80 -> 100" in found.out
 
 
-def test_tensorboard_has_every_step_once(chains: Chains):
+def test_tensorboard_has_every_step_once(chains: Chains) -> None:
     run = chains["in_sessions"].result()
     events = EventAccumulator(str(run.out_dir / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
@@ -445,7 +449,7 @@ def test_tensorboard_has_every_step_once(chains: Chains):
 # --- What is kept ---------------------------------------------------------------------------------
 
 
-def test_the_newest_the_best_and_every_nth_checkpoint_are_kept(whole: Path):
+def test_the_newest_the_best_and_every_nth_checkpoint_are_kept(whole: Path) -> None:
     store = Store(whole / "checkpoints")
     lines = (whole / "validation.csv").read_text().splitlines()[1:]
     losses = {int(line.split(",")[0]): float(line.split(",")[2]) for line in lines}
@@ -480,7 +484,7 @@ def both_ways(directory: Path, common: list[str], strategy: str) -> tuple[Sessio
 )
 def test_ranks_that_a_signal_ended_go_on_exactly(
     common: list[str], tmp_path: Path, strategy: str, number: int
-):
+) -> None:
     run, whole = both_ways(tmp_path, common, strategy)
     assert_saved(run.stopped_in_training(run.first_words(), number, group=True), number, run.store)
     assert not [problem for s in run.store.steps() for problem in run.store.verify(s)]
@@ -499,7 +503,7 @@ def torchrun(words: list[str]) -> list[str]:
 @pytest.mark.slow
 def test_a_run_goes_from_torchrun_to_torchrun_to_the_plain_command(
     common: list[str], tmp_path: Path
-):
+) -> None:
     run, whole = both_ways(tmp_path, common, "ddp")
     words = run.first_words("--stop_after", "30", resume="auto")
     for steps in (30, 60):
@@ -538,7 +542,7 @@ def from_config(run: Path, **keys: object) -> list[str]:
 @pytest.mark.slow
 def test_a_copied_full_fine_tune_goes_on_from_a_step_and_sets_the_rest_aside(
     full: Sessions, common: list[str], tmp_path: Path
-):
+) -> None:
     shutil.copytree(full.out_dir, tmp_path / "copy")
     copy = Sessions(tmp_path, common, "copy")
     found = copy.run(from_config(copy.out_dir, resume=40))  # out_dir in it is the old one
@@ -558,7 +562,7 @@ def test_a_copied_full_fine_tune_goes_on_from_a_step_and_sets_the_rest_aside(
 @pytest.mark.slow
 def test_a_branch_on_other_hardware_has_the_whole_curve_and_leaves_its_origin_alone(
     full: Sessions, common: list[str], tmp_path: Path
-):
+) -> None:
     before = content(full.out_dir)
     branch = Sessions(tmp_path, common, "branch")
     origin = full.store.path(40)
@@ -583,7 +587,7 @@ def test_a_branch_on_other_hardware_has_the_whole_curve_and_leaves_its_origin_al
 @pytest.mark.slow
 def test_a_full_fine_tune_goes_on_with_no_other_base_model(
     full: Sessions, common: list[str], tmp_path: Path
-):
+) -> None:
     other = other_model(make_llama(tmp_path / "other"))
     words = from_config(
         full.out_dir, resume=full.out_dir, out_dir=tmp_path / "branch", checkpoint_dir=other
@@ -624,7 +628,9 @@ def refused(run: Sessions, words: list[str]) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_what_is_learned_stays_and_how_and_where_may_change(common: list[str], tmp_path: Path):
+def test_what_is_learned_stays_and_how_and_where_may_change(
+    common: list[str], tmp_path: Path
+) -> None:
     base, data = make_llama(tmp_path / "base"), make_data(tmp_path / "data.json")
     run = Sessions(tmp_path, common, checkpoint_dir=base, data__json_path=data)
     run.run(run.first_words("--stop_after", "5"))
@@ -663,7 +669,9 @@ def test_what_is_learned_stays_and_how_and_where_may_change(common: list[str], t
 
 
 @pytest.mark.parametrize("scheme", ["gs", "s3"])
-def test_a_checkpoint_in_a_bucket_is_refused(common: list[str], tmp_path: Path, scheme: str):
+def test_a_checkpoint_in_a_bucket_is_refused(
+    common: list[str], tmp_path: Path, scheme: str
+) -> None:
     run = Sessions(tmp_path, common)
     with refused(run, run.first_words(resume=f"{scheme}://bucket/run")) as err:
         assert f"can only be read from a file system, not from {scheme}://" in err
@@ -672,7 +680,7 @@ def test_a_checkpoint_in_a_bucket_is_refused(common: list[str], tmp_path: Path, 
 
 def test_checkpoints_that_will_not_fit_on_the_disk_are_refused_before_weights_load(
     common: list[str], tmp_path: Path
-):
+) -> None:
     run = Sessions(tmp_path, common)
     words = run.first_words(
         checkpoint__keep_last=10**12, train__max_steps=10**13, train__epochs="null"
@@ -698,7 +706,7 @@ ftkit.launch.supervisor.find_or_download = find
 
 def test_a_signal_while_the_run_is_prepared_ends_it_and_leaves_nothing(
     common: list[str], tmp_path: Path
-):
+) -> None:
     run = Sessions(tmp_path, common)
     command = command_line(*run.first_words(), before=DEFAULT_SIGNALS + SLOW_DOWNLOAD)
     with watched(run.out_dir, command, tmp_path, command_environment()) as process:
@@ -713,7 +721,7 @@ def test_a_signal_while_the_run_is_prepared_ends_it_and_leaves_nothing(
 @pytest.mark.slow
 def test_a_terminal_that_goes_away_ends_the_run_with_its_state_saved(
     common: list[str], tmp_path: Path
-):
+) -> None:
     run = Sessions(tmp_path, common)
     words = command_line(*run.first_words(), before=DEFAULT_SIGNALS)
     start_up = start_up_of_ranks(tmp_path, SLOW)
@@ -737,7 +745,9 @@ def test_a_terminal_that_goes_away_ends_the_run_with_its_state_saved(
 
 
 @pytest.mark.slow
-def test_wandb_goes_on_with_its_run_and_has_every_step_once(common: list[str], tmp_path: Path):
+def test_wandb_goes_on_with_its_run_and_has_every_step_once(
+    common: list[str], tmp_path: Path
+) -> None:
     pytest.importorskip("wandb")
     run = Sessions(tmp_path, common, logger_name="wandb")
     run.run(run.first_words("--stop_after", "3"))
@@ -755,7 +765,7 @@ def wandb_steps(file: Path) -> list[int]:
 
     steps = []
     for data in wandb_records(file.read_bytes()):
-        record = wandb_internal_pb2.Record()
+        record = wandb_internal_pb2.Record()  # type: ignore[attr-defined]
         record.ParseFromString(data)
         values = {i.key or i.nested_key[0]: i.value_json for i in record.history.item}
         if "loss" in values:

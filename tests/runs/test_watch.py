@@ -13,10 +13,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from checkpoints import save
-from command import command_environment, command_line
+from command import Start, command_environment, command_line
 from compared_runs import at_work, make_run, note_in_ranks
 from runs import FOREVER, content, wait_for
 
@@ -31,10 +32,10 @@ NOW_S = 1767323105.0
 
 
 @pytest.fixture
-def out(tmp_path, monkeypatch) -> Path:
+def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The directory of a run, by a path as people write it, one minute after its start."""
     monkeypatch.chdir(tmp_path)
-    stand_in = SimpleNamespace(time=lambda: time.time() - started_s + NOW_S, sleep=time.sleep)
+    stand_in = SimpleNamespace(time=lambda: time.time() - started_s + NOW_S, sleep=time.sleep)  # type: ignore[has-type]
     started_s = time.time()
     monkeypatch.setattr("ftkit.runs.watch.time", stand_in)
     return Path("out/lora")
@@ -61,7 +62,9 @@ def noted(out: Path, steps: int = 20, **changes: object) -> Report:
     return report
 
 
-def test_a_run_at_work_shows_progress_measurements_and_a_curve(said, out):
+def test_a_run_at_work_shows_progress_measurements_and_a_curve(
+    said: Callable[..., list[str]], out: Path
+) -> None:
     noted(out)
     with at_work(out):
         lines = said(out, "--once")
@@ -78,26 +81,34 @@ def test_a_run_at_work_shows_progress_measurements_and_a_curve(said, out):
     assert lines[15:] == ["loss from step 1 to 20"]
 
 
-def test_a_run_that_has_ended_shows_its_outcome_and_nothing_is_waited_for(said, out):
+def test_a_run_that_has_ended_shows_its_outcome_and_nothing_is_waited_for(
+    said: Callable[..., list[str]], out: Path
+) -> None:
     make_run(out, "out_of_memory", steps=12)
     lines = said(out)
     assert lines[0] == "out/lora  out of memory  CUDA out of memory. Tried to allocate 2.00 GiB"
     assert lines[1].startswith("step 12/40 ") and lines[1].endswith("elapsed 0:11")
 
 
-def test_a_run_that_was_killed_is_known_by_its_lock(said, out):
+def test_a_run_that_was_killed_is_known_by_its_lock(
+    said: Callable[..., list[str]], out: Path
+) -> None:
     noted(out)
     (line,) = (line for line in said(out) if "killed" in line)
     assert line.startswith("out/lora  killed  the process was killed before it could write")
 
 
-def test_a_run_that_has_just_been_started_is_in_set_up(said, out):
+def test_a_run_that_has_just_been_started_is_in_set_up(
+    said: Callable[..., list[str]], out: Path
+) -> None:
     (out / ".run").mkdir(parents=True)
     with at_work(out):
         assert said(out, "--once") == ["out/lora  starting  set-up"]
 
 
-def test_the_newest_checkpoint_is_shown_with_its_age(said, out):
+def test_the_newest_checkpoint_is_shown_with_its_age(
+    said: Callable[..., list[str]], out: Path
+) -> None:
     noted(out)
     save(Store(out / "checkpoints"), 10, saved_at="2026-01-02T03:04:50Z")
     save(Store(out / "checkpoints"), 20, saved_at="2026-01-02T03:05:00Z")
@@ -105,14 +116,16 @@ def test_the_newest_checkpoint_is_shown_with_its_age(said, out):
         assert "checkpoint   step 20, 5 s ago" in said(out, "--once")
 
 
-def test_a_run_that_stands_still_is_told(said, out):
+def test_a_run_that_stands_still_is_told(said: Callable[..., list[str]], out: Path) -> None:
     noted(out)
     os.utime(out / "metrics.csv", (NOW_S - 300, NOW_S - 300))
     with at_work(out):
         assert "silent       no step for 5 min 00 s" in said(out, "--once")
 
 
-def test_a_run_in_validation_does_not_stand_still(said, out):
+def test_a_run_in_validation_does_not_stand_still(
+    said: Callable[..., list[str]], out: Path
+) -> None:
     noted(out, phase="validation")
     os.utime(out / "metrics.csv", (NOW_S - 300, NOW_S - 300))
     with at_work(out):
@@ -121,7 +134,7 @@ def test_a_run_in_validation_does_not_stand_still(said, out):
     assert lines[0].startswith("out/lora  running  validation: ")
 
 
-def test_only_new_rows_are_read_and_rows_that_were_cut_are_forgotten(out):
+def test_only_new_rows_are_read_and_rows_that_were_cut_are_forgotten(out: Path) -> None:
     noted(out)
     watcher = Watcher(out)
     assert watcher.look().step == 20
@@ -134,7 +147,7 @@ def test_only_new_rows_are_read_and_rows_that_were_cut_are_forgotten(out):
     assert [row["step"] for row in sight.rows] == list(range(1, 13))
 
 
-def test_nothing_is_written(said, out):
+def test_nothing_is_written(said: Callable[..., list[str]], out: Path) -> None:
     noted(out)
     before = content(out)
     with at_work(out):
@@ -157,7 +170,7 @@ def test_nothing_is_written(said, out):
         ([".", "--intervall", "2s"], "is not an option of ftkit watch. Did you mean --interval?"),
     ],
 )
-def test_a_mistake_is_one_clear_error(out, arguments, said_):
+def test_a_mistake_is_one_clear_error(out: Path, arguments: list[Any], said_: str) -> None:
     with pytest.raises(UserError) as error:
         run(["watch", *arguments])
     assert said_ in str(error.value)
@@ -230,7 +243,7 @@ watch.Watcher = Watcher
 """Python can only print an exception there: it goes no further."""
 
 
-def test_ctrl_c_ends_what_a_terminal_shows_however_it_was_started(out):
+def test_ctrl_c_ends_what_a_terminal_shows_however_it_was_started(out: Path) -> None:
     noted(out)
     with at_work(out), Terminal(out, before=SHELLS_BACKGROUND) as terminal:
         wait_for(lambda: "loss from step 1 to 20" in terminal.seen())
@@ -238,7 +251,7 @@ def test_ctrl_c_ends_what_a_terminal_shows_however_it_was_started(out):
         assert terminal.end() == 130
 
 
-def test_ctrl_c_that_comes_in_a_finaliser_is_not_lost(out):
+def test_ctrl_c_that_comes_in_a_finaliser_is_not_lost(out: Path) -> None:
     noted(out)
     with at_work(out), Terminal(out, before=IN_A_FINALISER) as terminal:
         assert terminal.end() == 130
@@ -251,7 +264,9 @@ def test_ctrl_c_that_comes_in_a_finaliser_is_not_lost(out):
     assert "Exception ignored in" in end.stderr
 
 
-def test_a_real_run_is_followed_on_a_terminal_and_in_a_pipe_until_it_ends(start, tmp_path):
+def test_a_real_run_is_followed_on_a_terminal_and_in_a_pipe_until_it_ends(
+    start: Start, tmp_path: Path
+) -> None:
     out_dir = tmp_path / "out"
     with start(out_dir, **FOREVER, checkpoint__save_every="1s") as run_:
         run_.wait_for_steps(1)
@@ -280,7 +295,9 @@ def test_a_real_run_is_followed_on_a_terminal_and_in_a_pipe_until_it_ends(start,
 
 
 @pytest.mark.slow
-def test_a_real_run_that_is_killed_at_once_is_said_to_be_killed(start, tmp_path):
+def test_a_real_run_that_is_killed_at_once_is_said_to_be_killed(
+    start: Start, tmp_path: Path
+) -> None:
     out_dir = tmp_path / "out"
     with start(out_dir, **FOREVER) as run_:
         run_.wait_for_steps(2)

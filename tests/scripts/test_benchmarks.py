@@ -4,10 +4,14 @@ import json
 import sys
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 from command import ROOT
+
+from ftkit.config.recipe import Quantization
 
 SCRIPTS = ROOT / "scripts"
 FIGURES = SCRIPTS / "benchmarks"
@@ -27,7 +31,7 @@ def as_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
 
-def test_the_chart_is_drawn_from_its_rows_and_is_the_same_each_time(tmp_path):
+def test_the_chart_is_drawn_from_its_rows_and_is_the_same_each_time(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     chart = script("plot_switching_hardware")
     labels = [place.label for place in chart.SESSIONS]
@@ -42,7 +46,7 @@ def test_the_chart_is_drawn_from_its_rows_and_is_the_same_each_time(tmp_path):
     assert "<svg" in pictures[0].read_text()
 
 
-def test_the_chart_that_is_shown_keeps_what_is_promised():
+def test_the_chart_that_is_shown_keeps_what_is_promised() -> None:
     chart = script("plot_switching_hardware")
     rows = chart.read_rows(chart.OUT.with_suffix(".csv"))
     alone = {step: loss for step, where, loss in rows if where == chart.UNINTERRUPTED}
@@ -56,14 +60,14 @@ def test_the_chart_that_is_shown_keeps_what_is_promised():
     assert chart.OUT.with_suffix(".svg").stat().st_size < 200_000
 
 
-def test_steps_are_beside_writing_while_a_save_lasts():
+def test_steps_are_beside_writing_while_a_save_lasts() -> None:
     benchmark = script("benchmark_checkpoints")
     steps = dict.fromkeys(range(1, 13), 1.0)
     stalls, writes = {1: 0.5, 2: 0.5}, {1: 3.0, 2: 0.9}
     assert benchmark.beside_writing(4, stalls, writes, steps) == {5, 6}
 
 
-def test_the_figures_that_were_measured_make_tables():
+def test_the_figures_that_were_measured_make_tables() -> None:
     benchmark = script("benchmark_checkpoints")
     (file,) = FIGURES.glob("checkpoints-*.json")
     figures = json.loads(file.read_text())
@@ -74,10 +78,10 @@ def test_the_figures_that_were_measured_make_tables():
     assert all(row["ratio"] <= 1.05 for row in figures["memory"])
 
 
-def test_the_cost_of_measuring_is_that_of_the_measured_steps():
+def test_the_cost_of_measuring_is_that_of_the_measured_steps() -> None:
     benchmark = script("benchmark_memory_measurement")
 
-    def run(times):
+    def run(times: Any) -> Any:
         seconds = dict(enumerate(times, 1))
         return {"seconds": seconds, "run_s": 40, "steps": [2], "losses": [1.0, 0.5, 0.4]}
 
@@ -91,7 +95,7 @@ def test_the_cost_of_measuring_is_that_of_the_measured_steps():
         benchmark.cost(pairs)
 
 
-def test_the_figures_of_measuring_memory_make_a_table():
+def test_the_figures_of_measuring_memory_make_a_table() -> None:
     benchmark = script("benchmark_memory_measurement")
     (file,) = FIGURES.glob("memory-measurement-*.json")
     results = json.loads(file.read_text())["results"]
@@ -102,14 +106,14 @@ def test_the_figures_of_measuring_memory_make_a_table():
     assert shortest["added_s"] < 0.01 * shortest["run_s"]
 
 
-def test_the_simulation_is_within_a_tenth_of_published_figures():
+def test_the_simulation_is_within_a_tenth_of_published_figures() -> None:
     (file,) = FIGURES.glob("published-memory_*.json")
     rows = json.loads(file.read_text())
     assert {row["program"] for row in rows} == {"litgpt", "lightning"}
     assert all(row["source"] and abs(row["error"]) < 0.1 for row in rows)
 
 
-def test_qlora_takes_less_memory_than_lora_and_loads_below_the_target():
+def test_qlora_takes_less_memory_than_lora_and_loads_below_the_target() -> None:
     benchmark = script("benchmark_quantized_loading")
     (file,) = FIGURES.glob("quantized-loading-*.json")
     figures = json.loads(file.read_text())
@@ -127,7 +131,9 @@ def test_qlora_takes_less_memory_than_lora_and_loads_below_the_target():
 
 
 @pytest.mark.slow
-def test_the_calibration_runs_its_tiny_recipes(tmp_path, monkeypatch, capsys):
+def test_the_calibration_runs_its_tiny_recipes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     calibrate = script("calibrate_memory")
     figures = tmp_path / "figures.json"
     monkeypatch.setattr(sys, "argv", ["calibrate_memory", "--cpu", "--output", str(figures)])
@@ -154,7 +160,7 @@ def calibrated(predicted: int, reserved: int) -> dict[str, object]:
     }
 
 
-def test_the_calibration_fits_constants_and_says_which_predictions_are_far_off():
+def test_the_calibration_fits_constants_and_says_which_predictions_are_far_off() -> None:
     calibrate = script("calibrate_memory")
     good, shy, greedy = calibrated(1010, 1050), calibrated(940, 1000), calibrated(1000, 1300)
     assert [calibrate.is_close(one) for one in (good, shy, greedy)] == [True, False, False]
@@ -168,10 +174,14 @@ def test_the_calibration_fits_constants_and_says_which_predictions_are_far_off()
 
 @pytest.mark.parametrize(("codes", "expected"), [([0, 3, 0], 0), ([0, 1, 0], 1), ([3, 3, 3], 1)])
 def test_a_recipe_that_does_not_fit_or_fails_costs_no_other(
-    tmp_path, monkeypatch, capsys, codes, expected
-):
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    codes: list[int],
+    expected: int,
+) -> None:
     calibrate = script("calibrate_memory")
-    recipes = [(f"model-{code}", 1, {}) for code in codes]
+    recipes = [(f"model-{code}", 1, {}) for code in codes]  # type: ignore[var-annotated]
     ftkit = tmp_path / "ftkit.py"
     report = {
         "step_memory": {
@@ -208,7 +218,9 @@ def test_a_recipe_that_does_not_fit_or_fails_costs_no_other(
 
 
 @pytest.mark.parametrize("kind", ["GPU", "MIG"])
-def test_the_calibration_looks_at_the_device_that_runs_whatever_its_number(monkeypatch, kind):
+def test_the_calibration_looks_at_the_device_that_runs_whatever_its_number(
+    monkeypatch: pytest.MonkeyPatch, kind: Quantization
+) -> None:
     calibrate = script("calibrate_memory")
 
     used = {"GPU-other": 1, f"{kind}-1234": 7}
@@ -216,14 +228,14 @@ def test_the_calibration_looks_at_the_device_that_runs_whatever_its_number(monke
     class Driver(ModuleType):
         NVMLError = LookupError
 
-        def nvmlInit(self): ...
+        def nvmlInit(self) -> None: ...
 
-        def nvmlDeviceGetHandleByUUID(self, uuid):
+        def nvmlDeviceGetHandleByUUID(self, uuid: Any) -> Any:
             if uuid not in used:
                 raise self.NVMLError
             return uuid
 
-        def nvmlDeviceGetMemoryInfo(self, handle):
+        def nvmlDeviceGetMemoryInfo(self, handle: Any) -> Any:
             return SimpleNamespace(used=used[handle])
 
     monkeypatch.setitem(sys.modules, "pynvml", Driver("pynvml"))

@@ -49,12 +49,16 @@ def read_records(part: str) -> list[dict[str, str]]:
     return json.loads((DATA / f"{part}.json").read_text(encoding="utf-8"))
 
 
-def test_the_embedded_data_is_what_the_script_generates(tmp_path, monkeypatch):
+def test_the_embedded_data_is_what_the_script_generates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     load_script("make_quickstart_data", monkeypatch).main(["--out", str(tmp_path)])
     assert contents(tmp_path) == contents(DATA)
 
 
-def test_the_plain_text_has_no_instruction_format(tmp_path, monkeypatch):
+def test_the_plain_text_has_no_instruction_format(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     corpus = tmp_path / "corpus.txt"
     script = load_script("make_quickstart_data", monkeypatch)
     script.main(["--out", str(tmp_path / "data"), "--corpus", str(corpus), "--documents", "20000"])
@@ -64,7 +68,7 @@ def test_the_plain_text_has_no_instruction_format(tmp_path, monkeypatch):
         assert mark not in text
 
 
-def test_held_out_inputs_and_adjectives_are_never_trained_on():
+def test_held_out_inputs_and_adjectives_are_never_trained_on() -> None:
     train, val = read_records("train"), read_records("val")
     inputs = {record["input"] for record in train} - {""}
     assert not inputs & {record["input"] for record in val}
@@ -73,7 +77,7 @@ def test_held_out_inputs_and_adjectives_are_never_trained_on():
 
 
 @pytest.mark.parametrize("part", ["train", "val"])
-def test_every_record_is_well_formed(part):
+def test_every_record_is_well_formed(part: str) -> None:
     records = read_records(part)
     pairs = {(record["instruction"], record["input"]) for record in records}
     assert len(pairs) == len(records)
@@ -84,23 +88,23 @@ def test_every_record_is_well_formed(part):
         assert record["output"]
 
 
-def test_the_embedded_files_are_small():
+def test_the_embedded_files_are_small() -> None:
     assert sum(file.stat().st_size for file in DATA.iterdir()) < MAX_DATA_BYTES
     files = [file for file in QUICKSTART.rglob("*") if file.is_file()]
     assert sum(file.stat().st_size for file in files) <= MAX_ASSETS_BYTES
 
 
-def test_the_embedded_model_loads_in_transformers():
+def test_the_embedded_model_loads_in_transformers() -> None:
     assert {file.name for file in MODEL.iterdir()} == MODEL_FILES
     config = json.loads((MODEL / "config.json").read_text(encoding="utf-8"))
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert config["model_type"] == "llama"
-    model, notes = AutoModelForCausalLM.from_pretrained(MODEL, output_loading_info=True)
-    assert not any(notes.values())
-    assert {str(parameter.dtype) for parameter in model.parameters()} == {"torch.float32"}
+    model, notes = AutoModelForCausalLM.from_pretrained(MODEL, output_loading_info=True)  # type: ignore[misc]
+    assert not any(notes.values())  # type: ignore[has-type]
+    assert {str(parameter.dtype) for parameter in model.parameters()} == {"torch.float32"}  # type: ignore[has-type]
 
 
-def test_transformers_and_litgpt_read_the_same_token_ids():
+def test_transformers_and_litgpt_read_the_same_token_ids() -> None:
     ours, theirs = Tokenizer(MODEL), AutoTokenizer.from_pretrained(MODEL)
     assert (ours.bos_id, ours.eos_id) == (theirs.bos_token_id, theirs.eos_token_id)
     for record in read_records("val")[:50]:
@@ -110,7 +114,9 @@ def test_transformers_and_litgpt_read_the_same_token_ids():
         assert theirs.decode(ids, skip_special_tokens=True) == prompt
 
 
-def test_pretraining_twice_gives_the_same_bytes(tmp_path, monkeypatch):
+def test_pretraining_twice_gives_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     threads = torch.get_num_threads()
     try:
         for name in ("one", "two"):

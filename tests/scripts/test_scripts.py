@@ -65,7 +65,7 @@ def relative(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def test_light_modules_import_no_heavy_package():
+def test_light_modules_import_no_heavy_package() -> None:
     """So that a command answers at once, and a supervisor takes no memory from its ranks."""
     files = [file for name in LIGHT_PACKAGES for file in (ROOT / "ftkit" / name).rglob("*.py")]
     found = {str(file.relative_to(ROOT / "ftkit"))[:-3].replace("/", ".") for file in files}
@@ -89,7 +89,7 @@ NO_MODULES = {
 }
 
 
-def test_every_name_of_the_package_in_text_is_of_something_that_lives():
+def test_every_name_of_the_package_in_text_is_of_something_that_lives() -> None:
     """In strings of tests, in scripts and in documents, where no import would fail."""
     package = ROOT / "ftkit"
     dead = []
@@ -105,7 +105,7 @@ def test_every_name_of_the_package_in_text_is_of_something_that_lives():
     assert dead == []
 
 
-def test_every_source_file_that_a_document_names_is_there():
+def test_every_source_file_that_a_document_names_is_there() -> None:
     named = [
         (document.name, path)
         for document in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
@@ -134,7 +134,7 @@ def _lives(package: Path, names: list[str]) -> bool:
 
 
 @pytest.mark.parametrize("script", [*BASH_SCRIPTS, ROOT / ".ci/run"], ids=relative)
-def test_a_shell_script_is_clean(script):
+def test_a_shell_script_is_clean(script: Path) -> None:
     beside = Path(sys.executable).with_name("shellcheck")
     checker = [beside] if beside.exists() else ["bash", "-n"]
     run = subprocess.run([*checker, script], capture_output=True, text=True)
@@ -150,7 +150,7 @@ def test_a_shell_script_is_clean(script):
         for path in SCRIPTS
     ],
 )
-def test_a_script_explains_itself(script, tmp_path):
+def test_a_script_explains_itself(script: Path, tmp_path: Path) -> None:
     command = [script] if script in BASH_SCRIPTS else [sys.executable, script]
     run = subprocess.run([*command, "--help"], capture_output=True, text=True, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
@@ -223,7 +223,7 @@ def setup(tmp_path: Path) -> SetUp:
     return SetUp(root)
 
 
-TORCH = re.search(r"^torch==.*$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[0]
+TORCH = re.search(r"^torch==.*$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[0]  # type: ignore[index]
 FRESH = ["venv", f"pip {TORCH}", "pip setuptools"]
 FROM_PIP = f"pip --force-reinstall {TORCH}"
 FOR_CUDA_12_6 = f"pip --extra-index-url https://download.pytorch.org/whl/cu126 {TORCH}+cu126"
@@ -236,12 +236,12 @@ def install(what: str) -> list[str]:
     return [f"pip --no-build-isolation --editable {what}", *chi, *deepspeed]
 
 
-def test_set_up_installs_torch_and_then_ftkit(setup):
+def test_set_up_installs_torch_and_then_ftkit(setup: SetUp) -> None:
     assert setup.run().returncode == 0
     assert setup.calls() == [*FRESH, *install(".")]
 
 
-def test_a_second_set_up_does_and_says_nothing(setup):
+def test_a_second_set_up_does_and_says_nothing(setup: SetUp) -> None:
     setup.run("--dev")
     assert setup.calls() == [*FRESH, *install(".[dev]")]
     for options in (["--dev"], []):
@@ -251,7 +251,9 @@ def test_a_second_set_up_does_and_says_nothing(setup):
 
 
 @pytest.mark.parametrize("file", ["pyproject.toml", "constraints.txt"])
-def test_set_up_follows_a_changed_requirement_and_keeps_its_options(setup, file):
+def test_set_up_follows_a_changed_requirement_and_keeps_its_options(
+    setup: SetUp, file: str
+) -> None:
     setup.run("--dev")
     setup.calls()
     with (setup.root / file).open("a") as stream:
@@ -260,7 +262,7 @@ def test_set_up_follows_a_changed_requirement_and_keeps_its_options(setup, file)
     assert setup.calls()[-len(install(".[dev]")) :] == install(".[dev]")
 
 
-def test_set_up_adds_an_option_to_the_environment_it_has(setup):
+def test_set_up_adds_an_option_to_the_environment_it_has(setup: SetUp) -> None:
     setup.run()
     setup.calls()
     setup.run("--dev")
@@ -269,7 +271,7 @@ def test_set_up_adds_an_option_to_the_environment_it_has(setup):
     assert calls[-len(install(".[dev]")) :] == install(".[dev]")
 
 
-def test_set_up_with_cuda_does_not_ask_for_a_cpu_build(setup):
+def test_set_up_with_cuda_does_not_ask_for_a_cpu_build(setup: SetUp) -> None:
     run = setup.run("--cuda")
     assert f"{TORCH} from pip's index ... " in run.stdout
     assert setup.calls() == ["venv", FROM_PIP, "pip setuptools", *install(".")]
@@ -287,7 +289,9 @@ def test_set_up_with_cuda_does_not_ask_for_a_cpu_build(setup):
         ("[N/A]", "580.65.06", FROM_PIP),
     ],
 )
-def test_set_up_takes_the_build_of_torch_that_gpu_and_driver_need(setup, capability, driver, build):
+def test_set_up_takes_the_build_of_torch_that_gpu_and_driver_need(
+    setup: SetUp, capability: str, driver: str, build: str
+) -> None:
     assert setup.run(PATH=setup.gpu(capability, driver)).returncode == 0
     assert setup.calls() == ["venv", build, "pip setuptools", *install(".")]
 
@@ -302,8 +306,8 @@ def test_set_up_takes_the_build_of_torch_that_gpu_and_driver_need(setup, capabil
     ],
 )
 def test_set_up_replaces_a_build_of_torch_that_cannot_use_the_gpu(
-    setup, installed, capability, expected
-):
+    setup: SetUp, installed: str, capability: str, expected: list[Any]
+) -> None:
     setup.has(f"{TORCH.removeprefix('torch==')}{installed}")
     setup.run(PATH=setup.gpu(capability, "580.65.06"))
     assert setup.calls() == ["venv", *expected, "pip setuptools", *install(".")]
@@ -313,13 +317,15 @@ def test_set_up_replaces_a_build_of_torch_that_cannot_use_the_gpu(
     ("options", "what"),
     [(["--notebook"], ".[notebook]"), (["--notebook", "--dev"], ".[dev]")],
 )
-def test_set_up_installs_jupyter_where_it_is_asked_for(setup, options, what):
+def test_set_up_installs_jupyter_where_it_is_asked_for(
+    setup: SetUp, options: list[str], what: str
+) -> None:
     assert setup.run(*options).returncode == 0
     assert setup.calls() == [*FRESH, *install(what)]
     assert setup.run("--notebook").stdout == ""
 
 
-def test_a_failed_set_up_shows_what_pip_said_and_starts_over_next_time(setup):
+def test_a_failed_set_up_shows_what_pip_said_and_starts_over_next_time(setup: SetUp) -> None:
     (setup.root / "pip_says").write_text("no matching distribution\n")
     run = setup.run()
     assert run.returncode == 1
@@ -330,7 +336,7 @@ def test_a_failed_set_up_shows_what_pip_said_and_starts_over_next_time(setup):
     assert setup.calls()[: len(FRESH)] == FRESH
 
 
-def test_a_moved_repository_gets_a_new_environment(setup):
+def test_a_moved_repository_gets_a_new_environment(setup: SetUp) -> None:
     setup.run()
     setup.calls()
     setup.root = setup.root.rename(setup.root.with_name("moved"))
@@ -339,7 +345,7 @@ def test_a_moved_repository_gets_a_new_environment(setup):
     assert setup.calls()[: len(FRESH)] == FRESH
 
 
-def test_an_environment_of_another_maker_is_used_but_never_deleted(setup):
+def test_an_environment_of_another_maker_is_used_but_never_deleted(setup: SetUp) -> None:
     subprocess.run([setup.python, "-m", "venv", ".venv"], cwd=setup.root, check=True)
     setup.calls()
     assert setup.run().returncode == 0
@@ -353,7 +359,7 @@ def test_an_environment_of_another_maker_is_used_but_never_deleted(setup):
     assert (setup.root / ".venv/bin/python").exists()
 
 
-def test_an_unsuitable_python_is_named(setup):
+def test_an_unsuitable_python_is_named(setup: SetUp) -> None:
     run = setup.run(PYTHON="/bin/false")
     assert run.returncode == 1
     assert run.stderr == (
@@ -374,7 +380,7 @@ def unknown_keys(values: dict[str, Any], kind: Any, prefix: str = "") -> Iterato
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=relative)
-def test_a_recipe_uses_known_keys(recipe):
+def test_a_recipe_uses_known_keys(recipe: Path) -> None:
     values = yaml.safe_load(recipe.read_text())
     is_lora = "lora" in recipe.stem or recipe.stem == "quickstart"
     assert list(unknown_keys(values, LoraRecipe if is_lora else Recipe)) == []
@@ -382,7 +388,7 @@ def test_a_recipe_uses_known_keys(recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=relative)
-def test_a_recipe_says_how_to_run_it(recipe):
+def test_a_recipe_says_how_to_run_it(recipe: Path) -> None:
     comment = [line for line in recipe.read_text().splitlines() if line.startswith("#")]
     command = "finetune" if "lora" in recipe.stem else "finetune_full"
     expected = f"#   ftkit {command} --config {relative(recipe)}"
@@ -392,7 +398,7 @@ def test_a_recipe_says_how_to_run_it(recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=relative)
-def test_the_batch_of_a_recipe_divides_evenly(recipe):
+def test_the_batch_of_a_recipe_divides_evenly(recipe: Path) -> None:
     values = yaml.safe_load(recipe.read_text())
     train = values["train"]
     assert train["global_batch_size"] % (train["micro_batch_size"] * values["devices"]) == 0
@@ -408,7 +414,7 @@ def committed_files() -> list[Path]:
     ]
 
 
-def test_no_committed_file_holds_a_path_of_one_machine():
+def test_no_committed_file_holds_a_path_of_one_machine() -> None:
     own_path = re.compile(rb"(?<![\w.])/(?:home|mnt|root|tmp|Users|work|workspace)/\w")
     texts = {path: path.read_bytes() for path in committed_files()}
     assert len(texts) > 30

@@ -100,8 +100,8 @@ def process_and_server(
     try:
         wait_for(lambda: url() is not None)
         found = url()
-        assert found[1] == f"http://127.0.0.1:{port}"
-        yield process, Server(url=found[1], token=found[2]), clone
+        assert found[1] == f"http://127.0.0.1:{port}"  # type: ignore[index]
+        yield process, Server(url=found[1], token=found[2]), clone  # type: ignore[index]
     finally:
         process.terminate()
         process.wait(timeout=60)
@@ -112,7 +112,9 @@ def server(process_and_server: tuple["subprocess.Popen[str]", Server, Clone]) ->
     return process_and_server[1]
 
 
-def test_it_sets_up_jupyter_and_says_how_to_come_in(process_and_server):
+def test_it_sets_up_jupyter_and_says_how_to_come_in(
+    process_and_server: tuple["subprocess.Popen[str]", Server, Clone],
+) -> None:
     _, server, clone = process_and_server
     assert (clone.root / "calls").read_text() == "setup_env --notebook\n"
     port = server.url.rpartition(":")[2]
@@ -120,7 +122,9 @@ def test_it_sets_up_jupyter_and_says_how_to_come_in(process_and_server):
     assert len(server.token) >= 32
 
 
-def test_it_runs_code_for_another_process_in_the_environment_of_the_project(process_and_server):
+def test_it_runs_code_for_another_process_in_the_environment_of_the_project(
+    process_and_server: tuple["subprocess.Popen[str]", Server, Clone],
+) -> None:
     _, server, clone = process_and_server
     outputs = run_cells(
         server,
@@ -139,7 +143,9 @@ def test_it_runs_code_for_another_process_in_the_environment_of_the_project(proc
 
 
 @pytest.mark.matrix
-def test_the_first_notebook_runs_remotely_and_its_outputs_come_back(process_and_server):
+def test_the_first_notebook_runs_remotely_and_its_outputs_come_back(
+    process_and_server: tuple["subprocess.Popen[str]", Server, Clone],
+) -> None:
     _, server, clone = process_and_server
     outputs = run_cells(server, cells(SINGLE_GPU))
     assert not [output for cell in outputs for output in cell if output["output_type"] == "error"]
@@ -152,7 +158,7 @@ def test_the_first_notebook_runs_remotely_and_its_outputs_come_back(process_and_
     assert {read_report(run / "report.json").outcome for run in runs} == {"completed"}
 
 
-def test_it_lets_the_page_of_colab_read_its_answers(server):
+def test_it_lets_the_page_of_colab_read_its_answers(server: Server) -> None:
     headers = {"Origin": COLAB}
     answer = server.request("GET", "/api/kernelspecs", headers=headers)
     assert answer.status_code == 200
@@ -168,7 +174,7 @@ def test_it_lets_the_page_of_colab_read_its_answers(server):
 
 
 @pytest.mark.parametrize("token", ["wrong", "0" * 48])
-def test_without_its_token_nothing_is_told_and_nothing_runs(server, token):
+def test_without_its_token_nothing_is_told_and_nothing_runs(server: Server, token: str) -> None:
     assert httpx.get(f"{server.url}/api/contents", trust_env=False).status_code == 403
     assert server.request("GET", "/api/contents", token=token).status_code == 403
     assert server.request("POST", "/api/kernels", token=token, json={}).status_code == 403
@@ -177,7 +183,7 @@ def test_without_its_token_nothing_is_told_and_nothing_runs(server, token):
     assert refused.value.status_code == 403
 
 
-def test_a_page_of_another_origin_is_refused_even_with_the_token(server):
+def test_a_page_of_another_origin_is_refused_even_with_the_token(server: Server) -> None:
     headers = {"Origin": FOREIGN}
     answer = server.request("GET", "/api/contents", headers=headers)
     assert answer.status_code == 404
@@ -194,12 +200,14 @@ def test_a_page_of_another_origin_is_refused_even_with_the_token(server):
         server.request("DELETE", f"/api/kernels/{kernel}")
 
 
-def test_it_answers_to_no_other_name(server):
+def test_it_answers_to_no_other_name(server: Server) -> None:
     answer = server.request("GET", "/api/contents", headers={"Host": "notebooks.example.org"})
     assert answer.status_code == 403
 
 
-def test_it_listens_on_the_loopback_address_alone(process_and_server):
+def test_it_listens_on_the_loopback_address_alone(
+    process_and_server: tuple["subprocess.Popen[str]", Server, Clone],
+) -> None:
     process, _, _ = process_and_server
     listening = {
         connection.laddr.ip
@@ -210,7 +218,7 @@ def test_it_listens_on_the_loopback_address_alone(process_and_server):
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "::", "10.1.2.3", "example.org", ""])
-def test_another_address_is_refused_before_anything_starts(clone, address):
+def test_another_address_is_refused_before_anything_starts(clone: Clone, address: str) -> None:
     code, said = clone.end("--ip", address)
     assert code == 2
     assert f"--ip is {address}, but" in said
@@ -218,13 +226,15 @@ def test_another_address_is_refused_before_anything_starts(clone, address):
 
 
 @pytest.mark.parametrize("port", ["0", "65536", "8888x", ""])
-def test_a_bad_port_is_refused(clone, port):
+def test_a_bad_port_is_refused(clone: Clone, port: str) -> None:
     code, said = clone.end("--port", port)
     assert code == 2
     assert f"--port is {port}, but" in said
 
 
-def test_a_port_in_use_is_refused(process_and_server, clone):
+def test_a_port_in_use_is_refused(
+    process_and_server: tuple["subprocess.Popen[str]", Server, Clone], clone: Clone
+) -> None:
     port = process_and_server[1].url.rpartition(":")[2]
     code, said = clone.end("--port", port)
     assert code == 1
@@ -232,7 +242,7 @@ def test_a_port_in_use_is_refused(process_and_server, clone):
     assert "token=" not in said
 
 
-def test_a_gpu_that_torch_does_not_see_is_named(clone):
+def test_a_gpu_that_torch_does_not_see_is_named(clone: Clone) -> None:
     write_script(clone.root / "bin/nvidia-smi", "echo NVIDIA A100")
     (clone.root / "stand-in/torch").mkdir(parents=True)
     (clone.root / "stand-in/torch/__init__.py").write_text(
@@ -246,7 +256,7 @@ def test_a_gpu_that_torch_does_not_see_is_named(clone):
     assert "torch 2.13.0 does not see the GPU (NVIDIA A100)" in said
 
 
-def test_in_a_container_it_starts_the_same_script_on_the_network_of_the_host(clone):
+def test_in_a_container_it_starts_the_same_script_on_the_network_of_the_host(clone: Clone) -> None:
     write_script(clone.root / "bin/nvidia-smi", "echo NVIDIA A100")
     write_script(clone.root / "bin/docker", 'echo "docker $*" >>calls')
     path = f"{clone.root / 'bin'}:{os.environ['PATH']}"

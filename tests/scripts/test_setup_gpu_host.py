@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command import ROOT
@@ -90,7 +91,7 @@ class Host:
 
     def run(self, *options: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [shutil.which("bash"), self.clone / "scripts/setup_gpu_host", *options],
+            [shutil.which("bash"), self.clone / "scripts/setup_gpu_host", *options],  # type: ignore[list-item]
             capture_output=True,
             text=True,
             env={"PATH": str(self.bin), "HOME": str(self.state)},
@@ -149,7 +150,7 @@ def shortened(calls: list[str]) -> list[str]:
     ]
 
 
-def test_a_bare_machine_gets_the_tools_and_the_environment(host):
+def test_a_bare_machine_gets_the_tools_and_the_environment(host: Host) -> None:
     run = host.run()
     assert run.returncode == 0, run.stdout + run.stderr
     assert host.calls() == TOOLS_INSTALLED
@@ -158,7 +159,7 @@ def test_a_bare_machine_gets_the_tools_and_the_environment(host):
     assert run.stdout.endswith("next: scripts/serve_notebook\n")
 
 
-def test_run_again_it_installs_nothing(host):
+def test_run_again_it_installs_nothing(host: Host) -> None:
     host.run()
     host.calls()
     run = host.run()
@@ -166,7 +167,7 @@ def test_run_again_it_installs_nothing(host):
     assert host.calls() == ["setup_env --notebook"]
 
 
-def test_with_container_it_gets_docker_and_the_toolkit_of_nvidia_once(host):
+def test_with_container_it_gets_docker_and_the_toolkit_of_nvidia_once(host: Host) -> None:
     run = host.run("--container")
     assert run.returncode == 0, run.stdout + run.stderr
     assert shortened(host.calls()) == CONTAINER_INSTALLED + CONTAINER_CHECKED
@@ -178,7 +179,9 @@ def test_with_container_it_gets_docker_and_the_toolkit_of_nvidia_once(host):
 
 
 @pytest.mark.parametrize("options", [[], ["--container"]])
-def test_a_dry_run_says_all_that_a_run_does_and_changes_nothing(host, options):
+def test_a_dry_run_says_all_that_a_run_does_and_changes_nothing(
+    host: Host, options: list[Any]
+) -> None:
     files = host.files()
     said = host.run(*options, "--dry_run")
     assert said.returncode == 0, said.stderr
@@ -195,7 +198,7 @@ def commands(stdout: str) -> list[str]:
     return [line.strip() for line in stdout.splitlines() if line.startswith("  ")]
 
 
-def test_without_a_driver_it_stops_and_a_dry_run_says_so_first(host):
+def test_without_a_driver_it_stops_and_a_dry_run_says_so_first(host: Host) -> None:
     host.put("nvidia-smi", "echo 'NVIDIA-SMI has failed'; exit 9")
     run = host.run()
     assert run.returncode == 1
@@ -207,14 +210,14 @@ def test_without_a_driver_it_stops_and_a_dry_run_says_so_first(host):
 
 
 @pytest.mark.parametrize("options", [[], ["--container"]])
-def test_a_gpu_that_torch_does_not_see_is_an_error(host, options):
+def test_a_gpu_that_torch_does_not_see_is_an_error(host: Host, options: list[Any]) -> None:
     host.sees(1)
     run = host.run(*options)
     assert run.returncode == 1
     assert "torch sees 1 of 2 GPUs." in run.stderr
 
 
-def test_what_could_not_be_installed_is_named(host):
+def test_what_could_not_be_installed_is_named(host: Host) -> None:
     host.put("apt-get", "exit 0")
     run = host.run()
     assert run.returncode == 1
@@ -226,7 +229,7 @@ def test_what_could_not_be_installed_is_named(host):
     assert "Install git g++ python3-dev python3-venv by hand" in run.stderr
 
 
-def test_the_image_is_built_by_the_script_that_everybody_uses():
+def test_the_image_is_built_by_the_script_that_everybody_uses() -> None:
     text = (ROOT / "Dockerfile").read_text()
     assert "RUN scripts/setup_env --notebook --cuda" in text
     assert "pip" not in text
@@ -238,7 +241,7 @@ def test_the_image_is_built_by_the_script_that_everybody_uses():
     assert needed <= copied
 
 
-def test_the_dockerfile_is_clean():
+def test_the_dockerfile_is_clean() -> None:
     linter = Path(sys.executable).with_name("hadolint")
     assert linter.exists(), "scripts/setup_env --dev installs it"
     run = subprocess.run([linter, ROOT / "Dockerfile"], capture_output=True, text=True)

@@ -66,11 +66,11 @@ class Case:
 
 
 def lora(*words: tuple[str, ...], **how: object) -> Case:
-    return Case("finetune", tuple(word for part in words for word in part), **how)  # type: ignore[arg-type]
+    return Case("finetune", tuple(word for part in words for word in part), **how)
 
 
 def full(*words: tuple[str, ...], **how: object) -> Case:
-    return Case("finetune_full", tuple(word for part in words for word in part), **how)  # type: ignore[arg-type]
+    return Case("finetune_full", tuple(word for part in words for word in part), **how)
 
 
 def optimizer(name: str, rate: str, *more: str) -> tuple[str, ...]:
@@ -213,7 +213,7 @@ def test_memory_that_is_followed_is_all_that_a_card_gave(machine: OnCard) -> Non
 def test_a_card_without_memory_ends_the_run_as_that_whoever_says_so(
     machine: OnCard, wording: str, moment: str, rank: int
 ) -> None:
-    shortage = Shortage(wording=wording, moment=moment, rank=rank)  # type: ignore[arg-type]
+    shortage = Shortage(wording=wording, moment=moment, rank=rank)
     words = DDP if rank or wording == "nccl" else ONE
     attempt, out = machine.run(
         "finetune_full", *words, ranks=ranks_of(Case("", words)), shortage=shortage

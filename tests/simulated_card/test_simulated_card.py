@@ -106,7 +106,7 @@ def test_the_host_cannot_read_the_memory(card: Machine) -> None:
         import torch
 
         x = torch.ones(2, device="cuda")
-        return ctypes.c_float.from_address(x.data_ptr()).value
+        return ctypes.c_float.from_address(x.data_ptr()).value  # type: ignore[return-value]
 
     assert "can't convert cuda:0 device type tensor to numpy" in card.run(numpy)
     with pytest.raises(AssertionError, match=r"ended with -(11|7|10)"):
@@ -181,14 +181,14 @@ def test_a_step_gives_the_numbers_of_the_host_and_backward_runs_in_another_threa
         def step(device: str) -> list[float]:
             torch.manual_seed(0)
             model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()).to(device)
-            model[0].weight.register_hook(lambda _: threads.add(threading.get_ident()))
+            model[0].weight.register_hook(lambda _: threads.add(threading.get_ident()))  # type: ignore[operator]
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
             for _ in range(3):
                 model(torch.ones(2, 8, device=device)).square().sum().backward()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
                 optimizer.step()
                 optimizer.zero_grad()
-            return model[0].weight.detach().cpu().flatten().tolist()
+            return model[0].weight.detach().cpu().flatten().tolist()  # type: ignore[operator]
 
         on_card = step("cuda")
         others = threads - {threading.get_ident()}

@@ -37,7 +37,9 @@ def builder(tmp_path: Path) -> Iterator["subprocess.Popen[bytes]"]:
     process.wait()
 
 
-def test_what_a_killed_builder_left_is_removed(builder, tmp_path: Path) -> None:
+def test_what_a_killed_builder_left_is_removed(
+    builder: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
     builder.send_signal(signal.SIGKILL)
     builder.wait()
     assert (tmp_path / "lock").exists()
@@ -46,7 +48,7 @@ def test_what_a_killed_builder_left_is_removed(builder, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["ftkit.lock"]
 
 
-def test_a_builder_at_work_is_waited_for(builder, tmp_path: Path) -> None:
+def test_a_builder_at_work_is_waited_for(builder: subprocess.Popen[bytes], tmp_path: Path) -> None:
     code = BUILDER.replace('(directory / "lock").touch()', 'print("in", flush=True)')
     with subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path)],

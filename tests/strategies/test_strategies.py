@@ -179,7 +179,7 @@ def options(run: Run, request: pytest.FixtureRequest) -> dict[Case, Outcome]:
         for name in ("ddp", "fsdp", "deepspeed")
         for changes in (DROPOUT, (*DROPOUT, CHECKPOINTED))
     ]
-    return run(2, runnable([*(OPTIONS[name] for name in sorted(names)), *dropout]))
+    return run(2, runnable([*(OPTIONS[name] for name in sorted(names)), *dropout]))  # type: ignore[index, type-var]
 
 
 @pytest.fixture(scope="module")

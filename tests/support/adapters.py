@@ -68,7 +68,7 @@ def train(model: LanguageModel) -> LanguageModel:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+                parameter += 0.05 * torch.randn(parameter.shape, generator=generator)  # type: ignore[misc]
     return model
 
 

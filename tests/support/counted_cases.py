@@ -79,7 +79,7 @@ if __name__ == "__main__":
                 torch.distributed, name, returning_when_let_go(getattr(torch.distributed, name))
             )
     training_rank._note_prediction = count_before_prediction
-    TrainStep.run = restart_after_first_step  # type: ignore[method-assign]
+    TrainStep.run = restart_after_first_step
     gc.freeze()
     gc.enable()
     with Path(os.devnull).open("w") as nowhere:

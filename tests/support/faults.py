@@ -42,7 +42,7 @@ def _before_save(step: int, action: Callable[[Saver], None]) -> None:
             action(saver)
         save(saver, metadata, *arguments, **options)
 
-    Saver.save = with_action  # type: ignore[method-assign]
+    Saver.save = with_action
 
 
 def killed_at(step: int, number: int) -> None:
@@ -86,15 +86,15 @@ def killed_in(out_dir: str, number: int) -> None:
     def save_file(
         tensors: Any,
         path: Path,
-        save: Callable[..., None] = safetensors_files.save_file,
+        save: Callable[..., None] = safetensors_files.save_file,  # type: ignore[attr-defined]
         **options: Any,
     ) -> None:
         happens(path)
         save(tensors, path, **options)
         happens(path)
 
-    os.fsync = fsync  # type: ignore[assignment]
-    safetensors_files.save_file = save_file
+    os.fsync = fsync
+    safetensors_files.save_file = save_file  # type: ignore[attr-defined]
     sys.addaudithook(audit)
 
 
@@ -153,13 +153,13 @@ def little_memory(more: int) -> None:
 def kernel_that_kills_for_memory() -> None:
     """The kernel's count of processes that it killed for memory grows each time it is asked."""
     counts = itertools.count(7)
-    ranks.processes_killed_for_memory = lambda: next(counts)
+    ranks.processes_killed_for_memory = lambda: next(counts)  # type: ignore[attr-defined, misc]
     no_advice()
 
 
 def no_advice() -> None:
     """Nothing is found that would fit; importing takes too long for every test."""
-    preflight._ask = lambda *_, **__: {}  # type: ignore[assignment]
+    preflight._ask = lambda *_, **__: {}
 
 
 def on_card(
@@ -184,7 +184,7 @@ def on_card(
     for other in others:
         globals()[other]()
     if not follows_memory:
-        loop.steps_to_measure = lambda order: set()
+        loop.steps_to_measure = lambda order: set()  # type: ignore[attr-defined]
 
     def counted(*arguments: Any) -> int:
         try:
@@ -206,7 +206,7 @@ def reads_a_number_in_each_micro_step() -> None:
         loss.item()
         return loss
 
-    TrainStep._scaled_loss = reading  # type: ignore[method-assign]
+    TrainStep._scaled_loss = reading
 
 
 def killed_in_training() -> None:
@@ -234,7 +234,7 @@ def out_of_memory(where: str, words: str | None = None) -> None:
         _in_training(fail)
         return
     if where == "optimizer":
-        torch.optim.Optimizer.__init__ = fail  # type: ignore[method-assign]
+        torch.optim.Optimizer.__init__ = fail
         return
     loss_of = TrainStep._scaled_loss
 
@@ -243,7 +243,7 @@ def out_of_memory(where: str, words: str | None = None) -> None:
         loss.register_hook(fail)
         return loss
 
-    TrainStep._scaled_loss = failing  # type: ignore[method-assign]
+    TrainStep._scaled_loss = failing
 
 
 def ended_by_a_library(last_words: str) -> None:
@@ -285,7 +285,7 @@ def watched(directory: str, ends_at: int | None) -> None:
         assert next(count) != ends_at
         micro_step(self, batch)
 
-    TrainStep.micro_step = failing  # type: ignore[method-assign]
+    TrainStep.micro_step = failing
     witness.watch(Path(directory))
 
 
@@ -293,17 +293,19 @@ def _in_training(action: Callable[[], object]) -> None:
     def act(*_: Any) -> None:
         action()
 
-    TrainStep.micro_step = act  # type: ignore[method-assign, assignment]
+    TrainStep.micro_step = act
 
 
 def failing_shard(*steps: int) -> None:
     """The shard of this rank cannot be written at these steps."""
 
     def write(
-        path: Path, pieces: Any, write: Callable[..., None] = saver_module.write_shard
+        path: Path,
+        pieces: Any,
+        write: Callable[..., None] = saver_module.write_shard,  # type: ignore[attr-defined]
     ) -> None:
         if any(path.parent.name == f".step-{step:08}.partial" for step in steps):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         write(path, pieces)
 
-    saver_module.write_shard = write
+    saver_module.write_shard = write  # type: ignore[attr-defined]

@@ -64,8 +64,8 @@ if __name__ == "__main__":
         of_run(self)
         run(self)
 
-    loop.Training.run = witnessed  # type: ignore[method-assign]
-    loop.MemoryMeter = Witness  # type: ignore[misc]
+    loop.Training.run = witnessed
+    loop.MemoryMeter = Witness  # type: ignore[attr-defined]
     runpy.run_path(
         str(Path(__file__).with_name("rank_cases.py")),
         run_name="__main__",

@@ -103,7 +103,7 @@ class Preloaded:
         return int(self._process.stdout.readline())
 
     def readable(self) -> bool:
-        return bool(select.select([self._process.stdout], [], [], 0)[0])
+        return bool(select.select([self._process.stdout], [], [], 0)[0])  # type: ignore[type-var]
 
 
 @contextmanager
@@ -235,7 +235,7 @@ def _serve() -> NoReturn:
         die_with_parent(server)
         _write_to(Path(request["output"]))
         ranks.GRACE_S = 0.5
-        ranks._start = lambda *arguments: start_rank(request, *arguments)  # type: ignore[assignment]
+        ranks._start = lambda *arguments: start_rank(request, *arguments)
         suffer(request, SUPERVISOR)
         sys.argv = ["ftkit", *request["arguments"]]
         app.main()

@@ -25,7 +25,7 @@ if __name__ == "__main__":
     # Both take longer than such a run; memory_cases.py measures, and counted_cases.py predicts.
     rank._note_prediction = lambda job, recorder: None
     if "MEASURES_MEMORY" not in globals():
-        loop.steps_to_measure = lambda order: set()
+        loop.steps_to_measure = lambda order: set()  # type: ignore[attr-defined]
     gc.freeze()  # as ftkit.utils.imports.quick_imports; a fifth of the time in which cases run
     gc.enable()
     with Path(os.devnull).open("w") as nowhere:

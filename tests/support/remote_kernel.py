@@ -55,7 +55,7 @@ def execute(socket: websocket.WebSocket, source: str) -> list[dict[str, Any]]:
     content = {"code": source, "silent": False, "store_history": True, "allow_stdin": False}
     message = {"header": header, "parent_header": {}, "metadata": {}, "content": content}
     socket.send(json.dumps(message | {"channel": "shell"}))
-    outputs = []
+    outputs = []  # type: ignore[var-annotated]
     deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
         answer = json.loads(socket.recv())

@@ -55,7 +55,7 @@ class Run:
         """Wait for the end: exit code, stdout, stderr; nothing may be running then."""
         out, err = self.process.communicate(timeout=TIMEOUT_S)
         wait_for(lambda: not self.processes())
-        return self.process.returncode, out, err
+        return self.process.returncode, out, err  # type: ignore[return-value]
 
     def processes(self) -> list[psutil.Process]:
         """Every process of this run: they all have its directory on their command line."""

@@ -107,7 +107,7 @@ def make_litgpt_only(directory: Path, name: str) -> Path:
     if known.sliding_window_size is not None:
         settings["sliding_window_indices"] = [1, 0]
         settings["rope_indices"] = [1, 0] if known.rope_indices is not None else None
-    config = litgpt.Config.from_name(name, **settings | LITGPT_ONLY[name])
+    config = litgpt.Config.from_name(name, **settings | LITGPT_ONLY[name])  # type: ignore[operator]
     directory.mkdir(parents=True, exist_ok=True)
     with torch.random.fork_rng():
         torch.manual_seed(0)

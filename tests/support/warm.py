@@ -205,7 +205,7 @@ def _serve(requests: socket.socket) -> NoReturn:
     signal.set_wakeup_fd(wake)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     while True:
-        readable, _, _ = select.select([requests, ended], [], [])
+        readable, _, _ = select.select([requests, ended], [], [])  # type: ignore[type-var]
         if ended in readable:
             os.read(ended, 1000)
             for process, told in list(running):
@@ -301,7 +301,7 @@ class Server:
         }
         with self._lock:
             requests = self._requests or self._begin()
-        out, err = (file.fileno() for file in outputs or (log, log))  # type: ignore[union-attr]
+        out, err = (file.fileno() for file in outputs or (log, log))
         socket.send_fds(requests, [json.dumps(asked).encode()], [out, err, telling])
         os.close(telling)
         told = os.fdopen(reading)

@@ -54,8 +54,8 @@ def watch(directory: Path) -> None:
     Watched.tell = staticmethod(tell)
     for name in MESSAGES:
         setattr(dist, name, telling(name, getattr(dist, name)))
-    TrainStep.micro_step = telling(FORWARD, TrainStep.micro_step)  # type: ignore[method-assign]
-    TrainStep.update = update_and_watch  # type: ignore[method-assign]
+    TrainStep.micro_step = telling(FORWARD, TrainStep.micro_step)
+    TrainStep.update = update_and_watch
 
 
 def told(directory: Path, of_rank: int = 0) -> list[str]:

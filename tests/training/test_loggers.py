@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from lightning.pytorch.loggers import Logger
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from ftkit.config.devices import Devices
 from ftkit.config.parsing import read_recipe
@@ -33,10 +33,10 @@ def session(plan: Plan, steps: range, run_ids: dict[str, str], *, start_step: in
 def scalars(out_dir: Path, tag: str) -> list[tuple[int, float]]:
     events = EventAccumulator(str(out_dir / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
-    return [(event.step, pytest.approx(event.value)) for event in events.Scalars(tag)]
+    return [(event.step, pytest.approx(event.value)) for event in events.Scalars(tag)]  # type: ignore[misc]
 
 
-def test_tensorboard_shows_every_step_once_where_sessions_overlap(tmp_path):
+def test_tensorboard_shows_every_step_once_where_sessions_overlap(tmp_path: Path) -> None:
     plan = make("tensorboard", tmp_path)
     session(plan, range(1, 10), {})
     session(plan, range(7, 12), {}, start_step=6)
@@ -47,7 +47,7 @@ def test_tensorboard_shows_every_step_once_where_sessions_overlap(tmp_path):
     assert [step for step, _ in scalars(tmp_path, "val_loss")] == [0, 3, 6, 9, 12]
 
 
-def test_tensorboard_forgets_a_session_that_left_no_checkpoint(tmp_path):
+def test_tensorboard_forgets_a_session_that_left_no_checkpoint(tmp_path: Path) -> None:
     plan = make("tensorboard", tmp_path)
     for steps in (range(1, 6), range(1, 4)):
         session(plan, steps, {})
@@ -55,7 +55,9 @@ def test_tensorboard_forgets_a_session_that_left_no_checkpoint(tmp_path):
     assert [step for step, _ in scalars(tmp_path, "val_loss")] == [0, 3]
 
 
-def test_wandb_goes_on_with_the_run_it_began(tmp_path, monkeypatch):
+def test_wandb_goes_on_with_the_run_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -64,7 +66,7 @@ def test_wandb_goes_on_with_the_run_it_began(tmp_path, monkeypatch):
     seen = []
     for start_step, steps in ((0, range(1, 6)), (3, range(4, 8))):
         logger = session(plan, steps, run_ids, start_step=start_step)
-        seen.append((logger.experiment.id, logger._wandb_init["resume"]))
+        seen.append((logger.experiment.id, logger._wandb_init["resume"]))  # type: ignore[attr-defined]
         wandb.finish()
     assert seen == [(run_ids["wandb"], "allow"), (run_ids["wandb"], "must")]
     assert len(bytes.fromhex(run_ids["wandb"])) == 4
@@ -72,15 +74,15 @@ def test_wandb_goes_on_with_the_run_it_began(tmp_path, monkeypatch):
     assert files == {f"run-{run_ids['wandb']}.wandb"}
 
 
-def test_a_run_without_an_id_begins_one_even_if_it_continues(tmp_path):
+def test_a_run_without_an_id_begins_one_even_if_it_continues(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     run_ids: dict[str, str] = {}
     (logger,) = make_loggers(make("wandb", tmp_path), start_step=5, run_ids=run_ids)
-    assert logger._wandb_init["id"] == run_ids["wandb"]
-    assert logger._wandb_init["resume"] == "allow"
+    assert logger._wandb_init["id"] == run_ids["wandb"]  # type: ignore[attr-defined]
+    assert logger._wandb_init["resume"] == "allow"  # type: ignore[attr-defined]
 
 
-def test_only_rank_0_chooses_an_id(tmp_path, monkeypatch):
+def test_only_rank_0_chooses_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("RANK", "1")
     run_ids: dict[str, str] = {}

@@ -67,7 +67,7 @@ def first_session(tmp_path: Path) -> Metadata:
         return metadata_of(recorder)
 
 
-def test_progress_and_loss_are_of_the_whole_run(tmp_path):
+def test_progress_and_loss_are_of_the_whole_run(tmp_path: Path) -> None:
     start = first_session(tmp_path)
     with make_recorder(tmp_path, start) as recorder:
         assert (recorder.steps, recorder.samples, recorder.epochs) == (8, 80, 0.8)
@@ -80,7 +80,7 @@ def test_progress_and_loss_are_of_the_whole_run(tmp_path):
     assert read_report(tmp_path / "out/.run/rank-0").loss == loss
 
 
-def test_what_was_asked_before_training_is_still_known(tmp_path):
+def test_what_was_asked_before_training_is_still_known(tmp_path: Path) -> None:
     start = first_session(tmp_path)
     with make_recorder(tmp_path, start) as recorder:
         assert recorder.report.exact_match == ExactMatch(samples=8, before=0.25)
@@ -89,7 +89,7 @@ def test_what_was_asked_before_training_is_still_known(tmp_path):
         ]
 
 
-def test_tokens_times_and_throughput_are_of_the_session(tmp_path):
+def test_tokens_times_and_throughput_are_of_the_session(tmp_path: Path) -> None:
     start = first_session(tmp_path)
     with make_recorder(tmp_path, start) as recorder:
         train(recorder, range(9, 13))
@@ -101,7 +101,7 @@ def test_tokens_times_and_throughput_are_of_the_session(tmp_path):
     assert recorder.tokens == 12_000
 
 
-def test_a_step_in_which_memory_was_followed_counts_in_all_but_the_speed(tmp_path):
+def test_a_step_in_which_memory_was_followed_counts_in_all_but_the_speed(tmp_path: Path) -> None:
     slow = {"duration_s": 5.0, "parts_s": dict.fromkeys(PARTS, 1.0)}
     with make_recorder(tmp_path) as recorder:
         recorder.enter("training")
@@ -120,14 +120,14 @@ def test_a_step_in_which_memory_was_followed_counts_in_all_but_the_speed(tmp_pat
     assert rows[4]["tokens_per_s"] == pytest.approx(200)
 
 
-def test_the_imbalance_is_the_mean_of_the_session(tmp_path):
+def test_the_imbalance_is_the_mean_of_the_session(tmp_path: Path) -> None:
     start = first_session(tmp_path)
     with make_recorder(tmp_path, start, devices=2) as recorder:
         train(recorder, range(9, 13), imbalance=1.25)
     assert recorder.report.throughput.rank_imbalance == pytest.approx(1.25)
 
 
-def test_seconds_of_training_add_up_and_count_the_running_ones(tmp_path):
+def test_seconds_of_training_add_up_and_count_the_running_ones(tmp_path: Path) -> None:
     start = dataclasses.replace(first_session(tmp_path), training_s=100.0)
     with make_recorder(tmp_path, start) as recorder:
         assert recorder.training_s == 100.0
@@ -140,7 +140,7 @@ def test_seconds_of_training_add_up_and_count_the_running_ones(tmp_path):
         assert recorder.training_s == held
 
 
-def test_the_logs_have_every_step_once(tmp_path):
+def test_the_logs_have_every_step_once(tmp_path: Path) -> None:
     start = first_session(tmp_path)
     with make_recorder(tmp_path, start) as recorder:
         train(recorder, range(9, 13))
@@ -155,7 +155,7 @@ def test_the_logs_have_every_step_once(tmp_path):
     ]
 
 
-def test_a_third_session_carries_all_of_the_two_before(tmp_path):
+def test_a_third_session_carries_all_of_the_two_before(tmp_path: Path) -> None:
     start = first_session(tmp_path)
     with make_recorder(tmp_path, start) as recorder:
         train(recorder, range(9, 13))
@@ -167,7 +167,7 @@ def test_a_third_session_carries_all_of_the_two_before(tmp_path):
     assert recorder.report.loss.last == 10.0 / 12
 
 
-def test_a_checkpoint_holds_the_loss_of_its_own_step(tmp_path):
+def test_a_checkpoint_holds_the_loss_of_its_own_step(tmp_path: Path) -> None:
     with make_recorder(tmp_path) as recorder:
         train(recorder, range(1, 4))
         assert recorder.carried()["loss"]["last"] == 10.0 / 3
@@ -175,7 +175,7 @@ def test_a_checkpoint_holds_the_loss_of_its_own_step(tmp_path):
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_the_report_says_where_the_session_went_on_from(inside, tmp_path):
+def test_the_report_says_where_the_session_went_on_from(inside: bool, tmp_path: Path) -> None:
     start = first_session(tmp_path)
     checkpoint = tmp_path / ("out" if inside else "other") / "checkpoints/step-00000008"
     with make_recorder(tmp_path, start) as recorder:
@@ -186,7 +186,9 @@ def test_the_report_says_where_the_session_went_on_from(inside, tmp_path):
     assert resumed.changes == ["optimizer.lr: 0.001 -> 0.002"]
 
 
-def test_a_full_disk_stops_nothing_and_the_last_report_has_reserved_space(tmp_path, monkeypatch):
+def test_a_full_disk_stops_nothing_and_the_last_report_has_reserved_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reserve = tmp_path / "out/.run/reserve"
     reserve.parent.mkdir(parents=True)
 
@@ -204,7 +206,7 @@ def test_a_full_disk_stops_nothing_and_the_last_report_has_reserved_space(tmp_pa
     assert read_report(tmp_path / "out/.run/rank-0").progress.steps == 3
 
 
-def test_checkpoints_are_counted_and_timed(tmp_path):
+def test_checkpoints_are_counted_and_timed(tmp_path: Path) -> None:
     with make_recorder(tmp_path) as recorder:
         assert recorder.report.checkpoints is None
         directory = tmp_path / "out/checkpoints"
@@ -212,7 +214,7 @@ def test_checkpoints_are_counted_and_timed(tmp_path):
         recorder.on_failed_save()
         recorder.on_save(directory / "step-00000004", size_bytes=20, stall_s=0.3, write_s=4.0)
     checkpoints = recorder.report.checkpoints
-    assert (checkpoints.saved, checkpoints.failed) == (2, 1)
-    assert (checkpoints.last, checkpoints.last_bytes) == ("checkpoints/step-00000004", 20)
-    assert checkpoints.stall_s == Spread(mean=0.2, max=0.3)
-    assert checkpoints.write_s == Spread(mean=2.5, max=4.0)
+    assert (checkpoints.saved, checkpoints.failed) == (2, 1)  # type: ignore[attr-defined]
+    assert (checkpoints.last, checkpoints.last_bytes) == ("checkpoints/step-00000004", 20)  # type: ignore[attr-defined]
+    assert checkpoints.stall_s == Spread(mean=0.2, max=0.3)  # type: ignore[attr-defined]
+    assert checkpoints.write_s == Spread(mean=2.5, max=4.0)  # type: ignore[attr-defined]

@@ -181,8 +181,8 @@ def test_a_shorter_last_step_is_the_same_on_every_micro_batch(train: Train) -> N
 
 
 def test_gradient_clipping_bites_in_these_runs(full: Result, lora: Result) -> None:
-    assert min(row["grad_norm"] for row in full.metrics) > 0.5
-    assert max(row["grad_norm"] for row in lora.metrics) > 0.5
+    assert min(row["grad_norm"] for row in full.metrics) > 0.5  # type: ignore[operator, type-var]
+    assert max(row["grad_norm"] for row in lora.metrics) > 0.5  # type: ignore[operator, type-var]
 
 
 def test_the_loss_of_a_step_is_the_mean_over_its_label_tokens(

@@ -23,7 +23,9 @@ def run(server: Preloaded, common: list[str], tmp_path: Path) -> Callable[..., i
     return run
 
 
-def test_ranks_exchange_no_word_between_the_micro_steps_of_a_step(run, tmp_path: Path) -> None:
+def test_ranks_exchange_no_word_between_the_micro_steps_of_a_step(
+    run: Callable[..., int | None], tmp_path: Path
+) -> None:
     layout = {"devices": 2, "strategy": "ddp"}
     batch = {"train__global_batch_size": 8, "train__micro_batch_size": 1}
     assert run(**layout, **batch) == 0
@@ -38,7 +40,7 @@ def test_ranks_exchange_no_word_between_the_micro_steps_of_a_step(run, tmp_path:
 @pytest.mark.parametrize(("ends_at", "code"), [(None, 0), (3, 1)], ids=["at its end", "in a step"])
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_optimizer_state_stays_where_it_is_when_a_run_ends(
-    run, tmp_path: Path, devices: int, ends_at: int | None, code: int
+    run: Callable[..., int | None], tmp_path: Path, devices: int, ends_at: int | None, code: int
 ) -> None:
     layout = {"devices": devices, "strategy": "ddp" if devices == 2 else "auto"}
     batch = {"train__global_batch_size": 2 * devices, "train__micro_batch_size": 1}

@@ -69,7 +69,7 @@ def test_other_errors_of_a_device_do_not(text: str) -> None:
 
 def test_memory_that_runs_out_while_an_optimizer_is_tried_does_not_speak_against_it() -> None:
     class OnAFullCard(torch.optim.SGD):
-        def step(self, closure: object = None) -> None:
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
             raise torch.AcceleratorError("CUDA error: out of memory")
 
     with pytest.raises(torch.AcceleratorError, match="out of memory"):

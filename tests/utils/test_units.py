@@ -13,12 +13,12 @@ from ftkit.utils.units import parse_duration
     ("text", "seconds"),
     [("60s", 60), ("15min", 900), ("2h", 7200), ("1.5h", 5400), ("90 min", 5400), ("0.5s", 0.5)],
 )
-def test_a_duration_is_a_number_with_its_unit(text, seconds):
+def test_a_duration_is_a_number_with_its_unit(text: str, seconds: float) -> None:
     assert parse_duration(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "60", "15m", "min", "1h30min", "-1h", "0s", "1e3s", "2 days"])
-def test_anything_else_is_refused_with_one_that_works(text):
+def test_anything_else_is_refused_with_one_that_works(text: str) -> None:
     with pytest.raises(UserError) as error:
         parse_duration(text, "checkpoint.save_every")
     message = str(error.value)
@@ -36,11 +36,11 @@ def test_anything_else_is_refused_with_one_that_works(text):
         ("2h", StopAfter(seconds=7200)),
     ],
 )
-def test_a_session_ends_after_steps_or_after_a_time(text, stop):
+def test_a_session_ends_after_steps_or_after_a_time(text: str, stop: StopAfter) -> None:
     assert StopAfter.parse(text) == stop
 
 
 @pytest.mark.parametrize("text", ["0", "-5", "1.5", "soon", "0s", "90m"])
-def test_anything_else_is_no_end_of_a_session(text):
+def test_anything_else_is_no_end_of_a_session(text: str) -> None:
     with pytest.raises(UserError, match=rf"--stop_after is '{text}', but .* Try --stop_after 500"):
         StopAfter.parse(text)

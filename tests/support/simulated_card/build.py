@@ -77,4 +77,4 @@ def _compile(installed: Path, directory: Path, made: Path) -> None:
         "-lc10",
         "-ltorch_cpu",
     ]
-    subprocess.run([*link, f"-Wl,-rpath,{installed / 'lib'}"], check=True, stderr=sys.stderr)
+    subprocess.run([*link, f"-Wl,-rpath,{installed / 'lib'}"], check=True, stderr=sys.stderr)  # type: ignore[list-item]

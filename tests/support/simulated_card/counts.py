@@ -98,14 +98,14 @@ def _where() -> str:
         if "/simulated_card/" not in file and "<" not in file and "/torch/" not in file:
             found = place if found == "?" else found
         frame = frame.f_back
-    return found
+    return found  # type: ignore[unreachable]
 
 
 def install(cards: Cards, library: Any) -> None:
     """Count from now on."""
     import torch
 
-    @ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_int64)
+    @ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_int64)  # type: ignore[untyped-decorator]
     def callback(kind: int, what: bytes, size: int) -> None:
         note(kind, what.decode().rpartition("::")[2].strip("_"), size)
 

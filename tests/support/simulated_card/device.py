@@ -66,7 +66,7 @@ def install(cards: Cards, library: Any) -> None:
     torch.backends.cuda.is_built = lambda: True
     for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
         setattr(torch.cuda.nvtx, name, lambda *_: None)
-    importlib.import_module("torch.cuda.nccl").version = lambda: (2, 27, 5)
+    importlib.import_module("torch.cuda.nccl").version = lambda: (2, 27, 5)  # type: ignore[attr-defined]
 
 
 def _devices(cards: Cards, library: Any) -> None:
@@ -158,7 +158,7 @@ def _devices(cards: Cards, library: Any) -> None:
         "_lazy_init": initialize,
         "init": lambda: initialize(),
         "is_initialized": lambda: state.initialized,
-        "current_device": lambda: (initialize(), index_of())[1],
+        "current_device": lambda: (initialize(), index_of())[1],  # type: ignore[func-returns-value]
         "set_device": set_device,
         "_exchange_device": exchange,
         "_maybe_exchange_device": lambda device: exchange(device),
@@ -213,13 +213,13 @@ def _memory(cards: Cards, library: Any) -> None:
         return total - stats(index)["reserved_bytes.all.current"], total
 
     for module in (torch.cuda, torch.cuda.memory):
-        module.memory_stats = stats
-        module.mem_get_info = mem_get_info
-        module.empty_cache = lambda: None
-        module.reset_peak_memory_stats = lambda device=None: library.card_forget_peak(
+        module.memory_stats = stats  # type: ignore[attr-defined]
+        module.mem_get_info = mem_get_info  # type: ignore[attr-defined]
+        module.empty_cache = lambda: None  # type: ignore[attr-defined]
+        module.reset_peak_memory_stats = lambda device=None: library.card_forget_peak(  # type: ignore[attr-defined]
             index_of(device)
         )
-        module.reset_accumulated_memory_stats = lambda device=None: None
+        module.reset_accumulated_memory_stats = lambda device=None: None  # type: ignore[attr-defined]
 
     errors = {712: "part or all of the requested memory range is already mapped", 713: "unknown"}
     runtime = SimpleNamespace(
@@ -227,7 +227,7 @@ def _memory(cards: Cards, library: Any) -> None:
         cudaHostUnregister=lambda address: library.card_host_unregister(address),
         cudaGetErrorString=lambda code: errors[code],
     )
-    torch.cuda._cudart = runtime  # modules that took the original _lazy_init ask for it
+    torch.cuda._cudart = runtime  # type: ignore[attr-defined]  # modules that took the original _lazy_init ask for it
     torch.cuda.cudart = lambda: (torch.cuda.init(), runtime)[1]
 
     resize = torch.UntypedStorage.resize_

@@ -28,11 +28,11 @@ class ProcessGroupNCCL(ProcessGroupGloo):
         self._own_options = options
 
     @property
-    def options(self) -> _Options:
+    def options(self) -> _Options:  # type: ignore[override]
         """What it was made with; torch copies it for groups of some of the ranks."""
         return self._own_options
 
-    def eager_connect_single_device(self, device: torch.device) -> None:
+    def eager_connect_single_device(self, device: torch.device) -> None:  # type: ignore[override]
         """The connections are there."""
 
     def abort(self) -> None:
@@ -44,7 +44,7 @@ def install() -> None:
     if not dist.is_available():
         return
     for module in (dist, distributed_c10d):
-        module.ProcessGroupNCCL = ProcessGroupNCCL
+        module.ProcessGroupNCCL = ProcessGroupNCCL  # type: ignore[attr-defined]
     distributed_c10d._NCCL_AVAILABLE = True
     make = distributed_c10d._new_process_group_helper
 
@@ -53,4 +53,4 @@ def install() -> None:
         return make(*args, **kwargs | {"device_id": None})
 
     distributed_c10d._new_process_group_helper = without_splitting
-    distributed_c10d.default_pg_nccl_timeout = timedelta(minutes=10)
+    distributed_c10d.default_pg_nccl_timeout = timedelta(minutes=10)  # type: ignore[attr-defined]

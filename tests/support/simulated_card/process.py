@@ -28,7 +28,7 @@ def _show_device_nodes() -> None:
     nodes = {"/dev/nvidiactl", "/dev/nvidia0"}
     exists, path_exists = os.path.exists, pathlib.Path.exists
     os.path.exists = lambda path: path in nodes or exists(path)
-    pathlib.Path.exists = lambda self, *args, **kwargs: (  # type: ignore[method-assign]
+    pathlib.Path.exists = lambda self, *args, **kwargs: (
         str(self) in nodes or path_exists(self, *args, **kwargs)
     )
 
@@ -48,7 +48,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
             around = self._around_torch if name == "torch" else self._around_bitsandbytes
-            spec.loader.exec_module = lambda module: around(load, module)  # type: ignore[method-assign]
+            spec.loader.exec_module = lambda module: around(load, module)
         return spec
 
     def _around_torch(self, load: Callable[[ModuleType], None], module: ModuleType) -> None:
