@@ -277,7 +277,9 @@ def test_a_program_follows_in_lines_and_ctrl_c_stops_the_run(
     keys |= {key.replace("__", "."): str(value) for key, value in FOREVER.items()}
     program = f"{DEFAULT_SIGNALS}\nimport ftkit\nrun = ftkit.finetune(**{keys}, out_dir='out')\n"
     command = [sys.executable, "-c", f"{program}print(run.outcome)"]
-    with watched(tmp_path / "out", command, tmp_path, command_environment()) as run:
+    environment = command_environment()
+    # Ranks that begin at once would have steps before there is a line to be followed.
+    with watched(tmp_path / "out", command, tmp_path, environment, cold=True) as run:
         wait_for(lambda: len(rows(tmp_path / "out")) > 1)
         run.process.send_signal(signal.SIGINT)
         code, out, err = run.end()

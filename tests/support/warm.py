@@ -23,6 +23,7 @@ import tempfile
 import threading
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -115,6 +116,8 @@ def _become(asked: Mapping[str, Any], ends: list[int]) -> None:
         os.chdir(asked["cwd"])
     words = [str(word) for word in asked["args"]]
     _show(words, dict(os.environ))
+    for finaliser in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finaliser.atexit = False  # of the libraries, which the program may never import
     for name in [name for name in sys.modules if name.partition(".")[0] == OURS]:
         del sys.modules[name]
     _interpret(words)
