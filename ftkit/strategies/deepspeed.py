@@ -8,7 +8,7 @@ Private parts that are used here, as they are in DeepSpeed 0.19 and Lightning 2.
 `ds_persist` (stage 3) and `_hp_mapping` (stages 1 and 2); of ZeRO's optimizers their flat
 partitions, `_get_fp32_opt_state_partition`, `_hp_optimizer_states_linked`,
 `_lazy_init_hp_params_optimizer_state`, `cur_scale` and the words in names of attributes
-(`_HELD`); of Fabric's strategy `_deepspeed_engine` and `setup_environment` of its parent.
+(`_HELD`); of Fabric's strategy `model`, and `setup_environment` of its parent.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,7 +27,7 @@ from torch import Tensor
 from ftkit.checkpoint.state import PARAMETER, Holder, StatePart
 from ftkit.config.plan import Plan
 from ftkit.config.strategies import DeepSpeedOptions
-from ftkit.model.language_model import LanguageModel, trainable
+from ftkit.model.language_model import LanguageModel
 from ftkit.model.sharding import Rows
 from ftkit.optim.optimizers import resolve_optimizer
 from ftkit.optim.state_kinds import is_scalar_state, state_kinds
@@ -113,7 +113,6 @@ class DeepSpeed(Strategy):
         return found, arguments
 
     def set_up(self, model: LanguageModel) -> None:
-        self._model, self._trained = model, trainable(model)
         self.optimizer = self.make_optimizer(model)
         self._forward, _ = self._fabric.setup(model, self.optimizer, move_to_device=False)
         strategy: Any = self._fabric.strategy

@@ -5,7 +5,8 @@ FSDP2, torch's `fully_shard`. Zhao et al. 2023, https://arxiv.org/abs/2304.11277
 Private parts that are used here, as they are in torch 2.11 to 2.13: of FSDP
 `_fully_shard._fsdp_param.nn` (torch 2.11), `_get_fsdp_state()._fsdp_param_group`, its
 `fsdp_params` with `sharded_param`, `_unsharded_param` and `init_dtype_attrs`; of DTensor
-`__create_chunk_list__` and `ShardingPropagator._propagate_tensor_meta_non_cached`; `FakeStore`.
+`__create_chunk_list__` and `ShardingPropagator._propagate_tensor_meta_non_cached`; `FakeStore`
+and `_disable_current_modes`.
 """
 
 import atexit

@@ -20,7 +20,7 @@ from ftkit.cli.commands import COMMANDS, FTKIT
 from ftkit.cli.parser import parse, split_line
 from ftkit.config.command_options import components_of, declared, heads_of
 from ftkit.config.parsing import read_recipe
-from ftkit.config.recipe_keys import key_types
+from ftkit.config.recipe_keys import COMPONENTS, key_types
 from ftkit.config.strategies import DeepSpeedOptions, FsdpOptions
 from ftkit.data.json_files import JsonOptions
 
@@ -171,9 +171,11 @@ def test_the_examples_of_a_command_are_understood_by_its_parser(
     command = COMMANDS[name]
     for example in command.examples:
         argv = shlex.split(example.replace("\\\n", " "))
-        if split_line(command, argv).components:
-            continue
-        parse(command, argv)
+        line = split_line(command, argv)
+        if line.components:
+            assert {component for component, _ in line.components} <= set(COMPONENTS)
+        else:
+            assert isinstance(parse(command, argv), command.options)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
