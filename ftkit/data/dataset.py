@@ -1,7 +1,7 @@
 """Data sets of tokenised samples."""
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,7 +11,9 @@ import numpy.typing as npt
 from torch.utils.data import Dataset
 
 from ftkit.config.recipe import Component
+from ftkit.data.instruction_renderer import InstructionRenderer
 from ftkit.data.json_records import Record
+from ftkit.data.renderer import Rendered, Renderer, cut
 from ftkit.data.sampler import IntArray
 from ftkit.data.sources import data_source
 from ftkit.data.spec import DataSource, Splits
@@ -29,12 +31,13 @@ _TOKENISE_AT_ONCE = 1000
 
 
 class Sample(NamedTuple):
-    """A tokenised record."""
+    """The tokens of a sample, and which of them carry loss."""
 
     ids: npt.NDArray[np.int32]
-    """[tokens] of prompt and answer."""
-    prompt_length: int
-    """How many of the first tokens are no labels; 0 where the prompt is learned too."""
+    """[tokens]."""
+    trained: npt.NDArray[np.int32]
+    """[spans, 2]: first token and end of each span that carries loss. The first token of all never
+    does: nothing predicts it."""
 
 
 class SampleSet(Dataset[Sample]):
@@ -44,30 +47,35 @@ class SampleSet(Dataset[Sample]):
         self,
         tokens: npt.NDArray[np.int32],
         offsets: IntArray,
-        prompt_lengths: npt.NDArray[np.int32],
-        records: Sequence[Record] = (),
+        spans: npt.NDArray[np.int32],
+        span_offsets: IntArray,
     ) -> None:
         """Hold samples, each of which has at least one label.
 
         Args:
             tokens: [tokens of all samples].
             offsets: [samples + 1], where each sample starts, and the end.
-            prompt_lengths: [samples], tokens at the start of each that are no labels.
-            records: the texts of the samples; kept for validation, where answers are generated.
+            spans: [spans of all samples, 2], as in Sample.
+            span_offsets: [samples + 1], where the spans of each sample start, and the end.
         """
-        self._tokens = tokens
-        self._offsets = offsets
-        self._prompt_lengths = prompt_lengths
-        self.records = records
+        self._tokens, self._offsets = tokens, offsets
+        self._spans, self._span_offsets = spans, span_offsets
+
+    @classmethod
+    def of(cls, samples: Sequence[Rendered]) -> "SampleSet":
+        """Lay samples one behind the other."""
+        ids = [np.array(sample.ids, dtype=np.int32) for sample in samples]
+        spans = [np.array(sample.trained, dtype=np.int32) for sample in samples]
+        return cls(np.concatenate(ids), _offsets(ids), np.concatenate(spans), _offsets(spans))
 
     def __len__(self) -> int:
-        return len(self._prompt_lengths)
+        return len(self._offsets) - 1
 
     def __getitem__(self, index: int) -> Sample:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         ids = self._tokens[self._offsets[index] : self._offsets[index + 1]]
-        return Sample(ids, int(self._prompt_lengths[index]))
+        return Sample(ids, self._spans[self._span_offsets[index] : self._span_offsets[index + 1]])
 
     @cached_property
     def lengths(self) -> IntArray:
@@ -76,20 +84,30 @@ class SampleSet(Dataset[Sample]):
 
     @cached_property
     def label_counts(self) -> IntArray:
-        """[samples], tokens that carry loss. The first token is never one: nothing predicts it."""
-        return np.diff(self._offsets) - np.maximum(self._prompt_lengths, 1)
+        """[samples], tokens that carry loss."""
+        labels = self._spans[:, 1] - np.maximum(self._spans[:, 0], 1)
+        return np.add.reduceat(labels, self._span_offsets[:-1], dtype=np.int64)
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of tokens, sample boundaries and masks, wherever they came from."""
+        """SHA-256 of tokens, sample boundaries and masks, wherever they came from.
+
+        Where every sample is a prompt and an answer, its mask counts as the length of its prompt,
+        as it did when there were no others.
+        """
+        masks = [(self._spans, "<i4"), (self._span_offsets, "<i8")]
+        lengths = np.diff(self._offsets)
+        if len(self._spans) == len(self) and (self._spans[:, 1] == lengths).all():
+            masks = [(self._spans[:, 0], "<i4")]
         digest = hashlib.sha256()
-        for array, dtype in (
-            (self._tokens, "<i4"),
-            (self._offsets, "<i8"),
-            (self._prompt_lengths, "<i4"),
-        ):
+        for array, dtype in [(self._tokens, "<i4"), (self._offsets, "<i8"), *masks]:
             digest.update(np.ascontiguousarray(array, dtype=dtype).data)
         return digest.hexdigest()
+
+
+def _offsets(parts: Sequence[npt.NDArray[np.int32]]) -> IntArray:
+    """[parts + 1], where each part starts when they lie one behind the other, and the end."""
+    return np.cumsum([0, *map(len, parts)], dtype=np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,12 +115,14 @@ class DataSets:
     """What a recipe's data became."""
 
     train: SampleSet
-    """Without records."""
     val: SampleSet
-    """With records: sample i was made of records[i]."""
+    val_records: Sequence[Record]
+    """Those that samples of `val` were made of."""
     counts: dict[str, dict[str, int]]
     """For train and val: records = used + skipped_empty_output + skipped_no_labels; of those used,
     how many were truncated, their tokens (model input) and label_tokens."""
+    renderer: Renderer
+    """Made the samples."""
     prompt_style: "PromptStyle"
     """How an instruction becomes a prompt."""
 
@@ -130,19 +150,28 @@ def load_data(
     """
     assert max_seq_length > 0
     source = _read(data_source(data), tokenizer)
-    sets, counts = {}, {}
-    for split, records in (("train", source.train), ("val", source.val)):
-        sets[split], counts[split] = _tokenise(
-            split,
-            records,
-            tokenizer,
-            source.prompt_style,
-            mask_prompt=source.mask_prompt,
-            max_seq_length=max_seq_length,
-            progress=progress or (lambda *_: None),
-        )
-    sets["train"].records = ()
-    return DataSets(**sets, counts=counts, prompt_style=source.prompt_style)
+    renderer = make_renderer(source, tokenizer)
+    progress = progress or (lambda *_: None)
+    train = _tokenise("train", source.train, renderer, max_seq_length, progress)
+    val = _tokenise("val", source.val, renderer, max_seq_length, progress)
+    return DataSets(
+        train=train.samples,
+        val=val.samples,
+        val_records=val.records,
+        counts={"train": train.counts, "val": val.counts},
+        renderer=renderer,
+        prompt_style=source.prompt_style,
+    )
+
+
+def make_renderer(source: Splits, tokenizer: "Tokenizer | None") -> InstructionRenderer:
+    """What makes samples of the records of a source.
+
+    Args:
+        source: what was read.
+        tokenizer: of the base model; None: nothing but texts will be asked for.
+    """
+    return InstructionRenderer(tokenizer, source.prompt_style, mask_prompt=source.mask_prompt)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,11 +179,12 @@ class HeldOut:
     """The validation records of a data set, to evaluate on."""
 
     samples: SampleSet
-    """With records."""
+    records: Sequence[Record]
+    """Those that the samples were made of."""
     counts: dict[str, int]
     """As in DataSets."""
-    prompt_style: "PromptStyle"
-    """How an instruction becomes a prompt."""
+    renderer: Renderer
+    """Made the samples."""
 
 
 def load_held_out(
@@ -178,16 +208,9 @@ def load_held_out(
         UserError: the data cannot be had, are not what they should be, or no sample is left.
     """
     source = _read(data_source(data).for_evaluation(given), tokenizer)
-    samples, counts = _tokenise(
-        "val",
-        source.val,
-        tokenizer,
-        source.prompt_style,
-        mask_prompt=source.mask_prompt,
-        max_seq_length=max_seq_length,
-        progress=progress,
-    )
-    return HeldOut(samples=samples, counts=counts, prompt_style=source.prompt_style)
+    renderer = make_renderer(source, tokenizer)
+    val = _tokenise("val", source.val, renderer, max_seq_length, progress)
+    return HeldOut(samples=val.samples, records=val.records, counts=val.counts, renderer=renderer)
 
 
 def _read(source: DataSource, tokenizer: "Tokenizer") -> Splits:
@@ -208,53 +231,55 @@ def _check_tokenizer(tokenizer: "Tokenizer") -> None:
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Tokenised:
+    """One split."""
+
+    samples: SampleSet
+    records: Sequence[Record]
+    """Those that samples were made of."""
+    counts: dict[str, int]
+
+
 def _tokenise(
     split: str,
     records: Sequence[Record],
-    tokenizer: "Tokenizer",
-    prompt_style: "PromptStyle",
-    *,
-    mask_prompt: bool,
+    renderer: Renderer,
     max_seq_length: int,
     progress: OnSplitProgress,
-) -> tuple[SampleSet, dict[str, int]]:
+) -> _Tokenised:
     """Tokenise the records of one split, and count what became of them."""
-    answered = [record for record in records if record["output"].strip()]
     used: list[Record] = []
-    samples: list[npt.NDArray[np.int32]] = []
-    prompt_lengths: list[int] = []
-    truncated = 0
+    samples: list[Rendered] = []
+    counts = {"records": len(records), "used": 0, "skipped_empty_output": 0}
+    counts |= {"skipped_no_labels": 0, "truncated": 0}
     sufficient_length = None
-    pairs = prompts_and_answers(
-        answered, tokenizer, prompt_style, lambda done: progress(split, done, len(answered))
-    )
-    for record, (prompt, answer) in zip(answered, pairs, strict=True):
-        length = len(prompt) + len(answer)
-        first_label = max(len(prompt) if mask_prompt else 0, 1)
-        if first_label < min(length, max_seq_length):
-            used.append(record)
-            samples.append(np.array((prompt + answer)[:max_seq_length], dtype=np.int32))
-            prompt_lengths.append(len(prompt) if mask_prompt else 0)
-            truncated += length > max_seq_length
-        elif first_label < length:
-            sufficient_length = min(first_label + 1, sufficient_length or first_label + 1)
-    counts = {
-        "records": len(records),
-        "used": len(used),
-        "skipped_empty_output": len(records) - len(answered),
-        "skipped_no_labels": len(answered) - len(used),
-        "truncated": truncated,
-    }
+    progress(split, 0, len(records))
+    for start in range(0, len(records), _TOKENISE_AT_ONCE):
+        chunk = records[start : start + _TOKENISE_AT_ONCE]
+        for record, rendering in zip(chunk, renderer.render(chunk), strict=True):
+            if rendering.refused is not None:
+                counts["skipped_empty_output"] += 1
+                continue
+            (whole,) = rendering.samples
+            kept = cut(whole, max_seq_length)
+            if kept.trained:
+                used.append(record)
+                samples.append(kept)
+                counts["truncated"] += len(kept.ids) < len(whole.ids)
+                continue
+            counts["skipped_no_labels"] += 1
+            if cut(whole, len(whole.ids)).trained:
+                needed = max(whole.trained[0][0], 1) + 1
+                sufficient_length = min(needed, sufficient_length or needed)
+        progress(split, start + len(chunk), len(records))
+    counts["used"] = len(used)
     if not used:
         raise UserError(_explain_nothing_left(split, counts, max_seq_length, sufficient_length))
-    offsets = np.zeros(len(samples) + 1, dtype=np.int64)
-    np.cumsum([len(ids) for ids in samples], out=offsets[1:])
-    sample_set = SampleSet(
-        np.concatenate(samples), offsets, np.array(prompt_lengths, np.int32), used
-    )
+    sample_set = SampleSet.of(samples)
     counts["tokens"] = int(sample_set.lengths.sum())
     counts["label_tokens"] = int(sample_set.label_counts.sum())
-    return sample_set, counts
+    return _Tokenised(samples=sample_set, records=used, counts=counts)
 
 
 def _explain_nothing_left(
@@ -269,54 +294,3 @@ def _explain_nothing_left(
         f"{counts['skipped_empty_output']} have no output and {counts['skipped_no_labels']} have "
         f"none within train.max_seq_length, which is {max_seq_length}.\n{advice}"
     )
-
-
-def prompts_and_answers(
-    records: Sequence[Record],
-    tokenizer: "Tokenizer",
-    prompt_style: "PromptStyle",
-    progress: Callable[[int], None],
-) -> Iterator[tuple[list[int], list[int]]]:
-    """The token ids of prompt and answer of each record."""
-    progress(0)
-    for start in range(0, len(records), _TOKENISE_AT_ONCE):
-        chunk = records[start : start + _TOKENISE_AT_ONCE]
-        texts = [prompt_style.apply(prompt=record["instruction"], **record) for record in chunk]
-        prompts = _encode(tokenizer, texts)
-        answers = _encode(tokenizer, [record["output"] for record in chunk], answer=True)
-        yield from zip(prompts, answers, strict=True)
-        progress(start + len(chunk))
-
-
-def _encode(tokenizer: "Tokenizer", texts: list[str], *, answer: bool = False) -> list[list[int]]:
-    """Token ids as litgpt.Tokenizer.encode gives them, many texts at once where that is safe.
-
-    Args:
-        tokenizer: of the base model.
-        texts: prompts, or answers.
-        answer: encode as an answer: with an end and without a start token.
-    """
-    bos = False if answer else None
-    if tokenizer.backend != "huggingface" or tokenizer.processor.padding is not None:
-        # A batch would be padded to its longest text.
-        return [tokenizer.encode(text, bos=bos, eos=answer).tolist() for text in texts]
-    encodings = tokenizer.processor.encode_batch_fast(texts)
-    return [
-        _mark_ends(encoding.ids, tokenizer, bos=tokenizer.use_bos and not answer, eos=answer)
-        for encoding in encodings
-    ]
-
-
-def _mark_ends(ids: list[int], tokenizer: "Tokenizer", *, bos: bool, eos: bool) -> list[int]:
-    """Add start and end token by the rules of litgpt.Tokenizer.encode, odd ones included.
-
-    So an end token that is already there is removed, whether or not one is asked for.
-    """
-    if bos:
-        if not ids or ids[0] != tokenizer.bos_id:
-            ids = [tokenizer.bos_id, *ids]
-    elif ids and ids[0] == tokenizer.bos_id:
-        ids = ids[1:]
-    if ids and ids[-1] == tokenizer.eos_id:
-        return ids[:-1]
-    return [*ids, tokenizer.eos_id] if eos else ids

@@ -39,12 +39,13 @@ def collate(
     input_ids = np.zeros((len(samples), sequence), dtype=np.int64)
     label_indices = [np.empty(0, dtype=np.int64)]
     labels = [np.empty(0, dtype=np.int64)]
-    for (row, (ids, prompt_length)), length in zip(real, lengths, strict=True):
-        first_label = max(prompt_length, 1)
+    for (row, (ids, trained)), length in zip(real, lengths, strict=True):
         input_ids[row, :length] = ids[:-1]
-        start = row * sequence
-        label_indices.append(np.arange(start + first_label - 1, start + length))
-        labels.append(ids[first_label:].astype(np.int64))
+        before = row * sequence - 1  # a token is predicted at the place of the one before it
+        for first, end in trained:
+            first = max(first, 1)
+            label_indices.append(np.arange(before + first, before + end))
+            labels.append(ids[first:end].astype(np.int64))
     return {
         "input_ids": torch.from_numpy(input_ids),
         "label_indices": torch.from_numpy(np.concatenate(label_indices)),

@@ -3,17 +3,11 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ftkit.data.dataset import prompts_and_answers
 from ftkit.data.json_records import Record
-
-if TYPE_CHECKING:
-    from litgpt.prompts import PromptStyle
-    from litgpt.tokenizer import Tokenizer
-
+from ftkit.data.renderer import Renderer, cut
 
 BESIDE_TEXT = 8
 """Tokens of a sample that no byte of its text stands for, at most: special ones at both ends of
@@ -38,12 +32,7 @@ class Longest:
 
 
 def longest_sample(
-    records: Sequence[Record],
-    prompt_style: "PromptStyle",
-    tokenizer: "Tokenizer | None",
-    *,
-    mask_prompt: bool,
-    max_seq_length: int,
+    records: Sequence[Record], renderer: Renderer, *, max_seq_length: int, by_bytes: bool = False
 ) -> Longest | None:
     """The longest sample among records, as `load_data` would make them; None: it would make none.
 
@@ -52,22 +41,18 @@ def longest_sample(
 
     Args:
         records: of the data set, or of a part of it.
-        prompt_style: how an instruction becomes a prompt.
-        tokenizer: of the base model; None: it is not here, and bytes are all that is known.
-        mask_prompt: whether answers alone carry loss.
+        renderer: makes samples of them.
         max_seq_length: samples are cut to this many tokens.
+        by_bytes: there is no tokenizer here, and bytes are all that is known.
     """
-    answered = [record for record in records if record["output"].strip()]
+    texts = [renderer.text(record) for record in records]
+    answered = [(record, text) for record, text in zip(records, texts, strict=True) if text]
     if not answered:
         return None
-    texts = [
-        prompt_style.apply(prompt=record["instruction"], **record) + record["output"]
-        for record in answered
-    ]
-    sizes = np.array([len(text.encode()) for text in texts])
+    sizes = np.array([len(text.encode()) for _, text in answered])
     falling = np.argsort(-sizes, kind="stable")
     largest = int(sizes[falling[0]])
-    if tokenizer is None:
+    if by_bytes:
         return Longest(at_most=min(largest + BESIDE_TEXT, max_seq_length))
     tokens = label_tokens = done_bytes = 0
     densest = 0.0
@@ -80,15 +65,13 @@ def longest_sample(
             expected = max(tokens, math.ceil(densest * largest))
             at_most = min(expected, largest + BESIDE_TEXT, max_seq_length)
             return Longest(at_most=at_most, at_least=tokens, label_tokens=label_tokens)
-        chosen = [answered[i] for i in chunk]
-        pairs = prompts_and_answers(chosen, tokenizer, prompt_style, lambda _: None)
-        for index, (prompt, answer) in zip(chunk, pairs, strict=True):
-            whole = len(prompt) + len(answer)
-            densest = max(densest, whole / sizes[index])
-            length = min(whole, max_seq_length)
-            first_label = max(len(prompt) if mask_prompt else 0, 1)
-            if tokens < length and first_label < length:
-                tokens, label_tokens = length, length - first_label
+        renderings = renderer.render([answered[i][0] for i in chunk])
+        for index, rendering in zip(chunk, renderings, strict=True):
+            for whole in rendering.samples:
+                densest = max(densest, len(whole.ids) / sizes[index])
+                kept = cut(whole, max_seq_length)
+                if kept.trained and tokens < len(kept.ids):
+                    tokens, label_tokens = len(kept.ids), kept.label_count
         done_bytes += int(sizes[chunk].sum())
     if not tokens:
         return None

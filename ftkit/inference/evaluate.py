@@ -117,14 +117,14 @@ def _measure(
     wanted = recipe.eval.exact_match
     if options.exact_match is None and not wanted:
         wanted = DEFAULT_MATCHES
-    records = samples.records[:wanted]
+    records = held_out.records[:wanted]
     share = None
     if records:
         with display.phase(f"answering {len(records)} records", brief=True) as phase:
             share = exact_matches(
                 model,
                 base.tokenizer,
-                held_out.prompt_style,
+                held_out.renderer,
                 records,
                 batch_size=in_use.plan.micro_batch_size,
                 context=in_use.context,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from ftkit.config.recipe import Component
+from ftkit.data.dataset import make_renderer
 from ftkit.data.longest_sample import Longest, longest_sample
 from ftkit.data.sources import data_source
 from ftkit.data.spec import Splits
@@ -108,14 +109,9 @@ def _longest(
         tokenizer = None if tokenizer_directory is None else Tokenizer(tokenizer_directory)
     except UserError:  # the run will say so
         tokenizer = None
+    renderer = make_renderer(source, tokenizer)
     train, val = (
-        longest_sample(
-            records,
-            source.prompt_style,
-            tokenizer,
-            mask_prompt=source.mask_prompt,
-            max_seq_length=limit,
-        )
+        longest_sample(records, renderer, max_seq_length=limit, by_bytes=tokenizer is None)
         for records in (source.train, source.val)
     )
     return train, val, len(source.train)

@@ -7,6 +7,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 
 from ftkit.data.json_records import Record
+from ftkit.data.renderer import Renderer
 from ftkit.model.generation import Context, answer_greedily
 from ftkit.model.language_model import LanguageModel
 from ftkit.pretrained.tokenizer import Tokenizer
@@ -14,7 +15,6 @@ from ftkit.strategies.distributed import sum_over_ranks
 from ftkit.utils.progress import OnProgress
 
 if TYPE_CHECKING:
-    from litgpt.prompts import PromptStyle
     from torch.utils.data import DataLoader
 
 
@@ -61,7 +61,7 @@ def validation_loss(
 def answer_records(
     model: LanguageModel,
     tokenizer: Tokenizer,
-    prompt_style: "PromptStyle",
+    renderer: Renderer,
     records: Iterable[Record],
     *,
     max_new_tokens: int,
@@ -72,17 +72,17 @@ def answer_records(
     Args:
         model: in evaluation mode.
         tokenizer: of its base model.
-        prompt_style: makes prompts of the records.
+        renderer: makes prompts of the records.
         records: what is asked.
         max_new_tokens: longest answer.
         context: in which the model computes.
     """
     assert tokenizer.eos_id is not None
-    texts = [prompt_style.apply(prompt=record["instruction"], **record) for record in records]
+    prompts = [torch.tensor(renderer.example(record).prompt) for record in records]
     with context():
         answers = answer_greedily(
             model,
-            [tokenizer.encode(text) for text in texts],
+            prompts,
             eos_id=tokenizer.eos_id,
             max_new_tokens=max_new_tokens,
         )
@@ -92,7 +92,7 @@ def answer_records(
 def exact_matches(
     model: LanguageModel,
     tokenizer: Tokenizer,
-    prompt_style: "PromptStyle",
+    renderer: Renderer,
     records: Sequence[Record],
     *,
     batch_size: int,
@@ -105,7 +105,7 @@ def exact_matches(
     Args:
         model: in evaluation mode.
         tokenizer: of its base model.
-        prompt_style: makes prompts of the records.
+        renderer: makes prompts of the records.
         records: at least one.
         batch_size: how many are answered at once.
         context: in which the model computes.
@@ -115,7 +115,7 @@ def exact_matches(
     Returns:
         The share; None if it was stopped early.
     """
-    expected = [record["output"].strip() for record in records]
+    expected = [renderer.example(record).expected.strip() for record in records]
     longest = max(len(tokenizer.encode(text)) for text in expected)
     right = 0
     for start in range(0, len(records), batch_size):
@@ -125,7 +125,7 @@ def exact_matches(
         answers = answer_records(
             model,
             tokenizer,
-            prompt_style,
+            renderer,
             records[chunk],
             max_new_tokens=longest + 1,
             context=context,

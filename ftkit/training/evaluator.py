@@ -86,13 +86,13 @@ class Evaluator:
         )
 
     def _count_matches(self, step: int) -> None:
-        records = self._setup.data.val.records[: self._settings.exact_match]
+        records = self._setup.data.val_records[: self._settings.exact_match]
         title = f"answering {len(records)} validation records"
         with self._journal.display.phase(title, brief=True) as phase:
             share = exact_matches(
                 self._setup.model,
                 self._setup.base.tokenizer,
-                self._setup.data.prompt_style,
+                self._setup.data.renderer,
                 records,
                 batch_size=self._setup.plan.micro_batch_size,
                 context=self._setup.strategy.precision.forward_context,
@@ -113,31 +113,32 @@ class Evaluator:
         )
 
     def _show_example(self, step: int) -> None:
-        record = self._setup.data.val.records[self._example]
+        record = self._setup.data.val_records[self._example]
+        example = self._setup.data.renderer.example(record)
         with self._journal.display.phase("answering an example", brief=True):
             (answer,) = answer_records(
                 self._setup.model,
                 self._setup.base.tokenizer,
-                self._setup.data.prompt_style,
+                self._setup.data.renderer,
                 [record],
                 max_new_tokens=self._settings.max_new_tokens or 0,
                 context=self._setup.strategy.precision.forward_context,
             )
-        asked = " ".join(filter(None, (record["instruction"], record.get("input"))))
+        asked = " ".join(filter(None, (example.instruction, example.input)))
         self._journal.display.message(f"sample: {asked}\nanswer: {answer}")
         known = self._journal.recorder.report.examples or [
             Example(
-                instruction=record["instruction"],
-                input=record.get("input", ""),
-                expected=record["output"],
+                instruction=example.instruction,
+                input=example.input,
+                expected=example.expected,
             )
         ]
-        example = (
+        shown = (
             dataclasses.replace(known[0], before=answer)
             if step == 0
             else dataclasses.replace(known[0], after=answer)
         )
-        self._journal.recorder.note(examples=[example])
+        self._journal.recorder.note(examples=[shown])
 
 
 def _example_index(choice: str | int, data: DataSets, seed: int) -> int:

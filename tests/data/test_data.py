@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from ftkit import embedded
 from ftkit.config.recipe import Component
 from ftkit.data.dataset import DataSets, Sample, SampleSet, load_data
-from ftkit.data.json_records import read_records
+from ftkit.data.json_records import Record, read_records
 from ftkit.data.loader import collate, train_batches, validation_loader
+from ftkit.data.renderer import Rendered
 from ftkit.data.sampler import FILLER, ElasticOrder
 from ftkit.data.sources import check_data
 from ftkit.errors import UserError
@@ -92,8 +94,8 @@ def json_directory(path: Path, train: list[dict], val: list[dict] | None = None)
     return path
 
 
-def instructions(samples: SampleSet) -> list[str]:
-    return [record["instruction"] for record in samples.records]
+def instructions(records: Sequence[Record]) -> list[str]:
+    return [record["instruction"] for record in records]
 
 
 class TestTokens:
@@ -126,8 +128,10 @@ class TestTokens:
         expected = [(item["input_ids"].tolist(), item["labels"].tolist()) for item in theirs]
         expected = [pair for pair in expected if any(label != -100 for label in pair[1][1:])]
         got = []
-        for ids, prompt_length in (ours.val[i] for i in range(len(ours.val))):
-            got.append((ids.tolist(), [-100] * prompt_length + ids[prompt_length:].tolist()))
+        for ids, trained in (ours.val[i] for i in range(len(ours.val))):
+            ((first, end),) = trained.tolist()
+            assert end == len(ids)
+            got.append((ids.tolist(), [-100] * first + ids[first:].tolist()))
         assert got == expected
         assert ours.val.lengths.tolist() == [len(ids) - 1 for ids, _ in expected]
         labels = [sum(label != -100 for label in labels[1:]) for _, labels in expected]
@@ -157,9 +161,8 @@ class TestTokens:
             "skipped_no_labels": 1,
             "truncated": 1,
         }
-        assert instructions(loaded.val) == ["a", "e"]
+        assert instructions(loaded.val_records) == ["a", "e"]
         assert len(loaded.train) == 2
-        assert loaded.train.records == ()
 
     def test_a_length_that_leaves_no_labels_is_refused_with_one_that_works(
         self, tmp_path: Path, tokenizer: Tokenizer
@@ -215,7 +218,7 @@ class TestTokens:
         assert len({first, *others}) == 4
 
     def test_a_sample_outside_the_set_is_an_error(self) -> None:
-        samples = SampleSet(np.arange(3, dtype=np.int32), np.array([0, 3]), np.zeros(1, np.int32))
+        samples = SampleSet.of([Rendered([0, 1, 2], ((0, 3),))])
         for index in (FILLER, 1):
             with pytest.raises(IndexError):
                 samples[index]
@@ -493,7 +496,8 @@ class TestModulesOfLitgpt:
         for i in range(27):
             sample, theirs = loaded.train[i], module.train_dataset[i]
             assert sample.ids.tolist() == theirs["input_ids"].tolist()
-            assert sample.prompt_length == (theirs["labels"] == -100).sum()
+            first = int((theirs["labels"] == -100).sum())
+            assert sample.trained.tolist() == [[first, len(sample.ids)]]
 
     def test_alpaca2k_comes_through_datasets(
         self, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
@@ -510,7 +514,7 @@ class TestModulesOfLitgpt:
         assert (len(loaded.train), len(loaded.val)) == (20, 20)
         assert asked[0] == (("mhenrichsen/alpaca_2k_test",), {"cache_dir": Path("here")})
         split = table.train_test_split(test_size=0.5, seed=42)
-        assert instructions(loaded.val) == list(split["test"]["instruction"])
+        assert instructions(loaded.val_records) == list(split["test"]["instruction"])
         assert isinstance(loaded.prompt_style, prompts.Alpaca)
 
     def test_conversations_come_through_datasets(
@@ -531,13 +535,13 @@ class TestModulesOfLitgpt:
             file = Path(f"data/flan/cola_10templates_{split}.jsonl")
             write_json(file, {"inputs": "Is it?", "targets": "It is.", "task": "cola"})
         loaded = self.load("FLAN", tokenizer, subsets="cola_10templates")
-        assert loaded.val.records == [{"instruction": "Is it?", "output": "It is."}]
+        assert loaded.val_records == [{"instruction": "Is it?", "output": "It is."}]
         assert isinstance(loaded.prompt_style, prompts.FLAN)
         for split in ("train", "val"):
             file = Path(f"data/longform/{split}.json")
             write_json(file, [{"input": "Write.", "output": "Written.", "source": "-"}])
         loaded = self.load("LongForm", tokenizer)
-        assert loaded.val.records == [{"instruction": "Write.", "output": "Written."}]
+        assert loaded.val_records == [{"instruction": "Write.", "output": "Written."}]
 
     @pytest.mark.parametrize(
         ("name", "works"),
@@ -580,14 +584,23 @@ class TestModulesOfLitgpt:
             self.load("Alpaca", tokenizer, **options)
 
 
+def sample(ids: list[int], *trained: tuple[int, int]) -> Sample:
+    return Sample(np.array(ids, dtype=np.int32), np.array(trained, dtype=np.int32))
+
+
 class TestCollate:
     """Samples become one padded micro-batch."""
 
+    def test_every_trained_span_has_its_labels(self) -> None:
+        batch = collate([sample([1, 2, 3, 4, 5, 6, 7], (0, 2), (4, 5), (6, 7))], 1)
+        assert batch["label_indices"].tolist() == [0, 3, 5]
+        assert batch["labels"].tolist() == [2, 5, 7]
+
     def test_label_indices_point_at_the_tokens_before_the_labels(self) -> None:
         samples = [
-            Sample(np.array([5, 6, 7, 8, 9], dtype=np.int32), prompt_length=3),
+            sample([5, 6, 7, 8, 9], (3, 5)),
             None,
-            Sample(np.array([1, 2, 3], dtype=np.int32), prompt_length=0),
+            sample([1, 2, 3], (0, 3)),
         ]
         batch = collate(samples, label_tokens_in_step=40)
         assert batch["input_ids"].tolist() == [[5, 6, 7, 8], [0, 0, 0, 0], [1, 2, 0, 0]]
@@ -610,7 +623,10 @@ class TestCollate:
         kept = [item for item in theirs if (item["labels"][1:] != -100).any()]
         batch = collate(
             [
-                Sample(item["input_ids"].numpy(), int((item["labels"] == -100).sum()))
+                sample(
+                    item["input_ids"].tolist(),
+                    (int((item["labels"] == -100).sum()), len(item["labels"])),
+                )
                 for item in kept
             ],
             label_tokens_in_step=1,
@@ -627,7 +643,8 @@ def make_samples(count: int = 37) -> SampleSet:
     lengths = generator.integers(3, 20, count)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     tokens = generator.integers(1, 100, offsets[-1]).astype(np.int32)
-    return SampleSet(tokens, offsets, np.full(count, 2, dtype=np.int32))
+    spans = np.stack([np.full(count, 2), lengths], axis=1).astype(np.int32)
+    return SampleSet(tokens, offsets, spans, np.arange(count + 1))
 
 
 def make_order(samples: SampleSet, **changes: int) -> ElasticOrder:

@@ -1,6 +1,7 @@
 """The longest sample is the one that tokenising everything would find."""
 
 import random
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,11 @@ import pytest
 from tiny import WORDS, make_tokenizer
 
 from ftkit.data import longest_sample as longest
-from ftkit.data.dataset import prompts_and_answers
+from ftkit.data.instruction_renderer import InstructionRenderer
+from ftkit.data.json_records import Record
 from ftkit.data.longest_sample import longest_sample
 from ftkit.data.prompt_styles import resolve_prompt_style
+from ftkit.data.renderer import Rendering
 from ftkit.pretrained.tokenizer import Tokenizer
 
 STYLE = resolve_prompt_style("alpaca")
@@ -38,13 +41,18 @@ def records(count: int, seed: int = 0) -> list[dict[str, str]]:
 
 def lengths(found: list[dict[str, str]], tokenizer: Any, most: int, mask: bool) -> list[int]:
     """Of every sample, as training makes them."""
-    answered = [record for record in found if record["output"].strip()]
-    pairs = prompts_and_answers(answered, tokenizer, STYLE, lambda _: None)
-    return [
-        min(len(prompt) + len(answer), most)
-        for prompt, answer in pairs
-        if max(len(prompt) if mask else 0, 1) < min(len(prompt) + len(answer), most)
+    whole = [
+        sample
+        for rendering in renderer(tokenizer, mask).render(found)
+        for sample in rendering.samples
     ]
+    return [
+        min(len(ids), most) for ids, ((first, _),) in whole if max(first, 1) < min(len(ids), most)
+    ]
+
+
+def renderer(tokenizer: Any, mask: bool) -> InstructionRenderer:
+    return InstructionRenderer(tokenizer, STYLE, mask_prompt=mask)
 
 
 @pytest.mark.parametrize("most", [100_000, 400, 150])
@@ -56,35 +64,34 @@ def test_the_longest_sample_is_found(
     monkeypatch.setattr(longest, "_AT_ONCE", 8)
     found = records(200, seed)
     expected = lengths(found, tokenizer, most, mask)
-    known = longest_sample(found, STYLE, tokenizer, mask_prompt=mask, max_seq_length=most)
+    known = longest_sample(found, renderer(tokenizer, mask), max_seq_length=most)
     if not expected:
         assert known is None
         return
     assert known is not None and known.is_exact
     assert known.at_most == max(expected)
     assert 0 < known.label_tokens < known.at_least
-    bound = longest_sample(found, STYLE, None, mask_prompt=mask, max_seq_length=most)
+    bound = longest_sample(found, renderer(None, mask), max_seq_length=most, by_bytes=True)
     assert bound is not None and max(expected) <= bound.at_most <= most and bound.at_least == 0
 
 
-def test_few_samples_are_tokenised(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_samples_are_tokenised(tokenizer: Tokenizer) -> None:
     tokenised = 0
 
-    def counted(chosen: list[Any], *more: Any) -> Any:
-        nonlocal tokenised
-        tokenised += len(chosen)
-        return prompts_and_answers(chosen, *more)
+    class Counted(InstructionRenderer):
+        def render(self, records: Sequence[Record]) -> Iterator[Rendering]:
+            nonlocal tokenised
+            tokenised += len(records)
+            return super().render(records)
 
-    monkeypatch.setattr(longest, "prompts_and_answers", counted)
+    counted = Counted(tokenizer, STYLE, mask_prompt=False)
     short = [{"instruction": "red", "output": "blue"} for _ in range(2000)]
     long = {"instruction": "red", "output": "漢字" * 500}
-    found = longest_sample(
-        [*short, long], STYLE, tokenizer, mask_prompt=False, max_seq_length=100_000
-    )
+    found = longest_sample([*short, long], counted, max_seq_length=100_000)
     assert found is not None and found.is_exact and found.at_most > 2000
     assert tokenised < 500
     tokenised = 0
-    cut = longest_sample(records(2000), STYLE, tokenizer, mask_prompt=False, max_seq_length=64)
+    cut = longest_sample(records(2000), counted, max_seq_length=64)
     assert cut is not None and cut.at_most == 64 and tokenised < 500
 
 
@@ -94,7 +101,7 @@ def test_of_very_much_text_a_part_is_tokenised_and_the_rest_estimated(
     monkeypatch.setattr(longest, "_AT_ONCE", 10)
     monkeypatch.setattr(longest, "MOST_BYTES", 10_000)
     found = [record for record in records(500) if "cat" in record["output"]]
-    part = longest_sample(found, STYLE, tokenizer, mask_prompt=False, max_seq_length=100_000)
+    part = longest_sample(found, renderer(tokenizer, False), max_seq_length=100_000)
     assert part is not None and not part.is_exact
     expected = max(lengths(found, tokenizer, 100_000, False))
     assert part.at_least <= expected <= part.at_most
@@ -102,8 +109,10 @@ def test_of_very_much_text_a_part_is_tokenised_and_the_rest_estimated(
 
 def test_without_an_answer_there_is_no_sample(tokenizer: Tokenizer) -> None:
     nothing = [{"instruction": "red", "output": " "}]
-    for known in (tokenizer, None):
-        found = longest_sample(nothing, STYLE, known, mask_prompt=False, max_seq_length=64)
+    for by_bytes in (False, True):
+        found = longest_sample(
+            nothing, renderer(tokenizer, False), max_seq_length=64, by_bytes=by_bytes
+        )
         assert found is None
 
 
@@ -111,7 +120,7 @@ def test_a_prompt_that_fills_the_sample_is_not_trained_on(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     found = [{"instruction": "zz" * 300, "output": "red"}, {"instruction": "red", "output": "sun"}]
-    masked = longest_sample(found, STYLE, tokenizer, mask_prompt=True, max_seq_length=300)
+    masked = longest_sample(found, renderer(tokenizer, True), max_seq_length=300)
     assert masked is not None and masked.at_most < 300
-    whole = longest_sample(found, STYLE, tokenizer, mask_prompt=False, max_seq_length=300)
+    whole = longest_sample(found, renderer(tokenizer, False), max_seq_length=300)
     assert whole is not None and whole.at_most == 300

@@ -5,7 +5,6 @@ import re
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from command import ROOT
@@ -14,6 +13,7 @@ from recorders import make_recorder, train
 from ftkit.config.parsing import read_recipe
 from ftkit.config.recipe import Method
 from ftkit.data.dataset import SampleSet
+from ftkit.data.renderer import Rendered
 from ftkit.model.flops import flops_per_token
 from ftkit.model.language_model import LanguageModel, outline
 from ftkit.pretrained.base_model import open_base
@@ -128,10 +128,11 @@ def test_attention_counts_the_square_of_every_length() -> None:
     model = make_model("full")
 
     def of(*lengths: int, prompts: tuple[int, ...] = ()) -> float:
-        tokens = np.zeros(sum(lengths) + len(lengths), dtype=np.int32)
-        offsets = np.cumsum([0, *(length + 1 for length in lengths)])
-        prompt_lengths = np.array(prompts or [0] * len(lengths), dtype=np.int32)
-        return mean_flops_per_token(model, SampleSet(tokens, offsets, prompt_lengths))
+        samples = [
+            Rendered([0] * (length + 1), ((prompt, length + 1),))
+            for length, prompt in zip(lengths, prompts or [0] * len(lengths), strict=True)
+        ]
+        return mean_flops_per_token(model, SampleSet.of(samples))
 
     per_length = 6 * LAYERS * WIDTH
     assert of(300) - of(100, 100, 100) == pytest.approx(per_length * 200)

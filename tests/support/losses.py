@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -29,9 +30,11 @@ def loss_of(model: torch.nn.Module, samples: SampleSet, indices: Iterable[int]) 
     """Mean loss over the label tokens as transformers' model gives it, one sample at a time."""
     total, tokens = 0.0, 0
     for index in indices:
-        ids, prompt_length = samples[index]
-        labels = torch.tensor(ids[1:], dtype=torch.long)
-        labels[: prompt_length - 1] = -100
+        ids, trained = samples[index]
+        is_label = np.zeros(len(ids), dtype=bool)
+        for first, end in trained:
+            is_label[first:end] = True
+        labels = torch.tensor(np.where(is_label, ids, -100)[1:], dtype=torch.long)
         with torch.no_grad():
             logits = model(torch.tensor(ids[None, :-1], dtype=torch.long)).logits[0]
         total += F.cross_entropy(logits, labels, reduction="sum").item()
