@@ -16,7 +16,7 @@ from ftkit.data.json_records import Record
 from ftkit.data.renderer import Rendered, Renderer, cut
 from ftkit.data.sampler import IntArray
 from ftkit.data.sources import data_source
-from ftkit.data.spec import DataSource, Splits
+from ftkit.data.spec import DataSource, Part, Splits
 from ftkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class DataSets:
     how many were truncated, their tokens (model input) and label_tokens."""
     renderer: Renderer
     """Made the samples."""
-    prompt_style: "PromptStyle"
+    prompt_style: "PromptStyle | None"
     """How an instruction becomes a prompt."""
 
 
@@ -150,28 +150,31 @@ def load_data(
     """
     assert max_seq_length > 0
     source = _read(data_source(data), tokenizer)
-    renderer = make_renderer(source, tokenizer)
+    (part,) = source.parts
+    renderer = make_renderer(part, tokenizer)
     progress = progress or (lambda *_: None)
-    train = _tokenise("train", source.train, renderer, max_seq_length, progress)
-    val = _tokenise("val", source.val, renderer, max_seq_length, progress)
+    train = _tokenise("train", part.train, renderer, max_seq_length, progress)
+    val = _tokenise("val", part.val, renderer, max_seq_length, progress)
     return DataSets(
         train=train.samples,
         val=val.samples,
         val_records=val.records,
         counts={"train": train.counts, "val": val.counts},
         renderer=renderer,
-        prompt_style=source.prompt_style,
+        prompt_style=part.rules.prompt_style,
     )
 
 
-def make_renderer(source: Splits, tokenizer: "Tokenizer | None") -> InstructionRenderer:
-    """What makes samples of the records of a source.
+def make_renderer(part: Part, tokenizer: "Tokenizer | None") -> Renderer:
+    """What makes samples of the records of a part.
 
     Args:
-        source: what was read.
+        part: its shape and rules count.
         tokenizer: of the base model; None: nothing but texts will be asked for.
     """
-    return InstructionRenderer(tokenizer, source.prompt_style, mask_prompt=source.mask_prompt)
+    rules = part.rules
+    assert part.shape == "instruction" and rules.prompt_style is not None
+    return InstructionRenderer(tokenizer, rules.prompt_style, mask_prompt=rules.train_on != "all")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,8 +211,9 @@ def load_held_out(
         UserError: the data cannot be had, are not what they should be, or no sample is left.
     """
     source = _read(data_source(data).for_evaluation(given), tokenizer)
-    renderer = make_renderer(source, tokenizer)
-    val = _tokenise("val", source.val, renderer, max_seq_length, progress)
+    (part,) = source.parts
+    renderer = make_renderer(part, tokenizer)
+    val = _tokenise("val", part.val, renderer, max_seq_length, progress)
     return HeldOut(samples=val.samples, records=val.records, counts=val.counts, renderer=renderer)
 
 

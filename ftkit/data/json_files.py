@@ -10,7 +10,14 @@ from ftkit import embedded
 from ftkit.config.recipe import Component
 from ftkit.data.json_records import SUFFIXES, Record, read_records
 from ftkit.data.prompt_styles import resolve_prompt_style
-from ftkit.data.spec import DataSource, Splits, check_keys, check_shared_values, check_value
+from ftkit.data.spec import (
+    DataSource,
+    Splits,
+    check_keys,
+    check_shared_values,
+    check_value,
+    instruction_records,
+)
 from ftkit.errors import UserError
 from ftkit.utils.nearest import nearest
 
@@ -114,9 +121,7 @@ class JsonFiles(DataSource):
         else:
             fraction = self._options.val_split_fraction or _DEFAULT_VAL_SPLIT_FRACTION
             train, val = _split(train, fraction, self._options.seed, file)
-        return Splits(
-            train=train, val=val, prompt_style=prompt_style, mask_prompt=self._options.mask_prompt
-        )
+        return instruction_records("JSON", train, val, prompt_style, self._options.mask_prompt)
 
     def for_evaluation(self, given: Collection[str]) -> DataSource:
         """All of a file that is named for the evaluation alone: nothing of it was trained on."""

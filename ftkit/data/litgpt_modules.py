@@ -12,7 +12,14 @@ from filelock import FileLock
 from ftkit.config.recipe import Component
 from ftkit.data.json_records import Record, as_record
 from ftkit.data.prompt_styles import resolve_prompt_style
-from ftkit.data.spec import OWN_DATA, DataSource, Splits, check_keys, check_shared_values
+from ftkit.data.spec import (
+    OWN_DATA,
+    DataSource,
+    Splits,
+    check_keys,
+    check_shared_values,
+    instruction_records,
+)
 from ftkit.errors import UserError
 from ftkit.utils.imports import quick_imports
 
@@ -72,11 +79,12 @@ class LitgptModule(DataSource):
                 datasets = [module.train_dataloader().dataset, module.val_dataloader().dataset]
         except Exception as error:
             raise UserError(_explain_failure(name, module, error)) from error
-        return Splits(
-            train=_records(datasets[0], f"{name}, training"),
-            val=_records(datasets[1], f"{name}, validation"),
-            prompt_style=datasets[0].prompt_style,
-            mask_prompt=datasets[0].mask_prompt,
+        return instruction_records(
+            name,
+            _records(datasets[0], f"{name}, training"),
+            _records(datasets[1], f"{name}, validation"),
+            datasets[0].prompt_style,
+            datasets[0].mask_prompt,
         )
 
     def _class(self) -> type:

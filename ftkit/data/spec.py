@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ftkit.config.recipe import Component
 from ftkit.data.json_records import Record
@@ -22,14 +22,59 @@ OWN_DATA = "--data JSON --data.json_path FILE"
 """How records of one's own are given."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Splits:
-    """The records of a data set, and how they become text."""
+Shape = Literal["instruction", "completion", "messages", "text"]
+"""What a record is. instruction: instruction, output and, if needed, input and sys_prompt.
+completion: prompt and completion, taken as they are. messages: a conversation and, if needed, its
+tools. text: a document, every token of which is learned."""
 
+TrainOn = Literal["assistant", "last", "all"]
+"""Which tokens carry loss: every turn of the assistant, the last one alone, or everything."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """How records become tokens; a tokenizer is all that is missing."""
+
+    prompt_style: "PromptStyle | None" = None
+    """How the instruction of a record becomes a prompt; None: records are of another shape."""
+    chat_template: str | None = None
+    """How a conversation becomes text: tokenizer, a name, or a file; None: it does not."""
+    train_on: TrainOn = "assistant"
+    reasoning: Literal["split", "refuse"] = "split"
+    """What happens to a conversation whose later turns change how earlier ones are written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """The records of one source of a data set, all of one shape."""
+
+    name: str
+    """In reports and messages."""
+    shape: Shape
+    rules: Rules
     train: Sequence[Record]
     val: Sequence[Record]
-    prompt_style: "PromptStyle"
-    mask_prompt: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Splits:
+    """The records of a data set."""
+
+    parts: tuple[Part, ...]
+    """At least one."""
+
+
+def instruction_records(
+    name: str,
+    train: Sequence[Record],
+    val: Sequence[Record],
+    prompt_style: "PromptStyle",
+    mask_prompt: bool,
+) -> Splits:
+    """A data set of instruction records alone, with LitGPT's options."""
+    rules = Rules(prompt_style=prompt_style, train_on="last" if mask_prompt else "all")
+    part = Part(name=name, shape="instruction", rules=rules, train=train, val=val)
+    return Splits(parts=(part,))
 
 
 class DataSource(ABC):

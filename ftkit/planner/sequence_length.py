@@ -109,12 +109,13 @@ def _longest(
         tokenizer = None if tokenizer_directory is None else Tokenizer(tokenizer_directory)
     except UserError:  # the run will say so
         tokenizer = None
-    renderer = make_renderer(source, tokenizer)
+    (part,) = source.parts
+    renderer = make_renderer(part, tokenizer)
     train, val = (
         longest_sample(records, renderer, max_seq_length=limit, by_bytes=tokenizer is None)
-        for records in (source.train, source.val)
+        for records in (part.train, part.val)
     )
-    return train, val, len(source.train)
+    return train, val, len(part.train)
 
 
 @lru_cache(maxsize=1)
