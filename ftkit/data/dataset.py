@@ -11,13 +11,13 @@ import numpy.typing as npt
 from torch.utils.data import Dataset
 
 from ftkit.config.recipe import Component
-from ftkit.data.instruction_renderer import InstructionRenderer
-from ftkit.data.renderer import Rendered, Renderer, cut
+from ftkit.data.renderers import make_renderer
 from ftkit.data.sampler import IntArray
 from ftkit.data.sources import data_source
-from ftkit.data.spec import DataSource, Part, Splits
+from ftkit.data.spec import DataSource, Splits
 from ftkit.errors import UserError
 from ftkit.records.record import Record
+from ftkit.rendering.renderer import Rendered, Renderer, cut
 
 if TYPE_CHECKING:
     from litgpt.prompts import PromptStyle
@@ -163,18 +163,6 @@ def load_data(
         renderer=renderer,
         prompt_style=part.rules.prompt_style,
     )
-
-
-def make_renderer(part: Part, tokenizer: "Tokenizer | None") -> Renderer:
-    """What makes samples of the records of a part.
-
-    Args:
-        part: its shape and rules count.
-        tokenizer: of the base model; None: nothing but texts will be asked for.
-    """
-    rules = part.rules
-    assert part.shape == "instruction" and rules.prompt_style is not None
-    return InstructionRenderer(tokenizer, rules.prompt_style, mask_prompt=rules.train_on != "all")
 
 
 @dataclass(frozen=True, kw_only=True)

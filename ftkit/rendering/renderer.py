@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from ftkit.chat_templates.template import ChatTemplate
 from ftkit.records.record import Record
 
 NO_OUTPUT = "no output"
@@ -49,6 +50,11 @@ class Renderer(ABC):
     What it does follows from the record, the tokenizer and its own settings alone, so that samples
     may be made in any order, in several processes, and kept.
     """
+
+    @property
+    @abstractmethod
+    def template(self) -> ChatTemplate:
+        """Makes the same prompts of messages, in other programs too."""
 
     @property
     @abstractmethod
