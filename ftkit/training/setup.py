@@ -1,9 +1,10 @@
 """Set-up of training: data, model, schedule and strategy of a job, and which ones these are."""
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
+from ftkit.chat_templates.template import ChatTemplate
 from ftkit.checkpoint.metadata import BaseIdentity, DataIdentity, Metadata
 from ftkit.checkpoint.state import check_kinds, trained_parameter
 from ftkit.config.plan import Plan
@@ -20,6 +21,7 @@ from ftkit.optim.optimizers import base_learning_rate
 from ftkit.optim.schedule import Schedule, make_schedule
 from ftkit.optim.state_kinds import bytes_per_number, state_kinds
 from ftkit.pretrained.base_model import BaseModel, checked_length, open_base, open_companions
+from ftkit.pretrained.chat_files import chat_files
 from ftkit.pretrained.fingerprint import fingerprint
 from ftkit.pretrained.hub import find_here
 from ftkit.pretrained.save import layout_of
@@ -63,6 +65,16 @@ class Setup:
     def is_saved(self) -> bool:
         """Whether there will be checkpoints and a result."""
         return self.job.recipe.checkpoint.save and not self.base.random
+
+    @cached_property
+    def chat_files(self) -> dict[str, bytes]:
+        """What says beside the weights how the result is asked."""
+        return chat_files(self.base, self.template.source, self.data.renderer.stop_ids)
+
+    @property
+    def template(self) -> ChatTemplate:
+        """In which the result is asked: as it was trained."""
+        return self.data.renderer.template
 
     def learning_rate(self, step: int) -> float:
         """Of optimizer step `step` (from 0), in the first parameter group."""
@@ -233,6 +245,7 @@ def _tell(setup: Setup, journal: Journal) -> None:
         optimizer=recipe.optimizer["class_path"],
         parameters=parameter_count(model),
         trainable_parameters=sum(parameter.numel() for parameter in trainable(model)),
+        chat_template=setup.template.name,
         max_seq_length=setup.max_seq_length,
         global_batch_size=recipe.train.global_batch_size,
         micro_batch_size=plan.micro_batch_size,
