@@ -184,7 +184,8 @@ def _check_one_of(group: Collection[str], given: Mapping[str, Any], key: str = "
     if len(both) > 1:
         raise UserError(
             f"{key}.{both[0]} is {given[both[0]]} and {key}.{both[1]} is {given[both[1]]}, but "
-            f"only one of the two may be given.\nRemove {key}.{both[1]}."
+            f"only one of the two may be given.\nRemove {key}.{both[1]}; on the command line: "
+            f"--data.{both[1]} null."
         )
 
 
