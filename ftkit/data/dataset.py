@@ -12,12 +12,12 @@ from torch.utils.data import Dataset
 
 from ftkit.config.recipe import Component
 from ftkit.data.instruction_renderer import InstructionRenderer
-from ftkit.data.json_records import Record
 from ftkit.data.renderer import Rendered, Renderer, cut
 from ftkit.data.sampler import IntArray
 from ftkit.data.sources import data_source
 from ftkit.data.spec import DataSource, Part, Splits
 from ftkit.errors import UserError
+from ftkit.records.record import Record
 
 if TYPE_CHECKING:
     from litgpt.prompts import PromptStyle

@@ -4,13 +4,13 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from filelock import FileLock
 
 from ftkit.config.recipe import Component
-from ftkit.data.json_records import Record, as_record
 from ftkit.data.prompt_styles import resolve_prompt_style
 from ftkit.data.spec import (
     OWN_DATA,
@@ -21,6 +21,8 @@ from ftkit.data.spec import (
     instruction_records,
 )
 from ftkit.errors import UserError
+from ftkit.records.record import Record
+from ftkit.records.shapes import RecordReader
 from ftkit.utils.imports import quick_imports
 
 if TYPE_CHECKING:
@@ -122,10 +124,8 @@ def _build(module_class: type, init_args: Mapping[str, Any]) -> Any:
 def _records(dataset: "SFTDataset", where: str) -> list[Record]:
     """The records of LitGPT's data set, before tokenisation."""
     transform = dataset.transform or (lambda row: row)
-    return [
-        as_record(transform(dict(row)), f"{where} record {n}")
-        for n, row in enumerate(dataset.data, 1)
-    ]
+    rows = ((n, transform(dict(row))) for n, row in enumerate(dataset.data, 1))
+    return RecordReader().records(rows, partial("{} record {}".format, where))
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ftkit.data.json_records import Record
+from ftkit.records.record import Record
 
 NO_OUTPUT = "no output"
 """Why a record without an answer becomes no sample."""

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ftkit.config.recipe import Component
-from ftkit.data.json_records import Record
 from ftkit.errors import UserError
+from ftkit.records.record import Record, Shape
 from ftkit.utils.nearest import nearest
 
 if TYPE_CHECKING:
@@ -22,13 +22,14 @@ OWN_DATA = "--data JSON --data.json_path FILE"
 """How records of one's own are given."""
 
 
-Shape = Literal["instruction", "completion", "messages", "text"]
-"""What a record is. instruction: instruction, output and, if needed, input and sys_prompt.
-completion: prompt and completion, taken as they are. messages: a conversation and, if needed, its
-tools. text: a document, every token of which is learned."""
-
 TrainOn = Literal["assistant", "last", "all"]
 """Which tokens carry loss: every turn of the assistant, the last one alone, or everything."""
+
+Reasoning = Literal["split", "refuse"]
+"""What becomes of a conversation whose later turns change how earlier ones are written."""
+
+Overlong = Literal["truncate", "drop", "split"]
+"""What becomes of a sample that is longer than train.max_seq_length."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +41,8 @@ class Rules:
     chat_template: str | None = None
     """How a conversation becomes text: tokenizer, a name, or a file; None: it does not."""
     train_on: TrainOn = "assistant"
-    reasoning: Literal["split", "refuse"] = "split"
-    """What happens to a conversation whose later turns change how earlier ones are written."""
+    reasoning: Reasoning = "split"
+    overlong: Overlong = "truncate"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,12 @@ class Part:
     rules: Rules
     train: Sequence[Record]
     val: Sequence[Record]
+    description: str = ""
+    """For people: how many records of which kind, and where they are from."""
+    weight: float | None = None
+    """How often an epoch takes every training sample; None: once, or samples says it."""
+    samples: int | None = None
+    """How many training samples an epoch takes; None: weight says it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +80,14 @@ def instruction_records(
 ) -> Splits:
     """A data set of instruction records alone, with LitGPT's options."""
     rules = Rules(prompt_style=prompt_style, train_on="last" if mask_prompt else "all")
-    part = Part(name=name, shape="instruction", rules=rules, train=train, val=val)
+    part = Part(
+        name=name,
+        description=f"{len(train):,} instructions of {name}, {len(val):,} more to validate on",
+        shape="instruction",
+        rules=rules,
+        train=train,
+        val=val,
+    )
     return Splits(parts=(part,))
 
 

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.fabric.utilities import move_data_to_device
 
-from ftkit.data.json_records import Record
 from ftkit.data.renderer import Renderer
 from ftkit.model.generation import Context, answer_greedily
 from ftkit.model.language_model import LanguageModel
 from ftkit.pretrained.tokenizer import Tokenizer
+from ftkit.records.record import Record
 from ftkit.strategies.distributed import sum_over_ranks
 from ftkit.utils.progress import OnProgress
 
