@@ -30,7 +30,7 @@ class Questions(Sequence[Example]):
 
     def __init__(self, parts: Sequence[LoadedPart]) -> None:
         """Those of all parts that have questions, spread evenly."""
-        self._parts = [part for part in parts if part.shape != "text"]
+        self._parts = [part for part in parts if part.part.shape != "text"]
         sizes = [len(part.splits["val"].records) for part in self._parts]
         self._of_parts, self._places = interleave(sizes)
 
@@ -84,7 +84,7 @@ class DataSets:
     @property
     def prompt_style(self) -> "PromptStyle | None":
         """How an instruction of the first source becomes a prompt."""
-        return self.parts[0].rules.prompt_style
+        return self.parts[0].part.rules.prompt_style
 
     @property
     def fingerprint(self) -> str:

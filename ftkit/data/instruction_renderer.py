@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ftkit.data.json_records import Record
 from ftkit.data.renderer import NO_OUTPUT, Example, Rendered, Renderer, Rendering
+from ftkit.records.record import Record
 
 if TYPE_CHECKING:
     from litgpt.prompts import PromptStyle

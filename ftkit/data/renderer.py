@@ -4,8 +4,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ftkit.data.json_records import Record
 from ftkit.data.spec import Overlong
+from ftkit.records.record import Record
 
 NO_OUTPUT = "no output"
 """Why a record without an answer becomes no sample."""

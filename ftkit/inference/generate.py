@@ -16,10 +16,11 @@ from rich.text import Text
 from ftkit.config.result_options import GenerateOptions
 from ftkit.console.display import Display
 from ftkit.console.formatting import printable
-from ftkit.data.json_records import Record, read_records
 from ftkit.errors import UserError
 from ftkit.inference.result import Result, base_result
 from ftkit.inference.session import Answer, Speaker, put_to_use
+from ftkit.records.read import read_records
+from ftkit.records.record import Record
 from ftkit.utils.files import write_durably
 
 
@@ -105,7 +106,7 @@ def _records(options: GenerateOptions) -> list[Record]:
     assert options.prompts is not None
     file = options.prompts.expanduser()
     if file.suffix.lower() in (".json", ".jsonl"):
-        return read_records(file, required=["instruction"])
+        return read_records(file, answered=False)
     try:
         lines = file.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:

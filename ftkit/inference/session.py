@@ -12,13 +12,13 @@ from ftkit.config.plan import Plan
 from ftkit.config.recipe import Quantization
 from ftkit.config.result_options import AnswerOptions, UseOptions
 from ftkit.console.display import Display
-from ftkit.data.json_records import Record
 from ftkit.data.prompt_styles import resolve_prompt_style
 from ftkit.errors import UserError
 from ftkit.inference.loading import Loaded, load_result, plan_use
 from ftkit.inference.result import Result
 from ftkit.model.generation import Context, Sampling, TextStream, answer_in_tokens
 from ftkit.pretrained.tokenizer import Tokenizer
+from ftkit.records.record import Record
 from ftkit.strategies.distributed import make_device
 from ftkit.strategies.precision import compute_dtype, parameter_dtype, set_arithmetic
 from ftkit.strategies.select import make_strategy
