@@ -86,10 +86,8 @@ _DATA_DEFAULTS: dict[str, Any] = {
     "train_on": None,
     "reasoning": "split",
     "overlong": None,
-    "sources": None,
 }
-"""Fixed arguments of data modules: they decide texts, labels and how often samples come. A
-missing one is the default."""
+"""Fixed arguments of data modules: they decide texts and labels. A missing one is the default."""
 
 _PROMPT_STYLES = {"FLAN": "flan", "LongForm": "longform"}
 """Default prompt styles of LitGPT's data modules; alpaca for all others."""
@@ -185,17 +183,7 @@ def _data_values(recipe: Recipe) -> dict[str, Any]:
     if values["prompt_style"] is None:
         module = recipe.data["class_path"].rpartition(".")[2]
         values["prompt_style"] = _PROMPT_STYLES.get(module, "alpaca")
-    if values["sources"] is not None:
-        values["sources"] = [_share(source) for source in values["sources"]]
     return values
-
-
-def _share(source: dict[str, Any]) -> str:
-    """What an epoch takes of a source of data; where it lies is free."""
-    if source.get("samples") is not None:
-        return f"{source['samples']} samples"
-    weight = source.get("weight")
-    return f"weight {1.0 if weight is None else float(weight):g}"
 
 
 def _shown(value: Any) -> str:

@@ -15,6 +15,7 @@ from ftkit.data.spec import (
     check_value,
 )
 from ftkit.errors import UserError
+from ftkit.records.paths import how_to_set
 from ftkit.records.shapes import COLUMNS
 from ftkit.utils.nearest import nearest
 
@@ -230,7 +231,7 @@ def _check_columns(name: str, value: Any) -> None:
             near = nearest(str(ours), known) or "instruction"
             raise UserError(
                 f"data.{name}.{ours} is {value[ours]}, but records have no {ours}, only "
-                f"{', '.join(known)}.\nTry --data.{name}.{near} {value[ours]}."
+                f"{', '.join(known)}.\n{how_to_set(f'data.{name}.{near}', value[ours])}"
             )
     shapes = [keys for keys in COLUMNS.values() if value.keys() & set(keys)]
     if len(shapes) > 1:

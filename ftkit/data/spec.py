@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ftkit.config.recipe import Component
 from ftkit.errors import UserError
+from ftkit.records.paths import how_to_set
 from ftkit.records.record import Record, Shape
 from ftkit.utils.nearest import nearest
 
@@ -186,9 +187,8 @@ def check_value(key: str, value: object, accepted: bool, rule: str, works: str) 
         UserError: it is not accepted.
     """
     if not accepted:
-        raise UserError(
-            f"data.{key} is {value!r}, but has to be {rule}.\nTry --data.{key} {works}."
-        )
+        advice = how_to_set(f"data.{key}", works)
+        raise UserError(f"data.{key} is {value!r}, but has to be {rule}.\n{advice}")
 
 
 def check_shared_values(init_args: Mapping[str, Any]) -> None:
