@@ -1,7 +1,7 @@
 """Parsing of recipes: YAML files and dotted overrides, read into a checked Recipe.
 
 The merge happens on plain nested dicts before anything is typed, so that the order of options
-does not matter, an override of ``data.json_path`` lands inside ``data.init_args``, and a
+does not matter, an override of ``data.path`` lands inside ``data.init_args``, and a
 ``class_path`` is compared with the allow-list before any code could see it.
 """
 

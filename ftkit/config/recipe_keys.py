@@ -97,7 +97,9 @@ def placeholder_of(kind: Any) -> str:
             choices = [str(choice) for choice in parts]
             found.append(f"{{{','.join(choices)}}}" if len(choices) > 1 else choices[0])
         elif origin is list:
-            found.append("[NAME,...]")
+            found.append("[NAME,...]" if parts[0] is str else f"[{placeholder_of(parts[0])},...]")
+        elif origin is dict:
+            found.append("{KEY:VALUE,...}")
         elif origin is tuple:
             found.append(f"[{','.join(map(placeholder_of, parts))}]")
         elif accepted in words:

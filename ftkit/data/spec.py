@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from litgpt.prompts import PromptStyle
 
 
-OWN_DATA = "--data JSON --data.json_path FILE"
+OWN_DATA = "--data JSON --data.path FILE"
 """How records of one's own are given."""
 
 
