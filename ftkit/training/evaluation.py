@@ -78,14 +78,10 @@ def answer_records(
         context: in which the model computes.
     """
     assert tokenizer.eos_id is not None
+    stop_ids = renderer.stop_ids | {tokenizer.eos_id}
     prompts = [torch.tensor(renderer.example(record).prompt) for record in records]
     with context():
-        answers = answer_greedily(
-            model,
-            prompts,
-            eos_id=tokenizer.eos_id,
-            max_new_tokens=max_new_tokens,
-        )
+        answers = answer_greedily(model, prompts, stop_ids=stop_ids, max_new_tokens=max_new_tokens)
     return [tokenizer.decode(answer).strip() for answer in answers]
 
 

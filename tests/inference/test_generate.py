@@ -63,7 +63,7 @@ def expected_answer(path: Path, text: str, quantize: Any = None, longest: int = 
     )
     tokenizer = loaded.base.tokenizer
     (tokens,) = answer_greedily(
-        loaded.model, [tokenizer.encode(text)], eos_id=tokenizer.eos_id, max_new_tokens=longest
+        loaded.model, [tokenizer.encode(text)], stop_ids=[tokenizer.eos_id], max_new_tokens=longest
     )
     return tokenizer.processor.decode(tokens.tolist())
 
