@@ -54,7 +54,9 @@ def mistake(*argv: object) -> str:
     return str(error.value)
 
 
-def expected_answer(path: Path, text: str, quantize: Any = None, longest: int = 8) -> str:
+def expected_answer(
+    path: Path, text: str, quantize: Any = None, longest: int = 8, stop_ids: Any = (1,)
+) -> str:
     loaded = load_result(
         find_result(str(path)),
         device=torch.device("cpu"),
@@ -63,7 +65,7 @@ def expected_answer(path: Path, text: str, quantize: Any = None, longest: int = 
     )
     tokenizer = loaded.base.tokenizer
     (tokens,) = answer_greedily(
-        loaded.model, [tokenizer.encode(text)], stop_ids=[tokenizer.eos_id], max_new_tokens=longest
+        loaded.model, [tokenizer.encode(text)], stop_ids=stop_ids, max_new_tokens=longest
     )
     return tokenizer.processor.decode(tokens.tolist())
 
@@ -306,16 +308,26 @@ def typed(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
 
 
-def test_chat_answers_line_by_line_and_says_that_it_remembers_nothing(
+def test_chat_answers_line_by_line_and_remembers(
     ended: dict[str, Ended], said: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = ended["lora"].out_dir
     typed(monkeypatch, PROMPT, "", "the sun")
     out, err = said("chat", path, "--max_new_tokens", 8)
-    assert out == "".join(
-        expected_answer(path, alpaca(line)) + "\n" for line in (PROMPT, "the sun")
-    )
-    assert "in the style Alpaca there is no history: each line is answered on its own\n" in err
+    first = expected_answer(path, alpaca(PROMPT))
+    second = expected_answer(path, f"{alpaca(PROMPT)}{first}</s>{alpaca('the sun')}")
+    assert out == f"{first}\n{second}\n"
+    assert "no history" not in err
+
+
+def test_chat_says_that_it_remembers_nothing_without_a_template(
+    ended: dict[str, Ended], said: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = ended["lora"].out_dir
+    typed(monkeypatch, PROMPT, "the sun")
+    out, err = said("chat", path, "--max_new_tokens", 8, "--raw")
+    assert out == "".join(expected_answer(path, line) + "\n" for line in (PROMPT, "the sun"))
+    assert "there is no history: each line is answered on its own\n" in err
 
 
 def llama3(*turns: str) -> str:
