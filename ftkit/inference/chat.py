@@ -52,9 +52,9 @@ class Conversation:
             del self._messages[:2]
 
     def answered(self, text: str) -> None:
-        """Take note of an answer, or of what there is of it."""
+        """Take note of an answer, or of what there is of it, without the space around it."""
         if self.has_history:
-            self._messages.append({"role": "assistant", "content": text})
+            self._messages.append({"role": "assistant", "content": text.strip()})
 
     def forget(self) -> None:
         """Take back what was said last."""

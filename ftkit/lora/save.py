@@ -63,7 +63,7 @@ def save_adapter(
     recipe: LoraRecipe,
     out: Path,
     base_fingerprint: str | None = None,
-    others: Mapping[str, bytes] | None = None,
+    beside: Mapping[str, bytes] | None = None,
 ) -> None:
     """Write trained weights as a PEFT adapter of the Hugging Face model, with its tokenizer.
 
@@ -76,7 +76,7 @@ def save_adapter(
         recipe: the adapter's settings.
         out: a directory that does not exist yet.
         base_fingerprint: of the base model, noted so that another one is refused.
-        others: further files, by name; they replace those of the base model.
+        beside: further files, by name; they replace those of the base model.
     """
     from peft import LoraConfig
 
@@ -124,7 +124,7 @@ def save_adapter(
         save_tensors(tensors, partial / WEIGHTS, notes)
         config.save_pretrained(str(partial))
         _sort_targets(partial / CONFIG)
-        save_beside(base, others, partial)
+        save_beside(base, beside, partial)
 
 
 def _joined_layers(parameters: Mapping[str, Tensor]) -> dict[str, _Layer]:

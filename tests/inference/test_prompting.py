@@ -1,6 +1,5 @@
 """How a result is asked: in what it was trained with, by ftkit and by transformers alike."""
 
-import io
 import json
 import shutil
 from collections.abc import Callable
@@ -9,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from answers import PROMPT, alpaca, expected_answer, typed
 from conversions import export, merge
 from results import Ended
-from test_generate import PROMPT, alpaca, expected_answer
 from tiny import make_llama
 from transformers import AutoTokenizer
 
@@ -125,7 +124,7 @@ def test_a_result_is_asked_in_what_it_carries(
 
 
 def test_what_a_result_carries_decides_and_not_its_recipe(
-    ended: dict[str, Ended], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ended: dict[str, Ended], tmp_path: Path
 ) -> None:
     for number, name in enumerate(("lora", "full")):
         copy = Path(shutil.copytree(ended[name].out_dir, tmp_path / name))
@@ -206,10 +205,6 @@ def said(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[str, str]]:
     return run_
 
 
-def typed(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
-
-
 def test_a_model_with_a_template_is_asked_in_it_which_is_said(
     instructed: Path, said: Callable[..., tuple[str, str]]
 ) -> None:
@@ -258,7 +253,9 @@ def test_what_the_system_says_is_never_left_out_in_silence(
     with pytest.raises(UserError, match=r"--system: the chat template .* leaves out"):
         run([*words, "--prompt_style", "falcon"])
     file = tmp_path / "strict.jinja"
-    file.write_text("{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}")
+    file.write_text(
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    )
     with pytest.raises(UserError, match="does not take this conversation: no system"):
         run([*words, "--chat_template", str(file)])
     with pytest.raises(UserError, match="--raw and --system exclude each other"):
@@ -275,7 +272,7 @@ def test_chat_remembers_in_any_template(
     out, err = said("chat", instructed, "--system", "sun")
     begin = "system: sun</s>\nuser: red</s>\nassistant: "
     first = expected_answer(instructed, begin, stop_ids=[1, 20])
-    text = f"{begin}{first}</s>\nuser: blue</s>\nassistant: "
+    text = f"{begin}{first.strip()}</s>\nuser: blue</s>\nassistant: "
     second = expected_answer(instructed, text, stop_ids=[1, 20])
     assert out == f"{first}\n{second}\n"
     assert "its own chat template" in err and "no history" not in err
@@ -295,7 +292,7 @@ def test_chat_keeps_what_the_system_said_when_it_forgets_the_oldest_turns(
 
     plain = Speaker.prompt_of
     monkeypatch.setattr(Speaker, "prompt_of", noted)
-    typed(monkeypatch, "word " * 60, "sun " * 60, "moon " * 60, "tree")
+    typed(monkeypatch, "word " * 150, "sun " * 150, "moon " * 150, "tree")
     said("chat", instructed, "--system", "green")
     assert "word" not in prompts[-1] and "tree" in prompts[-1]
     assert prompts[-1].startswith("system: green")
