@@ -152,6 +152,8 @@ class OwnData(DataSource):
         rules, shape = self._rules(source, records)
         train, val = records.train, records.val
         said = records.form.counted(len(train))
+        if records.version is not None:
+            said += f" of version {records.version}"
         if val is not None:
             split = f" (split {records.val_split})" if records.val_split else ""
             said += f", {len(val):,} more to validate on{split}"

@@ -222,6 +222,7 @@ def _tell_data(data: DataSets, journal: Journal) -> None:
         counts = {str(split): data_counts(one.counts) for split, one in part.splits.items()}
         sources[part.source.name] = Source(data=counts, samples_per_epoch=take)
         of_source = f" of {part.source.name}" if len(data.parts) > 1 else ""
+        journal.display.message(f"data of {part.source.where}: {part.part.description}")
         for split, known in counts.items():
             if text := losses_of_data_text(known):
                 journal.display.message(f"{split} data{of_source}: {text}{_why(known)}")

@@ -335,16 +335,22 @@ def test_hub_data_are_asked_for_as_the_options_say(monkeypatch: pytest.MonkeyPat
         reader = RecordReader()
         train = reader.records(enumerate([ROWS["messages"]] * 10), str)
         val = None if whole else train[:1]
-        where = f"{name.name} at abc1234"
         return RecordSet(
-            form=reader.finish(""), where=where, train=train, val=val, val_split="test"
+            form=reader.finish(""),
+            where=name.name,
+            train=train,
+            val=val,
+            version="abc1234",
+            val_split="test",
         )
 
     monkeypatch.setattr("ftkit.data.own_data.read_hub", read_hub)
     options = {"subset": "s", "split": "train", "revision": "abc1234"}
     found = part(path="org/chats", **options)
     assert asked.pop() == (HubName(name="org/chats", **options), None, False)
-    assert found.description == "10 conversations (messages), 1 more to validate on (split test)"
+    assert found.description == (
+        "10 conversations (messages) of version abc1234, 1 more to validate on (split test)"
+    )
     found = part(path="org/chats", val_split_fraction=0.5)
     assert asked.pop()[2] is True
     assert (len(found.train), len(found.val)) == (5, 5)
