@@ -1,5 +1,6 @@
 """Records of every shape become canonical ones, and what is none is refused with the reason."""
 
+import datetime
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from ftkit.errors import UserError
 from ftkit.records.record import Record
 from ftkit.records.shapes import Form, RecordReader
 
+DATE = datetime.date(2026, 1, 1)
+"""As tables have them."""
 SAID = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
 
 
@@ -394,6 +397,12 @@ def test_a_conversation_without_an_answer_is_read(messages: list[Record]) -> Non
         ({"role": "user", "content": "a", "train": True}, {}, "only turns of the assistant are"),
         (SAID[1], {"tools": {"name": "f"}}, ": tools is an object"),
         (SAID[1], {"tools": [{"parameters": {}}]}, "one of its tools has no name"),
+        (
+            {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"on": DATE}}]},
+            {},
+            "tool_calls holds a value that JSON does not have: Object of type date",
+        ),
+        (SAID[1], {"tools": [{"name": "f", "since": DATE}]}, ": tools holds a value that JSON"),
         (SAID[1], {"tools": "f()"}, ": tools is a text that is not valid JSON"),
         (SAID[1], {"system": 5}, ", system: content is a number"),
     ],
