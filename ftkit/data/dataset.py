@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ftkit.config.recipe import Component
 from ftkit.data.parts import LoadedPart, OnSplitProgress, Split, load_part
 from ftkit.data.prepare import Counts
-from ftkit.data.renderer import Example
+from ftkit.data.renderer import Example, Renderer
 from ftkit.data.sampler import EpochOrder
 from ftkit.data.samples import JoinedSamples, Samples, interleave
 from ftkit.data.sources import data_source
@@ -80,6 +80,11 @@ class DataSets:
     def questions(self) -> Questions:
         """The validation records, to be answered."""
         return Questions(self.parts)
+
+    @property
+    def renderer(self) -> Renderer:
+        """That of the first source, whose template a result carries."""
+        return self.parts[0].renderer
 
     @property
     def prompt_style(self) -> "PromptStyle | None":

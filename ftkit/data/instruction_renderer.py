@@ -55,6 +55,7 @@ class InstructionRenderer(Renderer):
         return Example(
             prompt=self._tokenizer.encode(self._prompt(record)).tolist(),
             expected=record["output"],
+            stop_ids=self.stop_ids,
             instruction=record["instruction"],
             input=record.get("input", ""),
         )

@@ -38,6 +38,8 @@ class Example(NamedTuple):
     """Token ids of what the model is given."""
     expected: str
     """What it should answer."""
+    stop_ids: frozenset[int]
+    """Tokens that end its answer."""
     instruction: str
     """The question for people."""
     input: str = ""
