@@ -13,12 +13,12 @@ import numpy.typing as npt
 from ftkit.config.recipe import Component
 from ftkit.data.parts import LoadedPart, OnSplitProgress, Split, load_part
 from ftkit.data.prepare import Counts
-from ftkit.data.renderer import Example, Renderer
 from ftkit.data.sampler import EpochOrder
 from ftkit.data.samples import JoinedSamples, Samples, interleave
 from ftkit.data.sources import data_source
 from ftkit.data.spec import DataSource, PartSource
 from ftkit.errors import UserError
+from ftkit.rendering.renderer import Example, Renderer
 
 if TYPE_CHECKING:
     from litgpt.prompts import PromptStyle
@@ -29,8 +29,8 @@ class Questions(Sequence[Example]):
     """Validation records as questions with their answers; each is made when it is asked for."""
 
     def __init__(self, parts: Sequence[LoadedPart]) -> None:
-        """Those of all parts that have questions, spread evenly."""
-        self._parts = [part for part in parts if part.part.shape != "text"]
+        """Those of all parts, spread evenly."""
+        self._parts = parts
         sizes = [len(part.splits["val"].records) for part in self._parts]
         self._of_parts, self._places = interleave(sizes)
 

@@ -15,11 +15,12 @@ from ftkit.data.cache import (
     address_of_content,
     address_of_records,
     cache_directory,
+    rendering_of,
 )
-from ftkit.data.instruction_renderer import InstructionRenderer
 from ftkit.data.prepare import Prepared, prepare
-from ftkit.data.renderer import Renderer
+from ftkit.data.renderers import make_renderer
 from ftkit.data.spec import Part, PartSource
+from ftkit.rendering.renderer import Renderer
 
 if TYPE_CHECKING:
     from litgpt.prompts import PromptStyle
@@ -44,18 +45,6 @@ class LoadedPart:
     """Those that were asked for."""
     notices: tuple[str, ...]
     """What a person should know about the cache."""
-
-
-def make_renderer(part: Part, tokenizer: "Tokenizer | None") -> Renderer:
-    """What makes samples of the records of a part.
-
-    Args:
-        part: its shape and rules count.
-        tokenizer: of the base model; None: nothing but texts will be asked for.
-    """
-    rules = part.rules
-    assert part.shape == "instruction" and rules.prompt_style is not None
-    return InstructionRenderer(tokenizer, rules.prompt_style, mask_prompt=rules.train_on != "all")
 
 
 def load_part(
@@ -141,7 +130,7 @@ class _Loading:
             except Damaged as error:
                 self._notices.append(f"A damaged entry of the data cache is made anew: {error}.")
                 continue
-            if entry is not None:
+            if entry and entry.rendering == rendering_of(entry.part, self._tokenizer):
                 found[split] = entry.prepared
                 self._known = entry.part
         return found
@@ -207,7 +196,8 @@ class _Loading:
         if self._address is None or building is None or self._stamp() != self._stamps:
             return prepared
         try:
-            entry = Entry(prepared=prepared, part=self._known)
+            rendering = rendering_of(self._known, self._tokenizer)
+            entry = Entry(prepared=prepared, part=self._known, rendering=rendering)
             return self._cache.keep(self._address, split, entry)
         except OSError as error:
             self._warn_of(error)

@@ -9,14 +9,15 @@ from typing import get_args
 import pytest
 from tiny import make_tokenizer
 
+from ftkit.chat_templates.template import ChatTemplate
 from ftkit.config.recipe import Component
 from ftkit.data.dataset import DataSets, load_data
-from ftkit.data.prepare import Counts, prepare
-from ftkit.data.renderer import Example, Rendered, Renderer, Rendering, fit
+from ftkit.data.prepare import Counts, fit, prepare
 from ftkit.data.spec import Overlong
 from ftkit.errors import UserError
 from ftkit.pretrained.tokenizer import Tokenizer
 from ftkit.records.record import Record
+from ftkit.rendering.renderer import Example, Rendered, Renderer, Rendering
 
 LONG = Rendered(list(range(10)), ((2, 5), (7, 10)))
 
@@ -51,6 +52,10 @@ class Numbers(Renderer):
     """A record has the length of its sample, or of several, or why there is none."""
 
     stop_ids = frozenset({0})
+
+    @property
+    def template(self) -> ChatTemplate:
+        raise AssertionError
 
     def text(self, record: Record) -> str:
         raise AssertionError
