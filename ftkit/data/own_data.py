@@ -126,9 +126,9 @@ class OwnData(DataSource):
             )
 
         options = dataclasses.asdict(self._options) | dataclasses.asdict(source)
-        for key in _NOT_OF_CONTENT:
-            del options[key]
-        options |= {"given": sorted(source.given), "whole": self._whole}
+        options = {key: value for key, value in options.items() if key not in _NOT_OF_CONTENT}
+        options["whole"] = self._whole
+        options["given"] = sorted(set(source.given) - set(_NOT_OF_CONTENT))
         style = partial(resolve_prompt_style, source.prompt_style)
         return Content(files=files, options=options, prompt_style=style)
 
