@@ -98,8 +98,8 @@ class GenerateOptions(AnswerOptions, ResultOptions):
     input: str | None = None
     """Material that the prompt is about, for styles that have a place for it."""
     prompts: Path | None = None
-    """What to ask, many times: a text file with a prompt per line, or .jsonl or .json with records
-    of instruction and, if needed, input."""
+    """What to ask, many times: a text file with a prompt per line, or records of any shape that
+    data have (.jsonl, .json, .csv, .parquet); of a conversation, its last turn is answered."""
     out: Path | None = None
     """Write the answers to this file, a record per line."""
     overwrite: bool = False
