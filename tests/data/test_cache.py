@@ -59,7 +59,7 @@ def load(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Load:
 
     def load_(path: Path, most: int = 200, known: Any = tokenizer, **options: Any) -> Any:
         made = []
-        prepare = parts.prepare
+        prepare = parts.prepare  # type: ignore[attr-defined]
 
         def noted(*arguments: Any) -> Any:
             made.append(arguments)
@@ -154,7 +154,7 @@ def test_a_prompt_style_that_writes_otherwise_is_never_stale(
 def test_a_file_that_changes_while_it_is_read_is_not_kept(
     load: Load, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepare = parts.prepare
+    prepare = parts.prepare  # type: ignore[attr-defined]
 
     def written_meanwhile(*arguments: Any) -> Any:
         file.write_text(records(41))
