@@ -143,7 +143,7 @@ class EvaluateOptions(UseOptions, ResultOptions):
 
     data: tuple[Override, ...] = keys_beside("data")
     """Other data than those of the run; options as --data.NAME VALUE, such as
-    --data.json_path FILE."""
+    --data.path FILE."""
     micro_batch_size: int | None = option(None, example=4, least=1)
     """Sequences per forward pass. Changes time and memory alone. Default: as in the run."""
     max_iters: int | None = option(None, example=100, least=1)

@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Any, Self
 
 from filelock import FileLock
 
+from ftkit.chat_templates.options import TrainOn
 from ftkit.config.recipe import Component
 from ftkit.data.prompt_styles import resolve_prompt_style
 from ftkit.data.spec import (
     OWN_DATA,
     DataSource,
-    Splits,
+    Part,
+    PartSource,
+    Rules,
     check_keys,
     check_shared_values,
-    instruction_records,
 )
 from ftkit.errors import UserError
 from ftkit.records.record import Record
@@ -69,7 +71,10 @@ class LitgptModule(DataSource):
         defaults = {field.name: field.default for field in fields}
         return resolve_prompt_style(self._init_args.get("prompt_style", defaults["prompt_style"]))
 
-    def read(self) -> Splits:
+    def parts(self) -> tuple[PartSource, ...]:
+        return (PartSource(name=self._name, where=self._name, read=self._read),)
+
+    def _read(self) -> Part:
         name, module = self._name, _build(self._class(), self._init_args)
         module.num_workers = 0  # its own loaders are asked for their data set only
         module.connect()
@@ -81,12 +86,18 @@ class LitgptModule(DataSource):
                 datasets = [module.train_dataloader().dataset, module.val_dataloader().dataset]
         except Exception as error:
             raise UserError(_explain_failure(name, module, error)) from error
-        return instruction_records(
-            name,
-            _records(datasets[0], f"{name}, training"),
-            _records(datasets[1], f"{name}, validation"),
-            datasets[0].prompt_style,
-            datasets[0].mask_prompt,
+        train, val = (
+            _records(dataset, f"{name}, {use}")
+            for dataset, use in zip(datasets, ("training", "validation"), strict=True)
+        )
+        masked: TrainOn = "last" if datasets[0].mask_prompt else "all"
+        return Part(
+            name=name,
+            description=f"{len(train):,} instructions, {len(val):,} more to validate on",
+            shape="instruction",
+            rules=Rules(prompt_style=datasets[0].prompt_style, train_on=masked),
+            train=train,
+            val=val,
         )
 
     def _class(self) -> type:

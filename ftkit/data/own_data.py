@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -9,12 +10,12 @@ from ftkit.chat_templates.options import TrainOn
 from ftkit.config.recipe import Component
 from ftkit.data.own_data_options import OwnDataOptions, SourceOptions, options_of, sources_of
 from ftkit.data.prompt_styles import resolve_prompt_style
-from ftkit.data.spec import DataSource, Part, Rules, Splits
+from ftkit.data.spec import Content, DataSource, Part, PartSource, Rules
 from ftkit.errors import UserError
 from ftkit.records.conversations import conversation_of
 from ftkit.records.formats import files_of
 from ftkit.records.hub import HubName
-from ftkit.records.paths import DataFiles, find_files, is_hub_name, works
+from ftkit.records.paths import DataFiles, find_files, how_to_set, is_hub_name
 from ftkit.records.read import RecordSet, read_files, read_hub
 from ftkit.records.record import Record, Shape
 
@@ -31,6 +32,11 @@ _TRAINED: dict[Shape, TrainOn] = {
 }
 """What is learned of each shape, where nobody says it and no prompt style is used."""
 _TAKEN_WHOLE = {"path", "json_path", "sources", "split"}
+_NOT_OF_CONTENT = (
+    *("path", "json_path", "sources", "key", "weight", "samples"),
+    *("num_workers", "ignore_index"),
+)
+"""Options that decide neither records nor rules of a source."""
 
 
 class OwnData(DataSource):
@@ -88,15 +94,17 @@ class OwnData(DataSource):
     def prompt_style(self) -> "PromptStyle":
         return resolve_prompt_style(self._options.prompt_style)
 
-    def read(self) -> Splits:
-        for source in self._sources:  # a mistake in one shows before another has been read
-            self._found(source)
-            resolve_prompt_style(source.prompt_style)
-        names = _names(self._sources)
-        return Splits(
-            parts=tuple(
-                self._part(source, name) for source, name in zip(self._sources, names, strict=True)
+    def parts(self) -> tuple[PartSource, ...]:
+        return tuple(
+            PartSource(
+                name=name,
+                where=str(source.path),
+                read=partial(self._part, source, name),
+                content=None if is_hub_name(source.path) else self._content(source),
+                weight=source.weight,
+                samples=source.samples,
             )
+            for source, name in zip(self._sources, _names(self._sources), strict=True)
         )
 
     def for_evaluation(self, given: Collection[str]) -> DataSource:
@@ -105,6 +113,24 @@ class OwnData(DataSource):
             return self
         options = dataclasses.replace(self._options, val_split_fraction=None)
         return OwnData(options, self._sources, evaluated=given)
+
+    def _content(self, source: SourceOptions) -> Content:
+        """What a source follows from that is here."""
+
+        def files() -> tuple[tuple[Path, ...], ...]:
+            found = self._found(source)
+            assert found is not None
+            return tuple(
+                tuple(file for path in paths for file in files_of(path))
+                for paths in (found.train, found.val)
+            )
+
+        options = dataclasses.asdict(self._options) | dataclasses.asdict(source)
+        options = {key: value for key, value in options.items() if key not in _NOT_OF_CONTENT}
+        options["whole"] = self._whole
+        options["given"] = sorted(set(source.given) - set(_NOT_OF_CONTENT))
+        style = partial(resolve_prompt_style, source.prompt_style)
+        return Content(files=files, options=options, prompt_style=style)
 
     def _found(self, source: SourceOptions) -> DataFiles | None:
         """The files of a source; None: it is of the hub."""
@@ -131,7 +157,9 @@ class OwnData(DataSource):
         records = self._read(source)
         rules, shape = self._rules(source, records)
         train, val = records.train, records.val
-        said = f"{records.form.counted(len(train))} of {records.where}"
+        said = records.form.counted(len(train))
+        if records.version is not None:
+            said += f" of version {records.version}"
         if val is not None:
             split = f" (split {records.val_split})" if records.val_split else ""
             said += f", {len(val):,} more to validate on{split}"
@@ -150,8 +178,6 @@ class OwnData(DataSource):
             rules=rules,
             train=train,
             val=val,
-            weight=source.weight,
-            samples=source.samples,
         )
 
     def _read(self, source: SourceOptions) -> RecordSet:
@@ -186,9 +212,10 @@ class OwnData(DataSource):
             return rules, shape
         template, default = None, _TRAINED[shape]
         if shape in ("instruction", "messages"):
-            template, shape = source.chat_template or "tokenizer", "messages"
-            if source.mask_prompt is not None:
+            template = source.chat_template or "tokenizer"
+            if shape == "instruction" and source.mask_prompt is not None:
                 default = masked
+            shape = "messages"
         train_on = source.train_on or default
         return dataclasses.replace(rules, chat_template=template, train_on=train_on), shape
 
@@ -254,7 +281,7 @@ def _split(
         raise UserError(
             f"data.val_split_fraction is {val_split_fraction}, which leaves nothing to train or "
             f"to validate on: {where} holds {size} records.\n"
-            f"{works('data.val_split_fraction', 0.1 if size >= 10 else 0.5)}"
+            f"{how_to_set('data.val_split_fraction', 0.1 if size >= 10 else 0.5)}"
         )
     splits: list[Subset[int]] = random_split(
         range(size),  # type: ignore[arg-type]  # any sequence will do

@@ -4,27 +4,25 @@ Imports neither torch nor litgpt, so that a mistake shows before any process is 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from ftkit.chat_templates.options import Reasoning, TrainOn
 from ftkit.config.recipe import Component
 from ftkit.errors import UserError
+from ftkit.records.paths import how_to_set
 from ftkit.records.record import Record, Shape
+from ftkit.rendering.renderer import Overlong
 from ftkit.utils.nearest import nearest
 
 if TYPE_CHECKING:
     from litgpt.prompts import PromptStyle
 
 
-OWN_DATA = "--data JSON --data.json_path FILE"
+OWN_DATA = "--data JSON --data.path FILE"
 """How records of one's own are given."""
-
-
-Overlong = Literal["truncate", "drop", "split"]
-"""What becomes of a sample that is longer than train.max_seq_length."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +49,36 @@ class Part:
     train: Sequence[Record]
     val: Sequence[Record]
     description: str = ""
-    """For people: how many records of which kind, and where they are from."""
+    """For people: how many records of which kind."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Content:
+    """What a part follows from, where that is known before it is read."""
+
+    files: Callable[[], tuple[tuple[Path, ...], ...]]
+    """Those for training and those for validation; see `DataSource.files`."""
+    options: Mapping[str, Any]
+    """JSON values: the same files with the same options give the same records and rules."""
+    prompt_style: Callable[[], "PromptStyle"]
+    """The one of the rules, if they have one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartSource:
+    """Where one part of a data set comes from, before it is read."""
+
+    name: str
+    """As of the part."""
+    where: str
+    """For people: the file, directory or data set that it is of."""
+    read: Callable[[], Part]
+    content: Content | None = None
+    """None: what the part is shows only when it is read."""
     weight: float | None = None
-    """How often an epoch takes every training sample; None: once, or samples says it."""
+    """An epoch takes this many times its samples; None: every one once, or as `samples` says."""
     samples: int | None = None
-    """How many training samples an epoch takes; None: weight says it."""
+    """An epoch takes so many of its samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,26 +87,6 @@ class Splits:
 
     parts: tuple[Part, ...]
     """At least one."""
-
-
-def instruction_records(
-    name: str,
-    train: Sequence[Record],
-    val: Sequence[Record],
-    prompt_style: "PromptStyle",
-    mask_prompt: bool,
-) -> Splits:
-    """A data set of instruction records alone, with LitGPT's options."""
-    rules = Rules(prompt_style=prompt_style, train_on="last" if mask_prompt else "all")
-    part = Part(
-        name=name,
-        description=f"{len(train):,} instructions of {name}, {len(val):,} more to validate on",
-        shape="instruction",
-        rules=rules,
-        train=train,
-        val=val,
-    )
-    return Splits(parts=(part,))
 
 
 class DataSource(ABC):
@@ -124,12 +127,16 @@ class DataSource(ABC):
         """
 
     @abstractmethod
+    def parts(self) -> tuple[PartSource, ...]:
+        """The parts that it has, at least one; no file is looked for yet."""
+
     def read(self) -> Splits:
         """Read, and if necessary download, the records, and split them.
 
         Raises:
             UserError: the data cannot be had, or are not what they should be.
         """
+        return Splits(parts=tuple(part.read() for part in self.parts()))
 
     def for_evaluation(self, given: Collection[str]) -> "DataSource":
         """The source whose validation records are evaluated on.
@@ -171,9 +178,8 @@ def check_value(key: str, value: object, accepted: bool, rule: str, works: str) 
         UserError: it is not accepted.
     """
     if not accepted:
-        raise UserError(
-            f"data.{key} is {value!r}, but has to be {rule}.\nTry --data.{key} {works}."
-        )
+        advice = how_to_set(f"data.{key}", works)
+        raise UserError(f"data.{key} is {value!r}, but has to be {rule}.\n{advice}")
 
 
 def check_shared_values(init_args: Mapping[str, Any]) -> None:

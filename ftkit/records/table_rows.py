@@ -3,7 +3,7 @@
 import csv
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,22 +116,19 @@ def arrow_rows(directory: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def batch_rows(batches: Iterable["pyarrow.RecordBatch"]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The rows of record batches, from 1.
+    """The rows of record batches, from 1, with objects as they were before they became a table.
 
-    A table has every key in every row: those without a value are left out inside of lists and
-    objects, where none was written.
+    A table gives every object all keys that any of them has: those without a value are left out.
     """
     number = 0
     for batch in batches:
+        found = {field.name: _converter(field.type) for field in batch.schema}
+        nested = {key: convert for key, convert in found.items() if convert is not None}
         for row in batch.to_pylist():
             number += 1
-            yield (
-                number,
-                {
-                    key: _without_nulls(value) if isinstance(value, list | dict) else value
-                    for key, value in row.items()
-                },
-            )
+            for key, convert in nested.items():
+                row[key] = convert(row[key])
+            yield number, row
 
 
 def _numbered(
@@ -144,11 +141,27 @@ def _numbered(
         raise UserError(explain_empty(file))
 
 
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
+def _converter(kind: "pyarrow.DataType") -> Callable[[Any], Any] | None:
+    """What makes JSON values of a column of this type; None: they are that already."""
+    import pyarrow
+
+    if isinstance(kind, pyarrow.JsonType):  # of the datasets library, for values of mixed types
+        return lambda value: None if value is None else json.loads(value)
+    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
+        of_item = _converter(kind.value_type)
+        return of_item and (lambda items: items and [of_item(item) for item in items])
+    if pyarrow.types.is_struct(kind):
+        of_field = {
+            kind.field(i).name: _converter(kind.field(i).type) or _same
+            for i in range(kind.num_fields)
+        }
+        return lambda item: (
+            item and {key: of_field[key](value) for key, value in item.items() if value is not None}
+        )
+    return None
+
+
+def _same(value: Any) -> Any:
     return value
 
 

@@ -65,5 +65,6 @@ class TextRenderer(Renderer):
         return Example(
             prompt=given,
             expected=self._tokenizer.decode(torch.tensor(expected)) if expected else "",
+            stop_ids=self.stop_ids,
             instruction=self._tokenizer.decode(torch.tensor(given)),
         )

@@ -92,6 +92,7 @@ class InstructionRenderer(PromptedRenderer):
         return Example(
             prompt=self._tokenizer.encode(self.prompt(record)).tolist(),
             expected=record["output"],
+            stop_ids=self.stop_ids,
             instruction=record["instruction"],
             input=record.get("input", ""),
         )
@@ -119,6 +120,7 @@ class CompletionRenderer(PromptedRenderer):
         return Example(
             prompt=self._tokenizer.encode(prompt).tolist(),
             expected=record["completion"],
+            stop_ids=self.stop_ids,
             instruction=prompt,
         )
 

@@ -2,10 +2,17 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from ftkit.chat_templates.template import ChatTemplate
 from ftkit.records.record import Record
+
+if TYPE_CHECKING:
+    from ftkit.chat_templates.template import ChatTemplate
+
+
+Overlong = Literal["truncate", "drop", "split"]
+"""What becomes of a sample that is longer than max_seq_length: its end is cut off, it is left out,
+or it is cut into several."""
 
 NO_OUTPUT = "no output"
 """Why a record without an answer becomes no sample."""
@@ -38,6 +45,8 @@ class Example(NamedTuple):
     """Token ids of what the model is given."""
     expected: str
     """What it should answer."""
+    stop_ids: frozenset[int]
+    """Tokens that end its answer."""
     instruction: str
     """The question for people."""
     input: str = ""
@@ -53,7 +62,7 @@ class Renderer(ABC):
 
     @property
     @abstractmethod
-    def template(self) -> ChatTemplate:
+    def template(self) -> "ChatTemplate":
         """Makes the same prompts of messages, in other programs too."""
 
     @property
@@ -74,8 +83,8 @@ class Renderer(ABC):
         """The question that a record asks: up to its last answer, which is expected."""
 
 
-def cut(sample: Rendered, max_seq_length: int) -> Rendered:
-    """The first tokens of a sample, with the spans that still hold a label."""
-    ids = sample.ids[:max_seq_length]
-    spans = ((first, min(end, len(ids))) for first, end in sample.trained)
-    return Rendered(ids, tuple((first, end) for first, end in spans if max(first, 1) < end))
+def cut(sample: Rendered, max_seq_length: int, first: int = 0) -> Rendered:
+    """Tokens of a sample from `first` on, with the spans that still hold a label."""
+    ids = sample.ids[first : first + max_seq_length]
+    spans = ((max(begin - first, 0), min(end - first, len(ids))) for begin, end in sample.trained)
+    return Rendered(ids, tuple((begin, end) for begin, end in spans if max(begin, 1) < end))
