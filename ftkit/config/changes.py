@@ -82,6 +82,10 @@ _DATA_DEFAULTS: dict[str, Any] = {
     "prompt_style": None,
     "ignore_index": -100,
     "include_multiturn_conversations": False,
+    "chat_template": None,
+    "train_on": None,
+    "reasoning": "split",
+    "overlong": None,
 }
 """Fixed arguments of data modules: they decide texts and labels. A missing one is the default."""
 

@@ -4,9 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 
 from ftkit.data.samples import SampleRows, SampleSet
-from ftkit.data.spec import Overlong
 from ftkit.records.record import Record
-from ftkit.rendering.renderer import NO_OUTPUT, Rendered, Renderer, Rendering, cut
+from ftkit.rendering.renderer import NO_OUTPUT, Overlong, Rendered, Renderer, Rendering, cut
 
 OnProgress = Callable[[int, int], None]
 """Called with records done, and records in all."""

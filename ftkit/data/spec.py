@@ -7,25 +7,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from ftkit.chat_templates.options import Reasoning, TrainOn
 from ftkit.config.recipe import Component
 from ftkit.errors import UserError
+from ftkit.records.paths import how_to_set
 from ftkit.records.record import Record, Shape
+from ftkit.rendering.renderer import Overlong
 from ftkit.utils.nearest import nearest
 
 if TYPE_CHECKING:
     from litgpt.prompts import PromptStyle
 
 
-OWN_DATA = "--data JSON --data.json_path FILE"
+OWN_DATA = "--data JSON --data.path FILE"
 """How records of one's own are given."""
-
-
-Overlong = Literal["truncate", "drop", "split"]
-"""What becomes of a sample that is longer than max_seq_length: its end is cut off, it is left out,
-or it is cut into several."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,9 +178,8 @@ def check_value(key: str, value: object, accepted: bool, rule: str, works: str) 
         UserError: it is not accepted.
     """
     if not accepted:
-        raise UserError(
-            f"data.{key} is {value!r}, but has to be {rule}.\nTry --data.{key} {works}."
-        )
+        advice = how_to_set(f"data.{key}", works)
+        raise UserError(f"data.{key} is {value!r}, but has to be {rule}.\n{advice}")
 
 
 def check_shared_values(init_args: Mapping[str, Any]) -> None:

@@ -2,10 +2,17 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from ftkit.chat_templates.template import ChatTemplate
 from ftkit.records.record import Record
+
+if TYPE_CHECKING:
+    from ftkit.chat_templates.template import ChatTemplate
+
+
+Overlong = Literal["truncate", "drop", "split"]
+"""What becomes of a sample that is longer than max_seq_length: its end is cut off, it is left out,
+or it is cut into several."""
 
 NO_OUTPUT = "no output"
 """Why a record without an answer becomes no sample."""
@@ -55,7 +62,7 @@ class Renderer(ABC):
 
     @property
     @abstractmethod
-    def template(self) -> ChatTemplate:
+    def template(self) -> "ChatTemplate":
         """Makes the same prompts of messages, in other programs too."""
 
     @property
