@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ftkit.data.prepare import fit
-from ftkit.data.samples import Samples
-from ftkit.data.spec import Overlong
 from ftkit.records.record import Record
-from ftkit.rendering.renderer import Renderer
+from ftkit.rendering.renderer import Overlong, Renderer
+from ftkit.samples.sample_set import Samples
 
 BESIDE_TEXT = 8
 """Tokens of a sample that no byte of its text stands for, at most: special ones at both ends of

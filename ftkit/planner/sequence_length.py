@@ -77,9 +77,9 @@ def sequence_length(data: Component, base: BaseModel, asked: int | None) -> Sequ
     stamps = tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
     directory = base.tokenizer_directory if has_tokenizer(base.tokenizer_directory) else None
     found = _longest(json.dumps(data, default=str), stamps, directory, limit)
-    if found is None or found[0] is None:  # the run will say so
+    train, val, count = found or (None, None, 0)
+    if train is None:  # the run will say so
         return _unknown(asked, context)
-    train, val, count = found
     tokens = max(train.at_most, val.at_most if val else 0)
     source: LengthSource = "data"
     if directory is None:

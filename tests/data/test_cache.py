@@ -152,15 +152,14 @@ def test_a_prompt_style_that_writes_otherwise_is_never_stale(
 
 
 def test_a_file_that_changes_while_it_is_read_is_not_kept(
-    load: Load, file: Path, monkeypatch: pytest.MonkeyPatch
+    tokenizer: Tokenizer, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def written_meanwhile(*arguments: Any) -> Any:
         file.write_text(records(41))
         return prepare(*arguments)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(parts, "prepare", written_meanwhile)
-        load(file)
+    monkeypatch.setattr(parts, "prepare", written_meanwhile)
+    load_data(Component(class_path="JSON", init_args={"path": str(file)}), tokenizer, 200)
     assert entries() == []
 
 
