@@ -1,10 +1,11 @@
 """Parsing of recipes: YAML files and dotted overrides, read into a checked Recipe.
 
 The merge happens on plain nested dicts before anything is typed, so that the order of options
-does not matter, an override of ``data.json_path`` lands inside ``data.init_args``, and a
+does not matter, an override of ``data.path`` lands inside ``data.init_args``, and a
 ``class_path`` is compared with the allow-list before any code could see it.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -23,6 +24,7 @@ from ftkit.config.recipe_keys import (
     COMPONENTS,
     GROUPS,
     LORA_KEYS,
+    ONE_OF,
     SPELLINGS,
     accepted_types,
     check_component,
@@ -41,6 +43,8 @@ from ftkit.utils.dotted_keys import leaves
 from ftkit.utils.json_values import for_json
 from ftkit.utils.yaml_files import dump_yaml, load_yaml, parse_yaml
 
+PROMPT_MARK = "{instruction}"
+"""In a prompt of one's own."""
 EXCLUSIVE = [("train.lr_warmup_steps", "train.lr_warmup_fraction")]
 """Two ways to say one thing: the one that is set later replaces the other."""
 
@@ -157,6 +161,8 @@ def _specificity(override: Override) -> int:
 
 
 def _parse_value(key: str, text: str) -> Any:
+    if key.endswith(".prompt_style") and PROMPT_MARK in text and "class_path" not in text:
+        return _prompt_text(text)
     try:
         value = parse_yaml(text)
     except yaml.YAMLError:
@@ -172,6 +178,14 @@ def _parse_value(key: str, text: str) -> Any:
         return text  # a prompt, "Q: {instruction}"
     is_text = all(k in (str, Path) for k in accepted_types(key_types("lora").get(key)))
     return text if is_text else value
+
+
+def _prompt_text(text: str) -> str:
+    r"""A prompt of one's own: without quotes, many would be mappings of YAML; \n is a new line."""
+    if text[:1] in ("'", '"'):
+        with contextlib.suppress(yaml.YAMLError):
+            return str(parse_yaml(text))
+    return text.replace("\\n", "\n")
 
 
 def _assign(merged: dict[str, Any], key: str, value: Any) -> None:
@@ -231,6 +245,7 @@ def _merge_component(
             target[group] = dict(inner)
             target = target[group]
         target[last] = value
+        arguments = _without_others(field, arguments, [rest] if value is not None else [])
         return Component(class_path=current["class_path"], init_args=arguments)
     if rest:
         value = {rest: value}
@@ -262,8 +277,16 @@ def _merge_component(
     if package and "." not in class_path:
         class_path = f"{package}.{class_path}"
     if current and current["class_path"] == class_path:
-        arguments = {**current["init_args"], **arguments}
+        given = [key for key, item in arguments.items() if item is not None]
+        arguments = {**_without_others(field, current["init_args"], given), **arguments}
     return Component(class_path=class_path, init_args=dict(arguments))
+
+
+def _without_others(field: str, arguments: dict[str, Any], given: Iterable[str]) -> dict[str, Any]:
+    """The arguments without those that are replaced by others that are given."""
+    ways = set(ONE_OF.get(field, ()))
+    replaced = ways.difference(given) if ways.intersection(given) else set()
+    return {key: value for key, value in arguments.items() if key not in replaced}
 
 
 def _instantiate(merged: dict[str, Any], method: Method) -> Recipe:

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 
-from ftkit.data.samples import SampleRows, SampleSet
 from ftkit.records.record import Record
-from ftkit.rendering.renderer import NO_OUTPUT, Overlong, Rendered, Renderer, Rendering, cut, fit
+from ftkit.rendering.renderer import NO_OUTPUT, Overlong, Rendered, Renderer, Rendering, cut
+from ftkit.samples.sample_set import SampleRows, SampleSet
 
 OnProgress = Callable[[int, int], None]
 """Called with records done, and records in all."""
@@ -71,6 +71,22 @@ class Prepared:
     counts: Counts
     sufficient_length: int | None
     """A max_seq_length within which a record that was skipped has a label."""
+
+
+def fit(sample: Rendered, max_seq_length: int, overlong: Overlong) -> list[Rendered]:
+    """What is trained on of a sample: parts of it that fit and hold a label, if there are any.
+
+    Where it is split, a part begins with the last token of the part before: the first token of a
+    sample carries no loss, so every token but the very first is learned once.
+    """
+    length = len(sample.ids)
+    starts: Sequence[int] = (0,)
+    if length > max_seq_length and overlong == "drop":
+        return []
+    if length > max_seq_length and overlong == "split":
+        starts = range(0, length - 1, max(max_seq_length - 1, 1))
+    parts = (cut(sample, max_seq_length, first) for first in starts)
+    return [part for part in parts if part.trained]
 
 
 class _Preparation:

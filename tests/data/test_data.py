@@ -14,14 +14,14 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from ftkit import embedded
 from ftkit.config.recipe import Component
 from ftkit.data.dataset import DataSets, load_data
-from ftkit.data.loader import collate, train_batches, validation_loader
-from ftkit.data.sampler import FILLER, ElasticOrder
-from ftkit.data.samples import Sample, SampleSet
 from ftkit.data.sources import check_data
 from ftkit.errors import UserError
 from ftkit.records.read import read_records
 from ftkit.records.record import Record
 from ftkit.rendering.renderer import Rendered
+from ftkit.samples.loader import collate, train_batches, validation_loader
+from ftkit.samples.sample_set import Sample, SampleSet
+from ftkit.samples.sampler import FILLER, ElasticOrder
 
 litgpt_data = pytest.importorskip("litgpt.data", reason="the data are compared with LitGPT's")
 from litgpt import prompts  # noqa: E402
@@ -412,7 +412,7 @@ class TestChecks:
             ("alpaca2K", "Try --data Alpaca2k"),
             ("litgpt.data.Alpacca", "Try --data Alpaca"),
             ("litgpt.data.base.SFTDataset", "it has to be one of"),
-            ("os.system", "Try --data JSON --data.json_path FILE"),
+            ("os.system", "Try --data JSON --data.path FILE"),
             ("my.package.Alpaca", "Try --data Alpaca."),
         ],
     )
@@ -604,7 +604,7 @@ class TestModulesOfLitgpt:
         with pytest.raises(UserError, match=works) as error:
             self.load(name, tokenizer)
         assert f"data is {name}, which could not be loaded: ConnectionError" in str(error.value)
-        assert "--data JSON --data.json_path FILE" in str(error.value)
+        assert "--data JSON --data.path FILE" in str(error.value)
 
     def test_a_broken_download_is_to_be_deleted(self, tokenizer: Tokenizer) -> None:
         Path("data/alpaca").mkdir(parents=True)
