@@ -172,7 +172,7 @@ def prepare(job: Job, start: StartingPoint, journal: Journal) -> Setup:
             max_seq_length,
             progress=lambda _, done, total: phase.advance(done, total),
         )
-    _tell_data(data, journal)
+    tell_data(data, journal)
     found = identities(recipe, base, data, start.metadata)
     strategy = make_strategy(plan)
     if recipe.checkpoint.save and not base.random:
@@ -231,7 +231,7 @@ def load(setup: Setup, journal: Journal) -> None:
     strategy.set_up(model)
 
 
-def _tell_data(data: DataSets, journal: Journal) -> None:
+def tell_data(data: DataSets, journal: Journal) -> None:
     """Note what became of the records, and say what is not trained on as it is."""
     sources = {}
     for part, take in zip(data.parts, data.takes, strict=True):
