@@ -13,7 +13,7 @@ from ftkit.data.prompt_styles import resolve_prompt_style
 from ftkit.data.spec import Content, DataSource, Part, PartSource, Rules
 from ftkit.errors import UserError
 from ftkit.records.conversations import conversation_of
-from ftkit.records.formats import files_of
+from ftkit.records.formats import files_of, format_of
 from ftkit.records.hub import HubName
 from ftkit.records.paths import DataFiles, find_files, how_to_set, is_hub_name
 from ftkit.records.read import RecordSet, read_files, read_hub
@@ -273,9 +273,10 @@ def _split(
 
     size = len(records)
     if size < 2:
+        ending = Path(where).suffix if format_of(Path(where)) else ".json"
         raise UserError(
             f"{where} holds one record, but training and validation need one each.\n"
-            f"Add records, or set {key} to a directory with train.json and val.json."
+            f"Add records, or set {key} to a directory with train{ending} and val{ending}."
         )
     if not 0 < int(size * val_split_fraction) < size:
         raise UserError(
