@@ -11,17 +11,16 @@ import numpy as np
 import numpy.typing as npt
 
 from ftkit.config.recipe import Component
-from ftkit.data.parts import LoadedPart, OnSplitProgress, Split, load_part
+from ftkit.data.parts import SPLITS, LoadedPart, OnSplitProgress, Split, load_part
 from ftkit.data.prepare import Counts
-from ftkit.data.sampler import EpochOrder
-from ftkit.data.samples import JoinedSamples, Samples, interleave
 from ftkit.data.sources import data_source
 from ftkit.data.spec import DataSource, PartSource
 from ftkit.errors import UserError
-from ftkit.rendering.renderer import Example, Renderer
+from ftkit.rendering.renderer import Example
+from ftkit.samples.sample_set import JoinedSamples, Samples, interleave
+from ftkit.samples.sampler import EpochOrder
 
 if TYPE_CHECKING:
-    from litgpt.prompts import PromptStyle
     from litgpt.tokenizer import Tokenizer
 
 
@@ -74,7 +73,7 @@ class DataSets:
     @property
     def counts(self) -> dict[Split, Counts]:
         """What became of the records of each split."""
-        return {split: _counts(self.parts, split) for split in ("train", "val")}
+        return {split: _counts(self.parts, split) for split in SPLITS}
 
     @cached_property
     def questions(self) -> Questions:
@@ -82,14 +81,15 @@ class DataSets:
         return Questions(self.parts)
 
     @property
-    def renderer(self) -> Renderer:
-        """That of the first source, whose template a result carries."""
-        return self.parts[0].renderer
+    def asked(self) -> LoadedPart:
+        """The first source of those that say most about how a result is asked."""
+        shapes = ("messages", "instruction", "completion", "text")
+        return min(self.parts, key=lambda part: shapes.index(part.part.shape))
 
     @property
-    def prompt_style(self) -> "PromptStyle | None":
-        """How an instruction of the first source becomes a prompt."""
-        return self.parts[0].part.rules.prompt_style
+    def stop_ids(self) -> frozenset[int]:
+        """Tokens that end what is learned."""
+        return frozenset().union(*(part.renderer.stop_ids for part in self.parts))
 
     @property
     def fingerprint(self) -> str:
@@ -157,7 +157,7 @@ def load_data(
         UserError: the data cannot be had, are not what they should be, or no sample is left.
     """
     source = data_source(data)
-    parts = _load(source, tokenizer, max_seq_length, ("train", "val"), progress)
+    parts = _load(source, tokenizer, max_seq_length, SPLITS, progress)
     for part in parts:
         _require_samples([part], "train", max_seq_length)
     _require_samples(parts, "val", max_seq_length)
