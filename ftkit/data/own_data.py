@@ -84,6 +84,14 @@ class OwnData(DataSource):
 
                 check_chat_template(source.chat_template)
         found = [self._found(source) for source in self._sources]
+        fraction = self._options.val_split_fraction
+        if fraction is not None and all(files is not None and files.val for files in found):
+            key, path = self._sources[0].key, self._sources[0].path
+            raise UserError(
+                f"data.val_split_fraction is {fraction}, but {key} is the directory {path}, whose "
+                "val file is the validation data.\n"
+                f"Remove data.val_split_fraction, or set {key} to a single file."
+            )
         here = [files for files in found if files is not None]
         if len(here) < len(found):
             return None
@@ -137,13 +145,6 @@ class OwnData(DataSource):
         if is_hub_name(source.path):
             return None
         files = find_files(source.path, source.key)
-        fraction = self._options.val_split_fraction
-        if files.val and fraction is not None and len(self._sources) == 1:
-            raise UserError(
-                f"data.val_split_fraction is {fraction}, but {source.key} is the directory "
-                f"{source.path}, whose val file is the validation data.\n"
-                f"Remove data.val_split_fraction, or set {source.key} to a single file."
-            )
         for key in ("subset", "split", "revision"):
             if (value := getattr(source, key)) is not None:
                 raise UserError(
