@@ -38,7 +38,7 @@ class OwnDataOptions:
     """Which subset (configuration) of a hub data set."""
     split: str | None = None
     """Which split of a hub data set to train on, also a part, as 'train[:1000]'; train if not
-    given. Its counterpart (validation, val, valid, dev, test) is validated on."""
+    given. Its counterpart (val, validation, valid, dev, test) is validated on."""
     revision: str | None = None
     """Which version of a hub data set: a commit, a tag or a branch."""
     chat_template: str | None = None
