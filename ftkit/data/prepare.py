@@ -4,13 +4,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 
 from ftkit.records.record import Record
+from ftkit.rendering.parallel import rendered_chunks
 from ftkit.rendering.renderer import NO_OUTPUT, Overlong, Rendered, Renderer, Rendering, cut
 from ftkit.samples.sample_set import SampleRows, SampleSet
 
 OnProgress = Callable[[int, int], None]
 """Called with records done, and records in all."""
-
-_AT_ONCE = 1000
 
 
 @dataclass(kw_only=True)
@@ -162,11 +161,10 @@ def prepare(
     """
     made = _Preparation(max_seq_length, overlong)
     progress(0, len(records))
-    for start in range(0, len(records), _AT_ONCE):
-        chunk = records[start : start + _AT_ONCE]
-        for record, rendering in zip(chunk, renderer.render(chunk), strict=True):
+    for chunk, renderings in rendered_chunks(renderer, records):
+        for record, rendering in zip(chunk, renderings, strict=True):
             made.add(record, rendering)
-        progress(start + len(chunk), len(records))
+        progress(made.counts.records, len(records))
     return Prepared(
         samples=made.rows.finish(),
         records=made.used,
