@@ -34,9 +34,12 @@ def evaluate(result: Result, options: EvaluateOptions) -> int:
     Raises:
         UserError: something is missing, or does not fit.
     """
-    recipe = _recipe(result, options)
+    recipe, is_of_run = _recipe(result, options), result.recipe is not None
     result = dataclasses.replace(result, recipe=recipe)
     in_use = put_to_use(result, options)
+    if result.asked is not None and not is_of_run:
+        # Conversations are written as it was trained, whatever template its base model has.
+        in_use.loaded.base.tokenizer.chat_template = in_use.loaded.prompting.template.source
     given = {key.removeprefix("data.").removeprefix("init_args.") for key, _ in options.data}
     held_out = _held_out(result, recipe, in_use, given)
     with Display(None, stream=sys.stderr) as display:
