@@ -263,7 +263,7 @@ def _why(counts: DataCounts) -> str:
     return (
         f"; the longest sample has {counts.longest_tokens:,} tokens, "
         f"{percent_text(counts.lost_fraction or 0.0)} of all tokens are lost "
-        "(train.max_seq_length and data.overlong decide that)"
+        "(train.max_seq_length decides that; of JSON data, data.overlong too)"
     )
 
 
