@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import tempfile
 import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,9 @@ import pytest
 
 # Before torch is imported: threads that spin beside others take very long.
 os.environ.update(OMP_NUM_THREADS="1", GOMP_SPINCOUNT="1000")
+if "PYTEST_XDIST_WORKER" not in os.environ:  # its workers share the cache of their parent
+    CACHE = tempfile.TemporaryDirectory(prefix="ftkit-cache-")
+    os.environ["FTKIT_CACHE_DIR"] = CACHE.name
 import warm
 from command import Command, Start, command_environment, command_line, start_up_of_ranks
 from runs import DEFAULT_SIGNALS, Run, command_of, options, watched

@@ -11,12 +11,15 @@ from ftkit.config.recipe import Component
 from ftkit.data.json_records import SUFFIXES, Record, read_records
 from ftkit.data.prompt_styles import resolve_prompt_style
 from ftkit.data.spec import (
+    Content,
     DataSource,
-    Splits,
+    Part,
+    PartSource,
+    Rules,
     check_keys,
     check_shared_values,
     check_value,
-    instruction_records,
+    instruction_rules,
 )
 from ftkit.errors import UserError
 from ftkit.utils.nearest import nearest
@@ -109,8 +112,18 @@ class JsonFiles(DataSource):
     def prompt_style(self) -> "PromptStyle":
         return resolve_prompt_style(self._options.prompt_style)
 
-    def read(self) -> Splits:
-        prompt_style = self.prompt_style()
+    def parts(self) -> tuple[PartSource, ...]:
+        options = dataclasses.asdict(self._options) | {"whole": self._whole}
+        for key in ("json_path", "num_workers", "ignore_index"):
+            del options[key]
+        content = Content(files=self.files, options=options, rules=lambda _: self._rules())
+        return (PartSource(name="JSON", read=self._read, content=content),)
+
+    def _rules(self) -> Rules:
+        return instruction_rules(self.prompt_style(), self._options.mask_prompt)
+
+    def _read(self) -> Part:
+        rules = self._rules()
         file, *others = self.files()
         train: Sequence[Record] = read_records(file)
         val: Sequence[Record]
@@ -121,7 +134,7 @@ class JsonFiles(DataSource):
         else:
             fraction = self._options.val_split_fraction or _DEFAULT_VAL_SPLIT_FRACTION
             train, val = _split(train, fraction, self._options.seed, file)
-        return instruction_records("JSON", train, val, prompt_style, self._options.mask_prompt)
+        return Part(name="JSON", shape="instruction", rules=rules, train=train, val=val)
 
     def for_evaluation(self, given: Collection[str]) -> DataSource:
         """All of a file that is named for the evaluation alone: nothing of it was trained on."""

@@ -15,10 +15,11 @@ from ftkit.data.prompt_styles import resolve_prompt_style
 from ftkit.data.spec import (
     OWN_DATA,
     DataSource,
-    Splits,
+    Part,
+    PartSource,
     check_keys,
     check_shared_values,
-    instruction_records,
+    instruction_rules,
 )
 from ftkit.errors import UserError
 from ftkit.utils.imports import quick_imports
@@ -67,7 +68,10 @@ class LitgptModule(DataSource):
         defaults = {field.name: field.default for field in fields}
         return resolve_prompt_style(self._init_args.get("prompt_style", defaults["prompt_style"]))
 
-    def read(self) -> Splits:
+    def parts(self) -> tuple[PartSource, ...]:
+        return (PartSource(name=self._name, read=self._read),)
+
+    def _read(self) -> Part:
         name, module = self._name, _build(self._class(), self._init_args)
         module.num_workers = 0  # its own loaders are asked for their data set only
         module.connect()
@@ -79,12 +83,12 @@ class LitgptModule(DataSource):
                 datasets = [module.train_dataloader().dataset, module.val_dataloader().dataset]
         except Exception as error:
             raise UserError(_explain_failure(name, module, error)) from error
-        return instruction_records(
-            name,
-            _records(datasets[0], f"{name}, training"),
-            _records(datasets[1], f"{name}, validation"),
-            datasets[0].prompt_style,
-            datasets[0].mask_prompt,
+        return Part(
+            name=name,
+            shape="instruction",
+            rules=instruction_rules(datasets[0].prompt_style, datasets[0].mask_prompt),
+            train=_records(datasets[0], f"{name}, training"),
+            val=_records(datasets[1], f"{name}, validation"),
         )
 
     def _class(self) -> type:

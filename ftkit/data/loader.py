@@ -7,12 +7,16 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from ftkit.data.dataset import Sample, SampleSet
 from ftkit.data.sampler import FILLER, ElasticOrder, validation_batches
+from ftkit.data.samples import Sample, Samples
 
 
 def collate(
-    samples: Sequence[Sample | None], label_tokens_in_step: int, *, is_last_of_step: bool = True
+    samples: Sequence[Sample | None],
+    label_tokens_in_step: int,
+    *,
+    is_last_of_step: bool = True,
+    source: int | None = None,
 ) -> dict[str, Any]:
     """Pad samples to a micro-batch.
 
@@ -21,6 +25,7 @@ def collate(
         label_tokens_in_step: over all ranks and micro-steps, the share of this micro-batch is
             taken of it.
         is_last_of_step: whether an update follows it.
+        source: the number of the one that all samples are of, if that counts.
 
     Returns:
         input_ids: [batch, sequence] int64, all but the last token, padded on the right with 0.
@@ -32,6 +37,7 @@ def collate(
         samples: how many, without fillers.
         tokens: how many, without padding and fillers.
         padded_tokens: batch * sequence.
+        source: as given.
     """
     real = [(row, sample) for row, sample in enumerate(samples) if sample is not None]
     lengths = [len(sample.ids) - 1 for _, sample in real]
@@ -55,11 +61,12 @@ def collate(
         "samples": len(real),
         "tokens": sum(lengths),
         "padded_tokens": input_ids.size,
+        "source": source,
     }
 
 
 def train_batches(
-    samples: SampleSet,
+    samples: Samples,
     order: ElasticOrder,
     start_step: int,
     end_step: int,
@@ -84,7 +91,7 @@ def train_batches(
 
 
 def validation_loader(
-    samples: SampleSet,
+    samples: Samples,
     limit: int,
     micro_batch_size: int,
     *,
@@ -93,6 +100,8 @@ def validation_loader(
     pin_memory: bool = False,
 ) -> DataLoader[dict[str, Any]]:
     """This rank's batches of the first `limit` validation samples, as many on every rank.
+
+    The samples of a batch are all of one source, so that the loss of each is known.
 
     Args:
         samples: the validation data.
@@ -106,11 +115,19 @@ def validation_loader(
         Loader of what collate returns; label_tokens_in_step counts the whole validation.
     """
     label_tokens = int(samples.label_counts[:limit].sum())
-    batches = validation_batches(samples.lengths, limit, micro_batch_size, rank, world_size)
-    return _loader(samples, [(batch, label_tokens, True) for batch in batches], pin_memory)
+    sources = samples.sources[:limit]
+    keys: list[_Key] = []
+    for source in np.unique(sources).tolist():
+        numbers = np.flatnonzero(sources == source)
+        lengths = samples.lengths[numbers]
+        for batch in validation_batches(lengths, len(numbers), micro_batch_size, rank, world_size):
+            found = [i if i == FILLER else int(numbers[i]) for i in batch]
+            keys.append((found, label_tokens, True, source))
+    return _loader(samples, keys, pin_memory)
 
 
-_Key = tuple[list[int], int, bool]  # of a micro-batch: samples, label tokens of its step, its end
+_Key = tuple[list[int], int, bool, int | None]
+"""Of a micro-batch: samples, label tokens of its step, whether it is its end, source."""
 
 
 class _StepSampler(Sampler[_Key]):
@@ -127,8 +144,8 @@ class _StepSampler(Sampler[_Key]):
             label_tokens = self._order.label_tokens(step)
             *others, last = self._order.micro_batches(step)
             for micro_batch in others:
-                yield micro_batch, label_tokens, False
-            yield last, label_tokens, True
+                yield micro_batch, label_tokens, False, None
+            yield last, label_tokens, True, None
 
     def __len__(self) -> int:
         return (self._end_step - self._start_step) * self._order.micro_steps
@@ -137,17 +154,17 @@ class _StepSampler(Sampler[_Key]):
 class _MicroBatches(Dataset[dict[str, Any]]):
     """Collated micro-batches, by the samples in them."""
 
-    def __init__(self, samples: SampleSet) -> None:
+    def __init__(self, samples: Samples) -> None:
         self._samples = samples
 
     def __getitem__(self, key: _Key) -> dict[str, Any]:
-        indices, label_tokens, is_last = key
+        indices, label_tokens, is_last, source = key
         samples = [None if i == FILLER else self._samples[i] for i in indices]
-        return collate(samples, label_tokens, is_last_of_step=is_last)
+        return collate(samples, label_tokens, is_last_of_step=is_last, source=source)
 
 
 def _loader(
-    samples: SampleSet, sampler: Sampler[_Key] | list[_Key], pin_memory: bool
+    samples: Samples, sampler: Sampler[_Key] | list[_Key], pin_memory: bool
 ) -> DataLoader[dict[str, Any]]:
     # Without workers, whatever num_workers says: the samples are tokenised already, collating
     # takes 0.05 ms, and forking a process that runs communication threads is not safe.

@@ -1,13 +1,14 @@
 """The elastic sampler: which samples a step takes, and how they are laid out on the ranks.
 
-Which samples a step takes is a function of seed, data set and global batch size alone. How they
-are laid out over ranks and micro-steps costs time and memory, but does not change the loss, which
-is the sum over the tokens of the step divided by their number. So a position in the data is one
-integer, and a run can be continued on other hardware, or with another global batch size, without
-replaying anything.
+Which samples a step takes is a function of seed, data set, weights of its sources and global batch
+size alone. How they are laid out over ranks and micro-steps costs time and memory, but does not
+change the loss, which is the sum over the tokens of the step divided by their number. So a position
+in the data is one integer, and a run can be continued on other hardware, or with another global
+batch size, without replaying anything.
 """
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,6 +44,58 @@ class RankLayout:
     """Number of ranks."""
 
 
+class EpochOrder:
+    """The samples of every epoch, in their order.
+
+    An epoch takes a fixed number of samples of each source. Where that is all of them, each is
+    taken once. Else the source is walked through from epoch to epoch, in one random order after
+    the other: none of its samples is taken again before all others were.
+    """
+
+    def __init__(self, sizes: Sequence[int], takes: Sequence[int], seed: int) -> None:
+        """Describe the epochs.
+
+        Args:
+            sizes: samples of each source; they are numbered through, source by source.
+            takes: samples of each that an epoch takes.
+            seed: with the number of the epoch, determines its order.
+        """
+        assert len(sizes) == len(takes) and min((*sizes, *takes)) > 0
+        self._sizes, self._takes, self._seed = tuple(sizes), tuple(takes), seed
+        self._ends: IntArray = np.cumsum(self._sizes)
+        self.samples = sum(self._takes)
+        """Of one epoch."""
+
+    def of(self, epoch: int) -> IntArray:
+        """[samples of an epoch], in their order."""
+        order = permutation(self.samples, self._seed, epoch)
+        if self._sizes == self._takes:
+            return order
+        parts = [self._of_source(source, epoch) for source in range(len(self._sizes))]
+        return np.concatenate(parts)[order]
+
+    def sources(self, samples: IntArray) -> IntArray:
+        """[sources], how many of the samples are of each."""
+        return np.bincount(
+            np.searchsorted(self._ends, samples, side="right"), minlength=len(self._sizes)
+        )
+
+    def _of_source(self, source: int, epoch: int) -> IntArray:
+        """The samples of a source that an epoch takes, in the order of its walk."""
+        size, take = self._sizes[source], self._takes[source]
+        base = int(self._ends[source]) - size
+        if take == size:
+            return base + np.arange(size, dtype=np.int64)
+        first, last = epoch * take, (epoch + 1) * take
+        parts = []
+        while first < last:
+            walk, place = divmod(first, size)
+            part = permutation(size, self._seed, walk, source)[place : place + last - first]
+            parts.append(part)
+            first += len(part)
+        return base + np.concatenate(parts)
+
+
 class ElasticOrder:
     """The samples of every step of a run, and their layout on one rank.
 
@@ -58,7 +111,7 @@ class ElasticOrder:
         lengths: npt.ArrayLike,
         label_counts: npt.ArrayLike,
         *,
-        seed: int,
+        epochs: EpochOrder,
         global_batch_size: int,
         total_samples: int,
         layout: RankLayout,
@@ -69,7 +122,7 @@ class ElasticOrder:
         Args:
             lengths: [samples of the data set], input tokens of each.
             label_counts: [samples of the data set], tokens of each that carry loss.
-            seed: with the epoch, determines the order of the samples.
+            epochs: the order of these samples.
             global_batch_size: samples per step, over all ranks.
             total_samples: samples of the whole run, from its very first step to its last.
             layout: of this rank.
@@ -81,7 +134,7 @@ class ElasticOrder:
         assert min(global_batch_size, layout.micro_batch_size, total_samples) > 0
         assert start.step >= 0 and 0 <= start.samples <= total_samples
         assert 0 <= layout.rank < layout.world_size
-        self._seed = seed
+        self._epochs = epochs
         self._global_batch_size = global_batch_size
         self._micro_batch_size = layout.micro_batch_size
         self._total_samples = total_samples
@@ -89,7 +142,7 @@ class ElasticOrder:
         self._start_samples = start.samples
         self._rank = layout.rank
         self._world_size = layout.world_size
-        self._permutations: dict[int, IntArray] = {}
+        self._orders: dict[int, IntArray] = {}
 
     @property
     def total_steps(self) -> int:
@@ -107,17 +160,21 @@ class ElasticOrder:
         """Which samples of the data set the step takes, over all ranks; the same on every layout.
 
         Returns:
-            [samples of the step], in the order of the permutation. A sample appears more than
-            once only if the global batch is larger than an epoch.
+            [samples of the step], in the order of the epoch. A sample appears more than once only
+            if the global batch is larger than an epoch, or an epoch takes it more than once.
         """
         first, last = self._span(step)
         parts = []
         while first < last:
-            epoch, position = divmod(first, len(self._lengths))
-            part = self._permutation(epoch)[position : position + last - first]
+            epoch, position = divmod(first, self._epochs.samples)
+            part = self._order(epoch)[position : position + last - first]
             parts.append(part)
             first += len(part)
         return np.concatenate(parts)
+
+    def sources(self, step: int) -> IntArray:
+        """[sources], samples that the step takes of each, over all ranks."""
+        return self._epochs.sources(self.samples(step))
 
     def label_tokens(self, step: int) -> int:
         """Tokens that carry loss in the step, over all ranks and micro-steps."""
@@ -169,22 +226,22 @@ class ElasticOrder:
             self._lengths[samples], self._micro_batch_size, self._world_size, self.micro_steps
         )
 
-    def _permutation(self, epoch: int) -> IntArray:
+    def _order(self, epoch: int) -> IntArray:
         """The order of the epoch; the two epochs asked for last are kept."""
-        if epoch not in self._permutations:
-            while len(self._permutations) > 1:
-                del self._permutations[next(iter(self._permutations))]
-            self._permutations[epoch] = permutation(len(self._lengths), self._seed, epoch)
-        return self._permutations[epoch]
+        if epoch not in self._orders:
+            while len(self._orders) > 1:
+                del self._orders[next(iter(self._orders))]
+            self._orders[epoch] = self._epochs.of(epoch)
+        return self._orders[epoch]
 
 
-def permutation(samples: int, seed: int, epoch: int) -> IntArray:
+def permutation(samples: int, seed: int, epoch: int, *source: int) -> IntArray:
     """A random order of range(samples), the same with every version of numpy.
 
     Numpy promises a stable stream for its bit generators, but not for Generator.permutation
     (https://numpy.org/doc/stable/reference/random/compatibility.html); so raw bits are sorted.
     """
-    bits = np.random.Philox(np.random.SeedSequence(seed % 2**64, spawn_key=(epoch,)))
+    bits = np.random.Philox(np.random.SeedSequence(seed % 2**64, spawn_key=(epoch, *source)))
     return np.argsort(bits.random_raw(samples), kind="stable")
 
 

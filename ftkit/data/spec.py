@@ -4,7 +4,7 @@ Imports neither torch nor litgpt, so that a mistake shows before any process is 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -30,6 +30,10 @@ tools. text: a document, every token of which is learned."""
 TrainOn = Literal["assistant", "last", "all"]
 """Which tokens carry loss: every turn of the assistant, the last one alone, or everything."""
 
+Overlong = Literal["truncate", "drop", "split"]
+"""What becomes of a sample that is longer than max_seq_length: its end is cut off, it is left out,
+or it is cut into several."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
@@ -42,6 +46,7 @@ class Rules:
     train_on: TrainOn = "assistant"
     reasoning: Literal["split", "refuse"] = "split"
     """What happens to a conversation whose later turns change how earlier ones are written."""
+    overlong: Overlong = "truncate"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +62,33 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Content:
+    """What a part follows from, where that is known before it is read."""
+
+    files: Callable[[], tuple[Path, ...]]
+    """They are there; see `DataSource.files`."""
+    options: Mapping[str, Any]
+    """JSON values: the same files with the same options give the same records and rules."""
+    rules: Callable[[Shape], Rules]
+    """How records become tokens, once their shape is known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartSource:
+    """Where one part of a data set comes from, before it is read."""
+
+    name: str
+    """As of the part."""
+    read: Callable[[], Part]
+    content: Content | None = None
+    """None: what the part is shows only when it is read."""
+    weight: float | None = None
+    """An epoch takes this many times its samples; None: every one once, or as `samples` says."""
+    samples: int | None = None
+    """An epoch takes so many of its samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Splits:
     """The records of a data set."""
 
@@ -64,17 +96,9 @@ class Splits:
     """At least one."""
 
 
-def instruction_records(
-    name: str,
-    train: Sequence[Record],
-    val: Sequence[Record],
-    prompt_style: "PromptStyle",
-    mask_prompt: bool,
-) -> Splits:
-    """A data set of instruction records alone, with LitGPT's options."""
-    rules = Rules(prompt_style=prompt_style, train_on="last" if mask_prompt else "all")
-    part = Part(name=name, shape="instruction", rules=rules, train=train, val=val)
-    return Splits(parts=(part,))
+def instruction_rules(prompt_style: "PromptStyle", mask_prompt: bool) -> Rules:
+    """How instruction records become tokens, with LitGPT's options."""
+    return Rules(prompt_style=prompt_style, train_on="last" if mask_prompt else "all")
 
 
 class DataSource(ABC):
@@ -115,12 +139,16 @@ class DataSource(ABC):
         """
 
     @abstractmethod
+    def parts(self) -> tuple[PartSource, ...]:
+        """The parts that it has, at least one; no file is looked for yet."""
+
     def read(self) -> Splits:
         """Read, and if necessary download, the records, and split them.
 
         Raises:
             UserError: the data cannot be had, or are not what they should be.
         """
+        return Splits(parts=tuple(part.read() for part in self.parts()))
 
     def for_evaluation(self, given: Collection[str]) -> "DataSource":
         """The source whose validation records are evaluated on.

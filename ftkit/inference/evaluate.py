@@ -110,22 +110,26 @@ def _measure(
     limit = min(recipe.eval.max_iters * recipe.train.global_batch_size, len(samples))
     batches = validation_loader(samples, limit=limit, micro_batch_size=in_use.plan.micro_batch_size)
     with display.phase("validating", brief=True) as phase:
-        loss = validation_loss(
-            model, batches, in_use.device, context=in_use.context, progress=phase.advance
+        validated = validation_loss(
+            model,
+            batches,
+            in_use.device,
+            sources=len(held_out.parts),
+            context=in_use.context,
+            progress=phase.advance,
         )
-    assert loss is not None
+    assert validated is not None
     wanted = recipe.eval.exact_match
     if options.exact_match is None and not wanted:
         wanted = DEFAULT_MATCHES
-    records = held_out.records[:wanted]
+    questions = held_out.questions[:wanted]
     share = None
-    if records:
-        with display.phase(f"answering {len(records)} records", brief=True) as phase:
+    if questions:
+        with display.phase(f"answering {len(questions)} records", brief=True) as phase:
             share = exact_matches(
                 model,
                 base.tokenizer,
-                held_out.renderer,
-                records,
+                questions,
                 batch_size=in_use.plan.micro_batch_size,
                 context=in_use.context,
                 progress=phase.advance,
@@ -133,9 +137,9 @@ def _measure(
     return {
         "records": limit,
         "label_tokens": int(samples.label_counts[:limit].sum()),
-        "loss": loss,
-        "perplexity": perplexity(loss),
-        "exact_match": None if share is None else {"records": len(records), "share": share},
+        "loss": validated.loss,
+        "perplexity": perplexity(validated.loss),
+        "exact_match": None if share is None else {"records": len(questions), "share": share},
     }
 
 

@@ -1,6 +1,8 @@
 """Metrics of a run: ``metrics.csv``, a row a step, and ``validation.csv``.
 
 Numbers are written with full precision; a value that is missing or not a number is an empty cell.
+Where the data have several sources, further columns hold the samples and the validation loss of
+each.
 """
 
 import csv
@@ -8,8 +10,9 @@ import errno
 import io
 import math
 import os
+import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -22,9 +25,22 @@ METRICS_COLUMNS = ("step", "samples", "loss", "lr", "grad_norm", "tokens", "toke
 VALIDATION_COLUMNS = ("step", "samples", "val_loss", "perplexity")
 _BLOCK_BYTES = 64 * 2**10
 _INTEGERS = frozenset({"step", "samples", "tokens"})
+_SAMPLES_OF, _VAL_LOSS_OF = "samples/", "val_loss/"
+_UNFIT = re.compile(r'[",\s]+')
+"""What a name of a column does not contain."""
 
 Number: TypeAlias = int | float | None
 Row: TypeAlias = dict[str, Number]
+
+
+def samples_column(source: str) -> str:
+    """The column of metrics.csv with the samples of a source."""
+    return _SAMPLES_OF + _UNFIT.sub("_", source)
+
+
+def loss_column(source: str) -> str:
+    """The column of validation.csv with the loss of a source."""
+    return _VAL_LOSS_OF + _UNFIT.sub("_", source)
 
 
 def perplexity(loss: float) -> float:
@@ -109,20 +125,24 @@ class _CsvWriter:
 class MetricsWriter(_CsvWriter):
     """Writes ``metrics.csv``: one row per optimizer step."""
 
-    def __init__(self, path: Path, *, after_step: int | None = None) -> None:
+    def __init__(
+        self, path: Path, *, after_step: int | None = None, sources: Sequence[str] = ()
+    ) -> None:
         """Starts a new file, or goes on with the one of an earlier session.
 
         Args:
             path: of the file.
             after_step: goes on after the row of this step, if there is a file; a last row that is
                 not whole is dropped. Later rows are taken out with `cut_rows` before.
+            sources: of the data, where there are several.
 
         Raises:
             OSError: the file cannot be written.
             UserError: it has other columns.
             ValueError: it has a row after ``after_step``.
         """
-        super().__init__(path, METRICS_COLUMNS, after_step)
+        columns = (*METRICS_COLUMNS, *map(samples_column, sources))
+        super().__init__(path, columns, after_step)
 
     def __enter__(self) -> "MetricsWriter":
         return self
@@ -137,6 +157,7 @@ class MetricsWriter(_CsvWriter):
         grad_norm: float | None,
         tokens: int,
         tokens_per_s: float | None,
+        of_sources: Sequence[int] = (),
     ) -> None:
         """Add the row of one step.
 
@@ -148,26 +169,34 @@ class MetricsWriter(_CsvWriter):
             grad_norm: before clipping; None where it was not computed.
             tokens: real tokens of this step, over all ranks.
             tokens_per_s: real tokens of this step per second of this step.
+            of_sources: `samples` of each source, where there are several.
         """
-        numbers = (loss, lr, grad_norm)
-        self._write_cells(
-            (str(step), str(samples), *map(_cell, numbers), str(tokens), _cell(tokens_per_s))
-        )
+        before = (str(step), str(samples), *map(_cell, (loss, lr, grad_norm)))
+        self._write_cells((*before, str(tokens), _cell(tokens_per_s), *map(str, of_sources)))
 
 
 class ValidationWriter(_CsvWriter):
     """Writes ``validation.csv``: one row per validation."""
 
-    def __init__(self, path: Path, *, after_step: int | None = None) -> None:
+    def __init__(
+        self, path: Path, *, after_step: int | None = None, sources: Sequence[str] = ()
+    ) -> None:
         """As `MetricsWriter`."""
-        super().__init__(path, VALIDATION_COLUMNS, after_step)
+        super().__init__(path, (*VALIDATION_COLUMNS, *map(loss_column, sources)), after_step)
         rows = read_validation(path)
         self._last_step = rows[-1]["step"] if rows else None
 
     def __enter__(self) -> "ValidationWriter":
         return self
 
-    def write(self, *, step: int, samples: int, val_loss: float | None) -> None:
+    def write(
+        self,
+        *,
+        step: int,
+        samples: int,
+        val_loss: float | None,
+        of_sources: Sequence[float | None] = (),
+    ) -> None:
         """Add the row of one validation; the perplexity follows from its loss.
 
         A step that has a row keeps it: a run that was killed between its last validation and its
@@ -177,7 +206,8 @@ class ValidationWriter(_CsvWriter):
             return
         self._last_step = step
         value = None if val_loss is None else perplexity(val_loss)
-        self._write_cells((str(step), str(samples), _cell(val_loss), _cell(value)))
+        cells = (str(step), str(samples), _cell(val_loss), _cell(value))
+        self._write_cells((*cells, *map(_cell, of_sources)))
 
 
 def read_metrics(path: Path) -> list[Row]:
@@ -360,4 +390,5 @@ def _read(path: Path) -> list[Row]:
 def _number(column: str, cell: str) -> Number:
     if not cell:
         return None
-    return int(cell) if column in _INTEGERS else float(cell)
+    whole = column in _INTEGERS or column.startswith(_SAMPLES_OF)
+    return int(cell) if whole else float(cell)

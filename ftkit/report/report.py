@@ -4,8 +4,9 @@ A report is written for every run, also one that failed or was stopped: what it 
 None. The keys of the file are the names of the fields below.
 
 A run that goes on from a checkpoint has several sessions and a report of each. `Report.progress`,
-`Report.loss`, `Report.exact_match` and `Report.examples` cover the whole run, from its very first
-step; everything else, such as times, tokens and throughput, is of the session that is reported.
+`Report.loss`, `Report.exact_match`, `Report.examples` and samples and losses of `Report.sources`
+cover the whole run, from its very first step; everything else, such as times, tokens and
+throughput, is of the session that is reported.
 """
 
 import dataclasses
@@ -131,6 +132,37 @@ class DataCounts:
     """Tokens of the used samples, after cutting, without padding."""
     label_tokens: int | None = None
     """Those of them that carry loss."""
+    samples: int | None = None
+    """Made of the used records: more than those where records became several samples."""
+    refused: dict[str, int] = field(default_factory=dict)
+    """Records left out because they cannot become samples, by the reason."""
+    dropped: int = 0
+    """Samples left out because they are longer than max_seq_length."""
+    split: int = 0
+    """Samples that were longer than max_seq_length and became several."""
+    longest_tokens: int | None = None
+    """Tokens of the longest sample, before anything was done about its length."""
+    lost_fraction: float | None = None
+    """Share of the tokens of all samples that is not trained on, because it was cut off, or is in
+    samples that were dropped or skipped."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """One source of the data, where there are several."""
+
+    data: dict[str, DataCounts] = field(default_factory=dict)
+    """Counts by split."""
+    samples_per_epoch: int | None = None
+    """Training samples that an epoch takes of it, by its weight."""
+    samples: int = 0
+    """Samples of it that were trained on, over all sessions."""
+    validation_first: float | None = None
+    """Loss on its validation samples before the first step, in nats per label token."""
+    validation_last: float | None = None
+    """The same in the last validation."""
+    validation_best: float | None = None
+    """Lowest of all validations of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,6 +358,8 @@ class Report:
     """Seconds of a step by part."""
     data: dict[str, DataCounts] = field(default_factory=dict)
     """Counts by split."""
+    sources: dict[str, Source] = field(default_factory=dict)
+    """The same and more for each source of the data by its name, where there are several."""
     resumed: Resumed | None = None
     """Where this session went on from; None: it is the first."""
     progress: Progress | None = None

@@ -33,6 +33,7 @@ from ftkit.report.report import (
     Report,
     Resolved,
     Resumed,
+    Source,
     Spread,
     Throughput,
     Tokens,
@@ -149,7 +150,9 @@ def _measured_rows(report: Report) -> Iterator[tuple[str, str]]:
     if report.checkpoints:
         yield "checkpoints", _checkpoints_text(report.checkpoints)
     for split, counts in report.data.items():
-        yield f"{split} data", _losses_of_data_text(counts)
+        yield f"{split} data", losses_of_data_text(counts)
+    for name, source in report.sources.items():
+        yield name, _source_text(source)
 
 
 def _text_rows(report: Report, out_dir: Path | None) -> Iterator[tuple[str, str]]:
@@ -298,17 +301,33 @@ def _example_rows(example: Example) -> Iterator[tuple[str, str]]:
             yield f"  {label}", shortened(answer) or "(empty)"
 
 
-def _losses_of_data_text(counts: DataCounts) -> str:
+def losses_of_data_text(counts: DataCounts) -> str:
+    """What became of records that are not trained on as they are; empty if there are none."""
     losses = _joined(
         (
             counts.skipped_empty_output
             and f"{counts.skipped_empty_output:,} skipped (empty output)",
             counts.skipped_no_labels
             and f"{counts.skipped_no_labels:,} skipped (answer lies beyond max_seq_length)",
+            *(f"{count:,} refused ({reason})" for reason, count in counts.refused.items()),
             counts.truncated and f"{counts.truncated:,} cut to max_seq_length",
+            counts.dropped and f"{counts.dropped:,} dropped (longer than max_seq_length)",
+            counts.split and f"{counts.split:,} cut into several samples",
         )
     )
     return losses and f"of {_count(counts.records, 'record')}: {losses}"
+
+
+def _source_text(source: Source) -> str:
+    validation = from_to_text(source.validation_first, source.validation_last, loss_text)
+    best = source.validation_best
+    return _joined(
+        (
+            _count(source.samples, "sample"),
+            validation and f"validation {validation}",
+            best not in (None, source.validation_last) and f"best {loss_text(best)}",
+        )
+    )
 
 
 def _file_rows(files: Files, out_dir: Path | None) -> Iterator[tuple[str, str]]:

@@ -1,13 +1,12 @@
 """Evaluation on held-out records: the validation loss, and how many answers are right."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
 
-from ftkit.data.json_records import Record
-from ftkit.data.renderer import Renderer
+from ftkit.data.renderer import Example
 from ftkit.model.generation import Context, answer_greedily
 from ftkit.model.language_model import LanguageModel
 from ftkit.pretrained.tokenizer import Tokenizer
@@ -22,47 +21,64 @@ STOP_INTERVAL = 10
 """Batches of a validation between two questions whether to end it."""
 
 
+class Validated(NamedTuple):
+    """What came out of a validation: mean losses over label tokens, in nats."""
+
+    loss: float
+    """Of all samples."""
+    of_sources: tuple[float | None, ...]
+    """Of those of each source; None: there were none."""
+
+
 @torch.no_grad()
 def validation_loss(
     model: LanguageModel,
     batches: "DataLoader[dict[str, Any]]",
     device: torch.device,
     *,
+    sources: int,
     context: Context,
     stopped: Callable[[], object] = lambda: False,
     progress: OnProgress,
-) -> float | None:
-    """Mean loss over the label tokens of all batches of all ranks, in nats.
+) -> Validated | None:
+    """Mean loss over the label tokens of all batches of all ranks, and of each source.
 
     Args:
         model: in evaluation mode.
-        batches: as collated for training.
+        batches: each of one source.
         device: where the model computes.
+        sources: how many there are.
         context: in which it computes.
         stopped: whether to end early; asked before every tenth batch, as ranks have to agree on it.
         progress: called with (batches done, batches in all).
 
     Returns:
-        The loss; None if it was stopped early.
+        The losses; None if it was stopped early.
     """
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    sums = torch.zeros(2, sources, dtype=torch.float64, device=device)
     for done, batch in enumerate(batches, start=1):
         if done % STOP_INTERVAL == 1 and stopped():
             return None
         batch = move_data_to_device(batch, device)
         with context():
-            sums[0] += model(batch["input_ids"], batch["label_indices"], batch["labels"])
-        sums[1] += len(batch["labels"])
+            loss = model(batch["input_ids"], batch["label_indices"], batch["labels"])
+        sums[0, batch["source"]] += loss
+        sums[1, batch["source"]] += len(batch["labels"])
         progress(done, len(batches))
-    total, label_tokens = sum_over_ranks(sums).tolist()
-    return total / label_tokens
+    totals, label_tokens = sum_over_ranks(sums).tolist()
+    return Validated(
+        loss=sum(totals) / sum(label_tokens),
+        of_sources=tuple(
+            total / count if count else None
+            for total, count in zip(totals, label_tokens, strict=True)
+        ),
+    )
 
 
 def answer_records(
     model: LanguageModel,
     tokenizer: Tokenizer,
-    renderer: Renderer,
-    records: Iterable[Record],
+    questions: Iterable[Example],
     *,
     max_new_tokens: int,
     context: Context,
@@ -72,13 +88,12 @@ def answer_records(
     Args:
         model: in evaluation mode.
         tokenizer: of its base model.
-        renderer: makes prompts of the records.
-        records: what is asked.
+        questions: what is asked.
         max_new_tokens: longest answer.
         context: in which the model computes.
     """
     assert tokenizer.eos_id is not None
-    prompts = [torch.tensor(renderer.example(record).prompt) for record in records]
+    prompts = [torch.tensor(question.prompt) for question in questions]
     with context():
         answers = answer_greedily(
             model,
@@ -92,8 +107,7 @@ def answer_records(
 def exact_matches(
     model: LanguageModel,
     tokenizer: Tokenizer,
-    renderer: Renderer,
-    records: Sequence[Record],
+    questions: Sequence[Example],
     *,
     batch_size: int,
     context: Context,
@@ -105,8 +119,7 @@ def exact_matches(
     Args:
         model: in evaluation mode.
         tokenizer: of its base model.
-        renderer: makes prompts of the records.
-        records: at least one.
+        questions: made of the records; at least one.
         batch_size: how many are answered at once.
         context: in which the model computes.
         stopped: whether to end early.
@@ -115,21 +128,20 @@ def exact_matches(
     Returns:
         The share; None if it was stopped early.
     """
-    expected = [renderer.example(record).expected.strip() for record in records]
+    expected = [question.expected.strip() for question in questions]
     longest = max(len(tokenizer.encode(text)) for text in expected)
     right = 0
-    for start in range(0, len(records), batch_size):
+    for start in range(0, len(questions), batch_size):
         if stopped():
             return None
         chunk = slice(start, start + batch_size)
         answers = answer_records(
             model,
             tokenizer,
-            renderer,
-            records[chunk],
+            questions[chunk],
             max_new_tokens=longest + 1,
             context=context,
         )
         right += sum(a == e for a, e in zip(answers, expected[chunk], strict=True))
-        progress(min(start + batch_size, len(records)), len(records))
-    return right / len(records)
+        progress(min(start + batch_size, len(questions)), len(questions))
+    return right / len(questions)

@@ -3,10 +3,9 @@
 import dataclasses
 import random
 
-from ftkit.data.dataset import DataSets
 from ftkit.data.loader import validation_loader
 from ftkit.errors import UserError
-from ftkit.report.metrics import perplexity
+from ftkit.report.metrics import loss_column, perplexity
 from ftkit.report.report import ExactMatch, Example
 from ftkit.strategies.distributed import rank
 from ftkit.training.evaluation import answer_records, exact_matches, validation_loss
@@ -34,7 +33,9 @@ class Evaluator:
         self._setup, self._stop, self._journal, self._loggers = setup, stop, journal, loggers
         recipe = setup.job.recipe
         self._settings = recipe.eval
-        self._example = _example_index(recipe.eval.evaluate_example, setup.data, recipe.seed)
+        self._example = _example_index(
+            recipe.eval.evaluate_example, len(setup.data.questions), recipe.seed
+        )
         self._newest: tuple[int, float] | None = None
         """The newest validation: step and loss."""
 
@@ -68,32 +69,38 @@ class Evaluator:
             world_size=self._setup.plan.world_size,
         )
         with self._journal.display.phase("validating", brief=True) as phase:
-            loss = validation_loss(
+            found = validation_loss(
                 self._setup.model,
                 batches,
                 self._setup.strategy.device,
+                sources=len(self._setup.data.parts),
                 context=self._setup.strategy.precision.forward_context,
                 stopped=self._stop.requested,
                 progress=phase.advance,
             )
-        if loss is None:
+        if found is None:
             return
+        loss = found.loss
         self._newest = step, loss
-        self._journal.recorder.on_validation(step, loss)
-        self._loggers.log({"val_loss": loss}, step)
+        names = self._setup.data.names if len(found.of_sources) > 1 else ()
+        of_sources = dict(zip(names, found.of_sources, strict=False))
+        self._journal.recorder.on_validation(step, loss, [*of_sources.values()])
+        shown = {loss_column(name): its for name, its in of_sources.items() if its is not None}
+        self._loggers.log({"val_loss": loss, **shown}, step)
         self._journal.display.message(
             f"step {step}: validation loss {loss:.4f}, perplexity {perplexity(loss):.3g}"
         )
 
     def _count_matches(self, step: int) -> None:
-        records = self._setup.data.val_records[: self._settings.exact_match]
-        title = f"answering {len(records)} validation records"
+        questions = self._setup.data.questions[: self._settings.exact_match]
+        if not questions:
+            return
+        title = f"answering {len(questions)} validation records"
         with self._journal.display.phase(title, brief=True) as phase:
             share = exact_matches(
                 self._setup.model,
                 self._setup.base.tokenizer,
-                self._setup.data.renderer,
-                records,
+                questions,
                 batch_size=self._setup.plan.micro_batch_size,
                 context=self._setup.strategy.precision.forward_context,
                 stopped=self._stop.requested,
@@ -103,9 +110,9 @@ class Evaluator:
             return
         when = "before" if step == 0 else "after"
         self._journal.display.message(
-            f"exact match {when} training: {share:.1%} of {len(records)} held-out records"
+            f"exact match {when} training: {share:.1%} of {len(questions)} held-out records"
         )
-        known = self._journal.recorder.report.exact_match or ExactMatch(samples=len(records))
+        known = self._journal.recorder.report.exact_match or ExactMatch(samples=len(questions))
         self._journal.recorder.note(
             exact_match=dataclasses.replace(known, before=share)
             if step == 0
@@ -113,14 +120,14 @@ class Evaluator:
         )
 
     def _show_example(self, step: int) -> None:
-        record = self._setup.data.val_records[self._example]
-        example = self._setup.data.renderer.example(record)
+        if not self._setup.data.questions:
+            return
+        example = self._setup.data.questions[self._example]
         with self._journal.display.phase("answering an example", brief=True):
             (answer,) = answer_records(
                 self._setup.model,
                 self._setup.base.tokenizer,
-                self._setup.data.renderer,
-                [record],
+                [example],
                 max_new_tokens=self._settings.max_new_tokens or 0,
                 context=self._setup.strategy.precision.forward_context,
             )
@@ -141,13 +148,13 @@ class Evaluator:
         self._journal.recorder.note(examples=[shown])
 
 
-def _example_index(choice: str | int, data: DataSets, seed: int) -> int:
+def _example_index(choice: str | int, questions: int, seed: int) -> int:
     if choice == "random":
-        return random.Random(seed).randrange(max(1, len(data.val)))
+        return random.Random(seed).randrange(max(1, questions))
     index = 0 if choice == "first" else int(choice)
-    if index and index >= len(data.val):
+    if index and index >= questions:
         raise UserError(
-            f"eval.evaluate_example is {index}, but there are {len(data.val)} validation records "
+            f"eval.evaluate_example is {index}, but there are {questions} validation records "
             "(counted from 0). Try --eval.evaluate_example first."
         )
     return index

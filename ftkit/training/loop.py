@@ -131,11 +131,12 @@ class Training:
 
     def _tell(self, record: StepRecord) -> None:
         """Report, show and log a step."""
-        several = self._setup.plan.world_size > 1
+        several, mixed = self._setup.plan.world_size > 1, len(self._setup.data.parts) > 1
         self._recorder.on_step(
             record,
             self._order.imbalance(record.step - 1) if several else None,
             follows_memory=self._meter.follows(record.step - 1),
+            of_sources=self._order.sources(record.step - 1).tolist() if mixed else (),
         )
         if not math.isfinite(record.loss):
             raise NonFiniteLoss(

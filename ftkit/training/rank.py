@@ -108,11 +108,11 @@ def _order(setup: Setup) -> ElasticOrder:
     return ElasticOrder(
         samples.lengths,
         samples.label_counts,
-        seed=recipe.seed,
+        epochs=setup.data.epochs(recipe.seed),
         global_batch_size=recipe.train.global_batch_size,
         total_samples=sample_budget(
             recipe,
-            len(samples),
+            setup.data.samples_per_epoch,
             setup.schedule,
             start_step=start.step,
             start_samples=start.samples,

@@ -8,20 +8,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, get_args
 
-import psutil
 import torch
 
 from ftkit.checkpoint.metadata import Metadata
+from ftkit.data.sources import data_source
 from ftkit.memory.meter import DevicePeak
-from ftkit.report.metrics import (
-    MetricsWriter,
-    ValidationWriter,
-    perplexity,
-)
+from ftkit.report.metrics import MetricsWriter, ValidationWriter, perplexity
 from ftkit.report.peak_flops import peak_flops
 from ftkit.report.peak_memory import PeakMemory, RankMemory
 from ftkit.report.report import (
     Checkpoints,
+    DataCounts,
     ExactMatch,
     Example,
     Files,
@@ -30,11 +27,13 @@ from ftkit.report.report import (
     PhaseTimes,
     Progress,
     Resumed,
+    Source,
     Spread,
     Throughput,
     Tokens,
     write_report,
 )
+from ftkit.report.source_meter import SourceMeter
 from ftkit.report.step_memory import RankStepMemory, StepMemory
 from ftkit.report.step_record import StepRecord
 from ftkit.report.throughput import ThroughputMeter
@@ -42,7 +41,7 @@ from ftkit.runs.directory import RankDirectory
 from ftkit.runs.job import Job
 from ftkit.strategies.distributed import make_device
 from ftkit.utils.files import insist
-from ftkit.utils.hardware import DeviceUtilization, host_memory
+from ftkit.utils.hardware import CpuUtilization, DeviceUtilization, host_memory
 from ftkit.utils.json_values import from_json
 
 STATE_INTERVAL_S = 5.0
@@ -96,20 +95,23 @@ class Recorder:
         self._flops_per_token: float | None = None
         run = job.directory
         tables = run if state.rank == 0 else state
-        after_step = start.step if start else None
-        self._metrics = MetricsWriter(tables.metrics, after_step=after_step)
-        self._validation = ValidationWriter(tables.validation, after_step=after_step)
+        names = [part.name for part in data_source(job.recipe.data).parts()]
+        before = start.carried.get("sources") if start else None
+        self._sources = SourceMeter(names, from_json(dict[str, Source], before or {}))
+        after, sources = start.step if start else None, tuple(self._sources.sources)
+        self._metrics = MetricsWriter(tables.metrics, after_step=after, sources=sources)
+        self._validation = ValidationWriter(tables.validation, after_step=after, sources=sources)
         self._stalls_s: list[float] = []
         self._writes_s: list[float] = []
         self.device_peak = DevicePeak(device)
         self._utilization = DeviceUtilization(device.index if device.type == "cuda" else None)
-        self._cpu = psutil.Process()
-        self._cpu_start: tuple[float, float] | None = None
+        self._cpu = CpuUtilization()
         self._host_bytes = 0
         self.report = dataclasses.replace(
             job.new_report(),
             loss=Loss(),
             files=Files(metrics=run.metrics.name, validation=run.validation.name, log=run.log.name),
+            sources=self._sources.sources,
         )
         if start:
             self._restore(start)
@@ -159,11 +161,12 @@ class Recorder:
 
     def carried(self) -> dict[str, Any]:
         """The sections of the report that cover all sessions, for a checkpoint's metadata."""
-        match = self.report.exact_match
+        match, sources = self.report.exact_match, self._sources.sources.items()
         return {
             "loss": dataclasses.asdict(self._loss()),
             "exact_match": match and dataclasses.asdict(match),
             "examples": [dataclasses.asdict(example) for example in self.report.examples],
+            "sources": {name: dataclasses.asdict(source) for name, source in sources},
         }
 
     def resumed(self, checkpoint: Path, changes: Sequence[str] = ()) -> None:
@@ -237,6 +240,11 @@ class Recorder:
         self._samples_per_epoch = samples_per_epoch
         self._flops_per_token = flops_per_token
 
+    def on_data(self, counts: dict[str, DataCounts], sources: dict[str, Source]) -> None:
+        """Note what the data came to, and each source where there are several."""
+        self._sources.prepare(sources)
+        self.note(data=counts, sources=self._sources.sources)
+
     def enter(self, phase: PhaseName) -> None:
         """Time from now on belongs to this phase."""
         self._account(phase)
@@ -250,12 +258,17 @@ class Recorder:
             phase=phase,
             phases_s=PhaseTimes(**self._times, total=now - self._job.started_at_s),
         )
-        if phase == "training" and self._cpu_start is None:
-            self._cpu_start = (_cpu_seconds(self._cpu), now)
+        if phase == "training" and not self._cpu.started:
+            self._cpu.start()
             self._utilization.start()
 
     def on_step(
-        self, record: StepRecord, imbalance: float | None, *, follows_memory: bool = False
+        self,
+        record: StepRecord,
+        imbalance: float | None,
+        *,
+        follows_memory: bool = False,
+        of_sources: Sequence[int] = (),
     ) -> None:
         """Count an optimizer step and write its row of metrics.csv.
 
@@ -263,7 +276,9 @@ class Recorder:
             record: what was measured.
             imbalance: tokens of the fullest rank relative to the mean; None: there is one rank.
             follows_memory: whether its memory was followed, which takes time.
+            of_sources: its samples of each source, where there are several.
         """
+        self._sources.add(of_sources)
         self._imbalance_sum += imbalance or 0.0
         if self._last_record is None:
             self._first_loss = record.loss
@@ -287,6 +302,7 @@ class Recorder:
             grad_norm=record.gradient_norm,
             tokens=record.tokens,
             tokens_per_s=record.tokens / record.duration_s,
+            of_sources=self._sources.samples,
         )
         self._note_failures()
         if time.time() - self._written_at > STATE_INTERVAL_S:
@@ -297,9 +313,19 @@ class Recorder:
         """Note what the memory of a step consists of."""
         self.note(step_memory=StepMemory(ranks=[measured]))
 
-    def on_validation(self, step: int, loss: float) -> None:
-        """Note a validation and write its row of validation.csv."""
-        self._validation.write(step=step, samples=self.samples, val_loss=loss)
+    def on_validation(
+        self, step: int, loss: float, of_sources: Sequence[float | None] = ()
+    ) -> None:
+        """Note a validation and write its row of validation.csv.
+
+        Args:
+            step: optimizer steps done.
+            loss: of all samples.
+            of_sources: of each source, where there are several.
+        """
+        done = self.samples
+        self._validation.write(step=step, samples=done, val_loss=loss, of_sources=of_sources)
+        self._sources.validate(of_sources, is_first=step == 0)
         self._note_failures()
         before = self.report.loss
         assert before is not None
@@ -364,11 +390,8 @@ class Recorder:
 
     def _throughput(self) -> Throughput | None:
         speed = self._meter.result(self._plan.world_size)
-        if speed is None or self._cpu_start is None:
+        if speed is None or not self._cpu.started:
             return speed
-        cpu_s, started = self._cpu_start
-        elapsed = time.time() - started
-        used = (_cpu_seconds(self._cpu) - cpu_s) / (elapsed * (psutil.cpu_count() or 1))
         several = self._plan.world_size > 1
         steps = self.steps - self._start_step
         return dataclasses.replace(
@@ -376,21 +399,17 @@ class Recorder:
             rank_imbalance=self._imbalance_sum / steps if several else None,
             mfu=self._mfu(speed),
             device_utilization=self._utilization.mean(),
-            cpu_utilization=min(1.0, used),
+            cpu_utilization=self._cpu.mean(),
         )
 
     def _mfu(self, speed: Throughput) -> float | None:
         """Model FLOPs utilization: floating-point operations per second against the peak."""
         if self._device.type != "cuda" or self._flops_per_token is None:
             return None
-        peak = peak_flops(
-            torch.cuda.get_device_name(self._device),
-            self._plan.precision.partition("-")[0],
-            tf32=torch.get_float32_matmul_precision() != "highest",
-        )
-        if peak is None:
-            return None
-        return speed.tokens_per_s_per_device * self._flops_per_token / peak
+        name, precision = torch.cuda.get_device_name(self._device), self._plan.precision
+        tf32 = torch.get_float32_matmul_precision() != "highest"
+        peak = peak_flops(name, precision.partition("-")[0], tf32=tf32)
+        return peak and speed.tokens_per_s_per_device * self._flops_per_token / peak
 
     def _memory(self) -> RankMemory:
         host = host_memory()
@@ -428,8 +447,3 @@ class Recorder:
 
 def _spread(seconds: Sequence[float]) -> Spread:
     return Spread(mean=sum(seconds) / len(seconds), max=max(seconds))
-
-
-def _cpu_seconds(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system + times.children_user + times.children_system)

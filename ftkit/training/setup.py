@@ -1,14 +1,21 @@
 """Set-up of training: data, model, schedule and strategy of a job, and which ones these are."""
 
+import dataclasses
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 from ftkit.checkpoint.metadata import BaseIdentity, DataIdentity, Metadata
 from ftkit.checkpoint.state import check_kinds, trained_parameter
 from ftkit.config.plan import Plan
 from ftkit.config.recipe import LoraRecipe, Recipe
-from ftkit.data.dataset import DataSets, SampleSet, load_data
+from ftkit.console.formatting import percent_text
+from ftkit.data.dataset import DataSets, load_data
+from ftkit.data.prepare import Counts
+from ftkit.data.samples import Samples
 from ftkit.errors import UserError
 from ftkit.lora.load import Adapter, check_shapes, read_adapter
 from ftkit.lora.names import our_name
@@ -23,7 +30,8 @@ from ftkit.pretrained.base_model import BaseModel, checked_length, open_base, op
 from ftkit.pretrained.fingerprint import fingerprint
 from ftkit.pretrained.hub import find_here
 from ftkit.pretrained.save import layout_of
-from ftkit.report.report import DataCounts, Resolved
+from ftkit.report.report import DataCounts, Resolved, Source
+from ftkit.report.table import losses_of_data_text
 from ftkit.runs.checkpoints import size_of
 from ftkit.runs.job import Job
 from ftkit.runs.resume import check_disk
@@ -85,11 +93,12 @@ def identities(
     """
     if rank() > 0:
         return BaseIdentity(name="", fingerprint=""), DataIdentity(fingerprint="", train_samples=0)
-    of_data = DataIdentity(fingerprint=data.train.fingerprint, train_samples=len(data.train))
+    epoch = data.samples_per_epoch
+    of_data = DataIdentity(fingerprint=data.fingerprint, train_samples=epoch)
     if start is not None and of_data != start.data:
         raise UserError(
             f"data: these are not the training samples that the checkpoint of step {start.step} "
-            f"has learned from ({len(data.train):,} now, {start.data.train_samples:,} then; their "
+            f"has learned from ({epoch:,} now, {start.data.train_samples:,} then; their "
             "text, masks or order differ). Continue with the same data and prompt style, or start "
             "a new run with another --out_dir."
         )
@@ -140,8 +149,7 @@ def prepare(job: Job, start: StartingPoint, journal: Journal) -> Setup:
             max_seq_length,
             progress=lambda _, done, total: phase.advance(done, total),
         )
-    counts = {split: DataCounts(**counts) for split, counts in data.counts.items()}
-    journal.recorder.note(data=counts)
+    _tell_data(data, journal)
     found = identities(recipe, base, data, start.metadata)
     strategy = make_strategy(plan)
     if recipe.checkpoint.save and not base.random:
@@ -152,7 +160,7 @@ def prepare(job: Job, start: StartingPoint, journal: Journal) -> Setup:
     strategy.prepare(journal.display.phase)
     schedule, notices = make_schedule(
         recipe,
-        len(data.train),
+        data.samples_per_epoch,
         base_learning_rate(recipe),
         start_step=start.step,
         start_samples=start.samples,
@@ -200,6 +208,41 @@ def load(setup: Setup, journal: Journal) -> None:
     strategy.set_up(model)
 
 
+def _tell_data(data: DataSets, journal: Journal) -> None:
+    """Note what became of the records, and say what is not trained on as it is."""
+    sources = {}
+    for part, take in zip(data.parts, data.takes, strict=True):
+        counts = {str(split): data_counts(one.counts) for split, one in part.splits.items()}
+        sources[part.source.name] = Source(data=counts, samples_per_epoch=take)
+        of_source = f" of {part.source.name}" if len(data.parts) > 1 else ""
+        for split, known in counts.items():
+            if text := losses_of_data_text(known):
+                journal.display.message(f"{split} data{of_source}: {text}{_why(known)}")
+        for notice in part.notices:
+            journal.warn(notice)
+    of_all = {str(split): data_counts(counts) for split, counts in data.counts.items()}
+    journal.recorder.on_data(of_all, sources)
+
+
+def data_counts(counts: Counts) -> DataCounts:
+    """The counts as a report has them."""
+    known = {field.name for field in dataclasses.fields(DataCounts)}
+    values = {name: value for name, value in vars(counts).items() if name in known}
+    return DataCounts(**values, lost_fraction=counts.lost_fraction)
+
+
+def _why(counts: DataCounts) -> str:
+    """How much of the tokens that is, and what changes it."""
+    lengths = counts.skipped_no_labels + counts.truncated + counts.dropped + counts.split
+    if not lengths:
+        return ""
+    return (
+        f"; the longest sample has {counts.longest_tokens:,} tokens, "
+        f"{percent_text(counts.lost_fraction or 0.0)} of all tokens are lost "
+        "(train.max_seq_length and data.overlong decide that)"
+    )
+
+
 def _check_checkpoints(setup: Setup) -> None:
     """Refuse an optimizer that cannot continue, and a disk on which checkpoints will not fit."""
     plan, strategy, stored = setup.plan, setup.strategy, setup.start.stored
@@ -215,9 +258,10 @@ def _check_checkpoints(setup: Setup) -> None:
 def _tell(setup: Setup, journal: Journal) -> None:
     """Note what the recipe came to, and say it in two lines."""
     job, plan, recipe, model = setup.job, setup.plan, setup.job.recipe, setup.model
-    samples = setup.data.train
+    samples_per_epoch = setup.data.samples_per_epoch
     journal.recorder.expect(
-        samples_per_epoch=len(samples), flops_per_token=mean_flops_per_token(model, samples)
+        samples_per_epoch=samples_per_epoch,
+        flops_per_token=mean_flops_per_token(model, setup.data.train, setup.data.repetitions),
     )
     resolved = Resolved(
         base_model=setup.base.name,
@@ -239,19 +283,28 @@ def _tell(setup: Setup, journal: Journal) -> None:
         micro_steps_per_step=plan.micro_steps,
         total_steps=setup.schedule.total_steps,
         warmup_steps=setup.schedule.warmup_steps,
-        samples_per_epoch=len(samples),
+        samples_per_epoch=samples_per_epoch,
     )
     journal.recorder.note(resolved=resolved)
     journal.display.message(_summary(resolved, recipe.method))
 
 
-def mean_flops_per_token(model: LanguageModel, samples: SampleSet) -> float:
-    """In the mean over the tokens of an epoch."""
+def mean_flops_per_token(
+    model: LanguageModel, samples: Samples, repetitions: npt.NDArray[np.float64] | float = 1.0
+) -> float:
+    """In the mean over the tokens of an epoch.
+
+    Args:
+        model: in any state.
+        samples: of the data set.
+        repetitions: [samples] or one for all, how often an epoch takes each.
+    """
     lengths = samples.lengths.astype(float)
+    tokens = (lengths * repetitions).sum()
     return flops_per_token(
         model,
-        attention_length=float((lengths**2).sum() / lengths.sum()),
-        label_fraction=float(samples.label_counts.sum() / lengths.sum()),
+        attention_length=float((lengths**2 * repetitions).sum() / tokens),
+        label_fraction=float((samples.label_counts * repetitions).sum() / tokens),
     )
 
 

@@ -5,6 +5,7 @@ import platform
 import resource
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -253,3 +254,27 @@ class DeviceUtilization:
                 self._samples.append(nvml.nvmlDeviceGetUtilizationRates(gpu).gpu)
         except Exception:  # the driver does not say: the report has no number then
             return
+
+
+class CpuUtilization:
+    """How busy this process and its children keep the hardware threads of the machine."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._start = (0.0, 0.0)
+        self.started = False
+
+    def start(self) -> None:
+        """Begin to count."""
+        self._start = (self._seconds(), time.time())
+        self.started = True
+
+    def mean(self) -> float:
+        """Mean fraction of the threads since the start, at most 1."""
+        used_s, began = self._start
+        elapsed = time.time() - began
+        return min(1.0, (self._seconds() - used_s) / (elapsed * (psutil.cpu_count() or 1)))
+
+    def _seconds(self) -> float:
+        times = self._process.cpu_times()
+        return float(times.user + times.system + times.children_user + times.children_system)

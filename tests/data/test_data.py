@@ -1,7 +1,6 @@
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,12 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from ftkit import embedded
 from ftkit.config.recipe import Component
-from ftkit.data.dataset import DataSets, Sample, SampleSet, load_data
+from ftkit.data.dataset import DataSets, load_data
 from ftkit.data.json_records import Record, read_records
 from ftkit.data.loader import collate, train_batches, validation_loader
 from ftkit.data.renderer import Rendered
 from ftkit.data.sampler import FILLER, ElasticOrder
+from ftkit.data.samples import Sample, SampleSet
 from ftkit.data.sources import check_data
 from ftkit.errors import UserError
 
@@ -69,6 +69,11 @@ def write_tokenizer(
     return Tokenizer(directory)
 
 
+@pytest.fixture(autouse=True)
+def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FTKIT_CACHE_DIR", str(tmp_path / "cache"))
+
+
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
@@ -94,8 +99,8 @@ def json_directory(path: Path, train: list[dict], val: list[dict] | None = None)
     return path
 
 
-def instructions(records: Sequence[Record]) -> list[str]:
-    return [record["instruction"] for record in records]
+def val_records(loaded: DataSets) -> list[Record]:
+    return list(loaded.parts[0].splits["val"].records)
 
 
 class TestTokens:
@@ -136,8 +141,8 @@ class TestTokens:
         assert ours.val.lengths.tolist() == [len(ids) - 1 for ids, _ in expected]
         labels = [sum(label != -100 for label in labels[1:]) for _, labels in expected]
         assert ours.val.label_counts.tolist() == labels
-        assert ours.counts["val"]["tokens"] == sum(len(ids) - 1 for ids, _ in expected)
-        assert ours.counts["val"]["label_tokens"] == sum(labels)
+        assert ours.counts["val"].tokens == sum(len(ids) - 1 for ids, _ in expected)
+        assert ours.counts["val"].label_tokens == sum(labels)
 
     def test_what_cannot_be_learned_from_is_left_out_and_counted(
         self, tmp_path: Path, tokenizer: Tokenizer
@@ -152,16 +157,20 @@ class TestTokens:
         data = json_data(json_directory(tmp_path, records), mask_prompt=True)
         loaded = load_data(data, tokenizer, max_seq_length=200)
         counts = loaded.counts["val"]
-        assert counts.pop("tokens") == loaded.val.lengths.sum()
-        assert counts.pop("label_tokens") == loaded.val.label_counts.sum()
-        assert counts == {
+        assert counts.tokens == loaded.val.lengths.sum()
+        assert counts.label_tokens == loaded.val.label_counts.sum()
+        assert {name: value for name, value in vars(counts).items() if "tokens" not in name} == {
             "records": 5,
             "used": 2,
             "skipped_empty_output": 2,
             "skipped_no_labels": 1,
+            "refused": {},
+            "samples": 2,
             "truncated": 1,
+            "dropped": 0,
+            "split": 0,
         }
-        assert instructions(loaded.val_records) == ["a", "e"]
+        assert [question.instruction for question in loaded.questions] == ["a", "e"]
         assert len(loaded.train) == 2
 
     def test_a_length_that_leaves_no_labels_is_refused_with_one_that_works(
@@ -206,7 +215,7 @@ class TestTokens:
     ) -> None:
         def fingerprint(name: str, records: list[dict], **options: object) -> str:  # type: ignore[type-arg]
             data = json_data(json_directory(tmp_path / name, records), **options)
-            return load_data(data, tokenizer, 1000).train.fingerprint
+            return load_data(data, tokenizer, 1000).fingerprint
 
         first = fingerprint("a", numbered(9))
         assert fingerprint("b", numbered(9)) == first
@@ -216,6 +225,42 @@ class TestTokens:
             fingerprint("e", numbered(9), prompt_style="phi-2"),
         ]
         assert len({first, *others}) == 4
+
+    @pytest.mark.parametrize(
+        ("options", "max_seq_length", "expected"),
+        [
+            ({}, 4096, "76f8f03ef334b2061faf63112a638b92dffdff44074a52683ae705bacb34569d"),
+            ({}, 200, "f24365dbd0598c388f3a2ad79f8d880dc78bb5ea8df47d0f99b3668328e63c4a"),
+            (
+                {"mask_prompt": True},
+                200,
+                "506d8b912fa05d83d559c85f3d3d9d5e1a9b4184f884de375f4e9eec20287a56",
+            ),
+            (
+                {"prompt_style": "llama3", "mask_prompt": True},
+                4096,
+                "1d4fc9e66c77080b22561395c0a650aa2e4e625130ed28364f8277f327792b55",
+            ),
+            (
+                {"prompt_style": "phi-2"},
+                200,
+                "accc486fe38565145c365c8c46e051937dbfb2d97458982ba6773e9b00c80aea",
+            ),
+        ],
+    )
+    def test_the_fingerprint_of_data_never_changes(
+        self,
+        tmp_path: Path,
+        tokenizer: Tokenizer,
+        options: dict[str, Any],
+        max_seq_length: int,
+        expected: str,
+    ) -> None:
+        """Pinned: a run started with one version of ftkit must go on with another."""
+        data = json_data(json_directory(tmp_path, RECORDS), **options)
+        made = load_data(data, tokenizer, max_seq_length)
+        kept = load_data(data, tokenizer, max_seq_length)
+        assert made.fingerprint == kept.fingerprint == expected
 
     def test_a_sample_outside_the_set_is_an_error(self) -> None:
         samples = SampleSet.of([Rendered([0, 1, 2], ((0, 3),))])
@@ -514,7 +559,8 @@ class TestModulesOfLitgpt:
         assert (len(loaded.train), len(loaded.val)) == (20, 20)
         assert asked[0] == (("mhenrichsen/alpaca_2k_test",), {"cache_dir": Path("here")})
         split = table.train_test_split(test_size=0.5, seed=42)
-        assert instructions(loaded.val_records) == list(split["test"]["instruction"])
+        questions = [question.instruction for question in loaded.questions]
+        assert questions == list(split["test"]["instruction"])
         assert isinstance(loaded.prompt_style, prompts.Alpaca)
 
     def test_conversations_come_through_datasets(
@@ -535,13 +581,13 @@ class TestModulesOfLitgpt:
             file = Path(f"data/flan/cola_10templates_{split}.jsonl")
             write_json(file, {"inputs": "Is it?", "targets": "It is.", "task": "cola"})
         loaded = self.load("FLAN", tokenizer, subsets="cola_10templates")
-        assert loaded.val_records == [{"instruction": "Is it?", "output": "It is."}]
+        assert val_records(loaded) == [{"instruction": "Is it?", "output": "It is."}]
         assert isinstance(loaded.prompt_style, prompts.FLAN)
         for split in ("train", "val"):
             file = Path(f"data/longform/{split}.json")
             write_json(file, [{"input": "Write.", "output": "Written.", "source": "-"}])
         loaded = self.load("LongForm", tokenizer)
-        assert loaded.val_records == [{"instruction": "Write.", "output": "Written."}]
+        assert val_records(loaded) == [{"instruction": "Write.", "output": "Written."}]
 
     @pytest.mark.parametrize(
         ("name", "works"),

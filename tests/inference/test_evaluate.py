@@ -87,8 +87,8 @@ def test_max_iters_counts_batches_of_the_global_size(
 def test_an_exact_match_is_an_answer_that_equals_the_expected_text(
     ended: dict[str, Ended], values: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def every_second(_: Any, __: Any, ___: Any, records: Any, **____: Any) -> Any:
-        return [r["output"].strip() if i % 2 else "no" for i, r in enumerate(records)]
+    def every_second(_: Any, __: Any, questions: Any, **___: Any) -> Any:
+        return [q.expected.strip() if i % 2 else "no" for i, q in enumerate(questions)]
 
     monkeypatch.setattr("ftkit.training.evaluation.answer_records", every_second)
     found = values(ended["lora"].out_dir, "--micro_batch_size", 4, "--exact_match", 8)

@@ -12,8 +12,8 @@ from recorders import make_recorder, train
 
 from ftkit.config.parsing import read_recipe
 from ftkit.config.recipe import Method
-from ftkit.data.dataset import SampleSet
 from ftkit.data.renderer import Rendered
+from ftkit.data.samples import SampleSet
 from ftkit.model.flops import flops_per_token
 from ftkit.model.language_model import LanguageModel, outline
 from ftkit.pretrained.base_model import open_base

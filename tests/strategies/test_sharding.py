@@ -150,7 +150,8 @@ def test_ddp_sends_no_tables(
 
 def test_a_validation_asks_every_tenth_batch_whether_to_stop() -> None:
     """Each question is a message, for which the host waits."""
-    batch = {name: torch.zeros(1) for name in ("input_ids", "label_indices", "labels")}
+    tensors = {name: torch.zeros(1) for name in ("input_ids", "label_indices", "labels")}
+    batch = tensors | {"source": 0}
     asked: list[int] = []
     done: list[int] = []
 
@@ -164,14 +165,16 @@ def test_a_validation_asks_every_tenth_batch_whether_to_stop() -> None:
 
         model: Any = lambda *_: torch.tensor(2.0)  # noqa: E731
         batches: Any = [batch] * 25
-        return validation_loss(
+        validated = validation_loss(
             model,
             batches,
             torch.device("cpu"),
+            sources=1,
             context=nullcontext,
             stopped=stopped,
             progress=lambda count, total: done.append(count),
         )
+        return validated and validated.loss
 
     assert validate([False, False, False]) == 2.0
     assert (asked, len(done)) == ([0, 10, 20], 25)

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from ftkit.config.recipe import Component
-from ftkit.data.dataset import DataSets, SampleSet, load_data
+from ftkit.data.dataset import DataSets, load_data
+from ftkit.data.samples import Samples
 from ftkit.pretrained.tokenizer import Tokenizer
 
 SEED = 1337
@@ -26,7 +27,7 @@ def load(base: Path, data_file: Path) -> DataSets:
     return load_data(component, Tokenizer(base), 200)
 
 
-def loss_of(model: torch.nn.Module, samples: SampleSet, indices: Iterable[int]) -> float:
+def loss_of(model: torch.nn.Module, samples: Samples, indices: Iterable[int]) -> float:
     """Mean loss over the label tokens as transformers' model gives it, one sample at a time."""
     total, tokens = 0.0, 0
     for index in indices:

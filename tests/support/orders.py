@@ -1,8 +1,9 @@
 """Elastic orders from numbers."""
 
+import numpy as np
 import numpy.typing as npt
 
-from ftkit.data.sampler import ElasticOrder, Position, RankLayout
+from ftkit.data.sampler import ElasticOrder, EpochOrder, Position, RankLayout
 
 
 def make_elastic_order(
@@ -19,10 +20,11 @@ def make_elastic_order(
     world_size: int = 1,
 ) -> ElasticOrder:
     """The order of a run on one rank; see `ElasticOrder`."""
+    lengths = np.asarray(lengths)
     return ElasticOrder(
         lengths,
         label_counts,
-        seed=seed,
+        epochs=EpochOrder([len(lengths)], [len(lengths)], seed),
         global_batch_size=global_batch_size,
         total_samples=total_samples,
         layout=RankLayout(micro_batch_size=micro_batch_size, rank=rank, world_size=world_size),

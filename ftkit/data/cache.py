@@ -1,0 +1,308 @@
+"""The cache of tokenised samples: files under addresses that follow from all that decides them.
+
+An entry is a directory `ADDRESS/SPLIT` with the arrays of the samples, which are mapped into memory
+and so shared by all processes of a machine, the records to ask questions of, and `entry.json` with
+a checksum of every file and of itself. It is written beside its place and renamed, so that it is
+whole or not there; what is damaged later is found when it is opened.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+from filelock import FileLock, Timeout
+
+import ftkit
+from ftkit.data.json_records import Record
+from ftkit.data.prepare import Counts, Prepared
+from ftkit.data.samples import SampleArrays, SampleSet
+from ftkit.data.spec import Content, Part, Rules, Shape
+from ftkit.utils.files import new_directory, write_json
+from ftkit.utils.json_values import from_json
+
+if TYPE_CHECKING:
+    from litgpt.prompts import PromptStyle
+    from litgpt.tokenizer import Tokenizer
+
+VARIABLE = "FTKIT_CACHE_DIR"
+FORMAT_VERSION = 1
+_LIBRARIES = ("litgpt", "sentencepiece", "tokenizers")
+"""Which make texts and tokens, beside ftkit."""
+_ENTRY, _RECORDS = "entry.json", "records.jsonl"
+_ARRAYS = {"tokens": "<i4", "offsets": "<i8", "spans": "<i4", "span_offsets": "<i8"}
+_RECORD_OFFSETS = "record_offsets"
+_PIECE_BYTES = 8 * 2**20
+_TOLD_EVERY_S = 0.5
+
+OnWaiting = Callable[[str, int, int], None]
+"""Called with the split, the records done and all records of the process that is waited for."""
+
+
+class Damaged(Exception):
+    """An entry is not as it was written; says what is wrong."""
+
+
+def cache_directory() -> Path:
+    """Where tokenised samples are kept."""
+    return Path(os.environ.get(VARIABLE) or "~/.cache/ftkit").expanduser() / "samples"
+
+
+def file_digest(path: Path) -> str:
+    """A checksum of a file: SHA-256 over those of its pieces, which all cores compute.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        descriptor = file.fileno()
+        size = os.fstat(descriptor).st_size
+
+        def of_piece(start: int) -> bytes:
+            return hashlib.sha256(os.pread(descriptor, _PIECE_BYTES, start)).digest()
+
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+            pieces = b"".join(pool.map(of_piece, range(0, size, _PIECE_BYTES)))
+    return hashlib.sha256(pieces).hexdigest()
+
+
+def rendering_of(shape: Shape, rules: Rules) -> str:
+    """What makes texts of records, as a text: another one makes other samples."""
+    style = rules.prompt_style
+    values = {field.name: getattr(rules, field.name) for field in dataclasses.fields(rules)}
+    values |= {"shape": shape, "prompt_style": style and _style_texts(style)}
+    return json.dumps(values, sort_keys=True)
+
+
+def _style_texts(style: "PromptStyle") -> list[str]:
+    """What a prompt style makes of marks, with its name: another class may stop elsewhere."""
+    marks: list[dict[str, str]] = [{}, {"input": "\2"}, {"sys_prompt": "\3"}]
+    name = f"{type(style).__module__}.{type(style).__qualname__}"
+    return [name, *(style.apply(prompt="\1", **mark) for mark in marks)]
+
+
+def address_of_content(content: Content, tokenizer: "Tokenizer", max_seq_length: int) -> str:
+    """The address of a part that follows from files and options.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    found = content.files()
+    above = os.path.commonpath([file.parent for file in found])
+    files = [(os.path.relpath(file, above), file_digest(file)) for file in found]
+    return _address({"files": files, "options": content.options}, tokenizer, max_seq_length)
+
+
+def address_of_records(part: Part, tokenizer: "Tokenizer", max_seq_length: int) -> str:
+    """The address of a part of which nothing but its records is known."""
+    digests = []
+    for records in (part.train, part.val):
+        digest = hashlib.sha256()
+        for record in records:
+            digest.update(json.dumps(record, sort_keys=True).encode())
+        digests.append(digest.hexdigest())
+    rendering = rendering_of(part.shape, part.rules)
+    return _address({"records": digests, "rendering": rendering}, tokenizer, max_seq_length)
+
+
+def _address(values: Mapping[str, Any], tokenizer: "Tokenizer", max_seq_length: int) -> str:
+    every = {
+        **values,
+        "format": FORMAT_VERSION,
+        "versions": [ftkit.__version__, *map(version, _LIBRARIES)],
+        "tokenizer": _tokenizer_digest(tokenizer),
+        "max_seq_length": max_seq_length,
+    }
+    text = json.dumps(every, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _tokenizer_digest(tokenizer: "Tokenizer") -> str:
+    """Of what it is set up with, wherever its files lie."""
+    processor = tokenizer.processor
+    is_fast = tokenizer.backend == "huggingface"
+    vocabulary = processor.to_str().encode() if is_fast else processor.serialized_model_proto()
+    ends = [tokenizer.use_bos, tokenizer.bos_id, tokenizer.eos_id, type(tokenizer).__module__]
+    return hashlib.sha256(vocabulary + repr(ends).encode()).hexdigest()
+
+
+class StoredRecords(Sequence[Record]):
+    """Records in a file, of which each is read when it is asked for."""
+
+    def __init__(self, text: Any, offsets: Any) -> None:
+        """Describe the file.
+
+        Args:
+            text: its bytes, a JSON value in each line.
+            offsets: [records + 1], where each begins, and the end.
+        """
+        self._text, self._offsets = text, offsets
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> Record: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Record]: ...
+    def __getitem__(self, index: int | slice) -> Record | list[Record]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        place = range(len(self))[index]
+        text = self._text[self._offsets[place] : self._offsets[place + 1]]
+        record: Record = json.loads(text.tobytes())
+        return record
+
+
+class SampleCache:
+    """Entries by address and split."""
+
+    def __init__(self, directory: Path) -> None:
+        """Begin; nothing is made before something is kept."""
+        self._directory = directory
+
+    def find(self, address: str, split: str) -> tuple[Prepared, Shape, str] | None:
+        """The samples of an entry, their shape, and what made them; None: there is no entry.
+
+        Raises:
+            Damaged: there is one, but it is not as it was written.
+        """
+        directory = self._directory / address / split
+        if not directory.is_dir():
+            return None
+        try:
+            return _open(directory)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise Damaged(f"{directory}: {error}") from error
+
+    def keep(
+        self, address: str, split: str, prepared: Prepared, shape: Shape, rendering: str
+    ) -> Prepared:
+        """Write an entry in place of what is there; what it holds, from there.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        directory = self._directory / address / split
+        with new_directory(directory, overwrite=True) as partial:
+            _write(partial, prepared, shape, rendering, with_records=split != "train")
+        return _open(directory)[0]
+
+    @contextlib.contextmanager
+    def building(self, address: str, on_waiting: OnWaiting) -> Iterator["Building"]:
+        """Let one process at a time make the entries of an address; the others wait.
+
+        Raises:
+            OSError: the cache cannot be written.
+        """
+        self._directory.mkdir(parents=True, exist_ok=True)
+        told = self._directory / f"{address}.progress"
+        lock = FileLock(self._directory / f"{address}.lock")
+        while True:
+            try:
+                lock.acquire(timeout=_TOLD_EVERY_S)
+                break
+            except Timeout:
+                with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+                    state = json.loads(told.read_text(encoding="utf-8"))
+                    on_waiting(state["split"], state["done"], state["total"])
+        try:
+            yield Building(told)
+        finally:
+            with contextlib.suppress(OSError):
+                told.unlink(missing_ok=True)
+            lock.release()
+
+
+class Building:
+    """The making of entries, as those who wait for them see it."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._told_at = 0.0
+
+    def tell(self, split: str, done: int, total: int) -> None:
+        """Tell how far it is, now and then."""
+        if time.monotonic() - self._told_at > _TOLD_EVERY_S:
+            self._told_at = time.monotonic()
+            with contextlib.suppress(OSError):
+                write_json(self._file, {"split": split, "done": done, "total": total})
+
+
+def _write(
+    directory: Path, prepared: Prepared, shape: Shape, rendering: str, *, with_records: bool
+) -> None:
+    for name, values in prepared.samples.arrays._asdict().items():
+        (directory / name).write_bytes(np.ascontiguousarray(values, dtype=_ARRAYS[name]).data)
+    names = [*_ARRAYS]
+    if with_records:
+        names += [_RECORDS, _RECORD_OFFSETS]
+        offsets = [0]
+        with (directory / _RECORDS).open("wb") as file:
+            for record in prepared.records:
+                file.write(json.dumps(record).encode() + b"\n")
+                offsets.append(file.tell())
+        (directory / _RECORD_OFFSETS).write_bytes(np.array(offsets, dtype="<i8").data)
+    values = {
+        "shape": shape,
+        "rendering": rendering,
+        "counts": dataclasses.asdict(prepared.counts),
+        "sufficient_length": prepared.sufficient_length,
+        "fingerprint": prepared.samples.fingerprint,
+        "files": {name: file_digest(directory / name) for name in names},
+    }
+    text = json.dumps({"values": values, "checksum": _checksum(values)}, indent=1)
+    (directory / _ENTRY).write_text(text, encoding="utf-8")
+
+
+def _open(directory: Path) -> tuple[Prepared, Shape, str]:
+    """Read an entry.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: one is not as it was written.
+        KeyError: something is missing.
+        TypeError: something is of another type.
+    """
+    entry = json.loads((directory / _ENTRY).read_text(encoding="utf-8"))
+    values = entry["values"]
+    if entry["checksum"] != _checksum(values):
+        raise ValueError(f"{_ENTRY} does not match its checksum")
+    for name, digest in values["files"].items():
+        if file_digest(directory / name) != digest:
+            raise ValueError(f"{name} does not match its checksum")
+    arrays = SampleArrays(*(_mapped(directory / name, dtype) for name, dtype in _ARRAYS.items()))
+    spans = arrays.spans.reshape(-1, 2)
+    samples = SampleSet(*arrays._replace(spans=spans), fingerprint=values["fingerprint"])
+    records: Sequence[Record] = ()
+    if _RECORDS in values["files"]:
+        offsets = _mapped(directory / _RECORD_OFFSETS, "<i8")
+        records = StoredRecords(_mapped(directory / _RECORDS, "u1"), offsets)
+    prepared = Prepared(
+        samples=samples,
+        records=records,
+        counts=from_json(Counts, values["counts"]),
+        sufficient_length=values["sufficient_length"],
+    )
+    return prepared, values["shape"], values["rendering"]
+
+
+def _mapped(path: Path, dtype: str) -> Any:
+    """The numbers of a file, mapped into memory; what is written to them stays here."""
+    with path.open("rb") as file:
+        if not os.fstat(file.fileno()).st_size:
+            return np.empty(0, dtype=dtype)
+        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=dtype)
+
+
+def _checksum(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

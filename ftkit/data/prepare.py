@@ -1,0 +1,160 @@
+"""Preparing a part of a data set: its records become samples, and each is counted."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+
+from ftkit.data.json_records import Record
+from ftkit.data.renderer import NO_OUTPUT, Rendered, Renderer, Rendering, cut, fit
+from ftkit.data.samples import SampleRows, SampleSet
+from ftkit.data.spec import Overlong
+
+OnProgress = Callable[[int, int], None]
+"""Called with records done, and records in all."""
+
+_AT_ONCE = 1000
+
+
+@dataclass(kw_only=True)
+class Counts:
+    """What became of the records of a split.
+
+    records = used + skipped_empty_output + skipped_no_labels + all that are refused + dropped,
+    where each record is one sample.
+    """
+
+    records: int = 0
+    used: int = 0
+    """Records that became samples."""
+    skipped_empty_output: int = 0
+    skipped_no_labels: int = 0
+    """Of which nothing within max_seq_length carries loss."""
+    refused: dict[str, int] = field(default_factory=dict)
+    """Records that cannot become samples, by the reason."""
+    samples: int = 0
+    truncated: int = 0
+    """Samples whose end was cut off."""
+    dropped: int = 0
+    """Samples that were left out because they are too long."""
+    split: int = 0
+    """Samples that were too long and became several."""
+    tokens: int = 0
+    """Of the samples, as the model is given them: all but the last of each."""
+    label_tokens: int = 0
+    longest_tokens: int = 0
+    """Of the longest sample before anything was done about its length."""
+    rendered_tokens: int = 0
+    """Of all samples, before anything was done about their length."""
+    lost_tokens: int = 0
+    """Those of them that are not trained on, because they were cut off, dropped or skipped."""
+
+    @property
+    def lost_fraction(self) -> float:
+        """Lost tokens among all."""
+        return self.lost_tokens / max(self.rendered_tokens, 1)
+
+    def __add__(self, other: "Counts") -> "Counts":
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        refused = dict(values.pop("refused"))
+        for reason, count in other.refused.items():
+            refused[reason] = refused.get(reason, 0) + count
+        longest = max(self.longest_tokens, other.longest_tokens)
+        summed = {name: value + getattr(other, name) for name, value in values.items()}
+        return Counts(**(summed | {"refused": refused, "longest_tokens": longest}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """The samples of one split of a part."""
+
+    samples: SampleSet
+    records: Sequence[Record]
+    """Those that samples were made of; of training records from the cache, none."""
+    counts: Counts
+    sufficient_length: int | None
+    """A max_seq_length within which a record that was skipped has a label."""
+
+
+class _Preparation:
+    """Samples and counts so far."""
+
+    def __init__(self, max_seq_length: int, overlong: Overlong) -> None:
+        self._max_seq_length, self._overlong = max_seq_length, overlong
+        self.rows = SampleRows()
+        self.used: list[Record] = []
+        self.counts = Counts()
+        self.sufficient_length: int | None = None
+
+    def add(self, record: Record, rendering: Rendering) -> None:
+        """Take what a record became."""
+        counts = self.counts
+        counts.records += 1
+        if rendering.refused == NO_OUTPUT:
+            counts.skipped_empty_output += 1
+        elif rendering.refused is not None:
+            counts.refused[rendering.refused] = counts.refused.get(rendering.refused, 0) + 1
+        else:
+            dropped = counts.dropped
+            parts = [part for whole in rendering.samples for part in self._fit(whole)]
+            if parts:
+                self.used.append(record)
+                self.rows.extend(parts)
+                counts.used += 1
+            elif counts.dropped == dropped:
+                counts.skipped_no_labels += 1
+
+    def _fit(self, whole: Rendered) -> list[Rendered]:
+        counts, length = self.counts, len(whole.ids)
+        counts.rendered_tokens += length
+        counts.longest_tokens = max(counts.longest_tokens, length)
+        parts = fit(whole, self._max_seq_length, self._overlong)
+        counts.samples += len(parts)
+        counts.tokens += sum(len(part.ids) - 1 for part in parts)
+        counts.label_tokens += sum(part.label_count for part in parts)
+        if length > self._max_seq_length and self._overlong == "drop":
+            counts.dropped += 1
+            counts.lost_tokens += length
+        elif not parts:
+            counts.lost_tokens += length
+            self._note_sufficient_length(whole)
+        elif length > self._max_seq_length and self._overlong == "truncate":
+            counts.truncated += 1
+            counts.lost_tokens += length - len(parts[0].ids)
+        elif len(parts) > 1:
+            counts.split += 1
+        return parts
+
+    def _note_sufficient_length(self, whole: Rendered) -> None:
+        if found := cut(whole, len(whole.ids)).trained:
+            needed = max(found[0][0], 1) + 1
+            self.sufficient_length = min(needed, self.sufficient_length or needed)
+
+
+def prepare(
+    records: Sequence[Record],
+    renderer: Renderer,
+    max_seq_length: int,
+    overlong: Overlong,
+    progress: OnProgress,
+) -> Prepared:
+    """Make samples of the records of one split.
+
+    Args:
+        records: of the split.
+        renderer: makes samples of them.
+        max_seq_length: no sample has more tokens.
+        overlong: what becomes of those that have.
+        progress: called at least every 1000 records.
+    """
+    made = _Preparation(max_seq_length, overlong)
+    progress(0, len(records))
+    for start in range(0, len(records), _AT_ONCE):
+        chunk = records[start : start + _AT_ONCE]
+        for record, rendering in zip(chunk, renderer.render(chunk), strict=True):
+            made.add(record, rendering)
+        progress(start + len(chunk), len(records))
+    return Prepared(
+        samples=made.rows.finish(),
+        records=made.used,
+        counts=made.counts,
+        sufficient_length=made.sufficient_length,
+    )
