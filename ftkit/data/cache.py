@@ -40,7 +40,7 @@ _LIBRARIES = ("litgpt", "sentencepiece", "tokenizers")
 """Which make texts and tokens, beside ftkit."""
 _ENTRY, _RECORDS = "entry.json", "records.jsonl"
 _ARRAYS = {"tokens": "<i4", "offsets": "<i8", "spans": "<i4", "span_offsets": "<i8"}
-_RECORD_OFFSETS = "record_offsets"
+_RECORD_OFFSETS, _WHOLE_LENGTHS = "record_offsets", "whole_lengths"
 _PIECE_BYTES = 8 * 2**20
 _TOLD_EVERY_S = 0.5
 
@@ -243,7 +243,9 @@ def _write(
 ) -> None:
     for name, values in prepared.samples.arrays._asdict().items():
         (directory / name).write_bytes(np.ascontiguousarray(values, dtype=_ARRAYS[name]).data)
-    names = [*_ARRAYS]
+    lengths = np.ascontiguousarray(prepared.whole_lengths, dtype="<i4")
+    (directory / _WHOLE_LENGTHS).write_bytes(lengths.data)
+    names = [*_ARRAYS, _WHOLE_LENGTHS]
     if with_records:
         names += [_RECORDS, _RECORD_OFFSETS]
         offsets = [0]
@@ -257,6 +259,7 @@ def _write(
         "rendering": rendering,
         "counts": dataclasses.asdict(prepared.counts),
         "sufficient_length": prepared.sufficient_length,
+        "examples": prepared.examples,
         "fingerprint": prepared.samples.fingerprint,
         "files": {name: file_digest(directory / name) for name in names},
     }
@@ -292,6 +295,8 @@ def _open(directory: Path) -> tuple[Prepared, Shape, str]:
         records=records,
         counts=from_json(Counts, values["counts"]),
         sufficient_length=values["sufficient_length"],
+        whole_lengths=_mapped(directory / _WHOLE_LENGTHS, "<i4"),
+        examples=values["examples"],
     )
     return prepared, values["shape"], values["rendering"]
 

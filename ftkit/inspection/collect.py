@@ -9,7 +9,8 @@ from ftkit.config.parsing import Override, read_recipe
 from ftkit.config.peft_adapter import with_adapter
 from ftkit.data.dataset import DataSets, OnSplitProgress, load_data
 from ftkit.data.parts import LoadedPart
-from ftkit.data.prepare import Prepared
+from ftkit.data.prepare import NO_LABELS, Prepared
+from ftkit.data.renderer import NO_OUTPUT
 from ftkit.data.samples import SampleSet
 from ftkit.errors import UserError
 from ftkit.inspection.duplicates import Place
@@ -26,7 +27,6 @@ from ftkit.inspection.lengths import lengths_of
 from ftkit.inspection.token_texts import token_texts
 from ftkit.pretrained.base_model import checked_length
 from ftkit.pretrained.blueprint import read_blueprint
-from ftkit.pretrained.chat_files import end_tokens
 from ftkit.pretrained.hub import fetch_settings, has_tokenizer
 from ftkit.pretrained.tokenizer import Tokenizer
 
@@ -68,7 +68,7 @@ def inspect_data(
     evidence = Evidence(
         data=data,
         tokenizer=tokenizer,
-        end_ids=end_tokens(directory),
+        end_ids=frozenset({tokenizer.eos_id}),  # SHIM
         max_seq_length=limit,
         model_context=base.config.block_size,
     )
@@ -98,7 +98,7 @@ def _source(part: LoadedPart, take: int, limit: int) -> SourceNumbers:
     return SourceNumbers(
         name=part.source.name,
         shape=part.shape,
-        template=part.renderer.template.name,
+        template=f"prompt style {type(part.rules.prompt_style).__name__.lower()}",  # SHIM
         train_on=part.rules.train_on,
         overlong=part.rules.overlong,
         per_epoch=take,
@@ -110,15 +110,15 @@ def _source(part: LoadedPart, take: int, limit: int) -> SourceNumbers:
 def _split(prepared: Prepared, limit: int) -> SplitNumbers:
     counts = prepared.counts
     reasons = {
-        "no output": counts.skipped_empty_output,
-        f"nothing to train within train.max_seq_length {limit}": counts.skipped_no_labels,
+        NO_OUTPUT: counts.skipped_empty_output,
+        NO_LABELS: counts.skipped_no_labels,
         **counts.refused,
     }
     return SplitNumbers(
         records=counts.records,
         used=counts.used,
         left_out=[
-            LeftOut(reason=reason, records=count, example="")
+            LeftOut(reason=reason, records=count, example=prepared.examples[reason])
             for reason, count in reasons.items()
             if count
         ],
@@ -159,11 +159,9 @@ def _chosen(data: DataSets, show: int) -> list[Place]:
     """Samples of all sources in turn, evenly spread in each."""
     sizes = [len(part.splits["train"].samples) for part in data.parts]
     asked = [0] * len(sizes)
-    for turn in range(min(show, sum(sizes))):
-        order = sorted(range(len(sizes)), key=lambda i: (asked[i], i))
-        source = next(i for i in order if asked[i] < sizes[i])
-        asked[source] += 1
-        assert turn >= 0
+    for _ in range(min(show, sum(sizes))):
+        open_ones = [i for i in range(len(sizes)) if asked[i] < sizes[i]]
+        asked[min(open_ones, key=lambda i: asked[i])] += 1
     return [
         (source, place * size // count)
         for source, (size, count) in enumerate(zip(sizes, asked, strict=True))

@@ -5,8 +5,6 @@ import json
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
 from ftkit.config.command_options import DataOptions
 from ftkit.config.parsing import sorted_words
 from ftkit.console.display import Display
@@ -39,21 +37,20 @@ def show_data(options: DataOptions) -> int:
             show=options.show,
             progress=lambda _, done, total: phase.advance(done, total),
         )
-    if options.format == "text" and options.out is None and sys.stdout.isatty():
-        Console(highlight=False).print(InspectionText(found))
-        return 0
-    text = _as_text(found, options)
-    if options.out is None:
-        print(text)
+    if options.out is not None:
+        _write(options.out, _as_text(found, options.format))
+    elif options.format == "text":
+        with Display(None) as display:
+            display.show(InspectionText(found))
     else:
-        _write(options.out, text)
+        print(_as_text(found, options.format))
     return 0
 
 
-def _as_text(found: Inspection, options: DataOptions) -> str:
-    if options.format == "json":
+def _as_text(found: Inspection, form: str) -> str:
+    if form == "json":
         return json.dumps(dataclasses.asdict(found), indent=2)
-    return page(found) if options.format == "html" else plain_text(InspectionText(found))
+    return page(found) if form == "html" else plain_text(InspectionText(found))
 
 
 def _write(file: Path, text: str) -> None:

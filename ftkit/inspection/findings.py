@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 
 from ftkit.console.formatting import percent_text, shortened
 from ftkit.data.dataset import DataSets
+from ftkit.data.json_records import Record  # SHIM
 from ftkit.data.parts import LoadedPart
+from ftkit.data.prepare import NO_LABELS
+from ftkit.data.renderer import NO_OUTPUT
 from ftkit.data.samples import Sample, SampleSet
 from ftkit.inspection.duplicates import FoundDuplicates, find_duplicates
 from ftkit.inspection.inspection import Finding
 from ftkit.inspection.token_texts import token_name
-from ftkit.records.record import Record
 
 if TYPE_CHECKING:
     from litgpt.tokenizer import Tokenizer
@@ -133,14 +135,12 @@ def nothing_trained(evidence: Evidence, part: LoadedPart) -> Finding | None:
     lost -= min(counts.dropped, lost)  # told by many_cut
     if lost < MANY_LOST * counts.records or not lost:
         return None
-    reasons = {"no output": counts.skipped_empty_output}
-    reasons[f"no answer within max_seq_length {evidence.max_seq_length}"] = counts.skipped_no_labels
+    reasons = {NO_OUTPUT: counts.skipped_empty_output, NO_LABELS: counts.skipped_no_labels}
     reasons |= counts.refused
-    (most, _), *_ = sorted(reasons.items(), key=lambda item: -item[1])
     told = "; ".join(f"{count:,}: {shortened(why)}" for why, count in reasons.items() if count)
     sufficient = part.splits["train"].sufficient_length
     advice = "Correct or remove them; ftkit data RECIPE shows how one of each kind begins."
-    if most.startswith("no answer within") and sufficient is not None:
+    if max(reasons, key=lambda why: reasons[why]) == NO_LABELS and sufficient is not None:
         advice = f"Try --train.max_seq_length {sufficient} or more."
     return Finding(
         kind="nothing_trained",
@@ -211,7 +211,7 @@ def train_in_validation(evidence: Evidence) -> Finding | None:
 
 def template_not_used(evidence: Evidence, part: LoadedPart) -> Finding | None:
     """The base model has a chat template, and learns another one."""
-    own = evidence.tokenizer.chat_template
+    own = getattr(evidence.tokenizer, "chat_template", None)  # SHIM
     if own is None or part.shape not in ("instruction", "messages"):
         return None
     used = part.renderer.template
@@ -226,6 +226,8 @@ def template_not_used(evidence: Evidence, part: LoadedPart) -> Finding | None:
     )
 
 
+TOLD_BY_COUNTS = ("nothing_trained", "many_cut")
+"""What a run tells where it tells what became of its records."""
 CHECKS: Sequence[Callable[[Evidence], Finding | None]] = (train_in_validation,)
 """Of the data as a whole."""
 PART_CHECKS: Sequence[Callable[[Evidence, LoadedPart], Finding | None]] = (

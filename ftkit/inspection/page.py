@@ -6,8 +6,10 @@ from ftkit import __version__
 from ftkit.console.html import GOOD, escaped, labelled, styled, whole_page
 from ftkit.inspection.inspection import Bar, Finding, Inspection, ShownSample
 from ftkit.inspection.text import (
+    counted,
     duplicate_rows,
     length_rows,
+    range_of,
     sample_title,
     source_rows,
     visible,
@@ -18,7 +20,7 @@ _TRAINED = (
     "-webkit-box-decoration-break:clone;box-decoration-break:clone"
 )
 _TOKEN = "border-right:1px solid #8886"
-_MARK = f"{_TOKEN};color:#a3549b;font-weight:bold"
+_MARK = f"{_TOKEN};color:#b356ab;font-weight:bold"
 _OVER = "repeating-linear-gradient(45deg,#d1493f 0 4px,transparent 4px 8px)"
 _STYLE = """
 :root { color-scheme: light dark; }
@@ -30,9 +32,10 @@ h1 { font-size: 1.3rem; }
 
 
 def page(seen: Inspection) -> str:
-    """A page that loads nothing from anywhere."""
+    """A page that loads nothing from anywhere; ASCII alone, so that any stream takes it."""
     end = f'<p style="opacity:0.7">Made by ftkit {__version__}.</p>'
-    return whole_page(f"ftkit data: {seen.base_model}", fragment(seen) + end, _STYLE)
+    found = whole_page(f"ftkit data: {seen.base_model}", fragment(seen) + end, _STYLE)
+    return found.encode("ascii", "xmlcharrefreplace").decode()
 
 
 def fragment(seen: Inspection) -> str:
@@ -73,11 +76,11 @@ def _bars(bars: list[Bar]) -> str:
     most = max(bar.samples for bar in bars)
     rows = "".join(
         '<tr style="background:none"><td style="text-align:right;padding:0 0.6em 0 0;border:none;'
-        f'white-space:nowrap;opacity:0.7">{_range(bar)}</td>'
+        f'white-space:nowrap;opacity:0.7">{range_of(bar)}</td>'
         '<td style="width:100%;padding:0;border:none;text-align:left"><div style="display:flex;'
         f'align-items:center">{_bar(bar.samples - bar.over, most, GOOD)}'
         f'{_bar(bar.over, most, _OVER)}<span style="padding-left:0.4em;white-space:nowrap">'
-        f"{_counted(bar)}</span></div></td></tr>"
+        f"{counted(bar)}</span></div></td></tr>"
         for bar in bars
     )
     return f'<table style="border:none;width:100%;max-width:40em"><tbody>{rows}</tbody></table>'
@@ -89,14 +92,6 @@ def _bar(samples: int, most: int, background: str) -> str:
         return ""
     share = max(60 * samples / most, 0.5)
     return f'<div style="height:0.9em;width:{share:.1f}%;background:{background}"></div>'
-
-
-def _range(bar: Bar) -> str:
-    return f"{bar.first:,}-{bar.last:,}" if bar.last > bar.first else f"{bar.first:,}"
-
-
-def _counted(bar: Bar) -> str:
-    return f"{bar.samples:,}" + f" ({bar.over:,} too long)" * bool(bar.over)
 
 
 def _sample(sample: ShownSample) -> str:

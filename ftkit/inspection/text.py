@@ -11,6 +11,7 @@ from rich.text import Text
 from ftkit.console.formatting import percent_text, shortened
 from ftkit.console.grid import labelled_grid
 from ftkit.inspection.inspection import (
+    Bar,
     Finding,
     Inspection,
     Lengths,
@@ -85,9 +86,12 @@ TRAINED_WORDS = {
 def length_rows(seen: Inspection) -> Iterator[tuple[str, str]]:
     """Label and value of what lengths come to, and what that means for max_seq_length."""
     lengths = seen.lengths
-    yield "train", (
-        f"half have at most {lengths.median:,}, 90 % {lengths.p90:,}, 99 % {lengths.p99:,}; "
-        f"the shortest {lengths.shortest:,}, the longest {lengths.longest:,}"
+    yield (
+        "train",
+        (
+            f"half have at most {lengths.median:,}, 90 % {lengths.p90:,}, 99 % {lengths.p99:,}; "
+            f"the shortest {lengths.shortest:,}, the longest {lengths.longest:,}"
+        ),
     )
     limit = f"train.max_seq_length {seen.max_seq_length:,}"
     if not lengths.over:
@@ -109,9 +113,12 @@ def duplicate_rows(seen: Inspection) -> Iterator[tuple[str, str]]:
     yield "train", f"{found.train:,} of {train:,} samples repeat another one"
     for text in found.train_examples:
         yield "", f"such as {shortened(text, 160)}"
-    yield "validation", (
-        f"{found.val_in_train:,} of {val:,} samples are in train too, {found.val:,} repeat "
-        "another one"
+    yield (
+        "validation",
+        (
+            f"{found.val_in_train:,} of {val:,} samples are in train too, {found.val:,} repeat "
+            "another one"
+        ),
     )
     for text in found.val_in_train_examples:
         yield "", f"such as {shortened(text, 160)}"
@@ -125,8 +132,18 @@ def sample_title(sample: ShownSample) -> str:
     )
 
 
+def range_of(bar: Bar) -> str:
+    """The lengths that a bar counts."""
+    return f"{bar.first:,}-{bar.last:,}" if bar.last > bar.first else f"{bar.first:,}"
+
+
+def counted(bar: Bar) -> str:
+    """The samples of a bar, and those that are too long."""
+    return f"{bar.samples:,}" + f" ({bar.over:,} too long)" * bool(bar.over)
+
+
 def visible(text: str) -> str:
-    """A text with every character that does not show as one written out: \\t, \\u200b."""
+    r"""A text with every character that does not show as one written out: \t, \u200b."""
     return "".join(_visible(character) for character in text)
 
 
@@ -164,12 +181,11 @@ def _bars(lengths: Lengths, width: int, ascii_only: bool) -> Iterator[Renderable
     for bar in lengths.bars:
         whole = _drawn(bar.samples, most, room)
         shaded = _drawn(bar.over, most, room)
-        label = f"{bar.first:,}-{bar.last:,}" if bar.last > bar.first else f"{bar.first:,}"
         yield Text.assemble(
-            (f"{label:>{_LABEL_WIDTH}} ", "cyan"),
+            (f"{range_of(bar):>{_LABEL_WIDTH}} ", "cyan"),
             (full * (whole - shaded), "green"),
             (over * shaded, "red"),
-            f" {bar.samples:,}" + f" ({bar.over:,} too long)" * bool(bar.over),
+            f"{' ' * bool(bar.samples)}{counted(bar)}",
         )
 
 
@@ -203,62 +219,63 @@ def _signs(ascii_only: bool) -> tuple[str, str, str]:
 
 def _token_lines(sample: ShownSample, width: int, ascii_only: bool) -> Iterator[Text]:
     """The tokens of a sample, in lines that end where those of the sample do, or are full."""
-    line = Text(no_wrap=True, overflow="fold")
-    for text, style in _pieces(sample, ascii_only):
-        rest = text
-        while rest:
-            room = width - cell_len(line.plain)
-            part = rest if cell_len(rest) <= room else _fitting(rest, room)
-            if not part:
-                yield line
-                line = Text(no_wrap=True, overflow="fold")
-                continue
-            line.append(part, style)
-            rest = rest[len(part) :]
-        if text.endswith(_END_OF_LINE[ascii_only]):
+    line = _line()
+    for text, style, ends_line in _pieces(sample, ascii_only):
+        size = cell_len(text)
+        if line.cell_len + size > width >= size and line.plain:
             yield line
-            line = Text(no_wrap=True, overflow="fold")
+            line = _line()
+        rest = text
+        while cell_len(rest) > width - line.cell_len:
+            part = _fitting(rest, width - line.cell_len)
+            yield line.append(part, style)
+            line, rest = _line(), rest[len(part) :]
+        line.append(rest, style)
+        if ends_line:
+            yield line
+            line = _line()
     if line.plain:
         yield line
 
 
-_END_OF_LINE = {False: "↵", True: "\\n"}
-"""What stands where a line of the sample ends."""
+def _line() -> Text:
+    return Text(no_wrap=True, overflow="fold")
 
 
 def _fitting(text: str, room: int) -> str:
-    """As much of the beginning as there is room for."""
+    """As much of the beginning as there is room for; at least a character."""
     size = 0
     for count, character in enumerate(text):
         size += cell_len(character)
         if size > room:
-            return text[:count]
+            return text[: max(count, 1)]
     return text
 
 
-def _pieces(sample: ShownSample, ascii_only: bool) -> Iterator[tuple[str, str]]:
-    """Pieces of text with their styles; each ends where a line of the sample ends, or before."""
+def _pieces(sample: ShownSample, ascii_only: bool) -> Iterator[tuple[str, str, bool]]:
+    """Pieces of text, their styles, and whether a line of the sample ends behind them."""
     opening, closing, between = _signs(ascii_only)
+    end_of_line = "\\n" if ascii_only else "↵"
     left_out = range(MOST_TOKENS * 2 // 3, len(sample.ids) - MOST_TOKENS // 3)
-    was_trained = False
     for i, (text, trained, special) in enumerate(
         zip(sample.texts, sample.trained, sample.special, strict=True)
     ):
         if i in left_out:
             if i == left_out.start:
-                yield f" ... {len(left_out):,} tokens ... ", _BETWEEN
+                yield f" ... {len(left_out):,} tokens ... ", _BETWEEN, True
             continue
-        if was_trained and not trained:
-            yield closing, _TRAINED
-        if trained and not was_trained:
-            yield opening, _TRAINED
-        elif i:
-            yield between, _BETWEEN
-        was_trained = trained
+        if trained and not (i and sample.trained[i - 1]):
+            yield opening, _TRAINED, False
         style = _TRAINED if trained else _MARK if special else ""
-        lines = text.split("\n")
-        for line in lines[:-1]:
-            yield visible(line) + _END_OF_LINE[ascii_only], style
-        yield visible(lines[-1]), style
-    if was_trained:
-        yield closing, _TRAINED
+        *whole, last = text.split("\n")
+        if whole and not last:  # the line ends behind what separates it from the next token
+            last = whole.pop() + "\n"
+        for line in whole:
+            yield visible(line) + end_of_line, style, True
+        yield visible(last.removesuffix("\n")) + end_of_line * last.endswith("\n"), style, False
+        goes_on = i + 1 < len(sample.ids) and sample.trained[i + 1] == trained
+        ends = i + 1 == len(sample.ids) or last.endswith("\n")
+        if trained and not goes_on:
+            yield closing, _TRAINED, ends
+        else:
+            yield between * goes_on, _BETWEEN, ends

@@ -1,0 +1,24 @@
+"""Refusals of commands that run as children, as the errors that they are."""
+
+import re
+
+from ftkit.errors import DoesNotFit, UserError
+
+_TOLD = re.compile(r"(?:.*^)?ftkit: (.*)\Z", re.MULTILINE | re.DOTALL)
+"""What the command says when it refuses to run."""
+
+
+def refusal(said: str, code: int) -> BaseException | None:
+    """What a command says that has refused to run, as an error; None: it says nothing.
+
+    Args:
+        said: all that it has printed.
+        code: its exit code.
+    """
+    told = _TOLD.match(said)
+    if told is None:
+        return None
+    message = told[1].strip()
+    if code == DoesNotFit.exit_code:
+        return DoesNotFit(message)
+    return UserError(message) if code == UserError.exit_code else KeyboardInterrupt(message)
