@@ -54,9 +54,14 @@ class AnswerOptions(UseOptions):
     """Draw among the most likely tokens that together have this probability."""
     seed: int = option(1337, least=0)
     """Of the drawing: the same seed gives the same answer."""
+    system: str | None = None
+    """What the system says before everything else, where a conversation does not have it."""
+    chat_template: str | None = None
+    """How a conversation becomes a prompt: tokenizer (the model's own template), a name such as
+    chatml, or a file. Default: as in the run; without one, the model's own; of models that have
+    none, what LitGPT knows for models of this name."""
     prompt_style: str | None = None
-    """How an instruction becomes a prompt, such as alpaca. Default: as in the run; without one,
-    what LitGPT knows for models of this name."""
+    """The same by a prompt style of LitGPT's, such as alpaca."""
     raw: bool = False
     """Give the text to the model as it is."""
 
@@ -67,10 +72,21 @@ class AnswerOptions(UseOptions):
                 f"--{key} is {value}, but temperature 0 takes the most likely token alone. "
                 "Try --temperature 0.8 with it."
             )
-        if self.raw and self.prompt_style is not None:
-            raise UserError("--raw and --prompt_style exclude each other. Leave one of them out.")
+        self._check_prompting()
         if self.seed >= 2**63:
             raise UserError(f"--seed is {self.seed}, but must be below 2**63. Try --seed 1337.")
+
+    def _check_prompting(self) -> None:
+        given = {
+            "raw": self.raw,
+            "prompt_style": self.prompt_style is not None,
+            "chat_template": self.chat_template is not None,
+        }
+        named = [f"--{key}" for key, is_given in given.items() if is_given]
+        if self.raw and self.system is not None:
+            named.append("--system")
+        if len(named) > 1:
+            raise UserError(f"{named[0]} and {named[1]} exclude each other. Leave one of them out.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,11 +12,14 @@ from ftkit.config.peft_adapter import CONFIG, OLD_WEIGHTS, WEIGHTS, adapter_keys
 from ftkit.config.result_options import ExportOptions
 from ftkit.console.display import Display
 from ftkit.console.formatting import bytes_text
-from ftkit.convert.output_files import as_written, check_apart, check_space, files_beside
+from ftkit.convert.output_files import as_written, check_apart, check_space
 from ftkit.errors import UserError
 from ftkit.inference.loading import full_weights, open_result
+from ftkit.inference.prompting import prompting_of
 from ftkit.inference.result import Result
 from ftkit.pretrained.base_model import parameter_shapes
+from ftkit.pretrained.chat_files import GENERATION
+from ftkit.pretrained.hub import TOKENIZER_FILES
 from ftkit.pretrained.save import save_hf, save_litgpt
 from ftkit.utils.files import new_directory
 from ftkit.utils.process import cleaning_up_on_signals
@@ -67,7 +70,7 @@ def _write_model(result: Result, options: ExportOptions, progress: OnProgress) -
     numbers = sum(shape.numel() for shape in shapes.values())
     check_space(out, numbers * (dtype or first.dtype).itemsize)
     tensors = _converted(full_weights(result, base), dtype, len(shapes), progress)
-    others = files_beside(result, base)
+    others = prompting_of(result, base).files(base)
     if options.format == "hf":
         save_hf(
             base,
@@ -93,9 +96,10 @@ def _converted(
 
 
 def _copy_adapter(directory: Path, out: Path, *, overwrite: bool) -> None:
-    """An adapter is PEFT's already; as it is, without what else lies beside it."""
+    """An adapter is PEFT's already; as it is, with its tokenizer, without what else is there."""
     adapter_keys(directory)  # refuses what is none
-    files = [directory / name for name in (CONFIG, WEIGHTS, OLD_WEIGHTS)]
+    names = (CONFIG, WEIGHTS, OLD_WEIGHTS, GENERATION, *TOKENIZER_FILES)
+    files = [directory / name for name in names]
     found = [file for file in files if file.is_file()]
     check_space(out, sum(file.stat().st_size for file in found))
     try:

@@ -22,11 +22,12 @@ from ftkit.console.display import Display
 from ftkit.console.formatting import bytes_text, number_text, percent_text
 from ftkit.console.grid import labelled_grid
 from ftkit.convert.layerwise import logits_of
-from ftkit.convert.output_files import as_written, check_apart, check_space, files_beside
+from ftkit.convert.output_files import as_written, check_apart, check_space
 from ftkit.data.dataset import load_held_out
 from ftkit.data.sources import data_source
 from ftkit.errors import UserError
 from ftkit.inference.loading import OpenAdapter, open_adapter
+from ftkit.inference.prompting import prompting_of
 from ftkit.inference.result import Result
 from ftkit.lora.layers import lora_layers
 from ftkit.lora.names import TRAINED, our_name
@@ -111,7 +112,7 @@ def _merge(result: Result, adapter: OpenAdapter, options: MergeOptions, display:
             out,
             max_shard_bytes=options.max_shard_bytes,
             overwrite=options.overwrite,
-            others=files_beside(result, base),
+            others=prompting_of(result, base).files(base),
         )
     differences: dict[str, _Difference] = {}
     with display.phase("comparing logits", brief=True) as phase:

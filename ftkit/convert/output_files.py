@@ -7,11 +7,7 @@ import torch
 from torch import Tensor
 
 from ftkit.console.formatting import bytes_text
-from ftkit.data.prompt_styles import prompt_style_file
 from ftkit.errors import UserError
-from ftkit.inference.loading import prompt_style
-from ftkit.inference.result import Result
-from ftkit.pretrained.base_model import BaseModel
 from ftkit.utils.files import free_disk_bytes
 
 _SPARE_BYTES = 2**26
@@ -58,8 +54,3 @@ def as_written(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         text = str(dtype).removeprefix("torch.")
         raise UserError(f"{name} holds {largest:.4g}, which {text} cannot hold. {advice}")
     return converted
-
-
-def files_beside(result: Result, base: BaseModel) -> dict[str, bytes]:
-    """The prompt style, where LitGPT and ftkit look for it."""
-    return prompt_style_file(prompt_style(result, base))

@@ -8,6 +8,7 @@ whole or not there; what is damaged later is found when it is opened.
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import mmap
@@ -15,6 +16,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -23,10 +25,10 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 import ftkit
-from ftkit.data.json_records import Record
 from ftkit.data.prepare import Counts, Prepared
 from ftkit.data.samples import SampleArrays, SampleSet
-from ftkit.data.spec import Content, Part, Rules, Shape
+from ftkit.data.spec import Content, Part, Rules
+from ftkit.records.record import Record, Shape
 from ftkit.utils.files import new_directory, write_json
 from ftkit.utils.json_values import from_json
 
@@ -38,6 +40,8 @@ VARIABLE = "FTKIT_CACHE_DIR"
 FORMAT_VERSION = 1
 _LIBRARIES = ("litgpt", "sentencepiece", "tokenizers")
 """Which make texts and tokens, beside ftkit."""
+_PACKAGES = ("chat_templates", "data", "records")
+"""Of ftkit, that do so too."""
 _ENTRY, _RECORDS = "entry.json", "records.jsonl"
 _ARRAYS = {"tokens": "<i4", "offsets": "<i8", "spans": "<i4", "span_offsets": "<i8"}
 _RECORD_OFFSETS, _WHOLE_LENGTHS = "record_offsets", "whole_lengths"
@@ -78,9 +82,14 @@ def file_digest(path: Path) -> str:
 def rendering_of(shape: Shape, rules: Rules) -> str:
     """What makes texts of records, as a text: another one makes other samples."""
     style = rules.prompt_style
-    values = {field.name: getattr(rules, field.name) for field in dataclasses.fields(rules)}
-    values |= {"shape": shape, "prompt_style": style and _style_texts(style)}
+    values = _plain(rules) | {"shape": shape, "prompt_style": style and _style_texts(style)}
     return json.dumps(values, sort_keys=True)
+
+
+def _plain(rules: Rules) -> dict[str, Any]:
+    """The rules as JSON values, without the prompt style."""
+    names = (field.name for field in dataclasses.fields(rules))
+    return {name: getattr(rules, name) for name in names if name != "prompt_style"}
 
 
 def _style_texts(style: "PromptStyle") -> list[str]:
@@ -96,9 +105,11 @@ def address_of_content(content: Content, tokenizer: "Tokenizer", max_seq_length:
     Raises:
         OSError: a file cannot be read.
     """
-    found = content.files()
-    above = os.path.commonpath([file.parent for file in found])
-    files = [(os.path.relpath(file, above), file_digest(file)) for file in found]
+    groups = content.files()
+    above = os.path.commonpath([file.parent for files in groups for file in files])
+    files = [
+        [(os.path.relpath(file, above), file_digest(file)) for file in files] for files in groups
+    ]
     return _address({"files": files, "options": content.options}, tokenizer, max_seq_length)
 
 
@@ -118,12 +129,25 @@ def _address(values: Mapping[str, Any], tokenizer: "Tokenizer", max_seq_length: 
     every = {
         **values,
         "format": FORMAT_VERSION,
-        "versions": [ftkit.__version__, *map(version, _LIBRARIES)],
+        "code": _code_digest(),
+        "versions": [version(library) for library in _LIBRARIES],
         "tokenizer": _tokenizer_digest(tokenizer),
         "max_seq_length": max_seq_length,
     }
     text = json.dumps(every, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+@functools.cache
+def _code_digest() -> str:
+    """Of the modules and templates of ftkit that make samples of files."""
+    root = Path(ftkit.__file__).parent
+    files = sorted(file for package in _PACKAGES for file in (root / package).rglob("*.*"))
+    digest = hashlib.sha256()
+    for file in files:
+        if file.suffix in (".py", ".jinja"):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def _tokenizer_digest(tokenizer: "Tokenizer") -> str:
@@ -163,6 +187,15 @@ class StoredRecords(Sequence[Record]):
         return record
 
 
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A split of a part, as it is kept."""
+
+    prepared: Prepared
+    part: Part
+    """Without its records."""
+
+
 class SampleCache:
     """Entries by address and split."""
 
@@ -170,8 +203,16 @@ class SampleCache:
         """Begin; nothing is made before something is kept."""
         self._directory = directory
 
-    def find(self, address: str, split: str) -> tuple[Prepared, Shape, str] | None:
-        """The samples of an entry, their shape, and what made them; None: there is no entry.
+    def find(
+        self, address: str, split: str, name: str, prompt_style: Callable[[], "PromptStyle | None"]
+    ) -> Entry | None:
+        """An entry; None: there is none, or its texts would be others now.
+
+        Args:
+            address: of the part.
+            split: of it.
+            name: of the part.
+            prompt_style: the one of its rules, if they have one.
 
         Raises:
             Damaged: there is one, but it is not as it was written.
@@ -180,13 +221,16 @@ class SampleCache:
         if not directory.is_dir():
             return None
         try:
-            return _open(directory)
+            values, prepared = _open(directory)
+            part = _part(values, name, prompt_style() if values["has_prompt_style"] else None)
+            rendering = values["rendering"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise Damaged(f"{directory}: {error}") from error
+        if rendering != rendering_of(part.shape, part.rules):
+            return None
+        return Entry(prepared=prepared, part=part)
 
-    def keep(
-        self, address: str, split: str, prepared: Prepared, shape: Shape, rendering: str
-    ) -> Prepared:
+    def keep(self, address: str, split: str, entry: Entry) -> Prepared:
         """Write an entry in place of what is there; what it holds, from there.
 
         Raises:
@@ -194,8 +238,8 @@ class SampleCache:
         """
         directory = self._directory / address / split
         with new_directory(directory, overwrite=True) as partial:
-            _write(partial, prepared, shape, rendering, with_records=split != "train")
-        return _open(directory)[0]
+            _write(partial, entry, with_records=split != "train")
+        return _open(directory)[1]
 
     @contextlib.contextmanager
     def building(self, address: str, on_waiting: OnWaiting) -> Iterator["Building"]:
@@ -238,9 +282,8 @@ class Building:
                 write_json(self._file, {"split": split, "done": done, "total": total})
 
 
-def _write(
-    directory: Path, prepared: Prepared, shape: Shape, rendering: str, *, with_records: bool
-) -> None:
+def _write(directory: Path, entry: Entry, *, with_records: bool) -> None:
+    prepared, part = entry.prepared, entry.part
     for name, values in prepared.samples.arrays._asdict().items():
         (directory / name).write_bytes(np.ascontiguousarray(values, dtype=_ARRAYS[name]).data)
     lengths = np.ascontiguousarray(prepared.whole_lengths, dtype="<i4")
@@ -248,15 +291,13 @@ def _write(
     names = [*_ARRAYS, _WHOLE_LENGTHS]
     if with_records:
         names += [_RECORDS, _RECORD_OFFSETS]
-        offsets = [0]
-        with (directory / _RECORDS).open("wb") as file:
-            for record in prepared.records:
-                file.write(json.dumps(record).encode() + b"\n")
-                offsets.append(file.tell())
-        (directory / _RECORD_OFFSETS).write_bytes(np.array(offsets, dtype="<i8").data)
+        _write_records(directory, prepared.records)
     values = {
-        "shape": shape,
-        "rendering": rendering,
+        "shape": part.shape,
+        "description": part.description,
+        "rules": _plain(part.rules),
+        "has_prompt_style": part.rules.prompt_style is not None,
+        "rendering": rendering_of(part.shape, part.rules),
         "counts": dataclasses.asdict(prepared.counts),
         "sufficient_length": prepared.sufficient_length,
         "examples": prepared.examples,
@@ -267,8 +308,29 @@ def _write(
     (directory / _ENTRY).write_text(text, encoding="utf-8")
 
 
-def _open(directory: Path) -> tuple[Prepared, Shape, str]:
-    """Read an entry.
+def _write_records(directory: Path, records: Sequence[Record]) -> None:
+    offsets = [0]
+    with (directory / _RECORDS).open("wb") as file:
+        for record in records:
+            file.write(json.dumps(record).encode() + b"\n")
+            offsets.append(file.tell())
+    (directory / _RECORD_OFFSETS).write_bytes(np.array(offsets, dtype="<i8").data)
+
+
+def _part(values: Mapping[str, Any], name: str, style: "PromptStyle | None") -> Part:
+    """The part of an entry, without its records."""
+    return Part(
+        name=name,
+        description=values["description"],
+        shape=values["shape"],
+        rules=Rules(**values["rules"], prompt_style=style),
+        train=(),
+        val=(),
+    )
+
+
+def _open(directory: Path) -> tuple[dict[str, Any], Prepared]:
+    """Read an entry: what it says of itself, and its samples.
 
     Raises:
         OSError: a file cannot be read.
@@ -298,7 +360,7 @@ def _open(directory: Path) -> tuple[Prepared, Shape, str]:
         whole_lengths=_mapped(directory / _WHOLE_LENGTHS, "<i4"),
         examples=values["examples"],
     )
-    return prepared, values["shape"], values["rendering"]
+    return values, prepared
 
 
 def _mapped(path: Path, dtype: str) -> Any:

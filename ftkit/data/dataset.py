@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ftkit.config.recipe import Component
 from ftkit.data.parts import LoadedPart, OnSplitProgress, Split, load_part
 from ftkit.data.prepare import Counts
-from ftkit.data.renderer import Example
+from ftkit.data.renderer import Example, Renderer
 from ftkit.data.sampler import EpochOrder
 from ftkit.data.samples import JoinedSamples, Samples, interleave
 from ftkit.data.sources import data_source
@@ -30,7 +30,7 @@ class Questions(Sequence[Example]):
 
     def __init__(self, parts: Sequence[LoadedPart]) -> None:
         """Those of all parts that have questions, spread evenly."""
-        self._parts = [part for part in parts if part.shape != "text"]
+        self._parts = [part for part in parts if part.part.shape != "text"]
         sizes = [len(part.splits["val"].records) for part in self._parts]
         self._of_parts, self._places = interleave(sizes)
 
@@ -82,9 +82,14 @@ class DataSets:
         return Questions(self.parts)
 
     @property
+    def renderer(self) -> Renderer:
+        """That of the first source, whose template a result carries."""
+        return self.parts[0].renderer
+
+    @property
     def prompt_style(self) -> "PromptStyle | None":
         """How an instruction of the first source becomes a prompt."""
-        return self.parts[0].rules.prompt_style
+        return self.parts[0].part.rules.prompt_style
 
     @property
     def fingerprint(self) -> str:

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ftkit.data.json_records import Record
 from ftkit.data.renderer import NO_OUTPUT, Example, Rendered, Renderer, Rendering
+from ftkit.records.record import Record
 
 if TYPE_CHECKING:
     from litgpt.prompts import PromptStyle
@@ -55,6 +55,7 @@ class InstructionRenderer(Renderer):
         return Example(
             prompt=self._tokenizer.encode(self._prompt(record)).tolist(),
             expected=record["output"],
+            stop_ids=self.stop_ids,
             instruction=record["instruction"],
             input=record.get("input", ""),
         )

@@ -4,24 +4,27 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from filelock import FileLock
 
 from ftkit.config.recipe import Component
-from ftkit.data.json_records import Record, as_record
 from ftkit.data.prompt_styles import resolve_prompt_style
 from ftkit.data.spec import (
     OWN_DATA,
     DataSource,
     Part,
     PartSource,
+    Rules,
+    TrainOn,
     check_keys,
     check_shared_values,
-    instruction_rules,
 )
 from ftkit.errors import UserError
+from ftkit.records.record import Record
+from ftkit.records.shapes import RecordReader
 from ftkit.utils.imports import quick_imports
 
 if TYPE_CHECKING:
@@ -69,7 +72,7 @@ class LitgptModule(DataSource):
         return resolve_prompt_style(self._init_args.get("prompt_style", defaults["prompt_style"]))
 
     def parts(self) -> tuple[PartSource, ...]:
-        return (PartSource(name=self._name, read=self._read),)
+        return (PartSource(name=self._name, where=self._name, read=self._read),)
 
     def _read(self) -> Part:
         name, module = self._name, _build(self._class(), self._init_args)
@@ -83,12 +86,18 @@ class LitgptModule(DataSource):
                 datasets = [module.train_dataloader().dataset, module.val_dataloader().dataset]
         except Exception as error:
             raise UserError(_explain_failure(name, module, error)) from error
+        train, val = (
+            _records(dataset, f"{name}, {use}")
+            for dataset, use in zip(datasets, ("training", "validation"), strict=True)
+        )
+        masked: TrainOn = "last" if datasets[0].mask_prompt else "all"
         return Part(
             name=name,
+            description=f"{len(train):,} instructions, {len(val):,} more to validate on",
             shape="instruction",
-            rules=instruction_rules(datasets[0].prompt_style, datasets[0].mask_prompt),
-            train=_records(datasets[0], f"{name}, training"),
-            val=_records(datasets[1], f"{name}, validation"),
+            rules=Rules(prompt_style=datasets[0].prompt_style, train_on=masked),
+            train=train,
+            val=val,
         )
 
     def _class(self) -> type:
@@ -126,10 +135,8 @@ def _build(module_class: type, init_args: Mapping[str, Any]) -> Any:
 def _records(dataset: "SFTDataset", where: str) -> list[Record]:
     """The records of LitGPT's data set, before tokenisation."""
     transform = dataset.transform or (lambda row: row)
-    return [
-        as_record(transform(dict(row)), f"{where} record {n}")
-        for n, row in enumerate(dataset.data, 1)
-    ]
+    rows = ((n, transform(dict(row))) for n, row in enumerate(dataset.data, 1))
+    return RecordReader().records(rows, partial("{} record {}".format, where))
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Parts of a data set, tokenised: from the cache, or from their records."""
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,19 +10,19 @@ from typing import TYPE_CHECKING, Literal
 from ftkit.data.cache import (
     Building,
     Damaged,
+    Entry,
     SampleCache,
     address_of_content,
     address_of_records,
     cache_directory,
-    rendering_of,
 )
 from ftkit.data.instruction_renderer import InstructionRenderer
 from ftkit.data.prepare import Prepared, prepare
 from ftkit.data.renderer import Renderer
-from ftkit.data.spec import Part, PartSource, Rules, Shape
-from ftkit.errors import UserError
+from ftkit.data.spec import Part, PartSource
 
 if TYPE_CHECKING:
+    from litgpt.prompts import PromptStyle
     from litgpt.tokenizer import Tokenizer
 
 
@@ -35,8 +36,8 @@ class LoadedPart:
     """One part of a data set, tokenised."""
 
     source: PartSource
-    shape: Shape
-    rules: Rules
+    part: Part
+    """Without its records."""
     renderer: Renderer
     """Made the samples."""
     splits: dict[Split, Prepared]
@@ -85,8 +86,7 @@ def find_part(
     """The samples of a part if they are all in the cache; nothing is read or made."""
     if source.content is None:
         return None
-    loading = _Loading(source, tokenizer, max_seq_length, lambda *_: None)
-    found = loading.find(splits)
+    found = _Loading(source, tokenizer, max_seq_length, lambda *_: None).find(splits)
     return found if len(found) == len(splits) else None
 
 
@@ -104,7 +104,9 @@ class _Loading:
         self._max_seq_length, self._progress = max_seq_length, progress
         self._cache = SampleCache(cache_directory())
         self._part: Part | None = None
-        self._shape: Shape | None = None
+        """As it was read."""
+        self._known: Part | None = None
+        """Without its records."""
         self._notices: list[str] = []
         self._stamps = self._stamp()
         self._address = self._find_address()
@@ -117,12 +119,11 @@ class _Loading:
                 for split in splits:
                     if split not in found:
                         found[split] = self._make(split, building)
-        shape, rules, renderer = self._settings()
+        assert self._known is not None
         return LoadedPart(
             source=self._source,
-            shape=shape,
-            rules=rules,
-            renderer=renderer,
+            part=self._known,
+            renderer=make_renderer(self._known, self._tokenizer),
             splits=found,
             notices=tuple(dict.fromkeys(self._notices)),
         )
@@ -134,41 +135,26 @@ class _Loading:
             return found
         for split in splits:
             try:
-                entry = self._cache.find(self._address, split)
+                entry = self._cache.find(
+                    self._address, split, self._source.name, self._prompt_style
+                )
             except Damaged as error:
                 self._notices.append(f"A damaged entry of the data cache is made anew: {error}.")
                 continue
-            if entry is None:
-                continue
-            prepared, shape, rendering = entry
-            if rendering == rendering_of(shape, self._rules(shape)):
-                found[split] = prepared
-                self._shape = shape
+            if entry is not None:
+                found[split] = entry.prepared
+                self._known = entry.part
         return found
 
-    def _settings(self) -> tuple[Shape, Rules, Renderer]:
-        """Shape, rules and renderer; the records need not be here."""
-        shape = self._part.shape if self._part is not None else self._shape
-        assert shape is not None
-        rules = self._rules(shape)
-        if rules.overlong == "split" and shape != "text":
-            raise UserError(
-                f"data.overlong is split, but the records of {self._source.name} are of the shape "
-                f"{shape}, and only texts are cut into several samples.\n"
-                "Try --data.overlong truncate, or --data.overlong drop."
-            )
-        part = Part(name=self._source.name, shape=shape, rules=rules, train=(), val=())
-        return shape, rules, make_renderer(part, self._tokenizer)
-
-    def _rules(self, shape: Shape) -> Rules:
-        if self._part is not None:
-            return self._part.rules
-        assert self._source.content is not None
-        return self._source.content.rules(shape)
+    def _prompt_style(self) -> "PromptStyle | None":
+        if self._source.content is not None:
+            return self._source.content.prompt_style()
+        return self._read().rules.prompt_style
 
     def _read(self) -> Part:
         if self._part is None:
             self._part = self._source.read()
+            self._known = dataclasses.replace(self._part, train=(), val=())
         return self._part
 
     def _find_address(self) -> str | None:
@@ -186,7 +172,8 @@ class _Loading:
         if self._source.content is None:
             return None
         with contextlib.suppress(OSError):
-            stats = [file.stat() for file in self._source.content.files()]
+            groups = self._source.content.files()
+            stats = [file.stat() for files in groups for file in files]
             return [(stat.st_ino, stat.st_mtime_ns, stat.st_size) for stat in stats]
         return None
 
@@ -205,7 +192,7 @@ class _Loading:
 
     def _make(self, split: Split, building: Building | None) -> Prepared:
         part = self._read()
-        shape, rules, renderer = self._settings()
+        assert self._known is not None
 
         def progress(done: int, total: int) -> None:
             self._progress(split, done, total)
@@ -213,13 +200,15 @@ class _Loading:
                 building.tell(split, done, total)
 
         records = part.train if split == "train" else part.val
-        prepared = prepare(records, renderer, self._max_seq_length, rules.overlong, progress)
+        renderer = make_renderer(part, self._tokenizer)
+        overlong = part.rules.overlong
+        prepared = prepare(records, renderer, self._max_seq_length, overlong, progress)
         # A file that was written to while it was read has another address now.
         if self._address is None or building is None or self._stamp() != self._stamps:
             return prepared
         try:
-            rendering = rendering_of(shape, rules)
-            return self._cache.keep(self._address, split, prepared, shape, rendering)
+            entry = Entry(prepared=prepared, part=self._known)
+            return self._cache.keep(self._address, split, entry)
         except OSError as error:
             self._warn_of(error)
             return prepared

@@ -4,8 +4,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ftkit.data.json_records import Record
 from ftkit.data.spec import Overlong
+from ftkit.records.record import Record
 
 NO_OUTPUT = "no output"
 """Why a record without an answer becomes no sample."""
@@ -38,6 +38,8 @@ class Example(NamedTuple):
     """Token ids of what the model is given."""
     expected: str
     """What it should answer."""
+    stop_ids: frozenset[int]
+    """Tokens that end its answer."""
     instruction: str
     """The question for people."""
     input: str = ""

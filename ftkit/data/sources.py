@@ -4,13 +4,13 @@ Another kind is a module with a `DataSource` (`ftkit/data/spec.py`), and a name 
 """
 
 from ftkit.config.recipe import Component
-from ftkit.data.json_files import JsonFiles
 from ftkit.data.litgpt_modules import MAP_STYLE, STREAMING, LitgptModule
+from ftkit.data.own_data import OwnData
 from ftkit.data.spec import OWN_DATA, DataSource
 from ftkit.errors import UserError
 from ftkit.utils.nearest import nearest
 
-_OWN: dict[str, type[DataSource]] = {"JSON": JsonFiles}
+_OWN: dict[str, type[DataSource]] = {"JSON": OwnData}
 """Kinds of ours; JSON replaces LitGPT's module of that name."""
 KINDS = {name: _OWN.get(name, LitgptModule) for name in sorted({*_OWN, *MAP_STYLE})}
 """Every kind by the name of its class in recipes; nothing outside this table is ever imported."""

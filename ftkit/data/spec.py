@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ftkit.config.recipe import Component
-from ftkit.data.json_records import Record
 from ftkit.errors import UserError
+from ftkit.records.record import Record, Shape
 from ftkit.utils.nearest import nearest
 
 if TYPE_CHECKING:
@@ -22,13 +22,11 @@ OWN_DATA = "--data JSON --data.json_path FILE"
 """How records of one's own are given."""
 
 
-Shape = Literal["instruction", "completion", "messages", "text"]
-"""What a record is. instruction: instruction, output and, if needed, input and sys_prompt.
-completion: prompt and completion, taken as they are. messages: a conversation and, if needed, its
-tools. text: a document, every token of which is learned."""
-
 TrainOn = Literal["assistant", "last", "all"]
 """Which tokens carry loss: every turn of the assistant, the last one alone, or everything."""
+
+Reasoning = Literal["split", "refuse"]
+"""What becomes of a conversation whose later turns change how earlier ones are written."""
 
 Overlong = Literal["truncate", "drop", "split"]
 """What becomes of a sample that is longer than max_seq_length: its end is cut off, it is left out,
@@ -44,8 +42,7 @@ class Rules:
     chat_template: str | None = None
     """How a conversation becomes text: tokenizer, a name, or a file; None: it does not."""
     train_on: TrainOn = "assistant"
-    reasoning: Literal["split", "refuse"] = "split"
-    """What happens to a conversation whose later turns change how earlier ones are written."""
+    reasoning: Reasoning = "split"
     overlong: Overlong = "truncate"
 
 
@@ -59,18 +56,20 @@ class Part:
     rules: Rules
     train: Sequence[Record]
     val: Sequence[Record]
+    description: str = ""
+    """For people: how many records of which kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Content:
     """What a part follows from, where that is known before it is read."""
 
-    files: Callable[[], tuple[Path, ...]]
-    """They are there; see `DataSource.files`."""
+    files: Callable[[], tuple[tuple[Path, ...], ...]]
+    """Those for training and those for validation; see `DataSource.files`."""
     options: Mapping[str, Any]
     """JSON values: the same files with the same options give the same records and rules."""
-    rules: Callable[[Shape], Rules]
-    """How records become tokens, once their shape is known."""
+    prompt_style: Callable[[], "PromptStyle"]
+    """The one of the rules, if they have one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +78,8 @@ class PartSource:
 
     name: str
     """As of the part."""
+    where: str
+    """For people: the file, directory or data set that it is of."""
     read: Callable[[], Part]
     content: Content | None = None
     """None: what the part is shows only when it is read."""
@@ -94,11 +95,6 @@ class Splits:
 
     parts: tuple[Part, ...]
     """At least one."""
-
-
-def instruction_rules(prompt_style: "PromptStyle", mask_prompt: bool) -> Rules:
-    """How instruction records become tokens, with LitGPT's options."""
-    return Rules(prompt_style=prompt_style, train_on="last" if mask_prompt else "all")
 
 
 class DataSource(ABC):

@@ -6,32 +6,29 @@ Answers go to standard output; everything else to standard error.
 import sys
 from collections.abc import Iterator
 
-from litgpt.prompts import Llama3, R1Base
 from torch import Tensor
 
+from ftkit.chat_templates.template import Message
 from ftkit.config.result_options import ChatOptions
 from ftkit.errors import UserError
 from ftkit.inference.generate import shown
+from ftkit.inference.questions import Question
 from ftkit.inference.result import Result
 from ftkit.inference.session import Answer, Speaker, put_to_use
 
-WITH_HISTORY = (Llama3, R1Base)
-"""Prompt styles of LitGPT that take a whole conversation."""
-
 
 class Conversation:
-    """What was said so far, as far as the prompt style has a place for it."""
+    """What was said so far; without a chat template, nothing of it counts."""
 
-    def __init__(self, speaker: Speaker, *, raw: bool) -> None:
+    def __init__(self, speaker: Speaker) -> None:
         """Begin.
 
         Args:
             speaker: who answers.
-            raw: without a prompt style.
         """
         self._speaker = speaker
-        self._messages: list[dict[str, str]] = []
-        self.has_history = not raw and isinstance(speaker.style, WITH_HISTORY)
+        self._messages: list[Message] = []
+        self.has_history = speaker.prompting is not None
 
     def ask(self, text: str, longest: int) -> Tensor:
         """The prompt of the next turn; the oldest turns are left out where it would be too long.
@@ -39,21 +36,25 @@ class Conversation:
         Args:
             text: what is said.
             longest: tokens to leave room for.
+
+        Raises:
+            UserError: the chat template does not take the conversation.
         """
         if not self.has_history:
-            return self._speaker.prompt_of({"instruction": text})
+            return self._speaker.prompt_of(Question(text=text))
         self._messages.append({"role": "user", "content": text})
         room = self._speaker.context_length - longest
         while True:
-            prompt = self._speaker.tokenizer.encode(self._speaker.style.apply(self._messages))
+            question = Question(text=text, messages=tuple(self._messages))
+            prompt = self._speaker.prompt_of(question)
             if len(prompt) <= room or len(self._messages) < 3:
                 return prompt
             del self._messages[:2]
 
     def answered(self, text: str) -> None:
-        """Take note of an answer, or of what there is of it."""
+        """Take note of an answer, or of what there is of it, without the space around it."""
         if self.has_history:
-            self._messages.append({"role": "assistant", "content": text})
+            self._messages.append({"role": "assistant", "content": text.strip()})
 
     def forget(self) -> None:
         """Take back what was said last."""
@@ -72,10 +73,11 @@ def chat(result: Result, options: ChatOptions) -> int:
         UserError: something is missing, or does not fit.
     """
     speaker = Speaker(put_to_use(result, options), options)
-    conversation = Conversation(speaker, raw=options.raw)
+    conversation = Conversation(speaker)
+    if speaker.notice is not None:
+        _tell(speaker.notice)
     if not conversation.has_history:
-        style = "without a prompt style" if options.raw else f"in the style {_name(speaker)}"
-        _tell(f"{style} there is no history: each line is answered on its own")
+        _tell("without a chat template there is no history: each line is answered on its own")
     if sys.stdin.isatty():
         _tell("Ctrl+C stops an answer, Ctrl+D ends")
     for line in _lines():
@@ -111,10 +113,6 @@ def _lines() -> Iterator[str]:
             if is_terminal:
                 print()
             return
-
-
-def _name(speaker: Speaker) -> str:
-    return type(speaker.style).__name__
 
 
 def _tell(text: str) -> None:

@@ -16,10 +16,12 @@ from rich.text import Text
 from ftkit.config.result_options import GenerateOptions
 from ftkit.console.display import Display
 from ftkit.console.formatting import printable
-from ftkit.data.json_records import Record, read_records
 from ftkit.errors import UserError
+from ftkit.inference.questions import question_of
 from ftkit.inference.result import Result, base_result
 from ftkit.inference.session import Answer, Speaker, put_to_use
+from ftkit.records.read import read_records
+from ftkit.records.record import Record
 from ftkit.utils.files import write_durably
 
 
@@ -66,13 +68,16 @@ def _answer_all(
 ) -> list[Answer]:
     """The answers of one result, which is in memory only as long as this takes."""
     speaker = Speaker(put_to_use(result, options), options)
-    prompts = [speaker.prompt_of(record) for record in records]
+    if speaker.notice is not None:
+        print(speaker.notice, file=sys.stderr)
+    questions = [question_of(record) for record in records]
+    prompts = [speaker.prompt_of(question) for question in questions]
     answers = []
     if live:
-        for record, prompt in zip(records, prompts, strict=True):
+        for question, prompt in zip(questions, prompts, strict=True):
             answers.append(Answer())
             if len(records) > 1:
-                print(shown(f"> {record['instruction']}"))
+                print(shown(f"> {question.text}"))
             for piece in speaker.say(prompt, answers[-1]):
                 print(shown(piece), end="", flush=True)
             print("\n" if len(records) > 1 else "", flush=True)
@@ -105,7 +110,7 @@ def _records(options: GenerateOptions) -> list[Record]:
     assert options.prompts is not None
     file = options.prompts.expanduser()
     if file.suffix.lower() in (".json", ".jsonl"):
-        return read_records(file, required=["instruction"])
+        return read_records(file, answered=False)
     try:
         lines = file.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -137,7 +142,7 @@ def _compare(
                 table.add_column(title, overflow="fold", ratio=1)
             texts = (Text(printable(column[i].text.strip())) for column in answers)
             table.add_row(*texts)
-            display.show(Text(f"> {printable(record['instruction'])}", "cyan"))
+            display.show(Text(f"> {printable(question_of(record).text)}", "cyan"))
             display.show(table)
             if i + 1 < len(records):
                 display.show(Text(""))

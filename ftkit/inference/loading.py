@@ -3,10 +3,8 @@
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
-import yaml
 from torch import Tensor
 
 from ftkit.checkpoint.files import BASE
@@ -17,9 +15,8 @@ from ftkit.config.devices import Accelerator, find_devices
 from ftkit.config.peft_adapter import CONFIG
 from ftkit.config.plan import Plan, make_plan
 from ftkit.config.recipe import Component, LoraRecipe, Precision, Quantization, Recipe, Train
-from ftkit.data.prompt_styles import PROMPT_STYLE, resolve_prompt_style
-from ftkit.data.sources import data_source
 from ftkit.errors import UserError
+from ftkit.inference.prompting import Prompting, prompting_of
 from ftkit.inference.result import Result
 from ftkit.lora.load import check_shapes, read_adapter
 from ftkit.model.language_model import LanguageModel, outline, outline_plain
@@ -35,10 +32,6 @@ from ftkit.pretrained.base_model import (
 from ftkit.pretrained.fingerprint import fingerprint
 from ftkit.utils.progress import OnProgress
 
-if TYPE_CHECKING:
-    from litgpt.prompts import PromptStyle
-
-
 ROPE_LENGTH = 4096
 """Most positions that a model is prepared for; longer texts make it prepare more."""
 
@@ -51,8 +44,8 @@ class Loaded:
     """In evaluation mode, on its device."""
     base: BaseModel
     """Its architecture and tokenizer."""
-    prompt_style: "PromptStyle"
-    """How the run made prompts of instructions, or how models of this name are asked."""
+    prompting: Prompting
+    """How the result is asked."""
 
 
 def plan_use(
@@ -237,22 +230,7 @@ def load_result(
         source=source,
         progress=progress,
     )
-    return Loaded(model=model.eval(), base=found, prompt_style=prompt_style(result, found))
-
-
-def prompt_style(result: Result, base: BaseModel) -> "PromptStyle":
-    """Of the run; else of a LitGPT directory; else what LitGPT knows for models of this name."""
-    if result.recipe is not None:
-        return data_source(result.recipe.data).prompt_style()
-    file = result.directory / PROMPT_STYLE
-    if file.is_file():
-        try:
-            return resolve_prompt_style(yaml.safe_load(file.read_text(encoding="utf-8")))
-        except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{file} cannot be read ({error}). Remove it.") from None
-    from litgpt.prompts import PromptStyle
-
-    return PromptStyle.from_config(base.config)
+    return Loaded(model=model.eval(), base=found, prompting=prompting_of(result, found))
 
 
 def _stored(result: Result) -> StoredState:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
+from ftkit.chat_templates.template import CHAT_TEMPLATE, template_of
 from ftkit.checkpoint.files import ADAPTER, METADATA, RECIPE, is_shard
 from ftkit.checkpoint.metadata import CheckpointError, Metadata, read_metadata
 from ftkit.checkpoint.store import Store, check_files, problem_of, step_of
@@ -52,6 +53,9 @@ class Result:
     """Number format in which its run computed."""
     noted_fingerprint: str | None = None
     """Of the base model, as an adapter notes it."""
+    asked: Path | None = None
+    """Has the chat template and the end tokens that it was trained with; None: older results do
+    not say, and models say it as any model does."""
 
     @property
     def method(self) -> Method | None:
@@ -156,7 +160,13 @@ def _run_around(directory: Path) -> Path | None:
 def _adapter(name: str, directory: Path, run: Path | None) -> Result:
     recorded = read_json(directory / ADAPTER_CONFIG).get("base_model_name_or_path")
     noted = base_fingerprint(directory)
-    result = Result(name=name, kind="adapter", directory=directory, noted_fingerprint=noted)
+    result = Result(
+        name=name,
+        kind="adapter",
+        directory=directory,
+        noted_fingerprint=noted,
+        asked=None if template_of(directory) is None else directory,
+    )
     result = _of_run(result, run)
     if not isinstance(recorded, str) or not recorded:
         return result
@@ -173,7 +183,13 @@ def _model(name: str, directory: Path, run: Path | None) -> Result:
             f"{directory} is no complete model: {', '.join(missing[:3])} "
             f"{'is' if len(missing) == 1 else 'are'} missing. Name a complete one."
         )
-    return _of_run(Result(name=name, kind="model", directory=directory), run)
+    report = None if run is None else _report(run)
+    # The tokenizer of the base model may have brought a template that nothing was trained in.
+    is_asked = report is not None and report.resolved and report.resolved.chat_template
+    result = Result(
+        name=name, kind="model", directory=directory, asked=directory if is_asked else None
+    )
+    return _of_run(result, run)
 
 
 def _checkpoint(name: str, directory: Path) -> Result:
@@ -190,7 +206,10 @@ def _checkpoint(name: str, directory: Path) -> Result:
     metadata = read_metadata(directory)
     if metadata.method == "lora":
         return _adapter(name, directory / ADAPTER, directory)
-    result = Result(name=name, kind="checkpoint", directory=directory)
+    is_asked = (directory / CHAT_TEMPLATE).is_file()
+    result = Result(
+        name=name, kind="checkpoint", directory=directory, asked=directory if is_asked else None
+    )
     return _of_run(result, directory)
 
 

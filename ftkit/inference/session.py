@@ -1,5 +1,6 @@
 """An inference session: a loaded result on a device, with prompts in and text out."""
 
+import dataclasses
 import sys
 import time
 from collections.abc import Iterator
@@ -12,10 +13,10 @@ from ftkit.config.plan import Plan
 from ftkit.config.recipe import Quantization
 from ftkit.config.result_options import AnswerOptions, UseOptions
 from ftkit.console.display import Display
-from ftkit.data.json_records import Record
-from ftkit.data.prompt_styles import resolve_prompt_style
 from ftkit.errors import UserError
 from ftkit.inference.loading import Loaded, load_result, plan_use
+from ftkit.inference.prompting import chosen
+from ftkit.inference.questions import Question, check_system, prompt_text
 from ftkit.inference.result import Result
 from ftkit.model.generation import Context, Sampling, TextStream, answer_in_tokens
 from ftkit.pretrained.tokenizer import Tokenizer
@@ -110,22 +111,42 @@ class Speaker:
             options: how.
 
         Raises:
-            UserError: there is no such prompt style.
+            UserError: there is no such prompt style or chat template, or it has no place for
+                --system.
         """
         self._in_use, self._options = in_use, options
-        style = options.prompt_style
-        self.style = in_use.loaded.prompt_style if style is None else resolve_prompt_style(style)
-        self.tokenizer: Tokenizer = in_use.loaded.base.tokenizer
-        self.context_length = in_use.loaded.base.config.block_size
+        base, prompting = in_use.loaded.base, in_use.loaded.prompting
+        self.prompting = chosen(prompting, options, base)
+        """None: texts are taken as they are."""
+        self.tokenizer: Tokenizer = base.tokenizer
+        self.context_length = base.config.block_size
         """Most tokens of prompt and answer together."""
-        self._stop_ids = self._find_stop_ids()
+        if self.prompting is not None and options.system is not None:
+            check_system(self.prompting.template, options.system)
+        ends = self.prompting or dataclasses.replace(prompting, style=None)
+        self._stop_ids = ends.stop_ids(self.tokenizer)
 
-    def prompt_of(self, record: Record) -> Tensor:
-        """[length], the token ids of a record's prompt."""
-        text = record["instruction"]
-        if not self._options.raw:
-            text = self.style.apply(prompt=text, **record)
-        return self.tokenizer.encode(text)
+    @property
+    def notice(self) -> str | None:
+        """How it is asked, where nobody has said so."""
+        if self.prompting is None or self.prompting.origin != "model":
+            return None
+        return (
+            f"{self._in_use.loaded.base.name} is asked in its own chat template; "
+            "--chat_template, --prompt_style and --raw change that"
+        )
+
+    def prompt_of(self, question: Question) -> Tensor:
+        """[length], the token ids of what a question becomes.
+
+        Raises:
+            UserError: the chat template does not take it.
+        """
+        if self.prompting is None or not question.messages:
+            return self.tokenizer.encode(question.text)
+        text = prompt_text(question, self.prompting.template, self._options.system)
+        ids, _ = self.tokenizer.encode_rendered(text)
+        return torch.tensor(ids)
 
     def say(self, prompt: Tensor, answer: Answer) -> Iterator[str]:
         """The answer to a prompt, piece by piece; it is complete when all have been taken.
@@ -176,15 +197,3 @@ class Speaker:
         for _ in self.say(prompt, answer):
             pass
         return answer
-
-    def _find_stop_ids(self) -> set[int]:
-        """The tokens that end an answer: that of the tokenizer, and those of the prompt style."""
-        assert self.tokenizer.eos_id is not None
-        found = {self.tokenizer.eos_id}
-        if self._options.raw:
-            return found
-        try:
-            sequences = self.style.stop_tokens(self.tokenizer)
-        except (ValueError, RuntimeError):  # the tokenizer has not all of them
-            return found
-        return found | {ids[0] for ids in sequences if len(ids) == 1}

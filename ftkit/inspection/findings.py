@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from ftkit.console.formatting import percent_text, shortened
 from ftkit.data.dataset import DataSets
-from ftkit.data.json_records import Record  # SHIM
 from ftkit.data.parts import LoadedPart
 from ftkit.data.prepare import NO_LABELS
 from ftkit.data.renderer import NO_OUTPUT
@@ -15,6 +14,7 @@ from ftkit.data.samples import Sample, SampleSet
 from ftkit.inspection.duplicates import FoundDuplicates, find_duplicates
 from ftkit.inspection.inspection import Finding
 from ftkit.inspection.token_texts import token_name
+from ftkit.records.record import Record
 
 if TYPE_CHECKING:
     from litgpt.tokenizer import Tokenizer

@@ -21,6 +21,7 @@ from ftkit.errors import UserError
 from ftkit.lora.names import INITIAL, TRAINED, is_adapter, names_of
 from ftkit.pretrained.base_model import EMBEDDING, HEAD, BaseModel, fuse, parameter_shapes
 from ftkit.pretrained.naming import Fused
+from ftkit.pretrained.save import save_beside
 from ftkit.utils.files import new_directory
 from ftkit.utils.safetensors_files import save_tensors
 
@@ -62,8 +63,9 @@ def save_adapter(
     recipe: LoraRecipe,
     out: Path,
     base_fingerprint: str | None = None,
+    beside: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Write trained weights as a PEFT adapter of the Hugging Face model.
+    """Write trained weights as a PEFT adapter of the Hugging Face model, with its tokenizer.
 
     The directory appears complete or not at all.
 
@@ -74,6 +76,7 @@ def save_adapter(
         recipe: the adapter's settings.
         out: a directory that does not exist yet.
         base_fingerprint: of the base model, noted so that another one is refused.
+        beside: further files, by name; they replace those of the base model.
     """
     from peft import LoraConfig
 
@@ -121,6 +124,7 @@ def save_adapter(
         save_tensors(tensors, partial / WEIGHTS, notes)
         config.save_pretrained(str(partial))
         _sort_targets(partial / CONFIG)
+        save_beside(base, beside, partial)
 
 
 def _joined_layers(parameters: Mapping[str, Tensor]) -> dict[str, _Layer]:

@@ -130,9 +130,13 @@ class TextStream:
 
 @torch.no_grad()
 def answer_greedily(
-    model: LanguageModel, prompts: Sequence[Tensor], *, eos_id: int, max_new_tokens: int
+    model: LanguageModel,
+    prompts: Sequence[Tensor],
+    *,
+    stop_ids: Collection[int],
+    max_new_tokens: int,
 ) -> list[Tensor]:
-    """Continue each prompt with its most likely tokens, up to the end-of-sequence token.
+    """Continue each prompt with its most likely tokens, up to a token that ends the answer.
 
     The prompts share one forward pass per token and a key-value cache, which is freed again.
     Ranks that are connected answer together, and all give the answers of rank 0.
@@ -140,7 +144,7 @@ def answer_greedily(
     Args:
         model: in evaluation mode.
         prompts: token ids, [length] each, of different lengths.
-        eos_id: ends an answer and is not part of it.
+        stop_ids: tokens that end an answer and are no part of it; at least one.
         max_new_tokens: longest answer; shorter where the model's context ends.
 
     Returns:
@@ -154,13 +158,14 @@ def answer_greedily(
     ends = lengths - 1 + torch.arange(len(prompts), device=device) * tokens.size(1)
     rows = torch.arange(len(prompts), device=device)
     finished = torch.zeros_like(lengths, dtype=torch.bool)
+    ends_answer = torch.tensor(sorted(stop_ids), device=device)
     answers = []
     model.gpt.set_kv_cache(batch_size=len(prompts), max_seq_length=room, device=device)
     try:
         logits = model(tokens, ends, positions=places)
         for offset in range(room - int(lengths.max())):
-            newest = _of_rank_0(logits.argmax(dim=-1)).masked_fill(finished, eos_id)
-            finished |= newest == eos_id
+            newest = _of_rank_0(logits.argmax(dim=-1)).masked_fill(finished, ends_answer[0])
+            finished |= torch.isin(newest, ends_answer)
             if bool(finished.all()):
                 break
             answers.append(newest)
@@ -170,7 +175,8 @@ def answer_greedily(
     if not answers:
         return [torch.empty(0, dtype=torch.long) for _ in prompts]
     table = torch.stack(answers, dim=1).cpu()
-    return [row[: int((row != eos_id).sum())] for row in table]
+    lasts = ~torch.isin(table, ends_answer.cpu())
+    return [row[: int(count)] for row, count in zip(table, lasts.sum(dim=1), strict=True)]
 
 
 def _of_rank_0(tokens: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ def save_hf(
         out: a directory that is empty or does not exist.
         max_shard_bytes: size of the files that the weights are split into.
         overwrite: replace the directory, once the new one is complete.
-        others: further files, by name.
+        others: further files, by name; they replace those of the base model.
 
     Raises:
         UserError: Hugging Face has no such model, or ``out`` is taken or cannot be written.
@@ -89,7 +89,7 @@ def save_hf(
         settings.setdefault("bos_token_id", base.tokenizer.bos_id)
         settings.setdefault("eos_token_id", base.tokenizer.eos_id)
         write_settings(partial / "config.json", settings)
-        _write_others(base, others, partial)
+        save_beside(base, others, partial)
 
 
 def save_litgpt(
@@ -111,7 +111,7 @@ def save_litgpt(
         tensors: all of the model. A tied head is written too, as LitGPT wants it.
         out: a directory that is empty or does not exist.
         overwrite: replace the directory, once the new one is complete.
-        others: further files, by name.
+        others: further files, by name; they replace those of the base model.
 
     Raises:
         UserError: LitGPT has no such model, or ``out`` is taken or cannot be written.
@@ -139,7 +139,7 @@ def save_litgpt(
             write_settings(
                 partial / "config.json", settings | _facts(settings, base, dtype, tied=tied)
             )
-        _write_others(base, others, partial)
+        save_beside(base, others, partial)
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -158,8 +158,15 @@ def _facts(
     }
 
 
-def _write_others(base: BaseModel, others: Mapping[str, bytes] | None, directory: Path) -> None:
-    for name, content in [*companions(base), *(others or {}).items()]:
+def save_beside(base: BaseModel, others: Mapping[str, bytes] | None, directory: Path) -> None:
+    """Write what lies beside the weights of a version of a model: tokenizer, generation settings.
+
+    Args:
+        base: has the files.
+        others: further ones, by name; they replace those of the base model.
+        directory: exists.
+    """
+    for name, content in {**dict(companions(base)), **(others or {})}.items():
         if name not in SETTINGS:
             (directory / name).write_bytes(content)
 

@@ -64,6 +64,8 @@ class Resolved:
     """Parameters of the model, adapter included, each counted once however it is sharded."""
     trainable_parameters: int | None = None
     """Parameters the optimizer changes."""
+    chat_template: str | None = None
+    """How prompts are made of records, and how the result is asked: whose chat template."""
     max_seq_length: int | None = None
     """Sequences are cut to this many tokens."""
     global_batch_size: int | None = None

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ftkit.chat_templates.template import CHAT_TEMPLATE
 from ftkit.checkpoint.files import ADAPTER, BASE, RECIPE
 from ftkit.checkpoint.metadata import Layout, Metadata, write_metadata
 from ftkit.checkpoint.saver import Retention, Saver
@@ -18,6 +19,7 @@ from ftkit.console.formatting import utc_now
 from ftkit.lora.save import save_adapter
 from ftkit.model.load_weights import trained_weights
 from ftkit.pretrained.base_model import save_companions
+from ftkit.pretrained.chat_files import GENERATION
 from ftkit.strategies.distributed import rank
 from ftkit.training.journal import Journal
 from ftkit.training.setup import Setup
@@ -175,11 +177,14 @@ class Checkpointing:
             own.write_text(text, encoding="utf-8")
             if isinstance(recipe, LoraRecipe):
                 others = directory / ADAPTER
-                save_adapter(adapter, base, recipe, others, fingerprint)
-            else:
-                others.mkdir()
-                save_companions(base, others)
-            return [own, *(path for path in others.rglob("*") if path.is_file())]
+                save_adapter(adapter, base, recipe, others, fingerprint, setup.chat_files)
+                return [own, *others.iterdir()]
+            others.mkdir()
+            save_companions(base, others)
+            asked = [directory / name for name in (CHAT_TEMPLATE, GENERATION)]
+            for file in asked:
+                file.write_bytes(setup.chat_files[file.name])
+            return [own, *asked, *others.iterdir()]
 
         return write
 

@@ -1,6 +1,6 @@
 """Evaluation on held-out records: the validation loss, and how many answers are right."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -78,7 +78,7 @@ def validation_loss(
 def answer_records(
     model: LanguageModel,
     tokenizer: Tokenizer,
-    questions: Iterable[Example],
+    questions: Sequence[Example],
     *,
     max_new_tokens: int,
     context: Context,
@@ -93,14 +93,10 @@ def answer_records(
         context: in which the model computes.
     """
     assert tokenizer.eos_id is not None
+    stop_ids = frozenset({tokenizer.eos_id}).union(*(question.stop_ids for question in questions))
     prompts = [torch.tensor(question.prompt) for question in questions]
     with context():
-        answers = answer_greedily(
-            model,
-            prompts,
-            eos_id=tokenizer.eos_id,
-            max_new_tokens=max_new_tokens,
-        )
+        answers = answer_greedily(model, prompts, stop_ids=stop_ids, max_new_tokens=max_new_tokens)
     return [tokenizer.decode(answer).strip() for answer in answers]
 
 

@@ -128,17 +128,19 @@ def _order(setup: Setup) -> ElasticOrder:
 
 def _save(setup: Setup, out: Path) -> None:
     """Write the result; every rank takes part in gathering."""
-    recipe, base = setup.job.recipe, setup.base
+    recipe, base, beside = setup.job.recipe, setup.base, setup.chat_files
     tensors = trained_weights(setup.model, setup.strategy.sharding)
     if rank() > 0:
         for _ in tensors:
             pass
     elif isinstance(recipe, LoraRecipe):
-        save_adapter(tensors, base, recipe, out, setup.identities[0].fingerprint)
+        save_adapter(tensors, base, recipe, out, setup.identities[0].fingerprint, beside)
     elif layout_of(base) == "hf":
-        save_hf(base, tensors, out)
+        save_hf(base, tensors, out, others=beside)
     else:
-        save_litgpt(base, tensors, out, others=prompt_style_file(setup.data.prompt_style))
+        style = setup.data.prompt_style
+        others = beside | ({} if style is None else prompt_style_file(style))
+        save_litgpt(base, tensors, out, others=others)
 
 
 def run_rank(job_path: Path, terminal: TextIO) -> int:

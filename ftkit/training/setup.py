@@ -2,7 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +28,7 @@ from ftkit.optim.optimizers import base_learning_rate
 from ftkit.optim.schedule import Schedule, make_schedule
 from ftkit.optim.state_kinds import bytes_per_number, state_kinds
 from ftkit.pretrained.base_model import BaseModel, checked_length, open_base, open_companions
+from ftkit.pretrained.chat_files import chat_files
 from ftkit.pretrained.fingerprint import fingerprint
 from ftkit.pretrained.hub import find_here
 from ftkit.pretrained.save import layout_of
@@ -72,6 +73,12 @@ class Setup:
     def is_saved(self) -> bool:
         """Whether there will be checkpoints and a result."""
         return self.job.recipe.checkpoint.save and not self.base.random
+
+    @cached_property
+    def chat_files(self) -> dict[str, bytes]:
+        """What says beside the weights how the result is asked."""
+        renderer = self.data.renderer
+        return chat_files(self.base, renderer.template.source, renderer.stop_ids)
 
     def learning_rate(self, step: int) -> float:
         """Of optimizer step `step` (from 0), in the first parameter group."""
@@ -298,6 +305,7 @@ def _tell(setup: Setup, journal: Journal) -> None:
         optimizer=recipe.optimizer["class_path"],
         parameters=parameter_count(model),
         trainable_parameters=sum(parameter.numel() for parameter in trainable(model)),
+        chat_template=setup.data.renderer.template.name,
         max_seq_length=setup.max_seq_length,
         global_batch_size=recipe.train.global_batch_size,
         micro_batch_size=plan.micro_batch_size,

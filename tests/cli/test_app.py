@@ -22,14 +22,14 @@ from ftkit.config.command_options import components_of, declared, heads_of
 from ftkit.config.parsing import read_recipe
 from ftkit.config.recipe_keys import COMPONENTS, key_types
 from ftkit.config.strategies import DeepSpeedOptions, FsdpOptions
-from ftkit.data.json_files import JsonOptions
+from ftkit.data.own_data_options import OwnDataOptions
 
 RECIPES = ROOT / "recipes"
 FINETUNE = ["finetune", "finetune_lora", "finetune_full"]
 OWN = ["config", "print_config", "overwrite", "force", "stop_after"]
 """Options of these commands that are no key of a recipe."""
 OF_COMPONENTS = [
-    *(f"data.{field.name}" for field in dataclasses.fields(JsonOptions)),
+    *(f"data.{field.name}" for field in dataclasses.fields(OwnDataOptions)),
     *(f"strategy.{field.name}" for field in dataclasses.fields(FsdpOptions)),
     *(f"strategy.{field.name}" for field in dataclasses.fields(DeepSpeedOptions)),
     *("data.help", "optimizer.help", "strategy.help"),

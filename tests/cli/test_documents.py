@@ -2,15 +2,21 @@
 
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
-from command import ROOT
+import warm
+import yaml
+from command import ROOT, command_environment, command_line
+from runs import TIMEOUT_S
+from tiny import make_data
 
 import ftkit.planner.command  # noqa: F401 (libraries set environment variables)
 from ftkit.cli.app import run
 from ftkit.config.recipe import FINETUNE
 from ftkit.errors import UserError
+from ftkit.report.report import read_report
 
 DOCUMENTS = [
     *ROOT.glob("*.md"),
@@ -65,3 +71,69 @@ def test_a_command_line_in_a_document_is_understood(
     if name in (*FINETUNE, "sweep", "plan", "download"):
         assert (code, refusal) == (0, "")
     assert list(tmp_path.iterdir()) == [tmp_path / "recipes"]
+
+
+# --- All of them, for real ------------------------------------------------------------------------
+
+BASES = ("TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T", "TinyLlama/TinyLlama_v1.1")
+BASES += tuple(f"openlm-research/open_llama_{size}" for size in ("3b", "7b", "13b"))
+"""Models that documents and recipes name."""
+DATA = {"class_path": "JSON", "init_args": {"json_path": "my.json", "mask_prompt": True}}
+SMALL = {
+    "train": {"max_steps": 2, "global_batch_size": 8, "lr_warmup_steps": 1, "max_seq_length": 200},
+    "eval": {"max_new_tokens": 3, "max_iters": 1, "exact_match": 0},
+}
+"""What makes a recipe short."""
+BEFORE = [
+    "ftkit finetune --config recipes/quickstart.yaml",
+    "ftkit finetune --config recipes/quickstart.yaml --quantize bnb.nf4 --out_dir out/qlora",
+    "ftkit finetune --config recipes/tiny-llama-lora.yaml --out_dir out/finetune/lora",
+    "ftkit finetune --config recipes/tiny-llama-lora.yaml --out_dir out/lora",
+    "ftkit finetune_full --config recipes/tiny-llama-full.yaml --out_dir out/full",
+    "ftkit finetune_full recipes/tiny-llama-full.yaml --out_dir out/finetune/full --stop_after 1",
+]
+"""What the documents take for done: runs that their lines name."""
+READS_RUNS = {"generate", "evaluate", "merge", "export", "compare", "checkpoints"}
+
+
+def make_place(place: Path, tiny_base: Path) -> None:
+    """A directory as the reader has it, but with small models, few data and short recipes."""
+    for name in BASES:
+        shutil.copytree(tiny_base, place / "checkpoints" / name)
+    make_data(place / "my.json", 20)
+    (place / "questions.txt").write_text("Who is Lena?\nWho is Max?\n")
+    for source in (ROOT / "recipes").rglob("*.yaml"):
+        file = place / source.relative_to(ROOT)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        recipe = yaml.safe_load(source.read_text())
+        if "runs" not in recipe:
+            recipe["data"] = DATA
+            for part, values in SMALL.items():
+                recipe[part] = recipe.get(part, {}) | values
+        file.write_text(yaml.safe_dump(recipe))
+
+
+@pytest.mark.slow
+def test_the_command_lines_of_documents_run(tmp_path: Path, tiny_base: Path) -> None:
+    """Every line as it stands there; what reads runs comes when there are some.
+
+    What `ftkit download` does is shown with a hub in tests/pretrained/test_hub.py.
+    """
+    make_place(tmp_path, tiny_base)
+    lines = [*BEFORE, *(line for file in DOCUMENTS for line in command_lines(file.read_text()))]
+    lines.sort(key=lambda line: line.split()[1] in READS_RUNS)
+    failed = {}
+    for line in dict.fromkeys(line for line in lines if line.split()[1] != "download"):
+        words = shlex.split(line, comments=True)[1:]
+        command, environment = command_line(*words), command_environment()
+        started = warm.SERVER.start(command, environment, cwd=tmp_path)
+        out, err = started.communicate(timeout=TIMEOUT_S)
+        if started.returncode:
+            failed[line] = f"exit code {started.returncode}\n{out}{err}"
+    assert not failed, "\n\n".join(f"{line}\n{what}" for line, what in failed.items())
+    assert {file.name for file in tmp_path.iterdir()} >= {"comparison.html", "single_gpu.html"}
+    assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 2
+    assert {"merged", "merged-qlora", "lit"} <= {file.name for file in (tmp_path / "out").iterdir()}
+    report = read_report(tmp_path / "out/finetune/full")
+    assert report.progress is not None and report.progress.steps == 2
+    assert report.resolved is not None and report.resolved.world_size == 4

@@ -143,6 +143,10 @@ def test_an_adapter_is_exported_as_it_is(ended: dict[str, Ended], tmp_path: Path
         assert {file.name for file in out.iterdir()} == {
             "adapter_config.json",
             "adapter_model.safetensors",
+            "chat_template.jinja",
+            "generation_config.json",
+            "tokenizer.json",
+            "tokenizer_config.json",
         }
         for file in out.iterdir():
             assert file.read_bytes() == (source / file.name).read_bytes()

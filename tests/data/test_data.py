@@ -14,13 +14,14 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from ftkit import embedded
 from ftkit.config.recipe import Component
 from ftkit.data.dataset import DataSets, load_data
-from ftkit.data.json_records import Record, read_records
 from ftkit.data.loader import collate, train_batches, validation_loader
 from ftkit.data.renderer import Rendered
 from ftkit.data.sampler import FILLER, ElasticOrder
 from ftkit.data.samples import Sample, SampleSet
 from ftkit.data.sources import check_data
 from ftkit.errors import UserError
+from ftkit.records.read import read_records
+from ftkit.records.record import Record
 
 litgpt_data = pytest.importorskip("litgpt.data", reason="the data are compared with LitGPT's")
 from litgpt import prompts  # noqa: E402
@@ -458,9 +459,9 @@ class TestChecks:
             check_data(json_data(tmp_path / "none" / "x.json"))
 
     def test_other_kinds_of_file_are_refused(self, tmp_path: Path) -> None:
-        (tmp_path / "a.csv").write_text("instruction,output")
-        with pytest.raises(UserError, match=r"only .json and .jsonl files"):
-            check_data(json_data(tmp_path / "a.csv"))
+        (tmp_path / "a.docx").write_text("instruction,output")
+        with pytest.raises(UserError, match=r"only .json, .jsonl, .csv, .*directories can be read"):
+            check_data(json_data(tmp_path / "a.docx"))
 
     def test_options_of_other_modules_are_checked_too(self) -> None:
         data = Component(class_path="Alpaca2k", init_args={"val_split_fraction": 2})

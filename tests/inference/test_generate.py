@@ -1,6 +1,5 @@
 """ftkit generate and ftkit chat: answers of results, as text, as JSON and as files."""
 
-import io
 import json
 import signal
 import subprocess
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from answers import PROMPT, alpaca, expected_answer, typed
 from command import command_environment, command_line
 from results import Ended
 from runs import DEFAULT_SIGNALS, TIMEOUT_S
@@ -18,11 +17,7 @@ from runs import DEFAULT_SIGNALS, TIMEOUT_S
 from ftkit.cli.app import run
 from ftkit.config.recipe import Quantization
 from ftkit.errors import UserError
-from ftkit.inference.loading import load_result
 from ftkit.inference.result import find_result
-from ftkit.model.generation import answer_greedily
-
-PROMPT = "what is the colour of red cat"
 
 
 @pytest.fixture
@@ -52,34 +47,6 @@ def mistake(*argv: object) -> str:
     with pytest.raises(UserError) as error:
         run([*map(str, argv)])
     return str(error.value)
-
-
-def expected_answer(path: Path, text: str, quantize: Any = None, longest: int = 8) -> str:
-    loaded = load_result(
-        find_result(str(path)),
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        quantize=quantize,
-    )
-    tokenizer = loaded.base.tokenizer
-    (tokens,) = answer_greedily(
-        loaded.model, [tokenizer.encode(text)], eos_id=tokenizer.eos_id, max_new_tokens=longest
-    )
-    return tokenizer.processor.decode(tokens.tolist())
-
-
-def alpaca(instruction: str, material: str | None = None) -> str:
-    head = "Below is an instruction that describes a task"
-    if material is None:
-        return (
-            f"{head}. Write a response that appropriately completes the request.\n\n"
-            f"### Instruction:\n{instruction}\n\n### Response:\n"
-        )
-    return (
-        f"{head}, paired with an input that provides further context. Write a response that "
-        f"appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n"
-        f"### Input:\n{material}\n\n### Response:\n"
-    )
 
 
 # --- One prompt -----------------------------------------------------------------------------------
@@ -302,20 +269,27 @@ def test_a_base_model_has_none_to_compare_with(tiny_base: Path) -> None:
 # --- Chat -----------------------------------------------------------------------------------------
 
 
-def typed(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
-
-
-def test_chat_answers_line_by_line_and_says_that_it_remembers_nothing(
+def test_chat_answers_line_by_line_and_remembers(
     ended: dict[str, Ended], said: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = ended["lora"].out_dir
     typed(monkeypatch, PROMPT, "", "the sun")
     out, err = said("chat", path, "--max_new_tokens", 8)
-    assert out == "".join(
-        expected_answer(path, alpaca(line)) + "\n" for line in (PROMPT, "the sun")
-    )
-    assert "in the style Alpaca there is no history: each line is answered on its own\n" in err
+    first = expected_answer(path, alpaca(PROMPT))
+    asked = "### Instruction:\nthe sun\n\n### Response:\n"
+    second = expected_answer(path, f"{alpaca(PROMPT)}{first.strip()}</s>{asked}")
+    assert out == f"{first}\n{second}\n"
+    assert "no history" not in err
+
+
+def test_chat_says_that_it_remembers_nothing_without_a_template(
+    ended: dict[str, Ended], said: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = ended["lora"].out_dir
+    typed(monkeypatch, PROMPT, "the sun")
+    out, err = said("chat", path, "--max_new_tokens", 8, "--raw")
+    assert out == "".join(expected_answer(path, line) + "\n" for line in (PROMPT, "the sun"))
+    assert "there is no history: each line is answered on its own\n" in err
 
 
 def llama3(*turns: str) -> str:

@@ -71,7 +71,7 @@ def without_cache(model: LanguageModel, count: int) -> list[int]:
 
 def test_temperature_0_takes_the_most_likely_token(model: LanguageModel) -> None:
     assert answer(model) == without_cache(model, 12)
-    (batch,) = answer_greedily(model, [PROMPT], eos_id=-1, max_new_tokens=12)
+    (batch,) = answer_greedily(model, [PROMPT], stop_ids=[-1], max_new_tokens=12)
     assert answer(model) == batch.tolist()
 
 
@@ -122,7 +122,7 @@ def test_a_rank_that_answers_with_others_takes_the_tokens_of_rank_0(
 
 
 def answer_of_one(model: LanguageModel) -> list[int]:
-    (tokens,) = answer_greedily(model, [PROMPT], eos_id=-1, max_new_tokens=12)
+    (tokens,) = answer_greedily(model, [PROMPT], stop_ids=[-1], max_new_tokens=12)
     return tokens.tolist()
 
 
@@ -130,6 +130,16 @@ def test_a_stop_token_ends_the_answer_and_is_no_part_of_it(model: LanguageModel)
     whole = answer(model)
     stop = whole[5]
     assert answer(model, stop=[stop]) == whole[: whole.index(stop)]
+
+
+def test_of_several_stop_tokens_the_first_to_come_ends_each_answer(model: LanguageModel) -> None:
+    prompts = [PROMPT, torch.tensor([0, 60, 70])]
+    wholes = [answer(model, prompt) for prompt in prompts]
+    stops = {wholes[0][5], wholes[1][3]}
+    expected = [answer(model, prompt, stop=stops) for prompt in prompts]
+    assert all(len(answered) < 12 for answered in expected)
+    found = answer_greedily(model, prompts, stop_ids=stops, max_new_tokens=12)
+    assert [tokens.tolist() for tokens in found] == expected
 
 
 def test_an_answer_ends_where_the_context_does(model: LanguageModel) -> None:

@@ -277,14 +277,19 @@ def test_the_token_is_sent_and_an_explicit_one_comes_first(
     assert {request.authorization for request in served.requests} == {f"Bearer {TOKEN}"}
 
 
-def test_hf_endpoint_is_honoured(served: Hub, tmp_path: Path) -> None:
-    code = f"from ftkit.pretrained.hub import download; print(download({REPOSITORY!r}))"
+def test_the_command_downloads_from_the_hub_that_the_environment_names(
+    served: Hub, tmp_path: Path
+) -> None:
     environment = {**os.environ, "HF_ENDPOINT": served.url, "HF_HOME": str(tmp_path / "home")}
     environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
+        [sys.executable, "-m", "ftkit", "download", REPOSITORY],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
-    assert done.stdout == f"checkpoints/{REPOSITORY}\n", done.stderr
+    assert done.returncode == 0 and f"checkpoints/{REPOSITORY}" in done.stdout, done.stderr
     assert contents(tmp_path / "checkpoints" / REPOSITORY) == without_readme(SAFE)
 
 

@@ -30,6 +30,7 @@ LIGHT_PACKAGES = [
     "console",
     "embedded",
     "launch",
+    "records",
     "report",
     "runs",
     "utils",

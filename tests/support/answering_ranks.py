@@ -56,7 +56,7 @@ if __name__ == "__main__":
     if rank == 1:
         model.register_forward_hook(lambda module, inputs, logits: -logits)
     (answer,) = answer_greedily(
-        model.eval(), [torch.tensor([0, 20, 30, 40, 50])], eos_id=eos_id, max_new_tokens=12
+        model.eval(), [torch.tensor([0, 20, 30, 40, 50])], stop_ids=[eos_id], max_new_tokens=12
     )
     Path(f"{out}-{rank}.json").write_text(json.dumps(answer.tolist()))
     dist.destroy_process_group()

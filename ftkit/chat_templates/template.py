@@ -1,0 +1,181 @@
+"""Chat templates: a conversation in, the text that the model is given out."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError, TemplateSyntaxError
+
+from ftkit.chat_templates.sandbox import MOST_SECONDS, Budget, TooLarge, TooSlow, compiled, stream
+from ftkit.errors import UserError
+
+CHAT_TEMPLATE = "chat_template.jinja"
+"""Where transformers and ftkit look for the template of a model, beside its tokenizer."""
+
+Message = Mapping[str, Any]
+"""role and content; tool_calls, reasoning_content and others where there are."""
+Span = tuple[int, int]
+"""First character and end."""
+
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+
+class TemplateRefusal(Exception):
+    """A template does not take a conversation; the text is the reason."""
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A jinja template as transformers' apply_chat_template renders it, in the same sandbox."""
+
+    source: str
+    """Jinja."""
+    name: str
+    """For people: chatml, the path of its file, or whose it is."""
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    """bos_token, eos_token and the like: their texts, which templates may ask for."""
+
+    def __post_init__(self) -> None:
+        """Compile.
+
+        Raises:
+            UserError: it is no template.
+        """
+        try:
+            compiled(self.source)
+        except TemplateSyntaxError as error:
+            raise UserError(
+                f"The chat template ({self.name}) is no jinja template: line {error.lineno}: "
+                f"{error.message}\nCorrect it there, or try --data.chat_template chatml."
+            ) from None
+        except (RecursionError, SyntaxError, TemplateError, TooLarge, TooSlow) as error:
+            raise UserError(
+                f"The chat template ({self.name}) cannot be compiled: {_reason(error)}.\n"
+                "Try --data.chat_template chatml."
+            ) from None
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        **variables: object,
+    ) -> str:
+        """The text of a conversation.
+
+        Args:
+            messages: in order.
+            tools: JSON schemas of what may be called.
+            add_generation_prompt: end with what an answer follows.
+            variables: others that the template asks for.
+
+        Raises:
+            TemplateRefusal: the template raises, or makes too large a text.
+            UserError: it does not come to an end.
+        """
+        return self._run(messages, tools, add_generation_prompt, variables)[0]
+
+    def render_marked(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> tuple[str, list[Span]]:
+        """The text of a conversation, and where its `generation` blocks are.
+
+        Raises:
+            TemplateRefusal, UserError: as `render`; a block is inside a macro, where it has no
+                place of its own.
+        """
+        text, blocks = self._run(messages, tools, False, {})
+        if not all(text.startswith(block, first) for first, block in blocks):
+            raise TemplateRefusal("its generation blocks are in macros or filtered")
+        return text, [(first, first + len(block)) for first, block in blocks if block]
+
+    @property
+    def marks_generation(self) -> bool:
+        """Whether the template says itself what an assistant generates."""
+        return _GENERATION.search(self.source) is not None
+
+    def _run(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        variables: Mapping[str, object],
+    ) -> tuple[str, list[tuple[int, str]]]:
+        given = {
+            **self.special_tokens,
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **variables,
+        }
+        budget = Budget()
+        try:
+            return "".join(stream(compiled(self.source), given, budget)), budget.generated
+        except TooSlow:
+            raise UserError(
+                f"The chat template ({self.name}) takes more than {MOST_SECONDS:.0f} s for one "
+                "conversation, so it may never end.\nTry --data.chat_template chatml."
+            ) from None
+        except MemoryError:
+            raise
+        except Exception as error:  # whatever code of a template raises
+            raise TemplateRefusal(_reason(error)) from None
+
+
+def template_of(tokenizer_directory: Path) -> str | None:
+    """The chat template that lies beside a tokenizer; None: there is none.
+
+    Where there is one for tools and one for all else, they become one template.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    file = tokenizer_directory / CHAT_TEMPLATE
+    if file.is_file():
+        return read_template(file)
+    settings = tokenizer_directory / "tokenizer_config.json"
+    if not settings.is_file():
+        return None
+    try:
+        template = json.loads(settings.read_text(encoding="utf-8")).get("chat_template")
+    except (ValueError, AttributeError, OSError) as error:
+        raise UserError(f"{settings} cannot be read ({error}). Download it again.") from error
+    if isinstance(template, list):
+        return _either({entry["name"]: entry["template"] for entry in template})
+    return template if isinstance(template, str) else None
+
+
+def read_template(file: Path) -> str:
+    """The text of a template's file.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"The chat template {file} cannot be read ({error}).\nSave it as UTF-8 text."
+        ) from None
+
+
+def _either(named: Mapping[str, str]) -> str | None:
+    """One template of the one for tools and the default one, as transformers chooses."""
+    default, tool_use = (named.get(name) for name in ("default", "tool_use"))
+    if default is None or tool_use is None:
+        return default
+    # Line ends at the seams are those of the templates alone.
+    first, second = (text.removesuffix("\n") for text in (tool_use, default))
+    return f"{{% if tools is not none +%}}{first}{{%+ else +%}}{second}{{%+ endif %}}"
+
+
+def _reason(error: BaseException) -> str:
+    text = str(error).strip().partition("\n")[0]
+    if isinstance(error, TemplateError | TooLarge) and text:
+        return text.rstrip(".")
+    return f"{type(error).__name__}: {text}".rstrip(": .")

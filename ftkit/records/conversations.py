@@ -1,0 +1,235 @@
+"""Conversations: messages and ShareGPT turns, with tools and tool calls, in one canonical form."""
+
+import json
+from typing import Any
+
+from ftkit.records.record import Misfit, Record, check_text, keys_of, kind_of
+
+CONVERSATION_KEYS = ("messages", "conversations", "conversation")
+"""Under which a record has its messages."""
+
+_RULE = "A message is an object with role (system, user, assistant or tool) and content."
+_ROLES = {
+    **dict.fromkeys(("system", "developer", "user", "assistant", "tool")),
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "model", "bot", "chatgpt", "bing", "bard"), "assistant"),
+    **dict.fromkeys(("observation", "function", "function_response", "ipython"), "tool"),
+    "function_call": "assistant",
+}
+"""Roles by their names in data; None: its own."""
+
+
+def conversation_record(row: dict[str, Any], key: str) -> Record:
+    """A conversation with its tools; other keys are dropped.
+
+    Args:
+        row: what was read.
+        key: where its messages are.
+
+    Raises:
+        Misfit: it is none.
+    """
+    messages = _messages(row, key)
+    system = row.get("system")
+    if system and not (messages and messages[0]["role"] == "system"):
+        messages.insert(0, {"role": "system", "content": _content(system, ", system", False)})
+    return _with_tools({"messages": messages}, row)
+
+
+def prompted_conversation(row: dict[str, Any], *, answered: bool) -> Record:
+    """The conversation of a prompt and a completion that are lists of messages.
+
+    The assistant's turns of the prompt carry no loss.
+
+    Args:
+        row: what was read.
+        answered: whether it must have a completion.
+
+    Raises:
+        Misfit: it is none.
+    """
+    messages = _messages(row, "prompt")
+    for message in messages:
+        if message["role"] == "assistant":
+            message["train"] = False
+    if answered or "completion" in row:
+        messages += _messages(row, "completion")
+    return _with_tools({"messages": messages}, row)
+
+
+def conversation_of(record: Record) -> Record:
+    """An instruction record as a conversation: of one question and, where there is one, its answer.
+
+    The input stands below the instruction.
+    """
+    parts = [record["instruction"], record.get("input", "")]
+    messages = [{"role": "user", "content": "\n\n".join(part for part in parts if part)}]
+    if system := record.get("sys_prompt"):
+        messages.insert(0, {"role": "system", "content": system})
+    if "output" in record:
+        messages.append({"role": "assistant", "content": record["output"]})
+    return {"messages": messages}
+
+
+def _messages(row: dict[str, Any], key: str) -> list[Record]:
+    turns = row.get(key)
+    if key not in row:
+        raise Misfit(f" has no {key}; its keys: {keys_of(row)}. {_RULE}\nAdd {key}.")
+    if not isinstance(turns, list):
+        raise Misfit(
+            f": {key} is {kind_of(turns)}, but has to be a list of messages. {_RULE}\n"
+            "Correct or remove the record."
+        )
+    return [_message(turn, f", message {n}") for n, turn in enumerate(turns, 1)]
+
+
+def _message(turn: Any, where: str) -> Record:
+    if not isinstance(turn, dict):
+        raise Misfit(f"{where} is {kind_of(turn)}. {_RULE}\nCorrect or remove the record.")
+    sender, said = ("from", "value") if "from" in turn and "role" not in turn else _OPENAI
+    name = turn.get(sender)
+    if not isinstance(name, str) or name not in _ROLES:
+        if sender not in turn:
+            raise Misfit(f"{where} has no {sender}; its keys: {keys_of(turn)}. {_RULE}\nAdd it.")
+        raise Misfit(
+            f"{where}: {sender} is {name!r}, but has to be one of {', '.join(_ROLES)}.\n"
+            "Correct it, or remove the record."
+        )
+    role = _ROLES[name] or name
+    value = turn.get(said)
+    calls = _tool_calls(turn.get("tool_calls"), where)
+    if name == "function_call":
+        calls, value = _tool_calls(_parsed(value, said, where), where), None
+    message: Record = {"role": role, "content": _content(value, where, bool(calls), said)}
+    if calls:
+        if role != "assistant":
+            raise Misfit(
+                f"{where}: role is {name!r}, but only the assistant has tool_calls.\n"
+                "Correct or remove the record."
+            )
+        message["tool_calls"] = calls
+    for key in ("tool_call_id", "name", "reasoning_content"):
+        if (text := turn.get(key)) is not None:
+            if not isinstance(text, str):
+                raise Misfit(f"{where}: {key} is {kind_of(text)}.\nMake {key} a text.")
+            check_text(text, key, where)
+            message[key] = text
+    if (train := _is_trained(turn, role, where)) is not None:
+        message["train"] = train
+    return message
+
+
+_OPENAI = ("role", "content")
+
+
+def _content(value: Any, where: str, may_lack: bool, key: str = "content") -> str:
+    """The text of a message; of parts, they are joined."""
+    if isinstance(value, str):
+        check_text(value, key, where)
+        return value
+    if value is None and may_lack:
+        return ""
+    if isinstance(value, list):
+        return "".join(_part(part, where) for part in value)
+    raise Misfit(
+        f"{where}: {key} is {kind_of(value)}, but has to be a text or a list of text parts.\n"
+        f"Make {key} a text, or remove the record."
+    )
+
+
+def _part(part: Any, where: str) -> str:
+    kind = part.get("type") if isinstance(part, dict) else kind_of(part)
+    if kind != "text" or not isinstance(part.get("text"), str):
+        raise Misfit(
+            f"{where}: its content has a part that is {kind!r}, but ftkit trains on parts of "
+            'texts alone: {"type": "text", "text": ...}.\nRemove the part, or the record.'
+        )
+    return _content(part["text"], where, False)
+
+
+def _tool_calls(value: Any, where: str) -> list[Record]:
+    """Calls as OpenAI writes them, with their arguments as an object."""
+    if value is None:
+        return []
+    calls = [value] if isinstance(value, dict) else value
+    if not isinstance(calls, list):
+        raise Misfit(
+            f"{where}: tool_calls is {kind_of(value)}, but has to be a list of calls.\n"
+            "Correct or remove the record."
+        )
+    return [_tool_call(call, where) for call in calls]
+
+
+def _tool_call(call: Any, where: str) -> Record:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise Misfit(
+            f"{where}: a tool call has no name. A tool call is "
+            '{"type": "function", "function": {"name": ..., "arguments": {...}}}.\n'
+            "Correct or remove the record."
+        )
+    arguments = _parsed(function.get("arguments") or {}, "arguments", where)
+    if not isinstance(arguments, dict):
+        raise Misfit(
+            f"{where}: the arguments of {function['name']} are {kind_of(arguments)}.\n"
+            "Make them an object, or JSON text of one."
+        )
+    check_text(json.dumps(function, ensure_ascii=False), "tool_calls", where)
+    made: Record = {"type": "function", "function": {"name": function["name"]}}
+    made["function"]["arguments"] = arguments
+    return {"id": call["id"], **made} if isinstance(call.get("id"), str) else made
+
+
+def _is_trained(turn: dict[str, Any], role: str, where: str) -> bool | None:
+    """What a message says about its loss; None: nothing."""
+    train, weight = turn.get("train"), turn.get("weight")
+    if train is not None and not isinstance(train, bool):
+        raise Misfit(f"{where}: train is {train!r}.\nMake it true or false.")
+    if weight is not None and weight not in (0, 1):
+        raise Misfit(f"{where}: weight is {weight!r}, but a turn counts or not.\nMake it 0 or 1.")
+    said = {mark for mark in (train, weight) if mark is not None}
+    if len(said) > 1:
+        raise Misfit(f"{where}: train is {train}, but weight is {weight}.\nRemove one of the two.")
+    if role == "assistant":
+        return bool(said.pop()) if said else None
+    if True in said:
+        raise Misfit(
+            f"{where} is to be trained on, but only turns of the assistant are.\n"
+            "Remove train and weight from it."
+        )
+    return None
+
+
+def _with_tools(record: Record, row: dict[str, Any]) -> Record:
+    """The record with the tools of its row: a list of functions, or JSON text of one."""
+    tools = _parsed(row.get("tools") or [], "tools", "")
+    if not isinstance(tools, list):
+        raise Misfit(f": tools is {kind_of(tools)}.\nMake it a list of functions, or remove it.")
+    if not tools:
+        return record
+    record["tools"] = [_tool(tool) for tool in tools]
+    check_text(json.dumps(tools, ensure_ascii=False), "tools")
+    return record
+
+
+def _tool(tool: Any) -> Record:
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise Misfit(
+            ": one of its tools has no name. A tool is "
+            '{"type": "function", "function": {"name": ..., "parameters": {...}}}.\n'
+            "Correct or remove the record."
+        )
+    return tool if "function" in tool else {"type": "function", "function": tool}
+
+
+def _parsed(value: Any, key: str, where: str) -> Any:
+    """What JSON text stands for; anything else as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise Misfit(
+            f"{where}: {key} is a text that is not valid JSON.\nCorrect or remove the record."
+        ) from None

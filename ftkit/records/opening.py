@@ -1,0 +1,152 @@
+"""Data files, opened: decompressed, decoded, and told apart from files of other kinds."""
+
+import gzip
+import io
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ftkit.errors import UserError
+
+COMPRESSED = (".gz", ".zst")
+"""Endings behind those of text files."""
+
+_MAGIC = {
+    b"PAR1": ("a parquet file", "Rename it to {stem}.parquet"),
+    b"\x1f\x8b": ("compressed with gzip", "Rename it to {name}.gz"),
+    b"\x28\xb5\x2f\xfd": ("compressed with Zstandard", "Rename it to {name}.zst"),
+    b"PK\x03\x04": (
+        "a zip archive, such as an Excel sheet",
+        "Unpack it, or save the sheet as CSV (UTF-8), and give that",
+    ),
+    b"\xd0\xcf\x11\xe0": ("an Excel sheet", "Save the sheet as CSV (UTF-8), and give that"),
+    b"version https://git-lfs": (
+        "a pointer of Git LFS, not the file itself",
+        "Run git lfs pull in its repository",
+    ),
+    b"ARROW1": ("an Arrow file", "Give the directory that save_to_disk of datasets writes"),
+}
+_WEB_PAGE = (b"<!doctype html", b"<html")
+_HEAD_BYTES = 64
+
+
+@contextmanager
+def opened(file: Path) -> Iterator[BinaryIO]:
+    """The bytes of a file without compression, for as long as it is read.
+
+    Raises:
+        UserError: it cannot be read or decompressed, or is of another kind than its name says.
+    """
+    try:
+        with file.open("rb") as raw:
+            _check_kind(file, raw.read(_HEAD_BYTES))
+            raw.seek(0)
+            yield _decompressed(file, raw)
+    except gzip.BadGzipFile as error:
+        raise UserError(_explain_damage(file, error)) from None
+    except OSError as error:
+        raise UserError(
+            f"{file} cannot be read: {error.strerror or error}.\nSet data.path to a readable file."
+        ) from None
+    except (EOFError, zlib.error) as error:
+        raise UserError(_explain_damage(file, error)) from None
+
+
+def text_of(file: Path) -> str:
+    """All text of a file, a byte order mark apart.
+
+    Raises:
+        UserError: as `opened`, or it is not UTF-8.
+    """
+    with opened(file) as stream:
+        return _decoded(file, stream.read(), 0)
+
+
+def lines_of(file: Path) -> Iterator[str]:
+    """The lines of a text file with their ends, a byte order mark apart; never all at once.
+
+    Lines end at a line feed alone: JSON allows other separators inside texts.
+
+    Raises:
+        UserError: as `opened`, or it is not UTF-8.
+    """
+    done_bytes = 0
+    with opened(file) as stream:
+        for line in stream:
+            yield _decoded(file, line, done_bytes)
+            done_bytes += len(line)
+
+
+def _decoded(file: Path, content: bytes, start: int) -> str:
+    try:
+        return content.decode("utf-8-sig" if start == 0 else "utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{file} is not UTF-8 text: byte {start + error.start} is "
+            f"{error.object[error.start]:#04x}.\nSave it with the encoding UTF-8."
+        ) from None
+
+
+def _decompressed(file: Path, raw: BinaryIO) -> BinaryIO:
+    ending = file.suffix.lower()
+    if ending == ".gz":
+        return io.BufferedReader(gzip.GzipFile(fileobj=raw))
+    if ending != ".zst":
+        return raw
+    try:
+        import zstandard
+    except ImportError:
+        raise UserError(
+            f"{file} is compressed with Zstandard, which needs a package of its own.\n"
+            "Try pip install 'ftkit[zstd]', or decompress the file."
+        ) from None
+    reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
+    return io.BufferedReader(_Raising(reader, zstandard.ZstdError, file))
+
+
+class _Raising(io.RawIOBase):
+    """A reader of zstandard whose errors are those of any damaged file."""
+
+    def __init__(self, reader: Any, error: type[Exception], file: Path) -> None:
+        self._reader, self._error, self._file = reader, error, file
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            return int(self._reader.readinto(buffer))
+        except self._error as error:
+            raise UserError(_explain_damage(self._file, error)) from None
+
+
+def _check_kind(file: Path, head: bytes) -> None:
+    """Refuse a file that begins like one of another kind."""
+    ending = file.suffix.lower()
+    known = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd", ".parquet": b"PAR1"}
+    if ending in known and head.startswith(known[ending]):
+        return
+    for magic, (kind, works) in _MAGIC.items():
+        if head.startswith(magic):
+            stem = file.name.removesuffix(file.suffix)
+            advice = works.format(stem=stem, name=file.name)
+            raise UserError(f"{file} is {kind}, not what its name says.\n{advice}.")
+    if ending != ".txt" and head.lstrip().lower().startswith(_WEB_PAGE):
+        raise UserError(
+            f"{file} is a web page, not data.\nDownload the file itself: its address often has "
+            "/resolve/ or /raw/ where that of its page has /blob/."
+        )
+    if ending in known:
+        raise UserError(
+            f"{file} is not what its name says: it does not begin as {ending} files do.\n"
+            "Rename it to what it is, such as "
+            f"{file.name.removesuffix(file.suffix).removesuffix('.jsonl')}.jsonl."
+        )
+
+
+def _explain_damage(file: Path, error: Exception) -> str:
+    return (
+        f"{file} cannot be decompressed: {error}.\nCopy or download it again; it may be cut short."
+    )

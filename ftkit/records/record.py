@@ -1,0 +1,47 @@
+"""Canonical records: their shapes, and why a value is none."""
+
+from typing import Any, Literal
+
+Record = dict[str, Any]
+"""One example in canonical form, of JSON values alone; made when data is read, never changed."""
+
+Shape = Literal["instruction", "completion", "messages", "text"]
+"""What a record is. instruction: instruction, output and, if needed, input and sys_prompt.
+completion: prompt and completion, taken as they are. messages: a conversation and, if needed, its
+tools. text: a document, every token of which is learned."""
+
+
+class Misfit(Exception):
+    """Why a value is no record: the rest of a sentence that begins with its place."""
+
+
+def check_text(text: str, key: str, where: str = "") -> None:
+    """Refuse what cannot be encoded.
+
+    Args:
+        text: any.
+        key: whose text it is.
+        where: place within the record, as ", message 2".
+
+    Raises:
+        Misfit: half of a surrogate pair.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise Misfit(
+            f"{where}: {key} is not valid text: character {error.start + 1} is half of a "
+            "surrogate pair.\nCorrect or remove the record."
+        ) from None
+
+
+def kind_of(value: object) -> str:
+    """A JSON value in words: a list, a number."""
+    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}
+    names |= {int: "a number", float: "a number", type(None): "null"}
+    return names.get(type(value), type(value).__name__)
+
+
+def keys_of(row: dict[str, Any]) -> str:
+    """The keys of what is no record, for its error."""
+    return ", ".join(map(str, row)) or "none"
