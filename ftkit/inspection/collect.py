@@ -7,8 +7,8 @@ import numpy as np
 
 from ftkit.config.parsing import Override, read_recipe
 from ftkit.config.peft_adapter import with_adapter
-from ftkit.data.dataset import DataSets, OnSplitProgress, load_data
-from ftkit.data.parts import LoadedPart
+from ftkit.data.dataset import DataSets, load_data
+from ftkit.data.parts import LoadedPart, OnSplitProgress
 from ftkit.data.prepare import NO_LABELS, Prepared
 from ftkit.data.renderer import NO_OUTPUT
 from ftkit.data.samples import SampleSet
@@ -27,6 +27,7 @@ from ftkit.inspection.lengths import lengths_of
 from ftkit.inspection.token_texts import token_texts
 from ftkit.pretrained.base_model import checked_length
 from ftkit.pretrained.blueprint import read_blueprint
+from ftkit.pretrained.chat_files import end_tokens
 from ftkit.pretrained.hub import fetch_settings, has_tokenizer
 from ftkit.pretrained.tokenizer import Tokenizer
 
@@ -68,7 +69,7 @@ def inspect_data(
     evidence = Evidence(
         data=data,
         tokenizer=tokenizer,
-        end_ids=frozenset({tokenizer.eos_id}),  # SHIM
+        end_ids=end_tokens(directory),
         max_seq_length=limit,
         model_context=base.config.block_size,
     )
@@ -97,10 +98,12 @@ def _whole_lengths(parts: Sequence[LoadedPart]) -> np.ndarray:
 def _source(part: LoadedPart, take: int, limit: int) -> SourceNumbers:
     return SourceNumbers(
         name=part.source.name,
-        shape=part.shape,
-        template=f"prompt style {type(part.rules.prompt_style).__name__.lower()}",  # SHIM
-        train_on=part.rules.train_on,
-        overlong=part.rules.overlong,
+        where=part.source.where,
+        records=part.part.description,
+        shape=part.part.shape,
+        template=part.renderer.template.name,
+        train_on=part.part.rules.train_on,
+        overlong=part.part.rules.overlong,
         per_epoch=take,
         train=_split(part.splits["train"], limit),
         val=_split(part.splits["val"], limit),

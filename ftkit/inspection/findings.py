@@ -71,10 +71,10 @@ def no_end_of_turn(evidence: Evidence, part: LoadedPart) -> Finding | None:
         for sample in examined(part.splits["train"].samples)
         if len(sample.ids) < evidence.max_seq_length
     ]
-    if part.shape == "text" or not whole or any(ends & _trained(sample) for sample in whole):
+    if part.part.shape == "text" or not whole or any(ends & _trained(sample) for sample in whole):
         return None
     end = " or ".join(token_name(evidence.tokenizer, i) for i in sorted(ends))
-    if part.shape == "instruction":
+    if part.part.shape == "instruction":
         advice = f"Remove {end} from the end of the outputs: ftkit adds it by itself."
     else:
         advice = (
@@ -211,8 +211,8 @@ def train_in_validation(evidence: Evidence) -> Finding | None:
 
 def template_not_used(evidence: Evidence, part: LoadedPart) -> Finding | None:
     """The base model has a chat template, and learns another one."""
-    own = getattr(evidence.tokenizer, "chat_template", None)  # SHIM
-    if own is None or part.shape not in ("instruction", "messages"):
+    own = evidence.tokenizer.chat_template
+    if own is None or part.part.shape not in ("instruction", "messages"):
         return None
     used = part.renderer.template
     if used.source == own:

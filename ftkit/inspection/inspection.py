@@ -101,9 +101,7 @@ class SplitNumbers:
 class SourceNumbers:
     """One source of the data, and how its records become tokens."""
 
-    name: str
-    shape: str
-    """instruction, completion, messages or text."""
+XX    """instruction, completion, messages or text."""
     template: str
     """What makes texts of its records, in words."""
     train_on: str

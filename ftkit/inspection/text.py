@@ -61,7 +61,8 @@ class InspectionText:
 
 def source_rows(source: SourceNumbers) -> Iterator[tuple[str, str]]:
     """Label and value of what is said of a source."""
-    yield "source", f"{source.name}: {source.shape}"
+    yield "source", source.where
+    yield "records", source.records or source.shape
     yield "template", source.template
     yield "trained", f"{TRAINED_WORDS[source.train_on]} (train_on {source.train_on})"
     for name, split in (("train", source.train), ("validation", source.val)):

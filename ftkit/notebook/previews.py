@@ -76,7 +76,7 @@ def _follow(child: "subprocess.Popen[bytes]", output: IO[bytes]) -> None:
             break
         except subprocess.TimeoutExpired:
             *_, last = ["", *_said(output).split("\n")[:-1]]
-            if last != told:
+            if last != told and not last.startswith("ftkit: "):
                 place.say(last)
                 told = last
     if told:

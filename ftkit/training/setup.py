@@ -28,7 +28,7 @@ from ftkit.optim.optimizers import base_learning_rate
 from ftkit.optim.schedule import Schedule, make_schedule
 from ftkit.optim.state_kinds import bytes_per_number, state_kinds
 from ftkit.pretrained.base_model import BaseModel, checked_length, open_base, open_companions
-from ftkit.pretrained.chat_files import chat_files
+from ftkit.pretrained.chat_files import chat_files, end_tokens
 from ftkit.pretrained.fingerprint import fingerprint
 from ftkit.pretrained.hub import find_here
 from ftkit.pretrained.save import layout_of
@@ -239,7 +239,7 @@ def _tell_findings(data: DataSets, base: BaseModel, max_seq_length: int, journal
     evidence = Evidence(
         data=data,
         tokenizer=base.tokenizer,
-        end_ids=frozenset({base.tokenizer.eos_id}),
+        end_ids=end_tokens(base.tokenizer_directory),
         max_seq_length=max_seq_length,
         model_context=base.config.block_size,
     )
