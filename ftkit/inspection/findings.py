@@ -138,10 +138,12 @@ def nothing_trained(evidence: Evidence, part: LoadedPart) -> Finding | None:
     reasons = {NO_OUTPUT: counts.skipped_empty_output, NO_LABELS: counts.skipped_no_labels}
     reasons |= counts.refused
     told = "; ".join(f"{count:,}: {shortened(why)}" for why, count in reasons.items() if count)
-    sufficient = part.splits["train"].sufficient_length
     advice = "Correct or remove them; ftkit data RECIPE shows how one of each kind begins."
-    if max(reasons, key=lambda why: reasons[why]) == NO_LABELS and sufficient is not None:
-        advice = f"Try --train.max_seq_length {sufficient} or more."
+    sufficient = min(counts.longest_tokens, evidence.model_context)
+    if max(reasons, key=lambda why: reasons[why]) == NO_LABELS and (
+        sufficient > evidence.max_seq_length
+    ):
+        advice = f"Try --train.max_seq_length {sufficient}."
     return Finding(
         kind="nothing_trained",
         severity="warning",

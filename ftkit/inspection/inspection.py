@@ -101,7 +101,13 @@ class SplitNumbers:
 class SourceNumbers:
     """One source of the data, and how its records become tokens."""
 
-XX    """instruction, completion, messages or text."""
+    name: str
+    where: str
+    """The file, directory or data set that it is of."""
+    records: str
+    """How many of which kind, in words."""
+    shape: str
+    """instruction, completion, messages or text."""
     template: str
     """What makes texts of its records, in words."""
     train_on: str

@@ -13,6 +13,7 @@ from ftkit.inspection.text import (
     sample_title,
     source_rows,
     visible,
+    visible_rows,
 )
 
 _TRAINED = (
@@ -34,21 +35,21 @@ h1 { font-size: 1.3rem; }
 def page(seen: Inspection) -> str:
     """A page that loads nothing from anywhere; ASCII alone, so that any stream takes it."""
     end = f'<p style="opacity:0.7">Made by ftkit {__version__}.</p>'
-    found = whole_page(f"ftkit data: {seen.base_model}", fragment(seen) + end, _STYLE)
+    found = whole_page(f"ftkit data: {visible(seen.base_model)}", fragment(seen) + end, _STYLE)
     return found.encode("ascii", "xmlcharrefreplace").decode()
 
 
 def fragment(seen: Inspection) -> str:
     """All of it but the frame of the page, for a cell of a notebook."""
     parts = [
-        *(labelled(source_rows(source)) for source in seen.sources),
+        *(labelled(visible_rows(source_rows(source))) for source in seen.sources),
         _head("Findings"),
         _findings(seen.findings),
         _head("Lengths in tokens"),
         labelled(length_rows(seen)),
         _bars(seen.lengths.bars),
         _head("Duplicates"),
-        labelled(duplicate_rows(seen)),
+        labelled(visible_rows(duplicate_rows(seen))),
     ]
     if seen.samples:
         legend = f'<span style="{_TRAINED}">trained</span> not trained {_token("mark", _MARK)}'
@@ -96,7 +97,7 @@ def _bar(samples: int, most: int, background: str) -> str:
 
 def _sample(sample: ShownSample) -> str:
     return (
-        f'<div style="margin:0.8em 0 0.2em;opacity:0.7">{escaped(sample_title(sample))}</div>'
+        f'<div style="margin:0.8em 0 0.2em;opacity:0.7">{escaped(visible(sample_title(sample)))}</div>'
         '<div style="font-family:monospace;white-space:pre-wrap;overflow-wrap:anywhere;'
         'max-height:30em;overflow-y:auto;border:1px solid #8886;padding:0.4em 0.6em">'
         f"{''.join(_tokens(sample))}</div>"

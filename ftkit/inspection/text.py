@@ -1,7 +1,7 @@
 """The text of an inspection, for a terminal of any width and for a log."""
 
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -36,16 +36,16 @@ class InspectionText:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         seen, ascii_only = self._inspection, options.ascii_only
-        yield _rule(f"data for {seen.base_model}")
+        yield _rule(f"data for {visible(seen.base_model)}")
         for source in seen.sources:
-            yield labelled_grid(source_rows(source))
+            yield labelled_grid(visible_rows(source_rows(source)))
         yield ""
         yield _rule("lengths in tokens")
         yield labelled_grid(length_rows(seen))
         yield from _bars(seen.lengths, options.max_width, ascii_only)
         yield ""
         yield _rule("duplicates")
-        yield labelled_grid(duplicate_rows(seen))
+        yield labelled_grid(visible_rows(duplicate_rows(seen)))
         yield ""
         yield _rule("findings")
         yield from _findings(seen.findings)
@@ -55,7 +55,7 @@ class InspectionText:
             yield _legend(ascii_only)
         for sample in seen.samples:
             yield ""
-            yield Text(sample_title(sample), "cyan")
+            yield Text(visible(sample_title(sample)), "cyan")
             yield from _token_lines(sample, options.max_width, ascii_only)
 
 
@@ -70,7 +70,7 @@ def source_rows(source: SourceNumbers) -> Iterator[tuple[str, str]]:
         for left_out in split.left_out:
             yield "", f"{left_out.records:,} left out: {left_out.reason}"
             if left_out.example:
-                yield "", f"such as {shortened(left_out.example, 160)}"
+                yield "", f"such as {shortened(visible(left_out.example), 160)}"
         if split.samples:
             yield "", _token_words(split)
     if source.per_epoch != source.train.samples:
@@ -113,7 +113,7 @@ def duplicate_rows(seen: Inspection) -> Iterator[tuple[str, str]]:
     val = sum(source.val.samples for source in seen.sources)
     yield "train", f"{found.train:,} of {train:,} samples repeat another one"
     for text in found.train_examples:
-        yield "", f"such as {shortened(text, 160)}"
+        yield "", f"such as {shortened(visible(text), 160)}"
     yield (
         "validation",
         (
@@ -122,13 +122,13 @@ def duplicate_rows(seen: Inspection) -> Iterator[tuple[str, str]]:
         ),
     )
     for text in found.val_in_train_examples:
-        yield "", f"such as {shortened(text, 160)}"
+        yield "", f"such as {shortened(visible(text), 160)}"
 
 
 def sample_title(sample: ShownSample) -> str:
     """Which sample it is, and how much of it is trained."""
     return (
-        f"{shortened(sample.source, 60)}, training sample {sample.number:,}: "
+        f"{sample.source}, training sample {sample.number:,}: "
         f"{len(sample.ids):,} tokens, {sum(sample.trained):,} trained"
     )
 
@@ -146,6 +146,11 @@ def counted(bar: Bar) -> str:
 def visible(text: str) -> str:
     r"""A text with every character that does not show as one written out: \t, \u200b."""
     return "".join(_visible(character) for character in text)
+
+
+def visible_rows(rows: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """Labels and values, of which the latter may hold anything."""
+    return ((label, visible(value)) for label, value in rows)
 
 
 def _visible(character: str) -> str:
