@@ -13,12 +13,12 @@ import numpy.typing as npt
 from ftkit.config.recipe import Component
 from ftkit.data.parts import LoadedPart, OnSplitProgress, Split, load_part
 from ftkit.data.prepare import Counts
-from ftkit.data.renderer import Example, Renderer
 from ftkit.data.sampler import EpochOrder
 from ftkit.data.samples import JoinedSamples, Samples, interleave
 from ftkit.data.sources import data_source
 from ftkit.data.spec import DataSource, PartSource
 from ftkit.errors import UserError
+from ftkit.rendering.renderer import Example, Renderer
 
 if TYPE_CHECKING:
     from litgpt.prompts import PromptStyle

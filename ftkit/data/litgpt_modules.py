@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from filelock import FileLock
 
+from ftkit.chat_templates.options import TrainOn
 from ftkit.config.recipe import Component
 from ftkit.data.prompt_styles import resolve_prompt_style
 from ftkit.data.spec import (
@@ -18,7 +19,6 @@ from ftkit.data.spec import (
     Part,
     PartSource,
     Rules,
-    TrainOn,
     check_keys,
     check_shared_values,
 )

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ftkit.data.renderer import Renderer, cut
 from ftkit.records.record import Record
+from ftkit.rendering.renderer import Renderer, cut
 
 BESIDE_TEXT = 8
 """Tokens of a sample that no byte of its text stands for, at most: special ones at both ends of

@@ -6,10 +6,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from ftkit.chat_templates.options import TrainOn
 from ftkit.config.recipe import Component
 from ftkit.data.own_data_options import OwnDataOptions, SourceOptions, options_of, sources_of
 from ftkit.data.prompt_styles import resolve_prompt_style
-from ftkit.data.spec import Content, DataSource, Part, PartSource, Rules, TrainOn
+from ftkit.data.spec import Content, DataSource, Part, PartSource, Rules
 from ftkit.errors import UserError
 from ftkit.records.conversations import conversation_of
 from ftkit.records.formats import files_of
@@ -77,6 +78,11 @@ class OwnData(DataSource):
         Raises:
             UserError: no such files.
         """
+        for source in self._sources:
+            if source.chat_template is not None:
+                from ftkit.chat_templates.named import check_chat_template  # needs jinja2
+
+                check_chat_template(source.chat_template)
         found = [self._found(source) for source in self._sources]
         here = [files for files in found if files is not None]
         if len(here) < len(found):

@@ -6,16 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ftkit.data.spec import (
-    Overlong,
-    Reasoning,
-    TrainOn,
-    check_keys,
-    check_shared_values,
-    check_value,
-)
+from ftkit.chat_templates.options import Reasoning, TrainOn
+from ftkit.data.spec import check_keys, check_shared_values, check_value
 from ftkit.errors import UserError
 from ftkit.records.shapes import COLUMNS
+from ftkit.rendering.renderer import Overlong
 from ftkit.utils.nearest import nearest
 
 

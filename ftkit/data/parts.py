@@ -16,10 +16,10 @@ from ftkit.data.cache import (
     address_of_records,
     cache_directory,
 )
-from ftkit.data.instruction_renderer import InstructionRenderer
 from ftkit.data.prepare import Prepared, prepare
-from ftkit.data.renderer import Renderer
+from ftkit.data.renderers import make_renderer
 from ftkit.data.spec import Part, PartSource
+from ftkit.rendering.renderer import Renderer
 
 if TYPE_CHECKING:
     from litgpt.prompts import PromptStyle
@@ -44,18 +44,6 @@ class LoadedPart:
     """Those that were asked for."""
     notices: tuple[str, ...]
     """What a person should know about the cache."""
-
-
-def make_renderer(part: Part, tokenizer: "Tokenizer | None") -> Renderer:
-    """What makes samples of the records of a part.
-
-    Args:
-        part: its shape and rules count.
-        tokenizer: of the base model; None: nothing but texts will be asked for.
-    """
-    rules = part.rules
-    assert part.shape == "instruction" and rules.prompt_style is not None
-    return InstructionRenderer(tokenizer, rules.prompt_style, mask_prompt=rules.train_on != "all")
 
 
 def load_part(

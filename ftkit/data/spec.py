@@ -7,11 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
+from ftkit.chat_templates.options import Reasoning, TrainOn
 from ftkit.config.recipe import Component
 from ftkit.errors import UserError
 from ftkit.records.record import Record, Shape
+from ftkit.rendering.renderer import Overlong
 from ftkit.utils.nearest import nearest
 
 if TYPE_CHECKING:
@@ -20,17 +22,6 @@ if TYPE_CHECKING:
 
 OWN_DATA = "--data JSON --data.json_path FILE"
 """How records of one's own are given."""
-
-
-TrainOn = Literal["assistant", "last", "all"]
-"""Which tokens carry loss: every turn of the assistant, the last one alone, or everything."""
-
-Reasoning = Literal["split", "refuse"]
-"""What becomes of a conversation whose later turns change how earlier ones are written."""
-
-Overlong = Literal["truncate", "drop", "split"]
-"""What becomes of a sample that is longer than max_seq_length: its end is cut off, it is left out,
-or it is cut into several."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Literal
 
 from ftkit.config.recipe import Component
 from ftkit.data.longest_sample import Longest, longest_sample
-from ftkit.data.parts import make_renderer
+from ftkit.data.renderers import make_renderer
 from ftkit.data.sources import data_source
 from ftkit.data.spec import Splits
 from ftkit.errors import UserError

@@ -1,13 +1,25 @@
 """The tokenizer of a base model."""
 
+import re
+from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import litgpt
 import torch
 
+from ftkit.chat_templates.template import template_of
 from ftkit.errors import UserError
 from ftkit.pretrained.hub import read_json
+
+
+class Encoded(NamedTuple):
+    """The tokens of a text, and where they are in it."""
+
+    ids: list[int]
+    offsets: list[tuple[int, int]]
+    """First character and end of each; bytes of one character share it."""
 
 
 class Tokenizer(litgpt.Tokenizer):  # type: ignore[misc]
@@ -25,6 +37,7 @@ class Tokenizer(litgpt.Tokenizer):  # type: ignore[misc]
             UserError: there is no tokenizer, it cannot be read, or it has no end-of-text token.
         """
         self.model_name = directory.name
+        self._directory = directory
         self.bos_id: int | None
         self.eos_id: int | None
         self._word: int | None = None
@@ -98,6 +111,57 @@ class Tokenizer(litgpt.Tokenizer):  # type: ignore[misc]
             tokens = tokens[:max_length]
         return torch.tensor(tokens, dtype=torch.int, device=device)
 
+    def encode_rendered(self, text: str) -> Encoded:
+        """The tokens of a text that a chat template made, as transformers takes them from it.
+
+        Special tokens are those that the text spells out, BOS too: nothing is added.
+        """
+        return self.encode_all_rendered([text])[0]
+
+    def encode_all_rendered(self, texts: Sequence[str]) -> list[Encoded]:
+        """`encode_rendered` of many texts, which takes less time."""
+        if self.backend == "sentencepiece":
+            return [self._encode_pieces(text) for text in texts]
+        found = self.processor.encode_batch(list(texts), add_special_tokens=False)
+        return [Encoded(encoding.ids, encoding.offsets) for encoding in found]
+
+    @cached_property
+    def special_tokens(self) -> dict[str, str]:
+        """Texts of bos_token, eos_token and all others that the settings name."""
+        named: dict[str, Any] = {}
+        for file in ("special_tokens_map.json", "tokenizer_config.json"):
+            settings = read_json(self._directory / file)
+            more = settings.get("extra_special_tokens")
+            named |= {**settings, **(more if isinstance(more, dict) else {})}
+        texts = {
+            key: token["content"] if isinstance(token, dict) else token
+            for key, token in named.items()
+            if key.endswith("_token")
+            and (isinstance(token, str) or (isinstance(token, dict) and "content" in token))
+        }
+        for key, token_id in (("bos_token", self.bos_id), ("eos_token", self.eos_id)):
+            if token_id is not None:
+                texts[key] = self._text_of(token_id)
+        return texts
+
+    @cached_property
+    def added_tokens(self) -> dict[str, int]:
+        """Ids of the tokens that no text is cut into but by spelling them out."""
+        if self.backend == "sentencepiece":
+            ids = range(self.processor.vocab_size())
+            return {self._text_of(i): i for i in ids if self.processor.is_control(i)}
+        added = self.processor.get_added_tokens_decoder()
+        return {token.content: token_id for token_id, token in added.items()}
+
+    @cached_property
+    def chat_template(self) -> str | None:
+        """The chat template beside the tokenizer; None: there is none.
+
+        Raises:
+            UserError: it cannot be read.
+        """
+        return template_of(self._directory)
+
     def decode(self, tensor: torch.Tensor) -> str:
         """The text of tokens: [length], or of one token with the space that is part of it.
 
@@ -107,6 +171,31 @@ class Tokenizer(litgpt.Tokenizer):  # type: ignore[misc]
         if len(tokens) == 1 and self._word is not None:
             return self.processor.decode([self._word, *tokens])[len("a") :]
         return self.processor.decode(tokens)
+
+    def _encode_pieces(self, text: str) -> Encoded:
+        """Control tokens are cut out first: sentencepiece takes none from a text."""
+        encoded = Encoded([], [])
+        start = 0
+        for part in re.split(self._controls, text) if self.added_tokens else [text]:
+            if (control := self.added_tokens.get(part)) is not None:
+                encoded.ids.append(control)
+                encoded.offsets.append((start, start + len(part)))
+            elif part:
+                found = self.processor.encode(part, return_type="offset_mapping")
+                encoded.ids.extend(found["ids"])
+                encoded.offsets.extend((start + a, start + b) for a, b in found["offsets"])
+            start += len(part)
+        return encoded
+
+    @cached_property
+    def _controls(self) -> str:
+        longest_first = sorted(self.added_tokens, key=len, reverse=True)
+        return f"({'|'.join(map(re.escape, longest_first))})"
+
+    def _text_of(self, token_id: int) -> str:
+        if self.backend == "sentencepiece":
+            return str(self.processor.id_to_piece(token_id))
+        return str(self.processor.id_to_token(token_id))
 
     def _special_token(self, directory: Path, kind: str) -> int | None:
         """The id of the first "bos" or "eos" token that a file names and the vocabulary has."""

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from lightning.fabric.utilities import move_data_to_device
 
-from ftkit.data.renderer import Example
 from ftkit.model.generation import Context, answer_greedily
 from ftkit.model.language_model import LanguageModel
 from ftkit.pretrained.tokenizer import Tokenizer
+from ftkit.rendering.renderer import Example
 from ftkit.strategies.distributed import sum_over_ranks
 from ftkit.utils.progress import OnProgress
 

@@ -9,12 +9,12 @@ import pytest
 from tiny import WORDS, make_tokenizer
 
 from ftkit.data import longest_sample as longest
-from ftkit.data.instruction_renderer import InstructionRenderer
 from ftkit.data.longest_sample import longest_sample
 from ftkit.data.prompt_styles import resolve_prompt_style
-from ftkit.data.renderer import Rendering
 from ftkit.pretrained.tokenizer import Tokenizer
 from ftkit.records.record import Record
+from ftkit.rendering.prompted import InstructionRenderer
+from ftkit.rendering.renderer import Rendering
 
 STYLE = resolve_prompt_style("alpaca")
 

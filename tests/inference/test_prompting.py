@@ -15,7 +15,6 @@ from tiny import make_llama
 from transformers import AutoTokenizer
 
 from ftkit.cli.app import run
-from ftkit.data.instruction_renderer import InstructionRenderer
 from ftkit.data.prompt_styles import resolve_prompt_style
 from ftkit.errors import UserError
 from ftkit.inference.loading import load_result
@@ -23,6 +22,7 @@ from ftkit.inference.prompting import Prompting
 from ftkit.inference.questions import Question, question_of
 from ftkit.inference.result import find_result
 from ftkit.pretrained.base_model import open_base
+from ftkit.rendering.prompted import InstructionRenderer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

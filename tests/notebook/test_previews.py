@@ -36,7 +36,9 @@ def test_recipes_and_keys_are_given_as_to_other_functions(tmp_path: Path) -> Non
 
 
 def test_bad_input_raises_what_the_command_says(keys: dict[str, object]) -> None:
-    with pytest.raises(UserError, match=r"^data\.pth is not an option of JSON(.|\n)*Try --data\.path"):
+    with pytest.raises(
+        UserError, match=r"^data\.pth is not an option of JSON(.|\n)*Try --data\.path"
+    ):
         ftkit.preview(**keys | {"data.pth": "x"})
 
 

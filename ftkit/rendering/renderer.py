@@ -2,10 +2,17 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from ftkit.data.spec import Overlong
 from ftkit.records.record import Record
+
+if TYPE_CHECKING:
+    from ftkit.chat_templates.template import ChatTemplate
+
+
+Overlong = Literal["truncate", "drop", "split"]
+"""What becomes of a sample that is longer than max_seq_length: its end is cut off, it is left out,
+or it is cut into several."""
 
 NO_OUTPUT = "no output"
 """Why a record without an answer becomes no sample."""
@@ -52,6 +59,11 @@ class Renderer(ABC):
     What it does follows from the record, the tokenizer and its own settings alone, so that samples
     may be made in any order, in several processes, and kept.
     """
+
+    @property
+    @abstractmethod
+    def template(self) -> "ChatTemplate":
+        """Makes the same prompts of messages, in other programs too."""
 
     @property
     @abstractmethod

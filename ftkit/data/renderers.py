@@ -1,0 +1,68 @@
+"""Renderers by the shape and the rules of records: what makes their samples."""
+
+from typing import Any
+
+from ftkit.chat_templates.named import OF_TOKENIZER, resolve_chat_template, text_template
+from ftkit.chat_templates.styles import template_of_style
+from ftkit.chat_templates.template import ChatTemplate
+from ftkit.data.spec import Part
+from ftkit.rendering.chat import ChatRenderer
+from ftkit.rendering.document import TextRenderer
+from ftkit.rendering.prompted import CompletionRenderer, InstructionRenderer
+from ftkit.rendering.renderer import Renderer
+
+
+def make_renderer(part: Part, tokenizer: Any) -> Renderer:
+    """What makes samples of the records of a part.
+
+    Args:
+        part: its shape and rules count.
+        tokenizer: of the base model; None: nothing but texts will be asked for.
+
+    Raises:
+        UserError: there is no such chat template.
+    """
+    rules = part.rules
+    if part.shape == "text":
+        return TextRenderer(tokenizer)
+    if part.shape == "completion":
+        return CompletionRenderer(tokenizer, mask_prompt=rules.train_on != "all")
+    if part.shape == "messages":
+        assert rules.chat_template is not None
+        return ChatRenderer(
+            tokenizer,
+            _template(rules.chat_template, tokenizer),
+            train_on=rules.train_on,
+            reasoning=rules.reasoning,
+        )
+    assert rules.prompt_style is not None
+    return InstructionRenderer(tokenizer, rules.prompt_style, mask_prompt=rules.train_on != "all")
+
+
+def other_template_notice(part: Part, tokenizer: Any) -> str | None:
+    """Says that a part is not written as the base model was trained; None: it is.
+
+    Args:
+        part: of the data set.
+        tokenizer: of the base model.
+    """
+    if tokenizer.chat_template is None or part.shape not in ("instruction", "messages"):
+        return None
+    rules = part.rules
+    if rules.prompt_style is not None:
+        used = template_of_style(rules.prompt_style, tokenizer)
+    else:
+        assert rules.chat_template is not None
+        used = _template(rules.chat_template, tokenizer)
+    if used.source == tokenizer.chat_template:
+        return None
+    return (
+        f"{part.name} is written with {used.name}, but {tokenizer.model_name} has a chat template "
+        "of its own; data.chat_template tokenizer uses that"
+    )
+
+
+def _template(value: str, tokenizer: Any) -> ChatTemplate:
+    if tokenizer is not None:
+        return resolve_chat_template(value, tokenizer)
+    return text_template("chatml" if value == OF_TOKENIZER else value, {})

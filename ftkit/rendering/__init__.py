@@ -1,0 +1,1 @@
+"""Rendering: how records become token ids, and which of them carry loss."""
