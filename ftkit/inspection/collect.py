@@ -31,6 +31,10 @@ from ftkit.pretrained.hub import fetch_settings, has_tokenizer
 from ftkit.pretrained.tokenizer import Tokenizer
 from ftkit.rendering.renderer import NO_OUTPUT
 
+_AS_THEY_ARE = {
+    "completion": "none: prompts and completions as they are",
+    "text": "none: texts as they are",
+}
 _EXAMPLE_TOKENS = 64
 """Of a sample that is shown by its beginning."""
 
@@ -101,7 +105,7 @@ def _source(part: LoadedPart, take: int, limit: int) -> SourceNumbers:
         where=part.source.where,
         records=part.part.description,
         shape=part.part.shape,
-        template=part.renderer.template.name,
+        template=_AS_THEY_ARE.get(part.part.shape) or part.renderer.template.name,
         train_on=part.part.rules.train_on,
         overlong=part.part.rules.overlong,
         per_epoch=take,

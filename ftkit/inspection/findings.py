@@ -77,10 +77,10 @@ def no_end_of_turn(evidence: Evidence, part: LoadedPart) -> Finding | None:
     if part.part.shape == "instruction":
         advice = f"Remove {end} from the end of the outputs: ftkit adds it by itself."
     else:
-        advice = (
-            "Put the end of the turn inside {% generation %} in the template, or try "
-            "--data.chat_template chatml."
-        )
+        advice = "Try --data.chat_template zephyr, which ends turns with EOS"
+        if part.renderer.template.marks_generation:
+            advice += ", or put the end of the turn inside {% generation %} in the template"
+        advice += "."
     return Finding(
         kind="no_end_of_turn",
         severity="warning",
@@ -92,9 +92,9 @@ def no_end_of_turn(evidence: Evidence, part: LoadedPart) -> Finding | None:
 
 def end_of_turn_not_known(evidence: Evidence, part: LoadedPart) -> Finding | None:
     """Answers are trained to end with a token at which the base model's settings do not stop."""
-    last = {
-        int(sample.ids[-1]) for sample in examined(part.splits["train"].samples)
-    } & part.renderer.stop_ids
+    some = examined(part.splits["train"].samples)
+    last = {int(sample.ids[end - 1]) for sample in some for _, end in sample.trained}
+    last &= part.renderer.stop_ids
     unknown = sorted(last - evidence.end_ids)
     if not unknown or not evidence.end_ids:
         return None
@@ -163,12 +163,14 @@ def system_message_dropped(evidence: Evidence, part: LoadedPart) -> Finding | No
         dropped += bool(text) and _squeezed(system) not in _squeezed(text)
     if not dropped:
         return None
+    is_style = part.part.rules.prompt_style is not None
+    works = "--data.prompt_style alpaca" if is_style else "--data.chat_template zephyr"
     return Finding(
         kind="system_message_dropped",
         severity="warning",
         text=f"{dropped:,} of {len(asked):,} system messages{evidence.of(part)} that were looked "
         "at are dropped by the template.",
-        advice="Try --data.chat_template chatml, which has a place for them.",
+        advice=f"Try {works}, which has a place for them.",
     )
 
 
@@ -224,7 +226,7 @@ def template_not_used(evidence: Evidence, part: LoadedPart) -> Finding | None:
         severity="notice",
         text=f"The base model has a chat template of its own, but the prompts{evidence.of(part)} "
         f"are made by {used.name}.",
-        advice="To use its own: --data.chat_template tokenizer.",
+        advice="To use its own: --data.chat_template tokenizer, without data.prompt_style.",
     )
 
 

@@ -54,7 +54,12 @@ def fragment(seen: Inspection) -> str:
     if seen.samples:
         legend = f'<span style="{_TRAINED}">trained</span> not trained {_token("mark", _MARK)}'
         parts += [_head("Samples"), f"<div>{legend}; a line after each token</div>"]
-    return f'<div style="max-width:60em">{"".join([*parts, *map(_sample, seen.samples)])}</div>'
+    samples = [
+        f'<div style="margin:0.8em 0 0.2em;opacity:0.7">{escaped(sample_title(sample, seen))}</div>'
+        f"{_sample(sample)}"
+        for sample in seen.samples
+    ]
+    return f'<div style="max-width:60em">{"".join([*parts, *samples])}</div>'
 
 
 def _head(title: str) -> str:
@@ -97,7 +102,6 @@ def _bar(samples: int, most: int, background: str) -> str:
 
 def _sample(sample: ShownSample) -> str:
     return (
-        f'<div style="margin:0.8em 0 0.2em;opacity:0.7">{escaped(visible(sample_title(sample)))}</div>'
         '<div style="font-family:monospace;white-space:pre-wrap;overflow-wrap:anywhere;'
         'max-height:30em;overflow-y:auto;border:1px solid #8886;padding:0.4em 0.6em">'
         f"{''.join(_tokens(sample))}</div>"

@@ -55,7 +55,7 @@ class InspectionText:
             yield _legend(ascii_only)
         for sample in seen.samples:
             yield ""
-            yield Text(visible(sample_title(sample)), "cyan")
+            yield Text(sample_title(sample, seen), "cyan")
             yield from _token_lines(sample, options.max_width, ascii_only)
 
 
@@ -125,11 +125,12 @@ def duplicate_rows(seen: Inspection) -> Iterator[tuple[str, str]]:
         yield "", f"such as {shortened(visible(text), 160)}"
 
 
-def sample_title(sample: ShownSample) -> str:
+def sample_title(sample: ShownSample, seen: Inspection) -> str:
     """Which sample it is, and how much of it is trained."""
+    source = f" of {visible(sample.source)}" if len(seen.sources) > 1 else ""
     return (
-        f"{sample.source}, training sample {sample.number:,}: "
-        f"{len(sample.ids):,} tokens, {sum(sample.trained):,} trained"
+        f"training sample {sample.number:,}{source}: {len(sample.ids):,} tokens, "
+        f"{sum(sample.trained):,} trained"
     )
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from looks import kinds, look, make_settings, questions, write_records
+from looks import chats, kinds, look, make_settings, questions, write_records
 
 from ftkit.config.parsing import Override
 from ftkit.inspection.collect import inspect_data
@@ -57,6 +57,32 @@ def test_some_answers_without_an_end_are_no_finding(model: Path, tmp_path: Path)
     records = questions(60)
     records[3]["output"] += "</s>"
     assert kinds(look(model, write_records(tmp_path / "data.jsonl", records))) == set()
+
+
+CUT_SHORT = """{%- for message in messages -%}
+<s>{{ message.role }}
+{% if message.role == 'assistant' -%}
+{% generation %}{{ message.content }}{% endgeneration %}</s>
+{%- else %}{{ message.content }}</s>{% endif %}
+{% endfor -%}"""
+
+
+def test_a_template_that_marks_answers_without_their_end_teaches_no_end(
+    model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.jinja").write_text(CUT_SHORT)
+    data = write_records(tmp_path / "data.jsonl", chats(40))
+    template = str(tmp_path / "mine.jinja")
+    found = only(look(model, data, data__chat_template=template), "no_end_of_turn")
+    assert "put the end of the turn inside {% generation %}" in found.advice
+    assert kinds(look_again(model, data, found)) == set()
+
+
+def test_an_end_that_is_no_token_of_the_model_ends_nothing(model: Path, tmp_path: Path) -> None:
+    """<|im_end|> is some letters for a model that does not have it."""
+    data = write_records(tmp_path / "data.jsonl", chats(40))
+    found = only(look(model, data, data__chat_template="chatml"), "no_end_of_turn")
+    assert kinds(look_again(model, data, found)) == set()
 
 
 # --- BOS twice ------------------------------------------------------------------------------------
@@ -186,7 +212,48 @@ def test_a_style_without_a_place_for_system_messages_drops_them(
     data = write_records(tmp_path / "data.jsonl", records)
     found = only(look(model, data, data__prompt_style="phi-1"), "system_message_dropped")
     assert found.text.startswith("2 of 2 system messages")
-    assert kinds(look(model, data, data__prompt_style="qwen2.5")) == set()
+    again = look_again(model, data, found)
+    assert kinds(again) == set() == kinds(look(model, data, data__prompt_style="qwen2.5"))
+
+
+def test_a_template_that_drops_system_messages_is_told_with_one_that_does_not(
+    model: Path, tmp_path: Path
+) -> None:
+    template = tmp_path / "mine.jinja"
+    template.write_text(
+        "{%- for message in messages if message.role != 'system' -%}"
+        "{{ message.role }}: {{ message.content }}</s>\n{% endfor -%}"
+        "{%- if add_generation_prompt %}assistant: {% endif -%}"
+    )
+    data = write_records(tmp_path / "data.jsonl", chats(60, system="Answer in rhyme."))
+    found = only(look(model, data, data__chat_template=str(template)), "system_message_dropped")
+    assert found.text.startswith("3 of 3 system messages")
+    assert kinds(look_again(model, data, found)) == set()
+    without = write_records(tmp_path / "without.jsonl", chats(60))
+    assert kinds(look(model, without, data__chat_template=str(template))) == set()
+
+
+# --- templates that are not used ------------------------------------------------------------------
+
+OWN = """{{- bos_token }}{%- for message in messages -%}
+[{{ message.role }}] {{ message.content }}{{ eos_token }}
+{% endfor -%}{%- if add_generation_prompt %}[assistant] {% endif -%}"""
+
+
+def test_a_base_model_with_a_template_that_is_not_used_is_told_with_the_key(
+    tmp_path: Path,
+) -> None:
+    model = make_settings(tmp_path / "model")
+    (model / "chat_template.jinja").write_text(OWN)
+    instructions = write_records(tmp_path / "instructions.jsonl", questions(40))
+    conversations = write_records(tmp_path / "conversations.jsonl", chats(40))
+    found = only(look(model, instructions), "template_not_used")
+    assert found.severity == "notice" and "made by prompt style alpaca" in found.text
+    assert advised(found) == [("data.chat_template", "tokenizer")]
+    assert kinds(look_again(model, instructions, found)) == set()
+    found = only(look(model, conversations, data__chat_template="zephyr"), "template_not_used")
+    assert kinds(look_again(model, conversations, found)) == set()
+    assert kinds(look(model, conversations)) == set()
 
 
 # --- ends that are not known ----------------------------------------------------------------------

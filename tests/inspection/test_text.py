@@ -72,7 +72,7 @@ def make_inspection(*samples: ShownSample, findings: Sequence[Finding] = ()) -> 
 
 def token_lines(sample: ShownSample, width: int = 80) -> list[str]:
     lines = plain_text(InspectionText(make_inspection(sample)), width).splitlines()
-    title = next(i for i, line in enumerate(lines) if line.startswith("chats, training sample 4"))
+    title = next(i for i, line in enumerate(lines) if line.startswith("training sample 4: "))
     return lines[title + 1 :]
 
 

@@ -48,6 +48,23 @@ def questions(count: int) -> list[dict[str, str]]:
     ]
 
 
+def chats(count: int, system: str = "") -> list[dict[str, Any]]:
+    """Conversations of two turns, each another one."""
+    first = [{"role": "system", "content": system}] if system else []
+    return [
+        {
+            "messages": [
+                *first,
+                {"role": "user", "content": f"What is number {i}?"},
+                {"role": "assistant", "content": f"Number {i} is red."},
+                {"role": "user", "content": "And the next?"},
+                {"role": "assistant", "content": f"Number {i + 1} is blue."},
+            ]
+        }
+        for i in range(count)
+    ]
+
+
 def look(model: Path, data: Path, *, show: int = 0, **keys: object) -> Inspection:
     """What there is to see of records in a file; `data__seed=1` stands for data.seed."""
     asked = {"checkpoint_dir": str(model), "data": "JSON", "data.path": str(data)}
