@@ -55,8 +55,10 @@ def find_duplicates(train: Sequence[SampleSet], val: Sequence[SampleSet]) -> Fou
     start = 0
     for number, samples in enumerate((*train, *val)):
         is_val = number >= len(train)
+        tokens, offsets = samples.arrays.tokens, samples.arrays.offsets
         for index in np.flatnonzero(alike[start : start + len(samples)]).tolist():
-            digest = hashlib.blake2b(samples[index].ids.tobytes(), digest_size=16).digest()
+            ids = tokens[offsets[index] : offsets[index + 1]]
+            digest = hashlib.blake2b(ids, digest_size=16).digest()
             if not is_val:
                 if digest in seen:
                     repeats.append((number, index))
