@@ -98,7 +98,7 @@ _FINETUNING = tuple(
         function="ftkit.launch.command:finetune",
         usage=("[RECIPE.yaml ...] [CHECKPOINT_DIR] [--KEY VALUE ...]",),
         examples=(
-            "TinyLlama/TinyLlama_v1.1 --data JSON --data.json_path FILE",
+            "TinyLlama/TinyLlama_v1.1 --data JSON --data.path FILE",
             f"recipes/tiny-llama-{method}.yaml --optimizer.lr 1e-4",
             "--data.help JSON",
         ),
@@ -298,7 +298,7 @@ FTKIT = Group(
             function="ftkit.inference.evaluate:evaluate",
             examples=(
                 "out/finetune/lora",
-                "out/finetune/lora --data JSON --data.json_path held_out.json",
+                "out/finetune/lora --data JSON --data.path held_out.json",
             ),
         ),
         Command(

@@ -28,7 +28,7 @@ _SIGNATURE_DEFAULT = re.compile(r"[\s,;]*\(default: [^()]*(\([^()]*\))?[^()]*\)"
 
 @dataclass(frozen=True, kw_only=True)
 class ComponentKey:
-    """A key of a class that recipes name, such as data.json_path."""
+    """A key of a class that recipes name, such as data.path."""
 
     name: str
     kind: Any

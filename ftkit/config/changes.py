@@ -82,6 +82,10 @@ _DATA_DEFAULTS: dict[str, Any] = {
     "prompt_style": None,
     "ignore_index": -100,
     "include_multiturn_conversations": False,
+    "chat_template": None,
+    "train_on": None,
+    "reasoning": "split",
+    "overlong": None,
 }
 """Fixed arguments of data modules: they decide texts and labels. A missing one is the default."""
 
@@ -150,7 +154,8 @@ def _family(optimizer: str) -> str:
 def _kind(key: str) -> Kind:
     head, _, rest = key.partition(".")
     if head == "data":
-        return "fixed" if rest in _DATA_DEFAULTS else "hardware"
+        is_fixed = rest in _DATA_DEFAULTS or rest.startswith("sources[")
+        return "fixed" if is_fixed else "hardware"
     return KIND_OF["optimizer" if head == "optimizer" else key]
 
 
@@ -179,7 +184,16 @@ def _data_values(recipe: Recipe) -> dict[str, Any]:
     if values["prompt_style"] is None:
         module = recipe.data["class_path"].rpartition(".")[2]
         values["prompt_style"] = _PROMPT_STYLES.get(module, "alpaca")
-    return values
+    return values | dict(_shares(given.get("sources")))
+
+
+def _shares(sources: Any) -> Iterator[tuple[str, Any]]:
+    """How much an epoch takes of each source of a mixture."""
+    for i, source in enumerate(sources or ()):
+        samples = source.get("samples")
+        weight = source.get("weight")
+        yield f"sources[{i}].samples", samples
+        yield f"sources[{i}].weight", float(weight or 1) if samples is None else None
 
 
 def _shown(value: Any) -> str:

@@ -1,7 +1,7 @@
 """Parsing of recipes: YAML files and dotted overrides, read into a checked Recipe.
 
 The merge happens on plain nested dicts before anything is typed, so that the order of options
-does not matter, an override of ``data.json_path`` lands inside ``data.init_args``, and a
+does not matter, an override of ``data.path`` lands inside ``data.init_args``, and a
 ``class_path`` is compared with the allow-list before any code could see it.
 """
 
@@ -23,6 +23,7 @@ from ftkit.config.recipe_keys import (
     COMPONENTS,
     GROUPS,
     LORA_KEYS,
+    ONE_OF,
     SPELLINGS,
     accepted_types,
     check_component,
@@ -253,6 +254,7 @@ def _merge_component(
             target[group] = dict(inner)
             target = target[group]
         target[last] = value
+        arguments = _without_others(field, arguments, [rest] if value is not None else [])
         return Component(class_path=current["class_path"], init_args=arguments)
     if rest:
         value = {rest: value}
@@ -284,8 +286,16 @@ def _merge_component(
     if package and "." not in class_path:
         class_path = f"{package}.{class_path}"
     if current and current["class_path"] == class_path:
-        arguments = {**current["init_args"], **arguments}
+        given = [key for key, item in arguments.items() if item is not None]
+        arguments = {**_without_others(field, current["init_args"], given), **arguments}
     return Component(class_path=class_path, init_args=dict(arguments))
+
+
+def _without_others(field: str, arguments: dict[str, Any], given: Iterable[str]) -> dict[str, Any]:
+    """The arguments without those that are replaced by others that are given."""
+    ways = set(ONE_OF.get(field, ()))
+    replaced = ways.difference(given) if ways.intersection(given) else set()
+    return {key: value for key, value in arguments.items() if key not in replaced}
 
 
 def _instantiate(merged: dict[str, Any], method: Method) -> Recipe:

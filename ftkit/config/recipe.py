@@ -152,7 +152,7 @@ class Recipe:
     data: Component = field(
         default_factory=lambda: Component(class_path="litgpt.data.Alpaca", init_args={})
     )
-    """Training data: a map-style module of litgpt.data, or JSON with --data.json_path FILE;
+    """Training data: a map-style module of litgpt.data, or JSON with --data.path FILE;
     options as --data.NAME VALUE."""
     train: Train = field(default_factory=Train)
     eval: Eval = field(default_factory=Eval)

@@ -24,12 +24,16 @@ ALLOWED_PACKAGES = {
 }
 """Where a class_path may come from. A recipe never makes ftkit import anything else."""
 
+ONE_OF = {"data": ("path", "json_path", "sources")}
+"""Arguments of a class that say one thing in several ways: the one that is set later replaces the
+others."""
+
 SPELLINGS = {"quantize": {"bnb.int8-training": "bnb.int8"}}
 """Values of LitGPT that have another name here."""
 
 ELSEWHERE = {
     "batch_size": "train.global_batch_size",
-    "dataset": "data.json_path",
+    "dataset": "data.path",
     "learning_rate": "optimizer.lr",
     "lr": "optimizer.lr",
     "max_length": "train.max_seq_length",
@@ -93,7 +97,9 @@ def placeholder_of(kind: Any) -> str:
             choices = [str(choice) for choice in parts]
             found.append(f"{{{','.join(choices)}}}" if len(choices) > 1 else choices[0])
         elif origin is list:
-            found.append("[NAME,...]")
+            found.append("[NAME,...]" if parts[0] is str else f"[{placeholder_of(parts[0])},...]")
+        elif origin is dict:
+            found.append("{KEY:VALUE,...}")
         elif origin is tuple:
             found.append(f"[{','.join(map(placeholder_of, parts))}]")
         elif accepted in words:

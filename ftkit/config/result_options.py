@@ -98,8 +98,8 @@ class GenerateOptions(AnswerOptions, ResultOptions):
     input: str | None = None
     """Material that the prompt is about, for styles that have a place for it."""
     prompts: Path | None = None
-    """What to ask, many times: a text file with a prompt per line, or .jsonl or .json with records
-    of instruction and, if needed, input."""
+    """What to ask, many times: a text file with a prompt per line, or records of any shape that
+    data have (.jsonl, .json, .csv, .parquet); of a conversation, its last turn is answered."""
     out: Path | None = None
     """Write the answers to this file, a record per line."""
     overwrite: bool = False
@@ -143,7 +143,7 @@ class EvaluateOptions(UseOptions, ResultOptions):
 
     data: tuple[Override, ...] = keys_beside("data")
     """Other data than those of the run; options as --data.NAME VALUE, such as
-    --data.json_path FILE."""
+    --data.path FILE."""
     micro_batch_size: int | None = option(None, example=4, least=1)
     """Sequences per forward pass. Changes time and memory alone. Default: as in the run."""
     max_iters: int | None = option(None, example=100, least=1)

@@ -26,9 +26,10 @@ from filelock import FileLock, Timeout
 
 import ftkit
 from ftkit.data.prepare import Counts, Prepared
+from ftkit.data.renderers import make_renderer
 from ftkit.data.samples import SampleArrays, SampleSet
 from ftkit.data.spec import Content, Part, Rules
-from ftkit.records.record import Record, Shape
+from ftkit.records.record import Record
 from ftkit.utils.files import new_directory, write_json
 from ftkit.utils.json_values import from_json
 
@@ -40,8 +41,8 @@ VARIABLE = "FTKIT_CACHE_DIR"
 FORMAT_VERSION = 1
 _LIBRARIES = ("litgpt", "sentencepiece", "tokenizers")
 """Which make texts and tokens, beside ftkit."""
-_PACKAGES = ("chat_templates", "data", "records")
-"""Of ftkit, that do so too."""
+_CODE = ("chat_templates", "data", "pretrained/tokenizer.py", "records", "rendering")
+"""Of ftkit, that does so too."""
 _ENTRY, _RECORDS = "entry.json", "records.jsonl"
 _ARRAYS = {"tokens": "<i4", "offsets": "<i8", "spans": "<i4", "span_offsets": "<i8"}
 _RECORD_OFFSETS, _WHOLE_LENGTHS = "record_offsets", "whole_lengths"
@@ -79,10 +80,13 @@ def file_digest(path: Path) -> str:
     return hashlib.sha256(pieces).hexdigest()
 
 
-def rendering_of(shape: Shape, rules: Rules) -> str:
-    """What makes texts of records, as a text: another one makes other samples."""
-    style = rules.prompt_style
-    values = _plain(rules) | {"shape": shape, "prompt_style": style and _style_texts(style)}
+def rendering_of(part: Part, tokenizer: "Tokenizer") -> str:
+    """What makes texts of the records of a part, as a text: another one makes other samples."""
+    style, values = part.rules.prompt_style, _plain(part.rules)
+    values |= {"shape": part.shape, "prompt_style": style and _style_texts(style)}
+    if part.rules.chat_template is not None:
+        template = make_renderer(part, tokenizer).template
+        values |= {"template": template.source, "special_tokens": dict(template.special_tokens)}
     return json.dumps(values, sort_keys=True)
 
 
@@ -121,7 +125,7 @@ def address_of_records(part: Part, tokenizer: "Tokenizer", max_seq_length: int) 
         for record in records:
             digest.update(json.dumps(record, sort_keys=True).encode())
         digests.append(digest.hexdigest())
-    rendering = rendering_of(part.shape, part.rules)
+    rendering = rendering_of(part, tokenizer)
     return _address({"records": digests, "rendering": rendering}, tokenizer, max_seq_length)
 
 
@@ -141,12 +145,12 @@ def _address(values: Mapping[str, Any], tokenizer: "Tokenizer", max_seq_length: 
 @functools.cache
 def _code_digest() -> str:
     """Of the modules and templates of ftkit that make samples of files."""
-    root = Path(ftkit.__file__).parent
-    files = sorted(file for package in _PACKAGES for file in (root / package).rglob("*.*"))
     digest = hashlib.sha256()
-    for file in files:
-        if file.suffix in (".py", ".jinja"):
-            digest.update(file.read_bytes())
+    for name in _CODE:
+        path = Path(ftkit.__file__).parent / name
+        for file in sorted(path.rglob("*.*")) if path.is_dir() else [path]:
+            if file.suffix in (".py", ".jinja"):
+                digest.update(file.read_bytes())
     return digest.hexdigest()
 
 
@@ -194,6 +198,8 @@ class Entry:
     prepared: Prepared
     part: Part
     """Without its records."""
+    rendering: str
+    """What made texts of them; see `rendering_of`."""
 
 
 class SampleCache:
@@ -206,7 +212,7 @@ class SampleCache:
     def find(
         self, address: str, split: str, name: str, prompt_style: Callable[[], "PromptStyle | None"]
     ) -> Entry | None:
-        """An entry; None: there is none, or its texts would be others now.
+        """An entry; None: there is none.
 
         Args:
             address: of the part.
@@ -223,12 +229,10 @@ class SampleCache:
         try:
             values, prepared = _open(directory)
             part = _part(values, name, prompt_style() if values["has_prompt_style"] else None)
-            rendering = values["rendering"]
+            rendering = str(values["rendering"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise Damaged(f"{directory}: {error}") from error
-        if rendering != rendering_of(part.shape, part.rules):
-            return None
-        return Entry(prepared=prepared, part=part)
+        return Entry(prepared=prepared, part=part, rendering=rendering)
 
     def keep(self, address: str, split: str, entry: Entry) -> Prepared:
         """Write an entry in place of what is there; what it holds, from there.
@@ -297,7 +301,7 @@ def _write(directory: Path, entry: Entry, *, with_records: bool) -> None:
         "description": part.description,
         "rules": _plain(part.rules),
         "has_prompt_style": part.rules.prompt_style is not None,
-        "rendering": rendering_of(part.shape, part.rules),
+        "rendering": entry.rendering,
         "counts": dataclasses.asdict(prepared.counts),
         "sufficient_length": prepared.sufficient_length,
         "examples": prepared.examples,

@@ -29,8 +29,8 @@ class Questions(Sequence[Example]):
     """Validation records as questions with their answers; each is made when it is asked for."""
 
     def __init__(self, parts: Sequence[LoadedPart]) -> None:
-        """Those of all parts that have questions, spread evenly."""
-        self._parts = [part for part in parts if part.part.shape != "text"]
+        """Those of all parts, spread evenly."""
+        self._parts = parts
         sizes = [len(part.splits["val"].records) for part in self._parts]
         self._of_parts, self._places = interleave(sizes)
 

@@ -15,7 +15,7 @@ from ftkit.errors import UserError
 from ftkit.records.conversations import conversation_of
 from ftkit.records.formats import files_of
 from ftkit.records.hub import HubName
-from ftkit.records.paths import DataFiles, find_files, is_hub_name, works
+from ftkit.records.paths import DataFiles, find_files, how_to_set, is_hub_name
 from ftkit.records.read import RecordSet, read_files, read_hub
 from ftkit.records.record import Record, Shape
 
@@ -126,9 +126,9 @@ class OwnData(DataSource):
             )
 
         options = dataclasses.asdict(self._options) | dataclasses.asdict(source)
-        for key in _NOT_OF_CONTENT:
-            del options[key]
-        options |= {"given": sorted(source.given), "whole": self._whole}
+        options = {key: value for key, value in options.items() if key not in _NOT_OF_CONTENT}
+        options["whole"] = self._whole
+        options["given"] = sorted(set(source.given) - set(_NOT_OF_CONTENT))
         style = partial(resolve_prompt_style, source.prompt_style)
         return Content(files=files, options=options, prompt_style=style)
 
@@ -158,6 +158,8 @@ class OwnData(DataSource):
         rules, shape = self._rules(source, records)
         train, val = records.train, records.val
         said = records.form.counted(len(train))
+        if records.version is not None:
+            said += f" of version {records.version}"
         if val is not None:
             split = f" (split {records.val_split})" if records.val_split else ""
             said += f", {len(val):,} more to validate on{split}"
@@ -210,9 +212,10 @@ class OwnData(DataSource):
             return rules, shape
         template, default = None, _TRAINED[shape]
         if shape in ("instruction", "messages"):
-            template, shape = source.chat_template or "tokenizer", "messages"
-            if source.mask_prompt is not None:
+            template = source.chat_template or "tokenizer"
+            if shape == "instruction" and source.mask_prompt is not None:
                 default = masked
+            shape = "messages"
         train_on = source.train_on or default
         return dataclasses.replace(rules, chat_template=template, train_on=train_on), shape
 
@@ -278,7 +281,7 @@ def _split(
         raise UserError(
             f"data.val_split_fraction is {val_split_fraction}, which leaves nothing to train or "
             f"to validate on: {where} holds {size} records.\n"
-            f"{works('data.val_split_fraction', 0.1 if size >= 10 else 0.5)}"
+            f"{how_to_set('data.val_split_fraction', 0.1 if size >= 10 else 0.5)}"
         )
     splits: list[Subset[int]] = random_split(
         range(size),  # type: ignore[arg-type]  # any sequence will do

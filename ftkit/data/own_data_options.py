@@ -9,6 +9,7 @@ from typing import Any
 from ftkit.chat_templates.options import Reasoning, TrainOn
 from ftkit.data.spec import check_keys, check_shared_values, check_value
 from ftkit.errors import UserError
+from ftkit.records.paths import how_to_set
 from ftkit.records.shapes import COLUMNS
 from ftkit.rendering.renderer import Overlong
 from ftkit.utils.nearest import nearest
@@ -179,7 +180,8 @@ def _check_one_of(group: Collection[str], given: Mapping[str, Any], key: str = "
     if len(both) > 1:
         raise UserError(
             f"{key}.{both[0]} is {given[both[0]]} and {key}.{both[1]} is {given[both[1]]}, but "
-            f"only one of the two may be given.\nRemove {key}.{both[1]}."
+            f"only one of the two may be given.\nRemove {key}.{both[1]}; on the command line: "
+            f"--data.{both[1]} null."
         )
 
 
@@ -224,7 +226,7 @@ def _check_columns(name: str, value: Any) -> None:
             near = nearest(str(ours), known) or "instruction"
             raise UserError(
                 f"data.{name}.{ours} is {value[ours]}, but records have no {ours}, only "
-                f"{', '.join(known)}.\nTry --data.{name}.{near} {value[ours]}."
+                f"{', '.join(known)}.\n{how_to_set(f'data.{name}.{near}', value[ours])}"
             )
     shapes = [keys for keys in COLUMNS.values() if value.keys() & set(keys)]
     if len(shapes) > 1:

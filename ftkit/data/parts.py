@@ -15,6 +15,7 @@ from ftkit.data.cache import (
     address_of_content,
     address_of_records,
     cache_directory,
+    rendering_of,
 )
 from ftkit.data.prepare import Prepared, prepare
 from ftkit.data.renderers import make_renderer
@@ -129,7 +130,7 @@ class _Loading:
             except Damaged as error:
                 self._notices.append(f"A damaged entry of the data cache is made anew: {error}.")
                 continue
-            if entry is not None:
+            if entry and entry.rendering == rendering_of(entry.part, self._tokenizer):
                 found[split] = entry.prepared
                 self._known = entry.part
         return found
@@ -195,7 +196,8 @@ class _Loading:
         if self._address is None or building is None or self._stamp() != self._stamps:
             return prepared
         try:
-            entry = Entry(prepared=prepared, part=self._known)
+            rendering = rendering_of(self._known, self._tokenizer)
+            entry = Entry(prepared=prepared, part=self._known, rendering=rendering)
             return self._cache.keep(self._address, split, entry)
         except OSError as error:
             self._warn_of(error)

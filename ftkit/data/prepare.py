@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ftkit.data.samples import SampleRows, SampleSet
 from ftkit.records.record import Record
-from ftkit.rendering.renderer import NO_OUTPUT, Overlong, Rendered, Renderer, Rendering, cut, fit
+from ftkit.rendering.renderer import NO_OUTPUT, Overlong, Rendered, Renderer, Rendering, cut
 
 OnProgress = Callable[[int, int], None]
 """Called with records done, and records in all."""
@@ -85,6 +85,22 @@ class Prepared:
     """[samples before anything was done about their length], tokens of each."""
     examples: dict[str, str]
     """How the first record begins of which nothing is trained, by the reason."""
+
+
+def fit(sample: Rendered, max_seq_length: int, overlong: Overlong) -> list[Rendered]:
+    """What is trained on of a sample: parts of it that fit and hold a label, if there are any.
+
+    Where it is split, a part begins with the last token of the part before: the first token of a
+    sample carries no loss, so every token but the very first is learned once.
+    """
+    length = len(sample.ids)
+    starts: Sequence[int] = (0,)
+    if length > max_seq_length and overlong == "drop":
+        return []
+    if length > max_seq_length and overlong == "split":
+        starts = range(0, length - 1, max(max_seq_length - 1, 1))
+    parts = (cut(sample, max_seq_length, first) for first in starts)
+    return [part for part in parts if part.trained]
 
 
 class _Preparation:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from ftkit.chat_templates.options import Reasoning, TrainOn
 from ftkit.config.recipe import Component
 from ftkit.errors import UserError
+from ftkit.records.paths import how_to_set
 from ftkit.records.record import Record, Shape
 from ftkit.rendering.renderer import Overlong
 from ftkit.utils.nearest import nearest
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from litgpt.prompts import PromptStyle
 
 
-OWN_DATA = "--data JSON --data.json_path FILE"
+OWN_DATA = "--data JSON --data.path FILE"
 """How records of one's own are given."""
 
 
@@ -177,9 +178,8 @@ def check_value(key: str, value: object, accepted: bool, rule: str, works: str) 
         UserError: it is not accepted.
     """
     if not accepted:
-        raise UserError(
-            f"data.{key} is {value!r}, but has to be {rule}.\nTry --data.{key} {works}."
-        )
+        advice = how_to_set(f"data.{key}", works)
+        raise UserError(f"data.{key} is {value!r}, but has to be {rule}.\n{advice}")
 
 
 def check_shared_values(init_args: Mapping[str, Any]) -> None:

@@ -63,7 +63,7 @@ def _recipe(result: Result, options: EvaluateOptions) -> Recipe:
     if result.recipe is None and not options.data:
         raise UserError(
             f"{result.name} does not say which data it was trained on. "
-            "Try --data JSON --data.json_path FILE."
+            "Try --data JSON --data.path FILE."
         )
     recipe = result.recipe or Recipe(checkpoint_dir=str(result.directory))
     asked = [

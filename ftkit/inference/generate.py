@@ -20,6 +20,7 @@ from ftkit.errors import UserError
 from ftkit.inference.questions import question_of
 from ftkit.inference.result import Result, base_result
 from ftkit.inference.session import Answer, Speaker, put_to_use
+from ftkit.records.formats import FORMATS, format_of
 from ftkit.records.read import read_records
 from ftkit.records.record import Record
 from ftkit.utils.files import write_durably
@@ -36,6 +37,7 @@ def generate(result: Result, options: GenerateOptions) -> int:
         UserError: something is missing, or does not fit.
     """
     records = _records(options)
+    _check_shapes(records, options)
     results = [result]
     if options.compare_base:
         results.insert(0, base_result(result, options.base))
@@ -103,13 +105,13 @@ def _answer_all(
 
 
 def _records(options: GenerateOptions) -> list[Record]:
-    """What is asked: each with an instruction."""
+    """What is asked: lines of a text, or records of any shape."""
     if options.prompt is not None:
         record = {"instruction": options.prompt}
         return [record if options.input is None else record | {"input": options.input}]
     assert options.prompts is not None
     file = options.prompts.expanduser()
-    if file.suffix.lower() in (".json", ".jsonl"):
+    if (kind := format_of(file)) is not None and kind is not FORMATS[".txt"]:
         return read_records(file, answered=False)
     try:
         lines = file.read_text(encoding="utf-8-sig").split("\n")
@@ -119,6 +121,24 @@ def _records(options: GenerateOptions) -> list[Record]:
     if not records:
         raise UserError(f"--prompts {file} holds no prompt. Write one on each line.")
     return records
+
+
+def _check_shapes(records: Sequence[Record], options: GenerateOptions) -> None:
+    """Refuse options that mean nothing for what is asked.
+
+    Raises:
+        UserError: names the option, and what works.
+    """
+    if options.raw and any("messages" in record for record in records):
+        raise UserError(
+            f"--raw gives a text to the model as it is, but --prompts {options.prompts} holds "
+            "conversations. Leave out --raw, or name a file of texts."
+        )
+    if options.system is not None and any(not question_of(record).messages for record in records):
+        raise UserError(
+            f"--system begins a conversation, but --prompts {options.prompts} holds texts that go "
+            "on as they are. Leave out --system."
+        )
 
 
 def _write(out: Path, entries: Sequence[dict[str, object]]) -> None:

@@ -1,5 +1,6 @@
 """Questions: what a record of any shape asks a result, and the prompt that this becomes."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +69,27 @@ def prompt_text(question: Question, template: ChatTemplate, system: str | None =
             f"The chat template {template.name} does not take this conversation: {refusal}. "
             "Try another --chat_template."
         ) from None
+
+
+def with_input(question: Question, template: ChatTemplate) -> Question:
+    """The question with its input below the instruction, if the template has no place for it.
+
+    Args:
+        question: with messages.
+        template: how conversations are written.
+
+    Raises:
+        UserError: the template does not take it.
+    """
+    *before, last = question.messages
+    if "input" not in last:
+        return question
+    without = {key: value for key, value in last.items() if key != "input"}
+    bare = dataclasses.replace(question, messages=(*before, without))
+    if prompt_text(bare, template) != prompt_text(question, template):
+        return question
+    user = without | {"content": f"{last['content']}\n\n{last['input']}"}
+    return dataclasses.replace(question, messages=(*before, user))
 
 
 def check_system(template: ChatTemplate, system: str) -> None:

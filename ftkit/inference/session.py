@@ -16,7 +16,7 @@ from ftkit.console.display import Display
 from ftkit.errors import UserError
 from ftkit.inference.loading import Loaded, load_result, plan_use
 from ftkit.inference.prompting import chosen
-from ftkit.inference.questions import Question, check_system, prompt_text
+from ftkit.inference.questions import Question, check_system, prompt_text, with_input
 from ftkit.inference.result import Result
 from ftkit.model.generation import Context, Sampling, TextStream, answer_in_tokens
 from ftkit.pretrained.tokenizer import Tokenizer
@@ -144,7 +144,10 @@ class Speaker:
         """
         if self.prompting is None or not question.messages:
             return self.tokenizer.encode(question.text)
-        text = prompt_text(question, self.prompting.template, self._options.system)
+        template = self.prompting.template
+        if self.prompting.style is None:
+            question = with_input(question, template)
+        text = prompt_text(question, template, self._options.system)
         ids, _ = self.tokenizer.encode_rendered(text)
         return torch.tensor(ids)
 

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from ftkit.records.record import Misfit, Record, check_text, keys_of, kind_of
+from ftkit.records.record import Misfit, Record, check_json, check_text, keys_of, kind_of
 
 CONVERSATION_KEYS = ("messages", "conversations", "conversation")
 """Under which a record has its messages."""
@@ -174,7 +174,7 @@ def _tool_call(call: Any, where: str) -> Record:
             f"{where}: the arguments of {function['name']} are {kind_of(arguments)}.\n"
             "Make them an object, or JSON text of one."
         )
-    check_text(json.dumps(function, ensure_ascii=False), "tool_calls", where)
+    check_json(function, "tool_calls", where)
     made: Record = {"type": "function", "function": {"name": function["name"]}}
     made["function"]["arguments"] = arguments
     return {"id": call["id"], **made} if isinstance(call.get("id"), str) else made
@@ -208,7 +208,7 @@ def _with_tools(record: Record, row: dict[str, Any]) -> Record:
     if not tools:
         return record
     record["tools"] = [_tool(tool) for tool in tools]
-    check_text(json.dumps(tools, ensure_ascii=False), "tools")
+    check_json(tools, "tools")
     return record
 
 

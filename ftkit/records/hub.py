@@ -165,9 +165,10 @@ def _explained(error: Exception, wanted: HubName) -> str:
         )
     if isinstance(error, ConnectionError):
         return (
-            f"{name} is not in the cache of data sets, and {hub} cannot be reached from this "
-            "machine.\nCheck the network and HF_HUB_OFFLINE, set HF_ENDPOINT to a mirror, or copy "
-            "~/.cache/huggingface here from a machine where this has run."
+            f"{name} is no file or directory here, it is not in the cache of data sets, and {hub} "
+            "cannot be reached from this machine.\nCheck the network and HF_HUB_OFFLINE, set "
+            "HF_ENDPOINT to a mirror, or copy ~/.cache/huggingface here from a machine where this "
+            "has run."
         )
     if "scripts are no longer supported" in text:
         return (

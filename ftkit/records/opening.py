@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any, BinaryIO
 
 from ftkit.errors import UserError
@@ -30,6 +31,7 @@ _MAGIC = {
 }
 _WEB_PAGE = (b"<!doctype html", b"<html")
 _HEAD_BYTES = 64
+_UNPACKED_AT_ONCE = 2**16
 
 
 @contextmanager
@@ -102,24 +104,40 @@ def _decompressed(file: Path, raw: BinaryIO) -> BinaryIO:
             f"{file} is compressed with Zstandard, which needs a package of its own.\n"
             "Try pip install 'ftkit[zstd]', or decompress the file."
         ) from None
-    reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
-    return io.BufferedReader(_Raising(reader, zstandard.ZstdError, file))
+    return io.BufferedReader(_Unpacking(raw, zstandard, file))
 
 
-class _Raising(io.RawIOBase):
-    """A reader of zstandard whose errors are those of any damaged file."""
+class _Unpacking(io.RawIOBase):
+    """The content of a Zstandard file; the reader of its package takes a cut one for a whole."""
 
-    def __init__(self, reader: Any, error: type[Exception], file: Path) -> None:
-        self._reader, self._error, self._file = reader, error, file
+    def __init__(self, raw: BinaryIO, zstandard: ModuleType, file: Path) -> None:
+        self._raw, self._file = raw, file
+        self._frame = zstandard.ZstdDecompressor().decompressobj
+        self._damage = zstandard.ZstdError
+        self._decoder: Any = None
+        self._packed = self._content = b""
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        try:
-            return int(self._reader.readinto(buffer))
-        except self._error as error:
-            raise UserError(_explain_damage(self._file, error)) from None
+        while not self._content:
+            packed = self._packed or self._raw.read(_UNPACKED_AT_ONCE)
+            if not packed:
+                if self._decoder is not None:
+                    raise EOFError("its end is missing")
+                return 0
+            self._decoder = self._decoder or self._frame()
+            try:
+                self._content = self._decoder.decompress(packed)
+            except self._damage as error:
+                raise UserError(_explain_damage(self._file, error)) from None
+            self._packed = self._decoder.unused_data
+            if self._decoder.eof:
+                self._decoder = None
+        count = min(len(buffer), len(self._content))
+        buffer[:count], self._content = self._content[:count], self._content[count:]
+        return count
 
 
 def _check_kind(file: Path, head: bytes) -> None:

@@ -59,7 +59,7 @@ def find_files(path: str | Path, key: str) -> DataFiles:
     return DataFiles(train=tuple(found))
 
 
-def works(key: str, value: object) -> str:
+def how_to_set(key: str, value: object) -> str:
     """How a key is given a value that works; one inside a list is set in the recipe."""
     return f"Set {key} to {value}." if "[" in key else f"Try --{key} {value}."
 
@@ -72,7 +72,7 @@ def _resolve(given: str | Path, key: str) -> list[Path]:
         if directory is None or not directory.is_dir():
             raise UserError(
                 f"{key} is {given}, but ftkit has no such data set with it.\n"
-                f"{works(key, 'embedded:quickstart')}"
+                f"{how_to_set(key, 'embedded:quickstart')}"
             )
         return [directory]
     path = Path(given).expanduser()
@@ -87,7 +87,7 @@ def _resolve(given: str | Path, key: str) -> list[Path]:
     near = nearest(path.name, siblings)
     advice = path.parent / near if near else "FILE, relative to the current directory"
     raise UserError(
-        f"{key} is {given}, but there is no such file or directory.\n{works(key, advice)}"
+        f"{key} is {given}, but there is no such file or directory.\n{how_to_set(key, advice)}"
     )
 
 
@@ -133,7 +133,7 @@ def _explain_no_files(directory: Path, key: str) -> str:
     below = next((f for f in sorted(directory.rglob("*")) if f.is_file() and format_of(f)), None)
     advice = f"Add {directory / 'train.json'} and {directory / 'val.json'}."
     if below is not None:
-        advice = works(key, f"'{directory}/**/*{below.name.removeprefix(stem_of(below))}'")
+        advice = how_to_set(key, f"'{directory}/**/*{below.name.removeprefix(stem_of(below))}'")
     return (
         f"{key} is the directory {directory}, but no file in it can be read: only {READABLE} "
         f"can.\n{advice}"
@@ -147,7 +147,7 @@ def _explain_kind(file: Path, given: str | Path, key: str) -> str:
         "record per line)."
     )
     if ending in _SHEETS:
-        advice = f"Save the sheet as CSV (UTF-8).\n{works(key, file.with_suffix('.csv'))}"
+        advice = f"Save the sheet as CSV (UTF-8).\n{how_to_set(key, file.with_suffix('.csv'))}"
     elif ending in _LINES:
         advice = f"Try renaming the file to {file.stem}.jsonl."
     named = "" if str(file) == str(given) else f", which means {file}"

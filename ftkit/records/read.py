@@ -22,6 +22,8 @@ class RecordSet:
     train: list[Record]
     val: list[Record] | None = None
     """None: a part of the others is for validation."""
+    version: str | None = None
+    """Of a data set of the hub."""
     val_split: str | None = None
     """The name of the split that is validated on, where the source has such names."""
 
@@ -77,7 +79,8 @@ def read_hub(name: HubName, columns: Mapping[str, str] | None, *, whole: bool = 
     val = None if val_split is None else records(val_split)
     return RecordSet(
         form=reader.finish(name.name),
-        where=f"{name.name} at {data.commit}",
+        where=name.name,
+        version=data.commit,
         train=train,
         val=val,
         val_split=val_split,

@@ -1,5 +1,6 @@
 """Canonical records: their shapes, and why a value is none."""
 
+import json
 from typing import Any, Literal
 
 Record = dict[str, Any]
@@ -33,6 +34,27 @@ def check_text(text: str, key: str, where: str = "") -> None:
             f"{where}: {key} is not valid text: character {error.start + 1} is half of a "
             "surrogate pair.\nCorrect or remove the record."
         ) from None
+
+
+def check_json(value: object, key: str, where: str = "") -> None:
+    """Refuse a value that JSON does not have, such as a date of a table.
+
+    Args:
+        value: any.
+        key: whose value it is.
+        where: place within the record, as ", message 2".
+
+    Raises:
+        Misfit: it holds one, or text that cannot be encoded.
+    """
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except TypeError as error:
+        raise Misfit(
+            f"{where}: {key} holds a value that JSON does not have: {error}.\n"
+            "Make it a text, or remove the record."
+        ) from None
+    check_text(text, key, where)
 
 
 def kind_of(value: object) -> str:

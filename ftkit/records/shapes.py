@@ -166,9 +166,9 @@ def recognise(row: dict[str, Any], columns: Mapping[str, str], *, answered: bool
     if shape is None:
         shape = _shape_of(row)
     if shape == "messages":
-        return _conversations(row)
+        return _conversations(row, columns)
     if shape == "completion":
-        return _completions(row, answered=answered)
+        return _completions(row, columns, answered=answered)
     if shape == "text":
         return Form(shape="text", keys=columns.get("text", "text"), convert=text_record)
     required = INSTRUCTION if answered else INSTRUCTION[:1]
@@ -203,29 +203,30 @@ def _shape_of(row: dict[str, Any]) -> Shape:
     raise Misfit(_explain_unknown(row))
 
 
-def _conversations(row: dict[str, Any]) -> Form:
+def _conversations(row: dict[str, Any], columns: Mapping[str, str]) -> Form:
     key = next((key for key in CONVERSATION_KEYS if key in row), CONVERSATION_KEYS[0])
     turns = row.get(key)
     first = turns[0] if isinstance(turns, list) and turns else None
     is_sharegpt = isinstance(first, dict) and "from" in first and "role" not in first
     return Form(
         shape="messages",
-        keys="ShareGPT" if is_sharegpt else key,
+        keys="ShareGPT" if is_sharegpt else columns.get(key, key),
         convert=partial(conversation_record, key=key),
     )
 
 
-def _completions(row: dict[str, Any], *, answered: bool) -> Form:
+def _completions(row: dict[str, Any], columns: Mapping[str, str], *, answered: bool) -> Form:
+    keys = ", ".join(columns.get(key, key) for key in ("prompt", "completion"))
     if isinstance(row.get("prompt"), list):
         return Form(
             shape="messages",
-            keys="prompt, completion",
+            keys=keys,
             convert=partial(prompted_conversation, answered=answered),
         )
     required = ("prompt", "completion") if answered else ("prompt",)
     return Form(
         shape="completion",
-        keys="prompt, completion",
+        keys=keys,
         convert=partial(completion_record, required=required),
     )
 

@@ -88,19 +88,3 @@ def cut(sample: Rendered, max_seq_length: int, first: int = 0) -> Rendered:
     ids = sample.ids[first : first + max_seq_length]
     spans = ((max(begin - first, 0), min(end - first, len(ids))) for begin, end in sample.trained)
     return Rendered(ids, tuple((begin, end) for begin, end in spans if max(begin, 1) < end))
-
-
-def fit(sample: Rendered, max_seq_length: int, overlong: Overlong) -> list[Rendered]:
-    """What is trained on of a sample: parts of it that fit and hold a label, if there are any.
-
-    Where it is split, a part begins with the last token of the part before: the first token of a
-    sample carries no loss, so every token but the very first is learned once.
-    """
-    length = len(sample.ids)
-    starts: Sequence[int] = (0,)
-    if length > max_seq_length and overlong == "drop":
-        return []
-    if length > max_seq_length and overlong == "split":
-        starts = range(0, length - 1, max(max_seq_length - 1, 1))
-    parts = (cut(sample, max_seq_length, first) for first in starts)
-    return [part for part in parts if part.trained]

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from ftkit.chat_templates.template import ChatTemplate
 from ftkit.checkpoint.metadata import BaseIdentity, DataIdentity, Metadata
 from ftkit.checkpoint.state import check_kinds, trained_parameter
 from ftkit.config.plan import Plan
@@ -77,8 +78,12 @@ class Setup:
     @cached_property
     def chat_files(self) -> dict[str, bytes]:
         """What says beside the weights how the result is asked."""
-        renderer = self.data.renderer
-        return chat_files(self.base, renderer.template.source, renderer.stop_ids)
+        return chat_files(self.base, self.template.source, self.data.renderer.stop_ids)
+
+    @property
+    def template(self) -> ChatTemplate:
+        """In which the result is asked: as it was trained."""
+        return self.data.renderer.template
 
     def learning_rate(self, step: int) -> float:
         """Of optimizer step `step` (from 0), in the first parameter group."""
@@ -225,6 +230,7 @@ def _tell_data(data: DataSets, journal: Journal) -> None:
         counts = {str(split): data_counts(one.counts) for split, one in part.splits.items()}
         sources[part.source.name] = Source(data=counts, samples_per_epoch=take)
         of_source = f" of {part.source.name}" if len(data.parts) > 1 else ""
+        journal.display.message(f"data of {part.source.where}: {part.part.description}")
         for split, known in counts.items():
             if text := losses_of_data_text(known):
                 journal.display.message(f"{split} data{of_source}: {text}{_why(known)}")
@@ -305,7 +311,7 @@ def _tell(setup: Setup, journal: Journal) -> None:
         optimizer=recipe.optimizer["class_path"],
         parameters=parameter_count(model),
         trainable_parameters=sum(parameter.numel() for parameter in trainable(model)),
-        chat_template=setup.data.renderer.template.name,
+        chat_template=setup.template.name,
         max_seq_length=setup.max_seq_length,
         global_batch_size=recipe.train.global_batch_size,
         micro_batch_size=plan.micro_batch_size,

@@ -427,6 +427,7 @@ FILES: dict[Method, list[str]] = {
         "shard-00000-of-00001.safetensors",
         "adapter/adapter_model.safetensors",
         "adapter/adapter_config.json",
+        "adapter/chat_template.jinja",
     ],
     "full": [
         "metadata.json",
@@ -434,6 +435,7 @@ FILES: dict[Method, list[str]] = {
         "shard-00000-of-00001.safetensors",
         "base/config.json",
         "base/tokenizer.json",
+        "chat_template.jinja",
     ],
 }
 """A file of each kind in a checkpoint."""

@@ -188,7 +188,10 @@ def test_what_runs_a_command_is_there(name: str) -> None:
     ("argv", "words"),
     [
         (["--data.help"], "--data takes one of: Alpaca, Alpaca2k, "),
-        (["--data.help", "JSON"], "--data.json_path TEXT|PATH A .json file (a list of records)"),
+        (["--data.help", "JSON"], "--data.path TEXT|PATH A file (.json, .jsonl, .csv,"),
+        (["--data.help", "JSON"], "--data.json_path TEXT|PATH The older name of path."),
+        (["--data.help", "JSON"], "--data.columns {KEY:VALUE,...} Keys of the records"),
+        (["--data.help", "JSON"], "--data.sources [{KEY:VALUE,...},...] Several, instead"),
         (["--data.help=LIMA"], "--data.access_token TEXT"),
         (["--data.help", "litgpt.data.FLAN"], "--data.subsets TEXT A comma separated list"),
         (["--optimizer.help"], " AdamW, "),

@@ -412,7 +412,7 @@ class TestChecks:
             ("alpaca2K", "Try --data Alpaca2k"),
             ("litgpt.data.Alpacca", "Try --data Alpaca"),
             ("litgpt.data.base.SFTDataset", "it has to be one of"),
-            ("os.system", "Try --data JSON --data.json_path FILE"),
+            ("os.system", "Try --data JSON --data.path FILE"),
             ("my.package.Alpaca", "Try --data Alpaca."),
         ],
     )
@@ -604,7 +604,7 @@ class TestModulesOfLitgpt:
         with pytest.raises(UserError, match=works) as error:
             self.load(name, tokenizer)
         assert f"data is {name}, which could not be loaded: ConnectionError" in str(error.value)
-        assert "--data JSON --data.json_path FILE" in str(error.value)
+        assert "--data JSON --data.path FILE" in str(error.value)
 
     def test_a_broken_download_is_to_be_deleted(self, tokenizer: Tokenizer) -> None:
         Path("data/alpaca").mkdir(parents=True)

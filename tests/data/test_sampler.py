@@ -3,7 +3,16 @@ import pytest
 from orders import make_elastic_order
 
 from ftkit.data import sampler
-from ftkit.data.sampler import FILLER, ElasticOrder, IntArray, permutation, validation_batches
+from ftkit.data.sampler import (
+    FILLER,
+    ElasticOrder,
+    EpochOrder,
+    IntArray,
+    Position,
+    RankLayout,
+    permutation,
+    validation_batches,
+)
 
 
 def alpaca_like(samples: int, seed: int = 0) -> IntArray:
@@ -345,3 +354,93 @@ def test_samples_of_equal_length_leave_no_rank_without_one(samples: int) -> None
     batches = [validation_batches(np.full(samples, 100), samples, 4, rank, 4) for rank in range(4)]
     assert [[FILLER]] not in batches
     assert max(len(batch) for [batch] in batches) == -(-samples // 4)
+
+
+# --- Sources and their weights ------------------------------------------------------------------
+
+
+def epochs_of(order: EpochOrder, count: int) -> list[list[int]]:
+    return [order.of(epoch).tolist() for epoch in range(count)]
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_sources_that_are_taken_whole_have_the_order_of_one(seed: int) -> None:
+    together = EpochOrder([50], [50], seed)
+    apart = EpochOrder([20, 5, 25], [20, 5, 25], seed)
+    assert epochs_of(apart, 3) == epochs_of(together, 3)
+
+
+@pytest.mark.parametrize("takes", [[10, 50], [40, 7], [20, 49], [1, 150], [60, 25]])
+def test_an_epoch_takes_as_many_of_each_source_as_it_should(takes: list[int]) -> None:
+    order = EpochOrder([20, 50], takes, seed=1)
+    assert order.samples == sum(takes)
+    for samples in epochs_of(order, 5):
+        assert len(samples) == order.samples
+        assert order.sources(np.array(samples)).tolist() == takes
+
+
+@pytest.mark.parametrize("take", [1, 7, 19, 21, 40, 55])
+def test_a_source_is_walked_through_from_epoch_to_epoch_without_repetition(take: int) -> None:
+    """Each sample as often as any other, but for the walk that is on its way."""
+    order = EpochOrder([20, 10], [take, 10], seed=3)
+    taken = np.zeros(30, dtype=int)
+    for epoch in range(12):
+        taken += np.bincount(order.of(epoch), minlength=30)
+        assert taken[:20].max() - taken[:20].min() <= 1
+        assert set(taken[20:]) == {epoch + 1}
+
+
+def test_walks_and_epochs_differ_from_each_other() -> None:
+    order = EpochOrder([30, 30], [60, 60], seed=1)
+    first, second = (order.of(epoch) for epoch in range(2))
+    assert first.tolist() != second.tolist()
+    of_source = [samples[samples < 30].tolist() for samples in (first, second)]
+    others = [(samples[samples >= 30] - 30).tolist() for samples in (first, second)]
+    assert len({tuple(samples) for samples in (*of_source, *others)}) == 4
+
+
+def test_the_order_of_a_mixture_never_changes() -> None:
+    """Pinned: a run started with one version of ftkit must go on with another."""
+    order = EpochOrder([4, 3, 2], [2, 3, 4], seed=1337)
+    assert epochs_of(order, 2) == [[8, 0, 6, 7, 7, 4, 5, 8, 3], [6, 7, 8, 5, 2, 1, 4, 7, 8]]
+
+
+def mixed(**changes: int) -> ElasticOrder:
+    lengths = alpaca_like(50)
+    return ElasticOrder(
+        lengths,
+        lengths // 2,
+        epochs=EpochOrder([30, 20], [15, 60], seed=1),
+        global_batch_size=changes.get("global_batch_size", 12),
+        total_samples=3 * 75,
+        layout=RankLayout(
+            micro_batch_size=changes.get("micro_batch_size", 2),
+            rank=changes.get("rank", 0),
+            world_size=changes.get("world_size", 1),
+        ),
+        start=Position(step=changes.get("start_step", 0), samples=changes.get("start_samples", 0)),
+    )
+
+
+def test_a_position_in_a_mixture_is_one_integer() -> None:
+    whole = np.concatenate(taken(mixed()))
+    assert len(whole) == 3 * 75
+    for later in (5, 12, 64):
+        rest = mixed(global_batch_size=later, start_step=7, start_samples=84)
+        assert np.array_equal(np.concatenate(taken(rest)), whole[84:])
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 5, 64])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_samples_of_a_mixed_step_are_the_same_on_every_layout(
+    world_size: int, micro_batch_size: int
+) -> None:
+    plain = mixed()
+    ranks = [
+        mixed(rank=rank, world_size=world_size, micro_batch_size=micro_batch_size)
+        for rank in range(world_size)
+    ]
+    for step in range(plain.total_steps):
+        run = [i for rank in ranks for batch in rank.micro_batches(step) for i in batch]
+        assert sorted(i for i in run if i != FILLER) == sorted(plain.samples(step))
+        assert plain.sources(step).sum() == len(plain.samples(step))

@@ -134,7 +134,7 @@ def test_models_without_a_run_need_data(
     values: Callable[..., dict[str, Any]], tiny_base: Path, held_out: Path
 ) -> None:
     message = mistake(tiny_base)
-    assert "Try --data JSON --data.json_path FILE." in message
+    assert "Try --data JSON --data.path FILE." in message
     options = ["--data", "JSON", "--data.json_path", held_out, "--data.mask_prompt", "true"]
     found = values(tiny_base, *options, "--exact_match", 2)
     assert found["loss"] == pytest.approx(math.log(400), rel=0.05)

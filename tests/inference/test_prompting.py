@@ -213,7 +213,7 @@ def test_a_model_with_a_template_is_asked_in_it_which_is_said(
     assert out == f"{expected}\n"
     assert err.startswith("instructed is asked in its own chat template; --chat_template")
     found = prompting(instructed)
-    assert (found.origin, found.end_ids) == ("model", {1, 20})
+    assert found.origin == "model" and found.end_ids == {1, 20}
 
 
 @pytest.mark.parametrize(
@@ -246,6 +246,42 @@ def test_a_template_can_be_a_file(
     assert out == expected_answer(instructed, f"{PROMPT}?", stop_ids=[1, 20]) + "\n"
 
 
+def test_an_input_stands_below_the_instruction_where_the_template_has_no_place_for_it(
+    instructed: Path, said: Callable[..., tuple[str, str]], tmp_path: Path
+) -> None:
+    words = ["generate", instructed, "--prompt", PROMPT, "--input", "the moon"]
+    text = f"user: {PROMPT}\n\nthe moon</s>\nassistant: "
+    assert said(*words)[0] == expected_answer(instructed, text, stop_ids=[1, 20]) + "\n"
+    file = tmp_path / "mine.jinja"
+    file.write_text("{{ bos_token }}{{ messages[0].input }}: {{ messages[0].content }}")
+    out, _ = said(*words, "--chat_template", file)
+    assert out == expected_answer(instructed, f"the moon: {PROMPT}", stop_ids=[1, 20]) + "\n"
+
+
+def test_prompts_are_records_of_any_shape(
+    instructed: Path, said: Callable[..., tuple[str, str]], tmp_path: Path
+) -> None:
+    user, assistant = {"role": "user", "content": "red"}, {"role": "assistant", "content": "cat"}
+    turn = "user: red</s>\nassistant: "
+    for record, text in (
+        ({"messages": [user]}, turn),
+        ({"messages": [user, assistant]}, turn),
+        ({"messages": [user, assistant, user]}, f"{turn}cat</s>\n{turn}"),
+        ({"conversations": [{"from": "human", "value": "red"}]}, turn),
+        ({"prompt": "red"}, "red"),
+        ({"text": "red"}, "red"),
+    ):
+        prompts = tmp_path / "prompts.jsonl"
+        prompts.write_text(json.dumps(record) + "\n")
+        out, _ = said("generate", instructed, "--prompts", prompts, "--format", "json")
+        (entry,) = json.loads(out)
+        assert entry["answer"] == expected_answer(instructed, text, stop_ids=[1, 20]), record
+    table = tmp_path / "prompts.csv"
+    table.write_text("instruction\nred\n")
+    out, _ = said("generate", instructed, "--prompts", table, "--format", "json")
+    assert json.loads(out)[0]["answer"] == expected_answer(instructed, turn, stop_ids=[1, 20])
+
+
 def test_what_the_system_says_is_never_left_out_in_silence(
     instructed: Path, tmp_path: Path
 ) -> None:
@@ -259,6 +295,14 @@ def test_what_the_system_says_is_never_left_out_in_silence(
     with pytest.raises(UserError, match="does not take this conversation: no system"):
         run([*words, "--chat_template", str(file)])
     with pytest.raises(UserError, match="--raw and --system exclude each other"):
+        run([*words, "--raw"])
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "red"}')
+    words = ["generate", str(instructed), "--prompts", str(prompts)]
+    with pytest.raises(UserError, match="holds texts that go on as they are"):
+        run([*words, "--system", "red"])
+    prompts.write_text('{"messages": [{"role": "user", "content": "red"}]}')
+    with pytest.raises(UserError, match=r"holds conversations\. Leave out --raw"):
         run([*words, "--raw"])
 
 

@@ -47,6 +47,10 @@ def test_a_run_leaves_exactly_its_results(completed: tuple[Run, End]) -> None:
     assert sorted(path.name for path in (run.out_dir / "final").iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",
+        "chat_template.jinja",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
     ]
 
 

@@ -1,0 +1,198 @@
+"""Chat templates of real models: their tokens and masks in ftkit, beside those of transformers."""
+
+import json
+import re
+import shutil
+import tarfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from ftkit.chat_templates.named import text_template
+from ftkit.chat_templates.sandbox import DATE
+from ftkit.chat_templates.template import CHAT_TEMPLATE
+from ftkit.pretrained.tokenizer import Tokenizer
+from ftkit.rendering.chat import ChatRenderer
+
+PLACE = "/vendor/llama.cpp/models/templates/"
+"""Of the templates in the source distribution of llama-cpp-python."""
+SPECIAL = re.compile(
+    r"<[|\uff5c][^<>|\uff5c\n{}%]{1,40}[|\uff5c]>|</?[a-zA-Z_]{3,30}>|\[/?[A-Z_]{2,30}\]"
+)
+"""What looks like a token of its own in a template."""
+NAMES = {"bos": "<s>", "eos": "</s>", "unk": "<unk>", "pad": "<pad>"}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "lookup",
+        "description": "Finds a number.",
+        "parameters": {
+            "type": "object",
+            "properties": {"of": {"type": "string", "description": "Whose."}},
+            "required": ["of"],
+        },
+    },
+}
+CALLED = "kumquatcall"
+CALL = {"type": "function", "function": {"name": "lookup", "arguments": {"of": CALLED}}}
+SYSTEM = {"role": "system", "content": "Be sysword."}
+CONVERSATIONS: dict[str, dict[str, Any]] = {
+    "system and turns": {
+        "messages": [
+            SYSTEM,
+            {"role": "user", "content": "Askone here."},
+            {"role": "assistant", "content": "Saidone there."},
+            {"role": "user", "content": "Asktwo again."},
+            {"role": "assistant", "content": "Saidtwo at last."},
+        ]
+    },
+    "tools": {
+        "messages": [
+            SYSTEM,
+            {"role": "user", "content": "Askone here."},
+            {"role": "assistant", "content": "", "tool_calls": [CALL | {"id": "call00001"}]},
+            {
+                "role": "tool",
+                "content": '{"number": "toolword"}',
+                "name": "lookup",
+                "tool_call_id": "call00001",
+            },
+            {"role": "assistant", "content": "Saidtwo at last."},
+        ],
+        "tools": [TOOL],
+    },
+    "thinking": {
+        "messages": [
+            {"role": "user", "content": "Askone here."},
+            {
+                "role": "assistant",
+                "content": "Saidone there.",
+                "reasoning_content": "Thoughtone first.",
+            },
+            {"role": "user", "content": "Asktwo again."},
+            {
+                "role": "assistant",
+                "content": "Saidtwo at last.",
+                "reasoning_content": "Thoughttwo then.",
+            },
+        ]
+    },
+}
+"""Each word that is looked for is in one message alone."""
+OURS = ("Saidone there.", "Saidtwo at last.", CALLED)
+NOT_OURS = ("sysword", "Askone", "Asktwo", "toolword")
+
+
+class Wrong(Exception):
+    """Tokens or a mask are not what they have to be."""
+
+
+def table(source: Path, base: Path, scratch: Path) -> tuple[list[str], bool]:
+    """A Markdown table of what becomes of the conversations, and whether all of it is right.
+
+    Args:
+        source: distribution of llama-cpp-python.
+        base: has a tokenizer of byte pairs.
+        scratch: a directory that exists.
+    """
+    rows, counts = [], {"exact": 0, "split": 0, "refused": 0, "WRONG": 0}
+    for name, text in templates(source):
+        cells = []
+        directory = tokenizer_with(base, text, scratch / "tokenizer")
+        for record in CONVERSATIONS.values():
+            cell = verdict(directory, record)
+            counts[re.match(r"\w+", cell)[0]] += 1
+            cells.append(cell)
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    heads = ["template", *CONVERSATIONS]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *rows, ""]
+    lines.append(
+        f"{len(rows)} templates: " + ", ".join(f"{n} {what}" for what, n in counts.items())
+    )
+    return lines, not counts["WRONG"]
+
+
+def templates(source: Path) -> Iterator[tuple[str, str]]:
+    """Name and text of each template in a source distribution."""
+    with tarfile.open(source) as archive:
+        for member in sorted(archive.getmembers(), key=lambda one: one.name.lower()):
+            if PLACE in member.name and member.name.endswith(".jinja"):
+                file = archive.extractfile(member)
+                assert file is not None
+                yield Path(member.name).stem, file.read().decode()
+
+
+def tokenizer_with(base: Path, template: str, out: Path) -> Path:
+    """A tokenizer that has what a template spells out as tokens of their own."""
+    shutil.rmtree(out, ignore_errors=True)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    found = dict.fromkeys([*NAMES.values(), *SPECIAL.findall(template)])
+    tokenizer.add_tokens(list(found), special_tokens=True)
+    tokenizer.add_special_tokens({f"{kind}_token": text for kind, text in NAMES.items()})
+    tokenizer.save_pretrained(out)
+    (out / CHAT_TEMPLATE).write_text(template)
+    return out
+
+
+def verdict(directory: Path, record: dict[str, Any]) -> str:
+    """What becomes of a conversation: exact, split into several samples, refused, or wrong."""
+    ours, theirs = Tokenizer(directory), AutoTokenizer.from_pretrained(directory)
+    template = text_template(directory / CHAT_TEMPLATE, ours.special_tokens)
+    (rendering,) = ChatRenderer(ours, template, train_on="assistant").render([record])
+    if rendering.refused is not None:
+        return f"refused: {cell_text(rendering.refused)}"
+    try:
+        missing = check(rendering.samples, theirs, record)
+    except Wrong as error:
+        return f"WRONG: {cell_text(error)}"
+    count = len(rendering.samples)
+    return ("exact" if count == 1 else f"split: {count} samples, exact") + missing
+
+
+def check(samples: Sequence[Any], theirs: Any, record: dict[str, Any]) -> str:
+    """Compare samples with what transformers makes, and their masks with the words of messages.
+
+    Args:
+        samples: of a conversation.
+        theirs: tokenizer of transformers.
+        record: the conversation.
+
+    Returns:
+        What the template leaves out.
+
+    Raises:
+        Wrong: they differ.
+    """
+    messages = record["messages"]
+    ends = [i + 1 for i, message in enumerate(messages) if message["role"] == "assistant"]
+    ends = ends if len(samples) > 1 else [len(messages)]
+    if len(ends) != len(samples):
+        raise Wrong(f"{len(samples)} samples of {len(ends)} turns")
+    trained = ""
+    for end, sample in zip(ends, samples, strict=True):
+        expected = theirs.apply_chat_template(
+            messages[:end],
+            tools=record.get("tools"),
+            return_dict=False,
+            strftime_now=DATE.strftime,
+        )
+        if sample.ids != expected:
+            raise Wrong("other tokens than transformers")
+        for first, last in sample.trained:
+            trained += theirs.decode(sample.ids[first:last]) + "\n"
+    whole, written = json.dumps(messages), theirs.decode(samples[-1].ids)
+    for word in OURS:
+        count = 1 if word in whole and word in written else 0
+        if trained.count(word) != count:
+            raise Wrong(f"{word!r} is trained {trained.count(word)} times")
+    for word in NOT_OURS:
+        if word in trained:
+            raise Wrong(f"{word!r} is trained")
+    return ", but the template leaves out tool calls" * (CALLED in whole and CALLED not in written)
+
+
+def cell_text(reason: object) -> str:
+    """A reason in a cell of a table."""
+    return str(reason).partition("\n")[0].replace("|", "\\|")[:90]

@@ -1,0 +1,166 @@
+"""Data of several sources: what an epoch takes of each, and what is validated on."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny import make_tokenizer
+
+from ftkit.config.recipe import Component
+from ftkit.data.dataset import DataSets, load_data
+from ftkit.data.loader import validation_loader
+from ftkit.data.sampler import FILLER
+from ftkit.data.samples import interleave
+from ftkit.errors import UserError
+from ftkit.pretrained.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(directory)
+    return Tokenizer(directory)
+
+
+def write(file: Path, count: int) -> str:
+    records = [
+        {"instruction": f"{file.stem} {i}?", "output": "red " * (1 + i % 5)} for i in range(count)
+    ]
+    file.write_text(json.dumps(records))
+    return str(file)
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> list[str]:
+    return [write(tmp_path / "some.json", 40), write(tmp_path / "others.json", 20)]
+
+
+def load(tokenizer: Tokenizer, *sources: dict[str, Any], **options: Any) -> DataSets:
+    init_args = {"sources": list(sources), "val_split_fraction": 0.2, **options}
+    return load_data(Component(class_path="JSON", init_args=init_args), tokenizer, 200)
+
+
+def test_a_weight_is_how_often_an_epoch_takes_the_samples(
+    tokenizer: Tokenizer, paths: list[str]
+) -> None:
+    data = load(tokenizer, {"path": paths[0], "weight": 0.5}, {"path": paths[1], "weight": 3})
+    assert data.names == ("some.json", "others.json")
+    assert len(data.train) == 32 + 16
+    assert data.takes == (16, 48)
+    assert data.samples_per_epoch == 64
+    assert set(data.repetitions[:32]) == {0.5} and set(data.repetitions[32:]) == {3.0}
+
+
+def test_samples_are_a_number_of_their_own(tokenizer: Tokenizer, paths: list[str]) -> None:
+    data = load(tokenizer, {"path": paths[0], "samples": 5}, {"path": paths[1]})
+    assert data.takes == (5, 16)
+
+
+def test_a_weight_that_takes_nothing_is_refused(tokenizer: Tokenizer, paths: list[str]) -> None:
+    with pytest.raises(UserError, match=r"weight of others.json is 0.01.*\n.*samples: 1"):
+        load(tokenizer, {"path": paths[0]}, {"path": paths[1], "weight": 0.01})
+
+
+def test_sources_of_weight_1_are_taken_in_the_order_of_one(
+    tokenizer: Tokenizer, paths: list[str]
+) -> None:
+    data = load(tokenizer, {"path": paths[0], "weight": 1}, {"path": paths[1]})
+    alone = load(tokenizer, {"path": paths[0]})
+    for index in range(32):
+        assert data.train[index].ids.tolist() == alone.train[index].ids.tolist()
+    assert data.train.sources.tolist() == [0] * 32 + [1] * 16
+    assert data.epochs(7).of(0).tolist() == load_order(48, 7)
+
+
+def load_order(samples: int, seed: int) -> list[int]:
+    from ftkit.data.sampler import permutation
+
+    return permutation(samples, seed, 0).tolist()
+
+
+def test_the_fingerprint_covers_samples_and_what_an_epoch_takes(
+    tokenizer: Tokenizer, paths: list[str]
+) -> None:
+    first, second = ({"path": path} for path in paths)
+    one = load(tokenizer, first)
+    same = [
+        load(tokenizer, first, second),
+        load(tokenizer, first | {"weight": 1.0}, second),
+        load(tokenizer, first, second | {"samples": 16}),
+    ]
+    others = [
+        load(tokenizer, second, first),
+        load(tokenizer, first, second | {"weight": 2}),
+        load(tokenizer, first | {"weight": 2}),
+    ]
+    assert len({data.fingerprint for data in same}) == 1
+    assert len({data.fingerprint for data in (one, same[0], *others)}) == 5
+
+
+def test_a_source_is_spread_evenly_over_the_validation_samples() -> None:
+    groups, numbers = interleave([4, 0, 100, 1])
+    assert sorted(zip(groups.tolist(), numbers.tolist(), strict=True)) == [
+        (group, number) for group, size in ((0, 4), (2, 100), (3, 1)) for number in range(size)
+    ]
+    assert set(groups[:3]) == {0, 2, 3}
+    for limit in range(10, 105):
+        share = np.count_nonzero(groups[:limit] == 0) / limit
+        assert share == pytest.approx(4 / 105, abs=1.5 / limit)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("limit", [2, 5, 12, 100])
+def test_a_batch_of_a_validation_is_of_one_source(
+    tokenizer: Tokenizer, paths: list[str], limit: int, world_size: int
+) -> None:
+    data = load(tokenizer, {"path": paths[0]}, {"path": paths[1]})
+    assert len(data.val) == 12
+    ranks = [
+        list(validation_loader(data.val, limit, 2, rank=rank, world_size=world_size))
+        for rank in range(world_size)
+    ]
+    assert len({len(batches) for batches in ranks}) == 1
+    labels = np.zeros(2, dtype=int)
+    for batch in (batch for batches in ranks for batch in batches):
+        labels[batch["source"]] += len(batch["labels"])
+    chosen = data.val.sources[:limit]
+    counts = data.val.label_counts[:limit]
+    assert labels.tolist() == [counts[chosen == source].sum() for source in range(2)]
+    assert min(labels) > 0
+
+
+def test_questions_are_of_all_sources(tokenizer: Tokenizer, paths: list[str]) -> None:
+    data = load(tokenizer, {"path": paths[0]}, {"path": paths[1], "prompt_style": "phi-2"})
+    asked = [question.instruction for question in data.questions]
+    assert len(asked) == len(data.questions) == 12
+    assert {text.split()[0] for text in asked[:2]} == {"some", "others"}
+    texts = [tokenizer.decode(np_tensor(question.prompt)) for question in data.questions[:2]]
+    assert sum(text.startswith("Instruct:") for text in texts) == 1
+
+
+def np_tensor(ids: list[int]) -> Any:
+    import torch
+
+    return torch.tensor(ids)
+
+
+def test_counts_are_known_for_each_source_and_in_all(
+    tokenizer: Tokenizer, tmp_path: Path, paths: list[str]
+) -> None:
+    broken = tmp_path / "broken.json"
+    records = [{"instruction": "?", "output": ""}] * 3 + [{"instruction": "?", "output": "!"}] * 7
+    broken.write_text(json.dumps(records))
+    data = load(tokenizer, {"path": paths[0]}, {"path": str(broken)})
+    of_sources = [part.splits["train"].counts for part in data.parts]
+    assert of_sources[0].skipped_empty_output == 0
+    both = data.counts["train"].skipped_empty_output + data.counts["val"].skipped_empty_output
+    assert both == 3
+    assert data.counts["train"].records == sum(counts.records for counts in of_sources) == 40
+
+
+def test_fillers_belong_to_no_source(tokenizer: Tokenizer, paths: list[str]) -> None:
+    data = load(tokenizer, {"path": paths[0]}, {"path": paths[1]})
+    with pytest.raises(IndexError):
+        data.train[FILLER]

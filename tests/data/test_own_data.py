@@ -1,0 +1,373 @@
+"""Data of one's own: options, what becomes of each shape of record, mixtures, and evaluation."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import litgpt.data  # noqa: F401  # sets variables of the environment, which tests must not
+import pytest
+from litgpt import prompts
+
+from ftkit.config.parsing import read_recipe
+from ftkit.config.recipe import Component
+from ftkit.data.sources import data_source
+from ftkit.data.spec import Part
+from ftkit.errors import UserError
+from ftkit.records.hub import HubName
+from ftkit.records.read import RecordSet
+from ftkit.records.record import Record
+from ftkit.records.shapes import RecordReader
+
+SAID = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+ROWS: dict[str, Record] = {
+    "instruction": {"instruction": "a", "input": "", "output": "b"},
+    "completion": {"prompt": "a", "completion": "b"},
+    "messages": {"messages": SAID},
+    "text": {"text": "a"},
+}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(name: str, row: Record, count: int = 20) -> str:
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    Path(name).write_text("\n".join(json.dumps(row | {"id": i}) for i in range(count)))
+    return name
+
+
+def of(**options: Any) -> Component:
+    return Component(class_path="ftkit.data.JSON", init_args=options)
+
+
+def parts(**options: Any) -> tuple[Part, ...]:
+    return data_source(of(**options)).read().parts
+
+
+def part(**options: Any) -> Part:
+    (found,) = parts(**options)
+    return found
+
+
+def refusal(**options: Any) -> str:
+    with pytest.raises(UserError) as error:
+        data_source(of(**options)).read()
+    return str(error.value)
+
+
+# Shapes
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "expected"),
+    [
+        ("instruction", {}, ("instruction", None, "all", "truncate")),
+        ("instruction", {"mask_prompt": True}, ("instruction", None, "last", "truncate")),
+        ("instruction", {"train_on": "last"}, ("instruction", None, "last", "truncate")),
+        ("completion", {}, ("completion", None, "last", "truncate")),
+        ("completion", {"train_on": "all"}, ("completion", None, "all", "truncate")),
+        ("messages", {}, ("messages", "tokenizer", "assistant", "truncate")),
+        (
+            "messages",
+            {"train_on": "last", "chat_template": "chatml", "overlong": "drop"},
+            ("messages", "chatml", "last", "drop"),
+        ),
+        ("text", {}, ("text", None, "all", "split")),
+        ("text", {"overlong": "truncate"}, ("text", None, "all", "truncate")),
+        (
+            "instruction",
+            {"chat_template": "chatml"},
+            ("messages", "chatml", "assistant", "truncate"),
+        ),
+        (
+            "instruction",
+            {"chat_template": "chatml", "mask_prompt": False},
+            ("messages", "chatml", "all", "truncate"),
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_learned_follows_from_the_shape_and_the_options(
+    shape: str, options: dict[str, Any], expected: tuple[str, str | None, str, str]
+) -> None:
+    found = part(path=write("a.jsonl", ROWS[shape]), **options)
+    rules = found.rules
+    assert (found.shape, rules.chat_template, rules.train_on, rules.overlong) == expected
+    assert isinstance(rules.prompt_style, prompts.Alpaca) == (found.shape == "instruction")
+
+
+@pytest.mark.parametrize(
+    ("shape", "description"),
+    [
+        ("instruction", "20 instructions (instruction, input, output), 5 of them to validate on"),
+        ("messages", "20 conversations (messages), 5 of them to validate on"),
+        ("text", "20 documents (text), 5 of them to validate on"),
+    ],
+)
+def test_what_was_found_is_told(shape: str, description: str) -> None:
+    path = write("a.jsonl", ROWS[shape])
+    assert part(path=path, val_split_fraction=0.25).description == description
+
+
+def test_a_directory_says_how_many_more_are_validated_on() -> None:
+    write("d/train.jsonl", ROWS["messages"], 3)
+    write("d/val.jsonl", ROWS["messages"], 2)
+    found = part(path="d")
+    assert found.description == "3 conversations (messages), 2 more to validate on"
+    assert (len(found.train), len(found.val)) == (3, 2)
+
+
+def test_a_chat_template_makes_conversations_of_instructions() -> None:
+    row = {"instruction": "Add.", "input": "1 and 2", "output": "3", "sys_prompt": "Be terse."}
+    found = part(path=write("a.jsonl", row), chat_template="chatml")
+    assert found.train[0] == {
+        "messages": [
+            {"role": "system", "content": "Be terse."},
+            {"role": "user", "content": "Add.\n\n1 and 2"},
+            {"role": "assistant", "content": "3"},
+        ]
+    }
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "reason", "works"),
+    [
+        ("messages", {"mask_prompt": True}, "data.mask_prompt is True, but", "Set train_on"),
+        ("messages", {"prompt_style": "phi-2"}, "data.prompt_style is phi-2", "chat_template"),
+        ("completion", {"prompt_style": "phi-2"}, "holds completions", "--data.prompt_style null"),
+        ("completion", {"chat_template": "chatml"}, "holds completions", "chat_template null"),
+        ("text", {"train_on": "last"}, "data.train_on is last", "set it to all"),
+        ("messages", {"overlong": "split"}, "data.overlong is split", "--data.overlong drop"),
+    ],
+)
+def test_an_option_that_means_nothing_for_the_records_is_refused(
+    shape: str, options: dict[str, Any], reason: str, works: str
+) -> None:
+    text, _, advice = refusal(path=write("a.jsonl", ROWS[shape]), **options).partition("\n")
+    assert reason in text
+    assert works in advice
+
+
+def test_an_empty_option_is_not_given() -> None:
+    path = write("a.jsonl", ROWS["messages"])
+    options = ("mask_prompt", "prompt_style", "subset", "columns", "sources", "overlong")
+    assert part(path=path, **dict.fromkeys(options)).rules.train_on == "assistant"
+
+
+# Options
+
+
+def test_json_path_is_the_older_name_of_path() -> None:
+    path = write("a.jsonl", ROWS["text"])
+    assert part(json_path=path) == part(path=path)
+    assert "data.json_path is b.jsonl, but there is no" in refusal(json_path="b.jsonl")
+    assert "data.path is b.jsonl, but there is no" in refusal(path="b.jsonl")
+
+
+def test_the_way_that_is_set_later_replaces_the_others() -> None:
+    def data(*overrides: tuple[str, str]) -> dict[str, Any]:
+        recipe = read_recipe([], [("checkpoint_dir", "base"), ("data", "JSON"), *overrides])
+        return recipe.data["init_args"]
+
+    assert data(("data.json_path", "a"), ("data.path", "b")) == {"path": "b"}
+    assert data(("data.path", "a"), ("data.json_path", "b")) == {"json_path": "b"}
+    assert data(("data.path", "a"), ("data.sources", "[{path: b}]")) == {"sources": [{"path": "b"}]}
+    assert data(("data.path", "a"), ("data.json_path", "null"))["path"] == "a"
+
+
+def test_columns_are_named_on_the_command_line() -> None:
+    write("a.jsonl", {"question": "a", "answer": "b"})
+    overrides = {"data": "JSON", "data.path": "a.jsonl", "data.columns.instruction": "question"}
+    overrides |= {"data.columns.output": "answer", "checkpoint_dir": "base"}
+    data = read_recipe([], list(overrides.items())).data
+    (found,) = data_source(data).read().parts
+    assert found.train[0] == {"instruction": "a", "output": "b"}
+
+
+@pytest.mark.parametrize(
+    ("options", "reason", "works"),
+    [
+        ({}, "data.path is missing", "--data.path FILE"),
+        ({"path": ""}, "data.path is missing", "--data.path FILE"),
+        ({"path": "a", "json_path": "a"}, "data.path is a and data.json_path is a", "Remove"),
+        ({"path": "a", "sources": [{"path": "a"}]}, "only one of the two may be given", "Remove"),
+        (
+            {"path": "a", "mask_prompt": False, "train_on": "last"},
+            "data.mask_prompt is False and data.train_on is last",
+            "--data.train_on null",
+        ),
+        (
+            {"path": "a", "prompt_style": "alpaca", "chat_template": "chatml"},
+            "data.prompt_style is alpaca and data.chat_template is chatml",
+            "--data.chat_template null",
+        ),
+        ({"path": "a", "train_on": "user"}, "assistant, last, all", "--data.train_on "),
+        ({"path": "a", "reasoning": "keep"}, "one of split, refuse", "--data.reasoning refuse"),
+        ({"path": "a", "overlong": "cut"}, "truncate, drop, split", "--data.overlong "),
+        ({"path": "a", "columns": ["a"]}, "names of keys by ours", "instruction: question"),
+        ({"path": "a", "columns": {"output": 5}}, "names of keys by ours", "output: answer"),
+        (
+            {"path": "a", "columns": {"instructions": "q"}},
+            "data.columns.instructions is q, but records have no instructions",
+            "--data.columns.instruction q",
+        ),
+        (
+            {"path": "a", "columns": {"prompt": "q", "output": "a"}},
+            "data.columns names output and prompt",
+            "Keep those of one kind",
+        ),
+        ({"path": "a", "revision": 5}, "data.revision is 5, but has to be a text", "'\"5\"'"),
+        ({"path": "a", "chat_template": ""}, "has to be a text", "--data.chat_template"),
+        ({"sources": []}, "data.sources is [], but has to be a list", "path: a.jsonl"),
+        ({"sources": ["a"]}, "data.sources[0] is 'a', but has to be an object", "path: FILE"),
+        ({"sources": [{"path": "a", "wieght": 2}]}, "[0] has no key wieght", "Write weight"),
+        ({"sources": [{"path": "a", "weight": 0}]}, "data.sources[0].weight is 0", "to 1"),
+        ({"sources": [{"path": "a", "samples": 1.5}]}, "[0].samples is 1.5", "1000"),
+        (
+            {"sources": [{"path": "a", "weight": 1, "samples": 1}]},
+            "data.sources[0].weight is 1 and data.sources[0].samples is 1",
+            "Remove",
+        ),
+        ({"sources": [{"path": "a", "train_on": "x"}]}, "data.sources[0].train_on is 'x'", "Set "),
+        ({"sources": [{"path": "a"}], "subset": "s"}, "data.subset is s, but", "Move it into"),
+        ({"sources": [{"path": "a"}, {"path": "b.jsonl"}]}, "data.sources[0].path is a", "Set "),
+    ],
+)
+def test_bad_options_are_refused_before_anything_is_read(
+    options: dict[str, Any], reason: str, works: str
+) -> None:
+    text, _, advice = refusal(**options).partition("\n")
+    assert reason in text
+    assert works in advice
+
+
+@pytest.mark.parametrize("key", ["subset", "split", "revision"])
+def test_files_have_none_of_what_a_hub_data_set_has(key: str) -> None:
+    reason = refusal(path=write("a.jsonl", ROWS["text"]), **{key: "x"})
+    assert f"data.{key} is x, but a.jsonl is here" in reason
+
+
+# Mixtures
+
+
+def test_each_source_is_read_and_split_by_itself() -> None:
+    write("chats.jsonl", ROWS["messages"], 10)
+    write("d/train.jsonl", {"q": "a", "output": "b"}, 4)
+    write("d/val.jsonl", {"q": "a", "output": "b"}, 2)
+    sources = [
+        {"path": "chats.jsonl", "weight": 2},
+        {"path": "d", "samples": 3, "columns": {"instruction": "q"}, "mask_prompt": True},
+    ]
+    data = data_source(of(sources=sources, val_split_fraction=0.2))
+    chats, others = data.read().parts
+    assert [found.name for found in (chats, others)] == ["chats.jsonl", "d"]
+    assert [len(found.train) for found in (chats, others)] == [8, 4]
+    assert [len(found.val) for found in (chats, others)] == [2, 2]
+    assert (chats.shape, chats.rules.train_on) == ("messages", "assistant")
+    assert (others.shape, others.rules.train_on) == ("instruction", "last")
+    shares = [(one.weight, one.samples) for one in data.parts()]
+    assert shares == [(2, None), (None, 3)]
+    files = data.files()
+    assert files is not None
+    assert list(map(str, files)) == ["chats.jsonl", "d/train.jsonl", "d/val.jsonl"]
+
+
+def test_what_is_said_for_all_sources_holds_where_a_source_says_nothing_else() -> None:
+    write("a.jsonl", ROWS["instruction"])
+    write("b.jsonl", ROWS["instruction"])
+    write("c.jsonl", ROWS["messages"])
+    sources = [{"path": "a.jsonl"}, {"path": "b.jsonl", "train_on": "all"}, {"path": "c.jsonl"}]
+    found = parts(sources=sources, mask_prompt=True, prompt_style="phi-2")
+    assert [one.rules.train_on for one in found] == ["last", "all", "assistant"]
+    styles = [type(one.rules.prompt_style) for one in found]
+    assert styles == [prompts.Phi2, prompts.Phi2, type(None)]
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["x/a.jsonl"], ["JSON"]),
+        (["x/a.jsonl", "x/b.jsonl"], ["a.jsonl", "b.jsonl"]),
+        (["x/a.jsonl", "y/a.jsonl"], ["x/a.jsonl", "y/a.jsonl"]),
+        (["x/a.jsonl", "x/a.jsonl"], ["x/a.jsonl (1)", "x/a.jsonl (2)"]),
+    ],
+)
+def test_sources_have_names_that_tell_them_apart(paths: list[str], names: list[str]) -> None:
+    found = parts(sources=[{"path": write(path, ROWS["text"])} for path in paths])
+    assert [one.name for one in found] == names
+
+
+# The hub
+
+
+@pytest.mark.parametrize(
+    ("path", "is_hub"),
+    [
+        ("org/chats", True),
+        ("org/chats.v2", True),
+        ("./org/chats", False),
+        ("org/chats.jsonl", False),
+        ("org/chats.jsonl.gz", False),
+        ("org/sheet.xlsx", False),
+        ("chats", False),
+        ("a/b/c", False),
+        ("~/chats", False),
+        ("../chats", False),
+    ],
+)
+def test_what_is_no_path_and_has_an_owner_is_of_the_hub(path: str, is_hub: bool) -> None:
+    source = data_source(of(path=path))
+    if is_hub:
+        assert source.files() is None
+        Path(path).mkdir(parents=True)
+    with pytest.raises(UserError, match=r"data.path is "):
+        source.files()
+
+
+def test_hub_data_are_asked_for_as_the_options_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def read_hub(name: HubName, columns: object, *, whole: bool) -> RecordSet:
+        asked.append((name, columns, whole))
+        reader = RecordReader()
+        train = reader.records(enumerate([ROWS["messages"]] * 10), str)
+        val = None if whole else train[:1]
+        return RecordSet(
+            form=reader.finish(""),
+            where=name.name,
+            train=train,
+            val=val,
+            version="abc1234",
+            val_split="test",
+        )
+
+    monkeypatch.setattr("ftkit.data.own_data.read_hub", read_hub)
+    options = {"subset": "s", "split": "train", "revision": "abc1234"}
+    found = part(path="org/chats", **options)
+    assert asked.pop() == (HubName(name="org/chats", **options), None, False)
+    assert found.description == (
+        "10 conversations (messages) of version abc1234, 1 more to validate on (split test)"
+    )
+    found = part(path="org/chats", val_split_fraction=0.5)
+    assert asked.pop()[2] is True
+    assert (len(found.train), len(found.val)) == (5, 5)
+
+
+# Evaluation
+
+
+def evaluated(given: Sequence[str], **options: Any) -> tuple[int, int]:
+    source = data_source(of(**options)).for_evaluation(given)
+    (found,) = source.read().parts
+    return len(found.train), len(found.val)
+
+
+def test_what_is_named_for_an_evaluation_alone_is_taken_whole() -> None:
+    path = write("a.jsonl", ROWS["text"])
+    assert evaluated(["path"], path=path, val_split_fraction=0.5) == (0, 20)
+    assert evaluated(["sources"], sources=[{"path": path}]) == (0, 20)
+    assert evaluated(["train_on"], path=path, val_split_fraction=0.5) == (10, 10)
+    assert evaluated(["path", "val_split_fraction"], path=path, val_split_fraction=0.5) == (10, 10)
