@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from ftkit.data.samples import SampleSet
 
-MOST_EXAMPLES = 3
+MOST_EXAMPLES = 2
 _PROBES = 16
 """Tokens of a sample that tell most samples apart."""
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
@@ -58,7 +58,7 @@ def find_duplicates(train: Sequence[SampleSet], val: Sequence[SampleSet]) -> Fou
         tokens, offsets = samples.arrays.tokens, samples.arrays.offsets
         for index in np.flatnonzero(alike[start : start + len(samples)]).tolist():
             ids = tokens[offsets[index] : offsets[index + 1]]
-            digest = hashlib.blake2b(ids, digest_size=16).digest()
+            digest = hashlib.blake2b(ids.data, digest_size=16).digest()
             if not is_val:
                 if digest in seen:
                     repeats.append((number, index))

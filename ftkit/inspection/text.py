@@ -23,6 +23,7 @@ from ftkit.inspection.inspection import (
 MOST_TOKENS = 1500
 """Of a sample that are written in a text; longer ones lose their middle."""
 _BAR_WIDTH = 40
+_EXAMPLE_WIDTH = 120
 _LABEL_WIDTH = 14
 """Of the ranges of lengths."""
 _TRAINED, _MARK, _BETWEEN = "bold green underline", "magenta", "dim"
@@ -46,9 +47,6 @@ class InspectionText:
         yield ""
         yield _rule("duplicates")
         yield labelled_grid(visible_rows(duplicate_rows(seen)))
-        yield ""
-        yield _rule("findings")
-        yield from _findings(seen.findings)
         if seen.samples:
             yield ""
             yield _rule("samples")
@@ -57,6 +55,9 @@ class InspectionText:
             yield ""
             yield Text(sample_title(sample, seen), "cyan")
             yield from _token_lines(sample, options.max_width, ascii_only)
+        yield ""
+        yield _rule("findings")  # last: there a terminal shows them
+        yield from _findings(seen.findings)
 
 
 def source_rows(source: SourceNumbers) -> Iterator[tuple[str, str]]:
@@ -70,7 +71,7 @@ def source_rows(source: SourceNumbers) -> Iterator[tuple[str, str]]:
         for left_out in split.left_out:
             yield "", f"{left_out.records:,} left out: {left_out.reason}"
             if left_out.example:
-                yield "", f"such as {shortened(visible(left_out.example), 160)}"
+                yield "", f"such as {shortened(visible(left_out.example), _EXAMPLE_WIDTH)}"
         if split.samples:
             yield "", _token_words(split)
     if source.per_epoch != source.train.samples:
@@ -113,7 +114,7 @@ def duplicate_rows(seen: Inspection) -> Iterator[tuple[str, str]]:
     val = sum(source.val.samples for source in seen.sources)
     yield "train", f"{found.train:,} of {train:,} samples repeat another one"
     for text in found.train_examples:
-        yield "", f"such as {shortened(visible(text), 160)}"
+        yield "", f"such as {shortened(visible(text), _EXAMPLE_WIDTH)}"
     yield (
         "validation",
         (
@@ -122,7 +123,7 @@ def duplicate_rows(seen: Inspection) -> Iterator[tuple[str, str]]:
         ),
     )
     for text in found.val_in_train_examples:
-        yield "", f"such as {shortened(visible(text), 160)}"
+        yield "", f"such as {shortened(visible(text), _EXAMPLE_WIDTH)}"
 
 
 def sample_title(sample: ShownSample, seen: Inspection) -> str:

@@ -75,8 +75,9 @@ def _follow(child: "subprocess.Popen[bytes]", output: IO[bytes]) -> None:
             child.wait(_POLL_S)
             break
         except subprocess.TimeoutExpired:
-            *_, last = ["", *_said(output).split("\n")[:-1]]
-            if last != told and not last.startswith("ftkit: "):
+            progress, _, _ = _said(output).partition("ftkit: ")
+            *_, last = ["", *progress.split("\n")[:-1]]
+            if last != told:
                 place.say(last)
                 told = last
     if told:

@@ -73,7 +73,8 @@ def make_inspection(*samples: ShownSample, findings: Sequence[Finding] = ()) -> 
 def token_lines(sample: ShownSample, width: int = 80) -> list[str]:
     lines = plain_text(InspectionText(make_inspection(sample)), width).splitlines()
     title = next(i for i, line in enumerate(lines) if line.startswith("training sample 4: "))
-    return lines[title + 1 :]
+    end = next(i for i, line in enumerate(lines) if line.startswith("findings"))
+    return lines[title + 1 : end - 1]
 
 
 def test_what_is_trained_is_in_brackets_and_tokens_are_apart() -> None:
