@@ -5,6 +5,7 @@ does not matter, an override of ``data.path`` lands inside ``data.init_args``, a
 ``class_path`` is compared with the allow-list before any code could see it.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -42,6 +43,8 @@ from ftkit.utils.dotted_keys import leaves
 from ftkit.utils.json_values import for_json
 from ftkit.utils.yaml_files import dump_yaml, load_yaml, parse_yaml
 
+PROMPT_MARK = "{instruction}"
+"""In a prompt of one's own."""
 EXCLUSIVE = [("train.lr_warmup_steps", "train.lr_warmup_fraction")]
 """Two ways to say one thing: the one that is set later replaces the other."""
 
@@ -182,6 +185,8 @@ def _specificity(override: Override) -> int:
 
 
 def _parse_value(key: str, text: str) -> Any:
+    if key.endswith(".prompt_style") and PROMPT_MARK in text and "class_path" not in text:
+        return _prompt_text(text)
     try:
         value = parse_yaml(text)
     except yaml.YAMLError:
@@ -195,6 +200,14 @@ def _parse_value(key: str, text: str) -> Any:
         return value
     is_text = all(k in (str, Path) for k in accepted_types(key_types("lora").get(key)))
     return text if is_text else value
+
+
+def _prompt_text(text: str) -> str:
+    r"""A prompt of one's own: without quotes, many would be mappings of YAML; \n is a new line."""
+    if text[:1] in ("'", '"'):
+        with contextlib.suppress(yaml.YAMLError):
+            return str(parse_yaml(text))
+    return text.replace("\\n", "\n")
 
 
 def _assign(merged: dict[str, Any], key: str, value: Any) -> None:

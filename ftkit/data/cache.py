@@ -27,9 +27,9 @@ from filelock import FileLock, Timeout
 import ftkit
 from ftkit.data.prepare import Counts, Prepared
 from ftkit.data.renderers import make_renderer
-from ftkit.data.samples import SampleArrays, SampleSet
 from ftkit.data.spec import Content, Part, Rules
 from ftkit.records.record import Record
+from ftkit.samples.sample_set import SampleArrays, SampleSet
 from ftkit.utils.files import new_directory, write_json
 from ftkit.utils.json_values import from_json
 

@@ -11,14 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ftkit.config.recipe import Component
-from ftkit.data.parts import LoadedPart, OnSplitProgress, Split, load_part
+from ftkit.data.parts import SPLITS, LoadedPart, OnSplitProgress, Split, load_part
 from ftkit.data.prepare import Counts
-from ftkit.data.sampler import EpochOrder
-from ftkit.data.samples import JoinedSamples, Samples, interleave
 from ftkit.data.sources import data_source
 from ftkit.data.spec import DataSource, PartSource
 from ftkit.errors import UserError
 from ftkit.rendering.renderer import Example, Renderer
+from ftkit.samples.sample_set import JoinedSamples, Samples, interleave
+from ftkit.samples.sampler import EpochOrder
 
 if TYPE_CHECKING:
     from litgpt.prompts import PromptStyle
@@ -74,7 +74,7 @@ class DataSets:
     @property
     def counts(self) -> dict[Split, Counts]:
         """What became of the records of each split."""
-        return {split: _counts(self.parts, split) for split in ("train", "val")}
+        return {split: _counts(self.parts, split) for split in SPLITS}
 
     @cached_property
     def questions(self) -> Questions:
@@ -157,7 +157,7 @@ def load_data(
         UserError: the data cannot be had, are not what they should be, or no sample is left.
     """
     source = data_source(data)
-    parts = _load(source, tokenizer, max_seq_length, ("train", "val"), progress)
+    parts = _load(source, tokenizer, max_seq_length, SPLITS, progress)
     for part in parts:
         _require_samples([part], "train", max_seq_length)
     _require_samples(parts, "val", max_seq_length)

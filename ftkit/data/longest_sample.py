@@ -1,13 +1,16 @@
 """The longest sample of a data set, found by tokenising as little of it as possible."""
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from ftkit.data.prepare import fit
 from ftkit.records.record import Record
-from ftkit.rendering.renderer import Renderer, cut
+from ftkit.rendering.renderer import Overlong, Renderer
+from ftkit.samples.sample_set import Samples
 
 BESIDE_TEXT = 8
 """Tokens of a sample that no byte of its text stands for, at most: special ones at both ends of
@@ -31,8 +34,36 @@ class Longest:
     """Whether this sample is the longest of all."""
 
 
+def longest_of(samples: Samples) -> Longest | None:
+    """The longest of samples that are here; None: there are none."""
+    if not len(samples):
+        return None
+    index = int(samples.lengths.argmax())
+    tokens = int(samples.lengths[index]) + 1
+    labels = int(samples.label_counts[index])
+    return Longest(at_most=tokens, at_least=tokens, label_tokens=labels, is_exact=True)
+
+
+def longest_in_all(found: Iterable[Longest | None]) -> Longest | None:
+    """The longest sample of several sources; None: they make none."""
+    known = [longest for longest in found if longest is not None]
+    if not known:
+        return None
+    longest = max(known, key=lambda one: one.at_least)
+    return dataclasses.replace(
+        longest,
+        at_most=max(one.at_most for one in known),
+        is_exact=all(one.is_exact for one in known),
+    )
+
+
 def longest_sample(
-    records: Sequence[Record], renderer: Renderer, *, max_seq_length: int, by_bytes: bool = False
+    records: Sequence[Record],
+    renderer: Renderer,
+    *,
+    max_seq_length: int,
+    overlong: Overlong = "truncate",
+    by_bytes: bool = False,
 ) -> Longest | None:
     """The longest sample among records, as `load_data` would make them; None: it would make none.
 
@@ -42,7 +73,8 @@ def longest_sample(
     Args:
         records: of the data set, or of a part of it.
         renderer: makes samples of them.
-        max_seq_length: samples are cut to this many tokens.
+        max_seq_length: no sample has more tokens.
+        overlong: what becomes of those that have.
         by_bytes: there is no tokenizer here, and bytes are all that is known.
     """
     texts = [renderer.text(record) for record in records]
@@ -69,9 +101,9 @@ def longest_sample(
         for index, rendering in zip(chunk, renderings, strict=True):
             for whole in rendering.samples:
                 densest = max(densest, len(whole.ids) / sizes[index])
-                kept = cut(whole, max_seq_length)
-                if kept.trained and tokens < len(kept.ids):
-                    tokens, label_tokens = len(kept.ids), kept.label_count
+                for kept in fit(whole, max_seq_length, overlong):
+                    if tokens < len(kept.ids):
+                        tokens, label_tokens = len(kept.ids), kept.label_count
         done_bytes += int(sizes[chunk].sum())
     if not tokens:
         return None

@@ -5,7 +5,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from ftkit.data.cache import (
     Building,
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 
 Split = Literal["train", "val"]
+SPLITS: tuple[Split, ...] = get_args(Split)
 OnSplitProgress = Callable[[str, int, int], None]
 """Called with what is being tokenised, records done, and records in all."""
 

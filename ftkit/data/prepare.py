@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 import numpy.typing as npt
 
-from ftkit.data.samples import SampleRows, SampleSet
 from ftkit.records.record import Record
 from ftkit.rendering.renderer import NO_OUTPUT, Overlong, Rendered, Renderer, Rendering, cut
+from ftkit.samples.sample_set import SampleRows, SampleSet
 
 OnProgress = Callable[[int, int], None]
 """Called with records done, and records in all."""

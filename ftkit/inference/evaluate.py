@@ -13,11 +13,11 @@ from ftkit.console.display import Display
 from ftkit.console.formatting import loss_text, percent_text
 from ftkit.console.grid import labelled_grid
 from ftkit.data.dataset import HeldOut, load_held_out
-from ftkit.data.loader import validation_loader
 from ftkit.errors import UserError
 from ftkit.inference.result import Result
 from ftkit.inference.session import InUse, put_to_use
 from ftkit.report.metrics import perplexity
+from ftkit.samples.loader import validation_loader
 from ftkit.training.evaluation import exact_matches, validation_loss
 
 DEFAULT_MATCHES = 100

@@ -10,7 +10,6 @@ from ftkit.config.peft_adapter import with_adapter
 from ftkit.data.dataset import DataSets, load_data
 from ftkit.data.parts import LoadedPart, OnSplitProgress
 from ftkit.data.prepare import NO_LABELS, Prepared
-from ftkit.data.samples import SampleSet
 from ftkit.errors import UserError
 from ftkit.inspection.duplicates import Place
 from ftkit.inspection.findings import Evidence, findings
@@ -30,6 +29,7 @@ from ftkit.pretrained.chat_files import end_tokens
 from ftkit.pretrained.hub import fetch_settings, has_tokenizer
 from ftkit.pretrained.tokenizer import Tokenizer
 from ftkit.rendering.renderer import NO_OUTPUT
+from ftkit.samples.sample_set import SampleSet
 
 _AS_THEY_ARE = {
     "completion": "none: prompts and completions as they are",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ftkit.data.samples import SampleSet
+from ftkit.samples.sample_set import SampleSet
 
 MOST_EXAMPLES = 2
 _PROBES = 16

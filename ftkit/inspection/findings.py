@@ -9,12 +9,12 @@ from ftkit.console.formatting import percent_text, shortened
 from ftkit.data.dataset import DataSets
 from ftkit.data.parts import LoadedPart
 from ftkit.data.prepare import NO_LABELS
-from ftkit.data.samples import Sample, SampleSet
 from ftkit.inspection.duplicates import FoundDuplicates, find_duplicates
 from ftkit.inspection.inspection import Finding
 from ftkit.inspection.token_texts import token_name
 from ftkit.records.record import Record
 from ftkit.rendering.renderer import NO_OUTPUT
+from ftkit.samples.sample_set import Sample, SampleSet
 
 if TYPE_CHECKING:
     from litgpt.tokenizer import Tokenizer

@@ -8,10 +8,10 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from ftkit.data.sampler import ElasticOrder
 from ftkit.memory.state_tensors import gradients, parameters
 from ftkit.memory.tracker import LiveTensors, Stretch, highest
 from ftkit.report.step_memory import Breakdown, MicroBatchSize, RankStepMemory, StepMoments
+from ftkit.samples.sampler import ElasticOrder
 from ftkit.strategies.distributed import rank
 from ftkit.strategies.simulated_step import Snapshot
 from ftkit.strategies.strategy import Strategy

@@ -1,16 +1,20 @@
 """Sequence lengths of a run, as far as they are known before it starts."""
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
+from ftkit.chat_templates.named import OF_TOKENIZER
 from ftkit.config.recipe import Component
-from ftkit.data.longest_sample import Longest, longest_sample
+from ftkit.data.longest_sample import Longest, longest_in_all, longest_of, longest_sample
+from ftkit.data.parts import SPLITS, Split, find_part
+from ftkit.data.prepare import Prepared
 from ftkit.data.renderers import make_renderer
 from ftkit.data.sources import data_source
-from ftkit.data.spec import Splits
+from ftkit.data.spec import Part
 from ftkit.errors import UserError
 from ftkit.pretrained.base_model import BaseModel
 from ftkit.pretrained.hub import has_tokenizer
@@ -37,7 +41,7 @@ class SequenceLength:
     trained: Longest | None = None
     """The longest training sample; None: the data are not known."""
     train_samples: int | None = None
-    """Training records; those without an answer are skipped only when they are tokenised."""
+    """That an epoch takes; records that become none are known only once they are tokenised."""
 
     @property
     def words(self) -> str:
@@ -72,7 +76,8 @@ def sequence_length(data: Component, base: BaseModel, asked: int | None) -> Sequ
         return _unknown(asked, context)
     stamps = tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
     directory = base.tokenizer_directory if has_tokenizer(base.tokenizer_directory) else None
-    train, val, count = _longest(json.dumps(data, default=str), stamps, directory, limit)
+    found = _longest(json.dumps(data, default=str), stamps, directory, limit)
+    train, val, count = found or (None, None, 0)
     if train is None:  # the run will say so
         return _unknown(asked, context)
     tokens = max(train.at_most, val.at_most if val else 0)
@@ -99,25 +104,59 @@ _Stamps = tuple[tuple[Path, int, int], ...]
 @lru_cache(maxsize=32)
 def _longest(
     data: str, stamps: _Stamps, tokenizer_directory: Path | None, limit: int
-) -> tuple[Longest | None, Longest | None, int]:
-    """The longest sample to train on, and to validate on; how many records there are to train on.
+) -> tuple[Longest | None, Longest | None, int] | None:
+    """The longest sample to train on, and to validate on; how many an epoch takes.
 
-    A plan is made many times over where changes are looked for.
+    A plan is made many times over where changes are looked for. None: nothing is known, since the
+    texts are those of a tokenizer that is not here.
     """
-    source = _source(data, stamps)
     try:
         tokenizer = None if tokenizer_directory is None else Tokenizer(tokenizer_directory)
     except UserError:  # the run will say so
         tokenizer = None
-    (part,) = source.parts
+    of_parts = []
+    for number, source in enumerate(data_source(json.loads(data)).parts()):
+        found = tokenizer and find_part(source, tokenizer, limit, SPLITS)
+        of_part = _of_cache(found) if found else _of_records(data, stamps, number, tokenizer, limit)
+        if of_part is None:
+            return None
+        train, val, count = of_part
+        taken = source.samples or round(count * (source.weight or 1))
+        if train is not None and taken < count:  # an epoch may be without the longest
+            train = dataclasses.replace(train, at_least=0, label_tokens=0)
+        of_parts.append((train, val, taken))
+    trains, vals, counts = zip(*of_parts, strict=True)
+    return longest_in_all(trains), longest_in_all(vals), sum(counts)
+
+
+_OfPart = tuple[Longest | None, Longest | None, int]
+
+
+def _of_cache(found: dict[Split, Prepared]) -> _OfPart:
+    train, val = (longest_of(found[split].samples) for split in SPLITS)
+    return train, val, len(found["train"].samples)
+
+
+def _of_records(
+    data: str, stamps: _Stamps, number: int, tokenizer: Tokenizer | None, limit: int
+) -> _OfPart | None:
+    part = _part(data, stamps, number)
+    if tokenizer is None and part.rules.chat_template == OF_TOKENIZER:
+        return None
     renderer = make_renderer(part, tokenizer)
     train, val = (
-        longest_sample(records, renderer, max_seq_length=limit, by_bytes=tokenizer is None)
+        longest_sample(
+            records,
+            renderer,
+            max_seq_length=limit,
+            overlong=part.rules.overlong,
+            by_bytes=tokenizer is None,
+        )
         for records in (part.train, part.val)
     )
     return train, val, len(part.train)
 
 
-@lru_cache(maxsize=1)
-def _source(data: str, stamps: _Stamps) -> Splits:
-    return data_source(json.loads(data)).read()
+@lru_cache(maxsize=4)
+def _part(data: str, stamps: _Stamps, number: int) -> Part:
+    return data_source(json.loads(data)).parts()[number].read()

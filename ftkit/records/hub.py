@@ -17,6 +17,8 @@ _BUILDERS = ("arrow", "cache", "csv", "json", "parquet", "text")
 """Modules of the datasets library that read tables and texts. No other is let near a hub's files:
 one of them unpickles."""
 _AT_ONCE = 1000
+_UNREACHABLE = "client has been closed"
+"""What huggingface_hub 1.3 says where it has tried in vain to find the hub's address."""
 _COMMIT = re.compile(r"[0-9a-f]{7,40}")
 
 
@@ -163,7 +165,7 @@ def _explained(error: Exception, wanted: HubName) -> str:
             f"There is no data set {name} at {hub}, or it is private, and no file or directory "
             f"{name} here.\nCheck the spelling; for a private one set HF_TOKEN or --access_token."
         )
-    if isinstance(error, ConnectionError):
+    if isinstance(error, ConnectionError) or _UNREACHABLE in text:
         return (
             f"{name} is no file or directory here, it is not in the cache of data sets, and {hub} "
             "cannot be reached from this machine.\nCheck the network and HF_HUB_OFFLINE, set "
@@ -184,7 +186,7 @@ def _explained(error: Exception, wanted: HubName) -> str:
             f"Say which: --data.subset {near}."
         )
     cause = error.__cause__ or error
-    reason = str(cause).partition("\n")[0] or type(cause).__name__
+    reason = str(cause).partition("\n")[0].rstrip(".") or "no reason given"
     return (
         f"{name} could not be loaded: {type(cause).__name__}: {reason}.\nDownload its files and "
         "give them instead, or run this again."

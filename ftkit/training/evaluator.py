@@ -3,10 +3,10 @@
 import dataclasses
 import random
 
-from ftkit.data.loader import validation_loader
 from ftkit.errors import UserError
 from ftkit.report.metrics import loss_column, perplexity
 from ftkit.report.report import ExactMatch, Example
+from ftkit.samples.loader import validation_loader
 from ftkit.strategies.distributed import rank
 from ftkit.training.evaluation import answer_records, exact_matches, validation_loss
 from ftkit.training.journal import Journal

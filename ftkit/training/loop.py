@@ -5,10 +5,10 @@ import time
 from contextlib import nullcontext
 from enum import IntEnum
 
-from ftkit.data.loader import train_batches
-from ftkit.data.sampler import ElasticOrder
 from ftkit.memory.meter import MemoryMeter, steps_to_measure
 from ftkit.report.step_record import StepRecord
+from ftkit.samples.loader import train_batches
+from ftkit.samples.sampler import ElasticOrder
 from ftkit.strategies.distributed import of_rank_0
 from ftkit.training.checkpointing import Checkpointing
 from ftkit.training.evaluator import Evaluator

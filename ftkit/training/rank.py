@@ -33,7 +33,6 @@ from ftkit.checkpoint.saver import SavingFailed
 from ftkit.config.recipe import LoraRecipe
 from ftkit.console.display import Display
 from ftkit.data.prompt_styles import prompt_style_file
-from ftkit.data.sampler import ElasticOrder, Position, RankLayout
 from ftkit.errors import UserError
 from ftkit.lora.save import save_adapter
 from ftkit.memory.predict import predict_measured
@@ -41,6 +40,7 @@ from ftkit.model.load_weights import trained_weights
 from ftkit.pretrained.save import layout_of, save_hf, save_litgpt
 from ftkit.runs.directory import RankDirectory
 from ftkit.runs.job import Job, RankError
+from ftkit.samples.sampler import ElasticOrder, Position, RankLayout
 from ftkit.strategies.distributed import make_device, rank
 from ftkit.strategies.precision import set_arithmetic
 from ftkit.training.checkpointing import Checkpointing

@@ -16,7 +16,6 @@ from ftkit.config.recipe import LoraRecipe, Recipe
 from ftkit.console.formatting import percent_text
 from ftkit.data.dataset import DataSets, load_data
 from ftkit.data.prepare import Counts
-from ftkit.data.samples import Samples
 from ftkit.errors import UserError
 from ftkit.inspection.findings import TOLD_BY_COUNTS, Evidence, findings
 from ftkit.lora.load import Adapter, check_shapes, read_adapter
@@ -38,6 +37,7 @@ from ftkit.report.table import losses_of_data_text
 from ftkit.runs.checkpoints import size_of
 from ftkit.runs.job import Job
 from ftkit.runs.resume import check_disk
+from ftkit.samples.sample_set import Samples
 from ftkit.strategies.distributed import rank
 from ftkit.strategies.precision import compute_dtype, parameter_dtype, updated_dtype
 from ftkit.strategies.select import make_strategy

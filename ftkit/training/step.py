@@ -16,7 +16,7 @@ from ftkit.strategies.distributed import rank, sum_over_ranks
 from ftkit.training.setup import Setup
 
 Batch = dict[str, Any]
-"""As `ftkit.data.loader.collate` returns it."""
+"""As `ftkit.samples.loader.collate` returns it."""
 
 
 def seed_of_step(seed: int, step: int, rank: int) -> int:

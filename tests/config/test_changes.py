@@ -163,3 +163,27 @@ def test_the_state_of_an_optimizer_goes_on_within_its_family(
     saved: str, now: str, carried: bool
 ) -> None:
     assert carries_over(saved, now) is carries_over(now, saved) is carried
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "line"),
+    [
+        ({}, {"weight": 2}, "data.sources[1].weight 1.0 -> 2.0"),
+        ({"weight": 0.5}, {"weight": 0.25}, "data.sources[1].weight 0.5 -> 0.25"),
+        ({"samples": 5}, {"samples": 6}, "data.sources[1].samples 5 -> 6"),
+    ],
+)
+def test_what_an_epoch_takes_of_a_source_stays(
+    before: dict[str, object], now: dict[str, object], line: str
+) -> None:
+    saved, asked = (
+        recipe(data="JSON", data__sources=[{"path": "a.json"}, {"path": "b.json", **shares}])
+        for shares in (before, now)
+    )
+    assert refused(saved, asked) == [line]
+
+
+def test_a_weight_of_1_may_be_said_or_not_and_a_source_may_move() -> None:
+    saved = recipe(data="JSON", data__sources=[{"path": "a.json"}, {"path": "b.json"}])
+    entries = [{"path": "x/a.json", "weight": 1}, {"path": "b.json", "weight": 1.0}]
+    assert recipe_changes(saved, recipe(data="JSON", data__sources=entries)) == ([], [])

@@ -19,6 +19,7 @@ from ftkit.config.recipe import Component
 from ftkit.data import cache, parts, prompt_styles
 from ftkit.data.cache import SampleCache, cache_directory, file_digest
 from ftkit.data.dataset import DataSets, load_data, load_held_out
+from ftkit.data.prepare import prepare
 from ftkit.pretrained.tokenizer import Tokenizer
 
 
@@ -59,7 +60,6 @@ def load(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Load:
 
     def load_(path: Path, most: int = 200, known: Any = tokenizer, **options: Any) -> Any:
         made = []
-        prepare = parts.prepare
 
         def noted(*arguments: Any) -> Any:
             made.append(arguments)
@@ -152,17 +152,14 @@ def test_a_prompt_style_that_writes_otherwise_is_never_stale(
 
 
 def test_a_file_that_changes_while_it_is_read_is_not_kept(
-    load: Load, file: Path, monkeypatch: pytest.MonkeyPatch
+    tokenizer: Tokenizer, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepare = parts.prepare
-
     def written_meanwhile(*arguments: Any) -> Any:
         file.write_text(records(41))
         return prepare(*arguments)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(parts, "prepare", written_meanwhile)
-        load(file)
+    monkeypatch.setattr(parts, "prepare", written_meanwhile)
+    load_data(Component(class_path="JSON", init_args={"path": str(file)}), tokenizer, 200)
     assert entries() == []
 
 

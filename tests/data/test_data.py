@@ -14,14 +14,14 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from ftkit import embedded
 from ftkit.config.recipe import Component
 from ftkit.data.dataset import DataSets, load_data
-from ftkit.data.loader import collate, train_batches, validation_loader
-from ftkit.data.sampler import FILLER, ElasticOrder
-from ftkit.data.samples import Sample, SampleSet
 from ftkit.data.sources import check_data
 from ftkit.errors import UserError
 from ftkit.records.read import read_records
 from ftkit.records.record import Record
 from ftkit.rendering.renderer import Rendered
+from ftkit.samples.loader import collate, train_batches, validation_loader
+from ftkit.samples.sample_set import Sample, SampleSet
+from ftkit.samples.sampler import FILLER, ElasticOrder
 
 litgpt_data = pytest.importorskip("litgpt.data", reason="the data are compared with LitGPT's")
 from litgpt import prompts  # noqa: E402

@@ -10,11 +10,11 @@ from tiny import make_tokenizer
 
 from ftkit.config.recipe import Component
 from ftkit.data.dataset import DataSets, load_data
-from ftkit.data.loader import validation_loader
-from ftkit.data.sampler import FILLER
-from ftkit.data.samples import interleave
 from ftkit.errors import UserError
 from ftkit.pretrained.tokenizer import Tokenizer
+from ftkit.samples.loader import validation_loader
+from ftkit.samples.sample_set import interleave
+from ftkit.samples.sampler import FILLER
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_sources_of_weight_1_are_taken_in_the_order_of_one(
 
 
 def load_order(samples: int, seed: int) -> list[int]:
-    from ftkit.data.sampler import permutation
+    from ftkit.samples.sampler import permutation
 
     return permutation(samples, seed, 0).tolist()
 

@@ -13,11 +13,10 @@ from ftkit.chat_templates.template import ChatTemplate
 from ftkit.config.recipe import Component
 from ftkit.data.dataset import DataSets, load_data
 from ftkit.data.prepare import Counts, fit, prepare
-from ftkit.data.spec import Overlong
 from ftkit.errors import UserError
 from ftkit.pretrained.tokenizer import Tokenizer
 from ftkit.records.record import Record
-from ftkit.rendering.renderer import Example, Rendered, Renderer, Rendering
+from ftkit.rendering.renderer import Example, Overlong, Rendered, Renderer, Rendering
 
 LONG = Rendered(list(range(10)), ((2, 5), (7, 10)))
 

@@ -178,6 +178,30 @@ def test_the_way_that_is_set_later_replaces_the_others() -> None:
     assert data(("data.path", "a"), ("data.json_path", "null"))["path"] == "a"
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        "Q: {instruction}\nA: ",
+        r"Q: {instruction}\nA: ",
+        r'"Q: {instruction}\nA: "',
+        """'Q: {instruction}
+
+A: '""",
+    ],
+)
+def test_a_prompt_of_ones_own_is_a_text_on_the_command_line(given: str) -> None:
+    overrides = [("checkpoint_dir", "base"), ("data", "JSON"), ("data.prompt_style", given)]
+    style = read_recipe([], overrides).data["init_args"]["prompt_style"]
+    assert style == "Q: {instruction}\nA: "
+
+
+def test_a_class_with_arguments_is_none() -> None:
+    given = "{class_path: litgpt.prompts.ChatML, init_args: {system_message: '{instruction}'}}"
+    overrides = [("checkpoint_dir", "base"), ("data", "JSON"), ("data.prompt_style", given)]
+    style = read_recipe([], overrides).data["init_args"]["prompt_style"]
+    assert style["class_path"] == "litgpt.prompts.ChatML"
+
+
 def test_columns_are_named_on_the_command_line() -> None:
     write("a.jsonl", {"question": "a", "answer": "b"})
     overrides = {"data": "JSON", "data.path": "a.jsonl", "data.columns.instruction": "question"}

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from ftkit.data.samples import SampleSet
 from ftkit.inspection.duplicates import find_duplicates
 from ftkit.rendering.renderer import Rendered
+from ftkit.samples.sample_set import SampleSet
 
 Tokens = tuple[int, ...]
 

@@ -15,11 +15,11 @@ from rank_jobs import HAS_DEEPSPEED, NO_EVALUATION, Case, write_job
 from runs import run_ranks
 from tiny import make_data, make_llama
 
-from ftkit.data.sampler import ElasticOrder
 from ftkit.memory.meter import SOON, DevicePeak, steps_to_measure
 from ftkit.report.report import Report, read_report
 from ftkit.report.step_memory import Breakdown, RankStepMemory, StepMemory, StepMoments
 from ftkit.runs.job import Job
+from ftkit.samples.sampler import ElasticOrder
 
 CHECKPOINTED = ("memory.activation_checkpointing", True)
 SINGLE = {

@@ -220,6 +220,15 @@ def test_a_data_set_that_does_not_exist_may_have_been_meant_as_a_path(served: Hu
         read_hub(HubName(name="a/b"), None)
 
 
+def test_a_hub_that_cannot_be_reached_is_told(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("Cannot send a request, as the client has been closed.")
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", fail)
+    with pytest.raises(UserError, match="cannot be reached from this machine"):
+        read()
+
+
 def test_no_program_of_a_hub_is_run(served: Hub, tmp_path: Path) -> None:
     served.files = {"some-data.py": f"open({str(tmp_path / 'ran')!r}, 'w')".encode()}
     with pytest.raises(UserError, match=r"a program of its own, which ftkit does not run"):

@@ -38,7 +38,7 @@ LIGHT_PACKAGES = [
 LIGHT_MODULES = [
     "checkpoint.metadata",
     "checkpoint.store",
-    "data.sampler",
+    "samples.sampler",
     "data.sources",
     "errors",
     "inference.result",

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from ftkit.config.recipe import Component
 from ftkit.data.dataset import DataSets, load_data
-from ftkit.data.samples import Samples
 from ftkit.pretrained.tokenizer import Tokenizer
+from ftkit.samples.sample_set import Samples
 
 SEED = 1337
 

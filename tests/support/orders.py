@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from ftkit.data.sampler import ElasticOrder, EpochOrder, Position, RankLayout
+from ftkit.samples.sampler import ElasticOrder, EpochOrder, Position, RankLayout
 
 
 def make_elastic_order(

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 from orders import make_elastic_order
 
-from ftkit.data import sampler
-from ftkit.data.sampler import (
+from ftkit.samples import sampler
+from ftkit.samples.sampler import (
     FILLER,
     ElasticOrder,
     EpochOrder,

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from ftkit.data.sampler import FILLER, ElasticOrder, validation_batches
-from ftkit.data.samples import Sample, Samples
+from ftkit.samples.sample_set import Sample, Samples
+from ftkit.samples.sampler import FILLER, ElasticOrder, validation_batches
 
 
 def collate(

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Dataset
 
-from ftkit.data.sampler import IntArray
 from ftkit.rendering.renderer import Rendered
+from ftkit.samples.sampler import IntArray
 
 
 class Sample(NamedTuple):

@@ -1,0 +1,1 @@
+"""Samples: tokenised, in their order, and in the micro-batches of a step."""
