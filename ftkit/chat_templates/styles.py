@@ -140,5 +140,7 @@ def _quoted(text: str) -> str:
 def _name(style: "PromptStyle") -> str:
     from litgpt.prompts import prompt_styles
 
+    if (text := getattr(style, "text", None)) is not None:
+        return f"the prompt {text!r}"
     names = {kind: name for name, kind in prompt_styles.items()}
     return f"prompt style {names.get(type(style), type(style).__name__)}"

@@ -19,6 +19,8 @@ CHANGED = "the template changes earlier turns"
 """Why one is refused where data.reasoning is refuse."""
 OTHER_PROMPT = "the template's prompt is not what it writes before an answer"
 """Why one is refused: the model would never be given what it is trained to answer."""
+NO_TOOLS = "the template leaves out tools or tool calls"
+"""Why one is refused that has them: its answers would come from nowhere."""
 NOT_MARKED = "the template marks no generation in it"
 
 
@@ -77,6 +79,8 @@ class TurnFinder:
         if not chosen:
             raise TemplateRefusal(NO_TURN)
         conversation = _Conversation(self._template, record)
+        if not all(name in conversation.whole for name in _tool_names(record)):
+            raise TemplateRefusal(NO_TOOLS)
         if self._train_on == "all":
             turns = [self._turn(conversation, i) for i in masked]
             if None in turns:
@@ -188,6 +192,15 @@ def plain(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def _says_something(message: dict[str, Any]) -> bool:
     texts = (message["content"], message.get("reasoning_content") or "")
     return bool(message.get("tool_calls")) or any(text.strip() for text in texts)
+
+
+def _tool_names(record: dict[str, Any]) -> Iterator[str]:
+    """Of the functions that may be called, and of those that are."""
+    for tool in record.get("tools") or ():
+        yield tool["function"]["name"]
+    for message in record["messages"]:
+        for call in message.get("tool_calls") or ():
+            yield call["function"]["name"]
 
 
 def _generated(start: int, end: int, marks: list[Span] | None) -> list[Span]:

@@ -198,6 +198,8 @@ def _parse_value(key: str, text: str) -> Any:
         return text
     if value is None or isinstance(value, str):
         return value
+    if key.endswith(".prompt_style") and isinstance(value, dict) and "class_path" not in value:
+        return text  # a prompt, "Q: {instruction}"
     is_text = all(k in (str, Path) for k in accepted_types(key_types("lora").get(key)))
     return text if is_text else value
 

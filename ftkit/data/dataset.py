@@ -16,12 +16,11 @@ from ftkit.data.prepare import Counts
 from ftkit.data.sources import data_source
 from ftkit.data.spec import DataSource, PartSource
 from ftkit.errors import UserError
-from ftkit.rendering.renderer import Example, Renderer
+from ftkit.rendering.renderer import Example
 from ftkit.samples.sample_set import JoinedSamples, Samples, interleave
 from ftkit.samples.sampler import EpochOrder
 
 if TYPE_CHECKING:
-    from litgpt.prompts import PromptStyle
     from litgpt.tokenizer import Tokenizer
 
 
@@ -82,14 +81,15 @@ class DataSets:
         return Questions(self.parts)
 
     @property
-    def renderer(self) -> Renderer:
-        """That of the first source, whose template a result carries."""
-        return self.parts[0].renderer
+    def asked(self) -> LoadedPart:
+        """The first source of those that say most about how a result is asked."""
+        shapes = ("messages", "instruction", "completion", "text")
+        return min(self.parts, key=lambda part: shapes.index(part.part.shape))
 
     @property
-    def prompt_style(self) -> "PromptStyle | None":
-        """How an instruction of the first source becomes a prompt."""
-        return self.parts[0].part.rules.prompt_style
+    def stop_ids(self) -> frozenset[int]:
+        """Tokens that end what is learned."""
+        return frozenset().union(*(part.renderer.stop_ids for part in self.parts))
 
     @property
     def fingerprint(self) -> str:

@@ -59,7 +59,8 @@ class OwnDataOptions:
     """Share that is used for validation where the data have no validation file or split; 0.05 if
     not given."""
     prompt_style: Any = "alpaca"
-    """How instruction and input become a prompt: a name, or a class of litgpt.prompts."""
+    """How instruction and input become a prompt: a name, a class of litgpt.prompts, or a text such
+    as "Q: {instruction}\\nA: ", with {input} and {sys_prompt} if wanted."""
     ignore_index: int = -100
     """Accepted with LitGPT's default only."""
     seed: int = 42

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ftkit.records.record import Record
+from ftkit.rendering.parallel import rendered_chunks
 from ftkit.rendering.renderer import NO_OUTPUT, Overlong, Rendered, Renderer, Rendering, cut
 from ftkit.samples.sample_set import SampleRows, SampleSet
 
@@ -18,7 +19,6 @@ OnProgress = Callable[[int, int], None]
 NO_LABELS = "no answer within max_seq_length"
 """Why nothing of a record is trained, where it has an answer."""
 
-_AT_ONCE = 1000
 _BEGINNING = 200
 """Characters of a record that tell which one it is."""
 
@@ -186,11 +186,10 @@ def prepare(
     """
     made = _Preparation(max_seq_length, overlong)
     progress(0, len(records))
-    for start in range(0, len(records), _AT_ONCE):
-        chunk = records[start : start + _AT_ONCE]
-        for record, rendering in zip(chunk, renderer.render(chunk), strict=True):
+    for chunk, renderings in rendered_chunks(renderer, records):
+        for record, rendering in zip(chunk, renderings, strict=True):
             made.add(record, rendering)
-        progress(start + len(chunk), len(records))
+        progress(made.counts.records, len(records))
     return Prepared(
         samples=made.rows.finish(),
         records=made.used,

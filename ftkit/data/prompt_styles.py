@@ -17,7 +17,9 @@ PROMPT_STYLE = "prompt_style.yaml"
 
 
 def prompt_style_file(style: "PromptStyle") -> dict[str, bytes]:
-    """A prompt style as a file: its name and content."""
+    """A prompt style as a file: its name and content; none for a text, which LitGPT cannot read."""
+    if type(style).__module__ != "litgpt.prompts":
+        return {}
     name = f"{type(style).__module__}.{type(style).__name__}"
     return {PROMPT_STYLE: yaml.safe_dump({"class_path": name}).encode()}
 
@@ -26,8 +28,8 @@ def resolve_prompt_style(value: object) -> "PromptStyle":
     """The prompt style named in a recipe.
 
     Args:
-        value: a name LitGPT knows (alpaca), a class path (litgpt.prompts.Alpaca), or a class
-            path with init_args.
+        value: a name LitGPT knows (alpaca), a class path (litgpt.prompts.Alpaca), a class path
+            with init_args, or a text with {instruction} in it.
 
     Raises:
         UserError: anything else; nothing outside litgpt.prompts is imported.
@@ -38,6 +40,10 @@ def resolve_prompt_style(value: object) -> "PromptStyle":
         return value
     if isinstance(value, str) and value in prompts.prompt_styles:
         return prompts.PromptStyle.from_name(value)
+    if isinstance(value, str) and ("{" in value or "}" in value):
+        from ftkit.chat_templates.text_prompt import TextPrompt
+
+        return TextPrompt(value)
     class_path = value.get("class_path") if isinstance(value, Mapping) else value
     package, _, name = str(class_path).rpartition(".")
     style = getattr(prompts, name, None) if package == "litgpt.prompts" else None
@@ -46,7 +52,8 @@ def resolve_prompt_style(value: object) -> "PromptStyle":
         near = nearest(name, [*prompts.prompt_styles, *classes]) or "alpaca"
         raise UserError(
             f"data.prompt_style is {class_path}, but has to be one of "
-            f"{', '.join(prompts.prompt_styles)}, or a class of litgpt.prompts.\n"
+            f"{', '.join(prompts.prompt_styles)}, a class of litgpt.prompts, or a text with "
+            "{instruction} in it.\n"
             f"Try --data.prompt_style {classes.get(near, near)}."
         )
     init_args = value.get("init_args") or {} if isinstance(value, Mapping) else {}

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 import yaml
 
-from ftkit.chat_templates.named import resolve_chat_template
+from ftkit.chat_templates.named import OF_TOKENIZER, resolve_chat_template
 from ftkit.chat_templates.styles import template_of_style
 from ftkit.chat_templates.template import ChatTemplate, template_of
 from ftkit.config.result_options import AnswerOptions
@@ -78,7 +78,7 @@ def prompting_of(result: Result, base: BaseModel) -> Prompting:
         return in_style(style, base, "trained")
     if base.tokenizer.chat_template is not None:
         return Prompting(
-            template=resolve_chat_template("tokenizer", base.tokenizer),
+            template=resolve_chat_template(OF_TOKENIZER, base.tokenizer),
             origin="model",
             end_ids=_own_ends(base),
         )

@@ -17,6 +17,7 @@ _ROLES = {
     "function_call": "assistant",
 }
 """Roles by their names in data; None: its own."""
+_OPENAI, _SHAREGPT = ("role", "content"), ("from", "value")
 
 
 def conversation_record(row: dict[str, Any], key: str) -> Record:
@@ -86,7 +87,7 @@ def _messages(row: dict[str, Any], key: str) -> list[Record]:
 def _message(turn: Any, where: str) -> Record:
     if not isinstance(turn, dict):
         raise Misfit(f"{where} is {kind_of(turn)}. {_RULE}\nCorrect or remove the record.")
-    sender, said = ("from", "value") if "from" in turn and "role" not in turn else _OPENAI
+    sender, said = _SHAREGPT if "from" in turn and "role" not in turn else _OPENAI
     name = turn.get(sender)
     if not isinstance(name, str) or name not in _ROLES:
         if sender not in turn:
@@ -108,18 +109,23 @@ def _message(turn: Any, where: str) -> Record:
                 "Correct or remove the record."
             )
         message["tool_calls"] = calls
+    if len(turn) > len(_OPENAI):
+        message |= _extras(turn, role, where)
+    return message
+
+
+def _extras(turn: dict[str, Any], role: str, where: str) -> Record:
+    """What a message has beside role, content and tool calls."""
+    extras: Record = {}
     for key in ("tool_call_id", "name", "reasoning_content"):
         if (text := turn.get(key)) is not None:
             if not isinstance(text, str):
                 raise Misfit(f"{where}: {key} is {kind_of(text)}.\nMake {key} a text.")
             check_text(text, key, where)
-            message[key] = text
+            extras[key] = text
     if (train := _is_trained(turn, role, where)) is not None:
-        message["train"] = train
-    return message
-
-
-_OPENAI = ("role", "content")
+        extras["train"] = train
+    return extras
 
 
 def _content(value: Any, where: str, may_lack: bool, key: str = "content") -> str:

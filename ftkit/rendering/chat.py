@@ -71,6 +71,8 @@ class ChatTokenizer(Protocol):
 class ChatRenderer(Renderer):
     """Tokens are those of the whole text; one carries loss if it begins in a trained turn."""
 
+    is_python_bound = True
+
     def __init__(
         self,
         tokenizer: ChatTokenizer | None,

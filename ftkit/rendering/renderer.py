@@ -60,6 +60,9 @@ class Renderer(ABC):
     may be made in any order, in several processes, and kept.
     """
 
+    is_python_bound = False
+    """Whether rendering takes the time of Python itself, and not that of a library's threads."""
+
     @property
     @abstractmethod
     def template(self) -> "ChatTemplate":

@@ -138,7 +138,7 @@ def _save(setup: Setup, out: Path) -> None:
     elif layout_of(base) == "hf":
         save_hf(base, tensors, out, others=beside)
     else:
-        style = setup.data.prompt_style
+        style = setup.data.asked.part.rules.prompt_style
         others = beside | ({} if style is None else prompt_style_file(style))
         save_litgpt(base, tensors, out, others=others)
 

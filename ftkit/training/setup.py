@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from ftkit.chat_templates.named import OF_TOKENIZER, resolve_chat_template
 from ftkit.chat_templates.template import ChatTemplate
 from ftkit.checkpoint.metadata import BaseIdentity, DataIdentity, Metadata
 from ftkit.checkpoint.state import check_kinds, trained_parameter
@@ -78,12 +79,22 @@ class Setup:
     @cached_property
     def chat_files(self) -> dict[str, bytes]:
         """What says beside the weights how the result is asked."""
-        return chat_files(self.base, self.template.source, self.data.renderer.stop_ids)
+        stop_ids = self.data.stop_ids
+        if self._keeps_template and self.base.directory is not None:
+            stop_ids |= end_tokens(self.base.directory)
+        return chat_files(self.base, self.template.source, stop_ids)
 
     @property
     def template(self) -> ChatTemplate:
         """In which the result is asked: as it was trained."""
-        return self.data.renderer.template
+        if self._keeps_template:
+            return resolve_chat_template(OF_TOKENIZER, self.base.tokenizer)
+        return self.data.asked.renderer.template
+
+    @property
+    def _keeps_template(self) -> bool:
+        """Whether the model had a template, and nothing was trained but documents."""
+        return self.data.asked.part.shape == "text" and bool(self.base.tokenizer.chat_template)
 
     def learning_rate(self, step: int) -> float:
         """Of optimizer step `step` (from 0), in the first parameter group."""
@@ -162,7 +173,7 @@ def prepare(job: Job, start: StartingPoint, journal: Journal) -> Setup:
             max_seq_length,
             progress=lambda _, done, total: phase.advance(done, total),
         )
-    _tell_data(data, journal)
+    tell_data(data, journal)
     if rank() == 0:
         _tell_findings(data, base, max_seq_length, journal)
     found = identities(recipe, base, data, start.metadata)
@@ -223,7 +234,7 @@ def load(setup: Setup, journal: Journal) -> None:
     strategy.set_up(model)
 
 
-def _tell_data(data: DataSets, journal: Journal) -> None:
+def tell_data(data: DataSets, journal: Journal) -> None:
     """Note what became of the records, and say what is not trained on as it is."""
     sources = {}
     for part, take in zip(data.parts, data.takes, strict=True):

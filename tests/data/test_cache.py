@@ -251,7 +251,7 @@ def test_the_records_of_a_module_that_cannot_name_its_files_are_the_address(
         found.append(data)
     assert tokenised == [True, False, True]
     assert found[0].fingerprint == found[1].fingerprint != found[2].fingerprint
-    assert found[1].prompt_style is not None
+    assert found[1].asked.part.rules.prompt_style is not None
 
 
 OPEN = """

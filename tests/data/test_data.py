@@ -486,9 +486,9 @@ class TestPromptStyle:
     ) -> None:
         data = json_data(json_directory(tmp_path, numbered(3)), prompt_style=style)
         loaded = load_data(data, tokenizer, 1000)
-        assert isinstance(loaded.prompt_style, prompts.Phi2 | prompts.ChatML)
+        assert isinstance(loaded.asked.part.rules.prompt_style, prompts.Phi2 | prompts.ChatML)
         text = tokenizer.decode(torch.from_numpy(loaded.val[0].ids))
-        assert text.startswith(loaded.prompt_style.apply("Say 0."))
+        assert text.startswith(loaded.asked.part.rules.prompt_style.apply("Say 0."))
 
     @pytest.mark.parametrize(
         ("style", "message"),
@@ -562,7 +562,7 @@ class TestModulesOfLitgpt:
         split = table.train_test_split(test_size=0.5, seed=42)
         questions = [question.instruction for question in loaded.questions]
         assert questions == list(split["test"]["instruction"])
-        assert isinstance(loaded.prompt_style, prompts.Alpaca)
+        assert isinstance(loaded.asked.part.rules.prompt_style, prompts.Alpaca)
 
     def test_conversations_come_through_datasets(
         self, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
@@ -583,7 +583,7 @@ class TestModulesOfLitgpt:
             write_json(file, {"inputs": "Is it?", "targets": "It is.", "task": "cola"})
         loaded = self.load("FLAN", tokenizer, subsets="cola_10templates")
         assert val_records(loaded) == [{"instruction": "Is it?", "output": "It is."}]
-        assert isinstance(loaded.prompt_style, prompts.FLAN)
+        assert isinstance(loaded.asked.part.rules.prompt_style, prompts.FLAN)
         for split in ("train", "val"):
             file = Path(f"data/longform/{split}.json")
             write_json(file, [{"input": "Write.", "output": "Written.", "source": "-"}])

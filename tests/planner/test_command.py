@@ -284,6 +284,36 @@ def test_what_is_planned_for_is_the_longest_sample_that_training_makes(
     assert " tokens: the longest sample" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("cached", [False, True])
+def test_the_longest_sample_of_several_sources_is_planned_for(
+    long_data: str, short_data: str, cached: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FTKIT_CACHE_DIR", str(tmp_path))
+    base = read_blueprint(MODEL)
+    entries = [{"path": short_data, "weight": 2}, {"path": long_data, "samples": 7}]
+    data: Any = {"class_path": "JSON", "init_args": {"sources": entries, "seed": int(cached)}}
+    if cached:
+        load_data(data, base.tokenizer, 512)
+        monkeypatch.setattr("ftkit.planner.sequence_length.longest_sample", None)
+    found = sequence_length(data, base, None)
+    made = load_data(data, base.tokenizer, 512)
+    assert (found.source, found.tokens) == ("data", made.train.lengths.max() + 1)
+    assert found.train_samples == made.samples_per_epoch
+    lengths = made.parts[0].splits["train"].samples.lengths
+    assert found.trained.at_least == lengths.max() + 1, "not every epoch has the longest"
+
+
+def test_of_conversations_without_the_tokenizer_nothing_is_known(
+    tmp_path: Path, tiny_base: Path
+) -> None:
+    (tmp_path / "config.json").write_bytes((tiny_base / "config.json").read_bytes())
+    turns = [{"role": "user", "content": "red?"}, {"role": "assistant", "content": "blue"}]
+    chats = tmp_path / "chats.json"
+    chats.write_text(json.dumps([{"messages": turns}] * 20))
+    length = planned(str(tmp_path), train__max_seq_length=60, **of(str(chats))).length
+    assert (length.source, length.tokens) == ("max_seq_length", 60)
+
+
 def test_without_the_tokenizer_the_bytes_are_the_bound(
     tmp_path: Path, tiny_base: Path, tiny_data: Path
 ) -> None:

@@ -151,3 +151,65 @@ def test_a_sentencepiece_model_alone_is_enough(sentencepiece_model: Path) -> Non
     assert tokenizer.decode(tokens) == "the cat sat"
     assert "".join(tokenizer.decode_stream(tokens)) == "the cat sat"
     assert tokenizer.encode("the cat", bos=False)[0] != 1
+
+
+class TestRendered:
+    """What a chat template made is encoded as it is."""
+
+    def test_special_tokens_are_those_of_the_text(self, tmp_path: Path) -> None:
+        directory = write(tmp_path, adds_bos=True, bos_token="<s>", eos_token="</s>")
+        tokenizer = Tokenizer(directory)
+        assert tokenizer.encode_rendered("<s>a</s>").ids == [1, 3, 2]
+        assert tokenizer.encode_rendered("a").ids == [3]
+        (encoded,) = tokenizer.encode_all_rendered(["<s>a b</s>"])
+        assert [("<s>a b</s>")[first:end] for first, end in encoded.offsets[1:]] == [
+            "a",
+            " b",
+            "</s>",
+        ]
+        assert tokenizer.added_tokens == {"<s>": 1, "</s>": 2, "<x>": 5}
+
+    def test_their_texts_are_told_by_name(self, tmp_path: Path) -> None:
+        write(
+            tmp_path,
+            bos_token={"content": "<s>"},
+            eos_token="</s>",
+            pad_token=None,
+            add_bos_token=True,
+            extra_special_tokens={"image_token": "<x>"},
+        )
+        (tmp_path / "special_tokens_map.json").write_text('{"unk_token": {"content": "<unk>"}}')
+        assert Tokenizer(tmp_path).special_tokens == {
+            "bos_token": "<s>",
+            "eos_token": "</s>",
+            "unk_token": "<unk>",
+            "image_token": "<x>",
+        }
+
+    def test_an_end_that_only_an_id_names_has_a_text(self, tmp_path: Path) -> None:
+        write(tmp_path)
+        (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
+        assert Tokenizer(tmp_path).special_tokens == {"eos_token": "</s>"}
+
+    def test_control_pieces_of_sentencepiece_are_cut_out(self, tmp_path: Path) -> None:
+        from sentencepiece import SentencePieceTrainer
+
+        with (tmp_path / "tokenizer.model").open("wb") as file:
+            SentencePieceTrainer.train(
+                sentence_iterator=iter(["the answer to a question"] * 20),
+                model_writer=file,
+                vocab_size=40,
+                model_type="bpe",
+                hard_vocab_limit=False,
+                minloglevel=2,
+            )
+        tokenizer = Tokenizer(tmp_path)
+        bos, eos = tokenizer.bos_id, tokenizer.eos_id
+        text = "<s>the question</s>an answer</s>"
+        ids, offsets = tokenizer.encode_rendered(text)
+        inner = tokenizer.processor.encode("the question"), tokenizer.processor.encode("an answer")
+        assert ids == [bos, *inner[0], eos, *inner[1], eos]
+        assert [text[first:end] for first, end in offsets].count("</s>") == 2
+        assert offsets[-2][1] == len(text) - len("</s>")
+        assert tokenizer.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
+        assert tokenizer.encode_rendered("").ids == []

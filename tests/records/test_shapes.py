@@ -288,6 +288,11 @@ def test_tool_calls_have_one_form(calls: object) -> None:
     assert conversation(said)["messages"] == [said | {"content": "", "tool_calls": [CALL]}]
 
 
+def test_calls_alone_may_say_whether_they_are_trained() -> None:
+    said = {"role": "assistant", "tool_calls": [CALL], "train": False}
+    assert conversation(said)["messages"] == [said | {"content": ""}]
+
+
 def test_turns_of_sharegpt_may_be_calls_of_tools() -> None:
     turns = [
         {"from": "human", "value": "Weather?"},

@@ -1,0 +1,100 @@
+"""What is told of the data before the first step: what is not trained on as it is, and why."""
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from ftkit.config.recipe import Component
+from ftkit.console.formatting import percent_text
+from ftkit.data.dataset import load_data
+from ftkit.pretrained.tokenizer import Tokenizer
+from ftkit.report.report import DataCounts, Source
+from ftkit.training.setup import tell_data
+
+
+@pytest.fixture
+def tell(tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Gives the lines that are shown, the warnings, and what the report gets."""
+    monkeypatch.setenv("FTKIT_CACHE_DIR", str(tmp_path / "cache"))
+
+    def tell_(**init_args: Any) -> tuple[list[str], list[str], Any]:
+        data = Component(class_path="JSON", init_args={"val_split_fraction": 0.2, **init_args})
+        journal = Mock()
+        tell_data(load_data(data, Tokenizer(tiny_base), 120), journal)
+        lines = [call.args[0] for call in journal.display.message.call_args_list]
+        warnings = [call.args[0] for call in journal.warn.call_args_list]
+        return lines, warnings, journal.recorder.on_data.call_args.args
+
+    return tell_
+
+
+def write(file: Path, outputs: list[str]) -> str:
+    file.write_text(json.dumps([{"instruction": "red", "output": text} for text in outputs]))
+    return str(file)
+
+
+def test_of_data_that_are_trained_on_as_they_are_only_their_kind_is_told(
+    tell: Any, tmp_path: Path
+) -> None:
+    lines, warnings, (counts, sources) = tell(path=write(tmp_path / "a.json", ["sun"] * 10))
+    (line,) = lines
+    assert line.startswith(f"data of {tmp_path}/a.json: 10 instructions")
+    assert warnings == []
+    assert counts["train"].lost_fraction == 0.0
+    assert list(sources) == ["JSON"]
+
+
+@pytest.mark.parametrize(
+    ("overlong", "told"),
+    [("truncate", "cut to max_seq_length"), ("drop", "dropped (longer than max_seq_length)")],
+)
+def test_what_is_cut_dropped_or_skipped_is_told_with_how_much_that_is(
+    tell: Any, tmp_path: Path, overlong: str, told: str
+) -> None:
+    path = write(tmp_path / "a.json", ["sun"] * 40 + ["sun " * 80] * 20 + [""] * 10)
+    lines, _, (counts, _) = tell(path=path, overlong=overlong)
+    train: DataCounts = counts["train"]
+    cut = train.truncated + train.dropped
+    assert cut > 0 and train.skipped_empty_output > 0
+    assert lines[1] == (
+        f"train data: of 56 records: {train.skipped_empty_output} skipped (empty output), "
+        f"{cut} {told}; the longest sample has {train.longest_tokens} tokens, "
+        f"{percent_text(train.lost_fraction)} of all tokens are lost "
+        "(train.max_seq_length and data.overlong decide that)"
+    )
+    assert lines[2].startswith("val data: of 14 records: ")
+
+
+def test_what_is_only_skipped_has_no_key_that_changes_it(tell: Any, tmp_path: Path) -> None:
+    lines, _, _ = tell(path=write(tmp_path / "a.json", ["sun"] * 40 + [""] * 20))
+    assert lines[1].endswith("skipped (empty output)")
+
+
+def test_lines_name_the_source_where_there_are_several(tell: Any, tmp_path: Path) -> None:
+    entries = [
+        {"path": write(tmp_path / "a.json", ["sun"] * 20), "weight": 2},
+        {"path": write(tmp_path / "b.json", ["sun " * 80] * 20)},
+    ]
+    lines, _, (counts, sources) = tell(sources=entries)
+    assert [line.partition(":")[0] for line in lines] == [
+        f"data of {tmp_path}/a.json",
+        f"data of {tmp_path}/b.json",
+        "train data of b.json",
+        "val data of b.json",
+    ]
+    assert counts["train"].records == 32
+    assert [source.samples_per_epoch for source in sources.values()] == [32, 16]
+    assert all(isinstance(source, Source) for source in sources.values())
+
+
+def test_trouble_with_the_cache_is_a_warning(
+    tell: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "a.json", ["sun"] * 10)
+    (tmp_path / "taken").write_text("a file")
+    monkeypatch.setenv("FTKIT_CACHE_DIR", str(tmp_path / "taken"))
+    (warning,) = tell(path=path)[1]
+    assert "cannot be written" in warning
