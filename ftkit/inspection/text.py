@@ -40,7 +40,7 @@ class InspectionText:
         yield _rule(f"data for {visible(seen.base_model)}")
         for source in seen.sources:
             yield labelled_grid(visible_rows(source_rows(source)))
-        yield ""
+            yield ""
         yield _rule("lengths in tokens")
         yield labelled_grid(length_rows(seen))
         yield from _bars(seen.lengths, options.max_width, ascii_only)
