@@ -22,6 +22,10 @@ OTHER_PROMPT = "the template's prompt is not what it writes before an answer"
 NO_TOOLS = "the template leaves out tools or tool calls"
 """Why one is refused that has them: its answers would come from nowhere."""
 NOT_MARKED = "the template marks no generation in it"
+"""Why one is refused of a template that says itself what is generated."""
+
+_MOST_SHOWN = 40
+"""Characters of a prompt in a reason."""
 
 
 class Written(NamedTuple):
@@ -139,7 +143,9 @@ class TurnFinder:
         prompt = conversation.prompt(index)
         text, marks = conversation.until(index + 1)
         if not text.startswith(prompt) or len(text) == len(prompt):
-            raise TemplateRefusal(OTHER_PROMPT)
+            raise TemplateRefusal(OTHER_PROMPT + conversation.added_by(prompt, text))
+        if not all(name in text[len(prompt) :] for name in _called(conversation.messages[index])):
+            raise TemplateRefusal(NO_TOOLS)
         return len(prompt), text, marks
 
     def _ends(self, text: str, start: int) -> Iterator[int]:
@@ -160,17 +166,17 @@ class _Conversation:
 
     def __init__(self, template: ChatTemplate, record: dict[str, Any]) -> None:
         self._template = template
-        self._messages, self._tools = plain(record["messages"]), record.get("tools")
+        self.messages, self._tools = plain(record["messages"]), record.get("tools")
         self._until: dict[int, tuple[str, list[Span] | None]] = {}
 
     @property
     def whole(self) -> str:
-        return self.until(len(self._messages))[0]
+        return self.until(len(self.messages))[0]
 
     def until(self, count: int) -> tuple[str, list[Span] | None]:
         """The text of some messages, and what the template marks; None: it marks nothing ever."""
         if count not in self._until:
-            messages = self._messages[:count]
+            messages = self.messages[:count]
             self._until[count] = (
                 self._template.render_marked(messages, tools=self._tools)
                 if self._template.marks_generation
@@ -178,9 +184,17 @@ class _Conversation:
             )
         return self._until[count]
 
+    def added_by(self, prompt: str, text: str) -> str:
+        """What a prompt ends with and a text does not, if no message says it: for people."""
+        pairs = enumerate(zip(prompt, text, strict=False))
+        same = next((i for i, (a, b) in pairs if a != b), min(len(prompt), len(text)))
+        rest = prompt[same:]
+        said = any(m["content"] and m["content"] in rest for m in self.messages)
+        return f": it ends with {rest!r}" if 0 < len(rest) <= _MOST_SHOWN and not said else ""
+
     def prompt(self, count: int) -> str:
         """What the model is given after some messages, to say the next one."""
-        messages = self._messages[:count]
+        messages = self.messages[:count]
         return self._template.render(messages, tools=self._tools, add_generation_prompt=True)
 
 
@@ -199,8 +213,11 @@ def _tool_names(record: dict[str, Any]) -> Iterator[str]:
     for tool in record.get("tools") or ():
         yield tool["function"]["name"]
     for message in record["messages"]:
-        for call in message.get("tool_calls") or ():
-            yield call["function"]["name"]
+        yield from _called(message)
+
+
+def _called(message: dict[str, Any]) -> list[str]:
+    return [call["function"]["name"] for call in message.get("tool_calls") or ()]
 
 
 def _generated(start: int, end: int, marks: list[Span] | None) -> list[Span]:

@@ -13,7 +13,7 @@ from ftkit.data.prompt_styles import resolve_prompt_style
 from ftkit.data.spec import Content, DataSource, Part, PartSource, Rules
 from ftkit.errors import UserError
 from ftkit.records.conversations import conversation_of
-from ftkit.records.formats import files_of
+from ftkit.records.formats import files_of, format_of
 from ftkit.records.hub import HubName
 from ftkit.records.paths import DataFiles, find_files, how_to_set, is_hub_name
 from ftkit.records.read import RecordSet, read_files, read_hub
@@ -84,6 +84,14 @@ class OwnData(DataSource):
 
                 check_chat_template(source.chat_template)
         found = [self._found(source) for source in self._sources]
+        fraction = self._options.val_split_fraction
+        if fraction is not None and all(files is not None and files.val for files in found):
+            key, path = self._sources[0].key, self._sources[0].path
+            raise UserError(
+                f"data.val_split_fraction is {fraction}, but {key} is the directory {path}, whose "
+                "val file is the validation data.\n"
+                f"Remove data.val_split_fraction, or set {key} to a single file."
+            )
         here = [files for files in found if files is not None]
         if len(here) < len(found):
             return None
@@ -137,13 +145,6 @@ class OwnData(DataSource):
         if is_hub_name(source.path):
             return None
         files = find_files(source.path, source.key)
-        fraction = self._options.val_split_fraction
-        if files.val and fraction is not None and len(self._sources) == 1:
-            raise UserError(
-                f"data.val_split_fraction is {fraction}, but {source.key} is the directory "
-                f"{source.path}, whose val file is the validation data.\n"
-                f"Remove data.val_split_fraction, or set {source.key} to a single file."
-            )
         for key in ("subset", "split", "revision"):
             if (value := getattr(source, key)) is not None:
                 raise UserError(
@@ -273,9 +274,10 @@ def _split(
 
     size = len(records)
     if size < 2:
+        ending = Path(where).suffix if format_of(Path(where)) else ".json"
         raise UserError(
             f"{where} holds one record, but training and validation need one each.\n"
-            f"Add records, or set {key} to a directory with train.json and val.json."
+            f"Add records, or set {key} to a directory with train{ending} and val{ending}."
         )
     if not 0 < int(size * val_split_fraction) < size:
         raise UserError(

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from ftkit.chat_templates.options import Reasoning, TrainOn
 from ftkit.data.spec import check_keys, check_shared_values, check_value
@@ -38,7 +38,7 @@ class OwnDataOptions:
     """Which subset (configuration) of a hub data set."""
     split: str | None = None
     """Which split of a hub data set to train on, also a part, as 'train[:1000]'; train if not
-    given. Its counterpart (validation, val, valid, dev, test) is validated on."""
+    given. Its counterpart (val, validation, valid, dev, test) is validated on."""
     revision: str | None = None
     """Which version of a hub data set: a commit, a tag or a branch."""
     chat_template: str | None = None
@@ -90,7 +90,7 @@ class SourceOptions:
     mask_prompt: bool | None = None
 
 
-EXCLUSIVE = (
+_EXCLUSIVE = (
     ("path", "json_path", "sources"),
     ("mask_prompt", "train_on"),
     ("prompt_style", "chat_template"),
@@ -115,7 +115,7 @@ def options_of(init_args: Mapping[str, Any]) -> OwnDataOptions:
     check_keys(init_args, _names(OwnDataOptions), "JSON")
     given = {key: value for key, value in init_args.items() if value is not None}
     _check_values(given, "")
-    for group in EXCLUSIVE:
+    for group in _EXCLUSIVE:
         _check_one_of(group, given)
     if "sources" in given:
         for key in _OF_ONE_SOURCE:
@@ -169,9 +169,9 @@ def _source(entry: Any, key: str, inherited: dict[str, Any]) -> SourceOptions:
             raise UserError(f"{key} has no key {name}, only {', '.join(known)}.\n{advice}.")
     own = {name: value for name, value in entry.items() if value is not None}
     _check_values(own, key.removeprefix("data.") + ".")
-    for group in (*EXCLUSIVE, ("weight", "samples")):
+    for group in (*_EXCLUSIVE, ("weight", "samples")):
         _check_one_of(group, own, key)
-    others = {name for group in EXCLUSIVE if own.keys() & set(group) for name in group}
+    others = {name for group in _EXCLUSIVE if own.keys() & set(group) for name in group}
     kept = {name: value for name, value in inherited.items() if name not in others}
     return SourceOptions(key=f"{key}.path", given=frozenset(own), **kept | own)
 
@@ -199,7 +199,7 @@ def _check_values(given: Mapping[str, Any], prefix: str) -> None:
             accepted = isinstance(value, str) and bool(value)
             check_value(name, value, accepted, "a text", f"'\"{value}\"'")
         elif key in _CHOICES:
-            choices = _CHOICES[key].__args__  # type: ignore[attr-defined]  # of a Literal
+            choices = get_args(_CHOICES[key])
             near = nearest(str(value), choices, cutoff=0.3) or choices[0]
             check_value(name, value, value in choices, f"one of {', '.join(choices)}", near)
         elif key == "columns":

@@ -34,9 +34,12 @@ def evaluate(result: Result, options: EvaluateOptions) -> int:
     Raises:
         UserError: something is missing, or does not fit.
     """
-    recipe = _recipe(result, options)
+    recipe, is_of_run = _recipe(result, options), result.recipe is not None
     result = dataclasses.replace(result, recipe=recipe)
     in_use = put_to_use(result, options)
+    if result.asked is not None and not is_of_run:
+        # Conversations are written as it was trained, whatever template its base model has.
+        in_use.loaded.base.tokenizer.chat_template = in_use.loaded.prompting.template.source
     given = {key.removeprefix("data.").removeprefix("init_args.") for key, _ in options.data}
     held_out = _held_out(result, recipe, in_use, given)
     with Display(None, stream=sys.stderr) as display:
@@ -85,13 +88,17 @@ def _held_out(result: Result, recipe: Recipe, in_use: InUse, given: set[str]) ->
         Display(None, stream=sys.stderr) as display,
         display.phase("reading data", brief=True) as phase,
     ):
-        return load_held_out(
+        held_out = load_held_out(
             recipe.data,
             in_use.loaded.base.tokenizer,
             longest,
             given=given,
             progress=lambda _, done, total: phase.advance(done, total),
         )
+        for part in held_out.parts:
+            for notice in part.notices:
+                display.warning(notice)
+    return held_out
 
 
 def _base_name(result: Result, in_use: InUse) -> str:
@@ -134,11 +141,17 @@ def _measure(
                 context=in_use.context,
                 progress=phase.advance,
             )
+    several = len(held_out.parts) > 1
     return {
         "records": limit,
         "label_tokens": int(samples.label_counts[:limit].sum()),
         "loss": validated.loss,
         "perplexity": perplexity(validated.loss),
+        **(
+            {"losses": dict(zip(held_out.names, validated.of_sources, strict=True))}
+            if several
+            else {}
+        ),
         "exact_match": None if share is None else {"records": len(questions), "share": share},
     }
 
@@ -154,6 +167,9 @@ def _show(values: dict[str, Any]) -> None:
         "loss": loss_text(values["loss"]),
         "perplexity": f"{values['perplexity']:.4g}",
     }
+    for name, loss in values.get("losses", {}).items():
+        if loss is not None:
+            rows[f"loss on {name}"] = loss_text(loss)
     if matches is not None:
         rows["exact match"] = f"{percent_text(matches['share'])} of {matches['records']:,} answers"
     with Display(None) as display:

@@ -11,7 +11,7 @@ from ftkit.records.formats import FORMATS, READABLE, format_of, stem_of
 from ftkit.records.opening import COMPRESSED
 from ftkit.utils.nearest import nearest
 
-VALIDATION = ("validation", "val", "valid", "dev", "test")
+VALIDATION = ("val", "validation", "valid", "dev", "test")
 """Names of the split to validate on, in the order in which they are looked for."""
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -130,10 +130,10 @@ def _split(children: Sequence[Path], name: str) -> tuple[Path, ...]:
 
 
 def _explain_no_files(directory: Path, key: str) -> str:
-    below = next((f for f in sorted(directory.rglob("*")) if f.is_file() and format_of(f)), None)
+    below = next((path for path in sorted(directory.glob("*/*")) if format_of(path)), None)
     advice = f"Add {directory / 'train.json'} and {directory / 'val.json'}."
     if below is not None:
-        advice = how_to_set(key, f"'{directory}/**/*{below.name.removeprefix(stem_of(below))}'")
+        advice = how_to_set(key, f"'{directory}/*/*{below.name.removeprefix(stem_of(below))}'")
     return (
         f"{key} is the directory {directory}, but no file in it can be read: only {READABLE} "
         f"can.\n{advice}"

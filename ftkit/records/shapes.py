@@ -138,7 +138,7 @@ class RecordReader:
         if self._columns:
             read = ", ".join(f"{ours} from {theirs}" for ours, theirs in self._columns.items())
             text, _, advice = str(misfit).partition("\n")
-            return f"{text} data.columns takes {read}.\n{advice}"
+            return f"{text} data.columns takes {read}.\nCorrect data.columns. {advice}"
         try:
             other = recognise(value, {}, answered=True)
             other.convert(value)
@@ -147,7 +147,7 @@ class RecordReader:
         assert self._form is not None
         return (
             f" is {_article(other)}, but the first record is {_article(self._form)}.\n"
-            "Give each kind in a file of its own, as one of data.sources."
+            "Give each kind as a source of its own: data.sources."
         )
 
 

@@ -92,7 +92,8 @@ BARE = '{"name": "weather", "parameters": {"at": "Bonn"}}<|eot_id|>'
 LISTED = '[TOOL_CALLS] [{"name": "weather", "arguments": {"at": "Bonn"}, "id": "call00001"}]</s>'
 OTHERS: dict[tuple[str, str], list[list[str]] | str] = {
     ("qwen3", "turns"): [[THOUGHT.format("", "Hello.")], [THOUGHT.format("", "So long 👋")]],
-    ("deepseek-r1 mistral-v3", "turns"): OTHER_PROMPT,
+    ("deepseek-r1", "turns"): OTHER_PROMPT + r": it ends with '<think>\n'",
+    ("mistral-v3", "turns"): OTHER_PROMPT,
     ("qwen", "tools"): [[TAGGED, "Sunny.<|im_end|>"]],
     ("qwen3", "tools"): [["<think>\n\n</think>\n\n\n" + TAGGED], [THOUGHT.format("", "Sunny.")]],
     ("llama3 llama-3.1", "tools"): [[BARE, "Sunny.<|eot_id|>"]],
@@ -128,7 +129,7 @@ def test_tokens_are_those_of_transformers(
     apply = theirs(template.source).apply_chat_template
     found = samples(template, tokenizer, record)
     if isinstance(found, str):
-        if found not in (OTHER_PROMPT, NO_TOOLS):
+        if not found.startswith((OTHER_PROMPT, NO_TOOLS)):
             with pytest.raises(Exception, match=re.escape(found)):
                 apply(record["messages"], tools=record.get("tools"))
         return
@@ -246,6 +247,17 @@ def test_conversations_whose_turns_change_may_be_refused(tokenizer: Tokenizer) -
     assert trained(template, tokenizer, alone, reasoning="refuse") == [
         [THOUGHT.format("one more", "2")]
     ]
+
+
+def test_a_call_that_the_template_leaves_out_is_noticed_though_its_name_is_there(
+    tokenizer: Tokenizer,
+) -> None:
+    source = (
+        "{{ tools | tojson }}{% for m in messages %}{{ '<|im_start|>' + m.content + '<|im_end|>' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>' }}{% endif %}"
+    )
+    template = ChatTemplate(source, "tried")
+    assert trained(template, tokenizer, CONVERSATIONS["tools"]) == NO_TOOLS
 
 
 def test_marks_decide_what_carries_loss(tokenizer: Tokenizer) -> None:

@@ -53,6 +53,18 @@ def test_a_weight_is_how_often_an_epoch_takes_the_samples(
     assert set(data.repetitions[:32]) == {0.5} and set(data.repetitions[32:]) == {3.0}
 
 
+def test_a_result_is_asked_as_the_conversations_among_its_sources(
+    tokenizer: Tokenizer, paths: list[str], tmp_path: Path
+) -> None:
+    chats = tmp_path / "chats.json"
+    turns = [{"role": "user", "content": "red?"}, {"role": "assistant", "content": "blue"}]
+    chats.write_text(json.dumps([{"messages": turns}] * 10))
+    data = load(tokenizer, {"path": paths[0]}, {"path": str(chats), "chat_template": "zephyr"})
+    assert data.asked.source.name == "chats.json"
+    assert data.asked.renderer.template.name == "zephyr"
+    assert data.stop_ids == {tokenizer.eos_id}
+
+
 def test_samples_are_a_number_of_their_own(tokenizer: Tokenizer, paths: list[str]) -> None:
     data = load(tokenizer, {"path": paths[0], "samples": 5}, {"path": paths[1]})
     assert data.takes == (5, 16)

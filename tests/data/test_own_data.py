@@ -299,6 +299,14 @@ def test_each_source_is_read_and_split_by_itself() -> None:
     assert list(map(str, files)) == ["chats.jsonl", "d/train.jsonl", "d/val.jsonl"]
 
 
+def test_a_fraction_is_refused_where_no_source_would_be_split() -> None:
+    for name in ("d/train.jsonl", "d/val.jsonl", "e/train.jsonl", "e/val.jsonl"):
+        write(name, ROWS["text"])
+    data = of(sources=[{"path": "d"}, {"path": "e"}], val_split_fraction=0.2)
+    with pytest.raises(UserError, match=r"val_split_fraction is 0.2, but data.sources\[0\].path"):
+        data_source(data).files()
+
+
 def test_what_is_said_for_all_sources_holds_where_a_source_says_nothing_else() -> None:
     write("a.jsonl", ROWS["instruction"])
     write("b.jsonl", ROWS["instruction"])

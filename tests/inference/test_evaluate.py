@@ -106,6 +106,24 @@ def held_out(tmp_path: Path) -> Path:
     return file
 
 
+def test_the_loss_on_each_of_several_sources_is_told(
+    ended: dict[str, Ended], values: Callable[..., dict[str, Any]], held_out: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(make_records(10, seed=6)))
+    entries = json.dumps([{"path": str(held_out)}, {"path": str(other)}])
+    words = ("--data", "JSON", "--data.sources", entries, "--exact_match", 2)
+    found = values(ended["lora"].out_dir, *words)
+    alone = values(
+        ended["lora"].out_dir, "--data", "JSON", "--data.path", other, "--exact_match", 2
+    )
+    assert list(found["losses"]) == ["held_out.json", "other.json"]
+    assert found["losses"]["other.json"] == pytest.approx(alone["loss"], rel=1e-5)
+    assert "losses" not in alone
+    low, high = sorted(found["losses"].values())
+    assert low < found["loss"] < high
+
+
 def test_a_file_of_its_own_is_taken_whole(
     ended: dict[str, Ended], values: Callable[..., dict[str, Any]], held_out: Path
 ) -> None:

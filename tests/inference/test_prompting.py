@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from answers import PROMPT, alpaca, expected_answer, typed
+from answers import OWN, PROMPT, alpaca, expected_answer, typed
 from conversions import export, merge
 from results import Ended
 from tiny import make_llama
@@ -27,10 +27,6 @@ from ftkit.rendering.prompted import InstructionRenderer
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 CHAT_FILES = ("chat_template.jinja", "generation_config.json")
-OWN = (
-    "{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content }}"
-    "{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
-)
 
 
 def written(ended: dict[str, Ended], tmp_path: Path) -> dict[str, Path]:

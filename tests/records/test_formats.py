@@ -256,6 +256,12 @@ def read(path: str) -> tuple[list[str], list[str] | None]:
         (["d/train.json", "d/train.jsonl", "d/val.jsonl"], "d", ["d/train.json"], ["d/val.jsonl"]),
         (["d/train.jsonl", "d/test.jsonl"], "./d/", ["d/train.jsonl"], ["d/test.jsonl"]),
         (
+            ["d/train.jsonl", "d/validation.jsonl", "d/val.jsonl"],
+            "d",
+            ["d/train.jsonl"],
+            ["d/val.jsonl"],
+        ),
+        (
             ["d/train.jsonl", "d/test.jsonl", "d/validation.jsonl"],
             "d",
             ["d/train.jsonl"],
@@ -301,7 +307,7 @@ def test_arrow_directories_of_splits_are_a_data_set(here: Path) -> None:
         (["d/val.json"], "d", "has no train.json or train.jsonl"),
         (["d/train.json"], "d", "has no val.json or val.jsonl"),
         (["d/a.md"], "d", r"no file in it can be read.*\nAdd d/train.json"),
-        (["d/x/a.jsonl"], "d", r"no file in it can be read.*\nTry --data.path 'd/\*\*/\*.jsonl'"),
+        (["d/x/a.jsonl"], "d", r"no file in it can be read.*\nTry --data.path 'd/\*/\*.jsonl'"),
         (["a.ndjson"], "a.ndjson", "Try renaming the file to a.jsonl"),
         (["a.xlsx"], "a.xlsx", r"Save the sheet as CSV.*\n.*--data.path a.csv"),
         (["d/a.md"], "d/*", "which means d/a.md, but only .json"),

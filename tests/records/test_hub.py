@@ -1,6 +1,7 @@
 """Data sets from a stand-in for the Hugging Face hub on the loopback interface."""
 
 import json
+import subprocess
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from urllib.parse import urlsplit
 
 import datasets
 import pytest
+from command import command_environment, command_line
 from huggingface_hub import HfFileSystem, close_session, constants
 
 from ftkit.errors import UserError
@@ -254,6 +256,30 @@ def test_a_broken_file_is_told(served: Hub) -> None:
     served.files = {"a.jsonl": b'{"instruction": '}
     with pytest.raises(UserError, match="could not be loaded"):
         read()
+
+
+@pytest.mark.slow
+def test_a_run_reads_a_gated_data_set_with_its_access_token(served: Hub, tmp_path: Path) -> None:
+    """As the command starts it, with the hub that the environment names."""
+    served.gated = True
+    of_hub = {"HF_ENDPOINT": constants.ENDPOINT, "HF_HOME": str(tmp_path / "home")}
+    of_hub["FTKIT_CACHE_DIR"] = str(tmp_path / "cache")
+    words = [
+        *("finetune", "embedded:quickstart", "--accelerator", "cpu", "--out_dir", "out"),
+        *("--data", "JSON", "--data.path", NAME, "--access_token", TOKEN),
+        *("--train.max_steps", "1", "--train.global_batch_size", "2", "--eval.max_iters", "1"),
+    ]
+    run = subprocess.run(
+        command_line(*words),
+        env=command_environment() | of_hub,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr
+    expected = f"data of {NAME}: 6 instructions (instruction, output) of version ccccccc, 2 more "
+    assert expected in run.stdout
+    assert TOKEN not in run.stdout + run.stderr + (Path("out") / "recipe.yaml").read_text()
 
 
 class TestOffline:

@@ -12,10 +12,20 @@ from ftkit.inference.result import find_result
 from ftkit.model.generation import answer_greedily
 
 PROMPT = "what is the colour of red cat"
+OWN = (
+    "{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content }}"
+    "{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+"""A chat template."""
 
 
 def expected_answer(
-    path: Path, text: str, quantize: Any = None, longest: int = 8, stop_ids: Any = (1,)
+    path: Path,
+    text: str,
+    quantize: Any = None,
+    longest: int = 8,
+    stop_ids: Any = (1,),
+    bos: bool | None = None,
 ) -> str:
     loaded = load_result(
         find_result(str(path)),
@@ -25,7 +35,7 @@ def expected_answer(
     )
     tokenizer = loaded.base.tokenizer
     (tokens,) = answer_greedily(
-        loaded.model, [tokenizer.encode(text)], stop_ids=stop_ids, max_new_tokens=longest
+        loaded.model, [tokenizer.encode(text, bos=bos)], stop_ids=stop_ids, max_new_tokens=longest
     )
     return tokenizer.processor.decode(tokens.tolist())
 

@@ -86,6 +86,12 @@ class Outcome:
     def report(self) -> Report:
         return read_report(RunDirectory(self.out_dir).rank(0).report)
 
+    def complete(self) -> None:
+        """Leave what a supervisor leaves: the recipe and the report of the run."""
+        directory = RunDirectory(self.out_dir)
+        shutil.copyfile(self.checkpoint / "recipe.yaml", directory.recipe)
+        shutil.copyfile(directory.rank(0).report, directory.report)
+
     def weights(self) -> dict[str, torch.Tensor]:
         (file,) = (self.out_dir / "final").glob("*.safetensors")
         return load_file(file)
@@ -147,7 +153,7 @@ def write_job(case: Case, world_size: int, out_dir: Path, base: Path, data: Path
         # terms near 4e-3. Below its usual eps of 1e-8 Adam turns such noise into steps of 1e-5.
         values["optimizer.eps"] = 1e-6
     values |= dict(case.changes)
-    start = None
+    base, start = Path(values["checkpoint_dir"]), None
     if case.start is not None:
         start = Outcome(case.start).checkpoint
         base = start / "base" if case.method == "full" else base

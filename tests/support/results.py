@@ -8,7 +8,6 @@ import pytest
 from rank_jobs import Case, Outcome, make_run
 
 from ftkit.report.report import Report
-from ftkit.runs.directory import RunDirectory
 
 CASES = {
     "lora": Case("single", "lora"),
@@ -54,9 +53,7 @@ def train_all(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     ended = {}
     for name, case in CASES.items():
         outcome = outcomes[case]
-        shutil.copyfile(outcome.checkpoint / "recipe.yaml", outcome.out_dir / "recipe.yaml")
-        directory = RunDirectory(outcome.out_dir)
-        shutil.copyfile(directory.rank(0).report, directory.report)
+        outcome.complete()
         ended[name] = Ended(outcome.out_dir, outcome.report)
         shutil.rmtree(outcome.out_dir / ".run")
     return ended
