@@ -1,6 +1,8 @@
 """Collecting an inspection: a recipe is resolved, its data are tokenised, and looked at."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -69,7 +71,8 @@ def inspect_data(
         )
     tokenizer = Tokenizer(directory)
     limit = checked_length(base, recipe.train.max_seq_length)
-    data = load_data(recipe.data, tokenizer, limit, progress=progress)
+    with _as_owner_of(recipe.access_token):
+        data = load_data(recipe.data, tokenizer, limit, progress=progress)
     evidence = Evidence(
         data=data,
         tokenizer=tokenizer,
@@ -93,6 +96,21 @@ def inspect_data(
             _shown(data.parts[source], number, tokenizer) for source, number in _chosen(data, show)
         ],
     )
+
+
+@contextmanager
+def _as_owner_of(token: str | None) -> Iterator[None]:
+    """Inside the block the hub is told this token, as in the ranks of a run; None: $HF_TOKEN."""
+    before = os.environ.get("HF_TOKEN")
+    if token is not None:
+        os.environ["HF_TOKEN"] = token
+    try:
+        yield
+    finally:
+        if token is not None and before is None:
+            del os.environ["HF_TOKEN"]
+        elif token is not None and before is not None:
+            os.environ["HF_TOKEN"] = before
 
 
 def _whole_lengths(parts: Sequence[LoadedPart]) -> np.ndarray:

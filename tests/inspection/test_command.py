@@ -1,8 +1,10 @@
 """`ftkit data` shows what a run is trained on; it needs neither weights nor a GPU."""
 
 import json
+import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command import Command
@@ -11,7 +13,7 @@ from runs import options
 
 from ftkit.cli.app import run
 from ftkit.config.parsing import read_recipe
-from ftkit.data.dataset import load_data
+from ftkit.data.dataset import DataSets, load_data
 from ftkit.errors import UserError
 from ftkit.pretrained.tokenizer import Tokenizer
 
@@ -104,6 +106,28 @@ def test_bad_input_is_refused_with_what_works(
 ) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
         run([*words, *more])
+
+
+@pytest.mark.parametrize("before", [None, "of the environment"])
+def test_the_hub_is_told_the_access_token_of_the_recipe_and_it_is_not_left_behind(
+    before: str | None, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = []
+
+    def load(*arguments: Any, **more: Any) -> DataSets:
+        told.append(os.environ.get("HF_TOKEN"))
+        return load_data(*arguments, **more)
+
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    if before is not None:
+        monkeypatch.setenv("HF_TOKEN", before)
+    monkeypatch.setattr("ftkit.inspection.collect.load_data", load)
+    data = write_records(tmp_path / "data.jsonl", questions(30))
+    seen = look(model, data, show=1, access_token="hf_secret")
+    look(model, data)
+    assert told == ["hf_secret", before]
+    assert os.environ.get("HF_TOKEN") == before
+    assert "hf_secret" not in repr(seen)
 
 
 def test_a_model_whose_tokenizer_is_not_here_is_asked_for(
