@@ -63,13 +63,7 @@ def inspect_data(
     fetch_settings(recipe.checkpoint_dir, token=recipe.access_token)
     base = read_blueprint(recipe.checkpoint_dir)
     directory = base.tokenizer_directory
-    if not has_tokenizer(directory):
-        raise UserError(
-            f"checkpoint_dir {recipe.checkpoint_dir}: its tokenizer is not on this machine, and "
-            "the hub does not answer. Copy tokenizer.json and tokenizer_config.json into "
-            f"{directory}, or try ftkit download {recipe.checkpoint_dir}."
-        )
-    tokenizer = Tokenizer(directory)
+    tokenizer = _tokenizer(directory, recipe.checkpoint_dir)
     limit = checked_length(base, recipe.train.max_seq_length)
     with _as_owner_of(recipe.access_token):
         data = load_data(recipe.data, tokenizer, limit, progress=progress)
@@ -96,6 +90,16 @@ def inspect_data(
             _shown(data.parts[source], number, tokenizer) for source, number in _chosen(data, show)
         ],
     )
+
+
+def _tokenizer(directory: Path, checkpoint_dir: str) -> Tokenizer:
+    if not has_tokenizer(directory):
+        raise UserError(
+            f"checkpoint_dir {checkpoint_dir}: its tokenizer is not on this machine, and the hub "
+            "does not answer. Copy tokenizer.json and tokenizer_config.json into "
+            f"{directory}, or try ftkit download {checkpoint_dir}."
+        )
+    return Tokenizer(directory)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from ftkit.config.recipe import FINETUNE
 from ftkit.console.formatting import utc_now
 from ftkit.errors import UserError
 from ftkit.notebook import display
-from ftkit.notebook.refusals import refusal
+from ftkit.notebook.child_output import printed, refusal
 from ftkit.report import table
 from ftkit.report.report import Report
 from ftkit.runs.lock import Supervisor
@@ -179,11 +179,7 @@ class Run(os.PathLike[str]):
         return report is not None and report.started_at >= self._started_at
 
     def _said(self) -> str:
-        if self._output is None:
-            return ""
-        descriptor = self._output.fileno()  # its position is that of the child, which writes on
-        text = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
-        return text.decode(errors="replace")
+        return "" if self._output is None else printed(self._output)
 
 
 def finetune(

@@ -15,7 +15,7 @@ from ftkit.inspection.inspection import Inspection
 from ftkit.inspection.page import fragment
 from ftkit.inspection.text import InspectionText
 from ftkit.notebook import display
-from ftkit.notebook.refusals import refusal
+from ftkit.notebook.child_output import printed, refusal
 from ftkit.utils.json_values import from_json
 from ftkit.utils.process import PassingOn, start_command
 
@@ -60,7 +60,7 @@ def preview(
             signals.to(child)
             _follow(child, output)
         if child.returncode:
-            said = _said(output)
+            said = printed(output)
             raise refusal(said, child.returncode) or _ended(said, child.returncode)
         values = json.loads(file.read_text(encoding="utf-8"))
     found: ShownInspection = from_json(ShownInspection, values)
@@ -75,19 +75,13 @@ def _follow(child: "subprocess.Popen[bytes]", output: IO[bytes]) -> None:
             child.wait(_POLL_S)
             break
         except subprocess.TimeoutExpired:
-            progress, _, _ = _said(output).partition("ftkit: ")
+            progress, _, _ = printed(output).partition("ftkit: ")
             *_, last = ["", *progress.split("\n")[:-1]]
             if last != told:
                 place.say(last)
                 told = last
     if told:
         place.say("")
-
-
-def _said(output: IO[bytes]) -> str:
-    descriptor = output.fileno()  # its position is that of the child, which writes on
-    text = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
-    return text.decode(errors="replace")
 
 
 def _ended(said: str, code: int) -> BaseException:

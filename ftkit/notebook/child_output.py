@@ -1,11 +1,24 @@
-"""Refusals of commands that run as children, as the errors that they are."""
+"""What commands that run as children print: progress, and refusals as the errors they are."""
 
+import os
 import re
+from typing import IO
 
 from ftkit.errors import DoesNotFit, UserError
 
 _TOLD = re.compile(r"(?:.*^)?ftkit: (.*)\Z", re.MULTILINE | re.DOTALL)
 """What the command says when it refuses to run."""
+
+
+def printed(output: IO[bytes]) -> str:
+    """What a command has printed so far.
+
+    Args:
+        output: where it writes; its position is that of the command, which writes on.
+    """
+    descriptor = output.fileno()
+    text = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+    return text.decode(errors="replace")
 
 
 def refusal(said: str, code: int) -> BaseException | None:
