@@ -1,6 +1,7 @@
 """What all tests share: the tiny model, the command, and a check that nothing is left behind."""
 
 import os
+import shutil
 import subprocess
 import tempfile
 import time
@@ -14,9 +15,8 @@ import pytest
 
 # Before torch is imported: threads that spin beside others take very long.
 os.environ.update(OMP_NUM_THREADS="1", GOMP_SPINCOUNT="1000")
-if "PYTEST_XDIST_WORKER" not in os.environ:  # its workers share the cache of their parent
-    CACHE = tempfile.TemporaryDirectory(prefix="ftkit-cache-")
-    os.environ["FTKIT_CACHE_DIR"] = CACHE.name
+if "PYTEST_XDIST_WORKER" not in os.environ:  # they share the cache of tokenised data
+    os.environ["FTKIT_CACHE_DIR"] = tempfile.mkdtemp(prefix="ftkit-cache-")
 import warm
 from command import Command, Start, command_environment, command_line, start_up_of_ranks
 from runs import DEFAULT_SIGNALS, Run, command_of, options, watched
@@ -35,6 +35,11 @@ def pytest_collection() -> Generator[None, object, object]:
     """Without looking for garbage among what is imported for the tests, then or later."""
     with quick_imports():
         return (yield)
+
+
+def pytest_unconfigure() -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        shutil.rmtree(os.environ["FTKIT_CACHE_DIR"], ignore_errors=True)
 
 
 LONGEST = (

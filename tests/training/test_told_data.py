@@ -63,7 +63,7 @@ def test_what_is_cut_dropped_or_skipped_is_told_with_how_much_that_is(
         f"train data: of 56 records: {train.skipped_empty_output} skipped (empty output), "
         f"{cut} {told}; the longest sample has {train.longest_tokens} tokens, "
         f"{percent_text(train.lost_fraction)} of all tokens are lost "
-        "(train.max_seq_length and data.overlong decide that)"
+        "(train.max_seq_length decides that; of JSON data, data.overlong too)"
     )
     assert lines[2].startswith("val data: of 14 records: ")
 
