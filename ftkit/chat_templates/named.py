@@ -28,8 +28,12 @@ class TemplatedTokenizer(Protocol):
     def chat_template(self) -> str | None: ...
 
 
-def check_chat_template(value: object) -> None:
+def check_chat_template(value: object, key: str = "data.chat_template") -> None:
     """Refuse what data.chat_template cannot be, as far as it can be told without a tokenizer.
+
+    Args:
+        value: what it is.
+        key: where it is named.
 
     Raises:
         UserError: it is no name and no file.
@@ -40,29 +44,32 @@ def check_chat_template(value: object) -> None:
         return
     near = nearest(str(value), [OF_TOKENIZER, *NAMED]) or "chatml"
     raise UserError(
-        f"data.chat_template is {value}, but has to be {OF_TOKENIZER} (the model's own), the path "
-        f"of a jinja file, or one of {', '.join(NAMED)}.\nTry --data.chat_template {near}."
+        f"{key} is {value}, but has to be {OF_TOKENIZER} (the model's own), the path "
+        f"of a jinja file, or one of {', '.join(NAMED)}.\nTry --{key} {near}."
     )
 
 
-def resolve_chat_template(value: str | Path, tokenizer: TemplatedTokenizer) -> ChatTemplate:
+def resolve_chat_template(
+    value: str | Path, tokenizer: TemplatedTokenizer, key: str = "data.chat_template"
+) -> ChatTemplate:
     """The template that data.chat_template names.
 
     Args:
         value: tokenizer, a name, or the path of a file.
         tokenizer: of the base model.
+        key: where it is named.
 
     Raises:
         UserError: there is none, or it is no template.
     """
-    check_chat_template(value)
+    check_chat_template(value, key)
     special_tokens = dict(tokenizer.special_tokens)
     if value == OF_TOKENIZER:
         if tokenizer.chat_template is None:
             raise UserError(
-                f"data.chat_template is {OF_TOKENIZER}, but the tokenizer of "
+                f"{key} is {OF_TOKENIZER}, but the tokenizer of "
                 f"{tokenizer.model_name} has no chat template, as those of base models.\n"
-                "Try --data.chat_template zephyr, which ends turns with EOS; chatml and others "
+                f"Try --{key} zephyr, which ends turns with EOS; chatml and others "
                 "have tokens of their own."
             )
         return ChatTemplate(tokenizer.chat_template, "of the tokenizer", special_tokens)

@@ -41,6 +41,10 @@ _MOST_ITEMS = 2**18
 _MOST_BITS = 4096
 """Of a whole number."""
 _STEPS_BETWEEN_LOOKS = 64
+_UNBOUNDED = ("encode", "fromhex", "maketrans", "to_bytes", "translate")
+"""Methods that lead to bytes, whose sizes nobody looks at, or that make long texts of tables."""
+_MULTIPLYING = ("indent", "tojson", "urlize", "wordwrap")
+"""Filters that put one text into many places of another value."""
 _DEEPENING = ("batch", "groupby", "slice")
 """Filters whose results nest what they are given."""
 
@@ -129,6 +133,9 @@ def _in_use(budget: Budget) -> Iterator[None]:
 class _Environment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**", "%"})
 
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        return attr not in _UNBOUNDED and super().is_safe_attribute(obj, attr, value)
+
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "%" and isinstance(left, str):
             _check_format(left, (right,))
@@ -143,6 +150,8 @@ class _Environment(ImmutableSandboxedEnvironment):
         text = getattr(method, "__self__", None)
         if isinstance(text, str):
             name = method.__name__
+            if name == "join":
+                args = (*map(list, args),)
             values = (*args, *kwargs.values())
             if name in ("format", "format_map"):
                 _check_format(text, values)
@@ -353,6 +362,9 @@ def _check_arguments(name: str, values: tuple[Any, ...]) -> None:
         parts = [value for value in values if isinstance(value, list | tuple)]
         between = max(map(len, texts), default=0)
         _check(sum(_size(part) + between * len(part) for part in parts))
+    elif name in _MULTIPLYING:
+        *others, largest = sorted(_size(value) for value in values)
+        _check(largest * sum(others))
     widths = [value for value in values if isinstance(value, int)]
     if widths and (texts or max(widths) > MOST_CHARACTERS):
         _check(max(widths) * max(map(len, texts), default=1))

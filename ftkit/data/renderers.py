@@ -3,7 +3,6 @@
 from typing import Any
 
 from ftkit.chat_templates.named import OF_TOKENIZER, resolve_chat_template, text_template
-from ftkit.chat_templates.styles import template_of_style
 from ftkit.chat_templates.template import ChatTemplate
 from ftkit.data.spec import Part
 from ftkit.rendering.chat import ChatRenderer
@@ -37,29 +36,6 @@ def make_renderer(part: Part, tokenizer: Any) -> Renderer:
         )
     assert rules.prompt_style is not None
     return InstructionRenderer(tokenizer, rules.prompt_style, mask_prompt=rules.train_on != "all")
-
-
-def other_template_notice(part: Part, tokenizer: Any) -> str | None:
-    """Says that a part is not written as the base model was trained; None: it is.
-
-    Args:
-        part: of the data set.
-        tokenizer: of the base model.
-    """
-    if tokenizer.chat_template is None or part.shape not in ("instruction", "messages"):
-        return None
-    rules = part.rules
-    if rules.prompt_style is not None:
-        used = template_of_style(rules.prompt_style, tokenizer)
-    else:
-        assert rules.chat_template is not None
-        used = _template(rules.chat_template, tokenizer)
-    if used.source == tokenizer.chat_template:
-        return None
-    return (
-        f"{part.name} is written with {used.name}, but {tokenizer.model_name} has a chat template "
-        "of its own; data.chat_template tokenizer uses that"
-    )
 
 
 def _template(value: str, tokenizer: Any) -> ChatTemplate:

@@ -17,6 +17,7 @@ from ftkit.inference.result import Result
 from ftkit.pretrained.base_model import BaseModel
 from ftkit.pretrained.chat_files import chat_files, end_tokens
 from ftkit.pretrained.tokenizer import Tokenizer
+from ftkit.rendering.chat import ChatRenderer
 
 if TYPE_CHECKING:
     from litgpt.prompts import PromptStyle
@@ -71,17 +72,14 @@ def prompting_of(result: Result, base: BaseModel) -> Prompting:
         return Prompting(
             template=template,
             origin="trained",
-            end_ids=end_tokens(result.asked),
+            end_ids=end_tokens(result.asked) or _ends_of(template, base),
             style=_style_of(template, result, base),
         )
     if (style := _old_style(result)) is not None:
         return in_style(style, base, "trained")
     if base.tokenizer.chat_template is not None:
-        return Prompting(
-            template=resolve_chat_template(OF_TOKENIZER, base.tokenizer),
-            origin="model",
-            end_ids=_own_ends(base),
-        )
+        template = resolve_chat_template(OF_TOKENIZER, base.tokenizer)
+        return Prompting(template=template, origin="model", end_ids=_ends_of(template, base))
     from litgpt.prompts import PromptStyle
 
     return in_style(PromptStyle.from_config(base.config), base, "name")
@@ -98,8 +96,9 @@ def chosen(prompting: Prompting, options: AnswerOptions, base: BaseModel) -> Pro
     if options.prompt_style is not None:
         return in_style(resolve_prompt_style(options.prompt_style), base, "asked")
     if options.chat_template is not None:
-        template = resolve_chat_template(options.chat_template, base.tokenizer)
-        return Prompting(template=template, origin="asked", end_ids=prompting.end_ids)
+        template = resolve_chat_template(options.chat_template, base.tokenizer, "chat_template")
+        end_ids = prompting.end_ids | _ends_of(template, base)
+        return Prompting(template=template, origin="asked", end_ids=end_ids)
     return prompting
 
 
@@ -136,6 +135,12 @@ def _style_of(template: ChatTemplate, result: Result, base: BaseModel) -> "Promp
     if style is None or template_of_style(style, base.tokenizer).source != template.source:
         return None
     return style
+
+
+def _ends_of(template: ChatTemplate, base: BaseModel) -> frozenset[int]:
+    """The end tokens that a model came with, and what ends turns in a template."""
+    renderer = ChatRenderer(base.tokenizer, template, train_on="assistant")
+    return _own_ends(base) | renderer.stop_ids
 
 
 def _own_ends(base: BaseModel) -> frozenset[int]:

@@ -12,6 +12,7 @@ from answers import OWN, PROMPT, alpaca, expected_answer, typed
 from conversions import export, merge
 from results import Ended
 from tiny import make_llama
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from ftkit.cli.app import run
@@ -276,6 +277,28 @@ def test_prompts_are_records_of_any_shape(
     table.write_text("instruction\nred\n")
     out, _ = said("generate", instructed, "--prompts", table, "--format", "json")
     assert json.loads(out)[0]["answer"] == expected_answer(instructed, turn, stop_ids=[1, 20])
+
+
+def test_a_template_that_is_none_names_what_works(instructed: Path, tiny_base: Path) -> None:
+    words = ["generate", "--prompt", PROMPT, "--accelerator", "cpu"]
+    with pytest.raises(UserError, match=r"^chat_template is chtml, .*\nTry --chat_template chatml"):
+        run([*words, str(instructed), "--chat_template", "chtml"])
+    with pytest.raises(UserError, match=r"has no chat template.*\nTry --chat_template zephyr"):
+        run([*words, str(tiny_base), "--chat_template", "tokenizer"])
+    with pytest.raises(UserError, match="--prompt_style and --chat_template exclude each other"):
+        run([*words, str(tiny_base), "--chat_template", "zephyr", "--prompt_style", "alpaca"])
+
+
+def test_what_ends_a_turn_ends_an_answer_whatever_the_settings_say(
+    instructed: Path, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(instructed, tmp_path / "model"))
+    tokenizer = Tokenizer.from_file(str(copy / "tokenizer.json"))
+    tokenizer.add_special_tokens([tokenizer.id_to_token(30)])
+    tokenizer.save(str(copy / "tokenizer.json"))
+    template = OWN.replace("{{ eos_token }}", tokenizer.id_to_token(30))
+    (copy / "chat_template.jinja").write_text(template)
+    assert prompting(copy).end_ids == {1, 20, 30}
 
 
 def test_what_the_system_says_is_never_left_out_in_silence(

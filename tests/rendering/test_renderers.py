@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 from chats import CONVERSATIONS, TURNS, marked, said, write_chat_tokenizer
-from litgpt import prompts
 
 from ftkit.chat_templates.named import resolve_chat_template
 from ftkit.config.recipe import Component
 from ftkit.data.dataset import load_data
 from ftkit.data.longest_sample import longest_sample
-from ftkit.data.renderers import make_renderer, other_template_notice
+from ftkit.data.renderers import make_renderer
 from ftkit.data.spec import Part, Rules
 from ftkit.errors import UserError
 from ftkit.pretrained.tokenizer import Tokenizer
@@ -129,32 +128,6 @@ class TestConversations:
         renderer = self.renderer(tokenizer, str(file))
         (rendering,) = renderer.render([{"messages": [said("user", "th"), said("assistant", "e")]}])
         assert rendering.refused == "no token begins in a turn of the assistant"
-
-
-class TestNotices:
-    """Where the base has a template and another one is used, that is said."""
-
-    def test_another_style_is_named_with_the_key_that_changes_it(
-        self, tokenizer: Tokenizer
-    ) -> None:
-        notice = other_template_notice(
-            part("instruction", prompt_style=prompts.Alpaca()), tokenizer
-        )
-        assert notice is not None
-        assert "prompt style alpaca" in notice and "data.chat_template tokenizer" in notice
-        assert "chatml" in str(
-            other_template_notice(part("messages", chat_template="chatml"), tokenizer)
-        )
-
-    def test_nothing_is_said_where_it_is_its_own(
-        self, tokenizer: Tokenizer, tmp_path: Path
-    ) -> None:
-        own = part("messages", chat_template="tokenizer")
-        assert other_template_notice(own, tokenizer) is None
-        assert other_template_notice(part("text"), tokenizer) is None
-        without = Tokenizer(write_chat_tokenizer(tmp_path))
-        alpaca = part("instruction", prompt_style=prompts.Alpaca())
-        assert other_template_notice(alpaca, without) is None
 
 
 class TestData:
