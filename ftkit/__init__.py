@@ -24,6 +24,7 @@ _MODULE_OF = {
     "finetune": "notebook.api",
     "finetune_full": "notebook.api",
     "plan": "notebook.plans",
+    "preview": "notebook.previews",
 }
 """The Python API; nothing of it is imported before it is used."""
 __all__ = [*_MODULE_OF]

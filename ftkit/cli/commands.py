@@ -8,6 +8,7 @@ from ftkit.config.command_options import (
     CheckpointsOptions,
     CleanOptions,
     CompareOptions,
+    DataOptions,
     DiffOptions,
     DownloadOptions,
     FinetuneOptions,
@@ -210,6 +211,22 @@ FTKIT = Group(
                 "recipes/*.yaml --gpu 24GiB",
                 "recipes/sweeps/single_gpu.yaml --gpu a100-80gb",
                 "recipes/tiny-llama-full.yaml --sweep train.micro_batch_size=1,2,4,8",
+            ),
+        ),
+        Command(
+            name="data",
+            summary="look at what a recipe trains on: records, lengths, tokens, what would ruin it",
+            text="Look at the data of a recipe before training: what becomes of its records, how "
+            "long they are, which tokens are trained, what is there twice, and what would ruin a "
+            "run, with what to change. The tokenizer and the data are all that is needed: no "
+            "weights are loaded or downloaded, and no GPU is needed.",
+            options=DataOptions,
+            function="ftkit.inspection.command:show_data",
+            usage=("[RECIPE.yaml ...] [CHECKPOINT_DIR] [--show N] [--KEY VALUE ...]",),
+            examples=(
+                "recipes/quickstart.yaml",
+                "TinyLlama/TinyLlama_v1.1 --data JSON --data.json_path FILE",
+                "recipes/quickstart.yaml --format html --out data.html",
             ),
         ),
         Command(

@@ -4,7 +4,6 @@ Every run has one colour and one dash, in all panels; both are Okabe and Ito's o
 told apart by colour-blind people. Nothing of matplotlib's global state is changed.
 """
 
-import html
 import importlib.util
 import io
 import math
@@ -20,6 +19,7 @@ from ftkit import __version__
 from ftkit.comparison.runs import ComparedRun
 from ftkit.comparison.table import comparison_as_html
 from ftkit.console.formatting import bytes_text, number_text, printable
+from ftkit.console.html import whole_page
 from ftkit.errors import UserError
 from ftkit.report.report import ENDED_WELL
 from ftkit.utils.files import write_durably
@@ -172,17 +172,12 @@ def svg(drawn: "Figure") -> str:
 
 def page(runs: list[ComparedRun], picture: str) -> str:
     """One page with the table and the picture; it has no script and refers to nothing."""
-    title = html.escape(f"ftkit: {len(runs)} {'run' if len(runs) == 1 else 'runs'} compared")
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
-        "style-src 'unsafe-inline'\">"
-        f"<title>{title}</title><style>{_CSS}</style></head><body><h1>{title}</h1>"
+    title = f"ftkit: {len(runs)} {'run' if len(runs) == 1 else 'runs'} compared"
+    body = (
         f'<div class="picture">{picture}</div><div class="table">{comparison_as_html(runs)}</div>'
         f"<p>Made by ftkit {__version__}. Bold: best of the runs that ended well.</p>"
-        "</body></html>\n"
     )
+    return whole_page(title, body, _CSS)
 
 
 _CSS = """

@@ -204,6 +204,25 @@ class PlanOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """Of ftkit data."""
+
+    words: tuple[str, ...] = word("RECIPE.yaml", ())
+    """Recipes to start from, also as --config FILE: later ones win, and keys given as options win
+    over all of them. What does not end in .yaml is the base model: checkpoint_dir."""
+    config: tuple[str, ...] = option((), placeholder="RECIPE.yaml")
+    """As a word on its own; several times."""
+    show: int = option(3, placeholder="N", least=0)
+    """Training samples that are shown token by token."""
+    format: Literal["text", "html", "json"] = "text"
+    """html: a page that loads nothing. html, json: nothing else is written to standard output."""
+    out: Path | None = option(None, placeholder="FILE")
+    """Write it there; what is there is replaced. Default: to standard output."""
+    keys: tuple[Override, ...] = keys_beside()
+    """Of the recipe."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SweepOptions:
     """Of ftkit sweep."""
 

@@ -73,6 +73,30 @@ def read_recipe(
     return _overridden(merged, overrides, method)
 
 
+def sorted_words(
+    words: Sequence[str], config: Sequence[str], keys: Sequence[Override]
+) -> tuple[list[str], list[Override]]:
+    """Recipes, later ones win, and keys; a word that is no recipe is the base model.
+
+    Raises:
+        UserError: there is more than one base model.
+    """
+    recipes: list[str] = []
+    overrides = list(keys)
+    for text in words:
+        if Path(text).suffix in (".yaml", ".yml"):
+            recipes.append(text)
+        elif "checkpoint_dir" in dict(overrides):
+            raise UserError(
+                f"{text!r} is one base model too many: there is "
+                f"{dict(overrides)['checkpoint_dir']!r} already. Recipes end in .yaml, options "
+                "begin with --."
+            )
+        else:
+            overrides.append(("checkpoint_dir", text))
+    return [*recipes, *config], overrides
+
+
 def with_overrides(recipe: Recipe, overrides: Sequence[Override]) -> Recipe:
     """A recipe with some keys set anew, as `read_recipe` sets them.
 

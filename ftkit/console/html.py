@@ -1,4 +1,4 @@
-"""HTML for notebooks: escaped, without script or style sheet, for light and dark pages.
+"""HTML for notebooks and pages: escaped, without script, for light and dark.
 
 Text has the colour of the page. Where colour means something, it is one that stands out from white
 and from black alike, and the text says the same.
@@ -12,6 +12,25 @@ from ftkit.console.formatting import printable
 GOOD = "#0b8457"
 _COLORS = {"green": GOOD, "yellow": "#a06a00", "red": "#d1493f"}
 _CELL = "padding:0.1em 1.2em 0.1em 0;vertical-align:top;background:none;border:none;"
+
+
+def whole_page(title: str, body: str, style: str) -> str:
+    """A page that has no script and refers to nothing.
+
+    Args:
+        title: its name and first heading.
+        body: HTML.
+        style: its style sheet.
+    """
+    title = escaped(title)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
+        "style-src 'unsafe-inline'\">"
+        f"<title>{title}</title><style>{style}</style></head><body><h1>{title}</h1>"
+        f"{body}</body></html>\n"
+    )
 
 
 def escaped(text: str) -> str:

@@ -45,7 +45,7 @@ _CODE = ("chat_templates", "data", "pretrained/tokenizer.py", "records", "render
 """Of ftkit, that does so too."""
 _ENTRY, _RECORDS = "entry.json", "records.jsonl"
 _ARRAYS = {"tokens": "<i4", "offsets": "<i8", "spans": "<i4", "span_offsets": "<i8"}
-_RECORD_OFFSETS = "record_offsets"
+_RECORD_OFFSETS, _WHOLE_LENGTHS = "record_offsets", "whole_lengths"
 _PIECE_BYTES = 8 * 2**20
 _TOLD_EVERY_S = 0.5
 
@@ -290,7 +290,9 @@ def _write(directory: Path, entry: Entry, *, with_records: bool) -> None:
     prepared, part = entry.prepared, entry.part
     for name, values in prepared.samples.arrays._asdict().items():
         (directory / name).write_bytes(np.ascontiguousarray(values, dtype=_ARRAYS[name]).data)
-    names = [*_ARRAYS]
+    lengths = np.ascontiguousarray(prepared.whole_lengths, dtype="<i4")
+    (directory / _WHOLE_LENGTHS).write_bytes(lengths.data)
+    names = [*_ARRAYS, _WHOLE_LENGTHS]
     if with_records:
         names += [_RECORDS, _RECORD_OFFSETS]
         _write_records(directory, prepared.records)
@@ -302,6 +304,7 @@ def _write(directory: Path, entry: Entry, *, with_records: bool) -> None:
         "rendering": entry.rendering,
         "counts": dataclasses.asdict(prepared.counts),
         "sufficient_length": prepared.sufficient_length,
+        "examples": prepared.examples,
         "fingerprint": prepared.samples.fingerprint,
         "files": {name: file_digest(directory / name) for name in names},
     }
@@ -358,6 +361,8 @@ def _open(directory: Path) -> tuple[dict[str, Any], Prepared]:
         records=records,
         counts=from_json(Counts, values["counts"]),
         sufficient_length=values["sufficient_length"],
+        whole_lengths=_mapped(directory / _WHOLE_LENGTHS, "<i4"),
+        examples=values["examples"],
     )
     return values, prepared
 

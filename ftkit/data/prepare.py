@@ -1,7 +1,12 @@
 """Preparing a part of a data set: its records become samples, and each is counted."""
 
+import json
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+
+import numpy as np
+import numpy.typing as npt
 
 from ftkit.records.record import Record
 from ftkit.rendering.parallel import rendered_chunks
@@ -10,6 +15,12 @@ from ftkit.samples.sample_set import SampleRows, SampleSet
 
 OnProgress = Callable[[int, int], None]
 """Called with records done, and records in all."""
+
+NO_LABELS = "no answer within max_seq_length"
+"""Why nothing of a record is trained, where it has an answer."""
+
+_BEGINNING = 200
+"""Characters of a record that tell which one it is."""
 
 
 @dataclass(kw_only=True)
@@ -70,6 +81,10 @@ class Prepared:
     counts: Counts
     sufficient_length: int | None
     """A max_seq_length within which a record that was skipped has a label."""
+    whole_lengths: npt.NDArray[np.int32]
+    """[samples before anything was done about their length], tokens of each."""
+    examples: dict[str, str]
+    """How the first record begins of which nothing is trained, by the reason."""
 
 
 def fit(sample: Rendered, max_seq_length: int, overlong: Overlong) -> list[Rendered]:
@@ -97,11 +112,15 @@ class _Preparation:
         self.used: list[Record] = []
         self.counts = Counts()
         self.sufficient_length: int | None = None
+        self.whole_lengths = array("i")
+        self.examples: dict[str, str] = {}
 
     def add(self, record: Record, rendering: Rendering) -> None:
         """Take what a record became."""
         counts = self.counts
         counts.records += 1
+        if rendering.refused is not None:
+            self._note_example(rendering.refused, record)
         if rendering.refused == NO_OUTPUT:
             counts.skipped_empty_output += 1
         elif rendering.refused is not None:
@@ -115,11 +134,13 @@ class _Preparation:
                 counts.used += 1
             elif counts.dropped == dropped:
                 counts.skipped_no_labels += 1
+                self._note_example(NO_LABELS, record)
 
     def _fit(self, whole: Rendered) -> list[Rendered]:
         counts, length = self.counts, len(whole.ids)
         counts.rendered_tokens += length
         counts.longest_tokens = max(counts.longest_tokens, length)
+        self.whole_lengths.append(length)
         parts = fit(whole, self._max_seq_length, self._overlong)
         counts.samples += len(parts)
         counts.tokens += sum(len(part.ids) - 1 for part in parts)
@@ -136,6 +157,10 @@ class _Preparation:
         elif len(parts) > 1:
             counts.split += 1
         return parts
+
+    def _note_example(self, reason: str, record: Record) -> None:
+        if reason not in self.examples:
+            self.examples[reason] = json.dumps(record, ensure_ascii=False)[:_BEGINNING]
 
     def _note_sufficient_length(self, whole: Rendered) -> None:
         if found := cut(whole, len(whole.ids)).trained:
@@ -170,4 +195,6 @@ def prepare(
         records=made.used,
         counts=made.counts,
         sufficient_length=made.sufficient_length,
+        whole_lengths=np.frombuffer(made.whole_lengths, dtype=np.int32),
+        examples=made.examples,
     )

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from ftkit.config.command_options import FinetuneOptions, SweepOptions
-from ftkit.config.parsing import Override, read_recipe, to_yaml
+from ftkit.config.parsing import read_recipe, sorted_words, to_yaml
 from ftkit.config.recipe import FINETUNE
 from ftkit.config.sweep import SweepRun, runs_of_file, runs_of_keys
 from ftkit.errors import UserError
@@ -19,7 +19,7 @@ def finetune(options: FinetuneOptions) -> int:
     Raises:
         UserError: see `read_recipe` and `launch`.
     """
-    recipes, overrides = _sorted_words(options)
+    recipes, overrides = sorted_words(options.words, options.config, options.keys)
     recipe = read_recipe(recipes, overrides, method=FINETUNE[options.line[1]])
     if options.print_config:
         print(to_yaml(recipe), end="")
@@ -33,23 +33,6 @@ def finetune(options: FinetuneOptions) -> int:
         stop_after=StopAfter.parse(options.stop_after) if options.stop_after is not None else None,
         force=options.force,
     )
-
-
-def _sorted_words(options: FinetuneOptions) -> tuple[list[str], list[Override]]:
-    """Recipes, later ones win, and keys; a word that is no recipe is the base model."""
-    recipes: list[str] = []
-    keys = list(options.keys)
-    for text in options.words:
-        if Path(text).suffix in (".yaml", ".yml"):
-            recipes.append(text)
-        elif "checkpoint_dir" in dict(keys):
-            raise UserError(
-                f"{text!r} is one base model too many: there is {dict(keys)['checkpoint_dir']!r} "
-                "already. Recipes end in .yaml, options begin with --."
-            )
-        else:
-            keys.append(("checkpoint_dir", text))
-    return [*recipes, *options.config], keys
 
 
 def sweep_runs(options: SweepOptions) -> int:

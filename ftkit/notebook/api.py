@@ -7,7 +7,6 @@ files of the run, so a run of another process can be followed in the same way.
 
 import dataclasses
 import os
-import re
 import signal
 import subprocess
 import tempfile
@@ -21,8 +20,9 @@ from ftkit.comparison.plots import Picture
 from ftkit.config.parsing import Override, as_text, read_recipe
 from ftkit.config.recipe import FINETUNE
 from ftkit.console.formatting import utc_now
-from ftkit.errors import DoesNotFit, UserError
+from ftkit.errors import UserError
 from ftkit.notebook import display
+from ftkit.notebook.child_output import printed, refusal
 from ftkit.report import table
 from ftkit.report.report import Report
 from ftkit.runs.lock import Supervisor
@@ -33,8 +33,6 @@ from ftkit.utils.process import PassingOn, start_command
 
 PathLike = str | os.PathLike[str]
 _POLL_S = 0.1
-_TOLD = re.compile(r"(?:.*^)?ftkit: (.*)\Z", re.MULTILINE | re.DOTALL)
-"""What the command says when it refuses to run."""
 
 
 class ShownReport(Report):
@@ -168,8 +166,9 @@ class Run(os.PathLike[str]):
         """Raise as an error what the child said when it refused to run."""
         if self._child is None or self._child.poll() is None or self._has_reported():
             return
-        if self._child.returncode and (told := _TOLD.match(self._said())):
-            raise _error(told[1].strip(), self._child.returncode)
+        code = self._child.returncode
+        if code and (error := refusal(self._said(), code)) is not None:
+            raise error
 
     def _has_reported(self) -> bool:
         """Whether there is a report of what was started here."""
@@ -180,11 +179,7 @@ class Run(os.PathLike[str]):
         return report is not None and report.started_at >= self._started_at
 
     def _said(self) -> str:
-        if self._output is None:
-            return ""
-        descriptor = self._output.fileno()  # its position is that of the child, which writes on
-        text = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
-        return text.decode(errors="replace")
+        return "" if self._output is None else printed(self._output)
 
 
 def finetune(
@@ -302,9 +297,3 @@ def _without_directory(run: Run, place: display.Place, *, interrupted: bool) -> 
     place.note(said)
     place.conclude(run._look())
     return run
-
-
-def _error(message: str, code: int) -> BaseException:
-    if code == DoesNotFit.exit_code:
-        return DoesNotFit(message)
-    return UserError(message) if code == UserError.exit_code else KeyboardInterrupt(message)

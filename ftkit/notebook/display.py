@@ -18,7 +18,7 @@ class Place(Protocol):
     """Time between two looks at the run."""
 
     def say(self, text: str) -> None:
-        """What happens before there is anything to see of the run."""
+        """What happens before there is anything to see of the run; empty: no more."""
 
     def show(self, sight: Sight) -> None:
         """How the run is now."""
@@ -82,7 +82,7 @@ class Terminal:
         self._lines = Lines()
 
     def say(self, text: str) -> None:
-        if text != self._said:
+        if text and text != self._said:
             print(text, flush=True)
             self._said = text
 

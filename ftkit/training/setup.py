@@ -18,6 +18,7 @@ from ftkit.console.formatting import percent_text
 from ftkit.data.dataset import DataSets, load_data
 from ftkit.data.prepare import Counts
 from ftkit.errors import UserError
+from ftkit.inspection.findings import TOLD_BY_COUNTS, Evidence, findings
 from ftkit.lora.load import Adapter, check_shapes, read_adapter
 from ftkit.lora.names import our_name
 from ftkit.lora.save import check_adapter
@@ -173,6 +174,8 @@ def prepare(job: Job, start: StartingPoint, journal: Journal) -> Setup:
             progress=lambda _, done, total: phase.advance(done, total),
         )
     tell_data(data, journal)
+    if rank() == 0:
+        _tell_findings(data, base, max_seq_length, journal)
     found = identities(recipe, base, data, start.metadata)
     strategy = make_strategy(plan)
     if recipe.checkpoint.save and not base.random:
@@ -246,6 +249,24 @@ def tell_data(data: DataSets, journal: Journal) -> None:
             journal.warn(notice)
     of_all = {str(split): data_counts(counts) for split, counts in data.counts.items()}
     journal.recorder.on_data(of_all, sources)
+
+
+def _tell_findings(data: DataSets, base: BaseModel, max_seq_length: int, journal: Journal) -> None:
+    """Say what in the data ruins runs, but for what its counts say."""
+    evidence = Evidence(
+        data=data,
+        tokenizer=base.tokenizer,
+        end_ids=end_tokens(base.tokenizer_directory),
+        max_seq_length=max_seq_length,
+        model_context=base.config.block_size,
+    )
+    for finding in findings(evidence):
+        if finding.kind in TOLD_BY_COUNTS:
+            continue
+        if finding.severity == "warning":
+            journal.warn(finding.words)
+        else:
+            journal.display.message(f"notice: {finding.words}")
 
 
 def data_counts(counts: Counts) -> DataCounts:

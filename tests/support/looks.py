@@ -1,0 +1,78 @@
+"""Looks at data: a model without weights, records in a file, what is found."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tiny import make_tokenizer
+
+from ftkit.config.parsing import as_text
+from ftkit.inspection.collect import inspect_data
+from ftkit.inspection.inspection import FindingKind, Inspection
+
+SETTINGS = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 400,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+
+
+def make_settings(directory: Path, **changes: Any) -> Path:
+    """A model of which settings and tokenizer are there, and no weights."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(SETTINGS | changes))
+    make_tokenizer(directory)
+    return directory
+
+
+def write_records(file: Path, records: Sequence[dict[str, Any]]) -> Path:
+    """Records in a file of JSON lines."""
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return file
+
+
+def questions(count: int) -> list[dict[str, str]]:
+    """Instruction records, each another one."""
+    return [
+        {"instruction": f"What is number {i}?", "output": f"It is the number {i} of red things."}
+        for i in range(count)
+    ]
+
+
+def chats(count: int, system: str = "") -> list[dict[str, Any]]:
+    """Conversations of two turns, each another one."""
+    first = [{"role": "system", "content": system}] if system else []
+    return [
+        {
+            "messages": [
+                *first,
+                {"role": "user", "content": f"What is number {i}?"},
+                {"role": "assistant", "content": f"Number {i} is red."},
+                {"role": "user", "content": "And the next?"},
+                {"role": "assistant", "content": f"Number {i + 1} is blue."},
+            ]
+        }
+        for i in range(count)
+    ]
+
+
+def look(model: Path, data: Path, *, show: int = 0, **keys: object) -> Inspection:
+    """What there is to see of records in a file; `data__seed=1` stands for data.seed."""
+    asked = {"checkpoint_dir": str(model), "data": "JSON", "data.path": str(data)}
+    overrides = [*asked.items()]
+    overrides += [(key.replace("__", "."), as_text(value)) for key, value in keys.items()]
+    return inspect_data([], overrides, show=show, progress=lambda *_: None)
+
+
+def kinds(seen: Inspection) -> set[FindingKind]:
+    """The kinds of what is found."""
+    return {finding.kind for finding in seen.findings}
