@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import litgpt.data  # noqa: F401  # sets variables of the environment, which tests must not
 import pytest
 from command import ROOT
 
@@ -241,3 +242,14 @@ def test_the_calibration_looks_at_the_device_that_runs_whatever_its_number(
     monkeypatch.setitem(sys.modules, "pynvml", Driver("pynvml"))
     assert calibrate.device_bytes("1234") == 7
     assert calibrate.device_bytes("gone") == 0
+
+
+def test_the_benchmark_of_data_opens_what_it_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FTKIT_CACHE_DIR", str(tmp_path / "cache"))
+    benchmark = script("benchmark_data")
+    benchmark.write_records(tmp_path / "records.jsonl", 300)
+    first, second = (benchmark.open_once(tmp_path / "records.jsonl") for _ in range(2))
+    assert first["samples"] == 300 and first["fingerprint"] == second["fingerprint"]
+    assert 60 < first["tokens"] / 285 < 200
