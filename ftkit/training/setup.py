@@ -51,6 +51,9 @@ _IN_LITGPT_LAYOUT = (
     "{} for Hugging Face."
 )
 
+_MOST_SHOWN = 40
+"""Characters of the place of data in a line about them; of longer ones, the last part alone."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
@@ -241,7 +244,9 @@ def tell_data(data: DataSets, journal: Journal) -> None:
         counts = {str(split): data_counts(one.counts) for split, one in part.splits.items()}
         sources[part.source.name] = Source(data=counts, samples_per_epoch=take)
         of_source = f" of {part.source.name}" if len(data.parts) > 1 else ""
-        journal.display.message(f"data of {part.source.where}: {part.part.description}")
+        where = part.source.where
+        shown = where if len(where) <= _MOST_SHOWN else Path(where).name
+        journal.display.message(f"data of {shown}: {part.part.description}")
         for split, known in counts.items():
             if text := losses_of_data_text(known):
                 journal.display.message(f"{split} data{of_source}: {text}{_why(known)}")
