@@ -37,11 +37,12 @@ def write(file: Path, outputs: list[str]) -> str:
 
 
 def test_of_data_that_are_trained_on_as_they_are_only_their_kind_is_told(
-    tell: Any, tmp_path: Path
+    tell: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines, warnings, (counts, sources) = tell(path=write(tmp_path / "a.json", ["sun"] * 10))
+    monkeypatch.chdir(tmp_path)
+    lines, warnings, (counts, sources) = tell(path=write(Path("a.json"), ["sun"] * 10))
     (line,) = lines
-    assert line.startswith(f"data of {tmp_path}/a.json: 10 instructions")
+    assert line.startswith("data of a.json: 10 instructions")
     assert warnings == []
     assert counts["train"].lost_fraction == 0.0
     assert list(sources) == ["JSON"]
@@ -73,15 +74,18 @@ def test_what_is_only_skipped_has_no_key_that_changes_it(tell: Any, tmp_path: Pa
     assert lines[1].endswith("skipped (empty output)")
 
 
-def test_lines_name_the_source_where_there_are_several(tell: Any, tmp_path: Path) -> None:
+def test_lines_name_the_source_where_there_are_several(
+    tell: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     entries = [
-        {"path": write(tmp_path / "a.json", ["sun"] * 20), "weight": 2},
-        {"path": write(tmp_path / "b.json", ["sun " * 80] * 20)},
+        {"path": write(Path("a.json"), ["sun"] * 20), "weight": 2},
+        {"path": write(Path("b.json"), ["sun " * 80] * 20)},
     ]
     lines, _, (counts, sources) = tell(sources=entries)
     assert [line.partition(":")[0] for line in lines] == [
-        f"data of {tmp_path}/a.json",
-        f"data of {tmp_path}/b.json",
+        "data of a.json",
+        "data of b.json",
         "train data of b.json",
         "val data of b.json",
     ]
