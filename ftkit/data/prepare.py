@@ -46,6 +46,8 @@ class Counts:
     """Samples that were left out because they are too long."""
     split: int = 0
     """Samples that were too long and became several."""
+    split_by_turn: int = 0
+    """Conversations that became a sample for each turn, since the template changes earlier ones."""
     tokens: int = 0
     """Of the samples, as the model is given them: all but the last of each."""
     label_tokens: int = 0
@@ -129,6 +131,7 @@ class _Preparation:
             dropped = counts.dropped
             parts = [part for whole in rendering.samples for part in self._fit(whole)]
             if parts:
+                counts.split_by_turn += len(rendering.samples) > 1
                 self.used.append(record)
                 self.rows.extend(parts)
                 counts.used += 1

@@ -155,6 +155,7 @@ def _split(prepared: Prepared, limit: int) -> SplitNumbers:
         truncated=counts.truncated,
         dropped=counts.dropped,
         split=counts.split,
+        split_by_turn=counts.split_by_turn,
         tokens=counts.tokens,
         trained_tokens=counts.label_tokens,
         lost_tokens=counts.lost_tokens,

@@ -87,6 +87,8 @@ class SplitNumbers:
     """Samples that are left out because they are too long."""
     split: int
     """Samples that are too long and become several."""
+    split_by_turn: int
+    """Conversations that become a sample for each turn: the template changes earlier ones."""
     tokens: int
     """Of the samples, as the model is given them."""
     trained_tokens: int

@@ -171,6 +171,7 @@ def _used_words(split: SplitNumbers) -> str:
         "cut off": split.truncated,
         "dropped for their length": split.dropped,
         "cut into several": split.split,
+        "split by turn": split.split_by_turn,
     }
     return words + "".join(f", {count:,} {what}" for what, count in told.items() if count)
 

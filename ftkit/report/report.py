@@ -142,6 +142,8 @@ class DataCounts:
     """Samples left out because they are longer than max_seq_length."""
     split: int = 0
     """Samples that were longer than max_seq_length and became several."""
+    split_by_turn: int = 0
+    """Conversations that became a sample for each turn, since the template changes earlier ones."""
     longest_tokens: int | None = None
     """Tokens of the longest sample, before anything was done about its length."""
     lost_fraction: float | None = None

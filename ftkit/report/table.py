@@ -313,6 +313,8 @@ def losses_of_data_text(counts: DataCounts) -> str:
             counts.truncated and f"{counts.truncated:,} cut to max_seq_length",
             counts.dropped and f"{counts.dropped:,} dropped (longer than max_seq_length)",
             counts.split and f"{counts.split:,} cut into several samples",
+            counts.split_by_turn
+            and f"{counts.split_by_turn:,} split by turn (the template changes earlier turns)",
         )
     )
     return losses and f"of {_count(counts.records, 'record')}: {losses}"

@@ -170,6 +170,7 @@ class TestTokens:
             "truncated": 1,
             "dropped": 0,
             "split": 0,
+            "split_by_turn": 0,
         }
         assert [question.instruction for question in loaded.questions] == ["a", "e"]
         assert len(loaded.train) == 2

@@ -99,6 +99,7 @@ def test_samples_of_these_tests_have_several_spans_and_some_are_split(
     assert report.data is not None
     counts = report.data["train"]
     assert counts.samples is not None and counts.samples > counts.used
+    assert 0 < counts.split_by_turn < counts.used
     assert counts.tokens is not None and 0 < (counts.label_tokens or 0) < counts.tokens / 2
 
 
