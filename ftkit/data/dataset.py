@@ -48,22 +48,33 @@ class Questions(Sequence[Example]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataSets:
-    """What a recipe's data became."""
+class _Loaded:
+    """The sources of a data set."""
 
     parts: tuple[LoadedPart, ...]
     """One of each source."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the sources."""
+        return tuple(part.source.name for part in self.parts)
+
+    @cached_property
+    def questions(self) -> Questions:
+        """The validation records, to be answered."""
+        return Questions(self.parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSets(_Loaded):
+    """What a recipe's data became."""
+
     takes: tuple[int, ...]
     """Training samples that an epoch takes of each source."""
     train: Samples
     """Of all sources, one after another."""
     val: Samples
     """Of all sources, so that the first few hold as large a share of each."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Of the sources."""
-        return tuple(part.source.name for part in self.parts)
 
     @property
     def samples_per_epoch(self) -> int:
@@ -74,11 +85,6 @@ class DataSets:
     def counts(self) -> dict[Split, Counts]:
         """What became of the records of each split."""
         return {split: _counts(self.parts, split) for split in SPLITS}
-
-    @cached_property
-    def questions(self) -> Questions:
-        """The validation records, to be answered."""
-        return Questions(self.parts)
 
     @property
     def asked(self) -> LoadedPart:
@@ -116,23 +122,11 @@ class DataSets:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldOut:
+class HeldOut(_Loaded):
     """The validation records of a data set, to evaluate on."""
 
-    parts: tuple[LoadedPart, ...]
-    """One of each source."""
     samples: Samples
     """Of all sources, so that the first few hold as large a share of each."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Of the sources."""
-        return tuple(part.source.name for part in self.parts)
-
-    @cached_property
-    def questions(self) -> Questions:
-        """The records, to be answered."""
-        return Questions(self.parts)
 
 
 def load_data(

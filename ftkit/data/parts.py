@@ -176,6 +176,7 @@ class _Loading:
                 turn = self._cache.building(self._address, self._progress)
                 try:
                     building = stack.enter_context(turn)
+                # filelock 3.16 raises the second where a file system has no flock.
                 except (OSError, NotImplementedError) as error:
                     self._warn_of(error)
             yield building

@@ -6,18 +6,17 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 from command import ROOT
-from huggingface_hub import close_session, constants
+from huggingface_hub import constants
 from litgpt.config import configs
+from stand_in_hub import HubHandler, serving
 
 from ftkit import embedded
 from ftkit.errors import UserError
@@ -82,17 +81,8 @@ class Hub:
         ]
 
 
-def make_handler(served: Hub) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_HEAD(self) -> None:
-            self.answer()
-
-        def do_GET(self) -> None:
-            self.answer()
-
-        def log_message(self, *args: object) -> None:
-            pass
-
+def make_handler(served: Hub) -> type[HubHandler]:
+    class Handler(HubHandler):
         def answer(self) -> None:
             path = urlsplit(self.path).path
             authorization = self.headers["Authorization"]
@@ -123,20 +113,13 @@ def make_handler(served: Hub) -> type[BaseHTTPRequestHandler]:
             else:
                 self.reply(200, content, headers)
 
-        def reply(self, status: int, body: bytes, headers: dict[str, str]) -> None:
-            self.send_response(status)
-            for name, value in headers.items():
-                self.send_header(name, value)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            if self.command == "HEAD":
-                return
+        def send_body(self, body: bytes) -> None:
             cut = served.cut_after_bytes
             if cut is not None and len(body) > cut:
                 served.cut_after_bytes = None
                 body = body[:cut]
                 self.close_connection = True
-            self.wfile.write(body)
+            super().send_body(body)
 
     return Handler
 
@@ -145,23 +128,8 @@ def make_handler(served: Hub) -> type[BaseHTTPRequestHandler]:
 def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
     """A hub that huggingface_hub takes for the real one, although it is imported already."""
     hub = Hub()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), make_handler(hub))
-    hub.url = f"http://127.0.0.1:{server.server_port}"
-    template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    close_session()  # the next session reads the environment anew
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
-    yield hub
-    server.shutdown()
-    server.server_close()
-    thread.join()
-    close_session()
+    with serving(make_handler(hub), monkeypatch, tmp_path) as hub.url:
+        yield hub
 
 
 @pytest.fixture

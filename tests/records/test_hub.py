@@ -2,17 +2,16 @@
 
 import json
 import subprocess
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import datasets
 import pytest
 from command import command_environment, command_line
-from huggingface_hub import HfFileSystem, close_session, constants
+from huggingface_hub import HfFileSystem, constants
+from stand_in_hub import HubHandler, serving
 
 from ftkit.errors import UserError
 from ftkit.records.hub import HubName
@@ -51,20 +50,11 @@ class Hub:
     transfers: list[str] = field(default_factory=list)
 
 
-def make_handler(served: Hub) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_HEAD(self) -> None:
-            self.answer()
-
-        def do_GET(self) -> None:
-            self.answer()
-
+def make_handler(served: Hub) -> type[HubHandler]:
+    class Handler(HubHandler):
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             self.reply_json([entry for entry in self.tree() if entry["path"] in asked["paths"]])
-
-        def log_message(self, *args: object) -> None:
-            pass
 
         def answer(self) -> None:
             path = urlsplit(self.path).path
@@ -99,14 +89,8 @@ def make_handler(served: Hub) -> type[BaseHTTPRequestHandler]:
         def reply_json(self, value: object) -> None:
             self.reply(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
-        def reply(self, status: int, body: bytes, headers: dict[str, str]) -> None:
-            self.send_response(status)
-            for name, value in {**headers, "X-Repo-Commit": served.commit}.items():
-                self.send_header(name, value)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(body)
+        def reply(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+            super().reply(status, body, {**headers, "X-Repo-Commit": served.commit})
 
     return Handler
 
@@ -115,29 +99,14 @@ def make_handler(served: Hub) -> type[BaseHTTPRequestHandler]:
 def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
     """A hub that the libraries take for the real one, although they are imported already."""
     hub = Hub()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), make_handler(hub))
-    url = f"http://127.0.0.1:{server.server_port}"
-    template = url + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "ENDPOINT", url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
-    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", url)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
-    monkeypatch.setattr(datasets.config, "DOWNLOADED_DATASETS_PATH", tmp_path / "downloads")
-    monkeypatch.setattr(datasets.config, "USE_PARQUET_EXPORT", False)  # of another server
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.chdir(tmp_path)
-    close_session()  # the next session reads the environment anew
-    HfFileSystem.clear_instance_cache()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
-    yield hub
-    server.shutdown()
-    server.server_close()
-    thread.join()
-    close_session()
+    with serving(make_handler(hub), monkeypatch, tmp_path) as url:
+        monkeypatch.setattr(datasets.config, "HF_ENDPOINT", url)
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+        monkeypatch.setattr(datasets.config, "DOWNLOADED_DATASETS_PATH", tmp_path / "downloads")
+        monkeypatch.setattr(datasets.config, "USE_PARQUET_EXPORT", False)  # of another server
+        monkeypatch.chdir(tmp_path)
+        HfFileSystem.clear_instance_cache()
+        yield hub
 
 
 def read(**options: str) -> RecordSet:

@@ -5,25 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tiny import make_tokenizer
+from tiny import LLAMA, make_tokenizer
 
 from ftkit.config.parsing import as_text
 from ftkit.inspection.collect import inspect_data
 from ftkit.inspection.inspection import FindingKind, Inspection
 
-SETTINGS = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 400,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
+SETTINGS = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **LLAMA}
 
 
 def make_settings(directory: Path, **changes: Any) -> Path:

@@ -11,6 +11,19 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 WORDS = ["red", "blue", "green", "cat", "dog", "sun", "moon", "tree"]
 TEXT = "Below is an instruction that describes a task. Write a response. ### Instruction: Input: "
 
+LLAMA: dict[str, Any] = {
+    "vocab_size": 400,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+"""Settings of the tiny Llama."""
+
 
 def make_tokenizer(directory: Path) -> None:
     """A byte-level tokenizer of 400 entries in Hugging Face layout."""
@@ -38,21 +51,10 @@ def make_llama(directory: Path, **changes: Any) -> Path:
     """A random Llama of 2 layers with grouped-query attention in Hugging Face layout."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    settings: dict[str, Any] = {
-        "vocab_size": 400,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-    }
     directory.mkdir(parents=True, exist_ok=True)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        LlamaForCausalLM(LlamaConfig(**settings | changes)).save_pretrained(directory)
+        LlamaForCausalLM(LlamaConfig(**LLAMA | changes)).save_pretrained(directory)
     make_tokenizer(directory)
     return directory
 
