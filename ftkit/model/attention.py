@@ -131,7 +131,7 @@ class Attention(CausalSelfAttention):  # type: ignore[misc]  # litgpt declares n
             self.config.attention_scores_scalar or self.config.head_size
         )
         found = attend(*heads, mask, scale=scale, softcap=self.config.attention_logit_softcapping)
-        result: Tensor = self.proj(found.view(*x.shape[:2], -1))
+        result: Tensor = self.proj(found.reshape(*x.shape[:2], -1))
         return result
 
     def _heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -226,7 +226,7 @@ class _FlashOnCpu(torch.autograd.Function):
         return joined
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, joined, *sums = ctx.saved_tensors
         found = [value.new_empty(value.shape) for value in (q, k, v)]
         runs = _by_run(ctx.sequences, gradient, q, k, v, joined, *found)
