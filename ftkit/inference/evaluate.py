@@ -17,6 +17,7 @@ from ftkit.errors import UserError
 from ftkit.inference.result import Result
 from ftkit.inference.session import InUse, put_to_use
 from ftkit.report.metrics import perplexity
+from ftkit.samples.layout import RankLayout
 from ftkit.samples.loader import validation_loader
 from ftkit.training.evaluation import exact_matches, validation_loss
 
@@ -115,7 +116,13 @@ def _measure(
     model, base = in_use.loaded.model, in_use.loaded.base
     samples = held_out.samples
     limit = min(recipe.eval.max_iters * recipe.train.global_batch_size, len(samples))
-    batches = validation_loader(samples, limit=limit, micro_batch_size=in_use.plan.micro_batch_size)
+    label_fraction = samples.label_counts.sum() / samples.lengths.sum()
+    layout = RankLayout.of(
+        in_use.plan,
+        padding_free=in_use.padding_free,
+        attention_cost=attention_cost(model, label_fraction=label_fraction),
+    )
+    batches = validation_loader(samples, limit=limit, layout=layout)
     with display.phase("validating", brief=True) as phase:
         validated = validation_loss(
             model,
@@ -137,7 +144,7 @@ def _measure(
                 model,
                 base.tokenizer,
                 questions,
-                batch_size=in_use.plan.micro_batch_size,
+                batch_size=in_use.plan.sequences_of(int(samples.lengths.max())),
                 context=in_use.context,
                 progress=phase.advance,
             )

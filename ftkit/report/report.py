@@ -71,9 +71,12 @@ class Resolved:
     global_batch_size: int | None = None
     """Sequences per step, over all ranks."""
     micro_batch_size: int | None = None
-    """Sequences per forward pass on one rank."""
+    """Most sequences per forward pass on one rank."""
+    micro_batch_tokens: int | None = None
+    """Most tokens per forward pass on one rank, but for a longer sequence; None: not limited."""
     micro_steps_per_step: int | None = None
-    """Forward and backward passes of one rank per step."""
+    """Forward and backward passes of one rank per step; None: as many as the tokens of its
+    sequences need, see throughput.micro_steps_per_step."""
     total_steps: int | None = None
     """Steps of the whole run, had nothing stopped it."""
     warmup_steps: int | None = None
@@ -211,6 +214,8 @@ class Throughput:
     """Their time; validation and saving lie outside."""
     tokens_per_s_per_device: float
     """tokens_per_s / world_size."""
+    micro_steps_per_step: float | None = None
+    """Forward and backward passes of one rank per step, in the mean."""
     rank_imbalance: float | None = None
     """Tokens of the fullest rank relative to the mean rank, averaged over the steps; 1 is perfect.
     None: there is one rank."""

@@ -133,6 +133,8 @@ def _measured_rows(report: Report) -> Iterator[tuple[str, str]]:
         yield "time", _parts_text(report.phases_s.total, parts)
     if report.throughput:
         yield "throughput", _throughput_text(report.throughput, world_size)
+        tokens = report.resolved and report.resolved.micro_batch_tokens
+        yield "micro-batches", _micro_batches_text(report.throughput, tokens)
     if report.step_s:
         parts = dataclasses.asdict(report.step_s)
         yield "step", _parts_text(parts.pop("total"), parts)
@@ -240,6 +242,15 @@ def _throughput_text(speed: Throughput, world_size: int) -> str:
             f"over {_count(speed.window_steps, 'step')}",
         )
     )
+
+
+def _micro_batches_text(speed: Throughput, most_tokens: int | None) -> str:
+    """How full they are; empty where their tokens are not limited."""
+    if most_tokens is None or not speed.micro_steps_per_step:
+        return ""
+    tokens = speed.tokens_per_s_per_device / speed.steps_per_s / speed.micro_steps_per_step
+    in_step = number_text(speed.micro_steps_per_step)
+    return f"{in_step} in a step, each of {tokens:,.0f} tokens (at most {most_tokens:,})"
 
 
 def memory_text(memory: PeakMemory) -> str:

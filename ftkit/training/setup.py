@@ -22,7 +22,7 @@ from ftkit.inspection.findings import TOLD_BY_COUNTS, Evidence, findings
 from ftkit.lora.load import Adapter, check_shapes, read_adapter
 from ftkit.lora.names import our_name
 from ftkit.lora.save import check_adapter
-from ftkit.model.flops import flops_per_token, parameter_count
+from ftkit.model.flops import attention_cost, flops_per_token, parameter_count
 from ftkit.model.language_model import LanguageModel, outline, trainable
 from ftkit.model.load_weights import fill, in_checkpoint
 from ftkit.optim.optimizers import base_learning_rate
@@ -38,6 +38,7 @@ from ftkit.report.table import losses_of_data_text
 from ftkit.runs.checkpoints import size_of
 from ftkit.runs.job import Job
 from ftkit.runs.resume import check_disk
+from ftkit.samples.layout import IntArray, RankLayout
 from ftkit.samples.sample_set import Samples
 from ftkit.strategies.distributed import rank
 from ftkit.strategies.precision import compute_dtype, parameter_dtype, updated_dtype
@@ -73,6 +74,19 @@ class Setup:
     model: LanguageModel
     """Adapted as the recipe says; without memory until it is loaded."""
     strategy: Strategy
+
+    @cached_property
+    def layout(self) -> RankLayout:
+        """How the samples of a step are laid out on this rank."""
+        samples = self.data.train
+        return RankLayout.of(
+            self.plan,
+            padding_free=self.padding_free,
+            attention_cost=attention_cost(
+                self.model, label_fraction=samples.label_counts.sum() / samples.lengths.sum()
+            ),
+            rank=rank(),
+        )
 
     @property
     def is_saved(self) -> bool:
@@ -331,6 +345,7 @@ def _tell(setup: Setup, journal: Journal) -> None:
         max_seq_length=setup.max_seq_length,
         global_batch_size=recipe.train.global_batch_size,
         micro_batch_size=plan.micro_batch_size,
+        micro_batch_tokens=plan.micro_batch_tokens,
         micro_steps_per_step=plan.micro_steps,
         total_steps=setup.schedule.total_steps,
         warmup_steps=setup.schedule.warmup_steps,
@@ -338,6 +353,8 @@ def _tell(setup: Setup, journal: Journal) -> None:
     )
     journal.recorder.note(resolved=resolved)
     journal.display.message(_summary(resolved, recipe.method))
+    if text := _alone_text(setup.data.train.lengths, plan.micro_batch_tokens):
+        journal.display.message(f"notice: {text}")
 
 
 def mean_flops_per_token(
@@ -394,6 +411,24 @@ def _summary(resolved: Resolved, method: str) -> str:
         f"{resolved.trainable_parameters:,} of {resolved.parameters:,} parameters, "
         f"{resolved.precision} on {resolved.device}\n"
         f"{resolved.total_steps} steps of {resolved.global_batch_size} samples "
-        f"({resolved.micro_steps_per_step} x {resolved.micro_batch_size}), "
+        f"({_micro_steps(resolved)}), "
         f"{resolved.samples_per_epoch:,} samples per epoch"
     )
+
+
+def _alone_text(lengths: IntArray, most_tokens: int | None) -> str:
+    """How many samples are longer than a micro-batch should be; empty: none."""
+    longer = 0 if most_tokens is None else int((lengths > most_tokens).sum())
+    if not longer:
+        return ""
+    return (
+        f"{longer:,} of {len(lengths):,} training samples have more than "
+        f"train.micro_batch_tokens {most_tokens:,}, up to {int(lengths.max()):,}: each is computed "
+        "alone"
+    )
+
+
+def _micro_steps(resolved: Resolved) -> str:
+    if resolved.micro_batch_tokens is None:
+        return f"{resolved.micro_steps_per_step} x {resolved.micro_batch_size}"
+    return f"at most {resolved.micro_batch_tokens:,} tokens at once"
