@@ -24,6 +24,7 @@ KIND_OF: dict[str, Kind] = {
     "train.global_batch_size": "tunable",
     "train.micro_batch_size": "hardware",
     "train.micro_batch_tokens": "hardware",
+    "train.padding_free": "hardware",
     "train.epochs": "tunable",
     "train.max_steps": "tunable",
     "train.max_time": "hardware",

@@ -38,6 +38,8 @@ class Plan:
     micro_batch_tokens: int | None = None
     """Most tokens per forward pass on one rank, but for a longer sequence, which runs alone; None:
     as many as the sequences have."""
+    has_flash: bool = False
+    """Whether its devices have flash attention in its number format."""
     notices: tuple[str, ...] = ()
     """What a person should know before the run: one line each."""
 
@@ -131,6 +133,9 @@ def make_plan(recipe: Recipe, devices: Devices, *, trains: bool = True) -> Plan:
         devices=count,
         micro_batch_size=size,
         micro_batch_tokens=tokens,
+        has_flash=devices.accelerator == "cuda"
+        and devices.bf16_native  # in the same generation of GPUs
+        and precision != "32-true",
         notices=tuple(notices),
     )
 

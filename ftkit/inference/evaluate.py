@@ -16,6 +16,8 @@ from ftkit.data.dataset import HeldOut, load_held_out
 from ftkit.errors import UserError
 from ftkit.inference.result import Result
 from ftkit.inference.session import InUse, put_to_use
+from ftkit.model.attention import attention_path
+from ftkit.model.flops import attention_cost
 from ftkit.report.metrics import perplexity
 from ftkit.samples.layout import RankLayout
 from ftkit.samples.loader import validation_loader
@@ -116,10 +118,12 @@ def _measure(
     model, base = in_use.loaded.model, in_use.loaded.base
     samples = held_out.samples
     limit = min(recipe.eval.max_iters * recipe.train.global_batch_size, len(samples))
-    label_fraction = samples.label_counts.sum() / samples.lengths.sum()
+    attention = attention_path(model.gpt.config, in_use.plan)
+    model.varlen = attention == "varlen"
+    label_fraction = float(samples.label_counts.sum() / samples.lengths.sum())
     layout = RankLayout.of(
         in_use.plan,
-        padding_free=in_use.padding_free,
+        padding_free=attention != "padded",
         attention_cost=attention_cost(model, label_fraction=label_fraction),
     )
     batches = validation_loader(samples, limit=limit, layout=layout)

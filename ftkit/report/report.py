@@ -74,6 +74,9 @@ class Resolved:
     """Most sequences per forward pass on one rank."""
     micro_batch_tokens: int | None = None
     """Most tokens per forward pass on one rank, but for a longer sequence; None: not limited."""
+    attention: str | None = None
+    """How attention sees a micro-batch: varlen (sequences in a row, in one kernel), sdpa per
+    sequence (in a row, one by one) or padded (all as long as the longest)."""
     micro_steps_per_step: int | None = None
     """Forward and backward passes of one rank per step; None: as many as the tokens of its
     sequences need, see throughput.micro_steps_per_step."""

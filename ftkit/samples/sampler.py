@@ -118,7 +118,8 @@ class ElasticOrder:
         assert 0 <= layout.rank < layout.world_size
         self._epochs = epochs
         self._global_batch_size = global_batch_size
-        self._layout = layout
+        self.layout = layout
+        """Of a step on this rank."""
         self._total_samples = total_samples
         self.start_step = start.step
         self._start_samples = start.samples
@@ -166,7 +167,7 @@ class ElasticOrder:
         All ranks have equally many. The first micro-step has the largest micro-batch.
         """
         samples = self.samples(step)
-        rank = self._layout.rank
+        rank = self.layout.rank
         return [samples_or_filler(samples[ranks[rank]]) for ranks in self._laid_out(samples)]
 
     def largest_micro_batch(self, step: int) -> int:
@@ -174,13 +175,13 @@ class ElasticOrder:
         samples = self.samples(step)
         lengths = self._lengths[samples]
         (first, *_) = self._laid_out(samples)
-        return max(self._layout.positions(lengths[run]) for run in first if len(run))
+        return max(self.layout.positions(lengths[run]) for run in first if len(run))
 
     def imbalance(self, step: int) -> float:
         """Tokens of the fullest rank, relative to the mean of all ranks; 1.0 is perfect."""
         samples = self.samples(step)
         lengths = self._lengths[samples]
-        tokens = np.zeros(self._layout.world_size)
+        tokens = np.zeros(self.layout.world_size)
         for ranks in self._laid_out(samples):
             tokens += [lengths[chosen].sum() for chosen in ranks]
         return float(tokens.max() / tokens.mean())
@@ -195,7 +196,7 @@ class ElasticOrder:
 
     def _laid_out(self, samples: IntArray) -> Layout:
         return lay_out(
-            self._lengths[samples], self._layout, samples_of_full_step=self._global_batch_size
+            self._lengths[samples], self.layout, samples_of_full_step=self._global_batch_size
         )
 
     def _order(self, epoch: int) -> IntArray:

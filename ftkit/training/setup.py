@@ -22,6 +22,7 @@ from ftkit.inspection.findings import TOLD_BY_COUNTS, Evidence, findings
 from ftkit.lora.load import Adapter, check_shapes, read_adapter
 from ftkit.lora.names import our_name
 from ftkit.lora.save import check_adapter
+from ftkit.model.attention import AttentionPath, attention_path
 from ftkit.model.flops import attention_cost, flops_per_token, parameter_count
 from ftkit.model.language_model import LanguageModel, outline, trainable
 from ftkit.model.load_weights import fill, in_checkpoint
@@ -34,7 +35,7 @@ from ftkit.pretrained.fingerprint import fingerprint
 from ftkit.pretrained.hub import find_here
 from ftkit.pretrained.save import layout_of
 from ftkit.report.report import DataCounts, Resolved, Source
-from ftkit.report.table import losses_of_data_text
+from ftkit.report.table import losses_of_data_text, summary_text
 from ftkit.runs.checkpoints import size_of
 from ftkit.runs.job import Job
 from ftkit.runs.resume import check_disk
@@ -73,6 +74,8 @@ class Setup:
     schedule: Schedule
     model: LanguageModel
     """Adapted as the recipe says; without memory until it is loaded."""
+    attention: AttentionPath
+    """How attention sees a micro-batch."""
     strategy: Strategy
 
     @cached_property
@@ -81,9 +84,10 @@ class Setup:
         samples = self.data.train
         return RankLayout.of(
             self.plan,
-            padding_free=self.padding_free,
+            padding_free=self.attention != "padded",
             attention_cost=attention_cost(
-                self.model, label_fraction=samples.label_counts.sum() / samples.lengths.sum()
+                self.model,
+                label_fraction=float(samples.label_counts.sum() / samples.lengths.sum()),
             ),
             rank=rank(),
         )
@@ -182,6 +186,7 @@ def prepare(job: Job, start: StartingPoint, journal: Journal) -> Setup:
     plan, recipe = job.plan, job.recipe
     continues_alone = start.metadata is not None and recipe.method == "full"
     base = open_companions(Path(job.base)) if continues_alone else open_base(job.base)
+    attention = attention_path(base.config, plan)
     max_seq_length = checked_length(base, recipe.train.max_seq_length)
     with journal.display.phase("reading data") as phase:
         data = load_data(
@@ -210,6 +215,8 @@ def prepare(job: Job, start: StartingPoint, journal: Journal) -> Setup:
     )
     for notice in notices:
         journal.warn(notice)
+    model = outline(base, recipe, parameter_dtype(plan), compute_dtype(plan))
+    model.varlen = attention == "varlen"
     setup = Setup(
         job=job,
         plan=plan,
@@ -219,7 +226,8 @@ def prepare(job: Job, start: StartingPoint, journal: Journal) -> Setup:
         start=start,
         identities=found,
         schedule=schedule,
-        model=outline(base, recipe, parameter_dtype(plan), compute_dtype(plan)),
+        model=model,
+        attention=attention,
         strategy=strategy,
     )
     if setup.is_saved:
@@ -346,13 +354,14 @@ def _tell(setup: Setup, journal: Journal) -> None:
         global_batch_size=recipe.train.global_batch_size,
         micro_batch_size=plan.micro_batch_size,
         micro_batch_tokens=plan.micro_batch_tokens,
+        attention=setup.attention,
         micro_steps_per_step=plan.micro_steps,
         total_steps=setup.schedule.total_steps,
         warmup_steps=setup.schedule.warmup_steps,
         samples_per_epoch=samples_per_epoch,
     )
     journal.recorder.note(resolved=resolved)
-    journal.display.message(_summary(resolved, recipe.method))
+    journal.display.message(summary_text(resolved, recipe.method))
     if text := _alone_text(setup.data.train.lengths, plan.micro_batch_tokens):
         journal.display.message(f"notice: {text}")
 
@@ -404,18 +413,6 @@ def _require_space(setup: Setup, number_bytes: float) -> None:
     )
 
 
-def _summary(resolved: Resolved, method: str) -> str:
-    assert resolved.parameters and resolved.trainable_parameters
-    return (
-        f"{method} fine-tuning of {resolved.base_model}: "
-        f"{resolved.trainable_parameters:,} of {resolved.parameters:,} parameters, "
-        f"{resolved.precision} on {resolved.device}\n"
-        f"{resolved.total_steps} steps of {resolved.global_batch_size} samples "
-        f"({_micro_steps(resolved)}), "
-        f"{resolved.samples_per_epoch:,} samples per epoch"
-    )
-
-
 def _alone_text(lengths: IntArray, most_tokens: int | None) -> str:
     """How many samples are longer than a micro-batch should be; empty: none."""
     longer = 0 if most_tokens is None else int((lengths > most_tokens).sum())
@@ -426,9 +423,3 @@ def _alone_text(lengths: IntArray, most_tokens: int | None) -> str:
         f"train.micro_batch_tokens {most_tokens:,}, up to {int(lengths.max()):,}: each is computed "
         "alone"
     )
-
-
-def _micro_steps(resolved: Resolved) -> str:
-    if resolved.micro_batch_tokens is None:
-        return f"{resolved.micro_steps_per_step} x {resolved.micro_batch_size}"
-    return f"at most {resolved.micro_batch_tokens:,} tokens at once"
