@@ -204,10 +204,10 @@ def test_a_micro_batch_has_one_sequence_unless_something_else_is_asked() -> None
 
 
 @pytest.mark.parametrize(
-    ("size", "bound", "sequences"), [(None, 16, 16), ("auto", 16, 16), (6, 6, 6), (64, 16, 16)]
+    ("size", "bound", "sequences"), [("null", 16, 16), ("auto", 16, 16), (6, 6, 6), (64, 16, 16)]
 )
 def test_a_number_of_tokens_bounds_micro_batches_beside_a_number_of_sequences(
-    size: int | str | None, bound: int, sequences: int
+    size: int | str, bound: int, sequences: int
 ) -> None:
     made = plan(
         train__global_batch_size=16, train__micro_batch_size=size, train__micro_batch_tokens=1000
