@@ -11,6 +11,10 @@ from ftkit.config.recipe import Method
 
 LAST = 9
 """Optimizer steps of the whole run."""
+MICRO_BATCH: dict[str, tuple[tuple[str, object], ...]] = {
+    "ddp": (("train.micro_batch_size", None), ("train.micro_batch_tokens", 400)),
+}
+"""Of the first session, by its strategy, where it is not 4 sequences."""
 OTHER_MICRO_BATCH: dict[str, tuple[tuple[str, object], ...]] = {
     "single": (("train.micro_batch_size", 3),),
     "ddp": (("train.micro_batch_size", None), ("train.micro_batch_tokens", 600)),
@@ -90,7 +94,12 @@ def first_sessions(run: Run, sources: set[tuple[Layout, Method]]) -> Runs:
     ordered = sorted(sources, key=lambda source: (source[0].world_size, source))
     for world_size, group in itertools.groupby(ordered, key=lambda source: source[0].world_size):
         cases = {
-            (layout, method): Case(layout.strategy, method, changes=NO_EVALUATION, stop_after=CUT)
+            (layout, method): Case(
+                layout.strategy,
+                method,
+                changes=(*NO_EVALUATION, *MICRO_BATCH.get(layout.strategy, ())),
+                stop_after=CUT,
+            )
             for layout, method in group
         }
         outcomes = run(world_size, list(cases.values()))
