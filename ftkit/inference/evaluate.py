@@ -16,7 +16,7 @@ from ftkit.data.dataset import HeldOut, load_held_out
 from ftkit.errors import UserError
 from ftkit.inference.result import Result
 from ftkit.inference.session import InUse, put_to_use
-from ftkit.model.attention import attention_path
+from ftkit.model.attention import attention_kernel, attention_path
 from ftkit.model.flops import attention_cost
 from ftkit.report.metrics import perplexity
 from ftkit.samples.layout import RankLayout
@@ -118,12 +118,12 @@ def _measure(
     model, base = in_use.loaded.model, in_use.loaded.base
     samples = held_out.samples
     limit = min(recipe.eval.max_iters * recipe.train.global_batch_size, len(samples))
-    attention = attention_path(model.gpt.config, in_use.plan)
-    model.varlen = attention == "varlen"
+    config = model.gpt.config
+    model.kernel = attention_kernel(config, in_use.plan)
     label_fraction = float(samples.label_counts.sum() / samples.lengths.sum())
     layout = RankLayout.of(
         in_use.plan,
-        padding_free=attention != "padded",
+        padding_free=attention_path(config, in_use.plan) != "padded",
         attention_cost=attention_cost(model, label_fraction=label_fraction),
     )
     batches = validation_loader(samples, limit=limit, layout=layout)

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from ftkit.config.plan import Plan
 from ftkit.config.recipe import LoraRecipe
 from ftkit.memory.tracker import LiveTensors
-from ftkit.model.attention import attention_path
+from ftkit.model.attention import attention_kernel
 from ftkit.model.flops import parameter_count
 from ftkit.model.language_model import LanguageModel, outline, trainable
 from ftkit.model.loss import step_share
@@ -118,7 +118,7 @@ def _run(
     model = outline(
         with_layers(base, layers), plan.recipe, parameter_dtype(plan), compute_dtype(plan)
     )
-    model.varlen = attention_path(base.config, plan) == "varlen"
+    model.kernel = attention_kernel(base.config, plan)
     sizes = _sizes(model, plan.world_size)
     strategy = make_strategy(plan)
     with (

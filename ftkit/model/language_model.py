@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ftkit.config.recipe import LoraRecipe, Quantization, Recipe
 from ftkit.lora.layers import add_adapter
-from ftkit.model.attention import Attention, Sequences
+from ftkit.model.attention import Attention, AttentionKernel, Sequences
 from ftkit.model.loss import Head
 from ftkit.pretrained.base_model import BaseModel
 
@@ -39,8 +39,8 @@ class LanguageModel(nn.Module):
         if not config.latent_attention:
             for index, block in enumerate(self.gpt.transformer.h):
                 block.attn = Attention(body, index)
-        self.varlen = False
-        """Whether rows go through torch's attention over variable lengths."""
+        self.kernel: AttentionKernel = "sdpa"
+        """What computes attention."""
         self.tied = tied
         self.lora: LoraRecipe | None = None
         """How the model is adapted."""
@@ -109,12 +109,15 @@ class LanguageModel(nn.Module):
         batch, length = input_ids.shape
         cos, sin = self.gpt.cos, self.gpt.sin
         if lengths is None:
-            sequences = None if self.gpt.config.latent_attention else Sequences((length,) * batch)
-            return sequences, cos[None, :length], sin[None, :length]
-        device = input_ids.device
+            padded = Sequences((length,) * batch, self.kernel)
+            latent = self.gpt.config.latent_attention
+            return None if latent else padded, cos[None, :length], sin[None, :length]
+        device, starts = input_ids.device, None
         places = _copied(np.concatenate([np.arange(n) for n in lengths]), device)
-        starts = _copied(np.cumsum([0, *lengths], dtype=np.int32), device) if self.varlen else None
-        return Sequences(tuple(lengths), starts), cos[None, places], sin[None, places]
+        if self.kernel == "flash":
+            starts = _copied(np.cumsum([0, *lengths], dtype=np.int32), device)
+        row = Sequences(tuple(lengths), self.kernel, starts)
+        return row, cos[None, places], sin[None, places]
 
 
 def _copied(values: npt.NDArray[Any], device: torch.device) -> Tensor:

@@ -22,7 +22,7 @@ from ftkit.inspection.findings import TOLD_BY_COUNTS, Evidence, findings
 from ftkit.lora.load import Adapter, check_shapes, read_adapter
 from ftkit.lora.names import our_name
 from ftkit.lora.save import check_adapter
-from ftkit.model.attention import AttentionPath, attention_path
+from ftkit.model.attention import AttentionPath, attention_kernel, attention_path
 from ftkit.model.flops import attention_cost, flops_per_token, parameter_count
 from ftkit.model.language_model import LanguageModel, outline, trainable
 from ftkit.model.load_weights import fill, in_checkpoint
@@ -216,7 +216,7 @@ def prepare(job: Job, start: StartingPoint, journal: Journal) -> Setup:
     for notice in notices:
         journal.warn(notice)
     model = outline(base, recipe, parameter_dtype(plan), compute_dtype(plan))
-    model.varlen = attention == "varlen"
+    model.kernel = attention_kernel(base.config, plan)
     setup = Setup(
         job=job,
         plan=plan,

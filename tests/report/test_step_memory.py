@@ -90,7 +90,7 @@ def error_of(job: Path, base: Path, world_size: int) -> float:
     plan, run = read.plan, read.directory
     peaks = [run.rank(rank).path / "peak.json" for rank in range(world_size)]
     counted_bytes = max(sum(json.loads(peak.read_text()).values()) for peak in peaks)
-    batch = largest_micro_batch(plan.micro_batch_size, LENGTH)
+    batch = largest_micro_batch(plan.micro_batch_size, LENGTH, padding_free=True)
     predicted = predict(open_base(str(base)), plan, batch)
     assert sum(predicted.breakdown_bytes.values()) == predicted.peak_bytes
     report = read_report(run.rank(0).report)
