@@ -44,11 +44,21 @@ DEPTHS = (3, 4)
 
 
 def largest_micro_batch(
-    sequences: int, tokens: int, *, padding_free: bool = False
+    sequences: int, tokens: int, *, padding_free: bool = False, most_tokens: int | None = None
 ) -> MicroBatchSize:
-    """What no micro-batch exceeds: samples of so many tokens, all of which carry loss."""
+    """What no micro-batch exceeds: samples of so many tokens, all of which carry loss.
+
+    Args:
+        sequences: at most.
+        tokens: of the longest sample.
+        padding_free: whether they lie in a row.
+        most_tokens: of a row, but for a longer sample; None: as many as the samples have.
+    """
     positions = tokens - 1  # the last token is only a label
     in_all = sequences * positions
+    if most_tokens is not None:
+        in_all = min(in_all, max(most_tokens, positions))
+        sequences = -(-in_all // positions)
     return MicroBatchSize(
         sequences=sequences,
         positions=positions,

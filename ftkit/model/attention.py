@@ -38,12 +38,18 @@ def attention_path(config: litgpt.Config, plan: Plan) -> AttentionPath:
     Raises:
         UserError: rows are asked for, and the model's attention knows none.
     """
-    asked = plan.recipe.train.padding_free
+    tokens = plan.micro_batch_tokens
+    asked = plan.recipe.train.padding_free if tokens is None else True
     if config.latent_attention:
         if asked:
+            key, value, instead = (
+                ("padding_free", "true", "false")
+                if tokens is None
+                else ("micro_batch_tokens", str(tokens), "null")
+            )
             raise UserError(
-                "train.padding_free is true, but the model's latent attention takes padded "
-                "micro-batches alone. Try --train.padding_free false."
+                f"train.{key} is {value}, but the model's latent attention takes padded "
+                f"micro-batches alone. Try --train.{key} {instead}."
             )
         return "padded"
     kernel = attention_kernel(config, plan)

@@ -7,8 +7,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from ftkit.samples.layout import FILLER, RankLayout, validation_batches
 from ftkit.samples.sample_set import Sample, Samples
-from ftkit.samples.sampler import FILLER, ElasticOrder, validation_batches
+from ftkit.samples.sampler import ElasticOrder
 
 
 def collate(
@@ -79,7 +80,6 @@ def train_batches(
     start_step: int,
     end_step: int,
     *,
-    padding_free: bool = False,
     pin_memory: bool = False,
 ) -> DataLoader[dict[str, Any]]:
     """This rank's micro-batches of the steps [start_step, end_step), one per micro-step.
@@ -91,24 +91,21 @@ def train_batches(
         order: of these samples.
         start_step: first step, counted from the start of the run.
         end_step: last step + 1.
-        padding_free: whether samples come in a row.
         pin_memory: for copies to a GPU beside the computation.
 
     Returns:
-        Loader of what collate returns; its len is the number of micro-steps.
+        Loader of what collate returns. It has no len: steps may have different numbers of
+        micro-steps.
     """
-    batches = _MicroBatches(samples, padding_free=padding_free)
+    batches = _MicroBatches(samples, padding_free=order.layout.padding_free)
     return _loader(batches, _StepSampler(order, start_step, end_step), pin_memory)
 
 
 def validation_loader(
     samples: Samples,
     limit: int,
-    micro_batch_size: int,
+    layout: RankLayout,
     *,
-    rank: int = 0,
-    world_size: int = 1,
-    padding_free: bool = False,
     pin_memory: bool = False,
 ) -> DataLoader[dict[str, Any]]:
     """This rank's batches of the first `limit` validation samples, as many on every rank.
@@ -118,10 +115,7 @@ def validation_loader(
     Args:
         samples: the validation data.
         limit: samples over all ranks.
-        micro_batch_size: most samples per batch on one rank.
-        rank: this rank, in [0, world_size).
-        world_size: number of ranks.
-        padding_free: whether samples come in a row.
+        layout: of a batch, on this rank.
         pin_memory: for copies to a GPU beside the computation.
 
     Returns:
@@ -133,10 +127,10 @@ def validation_loader(
     for source in np.unique(sources).tolist():
         numbers = np.flatnonzero(sources == source)
         lengths = samples.lengths[numbers]
-        for batch in validation_batches(lengths, len(numbers), micro_batch_size, rank, world_size):
+        for batch in validation_batches(lengths, len(numbers), layout):
             found = [i if i == FILLER else int(numbers[i]) for i in batch]
             keys.append((found, label_tokens, True, source))
-    return _loader(_MicroBatches(samples, padding_free=padding_free), keys, pin_memory)
+    return _loader(_MicroBatches(samples, padding_free=layout.padding_free), keys, pin_memory)
 
 
 _Key = tuple[list[int], int, bool, int | None]
@@ -159,9 +153,6 @@ class _StepSampler(Sampler[_Key]):
             for micro_batch in others:
                 yield micro_batch, label_tokens, False, None
             yield last, label_tokens, True, None
-
-    def __len__(self) -> int:
-        return (self._end_step - self._start_step) * self._order.micro_steps
 
 
 class _MicroBatches(Dataset[dict[str, Any]]):

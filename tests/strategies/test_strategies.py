@@ -120,6 +120,8 @@ NO_OFFLOAD = ("strategy.offload_optimizer", False)
 SGD = (("optimizer", "SGD"), ("optimizer.lr", 0.1))
 DROPOUT = (("lora_dropout", 0.2),)
 CHECKPOINTED = ("memory.activation_checkpointing", True)
+TOKENS = (("train.micro_batch_tokens", 600), ("train.micro_batch_size", None))
+"""One micro-step in some steps and two in others, where there are two ranks."""
 
 OPTIONS = {
     "fsdp that keeps gathered parameters": Case(
@@ -144,6 +146,10 @@ OPTIONS = {
     "ddp, checkpointed": Case("ddp", "full", changes=(CHECKPOINTED,)),
     "fsdp, checkpointed": Case("fsdp", "full", changes=(CHECKPOINTED,)),
     "ZeRO-3, checkpointed": Case("deepspeed", "full", changes=(CHECKPOINTED,)),
+    "ddp, tokens": Case("ddp", "full", changes=TOKENS),
+    "fsdp, tokens": Case("fsdp", "lora", changes=TOKENS),
+    "ZeRO-2 with offload, tokens": Case("deepspeed", "full", changes=(*TOKENS, STAGE_2)),
+    "ZeRO-3, tokens": Case("deepspeed", "full", changes=TOKENS),
     "ZeRO-2, checkpointed": Case("deepspeed", "full", changes=(CHECKPOINTED, STAGE_2, NO_OFFLOAD)),
 }
 QUICK = {
@@ -154,6 +160,8 @@ QUICK = {
     "ZeRO-3, tied",
     "fsdp, checkpointed",
     "ZeRO-3, checkpointed",
+    "fsdp, tokens",
+    "ZeRO-2 with offload, tokens",
 }
 SINGLE = [
     Case("single", "full", changes=SGD),
@@ -161,6 +169,7 @@ SINGLE = [
     Case("single", "lora", tied=True),
     Case("single", "lora", changes=DROPOUT),
     Case("single", "lora", changes=(*DROPOUT, CHECKPOINTED)),
+    Case("single", "full", changes=TOKENS),
 ]
 
 
@@ -203,6 +212,23 @@ def test_options_of_a_strategy_change_no_result(
     learned = tuple(change for change in case.changes if change in SGD)
     reference = Case("single", case.method, changes=learned, tied=case.tied)
     assert_same_maths(options[case], (single | other_single)[reference])
+
+
+@pytest.mark.parametrize("name", ["fsdp, tokens", "single, tokens"])
+def test_with_a_number_of_tokens_steps_have_as_many_micro_steps_as_they_need(
+    options: dict[Case, Outcome],
+    single: dict[Case, Outcome],
+    other_single: dict[Case, Outcome],
+    name: str,
+) -> None:
+    case = OPTIONS.get(name, SINGLE[-1])
+    found = (options | other_single)[case]
+    assert_same_maths(found, single[Case("single", case.method)])
+    resolved, speed, tokens = found.report.resolved, found.report.throughput, found.report.tokens
+    assert resolved and speed and tokens and speed.micro_steps_per_step
+    assert (resolved.micro_batch_tokens, resolved.micro_steps_per_step) == (600, None)
+    assert speed.micro_steps_per_step % 1 > 0, "they differ from step to step"
+    assert tokens.padded == 0
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
