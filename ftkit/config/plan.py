@@ -35,6 +35,8 @@ class Plan:
     """Ranks on this machine."""
     micro_batch_size: int
     """Sequences per forward pass on one rank; never more than the global batch."""
+    has_flash: bool = False
+    """Whether its devices have flash attention in its number format."""
     notices: tuple[str, ...] = ()
     """What a person should know before the run: one line each."""
 
@@ -117,5 +119,8 @@ def make_plan(recipe: Recipe, devices: Devices, *, trains: bool = True) -> Plan:
         options=options,
         devices=count,
         micro_batch_size=micro_batch_size,
+        has_flash=devices.accelerator == "cuda"
+        and devices.bf16_native  # in the same generation of GPUs
+        and precision != "32-true",
         notices=tuple(notices),
     )

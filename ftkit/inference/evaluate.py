@@ -16,6 +16,7 @@ from ftkit.data.dataset import HeldOut, load_held_out
 from ftkit.errors import UserError
 from ftkit.inference.result import Result
 from ftkit.inference.session import InUse, put_to_use
+from ftkit.model.attention import attention_path
 from ftkit.report.metrics import perplexity
 from ftkit.samples.loader import validation_loader
 from ftkit.training.evaluation import exact_matches, validation_loss
@@ -115,7 +116,14 @@ def _measure(
     model, base = in_use.loaded.model, in_use.loaded.base
     samples = held_out.samples
     limit = min(recipe.eval.max_iters * recipe.train.global_batch_size, len(samples))
-    batches = validation_loader(samples, limit=limit, micro_batch_size=in_use.plan.micro_batch_size)
+    attention = attention_path(model.gpt.config, in_use.plan)
+    model.varlen = attention == "varlen"
+    batches = validation_loader(
+        samples,
+        limit=limit,
+        micro_batch_size=in_use.plan.micro_batch_size,
+        padding_free=attention != "padded",
+    )
     with display.phase("validating", brief=True) as phase:
         validated = validation_loss(
             model,

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from ftkit.config.plan import Plan
 from ftkit.config.recipe import LoraRecipe
 from ftkit.memory.tracker import LiveTensors
+from ftkit.model.attention import attention_path
 from ftkit.model.flops import parameter_count
 from ftkit.model.language_model import LanguageModel, outline, trainable
 from ftkit.model.loss import step_share
@@ -42,10 +43,18 @@ DEPTHS = (3, 4)
 """Layers of the two small models: enough that both ends have blocks of their own."""
 
 
-def largest_micro_batch(sequences: int, tokens: int) -> MicroBatchSize:
+def largest_micro_batch(
+    sequences: int, tokens: int, *, padding_free: bool = False
+) -> MicroBatchSize:
     """What no micro-batch exceeds: samples of so many tokens, all of which carry loss."""
     positions = tokens - 1  # the last token is only a label
-    return MicroBatchSize(sequences=sequences, positions=positions, targets=sequences * positions)
+    in_all = sequences * positions
+    return MicroBatchSize(
+        sequences=sequences,
+        positions=positions,
+        targets=in_all,
+        tokens=in_all if padding_free else None,
+    )
 
 
 def simulate(
@@ -99,6 +108,7 @@ def _run(
     model = outline(
         with_layers(base, layers), plan.recipe, parameter_dtype(plan), compute_dtype(plan)
     )
+    model.varlen = attention_path(base.config, plan) == "varlen"
     sizes = _sizes(model, plan.world_size)
     strategy = make_strategy(plan)
     with (
@@ -244,13 +254,14 @@ class _Step:
         """The last micro-step, and the update."""
         live, batch = self._live, self._batch
         self._mark("before the blocks")
-        ids = torch.zeros(batch.sequences, batch.positions, dtype=torch.long)
+        shape = (batch.sequences, batch.positions) if batch.tokens is None else (1, batch.tokens)
+        ids = torch.zeros(shape, dtype=torch.long)
         label_indices = torch.zeros(batch.targets, dtype=torch.long)
         labels = torch.zeros(batch.targets, dtype=torch.long)
         live.begin_forward()
         live.assign([ids, label_indices, labels], "activations")
         with torch.autocast("cpu", torch.bfloat16) if self._mixed else nullcontext():
-            total = self._model(ids, label_indices, labels)
+            total = self._model(ids, label_indices, labels, sequence_lengths=batch.lengths)
         loss = step_share(total, batch.targets) * self._plan.world_size
         del total
         live.end_forward(self._strategy.gathered(self._model))

@@ -18,6 +18,7 @@ from ftkit.lora.save import check_adapter
 from ftkit.memory.gpus import HOST, Gpu
 from ftkit.memory.predict import PredictedMemory, predict
 from ftkit.memory.simulate import largest_micro_batch
+from ftkit.model.attention import attention_path
 from ftkit.optim.optimizers import base_learning_rate
 from ftkit.optim.schedule import make_schedule
 from ftkit.planner.sequence_length import SequenceLength, sequence_length
@@ -181,10 +182,11 @@ def plan_recipe(recipe: Recipe, *, gpu: Gpu | None = None, name: str = "") -> Pl
     length = sequence_length(recipe.data, base, recipe.train.max_seq_length)
     samples = length.train_samples
     steps = _steps(recipe, samples)
-    largest = largest_micro_batch(made.micro_batch_size, length.tokens)
+    padding_free = attention_path(base.config, made) != "padded"
+    largest = largest_micro_batch(made.micro_batch_size, length.tokens, padding_free=padding_free)
     memory = predict(base, made, largest)
     least_bytes = memory.low_bytes
-    certain = certain_micro_batch(made, length, steps)
+    certain = certain_micro_batch(made, length, steps, padding_free=padding_free)
     if gpu is not None and certain != largest and least_bytes > gpu.memory_bytes:
         least_bytes = predict(base, made, certain, accumulates=False).low_bytes
     return Planned(
@@ -232,7 +234,9 @@ def _devices(recipe: Recipe, gpu: Gpu | None) -> Devices:
     )
 
 
-def certain_micro_batch(made: Plan, length: SequenceLength, steps: int | None) -> MicroBatchSize:
+def certain_micro_batch(
+    made: Plan, length: SequenceLength, steps: int | None, *, padding_free: bool = False
+) -> MicroBatchSize:
     """A micro-batch that the run will compute on for certain, the largest that is known.
 
     Its largest is of whole micro-batches only where the global batch is cut into equal ones, and
@@ -242,11 +246,17 @@ def certain_micro_batch(made: Plan, length: SequenceLength, steps: int | None) -
     batch = recipe.train.global_batch_size
     taken = 0 if steps is None or recipe.train.max_time or recipe.resume is not False else steps
     if known is None or not known.at_least or samples is None or taken * batch < samples:
-        return largest_micro_batch(1, 2)
+        return largest_micro_batch(1, 2, padding_free=padding_free)
     is_even = made.micro_batch_size * made.world_size * made.micro_steps == batch
     rows = made.micro_batch_size if is_even and (taken - 1) * batch >= samples else 1
     targets = known.label_tokens + rows - 1
-    return MicroBatchSize(sequences=rows, positions=known.at_least - 1, targets=targets)
+    positions = known.at_least - 1
+    return MicroBatchSize(
+        sequences=rows,
+        positions=positions,
+        targets=targets,
+        tokens=positions + rows - 1 if padding_free else None,
+    )
 
 
 def _steps(recipe: Recipe, samples: int | None) -> int | None:

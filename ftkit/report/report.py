@@ -72,6 +72,9 @@ class Resolved:
     """Sequences per step, over all ranks."""
     micro_batch_size: int | None = None
     """Sequences per forward pass on one rank."""
+    attention: str | None = None
+    """How attention sees a micro-batch: varlen (sequences in a row, in one kernel), sdpa per
+    sequence (in a row, one by one) or padded (all as long as the longest)."""
     micro_steps_per_step: int | None = None
     """Forward and backward passes of one rank per step."""
     total_steps: int | None = None

@@ -67,6 +67,7 @@ class Evaluator:
             micro_batch_size=self._setup.plan.micro_batch_size,
             rank=rank(),
             world_size=self._setup.plan.world_size,
+            padding_free=self._setup.padding_free,
         )
         with self._journal.display.phase("validating", brief=True) as phase:
             found = validation_loss(

@@ -101,6 +101,7 @@ class Training:
                 self._order,
                 start_step=first,
                 end_step=end,
+                padding_free=self._setup.padding_free,
                 pin_memory=self._setup.strategy.device.type == "cuda",
             )
         )

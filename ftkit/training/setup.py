@@ -22,6 +22,7 @@ from ftkit.inspection.findings import TOLD_BY_COUNTS, Evidence, findings
 from ftkit.lora.load import Adapter, check_shapes, read_adapter
 from ftkit.lora.names import our_name
 from ftkit.lora.save import check_adapter
+from ftkit.model.attention import AttentionPath, attention_path
 from ftkit.model.flops import flops_per_token, parameter_count
 from ftkit.model.language_model import LanguageModel, outline, trainable
 from ftkit.model.load_weights import fill, in_checkpoint
@@ -72,7 +73,14 @@ class Setup:
     schedule: Schedule
     model: LanguageModel
     """Adapted as the recipe says; without memory until it is loaded."""
+    attention: AttentionPath
+    """How attention sees a micro-batch."""
     strategy: Strategy
+
+    @property
+    def padding_free(self) -> bool:
+        """Whether the samples of a micro-batch lie in a row."""
+        return self.attention != "padded"
 
     @property
     def is_saved(self) -> bool:
@@ -168,6 +176,7 @@ def prepare(job: Job, start: StartingPoint, journal: Journal) -> Setup:
     plan, recipe = job.plan, job.recipe
     continues_alone = start.metadata is not None and recipe.method == "full"
     base = open_companions(Path(job.base)) if continues_alone else open_base(job.base)
+    attention = attention_path(base.config, plan)
     max_seq_length = checked_length(base, recipe.train.max_seq_length)
     with journal.display.phase("reading data") as phase:
         data = load_data(
@@ -196,6 +205,8 @@ def prepare(job: Job, start: StartingPoint, journal: Journal) -> Setup:
     )
     for notice in notices:
         journal.warn(notice)
+    model = outline(base, recipe, parameter_dtype(plan), compute_dtype(plan))
+    model.varlen = attention == "varlen"
     setup = Setup(
         job=job,
         plan=plan,
@@ -205,7 +216,8 @@ def prepare(job: Job, start: StartingPoint, journal: Journal) -> Setup:
         start=start,
         identities=found,
         schedule=schedule,
-        model=outline(base, recipe, parameter_dtype(plan), compute_dtype(plan)),
+        model=model,
+        attention=attention,
         strategy=strategy,
     )
     if setup.is_saved:
@@ -331,6 +343,7 @@ def _tell(setup: Setup, journal: Journal) -> None:
         max_seq_length=setup.max_seq_length,
         global_batch_size=recipe.train.global_batch_size,
         micro_batch_size=plan.micro_batch_size,
+        attention=setup.attention,
         micro_steps_per_step=plan.micro_steps,
         total_steps=setup.schedule.total_steps,
         warmup_steps=setup.schedule.warmup_steps,
