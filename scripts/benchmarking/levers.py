@@ -19,7 +19,7 @@ from benchmarking.figures import (
     paired_ratio,
 )
 from benchmarking.ftkit_run import SEED, imports_bytes, is_gpu_here, run_ftkit
-from benchmarking.tables import draw_bars, gib, number, table
+from benchmarking.tables import draw_bars, gib, in_a_cell, number, table
 from ftkit.utils.hardware import hardware, versions
 from ftkit.utils.json_values import from_json
 
@@ -322,7 +322,7 @@ def row_cells(lever: str, method: str, pairs: Sequence[Figures]) -> list[str]:
         return [lever, method, refused, *[""] * (len(COLUMNS) - 3)]
     off, on = ([from_json(Measured, row[kind]) for row in pairs] for kind in ("off", "on"))
     if failed := next((run.failure for run in [*on, *off] if not run.is_whole), None):
-        return [lever, method, failed, *[""] * (len(COLUMNS) - 3)]
+        return [lever, method, in_a_cell(failed), *[""] * (len(COLUMNS) - 3)]
     both = [pair for pair in zip(off, on, strict=True) if all(run.is_whole for run in pair)]
     differ = max(largest_difference(a.steps, b.steps) for a, b in both)
     return [

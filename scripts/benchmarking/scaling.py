@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarking.figures import WARM_UP_STEPS, Measured, median_of
 from benchmarking.ftkit_run import SEED, imports_bytes, is_gpu_here, run_ftkit
-from benchmarking.tables import draw_lines, gib, number, table
+from benchmarking.tables import draw_lines, gib, in_a_cell, number, table
 from ftkit.utils.hardware import hardware, versions
 from ftkit.utils.json_values import from_json
 
@@ -240,7 +240,7 @@ def markdown(figures: Figures) -> str:
 def row_cells(name: str, runs: list[Measured]) -> list[str]:
     """A row of a table."""
     if failed := next((run.failure for run in runs if not run.is_whole), None):
-        return [name, failed, "", "", ""]
+        return [name, in_a_cell(failed), "", "", ""]
     return [
         name,
         number(median_of(runs, "tokens_per_s"), ",.0f"),

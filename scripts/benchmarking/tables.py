@@ -6,6 +6,15 @@ from pathlib import Path
 GIB = 2**30
 
 
+LONGEST_CELL = 160
+
+
+def in_a_cell(text: object) -> str:
+    """What a program said, short enough for a cell of a table."""
+    said = str(text).replace("|", "/")
+    return said if len(said) <= LONGEST_CELL else said[: LONGEST_CELL - 4] + " ..."
+
+
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table."""
     lines = [columns, ["---"] * len(columns), *rows]

@@ -156,13 +156,14 @@ def write_tokenizer(directory: Path) -> None:
 def alpaca_lengths(count: int, seed: int = 0) -> list[tuple[int, int]]:
     """Tokens of prompts and of answers, as those of Alpaca are spread: 133 in the mean, together.
 
-    Prompts have a frame of 40 tokens; what varies is drawn from log-normal distributions.
+    Prompts have a frame of 40 tokens; what varies is drawn from log-normal distributions. In random
+    batches of 4 samples 36 % of the positions are padding, as with Alpaca itself; of 8, 48 %.
     """
     rng = random.Random(seed)
     lengths = []
     for _ in range(count):
-        prompt = min(40 + round(rng.lognormvariate(2.7, 0.7)), LONGEST // 2)
-        answer = min(max(1, round(rng.lognormvariate(3.75, 1.0))), LONGEST - 1 - prompt)
+        prompt = min(40 + round(rng.lognormvariate(2.7, 0.6)), LONGEST // 2)
+        answer = min(max(1, round(rng.lognormvariate(3.95, 0.85))), LONGEST - 1 - prompt)
         lengths.append((prompt, answer))
     return lengths
 

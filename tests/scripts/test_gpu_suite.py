@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from argparse import Namespace
@@ -46,6 +47,14 @@ def test_every_part_has_ten_minutes_at_most_and_a_name_of_its_own(suite: ModuleT
     assert len(set(names)) == len(names)
     assert all(part.limit_s <= 600 for part in suite.PARTS)
     assert [part.name for part in suite.PARTS if part.needs_wheels] == names[-len(suite.PEERS) :]
+
+
+def test_the_document_on_performance_names_every_part(suite: ModuleType) -> None:
+    text = (ROOT / "docs" / "performance.md").read_text()
+    rows = text.partition("| Part | Shows |")[2].partition("\n\n")[0].splitlines()[1:]
+    named = [name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    between = [f"peers_{number}" for number in range(2, len(suite.PEERS))]
+    assert sorted([*named, *between]) == sorted(part.name for part in suite.PARTS)
 
 
 def test_the_recipes_of_the_calibration_are_all_in_one_part(suite: ModuleType) -> None:

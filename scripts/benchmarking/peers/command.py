@@ -27,7 +27,7 @@ from benchmarking.peers.cases import (
     TINY_CASES,
     Case,
 )
-from benchmarking.tables import draw_bars, gib, number, table
+from benchmarking.tables import draw_bars, gib, in_a_cell, number, table
 from ftkit.utils.hardware import hardware
 from ftkit.utils.json_values import from_json
 
@@ -168,7 +168,7 @@ def cells(program: str, runs: dict[str, list[Measured]]) -> list[str]:
     own = runs[program]
     whole = [run for run in own if run.is_whole]
     if not whole:
-        return [program, str(own[-1].failure), *[""] * (len(COLUMNS) - 2)]
+        return [program, in_a_cell(own[-1].failure), *[""] * (len(COLUMNS) - 2)]
     beside = runs.get("litgpt", [])
     apart = ""
     reference = next((run for run in runs.get("ftkit", []) if run.is_whole), None)
@@ -229,6 +229,6 @@ def draw(figures: Figures, picture: Path) -> None:
 
 def _line(measured: Measured) -> str:
     if not measured.is_whole:
-        return str(measured.failure)
+        return in_a_cell(measured.failure)
     speed, padding = measured.tokens_per_s, measured.padding_fraction or 0
     return f"{speed:,.0f} tokens/s, padding {padding:.1%}, {gib(measured.peak_bytes)} GiB"
