@@ -75,25 +75,37 @@ def watch(
     lines: list[str] = []
     reader = threading.Thread(target=_read, args=(process, seen, lines, start_s))
     reader.start()
-    family = [psutil.Process(process.pid)]
-    family_at_s = 0.0
-    while process.poll() is None:
-        now_s = time.perf_counter()
-        if now_s - start_s > limit_s:
+    try:
+        _follow(process, seen, look, start_s, limit_s)
+    finally:
+        if process.poll() is None:  # too long, or the benchmark itself is interrupted
             end(process.pid)
-            break
-        if now_s - family_at_s > FAMILY_POLL_S:
-            family, family_at_s = _family(process.pid), now_s
-        seen.host_bytes = max(seen.host_bytes, *(_host_bytes(one.pid) for one in family), 0)
-        seen.events += [(time.perf_counter() - start_s, event) for event in look()]
-        time.sleep(POLL_S)
-    else:
-        seen.exit_code = process.returncode
-    process.wait()
-    reader.join()
+        process.wait()
+        reader.join()
     seen.events += [(time.perf_counter() - start_s, event) for event in look()]
     seen.output = "".join(lines)
     return seen
+
+
+def _follow(
+    process: "subprocess.Popen[str]",
+    seen: Watched,
+    look: Callable[[], list[Event]],
+    start_s: float,
+    limit_s: float,
+) -> None:
+    """Look at a process until it ends, or for so long."""
+    family, family_at_s = [process.pid], 0.0
+    while process.poll() is None:
+        now_s = time.perf_counter()
+        if now_s - start_s > limit_s:
+            return
+        if now_s - family_at_s > FAMILY_POLL_S:
+            family, family_at_s = [one.pid for one in _family(process.pid)], now_s
+        seen.host_bytes = max(seen.host_bytes, *(_host_bytes(pid) for pid in family), 0)
+        seen.events += [(time.perf_counter() - start_s, event) for event in look()]
+        time.sleep(POLL_S)
+    seen.exit_code = process.returncode
 
 
 def own_bytes(python: Path, program: str, directory: Path) -> int:

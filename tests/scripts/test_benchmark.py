@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from command import ROOT
 
@@ -54,7 +55,7 @@ def test_steps_are_told_by_running_totals_and_the_first_ones_can_be_left_out() -
     from benchmarking.figures import padding_of, steps_of
 
     totals = [(10, 16), (30, 40), (60, 80)]
-    events = [
+    events: list[tuple[float, dict[str, Any]]] = [
         (float(n), {"step": n, "loss": 1 / n, "total_tokens": real, "total_positions": all_})
         for n, (real, all_) in enumerate(totals, 1)
     ]
@@ -131,8 +132,8 @@ def test_what_litgpt_logs_becomes_a_line_for_each_step(
     from benchmarking.peers import litgpt_run
     from benchmarking.watch import MARK
 
-    ended = []
-    monkeypatch.setattr(litgpt_run.os, "_exit", ended.append)
+    ended: list[int] = []
+    monkeypatch.setattr("os._exit", ended.append)
     assert litgpt_run.MARK == MARK
     lines = litgpt_run.StepLines(2)
     lines.log({"time": 1.0, "lengths": 512})
@@ -165,6 +166,25 @@ def test_a_process_that_takes_too_long_is_ended(tmp_path: Path) -> None:
 
     words = [sys.executable, "-c", "import time; time.sleep(600)"]
     assert watch(words, limit_s=0.2, directory=tmp_path).exit_code is None
+
+
+def test_a_benchmark_that_is_interrupted_leaves_no_process(tmp_path: Path) -> None:
+    from benchmarking.watch import watch
+
+    started = tmp_path / "pid"
+    program = (
+        f"import os, time, pathlib; pathlib.Path({str(started)!r}).write_text(str(os.getpid()))\n"
+        "time.sleep(600)"
+    )
+
+    def look() -> list[Any]:
+        if started.exists() and started.read_text():
+            raise KeyboardInterrupt
+        return []
+
+    with pytest.raises(KeyboardInterrupt):
+        watch([sys.executable, "-c", program], limit_s=60, directory=tmp_path, look=look)
+    assert not psutil.pid_exists(int(started.read_text()))
 
 
 def test_rows_of_metrics_are_told_once_and_only_whole(tmp_path: Path) -> None:
