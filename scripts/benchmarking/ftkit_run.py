@@ -1,0 +1,118 @@
+"""Runs of ftkit that are measured from outside, like those of other programs."""
+
+import csv
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarking.figures import Measured, steps_of
+from benchmarking.watch import Event, own_bytes, watch
+from ftkit.report.report import read_report
+
+LEARNING_RATE = 2e-4
+IMPORTS = "import ftkit.training.rank"
+"""What a rank imports."""
+SEED = 1337
+
+Keys = Mapping[str, Any]
+
+COMMON: dict[str, Any] = {
+    "devices": 1,
+    "seed": SEED,
+    "data": "JSON",
+    "data.mask_prompt": True,
+    "data.prompt_style": "litgpt.prompts.Default",
+    "train.epochs": 1,
+    "train.lr_warmup_steps": 0,
+    "train.min_lr": 0,
+    "optimizer": "AdamW",
+    "optimizer.lr": LEARNING_RATE,
+    "optimizer.weight_decay": 0,
+    "eval.interval": 0,
+    "eval.initial_validation": False,
+    "eval.final_validation": False,
+    "eval.max_new_tokens": 0,
+    "checkpoint.save": False,
+}
+"""Set in every run: nothing but steps."""
+
+
+def words_of(method: str, keys: Keys) -> list[str]:
+    """The command line of a run. A key without a value (None) is left out."""
+    command = [sys.executable, "-m", "ftkit", f"finetune_{method}"]
+    for key, value in keys.items():
+        if value is not None:
+            text = str(value).lower() if isinstance(value, bool) else str(value)
+            command += [f"--{key}", text]
+    return command
+
+
+class Rows:
+    """The rows of metrics.csv, as they are written."""
+
+    def __init__(self, file: Path) -> None:
+        self._file, self._seen, self._tokens = file, 0, 0
+
+    def new(self) -> list[Event]:
+        """Those that have come since the last call."""
+        if not self._file.exists():
+            return []
+        text = self._file.read_text()
+        rows = list(csv.DictReader(text[: text.rfind("\n") + 1].splitlines()))[self._seen :]
+        self._seen += len(rows)
+        events = []
+        for row in rows:
+            self._tokens += int(row["tokens"])
+            loss = float(row["loss"] or "nan")
+            events.append({"step": int(row["step"]), "loss": loss, "total_tokens": self._tokens})
+        return events
+
+
+def run_ftkit(method: str, keys: Keys, out_dir: Path, limit_s: float) -> Measured:
+    """Train once with these keys beside COMMON, and measure.
+
+    Args:
+        method: full or lora.
+        keys: dotted keys of a recipe; those of COMMON may be among them.
+        out_dir: of the run; not there yet.
+        limit_s: it is ended after as many seconds.
+    """
+    dropout = {"lora_dropout": 0} if method == "lora" else {}
+    words = words_of(method, COMMON | dropout | {"out_dir": out_dir} | dict(keys))
+    rows = Rows(out_dir / "metrics.csv")
+    seen = watch(words, limit_s=limit_s, directory=out_dir.parent, look=rows.new)
+    if seen.exit_code != 0:
+        return Measured(failure=_failure(seen.exit_code, seen.output, limit_s))
+    report = read_report(out_dir)
+    peak = report.peak_memory
+    steps = steps_of(seen.events)
+    return Measured(
+        steps=steps,
+        first_step_s=steps[0].ended_s if steps else None,
+        padding_fraction=report.tokens.padding_fraction if report.tokens else None,
+        host_bytes=seen.host_bytes,
+        allocated_bytes=peak.allocated_bytes if peak else None,
+        reserved_bytes=peak.reserved_bytes if peak else None,
+    )
+
+
+def imports_bytes() -> int:
+    """What the imports of a rank hold."""
+    return own_bytes(Path(sys.executable), IMPORTS, Path.cwd())
+
+
+def _failure(exit_code: int | None, output: str, limit_s: float) -> str:
+    """Why a run failed, in one line."""
+    if exit_code is None:
+        return f"not done after {limit_s:.0f} s"
+    said = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [line for line in said if line.startswith(("ftkit:", "error:", "Error:"))]
+    return (errors or said or [f"exit code {exit_code}"])[-1 if not errors else 0]
+
+
+def is_gpu_here() -> bool:
+    """Whether runs are on a GPU; asked in a process of its own, which leaves nothing on it."""
+    program = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+    return subprocess.run([sys.executable, "-c", program]).returncode == 0

@@ -1,0 +1,356 @@
+"""``scripts/benchmark levers``: each setting that saves time or memory, off and on, in pairs."""
+
+import argparse
+import dataclasses
+import json
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from benchmarking.figures import (
+    WARM_UP_STEPS,
+    Measured,
+    largest_difference,
+    median_of,
+    paired_ratio,
+)
+from benchmarking.ftkit_run import SEED, imports_bytes, is_gpu_here, run_ftkit
+from benchmarking.tables import draw_bars, gib, in_a_cell, number, table
+from ftkit.utils.hardware import hardware, versions
+from ftkit.utils.json_values import from_json
+
+Figures = dict[str, Any]
+Method = Literal["full", "lora", "qlora"]
+COLUMNS = (
+    "lever", "run", "tokens/s off", "on", "ratio", "memory off", "on", "ratio",
+    "first step after, off", "on", "losses differ by",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lever:
+    """A setting, and what it is compared with."""
+
+    name: str
+    on: dict[str, Any]
+    """Keys of the recipe."""
+    off: dict[str, Any] = field(default_factory=dict)
+    """Keys of the run beside it."""
+    methods: tuple[Method, ...] = ("full",)
+    """What is trained."""
+    gpu_only: bool = False
+    """Whether CPUs cannot do it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """What all levers of a machine are tried on."""
+
+    model: str
+    """One of the sizes of the workload."""
+    precision: str
+    micro_batch_size: int
+    global_batch_size: int
+    steps: int
+
+
+SCENES: dict[tuple[str, str], Scene] = {
+    (machine, method): Scene(
+        model=model, precision=precision, micro_batch_size=8, global_batch_size=16, steps=steps
+    )
+    for machine, method, model, precision, steps in (
+        ("cpu", "full", "llama-34m", "32-true", 8),
+        ("cpu", "lora", "llama-34m", "32-true", 8),
+        ("cpu", "qlora", "llama-34m", "bf16-true", 8),
+        ("gpu", "full", "tinyllama-1.1b", "bf16-true", 20),
+        ("gpu", "lora", "llama-7b", "bf16-true", 12),
+        ("gpu", "qlora", "llama-7b", "bf16-true", 12),
+        ("tiny", "full", "llama-1m", "32-true", 4),
+        ("tiny", "lora", "llama-1m", "32-true", 4),
+        ("tiny", "qlora", "llama-1m", "bf16-true", 4),
+    )
+}
+BOTH: tuple[Method, ...] = ("full", "lora")
+EVERY: tuple[Method, ...] = ("full", "lora", "qlora")
+ONE_MICRO_STEP = {"train.micro_batch_size": 8, "train.global_batch_size": 8}
+
+
+def _optimizer(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"optimizer": name} | {f"optimizer.{key}": value for key, value in arguments.items()}
+
+
+LEVERS = [
+    Lever(
+        name="padding_free",
+        off={"train.padding_free": False},
+        on={"train.padding_free": True},
+        methods=EVERY,
+    ),
+    Lever(
+        name="micro_batch_tokens 1024",
+        off={"train.micro_batch_size": 8},
+        on={"train.micro_batch_size": 16, "train.micro_batch_tokens": 1024},
+        methods=BOTH,
+    ),
+    Lever(name="compile", on={"compile": True}, methods=EVERY),
+    Lever(
+        name="kernels liger",
+        off={"kernels": "torch"},
+        on={"kernels": "liger"},
+        methods=EVERY,
+        gpu_only=True,
+    ),
+    Lever(
+        name="activation_checkpointing",
+        on={"memory.activation_checkpointing": True},
+        methods=EVERY,
+    ),
+    Lever(
+        name="activation_checkpointing, every 2nd block",
+        on={"memory.activation_checkpointing": 2},
+        methods=BOTH,
+    ),
+    Lever(
+        name="offload_activations",
+        on={"memory.offload_activations": True},
+        methods=BOTH,
+        gpu_only=True,
+    ),
+    Lever(
+        name="optimizer_in_backward",
+        off=ONE_MICRO_STEP,
+        on=ONE_MICRO_STEP | {"train.optimizer_in_backward": True},
+    ),
+    Lever(
+        name="AdamW fused",
+        off=_optimizer("AdamW", foreach=True),
+        on=_optimizer("AdamW", fused=True),
+    ),
+    Lever(name="AdamW8bit", on=_optimizer("bitsandbytes.optim.AdamW8bit")),
+    Lever(
+        name="PagedAdamW8bit", on=_optimizer("bitsandbytes.optim.PagedAdamW8bit"), gpu_only=True
+    ),
+    Lever(name="Muon", on=_optimizer("torch.optim.Muon")),
+    Lever(name="bf16-mixed", off={"precision": "32-true"}, on={"precision": "bf16-mixed"}),
+    Lever(
+        name="bf16-true",
+        off={"precision": "32-true"},
+        on={"precision": "bf16-true"},
+        methods=BOTH,
+    ),
+    Lever(name="deterministic", on={"deterministic": True}),
+    Lever(name="lora_variant dora", on={"lora_variant": "dora"}, methods=("lora",)),
+    Lever(name="lora_init pissa", on={"lora_init": "pissa"}, methods=("lora",)),
+    Lever(name="lora_init olora", on={"lora_init": "olora"}, methods=("lora",)),
+    Lever(
+        name="LoRA of all layers",
+        on=dict.fromkeys(("lora_key", "lora_projection", "lora_mlp"), True),
+        methods=("lora", "qlora"),
+    ),
+    Lever(name="lora_dropout 0.05", on={"lora_dropout": 0.05}, methods=("lora",)),
+    *(
+        Lever(name=f"quantize {kind}", off={"quantize": None}, on={"quantize": kind},
+              methods=("qlora",))
+        for kind in ("bnb.nf4", "bnb.nf4-dq", "bnb.int8")
+    ),
+]  # fmt: skip
+"""All of them, those that are expected to cost something too."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Options of this command."""
+    parser.add_argument("--pairs", type=int, default=3, help="of runs off and on, for each lever")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], metavar="TEXT",
+        help="levers with one of these texts in their names",
+    )  # fmt: skip
+    parser.add_argument("--methods", nargs="+", choices=EVERY, default=EVERY)
+    parser.add_argument("--steps", type=int, help="of every run")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, to see that it runs")
+    parser.add_argument("--limit_s", type=float, default=300, help="of one run")
+    parser.add_argument("--total_s", type=float, help="begin no further pair after this time")
+    parser.add_argument(
+        "--out", type=Path, help="JSON file for the figures; a .md and a .svg come beside it"
+    )
+    parser.add_argument("--go_on", action="store_true", help="keep the pairs that --out has")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="only show these figures")
+
+
+def main(asked: argparse.Namespace) -> int:
+    """Measure what was asked; the exit code is 0 whatever a lever does."""
+    if asked.show:
+        print(markdown(json.loads(asked.show.read_text())))
+        return 0
+    figures = measure(asked)
+    text = markdown(figures)
+    print(text)
+    if asked.out:
+        asked.out.with_suffix(".md").write_text(text + "\n")
+        draw(figures, asked.out.with_suffix(".svg"))
+    return 0
+
+
+def chosen(only: Sequence[str], methods: Sequence[str]) -> list[tuple[Lever, Method]]:
+    """Levers with a method each, by method: a model is loaded from the cache of files then."""
+    return [
+        (lever, method)
+        for method in EVERY
+        for lever in LEVERS
+        if method in methods
+        and method in lever.methods
+        and any(text in lever.name for text in only)
+    ]
+
+
+def measure(asked: argparse.Namespace) -> Figures:
+    """All pairs; the file is written after each."""
+    machine = "tiny" if asked.tiny else "gpu" if is_gpu_here() else "cpu"
+    figures: Figures = {"pairs": []}
+    if asked.go_on and asked.out and asked.out.exists():
+        figures = json.loads(asked.out.read_text())
+    done = {(row["lever"], row["method"], row["pair"]) for row in figures["pairs"]}
+    figures |= {
+        "machine": machine,
+        "scenes": {f"{a} {b}": dataclasses.asdict(one) for (a, b), one in SCENES.items()},
+        "warm_up_steps": WARM_UP_STEPS,
+        "hardware": dataclasses.asdict(hardware()),
+        "versions": versions(),
+    }
+    imports = imports_bytes()
+    until_s = time.monotonic() + (asked.total_s or float("inf"))
+    with tempfile.TemporaryDirectory() as name:
+        for pair in range(asked.pairs):
+            for lever, method in chosen(asked.only, asked.methods):
+                if (lever.name, method, pair) in done or time.monotonic() > until_s:
+                    continue
+                row = {"lever": lever.name, "method": method, "pair": pair}
+                if lever.gpu_only and machine != "gpu":
+                    row["refused"] = "needs a GPU"
+                else:
+                    runs = _pair(lever, method, asked, machine, Path(name), swap=pair % 2 == 1)
+                    for kind, run in runs.items():
+                        run = dataclasses.replace(run, imports_bytes=imports)
+                        row[kind] = dataclasses.asdict(run)
+                row["load_average"] = os.getloadavg()[0]
+                figures["pairs"].append(row)
+                print(" ".join(row_cells(lever.name, method, [row])), flush=True)
+                if asked.out:
+                    asked.out.write_text(json.dumps(figures, indent=1) + "\n")
+    return figures
+
+
+def _pair(
+    lever: Lever,
+    method: Method,
+    asked: argparse.Namespace,
+    machine: str,
+    place: Path,
+    *,
+    swap: bool,
+) -> dict[str, Measured]:
+    """A run without the lever and one with it; `swap`: the other way round."""
+    scene = SCENES[machine, method]
+    if asked.steps:
+        scene = dataclasses.replace(scene, steps=asked.steps)
+    keys = keys_of(scene, method, place)
+    keys["accelerator"] = "cuda" if machine == "gpu" else "cpu"
+    runs: dict[str, Measured] = {}
+    for kind in ("on", "off") if swap else ("off", "on"):
+        out_dir = Path(tempfile.mkdtemp(dir=place)) / "out"
+        with_lever = keys | (lever.on if kind == "on" else lever.off)
+        how = "full" if method == "full" else "lora"
+        runs[kind] = run_ftkit(how, with_lever, out_dir, asked.limit_s)
+    return runs
+
+
+def keys_of(scene: Scene, method: Method, place: Path) -> dict[str, Any]:
+    """Keys of a run on a scene; model and records are made unless they are there."""
+    import torch
+
+    from benchmarking import workload
+
+    model = place / f"{scene.model}-{scene.precision}"
+    if not model.is_dir():
+        dtype = torch.float32 if scene.precision == "32-true" else torch.bfloat16
+        workload.make_model(model, scene.model, dtype)
+    count = scene.steps * scene.global_batch_size
+    data = place / f"records-{count}"
+    if not data.is_dir():
+        records = workload.make_records(workload.alpaca_lengths(count))
+        order = workload.order_of_ftkit(count, SEED)
+        workload.write_data(data, workload.in_file_order(records, order), records[:2])
+    keys = {
+        "checkpoint_dir": model,
+        "precision": scene.precision,
+        "data.path": data,
+        "train.max_seq_length": workload.LONGEST,
+        "train.micro_batch_size": scene.micro_batch_size,
+        "train.global_batch_size": scene.global_batch_size,
+        "train.max_steps": scene.steps,
+    }
+    return keys | ({"quantize": "bnb.nf4"} if method == "qlora" else {})
+
+
+def markdown(figures: Figures) -> str:
+    """A row for each lever, in the order in which they were measured."""
+    keys = dict.fromkeys((row["lever"], row["method"]) for row in figures["pairs"])
+    rows = [row_cells(*key, rows_of(figures, *key)) for key in keys]
+    machine = figures["hardware"]
+    on = ", ".join(one["name"] for one in machine["gpus"]) or machine["cpu"]
+    pairs = 1 + max((row["pair"] for row in figures["pairs"]), default=-1)
+    said = (
+        f"Medians of {pairs} pairs on {on}; tokens without padding; the first "
+        f"{figures['warm_up_steps']} steps are not counted. Memory: allocated on the GPU, or of "
+        "the largest process less what its imports hold."
+    )
+    return f"{table(COLUMNS, rows)}\n\n{said}"
+
+
+def rows_of(figures: Figures, lever: str, method: str) -> list[Figures]:
+    """The pairs of a lever."""
+    rows = figures["pairs"]
+    return [row for row in rows if (row["lever"], row["method"]) == (lever, method)]
+
+
+def row_cells(lever: str, method: str, pairs: Sequence[Figures]) -> list[str]:
+    """A row of the table: medians over the pairs; what was said instead of figures."""
+    if refused := next((row["refused"] for row in pairs if "refused" in row), None):
+        return [lever, method, refused, *[""] * (len(COLUMNS) - 3)]
+    off, on = ([from_json(Measured, row[kind]) for row in pairs] for kind in ("off", "on"))
+    if failed := next((run.failure for run in [*on, *off] if not run.is_whole), None):
+        return [lever, method, in_a_cell(failed), *[""] * (len(COLUMNS) - 3)]
+    both = [pair for pair in zip(off, on, strict=True) if all(run.is_whole for run in pair)]
+    differ = max(largest_difference(a.steps, b.steps) for a, b in both)
+    return [
+        lever,
+        method,
+        *_compared(off, on, "tokens_per_s", lambda value: number(value, ",.0f")),
+        *_compared(off, on, "peak_bytes", lambda value: gib(value) + " GiB"),
+        *_compared(off, on, "first_step_s", lambda value: number(value, ".1f") + " s")[:2],
+        f"{differ:.0e}",
+    ]
+
+
+def _compared(off: Sequence[Measured], on: Sequence[Measured], name: str, cell: Any) -> list[str]:
+    """Without, with, and the ratio of the pairs."""
+    ratio = number(paired_ratio(on, off, name), ".2f")
+    return [cell(median_of(off, name)), cell(median_of(on, name)), ratio]
+
+
+def draw(figures: Figures, picture: Path) -> None:
+    """What each lever does to speed and memory, a panel for each."""
+    panels: dict[str, dict[str, float]] = {"tokens/s": {}, "peak memory": {}}
+    for lever, method in dict.fromkeys((row["lever"], row["method"]) for row in figures["pairs"]):
+        pairs = [row for row in rows_of(figures, lever, method) if "on" in row]
+        off, on = ([from_json(Measured, row[kind]) for row in pairs] for kind in ("off", "on"))
+        for panel, name in (("tokens/s", "tokens_per_s"), ("peak memory", "peak_bytes")):
+            ratio = paired_ratio(on, off, name)
+            if ratio is not None:
+                panels[panel][f"{lever}, {method}"] = ratio
+    known = {panel: bars for panel, bars in panels.items() if bars}
+    if known:
+        draw_bars(known, "with the lever, relative to without", "Levers of ftkit", picture)

@@ -1,0 +1,1 @@
+"""ftkit beside other programs that fine-tune: the same weights, tokens, batches and precision."""

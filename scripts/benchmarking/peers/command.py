@@ -1,0 +1,234 @@
+"""``scripts/benchmark peers``: ftkit beside LitGPT and TRL, in turns, round by round."""
+
+import argparse
+import dataclasses
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarking.figures import (
+    WARM_UP_STEPS,
+    Measured,
+    largest_difference,
+    median_of,
+    paired_ratio,
+)
+from benchmarking.ftkit_run import is_gpu_here
+from benchmarking.peers.cases import (
+    BARS,
+    CPU_CASES,
+    DEFAULT_PROGRAMS,
+    GPU_CASES,
+    PROGRAMS,
+    TINY_CASES,
+    Case,
+)
+from benchmarking.tables import draw_bars, gib, in_a_cell, number, table
+from ftkit.utils.hardware import hardware
+from ftkit.utils.json_values import from_json
+
+ENVIRONMENTS = Path(".venv") / "benchmarks"
+LIMIT_S = 300.0
+COLUMNS = (
+    "program", "tokens/s", "x LitGPT", "step", "padding", "peak memory", "x LitGPT",
+    "first step after", "first loss", "last loss", "apart from ftkit, first / last",
+)  # fmt: skip
+
+Figures = dict[str, Any]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Options of this command."""
+    parser.add_argument("--rounds", type=int, default=3, help="each with every program in turn")
+    parser.add_argument("--steps", type=int, help="of every run, instead of what the cases say")
+    parser.add_argument(
+        "--cases", nargs="+", default=[""], metavar="TEXT",
+        help="those with one of these texts in their names",
+    )  # fmt: skip
+    parser.add_argument(
+        "--programs", nargs="+", choices=PROGRAMS, default=DEFAULT_PROGRAMS, metavar="NAME",
+        help=f"{', '.join(PROGRAMS)}; default: {', '.join(DEFAULT_PROGRAMS)}",
+    )  # fmt: skip
+    parser.add_argument("--tiny", action="store_true", help="a tiny case, to see that it runs")
+    parser.add_argument(
+        "--environments", type=Path, default=ENVIRONMENTS,
+        help=f"where the other programs are installed; default: {ENVIRONMENTS}",
+    )  # fmt: skip
+    parser.add_argument("--wheels", type=Path, help="install from this folder, without network")
+    parser.add_argument("--limit_s", type=float, default=LIMIT_S, help="of one run")
+    parser.add_argument(
+        "--out", type=Path, help="JSON file for the figures; a .md and a .svg come beside it"
+    )
+    parser.add_argument("--go_on", action="store_true", help="keep the runs that --out has")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="only show these figures")
+
+
+def main(asked: argparse.Namespace) -> int:
+    """Measure what was asked; the exit code is 1 if ftkit fails in a case."""
+    if asked.show:
+        print(markdown(json.loads(asked.show.read_text())))
+        return 0
+    is_gpu = not asked.tiny and is_gpu_here()
+    cases = TINY_CASES if asked.tiny else GPU_CASES if is_gpu else CPU_CASES
+    chosen = [one for one in cases if any(text in one.name for text in asked.cases)]
+    if asked.steps:
+        chosen = [dataclasses.replace(one, steps=asked.steps) for one in chosen]
+    figures = measure(asked, chosen, is_gpu)
+    text = markdown(figures)
+    print(text)
+    if asked.out:
+        asked.out.with_suffix(".md").write_text(text + "\n")
+        draw(figures, asked.out.with_suffix(".svg"))
+    failed = [row for row in figures["runs"] if row["program"] == "ftkit"]
+    return int(any(row["measured"]["failure"] for row in failed))
+
+
+def measure(asked: argparse.Namespace, cases: Sequence[Case], is_gpu: bool) -> Figures:
+    """All runs, in turns; the file is written after each."""
+    from benchmarking.peers.environments import versions_of
+    from benchmarking.peers.programs import Workspace, environments, run_program
+
+    figures: Figures = {"runs": []}
+    if asked.go_on and asked.out and asked.out.exists():
+        figures = json.loads(asked.out.read_text())
+    done = {(row["round"], row["case"], row["program"]) for row in figures["runs"]}
+    pythons = environments(asked.programs, asked.environments.absolute(), asked.wheels)
+    figures |= {
+        "cases": {case.name: dataclasses.asdict(case) for case in cases},
+        "warm_up_steps": WARM_UP_STEPS,
+        "hardware": dataclasses.asdict(hardware()),
+        "versions": {name: versions_of(python) for name, python in pythons.items()},
+    }
+    with tempfile.TemporaryDirectory() as name:
+        place = Workspace(Path(name), pythons, asked.limit_s, is_gpu)
+        imports = {name: place.imports_bytes(name) for name in pythons}
+        for number_ in range(asked.rounds):
+            for case in cases:
+                for program in asked.programs:
+                    if (number_, case.name, program) in done:
+                        continue
+                    scratch = place.directory / "run"
+                    scratch.mkdir()
+                    measured = dataclasses.replace(
+                        run_program(program, case, place, scratch),
+                        imports_bytes=imports[program.partition(" ")[0]],
+                    )
+                    shutil.rmtree(scratch)
+                    figures["runs"].append(
+                        {
+                            "round": number_,
+                            "case": case.name,
+                            "program": program,
+                            "load_average": os.getloadavg()[0],
+                            "measured": dataclasses.asdict(measured),
+                        }
+                    )
+                    print(f"{case.name}: {program}: {_line(measured)}", flush=True)
+                    if asked.out:
+                        asked.out.write_text(json.dumps(figures, indent=1) + "\n")
+    return figures
+
+
+def by_program(figures: Figures, case: str) -> dict[str, list[Measured]]:
+    """The runs of a case by program, round by round."""
+    found: dict[str, list[Measured]] = {}
+    for row in sorted(figures["runs"], key=lambda row: row["round"]):
+        if row["case"] == case:
+            found.setdefault(row["program"], []).append(from_json(Measured, row["measured"]))
+    return found
+
+
+def markdown(figures: Figures) -> str:
+    """All figures as tables, one for each case."""
+    parts = []
+    for case, settings in figures["cases"].items():
+        runs = by_program(figures, case)
+        rows = [cells(program, runs) for program in runs]
+        parts.append(f"**{case}, {settings['steps']} steps**\n\n{table(COLUMNS, rows)}")
+        parts += bars_of(settings, runs)
+    versions = figures["versions"].items()
+    listed = [f"{name}: " + ", ".join(f"{k} {v}" for k, v in of.items()) for name, of in versions]
+    rounds = 1 + max((row["round"] for row in figures["runs"]), default=-1)
+    machine = figures["hardware"]
+    said = (
+        f"Medians of {rounds} rounds; tokens without padding; the first "
+        f"{figures['warm_up_steps']} steps are not counted. Memory: allocated on the GPU, or of "
+        "the largest process less what its imports hold. "
+        f"{machine['cpu']}, {machine['physical_cores']} cores. " + "; ".join(listed) + "."
+    )
+    return "\n\n".join([*parts, said])
+
+
+def cells(program: str, runs: dict[str, list[Measured]]) -> list[str]:
+    """A row of the table."""
+    own = runs[program]
+    whole = [run for run in own if run.is_whole]
+    if not whole:
+        return [program, in_a_cell(own[-1].failure), *[""] * (len(COLUMNS) - 2)]
+    beside = runs.get("litgpt", [])
+    apart = ""
+    reference = next((run for run in runs.get("ftkit", []) if run.is_whole), None)
+    if reference and program != "ftkit":
+        first = largest_difference(whole[0].steps[:1], reference.steps[:1])
+        last = largest_difference(whole[0].steps[-1:], reference.steps[-1:])
+        apart = f"{first:.0e} / {last:.0e}"
+    return [
+        program,
+        number(median_of(own, "tokens_per_s"), ",.0f"),
+        number(paired_ratio(own, beside, "tokens_per_s"), ".2f"),
+        number(median_of(own, "step_s"), ".2f") + " s",
+        number(median_of(own, "padding_fraction"), ".1%"),
+        gib(median_of(own, "peak_bytes")) + " GiB",
+        number(paired_ratio(own, beside, "peak_bytes"), ".2f"),
+        number(median_of(own, "first_step_s"), ".1f") + " s",
+        f"{whole[0].steps[0].loss:.4f}",
+        f"{whole[0].steps[-1].loss:.4f}",
+        apart,
+    ]
+
+
+def bars_of(settings: Figures, runs: dict[str, list[Measured]]) -> list[str]:
+    """What ftkit wanted to reach in a case, and whether it did; nothing for other cases."""
+    batch = settings["micro_batch_size"], settings["global_batch_size"]
+    own, beside = runs.get("ftkit", []), runs.get("litgpt", [])
+    if settings["model"] != "llama-34m" or batch != (8, 8):
+        return []
+    speed, memory = (paired_ratio(own, beside, name) for name in ("tokens_per_s", "peak_bytes"))
+    if speed is None or memory is None:
+        return []
+    wanted, most = BARS[settings["precision"]]
+    said = [
+        f"{'reached' if speed >= wanted else 'missed'}: {wanted} x LitGPT's tokens/s ({speed:.2f})",
+        f"{'reached' if memory <= most else 'missed'}: {most} x its memory ({memory:.2f})",
+    ]
+    best = median_of(runs.get("trl best", []), "tokens_per_s")
+    if best is not None:
+        is_faster = (median_of(own, "tokens_per_s") or 0) > best
+        said.append(f"{'reached' if is_faster else 'missed'}: faster than TRL's best")
+    return ["; ".join(said)]
+
+
+def draw(figures: Figures, picture: Path) -> None:
+    """The speed of all programs, a panel for each case."""
+    groups = {}
+    for case in figures["cases"]:
+        speeds = {
+            program: median_of(own, "tokens_per_s")
+            for program, own in by_program(figures, case).items()
+        }
+        known = {program: speed for program, speed in speeds.items() if speed is not None}
+        if known:
+            groups[case] = known
+    if groups:
+        draw_bars(groups, "tokens per second, padding not counted", "Fine-tuning", picture)
+
+
+def _line(measured: Measured) -> str:
+    if not measured.is_whole:
+        return in_a_cell(measured.failure)
+    speed, padding = measured.tokens_per_s, measured.padding_fraction or 0
+    return f"{speed:,.0f} tokens/s, padding {padding:.1%}, {gib(measured.peak_bytes)} GiB"

@@ -1,0 +1,264 @@
+"""How each program is started for a case, and what it is given."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarking.figures import Measured, padding_of, steps_of
+from benchmarking.ftkit_run import IMPORTS, LEARNING_RATE, SEED, run_ftkit
+from benchmarking.peers.cases import (
+    LORA_ALPHA,
+    LORA_RANK,
+    PACKED,
+    QKV,
+    TRL_SETTINGS,
+    Case,
+)
+from benchmarking.watch import Watched, own_bytes, watch
+from benchmarking.workload import (
+    LONGEST,
+    Record,
+    alpaca_lengths,
+    in_file_order,
+    make_model,
+    make_records,
+    order_of_ftkit,
+    order_of_litgpt,
+    tokens_of,
+    write_data,
+)
+
+HERE = Path(__file__).parent
+LITGPT_DATA_SEED = 42
+"""LitGPT's default, by which it shuffles."""
+VALIDATION_RECORDS = 2
+DTYPES = {"32-true": torch.float32, "bf16-true": torch.bfloat16}
+IMPORTS_OF = {
+    "ftkit": IMPORTS,
+    "litgpt": "import litgpt.__main__",
+    "trl": (
+        "import peft, trl, transformers.models.llama.modeling_llama\n"
+        "from trl import SFTConfig, SFTTrainer"
+    ),
+}
+"""What each program imports to train a Llama."""
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Where models and data of the cases lie; what is there is used again."""
+
+    directory: Path
+    pythons: dict[str, Path]
+    """By program: of its environment."""
+    limit_s: float
+    """Of one run."""
+    is_gpu: bool
+
+    def model(self, case: Case) -> Path:
+        """The model of a case in Hugging Face layout."""
+        target = self.directory / f"{case.model}-{case.precision}"
+        return _once(target, lambda made: make_model(made, case.model, DTYPES[case.precision]))
+
+    def litgpt_model(self, case: Case) -> Path:
+        """The same in LitGPT's layout."""
+        source = self.model(case)
+
+        def make(made: Path) -> None:
+            program: list[str | Path] = [self.pythons["litgpt"], HERE / "litgpt_run.py"]
+            words = [*program, "convert", source, made]
+            seen = watch(words, limit_s=self.limit_s, directory=self.directory)
+            if seen.exit_code != 0:
+                raise RuntimeError(f"LitGPT's model could not be made:\n{seen.output}")
+
+        return _once(source.with_name(source.name + "-litgpt"), make)
+
+    def records(self, case: Case) -> list[Record]:
+        """The samples of a case, in the order in which they are trained on."""
+        return make_records(alpaca_lengths(case.steps * case.global_batch_size))
+
+    def imports_bytes(self, program: str) -> int:
+        """What a process of a program holds when it has only imported."""
+        name = program.partition(" ")[0]
+        return own_bytes(self.pythons[name], IMPORTS_OF[name], self.directory)
+
+
+def run_program(program: str, case: Case, place: Workspace, scratch: Path) -> Measured:
+    """Run a program on a case.
+
+    Args:
+        program: one of PROGRAMS.
+        case: what is trained.
+        place: with models and environments.
+        scratch: an empty directory.
+    """
+    if program == "ftkit":
+        method, keys = ftkit_keys(case, place, scratch)
+        measured = run_ftkit(method, keys, scratch / "out", place.limit_s)
+        return replace(measured, steps=measured.steps[: case.steps])
+    if program == "litgpt":
+        words = litgpt_words(case, place, scratch)
+        seen = watch(words, limit_s=place.limit_s, directory=scratch)
+        steps = steps_of(seen.events, skip=1)
+        padding = padding_in_order(place.records(case), case.micro_batch_size)
+        measured = replace(_measured(seen, place.limit_s), steps=steps, padding_fraction=padding)
+    else:
+        words = trl_words(program, case, place, scratch)
+        seen = watch(words, limit_s=place.limit_s, directory=scratch)
+        measured = replace(
+            _measured(seen, place.limit_s),
+            steps=steps_of(seen.events),
+            padding_fraction=padding_of(seen.events),
+        )
+    return measured if measured.steps or measured.failure else _failed(seen)
+
+
+def ftkit_keys(case: Case, place: Workspace, scratch: Path) -> tuple[str, dict[str, Any]]:
+    """Method and keys of ftkit.
+
+    Its cosine ends at the last step, that of the others one step after it: it gets a step more,
+    which is not counted, with the records of the first batch.
+    """
+    records = place.records(case)
+    records += records[: case.global_batch_size]
+    data = in_file_order(records, order_of_ftkit(len(records), SEED))
+    write_data(scratch / "data", data, data[:VALIDATION_RECORDS])
+    keys: dict[str, Any] = {
+        "checkpoint_dir": place.model(case),
+        "accelerator": "cuda" if place.is_gpu else "cpu",
+        "precision": case.precision,
+        "data.path": scratch / "data",
+        "train.global_batch_size": case.global_batch_size,
+        "train.micro_batch_size": case.micro_batch_size,
+        "train.max_steps": case.steps + 1,
+        "train.max_seq_length": LONGEST,
+    }
+    if case.method == "qlora":
+        keys["quantize"] = "bnb.nf4"
+    if case.method != "full":
+        keys |= {"lora_r": LORA_RANK, "lora_alpha": LORA_ALPHA}
+    return "full" if case.method == "full" else "lora", keys
+
+
+def litgpt_words(case: Case, place: Workspace, scratch: Path) -> list[str | Path]:
+    """LitGPT's command line; the records of the first batch come twice, see `cases`."""
+    records = place.records(case)
+    records = records[: case.global_batch_size] + records
+    data = in_file_order(records, order_of_litgpt(len(records), LITGPT_DATA_SEED))
+    write_data(scratch / "data", data, data[:VALIDATION_RECORDS])
+    optimizer = {
+        "class_path": "torch.optim.AdamW",
+        "init_args": {"lr": LEARNING_RATE, "weight_decay": 0.0},
+    }
+    command = "finetune_full" if case.method == "full" else "finetune_lora"
+    options: dict[str, Any] = {
+        "out_dir": scratch / "out",
+        "precision": case.precision,
+        "data": "JSON",
+        "data.json_path": scratch / "data",
+        "data.mask_prompt": "true",
+        "data.prompt_style": json.dumps({"class_path": "litgpt.prompts.Default"}),
+        "train.global_batch_size": case.global_batch_size,
+        "train.micro_batch_size": case.micro_batch_size,
+        "train.max_steps": case.steps + 1,
+        "train.epochs": 1,
+        "train.lr_warmup_steps": 1,
+        "train.max_seq_length": LONGEST,
+        "train.save_interval": 1_000_000,
+        "eval.interval": 1_000_000,
+        "eval.final_validation": "false",
+        "optimizer": json.dumps(optimizer),
+    }
+    if case.method != "full":
+        options |= {"lora_r": LORA_RANK, "lora_alpha": LORA_ALPHA, "lora_dropout": 0.0}
+    if case.method == "qlora":
+        options["quantize"] = "bnb.nf4"
+    words: list[str | Path] = [place.pythons["litgpt"], HERE / "litgpt_run.py", "run"]
+    words += [str(case.steps + 1), command, str(place.litgpt_model(case))]
+    return words + [word for key, value in options.items() for word in (f"--{key}", str(value))]
+
+
+def trl_words(program: str, case: Case, place: Workspace, scratch: Path) -> list[str | Path]:
+    """TRL's command line, with what is trained in a file."""
+    records = scratch / "records.json"
+    records.write_text(json.dumps(place.records(case)))
+    packed = program in PACKED
+    what = {
+        "records": str(records),
+        "model": str(place.model(case)),
+        "out_dir": str(scratch / "out"),
+        "method": "full" if case.method == "full" else "lora",
+        "quantize": case.method == "qlora",
+        "rank": LORA_RANK,
+        "alpha": LORA_ALPHA,
+        "targets": QKV,
+        "dtype": str(DTYPES[case.precision]).removeprefix("torch."),
+        "micro_batch_size": 1 if packed else case.micro_batch_size,
+        "micro_steps": 1 if packed else case.micro_steps,
+        "steps": case.steps,
+        "learning_rate": LEARNING_RATE,
+        "settings": {"bf16": False} | TRL_SETTINGS[program],
+    }
+    file = scratch / "trl.json"
+    file.write_text(json.dumps(what))
+    return [place.pythons["trl"], HERE / "trl_run.py", file]
+
+
+def padding_in_order(records: Sequence[Record], micro_batch_size: int) -> float:
+    """Share of padding where samples are taken in order and padded to the longest beside them."""
+    lengths = [tokens_of(record) for record in records]
+    batches = [
+        lengths[first : first + micro_batch_size]
+        for first in range(0, len(lengths), micro_batch_size)
+    ]
+    return 1 - sum(lengths) / sum(max(batch) * len(batch) for batch in batches)
+
+
+def environments(names: Sequence[str], directory: Path, wheels: Path | None) -> dict[str, Path]:
+    """The Python of each program; ftkit has that of this process."""
+    from benchmarking.peers.environments import python_of
+
+    pythons = {"ftkit": Path(sys.executable)}
+    for name in names:
+        first = name.partition(" ")[0]
+        if first not in pythons:
+            pythons[first] = python_of(first, directory, wheels)
+    return pythons
+
+
+def _measured(seen: Watched, limit_s: float) -> Measured:
+    """What is read in the same way of both other programs."""
+    if seen.exit_code is None:
+        return Measured(failure=f"not done after {limit_s:.0f} s")
+    if seen.exit_code != 0:
+        return _failed(seen)
+    first = [ended_s for ended_s, event in seen.events if "step" in event]
+    memory = [event["device_memory"] for _, event in seen.events if "device_memory" in event]
+    allocated, reserved = (memory[-1] if memory else None) or (None, None)
+    return Measured(
+        first_step_s=first[0] if first else None,
+        host_bytes=seen.host_bytes,
+        allocated_bytes=allocated,
+        reserved_bytes=reserved,
+    )
+
+
+def _failed(seen: Watched) -> Measured:
+    lines = [line for line in seen.output.splitlines() if line.strip()]
+    return Measured(failure=lines[-1].strip() if lines else f"exit code {seen.exit_code}")
+
+
+def _once(target: Path, make: Callable[[Path], object]) -> Path:
+    """Make a directory unless it is there whole."""
+    if not target.is_dir():
+        unfinished = target.with_name(target.name + ".unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        make(unfinished)
+        unfinished.rename(target)
+    return target

@@ -1,0 +1,131 @@
+"""TRL's SFTTrainer, with a line for the benchmark after each step.
+
+Runs in TRL's environment, without ftkit: ``trl_run.py FILE`` with a JSON file that says what is
+trained. The trainer and its settings are TRL's own; a hook counts tokens and positions.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import AutoTokenizer, TrainerCallback
+from trl import SFTConfig, SFTTrainer
+
+MARK = "benchmark: "
+
+
+class Counter:
+    """Real tokens and computed positions of forward passes, counted on the device."""
+
+    def __init__(self) -> None:
+        self.tokens: Any = 0
+        self.positions = 0
+
+    def __call__(self, module: Any, words: Any, keys: dict[str, Any]) -> None:
+        """Before a forward pass."""
+        ids, mask = keys["input_ids"], keys.get("attention_mask")
+        self.positions += ids.numel()
+        self.tokens = self.tokens + (ids.numel() if mask is None else mask.sum())
+
+
+class StepLines(TrainerCallback):
+    """A line for each optimizer step."""
+
+    def __init__(self, counter: Counter) -> None:
+        self._counter = counter
+
+    def on_log(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """What the trainer logs after a step."""
+        logs = more["logs"]
+        if "loss" not in logs:
+            return
+        tell(
+            {
+                "step": state.global_step,
+                "loss": float(logs["loss"]),
+                "total_tokens": int(self._counter.tokens),
+                "total_positions": self._counter.positions,
+            }
+        )
+
+
+def tell(event: dict[str, Any]) -> None:
+    """Say something to the benchmark."""
+    print(MARK + json.dumps(event), flush=True)
+
+
+def adapter(what: dict[str, Any]) -> Any:
+    """LoRA on the projections of queries and values, as ftkit and LitGPT have it by default."""
+    if what["method"] != "lora":
+        return None
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=what["rank"],
+        lora_alpha=what["alpha"],
+        lora_dropout=0.0,
+        target_modules=what["targets"],
+        task_type="CAUSAL_LM",
+    )
+
+
+def model_settings(what: dict[str, Any]) -> dict[str, Any]:
+    """How the weights are loaded."""
+    settings: dict[str, Any] = {"dtype": what["dtype"]}
+    if what["quantize"]:
+        from transformers import BitsAndBytesConfig
+
+        settings["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_compute_dtype=getattr(torch, what["dtype"]),
+        )
+    return settings
+
+
+def main(what: dict[str, Any]) -> None:
+    """Train."""
+    records = json.loads(Path(what["records"]).read_text())
+    samples = [
+        {"prompt": record["instruction"], "completion": record["output"]} for record in records
+    ]
+    config = SFTConfig(
+        output_dir=what["out_dir"],
+        model_init_kwargs=model_settings(what),
+        per_device_train_batch_size=what["micro_batch_size"],
+        gradient_accumulation_steps=what["micro_steps"],
+        max_steps=what["steps"],
+        learning_rate=what["learning_rate"],
+        lr_scheduler_type="cosine",
+        warmup_steps=0,
+        weight_decay=0.0,
+        max_grad_norm=0.0,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=not torch.cuda.is_available(),
+        **what["settings"],
+    )
+    trainer = SFTTrainer(
+        model=what["model"],
+        args=config,
+        train_dataset=Dataset.from_list(samples),
+        processing_class=AutoTokenizer.from_pretrained(what["model"]),
+        peft_config=adapter(what),
+    )
+    counter = Counter()
+    trainer.model.register_forward_pre_hook(counter, with_kwargs=True)
+    trainer.add_callback(StepLines(counter))
+    trainer.train()
+    memory = None
+    if torch.cuda.is_available():
+        memory = [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()]
+    tell({"device_memory": memory})
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()))

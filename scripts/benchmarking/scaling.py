@@ -1,0 +1,263 @@
+"""``scripts/benchmark scaling``: cost of training against length, model and ranks."""
+
+import argparse
+import dataclasses
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarking.figures import WARM_UP_STEPS, Measured, median_of
+from benchmarking.ftkit_run import SEED, imports_bytes, is_gpu_here, run_ftkit
+from benchmarking.tables import draw_lines, gib, in_a_cell, number, table
+from ftkit.utils.hardware import hardware, versions
+from ftkit.utils.json_values import from_json
+
+Figures = dict[str, Any]
+AXES = ("length", "size", "ranks")
+COLUMNS = ("what", "tokens/s", "step", "peak memory", "first step after")
+VALIDATION_RECORDS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What is measured on a kind of machine."""
+
+    model: str
+    """Where the model is not what varies."""
+    models: tuple[str, ...]
+    precision: str
+    lengths: tuple[int, ...]
+    """Tokens of every sample."""
+    length: int
+    """Where it is not what varies."""
+    tokens: int
+    """Of a micro-batch; so many samples are as long as that."""
+    steps: int
+
+
+MACHINES = {
+    "cpu": Machine(
+        model="llama-34m",
+        models=("llama-10m", "llama-34m", "llama-90m"),
+        precision="32-true",
+        lengths=(64, 128, 256, 512, 1024),
+        length=128,
+        tokens=1024,
+        steps=8,
+    ),
+    "gpu": Machine(
+        model="tinyllama-1.1b",
+        models=("tinyllama-1.1b", "llama-3b", "llama-7b"),
+        precision="bf16-true",
+        lengths=(128, 512, 1024, 2048),
+        length=512,
+        tokens=4096,
+        steps=12,
+    ),
+    "tiny": Machine(
+        model="llama-1m",
+        models=("llama-1m",),
+        precision="32-true",
+        lengths=(32,),
+        length=32,
+        tokens=64,
+        steps=3,
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One run."""
+
+    axis: str
+    """What varies."""
+    name: str
+    x: float
+    """Tokens of a sample, parameters, or ranks."""
+    model: str
+    length: int
+    keys: dict[str, Any]
+    """What else is set."""
+
+
+def points(machine: Machine, ranks: int) -> Iterator[Point]:
+    """All runs of a machine.
+
+    Args:
+        machine: what is measured there.
+        ranks: how many the strategies are tried with; below 2 they are left out.
+    """
+    from benchmarking.workload import SIZES
+
+    usual: dict[str, Any] = {"model": machine.model, "length": machine.length, "keys": {}}
+    for length in machine.lengths:
+        varied = usual | {"length": length}
+        yield Point(axis="length", name=f"{length} tokens", x=length, **varied)
+    for model in machine.models:
+        yield Point(
+            axis="size", name=model, x=SIZES[model].parameters, **(usual | {"model": model})
+        )
+    yield Point(axis="ranks", name="single", x=1, **usual)
+    if ranks > 1:
+        for strategy in ("ddp", "fsdp", "deepspeed"):
+            varied = usual | {"keys": {"devices": ranks, "strategy": strategy}}
+            yield Point(axis="ranks", name=f"{strategy} x{ranks}", x=ranks, **varied)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Options of this command."""
+    parser.add_argument("--axes", nargs="+", choices=AXES, default=AXES)
+    parser.add_argument("--method", choices=("full", "lora"), default="full")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, help="of every run")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, to see that it runs")
+    parser.add_argument("--limit_s", type=float, default=300, help="of one run")
+    parser.add_argument(
+        "--out", type=Path, help="JSON file for the figures; a .md and a .svg come beside it"
+    )
+    parser.add_argument("--show", type=Path, metavar="FILE", help="only show these figures")
+
+
+def main(asked: argparse.Namespace) -> int:
+    """Measure what was asked; the exit code is 1 if nothing could be measured."""
+    if asked.show:
+        print(markdown(json.loads(asked.show.read_text())))
+        return 0
+    figures = measure(asked)
+    text = markdown(figures)
+    print(text)
+    if asked.out:
+        asked.out.with_suffix(".md").write_text(text + "\n")
+        draw(figures, asked.out.with_suffix(".svg"))
+    whole = [from_json(Measured, row["measured"]).is_whole for row in figures["runs"]]
+    return 0 if any(whole) else 1
+
+
+def measure(asked: argparse.Namespace) -> Figures:
+    """All runs, round by round; the file is written after each."""
+    kind = "tiny" if asked.tiny else "gpu" if is_gpu_here() else "cpu"
+    machine = MACHINES[kind]
+    if asked.steps:
+        machine = dataclasses.replace(machine, steps=asked.steps)
+    figures: Figures = {
+        "runs": [],
+        "method": asked.method,
+        "machine": dataclasses.asdict(machine),
+        "warm_up_steps": WARM_UP_STEPS,
+        "hardware": dataclasses.asdict(hardware()),
+        "versions": versions(),
+    }
+    ranks = {"cpu": 2, "gpu": len(figures["hardware"]["gpus"]), "tiny": 1}[kind]
+    imports = imports_bytes()
+    with tempfile.TemporaryDirectory() as name:
+        for number_ in range(asked.rounds):
+            for point in points(machine, ranks):
+                if point.axis not in asked.axes:
+                    continue
+                keys = keys_of(point, machine, Path(name))
+                keys["accelerator"] = "cuda" if kind == "gpu" else "cpu"
+                out_dir = Path(tempfile.mkdtemp(dir=name)) / "out"
+                run = run_ftkit(asked.method, keys, out_dir, asked.limit_s)
+                run = dataclasses.replace(run, imports_bytes=imports)
+                row = {"round": number_, "axis": point.axis, "name": point.name, "x": point.x}
+                row |= {"load_average": os.getloadavg()[0], "measured": dataclasses.asdict(run)}
+                figures["runs"].append(row)
+                print(" ".join(row_cells(point.name, [run])), flush=True)
+                if asked.out:
+                    asked.out.write_text(json.dumps(figures, indent=1) + "\n")
+    return figures
+
+
+def keys_of(point: Point, machine: Machine, place: Path) -> dict[str, Any]:
+    """Keys of a run; model and records are made unless they are there.
+
+    Every rank computes one micro-batch a step.
+    """
+    import torch
+
+    from benchmarking import workload
+
+    model = place / point.model
+    if not model.is_dir():
+        dtype = torch.float32 if machine.precision == "32-true" else torch.bfloat16
+        workload.make_model(model, point.model, dtype)
+    micro = max(1, machine.tokens // point.length)
+    batch = micro * int(point.keys.get("devices", 1))
+    count = machine.steps * batch
+    data = place / f"records-{point.length}-{count}"
+    if not data.is_dir():
+        prompt = point.length // 2
+        lengths = [(prompt, point.length - prompt - 1)] * count
+        records = workload.make_records(lengths)
+        workload.write_data(data, records, records[:VALIDATION_RECORDS])
+    keys: dict[str, Any] = {
+        "checkpoint_dir": model,
+        "precision": machine.precision,
+        "seed": SEED,
+        "data.path": data,
+        "train.max_seq_length": point.length,
+        "train.micro_batch_size": micro,
+        "train.global_batch_size": batch,
+        "train.max_steps": machine.steps,
+    }
+    return keys | point.keys
+
+
+def runs_of(figures: Figures, axis: str) -> dict[str, list[Measured]]:
+    """The runs of an axis by name."""
+    found: dict[str, list[Measured]] = {}
+    for row in figures["runs"]:
+        if row["axis"] == axis:
+            found.setdefault(row["name"], []).append(from_json(Measured, row["measured"]))
+    return found
+
+
+def markdown(figures: Figures) -> str:
+    """A table for each axis."""
+    parts = []
+    for axis in AXES:
+        runs = runs_of(figures, axis)
+        if runs:
+            rows = [row_cells(name, own) for name, own in runs.items()]
+            parts.append(f"**{axis}**\n\n{table(COLUMNS, rows)}")
+    machine = figures["hardware"]
+    on = ", ".join(one["name"] for one in machine["gpus"]) or machine["cpu"]
+    rounds = 1 + max((row["round"] for row in figures["runs"]), default=-1)
+    parts.append(
+        f"Medians of {rounds} rounds of {figures['method']} fine-tuning on {on}, "
+        f"{figures['machine']['precision']}; the first {figures['warm_up_steps']} steps are not "
+        "counted. Memory: allocated on the GPU, or of the largest process less what its imports "
+        "hold."
+    )
+    return "\n\n".join(parts)
+
+
+def row_cells(name: str, runs: list[Measured]) -> list[str]:
+    """A row of a table."""
+    if failed := next((run.failure for run in runs if not run.is_whole), None):
+        return [name, in_a_cell(failed), "", "", ""]
+    return [
+        name,
+        number(median_of(runs, "tokens_per_s"), ",.0f"),
+        number(median_of(runs, "step_s"), ".2f") + " s",
+        gib(median_of(runs, "peak_bytes")) + " GiB",
+        number(median_of(runs, "first_step_s"), ".1f") + " s",
+    ]
+
+
+def draw(figures: Figures, picture: Path) -> None:
+    """Tokens per second against length, and beside it memory."""
+    x_of = {row["name"]: row["x"] for row in figures["runs"] if row["axis"] == "length"}
+    lines: dict[str, list[tuple[float, float]]] = {"tokens/s": [], "peak memory in MiB": []}
+    for name, runs in runs_of(figures, "length").items():
+        speed, memory = (median_of(runs, one) for one in ("tokens_per_s", "peak_bytes"))
+        if speed is not None and memory is not None:
+            lines["tokens/s"].append((x_of[name], speed))
+            lines["peak memory in MiB"].append((x_of[name], memory / 2**20))
+    if lines["tokens/s"]:
+        draw_lines(lines, ("tokens of a sample", ""), "Cost against length", picture)

@@ -1,0 +1,230 @@
+"""The workload of the benchmarks: a random Llama, a tokenizer, and records, made on the spot.
+
+Nothing is downloaded, and nothing is drawn without a seed: whoever runs the benchmarks computes on
+the same weights and the same tokens. A record is a text of words "w17", each of which is one token,
+so that all programs see the same ids whatever they do about spaces.
+"""
+
+import json
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+VOCABULARY = 32_000
+SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
+LONGEST = 512
+"""Tokens of a sample at most."""
+SHARD_BYTES = 4 * 2**30
+
+Record = dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """A Llama by its sizes."""
+
+    layers: int
+    width: int
+    intermediate: int
+    heads: int
+    key_value_heads: int
+    positions: int = 2048
+    """Longest sequence that it was made for."""
+
+    @property
+    def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Names of its weights as Hugging Face has them, and their shapes `[out, in]`."""
+        key_value = self.width // self.heads * self.key_value_heads
+        yield "model.embed_tokens.weight", (VOCABULARY, self.width)
+        for layer in range(self.layers):
+            block = f"model.layers.{layer}."
+            yield block + "input_layernorm.weight", (self.width,)
+            yield block + "self_attn.q_proj.weight", (self.width, self.width)
+            yield block + "self_attn.k_proj.weight", (key_value, self.width)
+            yield block + "self_attn.v_proj.weight", (key_value, self.width)
+            yield block + "self_attn.o_proj.weight", (self.width, self.width)
+            yield block + "post_attention_layernorm.weight", (self.width,)
+            yield block + "mlp.gate_proj.weight", (self.intermediate, self.width)
+            yield block + "mlp.up_proj.weight", (self.intermediate, self.width)
+            yield block + "mlp.down_proj.weight", (self.width, self.intermediate)
+        yield "model.norm.weight", (self.width,)
+        yield "lm_head.weight", (VOCABULARY, self.width)
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers it has."""
+        return sum(torch.Size(shape).numel() for _, shape in self.shapes)
+
+
+SIZES = {
+    "llama-1m": Size(layers=2, width=16, intermediate=44, heads=2, key_value_heads=2),
+    "llama-10m": Size(layers=3, width=128, intermediate=352, heads=2, key_value_heads=2),
+    "llama-34m": Size(layers=5, width=384, intermediate=1056, heads=6, key_value_heads=6),
+    "llama-90m": Size(layers=10, width=640, intermediate=1760, heads=10, key_value_heads=10),
+    "tinyllama-1.1b": Size(layers=22, width=2048, intermediate=5632, heads=32, key_value_heads=4),
+    "llama-3b": Size(layers=26, width=3200, intermediate=8640, heads=32, key_value_heads=32),
+    "llama-7b": Size(layers=32, width=4096, intermediate=11008, heads=32, key_value_heads=32),
+}
+"""By name; the largest ones are TinyLlama, OpenLLaMA 3B and Llama 2 7B but for their weights."""
+
+
+def make_model(directory: Path, name: str, dtype: torch.dtype) -> int:
+    """Write a random model in Hugging Face layout, with its tokenizer; how many parameters it has.
+
+    Args:
+        directory: for its files; made if needed.
+        name: one of SIZES.
+        dtype: of the weights.
+    """
+    size = SIZES[name]
+    directory.mkdir(parents=True, exist_ok=True)
+    index: dict[str, str] = {}
+    for number, shard in enumerate(_shards(size, dtype), 1):
+        file = f"model-{number:05}.safetensors"
+        save_file(shard, directory / file, metadata={"format": "pt"})
+        index |= dict.fromkeys(shard, file)
+    _write_json(directory / "model.safetensors.index.json", {"metadata": {}, "weight_map": index})
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": VOCABULARY,
+        "hidden_size": size.width,
+        "intermediate_size": size.intermediate,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.key_value_heads,
+        "max_position_embeddings": size.positions,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    _write_json(directory / "config.json", config)
+    write_tokenizer(directory)
+    return size.parameters
+
+
+def _shards(size: Size, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
+    """The weights, drawn on a GPU where there is one, as much at a time as a file takes."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(0)
+    shard: dict[str, torch.Tensor] = {}
+    for name, shape in size.shapes:
+        weight = torch.ones(shape, dtype=dtype)
+        if len(shape) == 2:
+            drawn = torch.empty(shape, device=device).normal_(0, 0.02, generator=generator)
+            weight = drawn.to(dtype).cpu()
+        shard[name] = weight
+        if sum(one.nbytes for one in shard.values()) >= SHARD_BYTES:
+            yield shard
+            shard = {}
+    if shard:
+        yield shard
+
+
+def write_tokenizer(directory: Path) -> None:
+    """Write a tokenizer to which a word is a token: its number is the word's."""
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+    words = {word: number for number, word in enumerate(SPECIAL_TOKENS)}
+    words |= {f"w{number}": number for number in range(len(words), VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token=SPECIAL_TOKENS[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens([AddedToken(word, special=True) for word in SPECIAL_TOKENS])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    unknown, begin, end = SPECIAL_TOKENS
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": unknown,
+        "bos_token": begin,
+        "eos_token": end,
+        "pad_token": unknown,
+        "add_bos_token": False,
+        "model_max_length": LONGEST,
+    }
+    _write_json(directory / "tokenizer_config.json", settings)
+    _write_json(directory / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2})
+
+
+def alpaca_lengths(count: int, seed: int = 0) -> list[tuple[int, int]]:
+    """Tokens of prompts and of answers, as those of Alpaca are spread: 133 in the mean, together.
+
+    Prompts have a frame of 40 tokens; what varies is drawn from log-normal distributions. In random
+    batches of 4 samples 36 % of the positions are padding, as with Alpaca itself; of 8, 48 %.
+    """
+    rng = random.Random(seed)
+    lengths = []
+    for _ in range(count):
+        prompt = min(40 + round(rng.lognormvariate(2.7, 0.6)), LONGEST // 2)
+        answer = min(max(1, round(rng.lognormvariate(3.95, 0.85))), LONGEST - 1 - prompt)
+        lengths.append((prompt, answer))
+    return lengths
+
+
+def make_records(lengths: Iterable[tuple[int, int]], seed: int = 0) -> list[Record]:
+    """Records of random words with so many tokens of prompt and of answer, the last one excluded.
+
+    The end-of-text token, which all programs add to an answer, is one token more.
+    """
+    rng = random.Random(seed)
+    first = len(SPECIAL_TOKENS)
+
+    def text(words: int) -> str:
+        return " ".join(f"w{rng.randrange(first, VOCABULARY)}" for _ in range(words))
+
+    return [
+        {"instruction": text(prompt) + "\n", "input": "", "output": text(answer)}
+        for prompt, answer in lengths
+    ]
+
+
+def tokens_of(record: Record) -> int:
+    """Tokens of a record, with the end-of-text token."""
+    return len(record["instruction"].split()) + len(record["output"].split()) + 1
+
+
+def in_file_order(records: Sequence[Record], drawn: Sequence[int]) -> list[Record]:
+    """The records in such an order that a program which draws these places trains in order.
+
+    Args:
+        records: as they are to be trained on.
+        drawn: places in the file in the order in which the program draws them.
+    """
+    placed: list[Record | None] = [None] * len(records)
+    for record, place in zip(records, drawn, strict=True):
+        placed[place] = record
+    return [record for record in placed if record is not None]
+
+
+def order_of_ftkit(samples: int, seed: int) -> list[int]:
+    """The places that ftkit draws in its first epoch."""
+    from ftkit.samples.sampler import EpochOrder
+
+    return [int(place) for place in EpochOrder([samples], [samples], seed).of(0)]
+
+
+def order_of_litgpt(samples: int, seed: int) -> list[int]:
+    """The places that LitGPT draws in its first epoch: those of a DataLoader with such a seed."""
+    from torch.utils.data import DataLoader
+
+    generator = torch.Generator().manual_seed(seed)
+    places: DataLoader[int] = DataLoader(range(samples), shuffle=True, generator=generator)  # type: ignore[arg-type]
+    return [int(place) for place in places]
+
+
+def write_data(directory: Path, train: list[Record], val: list[Record]) -> None:
+    """Write records as train.json and val.json, which ftkit and LitGPT read."""
+    directory.mkdir(parents=True, exist_ok=True)
+    _write_json(directory / "train.json", train)
+    _write_json(directory / "val.json", val)
+
+
+def _write_json(file: Path, content: object) -> None:
+    file.write_text(json.dumps(content))

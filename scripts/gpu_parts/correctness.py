@@ -1,0 +1,202 @@
+"""Parts that show that training on a GPU is right: tests, quick starts, limits, checkpoints."""
+
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+from ftkit.checkpoint.store import Store
+from ftkit.report.metrics import read_metrics
+from ftkit.report.report import Report, read_report
+from gpu_parts.part import Found, Scene, call, ftkit, last_words
+
+PLAIN: dict[str, Any] = {
+    "data": "JSON",
+    "data__path": "embedded:quickstart",
+    "data__mask_prompt": True,
+    "eval__interval": 0,
+    "eval__final_validation": False,
+    "eval__max_new_tokens": 0,
+    "train__lr_warmup_steps": 1,
+}
+"""Training on the data of the quick start, without evaluation."""
+BESIDE_TRAINING = """
+import os, sys
+if "ftkit.training.rank" in sys.orig_argv:
+    import ftkit.checkpoint.host_copies
+    ftkit.checkpoint.host_copies.COPIES_BESIDE_TRAINING = True
+"""
+CLOSE = 2e-3
+"""Losses of 16-bit runs that should be equal."""
+
+
+def tests(scene: Scene, found: Found) -> None:
+    """The tests for GPUs; without one they are skipped."""
+    file = scene.directory / "tests.xml"
+    words: list[object] = [sys.executable, "-m", "pytest", "tests/gpu", "-q", f"--junitxml={file}"]
+    done = call([*words, "-p", "no:cacheprovider"], scene)
+    (scene.results / "tests.txt").write_text(done.stdout + done.stderr)
+    if not file.exists():
+        found.check("pytest", passed=False, said=last_words(done))
+        return
+    for case in ET.parse(file).getroot().iter("testcase"):
+        kinds = {child.tag for child in case}
+        skipped = "skipped" in kinds
+        passed = None if skipped else not kinds & {"failure", "error"}
+        found.check(str(case.get("name")), passed, "skipped" if skipped else "")
+    found.figure("exit_code", done.returncode)
+
+
+def quick_starts(scene: Scene, found: Found) -> None:
+    """The quick start as it is, and on quantised weights."""
+    for kind in (None, "bnb.nf4", "bnb.int8"):
+        out = scene.directory / f"quick-{kind}"
+        keys: dict[str, Any] = {"config": "recipes/quickstart.yaml", "out_dir": out}
+        if kind is not None:
+            keys |= {"quantize": kind}
+        if scene.dry:
+            keys |= {"train__max_steps": 2, "eval__exact_match": 2}
+        done = ftkit(scene, "finetune", **keys, accelerator=scene.accelerator)
+        name = f"quick start, {kind or 'not quantised'}"
+        if done.returncode:
+            found.check(name, passed=False, said=last_words(done))
+            continue
+        report = read_report(out)
+        assert report.exact_match and report.throughput
+        after = report.exact_match.after or 0.0
+        found.check(name, passed=scene.dry or after > 0.9, said=f"exact match {after:.0%}")
+        found.figure(name, _summary(report))
+
+
+def fullest_micro_batch(scene: Scene, found: Found) -> None:
+    """A micro-batch chosen by prediction: it runs, and leaves little of the card unused."""
+    model = "random:pythia-14m" if scene.dry else "random:tiny-llama-1.1b"
+    for key in ("micro_batch_size", "micro_batch_tokens"):
+        out = scene.directory / key
+        keys: dict[str, Any] = {f"train__{key}": "auto"}
+        if key == "micro_batch_tokens":
+            keys["train__micro_batch_size"] = 512
+        done = ftkit(
+            scene,
+            "finetune_full",
+            **PLAIN,
+            **keys,
+            out_dir=out,
+            checkpoint_dir=model,
+            accelerator=scene.accelerator,
+            precision="32-true" if scene.dry else "bf16-true",
+            train__global_batch_size=4 if scene.dry else 512,
+            train__max_steps=2 if scene.dry else 4,
+            train__max_seq_length=64 if scene.dry else 2048,
+            checkpoint__save=False,
+        )
+        if done.returncode:
+            found.check(f"{key} auto", passed=False, said=last_words(done))
+            continue
+        found.check(f"{key} auto", passed=True)
+        found.figure(f"{key} auto", _summary(read_report(out)))
+
+
+def saves(scene: Scene, found: Found) -> None:
+    """Checkpoints written beside training hold what those hold that training waits for."""
+    site = scene.directory / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(BESIDE_TRAINING)
+    checksums: dict[str, list[str]] = {}
+    for name, asynchronous, path in (
+        ("synchronous", False, ""),
+        ("asynchronous", True, ""),
+        ("copied beside training", True, f":{site}"),
+    ):
+        out = scene.directory / name.replace(" ", "-")
+        words: list[object] = [sys.executable, "-m", "ftkit", "finetune_full"]
+        keys = PLAIN | {
+            "out_dir": out,
+            "checkpoint_dir": "random:pythia-14m" if scene.dry else "random:pythia-410m",
+            "accelerator": scene.accelerator,
+            "precision": "bf16-true",
+            "deterministic": "true",
+            "train__global_batch_size": 2 if scene.dry else 16,
+            "train__micro_batch_size": 2 if scene.dry else 16,
+            "train__max_steps": 3 if scene.dry else 8,
+            "train__max_seq_length": 128,
+            "train__save_interval": 1,
+            "checkpoint__keep_last": 8,
+            "checkpoint__asynchronous": str(asynchronous).lower(),
+        }
+        for key, value in keys.items():
+            text = str(value).lower() if isinstance(value, bool) else value
+            words += [f"--{key.replace('__', '.')}", text]
+        done = call(words, scene, PYTHONPATH=f"{Path.cwd()}{path}")
+        if done.returncode:
+            found.check(name, passed=False, said=last_words(done))
+            continue
+        checksums[name] = _checksums(out)
+        report = read_report(out)
+        stall = report.checkpoints.stall_s if report.checkpoints else None
+        same = checksums[name] == checksums.get("synchronous")
+        found.check(f"{name}: the same bytes", passed=same, said=f"{len(checksums[name])} files")
+        found.figure(f"stall_s, {name}", stall.mean if stall else None)
+
+
+def paged_optimizer(scene: Scene, found: Found) -> None:
+    """A paged 8-bit optimizer goes on from its checkpoint as if it had not stopped."""
+    losses: dict[str, list[float]] = {}
+    sessions: dict[str, list[dict[str, Any]]] = {
+        "whole": [{}],
+        "resumed": [{"stop_after": 2}, {"resume": "true"}],
+    }
+    for name, options in sessions.items():
+        out = scene.directory / name
+        for more in options:
+            optimizer = "AdamW8bit" if scene.dry else "PagedAdamW8bit"
+            done = ftkit(
+                scene,
+                "finetune_full",
+                **PLAIN,
+                **more,
+                out_dir=out,
+                checkpoint_dir="random:pythia-14m" if scene.dry else "random:pythia-410m",
+                accelerator=scene.accelerator,
+                precision="bf16-true",
+                optimizer=f"bitsandbytes.optim.{optimizer}",
+                train__global_batch_size=2 if scene.dry else 16,
+                train__micro_batch_size=2 if scene.dry else 16,
+                train__max_steps=4,
+                train__max_seq_length=128,
+            )
+            if done.returncode:
+                found.check(name, passed=False, said=last_words(done))
+                return
+        losses[name] = [float(row["loss"] or "nan") for row in read_metrics(out / "metrics.csv")]
+    pairs = zip(losses["whole"], losses["resumed"], strict=True)
+    apart = max(abs(a / b - 1) for a, b in pairs)
+    found.check("losses go on", passed=apart < CLOSE, said=f"apart by {apart:.0e}")
+
+
+def _summary(report: Report) -> dict[str, Any]:
+    """What is worth keeping of a report."""
+    throughput, peak, step = report.throughput, report.peak_memory, report.step_s
+    resolved = report.resolved
+    return {
+        "tokens_per_s": throughput.tokens_per_s if throughput else None,
+        "mfu": throughput.mfu if throughput else None,
+        "device_utilization": throughput.device_utilization if throughput else None,
+        "step_s": step.total if step else None,
+        "allocated_bytes": peak.allocated_bytes if peak else None,
+        "reserved_bytes": peak.reserved_bytes if peak else None,
+        "micro_batch_size": resolved.micro_batch_size if resolved else None,
+        "padding_fraction": report.tokens.padding_fraction if report.tokens else None,
+        "warnings": report.warnings,
+    }
+
+
+def _checksums(out: Path) -> list[str]:
+    """Of the shards of all checkpoints, step by step."""
+    store = Store(out / "checkpoints")
+    return [
+        f"{step} {name} {entry.sha256}"
+        for step in sorted(store.steps())
+        for name, entry in sorted(store.metadata(step).files.items())
+        if name.startswith("shard-")
+    ]

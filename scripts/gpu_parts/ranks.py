@@ -1,0 +1,89 @@
+"""A part for several GPUs: strategies learn the same, and a rank that dies ends the run."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from ftkit.report.metrics import read_metrics
+from gpu_parts.correctness import PLAIN
+from gpu_parts.part import ROOT, Found, Scene, ftkit, last_words
+
+STEPS = 40
+CLOSE = 5e-3
+"""Losses of strategies in bf16-true, step by step."""
+PATIENCE_S = 60
+"""A run whose rank has died ends within this time."""
+KEYS = PLAIN | {
+    "precision": "bf16-true",
+    "train__global_batch_size": 16,
+    "train__micro_batch_size": 4,
+    "train__max_steps": STEPS,
+    "train__max_seq_length": 128,
+}
+
+
+def strategies(scene: Scene, found: Found) -> None:
+    """Each strategy on two GPUs beside one GPU alone."""
+    losses: dict[str, list[float]] = {}
+    for strategy in ("single", "ddp", "fsdp", "deepspeed"):
+        out = scene.directory / strategy
+        done = ftkit(
+            scene,
+            "finetune_full",
+            **KEYS,
+            out_dir=out,
+            checkpoint_dir="random:pythia-410m",
+            accelerator=scene.accelerator,
+            strategy=strategy,
+            devices=1 if strategy == "single" else 2,
+            checkpoint__save=False,
+        )
+        if done.returncode:
+            found.check(strategy, passed=False, said=last_words(done))
+            continue
+        losses[strategy] = [float(r["loss"] or "nan") for r in read_metrics(out / "metrics.csv")]
+        pairs = zip(losses[strategy], losses.get("single", losses[strategy]), strict=True)
+        apart = max(abs(a / b - 1) for a, b in pairs)
+        found.check(strategy, passed=apart < CLOSE, said=f"apart by {apart:.0e}")
+
+
+def dead_rank(scene: Scene, found: Found) -> None:
+    """A rank is killed in the middle of training."""
+    out = scene.directory / "out"
+    words = [sys.executable, "-m", "ftkit", "finetune_full", "--out_dir", str(out)]
+    keys = KEYS | {"strategy": "fsdp", "devices": 2, "train__max_steps": 100_000}
+    keys |= {"checkpoint_dir": "random:pythia-410m", "accelerator": scene.accelerator}
+    keys |= {"train__epochs": 100_000}
+    for key, value in keys.items():
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        words += [f"--{key.replace('__', '.')}", text]
+    run = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    if not _has_steps(out / "metrics.csv", run):
+        found.check("training began", passed=False, said=f"exit code {run.poll()}")
+        return
+    ranks = psutil.Process(run.pid).children()
+    os.kill(ranks[-1].pid, signal.SIGKILL)
+    killed_s = time.monotonic()
+    try:
+        code = run.wait(PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        run.kill()
+        found.check("ends", passed=False, said=f"still there after {PATIENCE_S} s")
+        return
+    found.check("ends", passed=code != 0, said=f"{time.monotonic() - killed_s:.0f} s, code {code}")
+    left = [rank for rank in ranks if rank.is_running()]
+    found.check("leaves no process", passed=not left, said=left)
+
+
+def _has_steps(metrics: Path, run: "subprocess.Popen[bytes]") -> bool:
+    """Wait for the first rows."""
+    while run.poll() is None:
+        if metrics.exists() and metrics.read_text().count("\n") > 3:
+            return True
+        time.sleep(0.2)
+    return False

@@ -1,0 +1,353 @@
+"""scripts/benchmark: what is counted, and the tables of ftkit beside other programs."""
+
+import dataclasses
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+from command import ROOT
+
+SCRIPTS = ROOT / "scripts"
+
+
+@pytest.fixture(autouse=True)
+def as_a_script(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "benchmarking"]:
+        del sys.modules[name]
+
+
+def measured(*ended_s: float, tokens: int = 100, **values: Any) -> Any:
+    """A run whose steps ended then."""
+    from benchmarking.figures import Measured, Step
+
+    steps = [Step(ended_s=at, loss=10 - at, tokens=tokens) for at in ended_s]
+    return Measured(steps=steps, host_bytes=3 * 2**30, imports_bytes=2**30, **values)
+
+
+def test_the_first_two_steps_and_what_came_before_are_not_counted() -> None:
+    run = measured(10, 15, 16, 17, 19)
+    assert run.window_s == 4
+    assert run.tokens_per_s == 75
+    assert run.step_s == pytest.approx(4 / 3)
+
+
+def test_memory_is_that_of_the_gpu_or_else_what_imports_do_not_hold() -> None:
+    run = measured(1, 2, 3)
+    assert run.peak_bytes == 2 * 2**30
+    assert dataclasses.replace(run, allocated_bytes=7).peak_bytes == 7
+
+
+def test_a_run_without_a_window_is_not_whole() -> None:
+    assert not measured(1, 2).is_whole
+    assert measured(1, 2, 3).is_whole
+    assert not dataclasses.replace(measured(1, 2, 3), failure="exit code 1").is_whole
+
+
+def test_steps_are_told_by_running_totals_and_the_first_ones_can_be_left_out() -> None:
+    from benchmarking.figures import padding_of, steps_of
+
+    totals = [(10, 16), (30, 40), (60, 80)]
+    events: list[tuple[float, dict[str, Any]]] = [
+        (float(n), {"step": n, "loss": 1 / n, "total_tokens": real, "total_positions": all_})
+        for n, (real, all_) in enumerate(totals, 1)
+    ]
+    events.append((9.0, {"device_memory": None}))
+    assert [step.tokens for step in steps_of(events)] == [10, 20, 30]
+    assert [(step.ended_s, step.tokens) for step in steps_of(events, skip=1)] == [(2, 20), (3, 30)]
+    assert padding_of(events) == 0.25
+    assert padding_of(events[-1:]) is None
+
+
+def test_ratios_are_of_runs_of_the_same_round() -> None:
+    from benchmarking.figures import Measured, paired_ratio
+
+    slow, fast = measured(1, 2, 4), measured(1, 2, 3)
+    failed = Measured(failure="exit code 1")
+    ours, theirs = [fast, failed, slow], [slow, slow, slow]
+    assert paired_ratio(ours, theirs, "tokens_per_s") == 1.5
+    assert paired_ratio([failed], [slow], "tokens_per_s") is None
+
+
+def test_records_have_the_lengths_that_were_asked_for_and_every_word_is_a_token(
+    tmp_path: Path,
+) -> None:
+    from benchmarking import workload
+    from tokenizers import Tokenizer
+
+    (record,) = workload.make_records([(5, 3)])
+    assert workload.tokens_of(record) == 9
+    workload.write_tokenizer(tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    text = record["instruction"] + record["output"] + workload.SPECIAL_TOKENS[2]
+    ids = tokenizer.encode(text).ids
+    assert len(ids) == 9 and ids[-1] == 2
+    words = re.findall(r"w(\d+)", text)
+    assert ids[:-1] == [int(word) for word in words]
+
+
+def test_lengths_are_those_of_short_instructions() -> None:
+    from benchmarking.peers.programs import padding_in_order
+    from benchmarking.workload import LONGEST, alpaca_lengths, make_records
+
+    lengths = [prompt + answer + 1 for prompt, answer in alpaca_lengths(5000)]
+    assert 125 < sum(lengths) / len(lengths) < 141
+    assert max(lengths) <= LONGEST
+    assert alpaca_lengths(10) == alpaca_lengths(10)
+    records = make_records(alpaca_lengths(4000))
+    shares = [padding_in_order(records, size) for size in (1, 4, 8)]
+    assert shares == pytest.approx([0, 0.36, 0.48], abs=0.01)
+
+
+def test_a_program_that_shuffles_gets_a_file_from_which_it_draws_the_records_in_order() -> None:
+    from benchmarking import workload
+
+    records = workload.make_records([(2, 1)] * 40)
+    for order in (workload.order_of_ftkit(40, 1337), workload.order_of_litgpt(40, 42)):
+        assert sorted(order) == list(range(40)) != order
+        file = workload.in_file_order(records, order)
+        assert [file[place] for place in order] == records
+
+
+def test_the_sizes_are_what_their_names_say() -> None:
+    from benchmarking.workload import SIZES
+
+    units = {"m": 1e6, "b": 1e9}
+    for name, size in SIZES.items():
+        number = name.partition("-")[2]
+        said = float(number[:-1]) * units[number[-1]]
+        assert size.parameters == pytest.approx(said, rel=0.15)
+
+
+def test_what_litgpt_logs_becomes_a_line_for_each_step(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarking.peers import litgpt_run
+    from benchmarking.watch import MARK
+
+    ended: list[int] = []
+    monkeypatch.setattr("os._exit", ended.append)
+    assert litgpt_run.MARK == MARK
+    lines = litgpt_run.StepLines(2)
+    lines.log({"time": 1.0, "lengths": 512})
+    for step, loss, tokens in ((0, 9.5, 50), (1, 9.4, 100), (1, 9.3, 150), (2, 9.2, 200)):
+        lines.log({"loss": loss, "step": step, "total_tokens": tokens})
+    said = [json.loads(line.removeprefix(MARK)) for line in capsys.readouterr().out.splitlines()]
+    steps = [(row["step"], row["loss"], row["total_tokens"]) for row in said if "step" in row]
+    assert steps == [(1, 9.4, 100), (2, 9.2, 200)]
+    assert "device_memory" in said[-1] and ended == [0]
+
+
+def test_a_watched_process_is_told_apart_from_what_it_says_to_the_benchmark(
+    tmp_path: Path,
+) -> None:
+    from benchmarking.watch import MARK, watch
+
+    program = (
+        "import time, sys\n"
+        "block = bytearray(40 * 2**20)\n"
+        f"print({MARK!r} + '{{\"step\": 1}}'); print('hello'); time.sleep(0.3); sys.exit(4)"
+    )
+    seen = watch([sys.executable, "-c", program], limit_s=60, directory=tmp_path)
+    assert (seen.exit_code, seen.output) == (4, "hello\n")
+    assert [event for _, event in seen.events] == [{"step": 1}]
+    assert seen.host_bytes > 40 * 2**20
+
+
+def test_a_process_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    from benchmarking.watch import watch
+
+    words = [sys.executable, "-c", "import time; time.sleep(600)"]
+    assert watch(words, limit_s=0.2, directory=tmp_path).exit_code is None
+
+
+def test_a_benchmark_that_is_interrupted_leaves_no_process(tmp_path: Path) -> None:
+    from benchmarking.watch import watch
+
+    started = tmp_path / "pid"
+    program = (
+        f"import os, time, pathlib; pathlib.Path({str(started)!r}).write_text(str(os.getpid()))\n"
+        "time.sleep(600)"
+    )
+
+    def look() -> list[Any]:
+        if started.exists() and started.read_text():
+            raise KeyboardInterrupt
+        return []
+
+    with pytest.raises(KeyboardInterrupt):
+        watch([sys.executable, "-c", program], limit_s=60, directory=tmp_path, look=look)
+    assert not psutil.pid_exists(int(started.read_text()))
+
+
+def test_rows_of_metrics_are_told_once_and_only_whole(tmp_path: Path) -> None:
+    from benchmarking.ftkit_run import Rows
+
+    file = tmp_path / "metrics.csv"
+    rows = Rows(file)
+    assert rows.new() == []
+    file.write_text("step,loss,tokens\n1,10.5,100\n2,9.")
+    assert rows.new() == [{"step": 1, "loss": 10.5, "total_tokens": 100}]
+    file.write_text("step,loss,tokens\n1,10.5,100\n2,9.5,20\n")
+    assert rows.new() == [{"step": 2, "loss": 9.5, "total_tokens": 120}]
+
+
+def peers_figures(**failures: str) -> dict[str, Any]:
+    """Figures of one round in which ftkit is three times as fast as LitGPT."""
+    from benchmarking.peers.cases import CPU_CASES
+
+    case = CPU_CASES[0]
+    times = {"ftkit": (1.0, 2.0, 3.0), "litgpt": (1.0, 2.0, 5.0), "trl best": (1.0, 2.0, 4.0)}
+    runs = [
+        {
+            "round": 0,
+            "case": case.name,
+            "program": program,
+            "load_average": 0.1,
+            "measured": dataclasses.asdict(
+                measured(*ended_s, first_step_s=1.0, failure=failures.get(program))
+            ),
+        }
+        for program, ended_s in times.items()
+    ]
+    return {
+        "cases": {case.name: dataclasses.asdict(case)},
+        "runs": runs,
+        "warm_up_steps": 2,
+        "hardware": {"cpu": "a CPU", "physical_cores": 2},
+        "versions": {"litgpt": {"torch": "2.13.0"}},
+    }
+
+
+def test_the_table_of_programs_says_what_was_reached_and_what_was_missed() -> None:
+    from benchmarking.peers.command import markdown
+
+    text = markdown(peers_figures())
+    row = next(line for line in text.splitlines() if line.startswith("| ftkit"))
+    assert "| 3.00 |" in row and "| 1.00 |" in row
+    assert "reached: 2.5 x LitGPT's tokens/s (3.00)" in text
+    assert "missed: 0.5 x its memory (1.00)" in text
+    assert "reached: faster than TRL's best" in text
+
+
+def test_a_program_that_failed_has_a_row_with_its_last_words() -> None:
+    from benchmarking.peers.command import markdown
+
+    text = markdown(peers_figures(litgpt="ValueError: no"))
+    assert "| litgpt | ValueError: no |" in text
+    assert "reached" not in text and "missed" not in text
+
+
+def test_the_chosen_cases_are_those_that_were_promised() -> None:
+    from benchmarking.peers.cases import CPU_CASES, DEFAULT_PROGRAMS, PROGRAMS
+
+    named = {(c.method, c.precision, c.micro_batch_size, c.global_batch_size) for c in CPU_CASES}
+    assert named >= {(m, p, 8, 8) for m in ("full", "lora") for p in ("32-true", "bf16-true")}
+    assert named >= {(m, "32-true", 4, 16) for m in ("full", "lora")}
+    assert all(case.steps == 12 for case in CPU_CASES if case.global_batch_size == 8)
+    assert set(DEFAULT_PROGRAMS) <= set(PROGRAMS)
+
+
+def test_a_lever_that_cannot_run_here_has_a_row_that_says_why() -> None:
+    from benchmarking.levers import row_cells
+
+    off = dataclasses.asdict(measured(1, 2, 4, first_step_s=1.0))
+    on = dataclasses.asdict(measured(1, 2, 3, first_step_s=2.0))
+    cells = row_cells("compile", "full", [{"off": off, "on": on}])
+    assert cells[:5] == ["compile", "full", "50", "100", "2.00"]
+    refused = row_cells("kernels", "full", [{"refused": "needs a GPU"}])
+    assert refused[2] == "needs a GPU" and len(refused) == len(cells)
+    failed = on | {"failure": "train.padding_free is not a key of a recipe"}
+    said = row_cells("padding_free", "full", [{"off": off, "on": failed}])
+    assert said[2] == "train.padding_free is not a key of a recipe"
+
+
+def test_every_lever_is_listed_once_and_can_be_chosen_by_its_name() -> None:
+    from benchmarking.levers import LEVERS, chosen
+
+    names = [lever.name for lever in LEVERS]
+    assert len(set(names)) == len(names)
+    assert [(one.name, method) for one, method in chosen(["padding_free"], ["lora"])] == [
+        ("padding_free", "lora")
+    ]
+
+
+def test_scaling_varies_one_thing_at_a_time() -> None:
+    from benchmarking.scaling import MACHINES, points
+
+    machine = MACHINES["cpu"]
+    found = list(points(machine, ranks=2))
+    for point in found:
+        usual = (point.model == machine.model, point.length == machine.length, not point.keys)
+        assert usual.count(False) <= 1
+    assert {point.name for point in found if point.axis == "ranks"} == {
+        "single", "ddp x2", "fsdp x2", "deepspeed x2"
+    }  # fmt: skip
+
+
+def test_the_table_of_scaling_has_a_part_for_each_axis() -> None:
+    from benchmarking.scaling import markdown
+
+    run = dataclasses.asdict(measured(1, 2, 3, first_step_s=1.0))
+    rows = [
+        {"round": 0, "axis": axis, "name": name, "x": 1, "measured": run}
+        for axis, name in (("length", "64 tokens"), ("ranks", "single"))
+    ]
+    text = markdown(
+        {
+            "runs": rows,
+            "method": "full",
+            "machine": {"precision": "32-true"},
+            "warm_up_steps": 2,
+            "hardware": {"cpu": "a CPU", "gpus": []},
+        }
+    )
+    assert text.index("**length**") < text.index("| 64 tokens | 100 |") < text.index("**ranks**")
+    assert "**size**" not in text
+
+
+def test_the_document_on_performance_names_every_file_of_figures_and_no_other() -> None:
+    text = (ROOT / "docs" / "performance.md").read_text()
+    named = set(re.findall(r"`([^`/\s]+\.json)`", text)) - {"FILE.json"}
+    assert named == {file.name for file in (SCRIPTS / "benchmarks").glob("*.json")}
+
+
+@pytest.mark.slow
+def test_levers_are_measured_in_pairs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benchmarking import levers
+
+    monkeypatch.chdir(ROOT)
+    asked = SimpleNamespace(
+        show=None,
+        tiny=True,
+        pairs=1,
+        only=["activation_checkpointing", "kernels"],
+        methods=["full"],
+        steps=None,
+        limit_s=120,
+        total_s=None,
+        out=tmp_path / "levers.json",
+        go_on=False,
+    )
+    monkeypatch.setattr(
+        levers,
+        "LEVERS",
+        [one for one in levers.LEVERS if one.name in ("activation_checkpointing", "kernels liger")],
+    )
+    assert levers.main(asked) == 0
+    figures = json.loads(asked.out.read_text())
+    ran, refused = sorted(figures["pairs"], key=lambda row: row["lever"])
+    assert len(ran["on"]["steps"]) == 4
+    assert ran["on"]["failure"] is None and ran["off"]["failure"] is None
+    assert refused["refused"] == "needs a GPU"
+    assert (tmp_path / "levers.md").read_text().strip() in capsys.readouterr().out
+    assert (tmp_path / "levers.svg").exists()
