@@ -11,12 +11,11 @@ with every layer: two small models of different depth tell those of any depth.
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
@@ -121,11 +120,7 @@ def _run(
     model.kernel = attention_kernel(base.config, plan)
     sizes = _sizes(model, plan.world_size)
     strategy = make_strategy(plan)
-    with (
-        strategy.simulated() as sharding,
-        FakeTensorMode(allow_non_fake_inputs=True),
-        _like_cuda(plan),
-    ):
+    with strategy.simulated() as sharding, FakeTensorMode(allow_non_fake_inputs=True):
         sharding.allocate(model, CPU)
         recipe = plan.recipe
         asked = recipe.train.max_seq_length or base.config.block_size
@@ -159,22 +154,6 @@ def _sizes(model: LanguageModel, world_size: int) -> Sizes:
 def with_layers(base: BaseModel, layers: int) -> BaseModel:
     """The same architecture with another number of layers."""
     return dataclasses.replace(base, config=dataclasses.replace(base.config, n_layer=layers))
-
-
-def _masked_dropout(x: Tensor, p: float, training: bool, inplace: bool) -> Tensor:
-    return torch.native_dropout(x, p, True)[0] if training and p > 0 else x
-
-
-@contextmanager
-def _like_cuda(plan: Plan) -> Iterator[None]:
-    """Dropout as on CUDA, where its mask has one byte for each number; on CPUs it has more."""
-    usual = F.dropout
-    if plan.accelerator == "cuda":
-        F.dropout = _masked_dropout  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        F.dropout = usual
 
 
 def _pack(model: LanguageModel) -> None:
