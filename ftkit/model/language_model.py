@@ -17,6 +17,7 @@ from ftkit.config.recipe import LoraRecipe, Quantization, Recipe
 from ftkit.lora.layers import add_adapter
 from ftkit.model.attention import Attention, AttentionKernel, Sequences
 from ftkit.model.loss import Head
+from ftkit.model.norm import replace_norms
 from ftkit.pretrained.base_model import BaseModel
 
 
@@ -41,6 +42,7 @@ class LanguageModel(nn.Module):
                 block.attn = Attention(body, index)
         self.kernel: AttentionKernel = "sdpa"
         """What computes attention."""
+        replace_norms(self.gpt)
         self.tied = tied
         self.lora: LoraRecipe | None = None
         """How the model is adapted."""
