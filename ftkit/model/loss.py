@@ -87,7 +87,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=rows.device)
         step = rows_at_once(len(weight))
         with torch.autocast(kind, enabled=False):
-            for start in range(0, len(rows), step):
+            for start in range(0, max(len(rows), 1), step):  # without rows, gradients of zero
                 part, wanted = rows[start : start + step], labels[start : start + step, None]
                 loss, slope = _loss_and_slope(F.linear(part, weight, bias), wanted, softcap)
                 total += loss

@@ -103,6 +103,15 @@ def test_small_gradients_of_float16_are_left_to_the_loss_scale() -> None:
     assert others.gt(0).all()
 
 
+def test_a_micro_batch_without_labels_gives_gradients_of_zero() -> None:
+    """Not none at all: strategies wait for each other's gradients."""
+    head = make_head(bias=True)
+    hidden, places, labels = make_batch()
+    head(hidden.requires_grad_(), places[:0], labels[:0]).backward()
+    for parameter in (*head.parameters(), hidden):
+        assert parameter.grad is not None and not parameter.grad.any()
+
+
 def test_without_gradients_nothing_but_a_number_is_left() -> None:
     head = make_head()
     hidden, places, labels = make_batch()
