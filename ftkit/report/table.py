@@ -140,7 +140,9 @@ def _measured_rows(report: Report) -> Iterator[tuple[str, str]]:
         parts = dataclasses.asdict(report.step_s)
         yield "step", _parts_text(parts.pop("total"), parts)
     if report.tokens:
-        yield "padding", f"{percent_text(report.tokens.padding_fraction)} of computed positions"
+        share = f"{percent_text(report.tokens.padding_fraction)} of computed positions"
+        path = report.resolved and report.resolved.attention
+        yield "padding", _joined((share, path and f"attention {path}"))
     if report.peak_memory:
         yield "peak memory", memory_text(report.peak_memory)
     if report.step_memory:

@@ -638,7 +638,7 @@ def sample(ids: list[int], *trained: tuple[int, int]) -> Sample:
 
 
 class TestCollate:
-    """Samples become one padded micro-batch."""
+    """Samples become one micro-batch, padded or in a row."""
 
     def test_every_trained_span_has_its_labels(self) -> None:
         batch = collate([sample([1, 2, 3, 4, 5, 6, 7], (0, 2), (4, 5), (6, 7))], 1)
@@ -666,6 +666,21 @@ class TestCollate:
         assert batch["input_ids"].tolist() == [[0]]
         assert batch["label_indices"].shape == batch["labels"].shape == (0,)
         assert (batch["samples"], batch["tokens"], batch["padded_tokens"]) == (0, 0, 1)
+
+    def test_a_row_has_every_sample_once_and_no_padding(self) -> None:
+        samples = [
+            sample([5, 6, 7, 8, 9], (3, 5)),
+            None,
+            sample([1, 2, 3], (0, 3)),
+        ]
+        batch = collate(samples, label_tokens_in_step=40, padding_free=True)
+        assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 0, 1, 2]]
+        assert batch["sequence_lengths"] == (4, 1, 2)
+        assert batch["label_indices"].tolist() == [2, 3, 5, 6]
+        assert batch["labels"].tolist() == [8, 9, 2, 3]
+        assert batch["input_ids"].dtype == batch["label_indices"].dtype == torch.int64
+        assert (batch["samples"], batch["tokens"], batch["padded_tokens"]) == (2, 6, 7)
+        assert collate(samples, label_tokens_in_step=40)["sequence_lengths"] is None
 
     def test_the_labels_are_those_that_litgpt_shifts(self, tokenizer: Tokenizer) -> None:
         theirs = litgpt_data.SFTDataset(RECORDS, tokenizer, "alpaca", 200, mask_prompt=True)
@@ -744,6 +759,19 @@ class TestLoaders:
         assert labels == 2 * samples.label_counts.sum()
         shares = [len(batch["labels"]) / batch["label_tokens_in_step"] for batch in batches]
         assert sum(shares) == pytest.approx(ranks[0].total_steps)
+
+    def test_rows_have_the_samples_and_labels_of_padded_micro_batches(self) -> None:
+        samples = make_samples()
+        order = make_order(samples)
+        padded = list(train_batches(samples, order, 0, 10))
+        rows = list(train_batches(samples, order, 0, 10, padding_free=True))
+        validated = list(validation_loader(samples, 30, 4, padding_free=True))
+        for row, other in zip(rows, padded, strict=True):
+            assert row["labels"].tolist() == other["labels"].tolist()
+            assert row["tokens"] == other["tokens"] == row["padded_tokens"]
+        for row in [*rows, *validated]:
+            assert row["input_ids"].shape == (1, row["tokens"])
+            assert sum(row["sequence_lengths"]) == row["tokens"]
 
     @pytest.mark.parametrize("world_size", [1, 2, 3])
     @pytest.mark.parametrize("limit", [2, 10, 100])
