@@ -762,17 +762,19 @@ class TestLoaders:
 
     def test_rows_have_the_samples_and_labels_of_padded_micro_batches(self) -> None:
         samples = make_samples()
-        order = make_order(samples)
-        padded = list(train_batches(samples, order, 0, 10))
-        rows = list(train_batches(samples, order, 0, 10, padding_free=True))
-        validated = list(validation_loader(samples, 30, 4, padding_free=True))
-        for row, other in zip(rows, padded, strict=True):
-            assert row["labels"].tolist() == other["labels"].tolist()
-            assert row["tokens"] == other["tokens"]
-        for row in [*rows, *validated]:
-            fillers = len(row["sequence_lengths"]) - row["samples"]
-            assert row["padded_tokens"] == row["tokens"] + fillers == sum(row["sequence_lengths"])
-            assert row["input_ids"].shape == (1, row["padded_tokens"])
+        padded = list(train_batches(samples, make_order(samples), 0, 10))
+        order = make_order(samples, micro_batch_size=8, micro_batch_tokens=30)
+        rows = list(train_batches(samples, order, 0, 10))
+        assert sum(row["is_last_of_step"] for row in rows) == 10
+
+        def labels(batches: list[dict[str, Any]]) -> list[int]:
+            return sorted(label for batch in batches for label in batch["labels"].tolist())
+
+        assert labels(rows) == labels(padded)
+        layout = RankLayout(micro_batch_size=4, padding_free=True)
+        for row in [*rows, *validation_loader(samples, 30, layout)]:
+            assert row["input_ids"].shape == (1, row["tokens"])
+            assert sum(row["sequence_lengths"]) == row["tokens"] == row["padded_tokens"]
 
     @pytest.mark.parametrize("world_size", [1, 2, 3])
     @pytest.mark.parametrize("limit", [2, 10, 100])
