@@ -5,9 +5,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import litgpt
 import torch
 import torch.nn as nn
+from litgpt.config import Config
+from litgpt.model import GPT
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -23,7 +24,7 @@ class QKV(nn.Module):
     Stands in for litgpt's fused layer: its output is the concatenation that litgpt expects.
     """
 
-    def __init__(self, config: litgpt.Config, *, bias: bool) -> None:
+    def __init__(self, config: Config, *, bias: bool) -> None:
         super().__init__()
         assert config.head_size is not None and config.n_query_groups is not None
         width = config.n_embd
@@ -42,13 +43,13 @@ class LanguageModel(nn.Module):
     `our_name` strips it.
     """
 
-    def __init__(self, config: litgpt.Config, *, tied: bool) -> None:
+    def __init__(self, config: Config, *, tied: bool) -> None:
         super().__init__()
         body = copy.copy(config)
         body.final_logit_softcapping = None
         # No sequence is longer than the window, whose mask LitGPT fills row by row in every layer.
         body.sliding_window_size = body.sliding_window_indices = None
-        self.gpt = litgpt.GPT(body)
+        self.gpt = GPT(body)
         self.head = Head(self.gpt.lm_head, config.final_logit_softcapping)
         self.gpt.lm_head = nn.Identity()
         for block in self.gpt.transformer.h:
