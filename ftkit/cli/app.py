@@ -8,12 +8,12 @@ from typing import Any
 
 from ftkit import __version__
 from ftkit.cli.commands import FTKIT, Command, Group
-from ftkit.cli.help import add_members, parser_of, print_component_help, print_help
 from ftkit.cli.parser import read_options, split_line
 from ftkit.config.command_options import declared
 from ftkit.errors import UserError
 from ftkit.utils.imports import quick_imports, without_hub_kernels
 from ftkit.utils.nearest import nearest
+from ftkit.utils.postponed import postpone_modules
 from ftkit.utils.process import Interrupts
 
 
@@ -23,6 +23,7 @@ def main() -> None:
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     without_hub_kernels()
+    postpone_modules()
     try:
         code = run(sys.argv[1:])
         sys.stdout.flush()
@@ -43,6 +44,8 @@ def run(argv: Sequence[str]) -> int:
         print(f"ftkit {__version__}")
         return 0
     if argv and argv[0].startswith("--print_shtab"):
+        from ftkit.cli.help import add_members, parser_of  # with jsonargparse, like all of help
+
         parser = parser_of(FTKIT)
         add_members(parser, FTKIT, in_full=True)
         parser.parse_args(list(argv))  # prints and exits
@@ -52,6 +55,8 @@ def run(argv: Sequence[str]) -> int:
 def _run_member(group: Group, argv: Sequence[str]) -> int:
     """Run the command of a group that the first word names."""
     if not argv or argv[0] in ("-h", "--help"):
+        from ftkit.cli.help import print_help
+
         print_help(group)
         return 0 if argv else UserError.exit_code
     name, rest = argv[0], argv[1:]
@@ -70,9 +75,13 @@ def _run_member(group: Group, argv: Sequence[str]) -> int:
 def _run_command(command: Command, argv: Sequence[str]) -> int:
     line = split_line(command, argv)
     if line.asks_for_help:
+        from ftkit.cli.help import print_help
+
         print_help(command)
         return 0
     if line.components:
+        from ftkit.cli.help import print_component_help
+
         for component, name in line.components:
             print_component_help(component, name)
         return 0

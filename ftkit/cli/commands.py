@@ -179,7 +179,7 @@ FTKIT = Group(
             "recipes given as options hold for all runs. The exit code is 1 if a run failed, 3 if "
             "all ran out of memory.",
             options=SweepOptions,
-            function="ftkit.launch.command:sweep_runs",
+            function="ftkit.launch.sweep:sweep_runs",
             usage=(
                 "SWEEP.yaml [--KEY VALUE ...]",
                 "finetune|finetune_full --config RECIPE.yaml --sweep KEY=A,B ... [--KEY VALUE ...]",

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from jsonargparse import ArgumentParser, DefaultHelpFormatter
+from jsonargparse import ArgumentParser, DefaultHelpFormatter, set_parsing_settings
 
 from ftkit.cli.commands import FTKIT, Command, Group
 from ftkit.cli.component_keys import KNOWN_WITHOUT_IMPORTS, component_keys, component_names
@@ -183,6 +183,7 @@ def _add_option(parser: ArgumentParser, item: Declared) -> None:
 
 def _add_recipe(parser: ArgumentParser, method: Method) -> None:
     """Every key of a recipe."""
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
     add_recipe_keys(parser, method)
     kinds = key_types(method)
     for action in parser._actions:

@@ -12,7 +12,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -80,13 +80,16 @@ class Devices:
     """Whether DeepSpeed is installed."""
 
 
-def find_devices(recipe: Recipe, *, here: bool = False) -> Devices:
+def find_devices(
+    recipe: Recipe, *, here: bool = False, on_asking: Callable[[], None] = lambda: None
+) -> Devices:
     """What this machine offers for the recipe's accelerator.
 
     Args:
         recipe: what was asked.
         here: ask torch in this process, which computes itself. A process that only looks after
             others asks in a child.
+        on_asking: called before a child is asked, which takes seconds.
 
     Raises:
         UserError: there is a GPU that the installed torch cannot use, or has no kernels for.
@@ -98,6 +101,8 @@ def find_devices(recipe: Recipe, *, here: bool = False) -> Devices:
         return cpu
     if gpus_are_hidden() and not asked_for:
         return cpu
+    if not here:
+        on_asking()
     cuda = ask_torch() if here else _asked_once()
     if cuda.error:
         # Windows has /dev/dxg for GPUs of every maker.

@@ -7,6 +7,7 @@ does not matter, an override of ``data.path`` lands inside ``data.init_args``, a
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -14,10 +15,9 @@ import types
 import typing
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
-from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
 from ftkit.config.recipe import RECIPE_OF, Component, Lora, Method, Recipe
 from ftkit.config.recipe_keys import (
@@ -42,6 +42,9 @@ from ftkit.errors import UserError
 from ftkit.utils.dotted_keys import leaves
 from ftkit.utils.json_values import for_json
 from ftkit.utils.yaml_files import dump_yaml, load_yaml, parse_yaml
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser
 
 PROMPT_MARK = "{instruction}"
 """In a prompt of one's own."""
@@ -122,9 +125,11 @@ def _overridden(
     return _instantiate(merged, method)
 
 
-def add_recipe_keys(parser: ArgumentParser, method: Method) -> None:
-    """Give a parser the keys of a recipe: help, types, defaults and completion."""
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+def add_recipe_keys(parser: "ArgumentParser", method: Method) -> None:
+    """Give a parser the keys of a recipe: types, defaults and completion; help if it is asked for.
+
+    Texts for help are read from the source of the classes where jsonargparse is set to do so.
+    """
     recipe_class = RECIPE_OF[method]
     parser.add_class_arguments(Recipe)
     assert parser.groups is not None
@@ -315,8 +320,9 @@ def _without_others(field: str, arguments: dict[str, Any], given: Iterable[str])
 
 def _instantiate(merged: dict[str, Any], method: Method) -> Recipe:
     recipe_class = RECIPE_OF[method]
-    parser = ArgumentParser(exit_on_error=False)
-    add_recipe_keys(parser, method)
+    from jsonargparse import ArgumentError
+
+    parser = _parser(method)
     given = _without_empty(merged, method)
     components = {key: given.pop(key) for key in COMPONENTS if key in given}
     if "checkpoint_dir" not in given:
@@ -330,6 +336,16 @@ def _instantiate(merged: dict[str, Any], method: Method) -> Recipe:
         raise UserError(_type_message(str(error), merged, method)) from None
     fields = {f.name: values[f.name] for f in dataclasses.fields(recipe_class)}
     return recipe_class(**fields | components)
+
+
+@functools.cache
+def _parser(method: Method) -> "ArgumentParser":
+    """What types the values of a recipe."""
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(exit_on_error=False)
+    add_recipe_keys(parser, method)
+    return parser
 
 
 def _without_empty(merged: dict[str, Any], method: Method) -> dict[str, Any]:

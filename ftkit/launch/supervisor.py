@@ -118,7 +118,7 @@ def prepare(
         Completed: the run that was to go on is complete.
     """
     check_data(recipe.data)
-    devices = find_devices(recipe)
+    devices = find_devices(recipe, on_asking=_say_that_torch_is_asked)
     if placed is not None:
         recipe = placed.on(recipe, devices)
     recipe = with_micro_batch(recipe, devices)
@@ -160,8 +160,10 @@ def prepare(
         try:
             if in_place:
                 stack.enter_context(ready_to_go_on(run, start))
-            if start is not None:
-                _go_on(start, job, received, copy_base=base is None)
+            with Display(run.path) as display:
+                if start is not None:
+                    _go_on(start, job, received, display, copy_base=base is None)
+                display.message(_beginning(job))
             written = dataclasses.replace(job.recipe, resume=False)
             write_durably(run.recipe, to_yaml(written))
             job.write(run.job)
@@ -194,15 +196,36 @@ def _find_base(recipe: Recipe, start: Start | None) -> str | None:
         ) from None
 
 
-def _go_on(start: Start, job: Job, received: Sequence[signal.Signals], *, copy_base: bool) -> None:
+def _go_on(
+    start: Start,
+    job: Job,
+    received: Sequence[signal.Signals],
+    display: Display,
+    *,
+    copy_base: bool,
+) -> None:
     """Check the checkpoint, take from it what the run needs, and say what goes on and how."""
-    with Display(job.recipe.out_dir) as display:
-        verify_start(start, display, interrupted=lambda: bool(received))
-        if copy_base:  # the checkpoint may be deleted while the run goes on
-            shutil.copytree(start.checkpoint / BASE, job.directory.base)
-        if not start.in_place:
-            copy_rows(start, job.directory)
-        step = start.metadata.step
-        display.message(f"going on from step {step:,}: {start.checkpoint}")
-        for change in start.changes:
-            display.message(f"changed: {change}")
+    verify_start(start, display, interrupted=lambda: bool(received))
+    if copy_base:  # the checkpoint may be deleted while the run goes on
+        shutil.copytree(start.checkpoint / BASE, job.directory.base)
+    if not start.in_place:
+        copy_rows(start, job.directory)
+    step = start.metadata.step
+    display.message(f"going on from step {step:,}: {start.checkpoint}")
+    for change in start.changes:
+        display.message(f"changed: {change}")
+
+
+def _say_that_torch_is_asked() -> None:
+    print("asking torch about the GPUs ...", flush=True)  # in a child that imports it
+
+
+def _beginning(job: Job) -> str:
+    """What is about to begin: imports in the ranks take longer than all that came before."""
+    plan, recipe = job.plan, job.recipe
+    ranks = "1 process" if plan.world_size == 1 else f"{plan.world_size} processes"
+    device = job.devices.names[0] if job.devices.names else "CPU"
+    return (
+        f"starting {ranks} on {device} ({plan.strategy}, {plan.precision}) in {recipe.out_dir}: "
+        f"{recipe.method} fine-tuning of {recipe.checkpoint_dir}"
+    )

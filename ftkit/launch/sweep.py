@@ -13,10 +13,11 @@ from typing import Literal
 
 from ftkit.comparison.compare import compare_runs
 from ftkit.comparison.plots import check_plot
-from ftkit.config.command_options import CompareOptions
+from ftkit.config.command_options import CompareOptions, SweepOptions
 from ftkit.config.devices import find_devices
 from ftkit.config.plan import make_plan
-from ftkit.config.sweep import SweepRun, differences
+from ftkit.config.recipe import FINETUNE
+from ftkit.config.sweep import SweepRun, differences, runs_of_file, runs_of_keys
 from ftkit.data.sources import check_data
 from ftkit.errors import EXIT_BY_SIGNAL, EXIT_OUT_OF_MEMORY, DoesNotFit, UserError
 from ftkit.report.report import ENDED_WELL
@@ -36,6 +37,38 @@ _DONE = ("completed", "out_of_memory")
 """Outcomes that would be the same another time."""
 _REFUSED = "refused"
 """A run that said why it cannot start."""
+
+
+def sweep_runs(options: SweepOptions) -> int:
+    """Do the runs of a sweep that are left to do; the exit code.
+
+    Raises:
+        UserError: see `sweep` and `ftkit.config.sweep`.
+    """
+    if "resume" in dict(options.keys):
+        raise UserError(
+            "--resume is not for sweeps, which go on by themselves. Leave it out, or start all "
+            "over with --overwrite."
+        )
+    return sweep(
+        _runs(options),
+        only=options.only,
+        overwrite=options.overwrite,
+        dry_run=options.dry_run,
+        plot=options.plot,
+    )
+
+
+def _runs(options: SweepOptions) -> list[SweepRun]:
+    what = options.sweep_file
+    if what in FINETUNE:
+        return runs_of_keys(what, options.config, options.sweep, options.keys, options.out_dir)
+    if options.config or options.sweep:
+        raise UserError(
+            f"--config and --sweep go with a command, not with {what}. "
+            "Try ftkit sweep finetune --config RECIPE.yaml --sweep seed=1,2."
+        )
+    return runs_of_file(Path(what), options.keys, options.out_dir)
 
 
 def sweep(

@@ -5,6 +5,7 @@ rank): Kalajdzievski 2023, https://arxiv.org/abs/2312.03732.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.nn as nn
@@ -15,6 +16,7 @@ from ftkit.lora.names import INITIAL, TRAINED, our_name
 from ftkit.lora.targets import adapted_layers, whole_layers
 from ftkit.lora.variants import Dora, FromInitial, Magnitude, Plain
 from ftkit.pretrained.base_model import BaseModel
+from ftkit.utils.imports import hidden
 
 
 def add_adapter(model: nn.Module, base: BaseModel, recipe: LoraRecipe) -> None:
@@ -28,19 +30,14 @@ def add_adapter(model: nn.Module, base: BaseModel, recipe: LoraRecipe) -> None:
     Raises:
         UserError: a name matches no layer, or one that cannot be adapted or trained so.
     """
-    from peft import LoraConfig, inject_adapter_in_model  # takes seconds
-
     model.requires_grad_(False)
     targets = adapted_layers(model, base, recipe)
     saved = whole_layers(model, base, recipe)
-    config = LoraConfig(
-        r=recipe.lora_r,
-        lora_alpha=recipe.lora_alpha,  # type: ignore[arg-type]
-        lora_dropout=recipe.lora_dropout,
-        use_rslora=recipe.lora_variant == "rslora",
-        target_modules=targets,
-    )
-    inject_adapter_in_model(config, model, adapter_name=TRAINED, low_cpu_mem_usage=True)
+    if recipe.quantize is None:
+        with _without_bitsandbytes():
+            _inject(model, recipe, targets)
+    else:
+        _inject(model, recipe, targets)
     for name, layer in lora_layers(model):
         layer.cast_input_dtype_enabled = False  # the variants know of autocast
         layer.lora_variant[TRAINED] = Plain()
@@ -51,6 +48,38 @@ def add_adapter(model: nn.Module, base: BaseModel, recipe: LoraRecipe) -> None:
             _relate_to_initial(name, layer, recipe)
     for module in saved:
         module.requires_grad_(True)
+
+
+def _inject(model: nn.Module, recipe: LoraRecipe, targets: list[str]) -> None:
+    from peft import LoraConfig, inject_adapter_in_model  # takes seconds
+
+    config = LoraConfig(
+        r=recipe.lora_r,
+        lora_alpha=recipe.lora_alpha,  # type: ignore[arg-type]
+        lora_dropout=recipe.lora_dropout,
+        use_rslora=recipe.lora_variant == "rslora",
+        target_modules=targets,
+    )
+    inject_adapter_in_model(config, model, adapter_name=TRAINED, low_cpu_mem_usage=True)
+
+
+@contextmanager
+def _without_bitsandbytes() -> Iterator[None]:
+    """Keep PEFT from importing bitsandbytes, with all of torch's compiler, in seconds.
+
+    PEFT 0.21 does wherever it is installed, and keeps in mind whether it is.
+    """
+    with hidden("bitsandbytes"):
+        from peft.import_utils import is_bnb_4bit_available, is_bnb_available
+
+        answers = (is_bnb_available, is_bnb_4bit_available)
+        for answer in answers:
+            answer.cache_clear()
+        try:
+            yield
+        finally:
+            for answer in answers:
+                answer.cache_clear()
 
 
 def _relate_to_initial(name: str, layer: Any, recipe: LoraRecipe) -> None:

@@ -8,10 +8,10 @@ from functools import cache, partial
 from itertools import groupby
 from typing import Any, Literal
 
-import litgpt
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from litgpt.config import Config
 from litgpt.model import CausalSelfAttention, apply_rope, apply_rope_interleave, do_softcapping
 from torch import Tensor
 
@@ -29,7 +29,7 @@ LARGEST_FLASH_HEAD = 256
 """Numbers in a head of flash attention, at most; a multiple of 8."""
 
 
-def attention_path(config: litgpt.Config, plan: Plan) -> AttentionPath:
+def attention_path(config: Config, plan: Plan) -> AttentionPath:
     """How attention sees the micro-batches of a plan.
 
     Without `train.padding_free`, a row is chosen where it is faster: on CPUs always, on GPUs where
@@ -58,7 +58,7 @@ def attention_path(config: litgpt.Config, plan: Plan) -> AttentionPath:
     return "varlen" if kernel == "flash" else "sdpa per sequence"
 
 
-def attention_kernel(config: litgpt.Config, plan: Plan) -> AttentionKernel:
+def attention_kernel(config: Config, plan: Plan) -> AttentionKernel:
     """What computes attention on the devices of a plan."""
     if plan.accelerator == "cpu":
         return "cpu"
@@ -90,7 +90,7 @@ class Sequences:
 class QKV(nn.Module):
     """Query, key and value as three layers, so that adapters are those of other libraries."""
 
-    def __init__(self, config: litgpt.Config, *, bias: bool) -> None:
+    def __init__(self, config: Config, *, bias: bool) -> None:
         super().__init__()
         assert config.head_size is not None and config.n_query_groups is not None
         width = config.n_embd
@@ -106,7 +106,7 @@ class QKV(nn.Module):
 class Attention(CausalSelfAttention):  # type: ignore[misc]  # litgpt declares no types
     """litgpt's attention with three projections, and with sequences in a row."""
 
-    def __init__(self, config: litgpt.Config, block_idx: int) -> None:
+    def __init__(self, config: Config, block_idx: int) -> None:
         super().__init__(config, block_idx)
         self.qkv = QKV(config, bias=config.bias or config.attn_bias)
 

@@ -5,11 +5,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import litgpt
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn as nn
+from litgpt.config import Config
+from litgpt.model import GPT
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -28,13 +29,13 @@ class LanguageModel(nn.Module):
     `our_name` strips it.
     """
 
-    def __init__(self, config: litgpt.Config, *, tied: bool) -> None:
+    def __init__(self, config: Config, *, tied: bool) -> None:
         super().__init__()
         body = copy.copy(config)
         body.final_logit_softcapping = None
         # No sequence is longer than the window, whose mask LitGPT fills row by row in every layer.
         body.sliding_window_size = body.sliding_window_indices = None
-        self.gpt = litgpt.GPT(body)
+        self.gpt = GPT(body)
         self.head = Head(self.gpt.lm_head, config.final_logit_softcapping)
         self.gpt.lm_head = nn.Identity()
         if not config.latent_attention:

@@ -12,10 +12,12 @@ import sys
 from collections.abc import Sequence
 
 from ftkit.utils.imports import without_hub_kernels
+from ftkit.utils.postponed import postpone_modules
 
 if __name__ == "__main__":
     gc.disable()  # as in quick_imports
     without_hub_kernels()
+    postpone_modules()
 
 from ftkit.config.parsing import Override
 from ftkit.errors import UserError

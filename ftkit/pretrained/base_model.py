@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import litgpt
 import torch
+from litgpt.config import Config
+from litgpt.model import GPT
 from torch import Tensor
 
 from ftkit import embedded
@@ -42,7 +43,7 @@ class BaseModel:
     """Short, for reports."""
     directory: Path | None
     """None: random weights."""
-    config: litgpt.Config
+    config: Config
     """Built from the checkpoint's own settings, whatever its size."""
     tokenizer: Tokenizer
     tokenizer_directory: Path
@@ -194,7 +195,7 @@ def parameter_shapes(base: BaseModel) -> dict[str, torch.Size]:
     """Our name and the shape of every parameter, in the order of the model's modules."""
     config = base.config
     with torch.device("meta"):
-        model = litgpt.GPT(config)
+        model = GPT(config)
     key_rows = config.n_query_groups * config.head_size
     qkv_rows = {"q": config.n_head * config.head_size, "k": key_rows, "v": key_rows}
     shapes: dict[str, torch.Size] = {}
@@ -259,7 +260,7 @@ def weight_reader(base: BaseModel) -> Callable[[str], Tensor]:
 def _open_random(checkpoint_dir: str) -> BaseModel:
     name = checkpoint_dir.removeprefix("random:")
     try:
-        config = litgpt.Config.from_name(name)
+        config = Config.from_name(name)
     except ValueError as error:
         names = hub.nearest_names(name)
         similar = f"; did you mean {' or '.join(f'random:{n}' for n in names)}?" if names else "."
@@ -267,7 +268,7 @@ def _open_random(checkpoint_dir: str) -> BaseModel:
             f"checkpoint_dir {checkpoint_dir}: LitGPT knows no architecture {name}{similar} "
             "`litgpt download list` prints all names."
         ) from error
-    assert config is not None, "litgpt.Config.from_name finds or raises"
+    assert config is not None, "Config.from_name finds or raises"
     config = families.within_window(config)
     family = families.family_of_config(config)
     tokenizer_directory = embedded.path("quickstart") / "model"
@@ -307,7 +308,7 @@ def short_name(directory: Path) -> str:
 
 def read_settings(
     directory: Path, settings: Mapping[str, Any], name: str, *, is_litgpt: bool
-) -> tuple[litgpt.Config, Naming, Family | None]:
+) -> tuple[Config, Naming, Family | None]:
     """Architecture, names of the parameters in files, and family of the model in a directory."""
     family = families.family_of_settings(settings)
     if not is_litgpt:
@@ -321,10 +322,10 @@ def read_settings(
     return config, LITGPT, family
 
 
-def _config_of_litgpt(directory: Path) -> litgpt.Config:
+def _config_of_litgpt(directory: Path) -> Config:
     file = directory / _LITGPT_SETTINGS
     try:
-        return families.within_window(litgpt.Config.from_file(file))
+        return families.within_window(Config.from_file(file))
     except Exception as error:  # of the YAML parser, or of a field or value LitGPT does not know
         raise UserError(
             f"{file} is no model configuration of this LitGPT version ({error}). Convert the "
@@ -332,7 +333,7 @@ def _config_of_litgpt(directory: Path) -> litgpt.Config:
         ) from error
 
 
-def _require_same(theirs: litgpt.Config, ours: litgpt.Config, directory: Path) -> None:
+def _require_same(theirs: Config, ours: Config, directory: Path) -> None:
     """UserError unless config.json and model_config.yaml are of one size."""
     sizes = ("n_layer", "n_embd", "n_head", "n_query_groups", "head_size", "intermediate_size")
     for size in sizes:
@@ -382,7 +383,7 @@ def _require_complete(base: BaseModel, stored: Mapping[str, WeightTensor]) -> No
 
 
 def part_of(
-    tensor: Tensor, fused: Fused, name: str, shapes: Mapping[str, torch.Size], config: litgpt.Config
+    tensor: Tensor, fused: Fused, name: str, shapes: Mapping[str, torch.Size], config: Config
 ) -> Tensor:
     """The rows of a fused tensor that are our parameter."""
     names = part_names(fused, name)
@@ -394,7 +395,7 @@ def part_of(
     return tensor.split(rows)[names.index(name)]
 
 
-def fuse(parts: list[Tensor], fused: Fused, config: litgpt.Config) -> Tensor:
+def fuse(parts: list[Tensor], fused: Fused, config: Config) -> Tensor:
     """The inverse of `part_of`."""
     if fused.layout == "heads":
         heads = [part.unflatten(0, (config.n_head, -1)) for part in parts]

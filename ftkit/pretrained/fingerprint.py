@@ -5,8 +5,8 @@ import hashlib
 import json
 from typing import Any
 
-import litgpt
 import torch
+from litgpt.config import Config
 from torch import Tensor
 
 from ftkit.pretrained.base_model import BaseModel, parameter_shapes, weights
@@ -14,7 +14,7 @@ from ftkit.pretrained.base_model import BaseModel, parameter_shapes, weights
 _SAMPLED = 256
 """Most values of each parameter that are looked at."""
 _NO_PART = ("name", "hf_config", "block_size", "vocab_size", "padding_multiple")
-"""Fields of `litgpt.Config` that change no number for a given sequence."""
+"""Fields of `Config` that change no number for a given sequence."""
 _LAYOUT_DEPENDENT = ("padded_vocab_size", "sliding_window_size", "sliding_window_indices")
 """Fields that depend on the layout: the vocabulary is in the shapes; a window is run in LitGPT's
 and a limit of the positions in Hugging Face's."""
@@ -57,7 +57,7 @@ def _sample(tensor: Tensor) -> Tensor:
     return values[positions].double()
 
 
-def _architecture(config: litgpt.Config) -> dict[str, Any]:
+def _architecture(config: Config) -> dict[str, Any]:
     """What changes the function that given weights compute, each thing said in one way."""
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     for name in (*_NO_PART, *_LAYOUT_DEPENDENT):

@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import litgpt
+import litgpt.tokenizer
 import torch
 
 from ftkit.chat_templates.template import template_of
@@ -22,7 +22,7 @@ class Encoded(NamedTuple):
     """First character and end of each; bytes of one character share it."""
 
 
-class Tokenizer(litgpt.Tokenizer):  # type: ignore[misc]
+class Tokenizer(litgpt.tokenizer.Tokenizer):  # type: ignore[misc]
     """LitGPT's tokenizer, set up by the files alone.
 
     LitGPT decides by the name of the directory and of the tokenizer's class whether texts begin

@@ -5,7 +5,7 @@ import secrets
 from contextlib import suppress
 from typing import Literal
 
-from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+from lightning.fabric.loggers import Logger, TensorBoardLogger
 
 from ftkit.config.plan import Plan
 from ftkit.errors import UserError
@@ -73,6 +73,8 @@ def make_loggers(plan: Plan, *, start_step: int, run_ids: dict[str, str]) -> lis
                 "logger_name is wandb, but W&B is not installed. Try pip install wandb, or "
                 "--logger_name tensorboard."
             )
+        from lightning.pytorch.loggers import WandbLogger  # with all of Lightning, in seconds
+
         is_known = "wandb" in run_ids
         if not is_known and rank() == 0:
             run_ids["wandb"] = secrets.token_hex(4)

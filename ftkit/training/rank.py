@@ -19,12 +19,14 @@ from typing import TextIO
 
 from ftkit.optim.schedule import sample_budget
 from ftkit.utils.imports import without_hub_kernels
+from ftkit.utils.postponed import postpone_modules
 from ftkit.utils.process import die_with_parent
 
 if __name__ == "__main__":  # before the slow imports: a supervisor may die at any moment
     die_with_parent(int(sys.argv[2]))
     gc.disable()  # as in quick_imports
     without_hub_kernels()
+    postpone_modules()
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Imports of heavy libraries: quick, silent, and without fetching native code."""
+"""Imports of heavy libraries: quick, silent, and without what nobody here uses."""
 
 import gc
 import logging
@@ -30,6 +30,19 @@ def without_hub_kernels() -> None:
     sys.modules["kernels"] = None  # type: ignore[assignment]  # importing it fails, as expected
     # Else it advises to install the package.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
+
+@contextmanager
+def hidden(name: str) -> Iterator[None]:
+    """Have libraries find inside the block that a package is not installed; not if it is in use."""
+    hides = name not in sys.modules
+    if hides:
+        sys.modules[name] = None  # type: ignore[assignment]  # see without_hub_kernels
+    try:
+        yield
+    finally:
+        if hides:
+            del sys.modules[name]
 
 
 def silence_libraries() -> None:

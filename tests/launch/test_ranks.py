@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
-from command import Start, command_environment
+from command import Start, command_environment, start_up_of_ranks
 from launchers import slurm, torchrun
 from runs import DEFAULT_SIGNALS, FILES, FOREVER, TIMEOUT_S, Run, command_of, rows, watched
 from saved_runs import ended, save_run
@@ -95,6 +95,32 @@ ftkit.optim.schedule.make_schedule = noticing
 """
 
 
+def telling_imports(directory: Path) -> str:
+    """Each rank writes at its end what it has imported, to a file of its number."""
+    return f"""
+import atexit, os, pathlib, sys
+file = pathlib.Path({str(directory)!r}) / f"imports-{{os.environ['RANK']}}"
+atexit.register(lambda: file.write_text(" ".join(sys.modules)))
+"""
+
+
+NOT_FOR_LORA = {
+    "bitsandbytes",
+    "datasets",
+    "deepspeed",
+    "lightning.pytorch",
+    "litgpt.api",
+    "matplotlib",
+    "pandas",
+    "scipy",
+    "sklearn",
+    "tensorboard",
+    "torch._inductor.compile_fx",
+    "torchmetrics.functional",
+}
+"""What libraries import, or their packages do, for what a run of plain LoRA does not do."""
+
+
 End = tuple[int, str, str]
 SideBySide = tuple[Run, End, Run, End, list[dict[str, str]]]
 
@@ -133,12 +159,23 @@ def test_ranks_know_their_place_by_the_names_that_torchrun_uses(side_by_side: Si
 
 
 def test_rank_0_speaks_alone_and_libraries_not_at_all(side_by_side: SideBySide) -> None:
-    _, (_, out, _), *_ = side_by_side
-    lines = out.splitlines()
+    good, (_, out, _), *_ = side_by_side
+    lines, base = out.splitlines(), read_report(good.out_dir).recipe["checkpoint_dir"]
     assert len(lines) == len(set(lines))
-    assert out.index("reading data") == 0
+    assert lines[0] == (
+        f"starting 2 processes on CPU (ddp, 32-true) in {good.out_dir}: lora fine-tuning of {base}"
+    )
+    assert lines[1].startswith("reading data")
     for noise in ("a library", "a program", "Setting accelerator", "Warning", "deprecated"):
         assert noise not in out
+
+
+def test_what_begins_is_told_before_torch_is_imported_and_is_in_the_log(
+    side_by_side: SideBySide,
+) -> None:
+    good, (_, out, _), *_ = side_by_side
+    first, *_ = (good.out_dir / "run.log").read_text().splitlines()
+    assert first.endswith(f"Z {out.splitlines()[0]}")
 
 
 def test_what_only_another_rank_says_is_in_the_log_once(side_by_side: SideBySide) -> None:
@@ -426,15 +463,21 @@ def test_tasks_that_are_a_machine_each_give_the_same_results(
     assert resolved and (resolved.devices, resolved.world_size) == (1, 2)
 
 
-def test_torchrun_gives_the_same_results(
+def test_torchrun_gives_the_same_results_and_ranks_import_nothing_that_they_do_not_use(
     side_by_side: SideBySide, common: list[str], tmp_path: Path
 ) -> None:
     out_dir = tmp_path / "out"
     words = torchrun(command_of(out_dir, common, **TWO_RANKS))
-    with watched(out_dir, words, tmp_path, command_environment(), cold=True) as run:
+    environment = command_environment()
+    environment["PYTHONPATH"] += f":{start_up_of_ranks(tmp_path, telling_imports(tmp_path))}"
+    with watched(out_dir, words, tmp_path, environment, cold=True) as run:
         code, out, _ = run.end()  # torchrun itself speaks on standard error
     assert code == 0
     assert_as_the_built_in_launcher(out_dir, out, side_by_side)
+    for rank in range(2):  # interpreters of their own, in which nothing of ours has been changed
+        imported = set((tmp_path / f"imports-{rank}").read_text().split())
+        assert {"torch", "peft", "litgpt.model", "lightning.fabric"} <= imported
+        assert imported & NOT_FOR_LORA == set()
 
 
 def test_slurm_gives_the_same_results(
@@ -483,7 +526,8 @@ def test_a_mistake_that_ranks_find_under_slurm_is_told_once(
     with slurm(out_dir, words, tmp_path) as tasks:
         (out, err), others = tasks[0].communicate(timeout=TIMEOUT_S), tasks[1].communicate()
         assert [task.returncode for task in tasks] == [2, 2]
-    assert out == "" and others == ("", "")
+    (beginning,) = out.splitlines()
+    assert beginning.startswith("starting 2 processes") and others == ("", "")
     assert err.startswith("ftkit: train.max_seq_length is 100000") and err.count("ftkit:") == 1
     assert list(tmp_path.iterdir()) == []
 

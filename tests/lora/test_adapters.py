@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ftkit.config.plan import make_plan
 from ftkit.errors import UserError
 from ftkit.launch.supervisor import launch
 from ftkit.lora.init import initial_adapter
+from ftkit.lora.layers import _without_bitsandbytes
 from ftkit.lora.load import read_adapter
 from ftkit.lora.names import is_adapter, our_name
 from ftkit.lora.save import check_adapter
@@ -452,3 +454,16 @@ def test_an_adapter_on_a_quantised_base_starts_there_and_fits_its_weights_in_pef
     torch.testing.assert_close(
         logits(model), logits_of_peft(llama, adapter, weights), rtol=0, atol=TOLERANCE
     )
+
+
+def test_peft_is_kept_from_bitsandbytes_only_where_nothing_is_quantised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from peft.import_utils import is_bnb_available
+
+    monkeypatch.delitem(sys.modules, "bitsandbytes", raising=False)
+    is_bnb_available()  # PEFT keeps the answer
+    with _without_bitsandbytes():
+        assert not is_bnb_available()
+    assert is_bnb_available()
+    assert "bitsandbytes" not in sys.modules

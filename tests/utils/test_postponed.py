@@ -1,0 +1,87 @@
+"""Postponed modules: whose own code runs when something of it is asked for."""
+
+import importlib
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from ftkit.utils import postponed
+
+PACKAGE = """
+from made_package.ran import RAN
+RAN.append("package")
+ANSWER = 42
+"""
+HELPERS = """
+from made_package.ran import RAN
+RAN.append("helpers")
+def double(number):
+    return 2 * number
+"""
+
+
+@pytest.fixture
+def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Makes a package that is postponed, as its `helpers` are; whose code has run."""
+    package = tmp_path / "made_package"
+    package.mkdir()
+    (package / "__init__.py").write_text(PACKAGE)
+    (package / "helpers.py").write_text(HELPERS)
+    (package / "ran.py").write_text("RAN = []\n")
+    (package / "inner.py").write_text("from made_package.helpers import double\nBEGUN = True\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(postponed, "PACKAGES", ("made_package",))
+    monkeypatch.setattr(postponed, "FUNCTIONS", ("made_package.helpers",))
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    postponed.postpone_modules()
+    yield importlib.import_module("made_package.ran").RAN
+    for name in [name for name in sys.modules if name.partition(".")[0] == "made_package"]:
+        del sys.modules[name]
+
+
+def test_a_module_of_a_package_is_imported_without_the_code_of_the_package(ran: list[str]) -> None:
+    inner = importlib.import_module("made_package.inner")
+    assert inner.BEGUN
+    assert ran == []
+
+
+def test_a_module_is_found_in_its_package_by_any_way_of_importing(ran: list[str]) -> None:
+    names: dict[str, object] = {}
+    exec("from made_package import inner\nimport made_package.inner as same", names)
+    assert names["inner"] is names["same"] is sys.modules["made_package.inner"]
+    assert ran == []
+
+
+def test_the_code_of_a_package_runs_once_when_a_name_of_it_is_asked_for(ran: list[str]) -> None:
+    package = importlib.import_module("made_package")
+    assert (package.ANSWER, package.ANSWER) == (42, 42)
+    assert ran == ["package"]
+    with pytest.raises(AttributeError):
+        _ = package.no_such_name
+
+
+def test_a_function_of_a_postponed_module_runs_it_when_it_is_called(ran: list[str]) -> None:
+    helpers = importlib.import_module("made_package.helpers")
+    double = helpers.double
+    assert ran == []
+    assert (double(4), helpers.double(5)) == (8, 10)
+    assert ran == ["helpers"]
+
+
+def test_a_package_is_asked_for_its_version_without_its_code(
+    ran: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: f"1.2 of {name}")
+    assert importlib.import_module("made_package").__version__ == "1.2 of made_package"
+    assert ran == []
+
+
+def test_a_package_that_is_not_installed_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(postponed, "PACKAGES", ("no_such_package",))
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    postponed.postpone_modules()
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("no_such_package")
