@@ -33,10 +33,7 @@ def add_adapter(model: nn.Module, base: BaseModel, recipe: LoraRecipe) -> None:
     model.requires_grad_(False)
     targets = adapted_layers(model, base, recipe)
     saved = whole_layers(model, base, recipe)
-    if recipe.quantize is None:
-        with _without_bitsandbytes():
-            _inject(model, recipe, targets)
-    else:
+    with _without_bitsandbytes():
         _inject(model, recipe, targets)
     for name, layer in lora_layers(model):
         layer.cast_input_dtype_enabled = False  # the variants know of autocast
@@ -67,7 +64,8 @@ def _inject(model: nn.Module, recipe: LoraRecipe, targets: list[str]) -> None:
 def _without_bitsandbytes() -> Iterator[None]:
     """Keep PEFT from importing bitsandbytes, with all of torch's compiler, in seconds.
 
-    PEFT 0.21 does wherever it is installed, and keeps in mind whether it is.
+    PEFT 0.21 does wherever it is installed, and keeps in mind whether it is. Quantised layers have
+    imported it before, but need no layers of PEFT's own.
     """
     with hidden("bitsandbytes"):
         from peft.import_utils import is_bnb_4bit_available, is_bnb_available

@@ -26,6 +26,11 @@ def make_head(softcap: float | None = None, *, bias: bool = False) -> Head:
     return Head(nn.Linear(WIDTH, VOCABULARY, bias=bias), softcap)
 
 
+def weight_of(head: Head) -> Tensor:
+    assert isinstance(head.lm_head, nn.Linear)
+    return head.lm_head.weight
+
+
 def make_batch() -> tuple[Tensor, Tensor, Tensor]:
     """Hidden states of two sequences, and some of their positions with labels."""
     generator = torch.Generator().manual_seed(1)
@@ -86,21 +91,22 @@ def test_in_mixed_precision_gradients_of_float32_weights_are_summed_in_float32()
         head.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
             head(hidden, places[:1].repeat(8 * times), labels[:1].repeat(8 * times)).backward()
-        sums.append(head.lm_head.weight.grad)
-    torch.testing.assert_close(sums[1], sums[0] * 1000, rtol=1e-4, atol=0)
+        sums.append(weight_of(head).grad)
+    few, many = sums
+    assert few is not None
+    torch.testing.assert_close(many, few * 1000, rtol=1e-4, atol=0)
 
 
 def test_small_gradients_of_float16_are_left_to_the_loss_scale() -> None:
     """A probability below 6e-8 is zero in float16, unless it is scaled first."""
     head = make_head().half()
     with torch.no_grad():
-        head.lm_head.weight.zero_()
-        head.lm_head.weight[0] = 1
+        weight_of(head).zero_()[0] = 1
     hidden = torch.full((1, 1, WIDTH), 1.5, dtype=torch.float16, requires_grad=True)
     loss = head(hidden, torch.tensor([0]), torch.tensor([0])) * 2**12
     loss.backward()
-    others = head.lm_head.weight.grad[1:]
-    assert others.gt(0).all()
+    gradient = weight_of(head).grad
+    assert gradient is not None and gradient[1:].gt(0).all()
 
 
 def test_a_micro_batch_without_labels_gives_gradients_of_zero() -> None:
