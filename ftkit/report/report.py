@@ -196,7 +196,7 @@ class Tokens:
     label: int
     """Real tokens that carry loss."""
     padded: int
-    """Positions that were computed and were padding."""
+    """Positions that were computed and were padding or fillers."""
     padding_fraction: float
     """padded / (real + padded)."""
 

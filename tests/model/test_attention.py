@@ -112,7 +112,7 @@ def learned(model: LanguageModel, *, padding_free: bool) -> tuple[float, dict[st
     """The loss of a micro-batch with a filler, and its gradients."""
     model.zero_grad()
     loss = loss_of(model, [*make_samples(), None], padding_free=padding_free)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     return loss.item(), gradients
 
@@ -215,7 +215,7 @@ def test_nothing_as_large_as_the_square_of_a_row_is_made() -> None:
             return found
 
     with Largest() as largest:
-        loss_of(model, samples, padding_free=True).backward()  # type: ignore[no-untyped-call]
+        loss_of(model, samples, padding_free=True).backward()
     logits = 64 * 5 * VOCABULARY
     assert largest.numbers <= logits < (64 * 8) ** 2
 
@@ -254,9 +254,9 @@ def of_torch_2_13(
     asked.append(Asked([(query.size(1), key.size(1))], cu_seq_q.tolist(), max_q))
     results = []
     for start, end in zip(cu_seq_q[:-1].tolist(), cu_seq_q[1:].tolist(), strict=True):
-        parts = [part[None, start:end].transpose(1, 2) for part in (query, key, value)]
+        q, k, v = (part[None, start:end].transpose(1, 2) for part in (query, key, value))
         result = F.scaled_dot_product_attention(
-            *parts, is_causal=True, scale=scale, enable_gqa=True
+            q, k, v, is_causal=True, scale=scale, enable_gqa=True
         )
         results.append(result.transpose(1, 2)[0])
     return torch.cat(results)

@@ -36,6 +36,7 @@ TWO_RANKS = [
 ]
 BF16, BF16_SHARDED = (Case(strategy, "full", "bf16-true") for strategy in ("single", "fsdp"))
 DETERMINISTIC = (("deterministic", True),)
+PADDED = (("train.padding_free", False),)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.fixture(scope="module")
 def single(run: Run) -> dict[Case, Outcome]:
     cases = [Case("single", method, p) for method in METHODS for p in ("32-true", "bf16-mixed")]
-    return run(1, [Case("single", "full", changes=DETERMINISTIC), *cases, BF16])
+    padded = [Case("single", method, changes=PADDED) for method in METHODS]
+    return run(1, [Case("single", "full", changes=DETERMINISTIC), *cases, *padded, BF16])
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +80,23 @@ def test_two_ranks_learn_what_one_learns(
     two_ranks: dict[Case, Outcome], single: dict[Case, Outcome], strategy: str, method: Method
 ) -> None:
     assert_same_maths(two_ranks[Case(strategy, method)], single[Case("single", method)])
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("strategy", ["single", *STRATEGIES])
+def test_rows_learn_what_padded_micro_batches_do(
+    two_ranks: dict[Case, Outcome], single: dict[Case, Outcome], strategy: str, method: Method
+) -> None:
+    found = (two_ranks | single)[Case(strategy, method)]
+    expected = single[Case("single", method, changes=PADDED)]
+    assert_same_maths(found, expected)
+    resolved = [outcome.report.resolved for outcome in (found, expected)]
+    paths = [one and one.attention for one in resolved]
+    assert paths == ["sdpa per sequence", "padded"]
+    of_rows, of_padded = (outcome.report.tokens for outcome in (found, expected))
+    assert of_rows is not None and of_padded is not None
+    assert of_padded.padding_fraction > 0.1
+    assert of_rows.padded <= len(found.rows) * (1 if strategy == "single" else 2), "fillers"
 
 
 @pytest.mark.slow
@@ -136,6 +155,9 @@ OPTIONS = {
     ),
     "ZeRO-3 with SGD": Case("deepspeed", "full", changes=SGD),
     "ZeRO-2 with SGD": Case("deepspeed", "full", changes=(*SGD, STAGE_2)),
+    "ddp, padded": Case("ddp", "full", changes=PADDED),
+    "fsdp, padded": Case("fsdp", "full", changes=PADDED),
+    "ZeRO-3, padded": Case("deepspeed", "full", changes=PADDED),
     "ddp, tied": Case("ddp", "full", tied=True),
     "fsdp, tied": Case("fsdp", "full", tied=True),
     "ZeRO-2, tied": Case("deepspeed", "full", tied=True, changes=(STAGE_2, NO_OFFLOAD)),
