@@ -275,6 +275,16 @@ def test_sort_puts_the_best_or_lowest_first_and_missing_values_last(
 # --- What is compared -----------------------------------------------------------------------------
 
 
+def test_a_micro_batch_that_was_left_open_is_compared_by_what_it_came_to(tmp_path: Path) -> None:
+    make_run(tmp_path / "one", train__micro_batch_size=1)
+    left_open = make_run(tmp_path / "open")
+    assert left_open.resolved
+    came_to = dataclasses.replace(left_open.resolved, micro_batch_size=1)
+    write_report(dataclasses.replace(left_open, resolved=came_to), tmp_path / "open")
+    runs = compare((tmp_path,)).runs
+    assert [run.settings["train.micro_batch_size"] for run in runs] == [1, 1]
+
+
 def test_runs_are_found_at_any_depth_and_named_by_what_tells_them_apart(tmp_path: Path) -> None:
     make_run(tmp_path / "out/finetune/lora")
     make_run(tmp_path / "out/finetune/full")

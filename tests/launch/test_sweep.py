@@ -180,6 +180,12 @@ def test_what_has_its_result_is_skipped(
     assert action("--overwrite").startswith("start again small: ")
 
 
+def test_what_auto_came_to_is_no_other_recipe(action: Callable[..., str], tmp_path: Path) -> None:
+    make_run(tmp_path / "o/small")
+    record(tmp_path, train={"micro_batch_size": 2, "micro_batch_tokens": 4096})
+    assert action("--train.micro_batch_tokens", "auto") == "skip small: completed"
+
+
 @pytest.mark.parametrize("outcome", ["failed", "interrupted", "stopped"])
 def test_what_ended_early_goes_on_from_its_checkpoint_or_starts_again(
     action: Callable[..., str], tmp_path: Path, outcome: OutcomeName

@@ -532,6 +532,20 @@ TWO_GPUS = SimpleNamespace(
 class TestTable:
     """What people read."""
 
+    def test_micro_batches_of_a_number_of_tokens_show_how_full_they_were(self) -> None:
+        assert COMPLETED.resolved and COMPLETED.throughput
+        speed = dataclasses.replace(
+            COMPLETED.throughput,
+            tokens_per_s_per_device=3000.0,
+            steps_per_s=0.2,
+            micro_steps_per_step=3.75,
+        )
+        tokens = dataclasses.replace(COMPLETED.resolved, micro_batch_tokens=4096)
+        report = dataclasses.replace(COMPLETED, throughput=speed)
+        assert "micro-batches" not in text_of(report)
+        shown = " ".join(text_of(dataclasses.replace(report, resolved=tokens), width=120).split())
+        assert "micro-batches 3.75 in a step, each of 4,000 tokens (at most 4,096)" in shown
+
     def test_a_completed_run_shows_every_measurement(self) -> None:
         shown = " ".join(text_of(COMPLETED, width=120, out_dir=Path("out/run")).split())
         for expected in (

@@ -27,6 +27,7 @@ STEPS: tuple[tuple[str, Any], ...] = (
     *NO_EVALUATION,
 )
 WHOLE_BATCH = ("train.micro_batch_size", 8)
+TOKENS = (("train.micro_batch_size", None), ("train.micro_batch_tokens", 3 * (LENGTH - 1)))
 CHECKPOINTED = ("memory.activation_checkpointing", True)
 SINGLE = [
     Case("single", "full"),
@@ -36,6 +37,7 @@ SINGLE = [
     Case("single", "lora", "32-true", (WHOLE_BATCH, ("lora_dropout", 0.1))),
     Case("single", "lora", "bf16-true", (("quantize", "bnb.nf4-dq"),)),
     Case("single", "lora", "bf16-mixed", (CHECKPOINTED,)),
+    Case("single", "full", "bf16-true", TOKENS),
 ]
 SEVERAL = [
     Case("ddp", "full"),
@@ -91,7 +93,9 @@ def error_of(job: Path, base: Path, world_size: int) -> float:
     plan, run = read.plan, read.directory
     peaks = [run.rank(rank).path / "peak.json" for rank in range(world_size)]
     counted_bytes = max(sum(json.loads(peak.read_text()).values()) for peak in peaks)
-    batch = largest_micro_batch(plan.micro_batch_size, LENGTH, padding_free=True)
+    batch = largest_micro_batch(
+        plan.micro_batch_size, LENGTH, padding_free=True, most_tokens=plan.micro_batch_tokens
+    )
     predicted = predict(open_base(str(base)), plan, batch)
     assert sum(predicted.breakdown_bytes.values()) == predicted.peak_bytes
     report = read_report(run.rank(0).report)
