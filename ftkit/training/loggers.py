@@ -5,7 +5,8 @@ import secrets
 from contextlib import suppress
 from typing import Literal
 
-from lightning.fabric.loggers import Logger, TensorBoardLogger
+from lightning.fabric.loggers.logger import Logger
+from lightning.fabric.loggers.tensorboard import TensorBoardLogger
 
 from ftkit.config.plan import Plan
 from ftkit.errors import UserError

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from lightning.pytorch.loggers import Logger
+from lightning.fabric.loggers.logger import Logger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from ftkit.config.devices import Devices
