@@ -32,6 +32,7 @@ KIND_OF: dict[str, Kind] = {
     "train.lr_warmup_fraction": "tunable",
     "train.min_lr": "tunable",
     "train.max_norm": "tunable",
+    "train.optimizer_in_backward": "hardware",
     "train.tie_embeddings": "fixed",
     "train.save_interval": "hardware",
     "train.log_interval": "hardware",

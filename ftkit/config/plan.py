@@ -109,7 +109,7 @@ def make_plan(recipe: Recipe, devices: Devices, *, trains: bool = True) -> Plan:
             f"train.micro_batch_size {train.micro_batch_size} is more than the global batch: "
             f"{micro_batch_size} is used."
         )
-    return Plan(
+    plan = Plan(
         recipe=recipe,
         accelerator=devices.accelerator,
         precision=precision,
@@ -119,3 +119,33 @@ def make_plan(recipe: Recipe, devices: Devices, *, trains: bool = True) -> Plan:
         micro_batch_size=micro_batch_size,
         notices=tuple(notices),
     )
+    if trains and train.optimizer_in_backward:
+        _check_in_backward(plan)
+    return plan
+
+
+def _check_in_backward(plan: Plan) -> None:
+    """Refuse to update parameters one by one where all gradients must be known before."""
+    train, why = plan.recipe.train, ""
+    if reason := plan.rules.needs_all_gradients(plan.options):
+        why = f"{plan.strategy} {reason}"
+    elif train.max_norm is not None:
+        why = (
+            f"train.max_norm is {train.max_norm:g}, and clipping needs the norm of all gradients "
+            "before the first update. Try --train.max_norm null"
+        )
+    elif plan.micro_steps > 1:
+        whole = math.ceil(train.global_batch_size / plan.world_size)
+        why = (
+            f"a step has {plan.micro_steps} micro-batches, whose gradients are added up before "
+            f"the first update. Try --train.micro_batch_size {whole}"
+        )
+    elif plan.precision == "16-mixed":
+        why = (
+            "16-mixed leaves an update out if any gradient is infinite. Try --precision bf16-mixed"
+        )
+    if why:
+        raise UserError(
+            f"train.optimizer_in_backward is true, but {why}, or --train.optimizer_in_backward "
+            "false."
+        )

@@ -27,6 +27,12 @@ class FsdpOptions:
     keeps them until its backward pass."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory."""
+    prefetch: Literal[0, 1, 2] = 0
+    """Gather the parameters of this many blocks ahead of the one at work, in memory for as many.
+    0: of the next one, once the host has come to it."""
+    sync_every_micro_step: bool = True
+    """Add up gradients over the ranks in every micro-step, so that each keeps its share alone.
+    false: once in a step, with the last one: fewer messages, and memory for all gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +78,10 @@ class StrategyRules:
         """Whether optimizer state is kept in host memory."""
         return False
 
+    def needs_all_gradients(self, options: Any) -> str:
+        """Why they must be there before an update, and what else to use; empty: they need not."""
+        return ""
+
     def check(self, recipe: Recipe, precision: Precision, devices: Devices) -> None:
         """Refuse what the strategy cannot run, with what to use instead."""
         optimizer = recipe.optimizer["class_path"]
@@ -102,6 +112,9 @@ class Ddp(StrategyRules):
 
     name = "ddp"
 
+    def needs_all_gradients(self, options: NoOptions) -> str:
+        return "keeps memory for all gradients, in which ranks add them up. Try --strategy fsdp"
+
 
 class Fsdp(StrategyRules):
     """Every rank has rows of each parameter."""
@@ -117,6 +130,11 @@ class Fsdp(StrategyRules):
 
     def offloads(self, options: FsdpOptions) -> bool:
         return options.cpu_offload
+
+    def needs_all_gradients(self, options: FsdpOptions) -> str:
+        if not options.cpu_offload:
+            return ""
+        return "keeps all gradients in host memory. Try --strategy.cpu_offload false"
 
     def check(self, recipe: Recipe, precision: Precision, devices: Devices) -> None:
         if precision == "16-mixed":
@@ -160,6 +178,9 @@ class DeepSpeed(StrategyRules):
 
     def offloads(self, options: DeepSpeedOptions) -> bool:
         return options.offload_optimizer
+
+    def needs_all_gradients(self, options: DeepSpeedOptions) -> str:
+        return "updates slices of all parameters at once. Try --strategy fsdp"
 
     def check(self, recipe: Recipe, precision: Precision, devices: Devices) -> None:
         if not suits_deepspeed(recipe):

@@ -6,7 +6,8 @@ numbers are missing. What a rank holds is counted by the code that counts it in 
 
 A model of many layers is not run whole. The step is cut into stretches (the forward pass of the
 first block, of the last one, the loss, ...), and the bytes of each stretch grow by the same amount
-with every layer: two small models of different depth tell those of any depth.
+with every layer: two small models of different depth tell those of any depth. Where every Nth block
+is checkpointed, they grow so with every N layers.
 """
 
 import dataclasses
@@ -27,6 +28,7 @@ from ftkit.model.flops import parameter_count
 from ftkit.model.language_model import LanguageModel, outline, trainable
 from ftkit.model.loss import step_share
 from ftkit.optim.clipping import clip_gradients
+from ftkit.optim.in_backward import OptimizerInBackward
 from ftkit.pretrained.base_model import BaseModel
 from ftkit.report.step_memory import MicroBatchSize
 from ftkit.strategies.precision import compute_dtype, parameter_dtype
@@ -38,8 +40,8 @@ from ftkit.strategies.zero_memory import PERSISTENT_ELEMENTS
 CPU = torch.device("cpu")
 CUDA_BLOCK_BYTES = 512
 """What torch's CUDA allocator rounds sizes up to (kMinBlockSize in c10/cuda)."""
-DEPTHS = (3, 4)
-"""Layers of the two small models: enough that both ends have blocks of their own."""
+LEAST_DEPTH = 3
+"""Layers of the smaller model: enough that both ends have blocks of their own."""
 
 
 def largest_micro_batch(sequences: int, tokens: int) -> MicroBatchSize:
@@ -63,10 +65,13 @@ def simulate(
         accumulates: whether the micro-step adds to gradients of others before it.
     """
     depth = base.config.n_layer
-    if depth <= DEPTHS[-1] + 1 or _layers_differ(base, plan):
+    period = int(plan.recipe.memory.activation_checkpointing) or 1
+    smaller = _smaller_depth(depth, period)
+    if depth <= smaller + period + 1 or _layers_differ(base, plan):
         return _run(base, plan, batch, depth, accumulates)
-    less, more = (_run(base, plan, batch, layers, accumulates) for layers in DEPTHS)
-    steps = (depth - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0])
+    depths = (smaller, smaller + period)
+    less, more = (_run(base, plan, batch, layers, accumulates) for layers in depths)
+    steps = (depth - smaller) // period
 
     def extended(first: Mapping[Any, int], second: Mapping[Any, int]) -> dict[Any, int]:
         return {key: round(first[key] + (second[key] - first[key]) * steps) for key in first}
@@ -79,6 +84,12 @@ def simulate(
         },
         Sizes(**extended(dataclasses.asdict(less.sizes), dataclasses.asdict(more.sizes))),
     )
+
+
+def _smaller_depth(depth: int, period: int) -> int:
+    """Layers of the smaller model: both halves hold a period, and the ends are as in the whole."""
+    least = max(LEAST_DEPTH, 2 * period)
+    return least + (depth - least) % period
 
 
 def _layers_differ(base: BaseModel, plan: Plan) -> bool:
@@ -192,6 +203,7 @@ class _Step:
         self._buckets: dict[Tensor, Tensor] = {}
         """Of DDP: where the gradient of a parameter lies after the last micro-step."""
         self._backward = False
+        self._updates_in_backward = plan.recipe.train.optimizer_in_backward
 
     def peaks(self) -> Peaks:
         """The highest moment of each stretch of the second step."""
@@ -204,11 +216,15 @@ class _Step:
         with live:
             if strategy.keeps_gradient_buckets:
                 self._make_buckets()
-            for parameter in self._trained:
-                parameter.register_post_accumulate_grad_hook(self._on_gradient)
+            if self._updates_in_backward:
+                assert optimizer is not None
+                in_backward = OptimizerInBackward(optimizer)  # noqa: F841  # works while it lives
+            else:
+                for parameter in self._trained:
+                    parameter.register_post_accumulate_grad_hook(self._on_gradient)
             self._first_step(optimizer)
             if self._accumulates and optimizer is not None:
-                self._make_gradients()
+                self._accumulate()
             live.restart()
             self._step(optimizer)
             found: Peaks = {}
@@ -240,8 +256,17 @@ class _Step:
             parameter.grad = torch.zeros_like(parameter)
         self._live.assign((p.grad for p in self._trained), "gradients")
 
+    def _accumulate(self) -> None:
+        """Gradients of micro-steps before the last one."""
+        if self._strategy.keeps_whole_gradients(self._model, is_last=False):
+            self._step(None)
+            self._live.assign(self._strategy.whole_gradients(self._model), "gradients")
+            self._strategy.keeps_whole_gradients(self._model, is_last=True)
+        else:
+            self._make_gradients()
+
     def _step(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """The last micro-step, and the update."""
+        """A micro-step; where there is an optimizer, the last one, and the update."""
         live, batch = self._live, self._batch
         self._mark("before the blocks")
         ids = torch.zeros(batch.sequences, batch.positions, dtype=torch.long)
@@ -264,7 +289,8 @@ class _Step:
             self._update(optimizer)
 
     def _update(self, optimizer: torch.optim.Optimizer) -> None:
-        clip_gradients(self._trained, self._plan.recipe.train.max_norm)
+        if not self._updates_in_backward:
+            clip_gradients(self._trained, self._plan.recipe.train.max_norm)
         optimizer.step()
         self._live.assign(_states(optimizer), "optimizer_state")
         optimizer.zero_grad(set_to_none=True)

@@ -121,8 +121,8 @@ def outline(
         with torch.device("meta"):
             add_adapter(model, base, recipe)
         model.lora = recipe
-    if recipe.memory.activation_checkpointing:
-        for block in model.gpt.transformer.h:
+    if every := int(recipe.memory.activation_checkpointing):
+        for block in list(model.gpt.transformer.h)[::every]:
             block.forward = partial(_keep_the_inputs_alone, block.forward)
     return model.to(dtype)
 

@@ -4,7 +4,8 @@ FSDP2, torch's `fully_shard`. Zhao et al. 2023, https://arxiv.org/abs/2304.11277
 
 Private parts that are used here, as they are in torch 2.11 to 2.13: of FSDP
 `_fully_shard._fsdp_param.nn` (torch 2.11), `_get_fsdp_state()._fsdp_param_group`, its
-`fsdp_params` with `sharded_param`, `_unsharded_param` and `init_dtype_attrs`; of DTensor
+`fsdp_params` with `sharded_param`, `_unsharded_param`, `unsharded_accumulated_grad` and
+`init_dtype_attrs`; of DTensor
 `__create_chunk_list__` and `ShardingPropagator._propagate_tensor_meta_non_cached`; `FakeStore`
 and `_disable_current_modes`.
 """
@@ -80,6 +81,24 @@ class Fsdp(Strategy):
             optimizer_class = over_local_rows(optimizer_class)
         return make_optimizer(self.plan.recipe, model, optimizer_class, arguments)
 
+    def micro_step(self, *, is_last: bool) -> AbstractContextManager[None]:
+        self.keeps_whole_gradients(self._model, is_last=is_last)
+        return super().micro_step(is_last=is_last)
+
+    def keeps_whole_gradients(self, model: Any, *, is_last: bool) -> bool:
+        if self._options.sync_every_micro_step:
+            return False
+        model.set_requires_gradient_sync(is_last)
+        return not is_last
+
+    def whole_gradients(self, model: nn.Module) -> Iterable[Tensor]:
+        for parameter in fsdp_parameters(model):
+            if parameter.unsharded_accumulated_grad is not None:
+                yield parameter.unsharded_accumulated_grad
+            whole = getattr(parameter, "_unsharded_param", None)  # None: not gathered yet
+            if whole is not None and whole.grad is not None:
+                yield whole.grad
+
     def gradient_norm(self) -> float:
         norm = self._norm
         assert isinstance(norm, DTensor)
@@ -87,6 +106,11 @@ class Fsdp(Strategy):
 
     def holder(self) -> Holder:
         return RowState(self._model, self.optimizer)
+
+    def optimizer_memory(self) -> Iterator[tuple[Tensor, Category]]:
+        for gradient in self.whole_gradients(self._model):
+            yield gradient, "gradients"
+        yield from super().optimizer_memory()
 
     def gathered(self, model: nn.Module) -> Iterable[Tensor]:
         for parameter in fsdp_parameters(model):
@@ -212,8 +236,19 @@ class FullyShard:
                 fully_shard(model.head, **settings, reshard_after_forward=False)
             fully_shard(model, **settings, reshard_after_forward=False)
         _keep_integers(model)
+        if self._options.prefetch:
+            self._prefetch(model)
         model.to_empty(device=device)
         model.tie()
+
+    def _prefetch(self, model: Any) -> None:
+        """Have each part of the model ask for the parameters of those that come after it."""
+        parts = [model, *model.gpt.transformer.h, *([] if model.tied else [model.head])]
+        ahead = self._options.prefetch
+        for index, part in enumerate(parts):
+            part.set_modules_to_forward_prefetch(parts[index + 1 : index + 1 + ahead])
+            # The model itself is gathered from the beginning to the end.
+            part.set_modules_to_backward_prefetch(parts[max(index - ahead, 1) : index][::-1])
 
     def put(self, model: nn.Module, name: str, value: Rows) -> None:
         parameter = model.get_parameter(name)

@@ -27,6 +27,8 @@ DROPOUT: Changes = (("lora_dropout", 0.2),)
 QLORA: Changes = (("quantize", "bnb.nf4-dq"),)
 STAGE_1: Changes = (("strategy.stage", 1), ("strategy.offload_optimizer", False))
 STAGE_2: Changes = (("strategy.stage", 2),)
+ONE_MICRO_STEP: Changes = (("train.max_norm", None), ("train.micro_batch_size", 11))
+IN_BACKWARD: Changes = (*ONE_MICRO_STEP, ("train.optimizer_in_backward", True))
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,16 @@ MOVES = {
     "bf16-mixed, deepspeed x2": same(Case("deepspeed", "lora", "bf16-mixed"), 2),
     "SGD, single": same(Case("single", "full", changes=SGD), 1),
     "SGD, single to fsdp x2": move(("single", 1, SGD), ("fsdp", 2, SGD)),
+    "in backward, fsdp x2": same(Case("fsdp", "full", changes=IN_BACKWARD), 2),
+    "in backward, single to fsdp x2": move(("single", 1, IN_BACKWARD), ("fsdp", 2, IN_BACKWARD)),
+    "in backward, fsdp x2 to after it, ddp x2": move(
+        ("fsdp", 2, IN_BACKWARD), ("ddp", 2, ONE_MICRO_STEP)
+    ),
+    "8-bit in backward to after it, single": move(
+        ("single", 1, (*IN_BACKWARD, *ADAM_8_BIT)),
+        ("single", 1, (*ONE_MICRO_STEP, *ADAM_8_BIT)),
+        within=0.0,
+    ),
     "SGD, fsdp x2 to deepspeed x2": move(("fsdp", 2, SGD), ("deepspeed", 2, SGD)),
     "amsgrad, ddp x2 to single": move(("ddp", 2, AMSGRAD), ("single", 1, AMSGRAD)),
     "NAdam, single to fsdp x2": move(("single", 1, NADAM), ("fsdp", 2, NADAM)),
@@ -117,6 +129,8 @@ QUICK = {
     "SGD, single to fsdp x2",
 }
 ONE_OF_EACH_KIND = {
+    "in backward, single to fsdp x2",
+    "8-bit in backward to after it, single",
     "dropout, deepspeed x2",
     "bf16-true, fsdp x2",
     "Adafactor, single to ddp x2",

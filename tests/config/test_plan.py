@@ -357,7 +357,15 @@ def test_every_strategy_runs_on_cpus_and_gpus(strategy: str, devices: Devices) -
 @pytest.mark.parametrize(
     ("strategy", "options"),
     [
-        ("fsdp", {"sharding": "FULL_SHARD", "cpu_offload": False}),
+        (
+            "fsdp",
+            {
+                "sharding": "FULL_SHARD",
+                "cpu_offload": False,
+                "prefetch": 0,
+                "sync_every_micro_step": True,
+            },
+        ),
         ("deepspeed", {"stage": 3, "offload_optimizer": True, "offload_parameters": False}),
     ],
 )
@@ -372,7 +380,10 @@ def test_a_strategy_without_options_has_its_defaults(
     [
         (
             {"strategy": "fsdp", "strategy.stage": 3},
-            "strategy.stage is not an option of fsdp. It takes sharding, cpu_offload.",
+            (
+                "strategy.stage is not an option of fsdp. It takes sharding, cpu_offload, "
+                "prefetch, sync_every_micro_step."
+            ),
         ),
         (
             {"strategy": "ddp", "strategy.stage": 3},
@@ -537,3 +548,41 @@ def test_the_example_is_the_first_a_random_one_or_an_index(value: str | int) -> 
 
 def test_an_interval_of_zero_never_validates() -> None:
     assert plan(eval__interval=0).recipe.eval.interval == 0
+
+
+# --- Updates in the backward pass ---------------------------------------------------------------
+
+IN_BACKWARD = {"train__optimizer_in_backward": True, "train__global_batch_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("machine", "keys", "words"),
+    [
+        (CPU, {"devices": 2, "strategy": "ddp"}, "ddp keeps memory for all gradients.*fsdp"),
+        (CPU, {"devices": 2, "strategy": "deepspeed"}, "deepspeed updates slices.*fsdp"),
+        (
+            CPU,
+            {"devices": 2, "strategy": "fsdp", "strategy__cpu_offload": True},
+            "fsdp keeps all gradients in host memory.*--strategy.cpu_offload false",
+        ),
+        (CPU, {"train__max_norm": 1}, "train.max_norm is 1, and clipping.*--train.max_norm null"),
+        (CPU, {"train__micro_batch_size": 2}, "2 micro-batches.*--train.micro_batch_size 4"),
+        (OLD_GPU, {"precision": "16-mixed"}, "16-mixed leaves an update out.*--precision"),
+    ],
+)
+def test_updates_in_the_backward_pass_are_refused_where_all_gradients_come_first(
+    machine: Devices, keys: dict[str, object], words: str
+) -> None:
+    whole = {"train__micro_batch_size": 4, "train__max_norm": "null"}
+    told = refusal(machine, **IN_BACKWARD | whole | keys)
+    assert re.search(words, told, re.DOTALL)
+    assert told.startswith("train.optimizer_in_backward is true, but ")
+    assert told.endswith(", or --train.optimizer_in_backward false.")
+
+
+@pytest.mark.parametrize("keys", [{}, {"devices": 2, "strategy": "fsdp"}])
+def test_updates_in_the_backward_pass_take_one_micro_step(keys: dict[str, object]) -> None:
+    asked = IN_BACKWARD | {"train__micro_batch_size": 4} | keys
+    assert plan(CPU, **asked).micro_steps == 1
+    evaluated = recipe(**asked | {"train__micro_batch_size": 1})
+    assert make_plan(evaluated, CPU, trains=False).micro_steps > 1

@@ -43,6 +43,7 @@ def planned(model: str = MODEL, gpu: str | None = None, **keys: object) -> Plann
     "keys",
     [
         {"precision": "bf16-mixed", "memory__activation_checkpointing": True},
+        {"precision": "bf16-mixed", "memory__activation_checkpointing": 2},
         pytest.param(
             {"devices": 4, "strategy": "fsdp", "precision": "bf16-true"}, marks=pytest.mark.slow
         ),
@@ -56,7 +57,7 @@ def test_memory_grows_by_the_same_amount_with_every_layer(
     batch = largest_micro_batch(2, 64)
     made = planned(**keys).plan
     extended = simulate(base, made, batch, accumulates=False)
-    monkeypatch.setattr("ftkit.memory.simulate.DEPTHS", (9, 9))
+    monkeypatch.setattr("ftkit.memory.simulate.LEAST_DEPTH", 9)
     whole = simulate(base, made, batch, accumulates=False)
     highest = max(whole.peaks.values(), key=lambda peak: peak.total_bytes)
     found = max(extended.peaks.values(), key=lambda peak: peak.total_bytes)
@@ -103,6 +104,8 @@ def test_a_device_is_large_enough_too_small_or_too_close_to_say() -> None:
     [
         ({"optimizer": "bitsandbytes.optim.AdamW8bit"}, "optimizer_state", 0.52),
         ({"memory__activation_checkpointing": True}, "activations", 0.95),
+        ({"memory__activation_checkpointing": 2}, "activations", 0.98),
+        ({"train__optimizer_in_backward": True, "train__global_batch_size": 2}, "gradients", 0.0),
         ({"train__micro_batch_size": 1}, "activations", 0.6),
         ({"devices": 2, "strategy": "fsdp"}, "parameters", 0.55),
         ({"devices": 2, "strategy": "deepspeed"}, "optimizer_state", 0.0),

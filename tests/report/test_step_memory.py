@@ -27,6 +27,13 @@ STEPS: tuple[tuple[str, Any], ...] = (
 )
 WHOLE_BATCH = ("train.micro_batch_size", 8)
 CHECKPOINTED = ("memory.activation_checkpointing", True)
+EVERY_2ND_CHECKPOINTED = ("memory.activation_checkpointing", 2)
+IN_BACKWARD = (
+    WHOLE_BATCH,
+    ("train.max_norm", None),
+    ("train.optimizer_in_backward", True),
+)
+SYNC_ONCE = ("strategy.sync_every_micro_step", False)
 SINGLE = [
     Case("single", "full"),
     Case("single", "full", "bf16-mixed", (WHOLE_BATCH,)),
@@ -35,6 +42,7 @@ SINGLE = [
     Case("single", "lora", "32-true", (WHOLE_BATCH, ("lora_dropout", 0.1))),
     Case("single", "lora", "bf16-true", (("quantize", "bnb.nf4-dq"),)),
     Case("single", "lora", "bf16-mixed", (CHECKPOINTED,)),
+    Case("single", "full", "32-true", (*IN_BACKWARD, EVERY_2ND_CHECKPOINTED)),
 ]
 SEVERAL = [
     Case("ddp", "full"),
@@ -42,6 +50,8 @@ SEVERAL = [
     Case("fsdp", "full"),
     Case("fsdp", "full", "bf16-mixed", (("train.micro_batch_size", 4),)),
     Case("fsdp", "lora", "bf16-true", (("quantize", "bnb.nf4"), CHECKPOINTED)),
+    Case("fsdp", "full", "32-true", (*IN_BACKWARD, ("train.micro_batch_size", 4))),
+    Case("fsdp", "full", "bf16-true", (SYNC_ONCE, ("strategy.prefetch", 1))),
 ]
 DEEPSPEED = [
     Case("deepspeed", "full"),

@@ -120,11 +120,21 @@ NO_OFFLOAD = ("strategy.offload_optimizer", False)
 SGD = (("optimizer", "SGD"), ("optimizer.lr", 0.1))
 DROPOUT = (("lora_dropout", 0.2),)
 CHECKPOINTED = ("memory.activation_checkpointing", True)
+EVERY_2ND_CHECKPOINTED = ("memory.activation_checkpointing", 2)
+ONE_MICRO_STEP = (("train.max_norm", None), ("train.micro_batch_size", 11))
+IN_BACKWARD = (*ONE_MICRO_STEP, ("train.optimizer_in_backward", True))
+SYNC_ONCE = ("strategy.sync_every_micro_step", False)
+PREFETCH = ("strategy.prefetch", 1)
 
 OPTIONS = {
     "fsdp that keeps gathered parameters": Case(
         "fsdp", "full", changes=(("strategy.sharding", "SHARD_GRAD_OP"),)
     ),
+    "fsdp that adds up once in a step": Case("fsdp", "full", changes=(SYNC_ONCE, PREFETCH)),
+    "fsdp that adds up once in a step, tied": Case(
+        "fsdp", "full", tied=True, changes=(SYNC_ONCE, PREFETCH, CHECKPOINTED)
+    ),
+    "fsdp that updates in the backward pass": Case("fsdp", "full", changes=IN_BACKWARD),
     "ZeRO-1": Case("deepspeed", "full", changes=(STAGE_1, NO_OFFLOAD)),
     "ZeRO-2": Case("deepspeed", "full", changes=(STAGE_2, NO_OFFLOAD)),
     "ZeRO-2 with offload, LoRA": Case("deepspeed", "lora", changes=(STAGE_2,)),
@@ -143,11 +153,14 @@ OPTIONS = {
     "ZeRO-3, tied, LoRA": Case("deepspeed", "lora", tied=True),
     "ddp, checkpointed": Case("ddp", "full", changes=(CHECKPOINTED,)),
     "fsdp, checkpointed": Case("fsdp", "full", changes=(CHECKPOINTED,)),
+    "fsdp, every 2nd checkpointed": Case("fsdp", "full", changes=(EVERY_2ND_CHECKPOINTED,)),
     "ZeRO-3, checkpointed": Case("deepspeed", "full", changes=(CHECKPOINTED,)),
     "ZeRO-2, checkpointed": Case("deepspeed", "full", changes=(CHECKPOINTED, STAGE_2, NO_OFFLOAD)),
 }
 QUICK = {
     "fsdp that keeps gathered parameters",
+    "fsdp that adds up once in a step",
+    "fsdp that updates in the backward pass",
     "ZeRO-2 with offload, LoRA",
     "ZeRO-3 with SGD",
     "fsdp, tied, LoRA",
@@ -161,6 +174,9 @@ SINGLE = [
     Case("single", "lora", tied=True),
     Case("single", "lora", changes=DROPOUT),
     Case("single", "lora", changes=(*DROPOUT, CHECKPOINTED)),
+    Case("single", "lora", changes=(*DROPOUT, EVERY_2ND_CHECKPOINTED)),
+    Case("single", "full", changes=ONE_MICRO_STEP),
+    Case("single", "full", changes=IN_BACKWARD),
 ]
 
 
@@ -200,7 +216,7 @@ def test_options_of_a_strategy_change_no_result(
     case = OPTIONS[name]
     if case not in options:
         pytest.skip("deepspeed is not installed: scripts/setup_env")
-    learned = tuple(change for change in case.changes if change in SGD)
+    learned = tuple(change for change in case.changes if change in (*SGD, *ONE_MICRO_STEP))
     reference = Case("single", case.method, changes=learned, tied=case.tied)
     assert_same_maths(options[case], (single | other_single)[reference])
 
@@ -216,13 +232,29 @@ def test_dropout_keeps_the_ranks_in_step(
     assert found.losses == pytest.approx(expected.losses, rel=0.05)
 
 
+def test_updates_in_the_backward_pass_are_those_after_it(
+    other_single: dict[Case, Outcome],
+) -> None:
+    found, expected = (
+        other_single[Case("single", "full", changes=c)] for c in (IN_BACKWARD, ONE_MICRO_STEP)
+    )
+    for column in ("loss", "grad_norm", "lr"):
+        assert [row[column] for row in found.rows] == [row[column] for row in expected.rows]
+    weights = found.weights()
+    assert all(weights[name].equal(value) for name, value in expected.weights().items())
+
+
 @pytest.mark.parametrize("strategy", ["single", *STRATEGIES])
 def test_what_is_computed_again_draws_the_same_dropout(
     options: dict[Case, Outcome], other_single: dict[Case, Outcome], strategy: str
 ) -> None:
     runs = options | other_single
     found = runs[Case(strategy, "lora", changes=(*DROPOUT, CHECKPOINTED))]
-    assert found.losses == runs[Case(strategy, "lora", changes=DROPOUT)].losses
+    expected = runs[Case(strategy, "lora", changes=DROPOUT)].losses
+    assert found.losses == expected
+    if strategy == "single":
+        some = runs[Case(strategy, "lora", changes=(*DROPOUT, EVERY_2ND_CHECKPOINTED))]
+        assert some.losses == expected
 
 
 # --- Arithmetic ---------------------------------------------------------------------------------
