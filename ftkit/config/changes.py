@@ -53,6 +53,7 @@ KIND_OF: dict[str, Kind] = {
     "checkpoint.keep_best": "hardware",
     "checkpoint.asynchronous": "hardware",
     "memory.activation_checkpointing": "hardware",
+    "memory.offload_activations": "hardware",
     "optimizer": "tunable",  # within a family: see carries_over
     "logger_name": "hardware",
     "seed": "fixed",

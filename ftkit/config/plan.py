@@ -97,6 +97,8 @@ def make_plan(recipe: Recipe, devices: Devices, *, trains: bool = True) -> Plan:
     if trains and precision == "16-true" and not RULES[strategy].keeps_masters:
         raise untrainable_float16(strategy, devices)
     notices += ignored_layers(recipe)
+    if trains and recipe.memory.offload_activations:
+        notices += _check_offloading(recipe, devices)
     train = recipe.train
     if train.micro_batch_size == "auto":
         raise UserError(
@@ -122,6 +124,17 @@ def make_plan(recipe: Recipe, devices: Devices, *, trains: bool = True) -> Plan:
     if trains and train.optimizer_in_backward:
         _check_in_backward(plan)
     return plan
+
+
+def _check_offloading(recipe: Recipe, devices: Devices) -> list[str]:
+    if not recipe.memory.activation_checkpointing:
+        raise UserError(
+            "memory.offload_activations is true, but memory.activation_checkpointing is false: "
+            "what goes to host memory are the inputs that it keeps. Try "
+            "--memory.activation_checkpointing true."
+        )
+    on_cpu = devices.accelerator == "cpu"
+    return ["memory.offload_activations has no effect: this is host memory."] * on_cpu
 
 
 def _check_in_backward(plan: Plan) -> None:

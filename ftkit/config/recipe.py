@@ -130,6 +130,8 @@ class Memory:
     """Keep the input of each block alone and compute the rest again in the backward pass: far
     less memory for activations, about a third more time. Changes no result. A number N: of every
     Nth block alone, for an Nth of both."""
+    offload_activations: bool = False
+    """Keep these inputs in host memory, on GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True)

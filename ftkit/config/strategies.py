@@ -69,6 +69,8 @@ class StrategyRules:
     """Whether it takes bnb.int8."""
     bnb_optimizers: ClassVar[bool] = True
     """Whether it updates with the optimizers of bitsandbytes."""
+    whole_matrices: ClassVar[bool] = True
+    """Whether a rank updates matrices that it has whole."""
 
     def sharding(self, options: Any) -> str:
         """What each rank has a part of, in words."""
@@ -90,6 +92,7 @@ class StrategyRules:
                 f"optimizer is {optimizer}, but the strategy is {self.name}. "
                 "Try --optimizer AdamW, or --strategy deepspeed."
             )
+        _check_muon(self, recipe)
         _check_8bit_base(self, recipe)
 
     def check_installed(self) -> None:
@@ -123,6 +126,7 @@ class Fsdp(StrategyRules):
     options = FsdpOptions
     scales_loss = False
     trains_8bit_base = False
+    whole_matrices = False
 
     def sharding(self, options: FsdpOptions) -> str:
         where = ", in host memory" if options.cpu_offload else ""
@@ -162,6 +166,7 @@ class DeepSpeed(StrategyRules):
     keeps_masters = True
     trains_8bit_base = False
     bnb_optimizers = False
+    whole_matrices = False
 
     def sharding(self, options: DeepSpeedOptions) -> str:
         parts = ("optimizer state", "gradients", "parameters")[: options.stage]
@@ -188,6 +193,7 @@ class DeepSpeed(StrategyRules):
                 f"optimizer is {recipe.optimizer['class_path']}, but DeepSpeed keeps its own "
                 "optimizer state. Try --optimizer AdamW, or --strategy fsdp."
             )
+        _check_muon(self, recipe)
         _check_8bit_base(self, recipe)
 
     def check_installed(self) -> None:
@@ -211,6 +217,21 @@ STRATEGIES = ("auto", *RULES)
 def suits_deepspeed(recipe: Recipe) -> bool:
     """Whether DeepSpeed can update with the recipe's optimizer."""
     return recipe.optimizer["class_path"].rpartition(".")[0] != "bitsandbytes.optim"
+
+
+def _check_muon(rules: StrategyRules, recipe: Recipe) -> None:
+    if recipe.optimizer["class_path"] != "torch.optim.Muon":
+        return
+    if recipe.method == "lora":
+        raise UserError(
+            "optimizer is torch.optim.Muon, which orthogonalises updates of whole matrices, but "
+            "LoRA trains two factors of each. Try --optimizer AdamW, or ftkit finetune_full."
+        )
+    if not rules.whole_matrices:
+        raise UserError(
+            "optimizer is torch.optim.Muon, which orthogonalises updates of whole matrices, of "
+            f"which {rules.name} leaves a rank a part. Try --optimizer AdamW, or --strategy ddp."
+        )
 
 
 def _check_8bit_base(rules: StrategyRules, recipe: Recipe) -> None:

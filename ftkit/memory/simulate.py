@@ -20,15 +20,18 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.autograd.graph import saved_tensors_hooks
 
 from ftkit.config.plan import Plan
 from ftkit.config.recipe import LoraRecipe
 from ftkit.memory.tracker import LiveTensors
+from ftkit.model import language_model
 from ftkit.model.flops import parameter_count
 from ftkit.model.language_model import LanguageModel, outline, trainable
 from ftkit.model.loss import step_share
 from ftkit.optim.clipping import clip_gradients
 from ftkit.optim.in_backward import OptimizerInBackward
+from ftkit.optim.muon import hidden_matrices
 from ftkit.pretrained.base_model import BaseModel
 from ftkit.report.step_memory import MicroBatchSize
 from ftkit.strategies.precision import compute_dtype, parameter_dtype
@@ -83,6 +86,7 @@ def simulate(
             if name in more.peaks
         },
         Sizes(**extended(dataclasses.asdict(less.sizes), dataclasses.asdict(more.sizes))),
+        less.hosted_bytes + (more.hosted_bytes - less.hosted_bytes) * steps,
     )
 
 
@@ -115,7 +119,7 @@ def _run(
     with (
         strategy.simulated() as sharding,
         FakeTensorMode(allow_non_fake_inputs=True),
-        _like_cuda(plan),
+        _like_cuda(plan) as host,
     ):
         sharding.allocate(model, CPU)
         recipe = plan.recipe
@@ -123,28 +127,33 @@ def _run(
         answers = recipe.eval.max_new_tokens or 0
         model.place_rotary_tables(CPU, min(base.config.block_size, asked + answers))
         _pack(model)
-        return Simulation(_Step(model, strategy, batch, accumulates).peaks(), sizes)
+        peaks = _Step(model, strategy, batch, accumulates).peaks()
+        return Simulation(peaks, sizes, host.most_bytes)
 
 
 def _sizes(model: LanguageModel, world_size: int) -> Sizes:
     parameters, trained = list(model.parameters()), trainable(model)
 
     def pinned_bytes(parameter: nn.Parameter) -> int:
-        """Each block a power of two, as of all page-locked memory (CachingHostAllocator.h)."""
         rows = -(-parameter.shape[0] // world_size)
-        size_bytes = rows * parameter.shape[1:].numel() * parameter.itemsize
-        return 1 << (size_bytes - 1).bit_length()
+        return _page_locked_bytes(rows * parameter.shape[1:].numel() * parameter.itemsize)
 
     return Sizes(
         parameters=parameter_count(model),
         parameter_bytes=sum(p.numel() * p.itemsize for p in parameters),
         trained=sum(p.numel() for p in trained),
         trained_bytes=sum(p.numel() * p.itemsize for p in trained),
+        hidden=sum(p.numel() for p in hidden_matrices(model)),
         elements=sum(p.numel() for p in parameters),
         small_elements=sum(p.numel() for p in parameters if p.numel() < PERSISTENT_ELEMENTS),
         pinned_bytes=sum(map(pinned_bytes, parameters)),
         pinned_trained_bytes=sum(map(pinned_bytes, trained)),
     )
+
+
+def _page_locked_bytes(size_bytes: int) -> int:
+    """Each block is a power of two (CachingHostAllocator.h)."""
+    return 1 << (size_bytes - 1).bit_length()
 
 
 def with_layers(base: BaseModel, layers: int) -> BaseModel:
@@ -156,16 +165,38 @@ def _masked_dropout(x: Tensor, p: float, training: bool, inplace: bool) -> Tenso
     return torch.native_dropout(x, p, True)[0] if training and p > 0 else x
 
 
+class _HostMemory:
+    """In the place of host memory: what is saved there leaves the device, and is counted."""
+
+    def __init__(self) -> None:
+        self._bytes = self.most_bytes = 0
+
+    def __call__(self, hidden: Tensor) -> saved_tensors_hooks:
+        return saved_tensors_hooks(self._save, self._bring_back)
+
+    def _save(self, tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+        self._bytes += _page_locked_bytes(tensor.nbytes)
+        self.most_bytes = max(self.most_bytes, self._bytes)
+        return tensor.shape, tensor.dtype
+
+    def _bring_back(self, saved: tuple[torch.Size, torch.dtype]) -> Tensor:
+        tensor = torch.empty(saved[0], dtype=saved[1])
+        self._bytes -= _page_locked_bytes(tensor.nbytes)
+        return tensor
+
+
 @contextmanager
-def _like_cuda(plan: Plan) -> Iterator[None]:
-    """Dropout as on CUDA, where its mask has one byte for each number; on CPUs it has more."""
-    usual = F.dropout
+def _like_cuda(plan: Plan) -> Iterator[_HostMemory]:
+    """Dropout as on CUDA, whose mask has one byte for each number, and memory beside the device."""
+    usual = F.dropout, language_model.in_host_memory
+    host = _HostMemory()
     if plan.accelerator == "cuda":
         F.dropout = _masked_dropout  # type: ignore[assignment]
+        language_model.in_host_memory = host
     try:
-        yield
+        yield host
     finally:
-        F.dropout = usual
+        F.dropout, language_model.in_host_memory = usual
 
 
 def _pack(model: LanguageModel) -> None:

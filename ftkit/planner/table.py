@@ -145,7 +145,8 @@ def _rows(planned: Planned) -> Iterator[tuple[str, str]]:
         settings.append(quantize)
     if every := int(plan.recipe.memory.activation_checkpointing):
         blocks = f" of 1 block in {every}" if every > 1 else ""
-        settings.append(f"activation checkpointing{blocks}")
+        where = " in host memory" * plan.recipe.memory.offload_activations
+        settings.append(f"activation checkpointing{blocks}{where}")
     settings.append(plan.recipe.optimizer["class_path"].rpartition(".")[2])
     yield "devices", ", ".join(settings)
     where = "host memory" if plan.accelerator == "cpu" else "device memory"

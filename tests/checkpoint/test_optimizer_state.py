@@ -25,6 +25,7 @@ LION: Changes = (("optimizer", "bitsandbytes.optim.Lion8bit"), ("optimizer.lr", 
 ADAMW: Changes = (("optimizer", "AdamW"), *ADAM_8_BIT[1:])
 DROPOUT: Changes = (("lora_dropout", 0.2),)
 QLORA: Changes = (("quantize", "bnb.nf4-dq"),)
+MUON: Changes = (("optimizer", "Muon"), ("optimizer.lr", 1e-3))
 STAGE_1: Changes = (("strategy.stage", 1), ("strategy.offload_optimizer", False))
 STAGE_2: Changes = (("strategy.stage", 2),)
 ONE_MICRO_STEP: Changes = (("train.max_norm", None), ("train.micro_batch_size", 11))
@@ -86,6 +87,8 @@ MOVES = {
     "amsgrad, ddp x2 to single": move(("ddp", 2, AMSGRAD), ("single", 1, AMSGRAD)),
     "NAdam, single to fsdp x2": move(("single", 1, NADAM), ("fsdp", 2, NADAM)),
     "Adafactor, single to ddp x2": move(("single", 1, ADAFACTOR), ("ddp", 2, ADAFACTOR)),
+    "Muon, single": same(Case("single", "full", changes=MUON), 1),
+    "Muon, ddp x2 to single": move(("ddp", 2, MUON), ("single", 1, MUON)),
     "8-bit, single": same(Case("single", "full", changes=ADAM_8_BIT), 1),
     "8-bit, fsdp x2": same(Case("fsdp", "full", changes=ADAM_8_BIT), 2),
     "8-bit, single to fsdp x2": move(("single", 1, ADAM_8_BIT), ("fsdp", 2, ADAM_8_BIT)),
@@ -122,6 +125,7 @@ MOVES = {
     ),
 }
 QUICK = {
+    "Muon, ddp x2 to single",
     "dropout, single",
     "dropout, fsdp x2",
     "8-bit, single to fsdp x2",

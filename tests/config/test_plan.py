@@ -434,6 +434,28 @@ def test_a_strategy_without_options_has_its_defaults(
             ),
         ),
         (
+            {"method": "full", "strategy": "fsdp", "optimizer": "Muon"},
+            (
+                "optimizer is torch.optim.Muon, which orthogonalises updates of whole matrices, of "
+                "which fsdp leaves a rank a part. Try --optimizer AdamW, or --strategy ddp."
+            ),
+        ),
+        (
+            {"method": "full", "strategy": "deepspeed", "optimizer": "Muon"},
+            (
+                "optimizer is torch.optim.Muon, which orthogonalises updates of whole matrices, of "
+                "which deepspeed leaves a rank a part. Try --optimizer AdamW, or --strategy ddp."
+            ),
+        ),
+        (
+            {"strategy": "ddp", "optimizer": "Muon"},
+            (
+                "optimizer is torch.optim.Muon, which orthogonalises updates of whole matrices, "
+                "but LoRA trains two factors of each. Try --optimizer AdamW, or ftkit "
+                "finetune_full."
+            ),
+        ),
+        (
             {"strategy": "deepspeed", "quantize": "bnb.int8"},
             (
                 "quantize is bnb.int8, but deepspeed shards the base model and supports the 4-bit "
@@ -586,3 +608,17 @@ def test_updates_in_the_backward_pass_take_one_micro_step(keys: dict[str, object
     assert plan(CPU, **asked).micro_steps == 1
     evaluated = recipe(**asked | {"train__micro_batch_size": 1})
     assert make_plan(evaluated, CPU, trains=False).micro_steps > 1
+
+
+# --- Offloading ---------------------------------------------------------------------------------
+
+
+def test_inputs_that_nothing_keeps_are_not_offloaded() -> None:
+    told = refusal(GPU, memory__offload_activations=True)
+    assert told.endswith("Try --memory.activation_checkpointing true.")
+
+
+def test_on_cpus_it_is_told_that_offloading_has_no_effect() -> None:
+    keys = {"memory__offload_activations": True, "memory__activation_checkpointing": 2}
+    assert any("offload_activations has no effect" in told for told in plan(CPU, **keys).notices)
+    assert not any("offload" in told for told in plan(GPU, **keys).notices)

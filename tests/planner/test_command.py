@@ -1,6 +1,7 @@
 """What a recipe needs is predicted without weights, downloads or a GPU."""
 
 import json
+import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -125,6 +126,18 @@ def test_what_is_offloaded_is_in_host_memory() -> None:
     host = planned(devices=2, strategy="fsdp", strategy__cpu_offload=True).memory
     assert host.peak_bytes < device.peak_bytes
     assert host.host_bytes - device.host_bytes == sum(host.offloaded_bytes.values()) > 0
+
+
+def test_inputs_of_checkpointed_blocks_are_in_host_memory_instead() -> None:
+    """Of 6 blocks, 128 wide: 4 sequences of 63 positions, in page-locked memory."""
+    keys = {"memory__activation_checkpointing": True, "train__micro_batch_size": 4}
+    device = planned(precision="32-true", **keys).memory
+    host = planned(precision="32-true", **keys, memory__offload_activations=True).memory
+    one = 4 * 63 * 128 * 4
+    assert host.offloaded_bytes == {"activations": 6 * 2 ** math.ceil(math.log2(one))}
+    saved = device.breakdown_bytes["activations"] - host.breakdown_bytes["activations"]
+    assert saved == (6 - (device.moment != host.moment)) * one
+    assert host.host_bytes - device.host_bytes == host.offloaded_bytes["activations"]
 
 
 def test_rows_in_page_locked_host_memory_take_powers_of_two() -> None:

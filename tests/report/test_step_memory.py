@@ -43,6 +43,7 @@ SINGLE = [
     Case("single", "lora", "bf16-true", (("quantize", "bnb.nf4-dq"),)),
     Case("single", "lora", "bf16-mixed", (CHECKPOINTED,)),
     Case("single", "full", "32-true", (*IN_BACKWARD, EVERY_2ND_CHECKPOINTED)),
+    Case("single", "full", "bf16-true", (WHOLE_BATCH, ("optimizer", "Muon"))),
 ]
 SEVERAL = [
     Case("ddp", "full"),

@@ -121,6 +121,7 @@ SGD = (("optimizer", "SGD"), ("optimizer.lr", 0.1))
 DROPOUT = (("lora_dropout", 0.2),)
 CHECKPOINTED = ("memory.activation_checkpointing", True)
 EVERY_2ND_CHECKPOINTED = ("memory.activation_checkpointing", 2)
+MUON = (("optimizer", "Muon"), ("optimizer.lr", 1e-3))
 ONE_MICRO_STEP = (("train.max_norm", None), ("train.micro_batch_size", 11))
 IN_BACKWARD = (*ONE_MICRO_STEP, ("train.optimizer_in_backward", True))
 SYNC_ONCE = ("strategy.sync_every_micro_step", False)
@@ -144,6 +145,7 @@ OPTIONS = {
     ),
     "ZeRO-3 with SGD": Case("deepspeed", "full", changes=SGD),
     "ZeRO-2 with SGD": Case("deepspeed", "full", changes=(*SGD, STAGE_2)),
+    "ddp with Muon": Case("ddp", "full", changes=MUON),
     "ddp, tied": Case("ddp", "full", tied=True),
     "fsdp, tied": Case("fsdp", "full", tied=True),
     "ZeRO-2, tied": Case("deepspeed", "full", tied=True, changes=(STAGE_2, NO_OFFLOAD)),
@@ -168,7 +170,9 @@ QUICK = {
     "fsdp, checkpointed",
     "ZeRO-3, checkpointed",
 }
+LEARNED = (*SGD, *MUON, *ONE_MICRO_STEP)
 SINGLE = [
+    Case("single", "full", changes=MUON),
     Case("single", "full", changes=SGD),
     Case("single", "full", tied=True),
     Case("single", "lora", tied=True),
@@ -216,9 +220,11 @@ def test_options_of_a_strategy_change_no_result(
     case = OPTIONS[name]
     if case not in options:
         pytest.skip("deepspeed is not installed: scripts/setup_env")
-    learned = tuple(change for change in case.changes if change in (*SGD, *ONE_MICRO_STEP))
+    learned = tuple(change for change in case.changes if change in LEARNED)
     reference = Case("single", case.method, changes=learned, tied=case.tied)
-    assert_same_maths(options[case], (single | other_single)[reference])
+    # Muon finds directions in bfloat16: measured 7e-5, where losses differ by less than 1e-5.
+    within = 3e-4 if learned == MUON else 1e-5
+    assert_same_maths(options[case], (single | other_single)[reference], weights_within=within)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
