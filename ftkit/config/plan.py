@@ -44,6 +44,11 @@ class Plan:
         return self.devices * self.recipe.num_nodes
 
     @property
+    def shards(self) -> int:
+        """Ranks that have parts of one model, if the strategy shards parameters."""
+        return self.rules.shards(self.options, self.devices, self.recipe.num_nodes)
+
+    @property
     def rules(self) -> StrategyRules:
         """What is known of its strategy."""
         return RULES[self.strategy]
@@ -94,6 +99,7 @@ def make_plan(recipe: Recipe, devices: Devices, *, trains: bool = True) -> Plan:
         )
     strategy, options, precision, notices = resolve_strategy(recipe, devices, count)
     RULES[strategy].check(recipe, precision, devices)
+    RULES[strategy].shards(options, count, recipe.num_nodes)
     if trains and precision == "16-true" and not RULES[strategy].keeps_masters:
         raise untrainable_float16(strategy, devices)
     notices += ignored_layers(recipe)

@@ -22,9 +22,10 @@ class NoOptions:
 class FsdpOptions:
     """Options of `strategy: fsdp`."""
 
-    sharding: Literal["FULL_SHARD", "SHARD_GRAD_OP"] = "FULL_SHARD"
+    sharding: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"] = "FULL_SHARD"
     """FULL_SHARD frees the gathered parameters of a block after its forward pass; SHARD_GRAD_OP
-    keeps them until its backward pass."""
+    keeps them until its backward pass. HYBRID_SHARD is the first among the devices of each node,
+    which all have the whole model: only gradients travel between nodes."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory."""
     prefetch: Literal[0, 1, 2] = 0
@@ -80,6 +81,14 @@ class StrategyRules:
         """Whether optimizer state is kept in host memory."""
         return False
 
+    def shards(self, options: Any, devices: int, num_nodes: int) -> int:
+        """How many ranks have parts of one model, if the strategy shards parameters.
+
+        Raises:
+            UserError: they cannot be shared out so.
+        """
+        return devices * num_nodes
+
     def needs_all_gradients(self, options: Any) -> str:
         """Why they must be there before an update, and what else to use; empty: they need not."""
         return ""
@@ -134,6 +143,17 @@ class Fsdp(StrategyRules):
 
     def offloads(self, options: FsdpOptions) -> bool:
         return options.cpu_offload
+
+    def shards(self, options: FsdpOptions, devices: int, num_nodes: int) -> int:
+        if options.sharding != "HYBRID_SHARD":
+            return devices * num_nodes
+        if min(devices, num_nodes) == 1:
+            raise UserError(
+                "strategy.sharding is HYBRID_SHARD, which shards among the devices of each node, "
+                f"but devices is {devices} and num_nodes is {num_nodes}: both must be at least 2. "
+                "Try --strategy.sharding FULL_SHARD."
+            )
+        return devices
 
     def needs_all_gradients(self, options: FsdpOptions) -> str:
         if not options.cpu_offload:

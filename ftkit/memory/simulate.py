@@ -114,7 +114,7 @@ def _run(
     model = outline(
         with_layers(base, layers), plan.recipe, parameter_dtype(plan), compute_dtype(plan)
     )
-    sizes = _sizes(model, plan.world_size)
+    sizes = _sizes(model, plan.shards)
     strategy = make_strategy(plan)
     with (
         strategy.simulated() as sharding,
@@ -131,11 +131,11 @@ def _run(
         return Simulation(peaks, sizes, host.most_bytes)
 
 
-def _sizes(model: LanguageModel, world_size: int) -> Sizes:
+def _sizes(model: LanguageModel, shards: int) -> Sizes:
     parameters, trained = list(model.parameters()), trainable(model)
 
     def pinned_bytes(parameter: nn.Parameter) -> int:
-        rows = -(-parameter.shape[0] // world_size)
+        rows = -(-parameter.shape[0] // shards)
         return _page_locked_bytes(rows * parameter.shape[1:].numel() * parameter.itemsize)
 
     return Sizes(

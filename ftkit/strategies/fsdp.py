@@ -13,6 +13,7 @@ and `_disable_current_modes`.
 import atexit
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,7 +57,10 @@ class Fsdp(Strategy):
     def connect(self, model: nn.Module) -> None:
         super().connect(model)
         strategy: Any = self._fabric.strategy
-        self.sharding = FullyShard(self.plan, strategy.device_mesh["data_parallel"])
+        mesh = strategy.device_mesh["data_parallel"]
+        if self.plan.shards < self.plan.world_size:
+            mesh = _mesh_of_nodes(self.plan.accelerator, self.plan.recipe.num_nodes)
+        self.sharding = FullyShard(self.plan, mesh)
 
     def _fabric_strategy(self, model: nn.Module) -> FabricStrategy:
         backend: str | None = self.plan.communication
@@ -136,6 +140,18 @@ class Fsdp(Strategy):
         return OnDevice(found.peaks, host)
 
 
+@cache
+def _mesh_of_nodes(device_type: str, num_nodes: int) -> Any:
+    """[nodes, devices of each]: copies of the model, and ranks that share one.
+
+    All ranks make it together, once.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    shape = (num_nodes, dist.get_world_size() // num_nodes)
+    return init_device_mesh(device_type, shape, mesh_dim_names=("copies", "shards"))
+
+
 def _leave_process_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -154,7 +170,9 @@ class RowState(TorchState):
         start = 0
         if values.numel():  # there may be fewer rows than ranks
             start = _rows(tensor).start * (tensor.numel() // tensor.shape[0])
-        return StatePart(kind=kind, shape=tensor.shape, start=start, values=values)
+        mesh = tensor.device_mesh
+        copy = (mesh.get_local_rank(0), mesh.size(0)) if mesh.ndim > 1 else (0, 1)
+        return StatePart(kind=kind, shape=tensor.shape, start=start, values=values, copy=copy)
 
 
 def _rows(tensor: DTensor) -> slice:
@@ -224,7 +242,7 @@ class FullyShard:
             cast_forward_inputs=False,
         )
         settings: dict[str, Any] = {"mesh": self._mesh, "mp_policy": policy}
-        sharded_in_between = self._options.sharding == "FULL_SHARD"
+        sharded_in_between = self._options.sharding != "SHARD_GRAD_OP"
         if self._options.cpu_offload and device.type != "cpu":
             settings["offload_policy"] = CPUOffloadPolicy()
             device = torch.device("cpu")
@@ -280,14 +298,17 @@ _MESSAGES = (
 
 @contextmanager
 def _one_of_many(plan: Plan) -> Iterator[Sharding]:
-    """This process as one rank of as many as the plan has, and none of them is spoken to."""
-    from torch.distributed.device_mesh import init_device_mesh
+    """This process as one of the ranks that share a model, and none of them is spoken to."""
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    connected = dist.is_initialized()  # in a run, whose ranks are as many
+    connected = dist.is_initialized()  # in a run of the plan
     if not connected:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.world_size)
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.shards)
+    group = dist.group.WORLD
+    if connected and plan.shards < plan.world_size:
+        group = _mesh_of_nodes(plan.accelerator, plan.recipe.num_nodes).get_group("shards")
     talk = {name: getattr(dist, name) for name in _MESSAGES if hasattr(dist, name)}
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
@@ -301,7 +322,7 @@ def _one_of_many(plan: Plan) -> Iterator[Sharding]:
         for name in talk:
             setattr(dist, name, lambda *_, **__: None)
         propagator._propagate_tensor_meta_non_cached = unseen
-        yield FullyShard(plan, init_device_mesh("cpu", (plan.world_size,)))
+        yield FullyShard(plan, DeviceMesh.from_group(group, "cpu"))
     finally:
         propagator._propagate_tensor_meta_non_cached = propagate
         for name, function in talk.items():

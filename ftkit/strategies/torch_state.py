@@ -60,6 +60,7 @@ class TorchState:
                 scales=state.get(f"absmax{number}"),
                 code=state.get(f"qmap{number}"),
                 replicated=whole.replicated,
+                copy=whole.copy,
             )
 
     def scalars(self) -> dict[str, float]:

@@ -25,6 +25,11 @@ LION: Changes = (("optimizer", "bitsandbytes.optim.Lion8bit"), ("optimizer.lr", 
 ADAMW: Changes = (("optimizer", "AdamW"), *ADAM_8_BIT[1:])
 DROPOUT: Changes = (("lora_dropout", 0.2),)
 QLORA: Changes = (("quantize", "bnb.nf4-dq"),)
+TWO_NODES: Changes = (
+    ("devices", 2),
+    ("num_nodes", 2),
+    ("strategy.sharding", "HYBRID_SHARD"),
+)
 MUON: Changes = (("optimizer", "Muon"), ("optimizer.lr", 1e-3))
 STAGE_1: Changes = (("strategy.stage", 1), ("strategy.offload_optimizer", False))
 STAGE_2: Changes = (("strategy.stage", 2),)
@@ -113,6 +118,10 @@ MOVES = {
     "fsdp x2 that keeps gathered parameters": move(
         ("fsdp", 2, (("strategy.sharding", "SHARD_GRAD_OP"),)), ("single", 1, ())
     ),
+    "fsdp on 2 nodes to fsdp x2": move(("fsdp", 4, TWO_NODES), ("fsdp", 2, ())),
+    "8-bit, single to fsdp on 2 nodes": move(
+        ("single", 1, ADAM_8_BIT), ("fsdp", 4, (*TWO_NODES, *ADAM_8_BIT))
+    ),
     "QLoRA, single to fsdp x2": move(("single", 1, QLORA), ("fsdp", 2, QLORA), method="lora"),
     "QLoRA, deepspeed x2 to single": move(
         ("deepspeed", 2, QLORA), ("single", 1, QLORA), method="lora"
@@ -133,6 +142,7 @@ QUICK = {
     "SGD, single to fsdp x2",
 }
 ONE_OF_EACH_KIND = {
+    "fsdp on 2 nodes to fsdp x2",
     "in backward, single to fsdp x2",
     "8-bit in backward to after it, single",
     "dropout, deepspeed x2",

@@ -434,6 +434,14 @@ def test_a_strategy_without_options_has_its_defaults(
             ),
         ),
         (
+            {"strategy": "fsdp", "strategy.sharding": "HYBRID_SHARD"},
+            (
+                "strategy.sharding is HYBRID_SHARD, which shards among the devices of each node, "
+                "but devices is 2 and num_nodes is 1: both must be at least 2. "
+                "Try --strategy.sharding FULL_SHARD."
+            ),
+        ),
+        (
             {"method": "full", "strategy": "fsdp", "optimizer": "Muon"},
             (
                 "optimizer is torch.optim.Muon, which orthogonalises updates of whole matrices, of "

@@ -128,6 +128,13 @@ def test_what_is_offloaded_is_in_host_memory() -> None:
     assert host.host_bytes - device.host_bytes == sum(host.offloaded_bytes.values()) > 0
 
 
+def test_copies_of_a_model_on_several_nodes_need_what_the_ranks_of_one_node_need() -> None:
+    keys = {"devices": 2, "strategy": "fsdp"}
+    one = planned(**keys).memory
+    both = planned(**keys, num_nodes=2, strategy__sharding="HYBRID_SHARD").memory
+    assert both.breakdown_bytes == one.breakdown_bytes
+
+
 def test_inputs_of_checkpointed_blocks_are_in_host_memory_instead() -> None:
     """Of 6 blocks, 128 wide: 4 sequences of 63 positions, in page-locked memory."""
     keys = {"memory__activation_checkpointing": True, "train__micro_batch_size": 4}
@@ -417,6 +424,26 @@ def test_shorter_samples_are_the_last_advice_and_say_what_they_change(long_data:
     (only,) = changes_that_fit(asked, attempt)
     assert only.overrides == (("train.max_seq_length", "128"),) and only.planned.fits
     assert only.title == "samples cut to 128 tokens, which changes what is learned"
+
+
+def test_fit_names_updates_in_the_backward_pass_where_they_are_enough() -> None:
+    one: dict[str, object] = {
+        "precision": "bf16-true",
+        "train__global_batch_size": 1,
+        "train__micro_batch_size": 1,
+        "train__max_seq_length": 8,
+    }
+    updated = planned(**one, train__optimizer_in_backward=True).memory
+    asked = planned(**one, gpu=f"{updated.high_bytes // 2**20 + 1}MiB")
+
+    def attempt(overrides: Sequence[Override]) -> Planned:
+        assert asked.gpu
+        changes = {key.replace(".", "__"): json.loads(value) for key, value in overrides}
+        return planned(**one | changes, gpu=f"{asked.gpu.memory_bytes // 2**20}MiB")
+
+    (first,) = changes_that_fit(asked, attempt, most=1)
+    assert first.title == "updates in the backward pass"
+    assert first.planned.plan.recipe.train.optimizer_in_backward
 
 
 @pytest.mark.slow

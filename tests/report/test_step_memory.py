@@ -131,6 +131,15 @@ def test_the_peak_of_a_rank_among_several_is_predicted_within_2_percent(tmp_path
 
 
 @pytest.mark.slow
+def test_the_peak_of_a_rank_on_one_of_two_nodes_is_predicted_within_2_percent(
+    tmp_path: Path,
+) -> None:
+    nodes = (("devices", 2), ("num_nodes", 2), ("strategy.sharding", "HYBRID_SHARD"))
+    case = Case("fsdp", "full", "32-true", (*nodes, ("train.micro_batch_size", 2)))
+    assert_predicted_within_2_percent(tmp_path, 4, [case])
+
+
+@pytest.mark.slow
 def test_a_step_that_begins_with_its_largest_micro_batch_is_predicted_so(tmp_path: Path) -> None:
     """There are no gradients yet, to which it would add its own."""
     base = make_base(tmp_path)

@@ -126,6 +126,7 @@ ONE_MICRO_STEP = (("train.max_norm", None), ("train.micro_batch_size", 11))
 IN_BACKWARD = (*ONE_MICRO_STEP, ("train.optimizer_in_backward", True))
 SYNC_ONCE = ("strategy.sync_every_micro_step", False)
 PREFETCH = ("strategy.prefetch", 1)
+TWO_NODES = (("devices", 2), ("num_nodes", 2), ("strategy.sharding", "HYBRID_SHARD"))
 
 OPTIONS = {
     "fsdp that keeps gathered parameters": Case(
@@ -261,6 +262,15 @@ def test_what_is_computed_again_draws_the_same_dropout(
     if strategy == "single":
         some = runs[Case(strategy, "lora", changes=(*DROPOUT, EVERY_2ND_CHECKPOINTED))]
         assert some.losses == expected
+
+
+@pytest.mark.slow
+def test_copies_of_a_model_that_each_node_shards_learn_what_one_learns(
+    run: Run, single: dict[Case, Outcome]
+) -> None:
+    """Two nodes with two ranks each."""
+    case = Case("fsdp", "full", changes=TWO_NODES)
+    assert_same_maths(run(4, [case])[case], single[Case("single", "full")])
 
 
 # --- Arithmetic ---------------------------------------------------------------------------------
