@@ -45,6 +45,8 @@ class StatePart:
     """[256], what the codes stand for."""
     replicated: bool = False
     """Whether every rank holds all of it."""
+    copy: tuple[int, int] = (0, 1)
+    """Which of how many equal ranges this is, if not every rank holds it."""
 
 
 class Holder(Protocol):
@@ -77,8 +79,8 @@ def capture(model: nn.Module, holder: Holder, rank: int, world_size: int) -> Ite
             continue
         for part in holder.parts(parameter):
             first, last = 0, part.values.numel()
-            if part.replicated:
-                first, last = share_of(rank, world_size, last)
+            which = (rank, world_size) if part.replicated else part.copy
+            first, last = share_of(*which, last)
             if first == last:
                 continue
             scales = part.scales

@@ -34,6 +34,7 @@ KIND_OF: dict[str, Kind] = {
     "train.lr_warmup_fraction": "tunable",
     "train.min_lr": "tunable",
     "train.max_norm": "tunable",
+    "train.optimizer_in_backward": "hardware",
     "train.tie_embeddings": "fixed",
     "train.save_interval": "hardware",
     "train.log_interval": "hardware",
@@ -54,6 +55,7 @@ KIND_OF: dict[str, Kind] = {
     "checkpoint.keep_best": "hardware",
     "checkpoint.asynchronous": "hardware",
     "memory.activation_checkpointing": "hardware",
+    "memory.offload_activations": "hardware",
     "optimizer": "tunable",  # within a family: see carries_over
     "logger_name": "hardware",
     "seed": "fixed",

@@ -24,6 +24,7 @@ def check_ranges(recipe: Recipe) -> None:
         ("checkpoint.keep_last", recipe.checkpoint.keep_last, 1),
         ("checkpoint.keep_every", recipe.checkpoint.keep_every, 1),
         ("checkpoint.keep_best", recipe.checkpoint.keep_best, 0),
+        ("memory.activation_checkpointing", recipe.memory.activation_checkpointing or 1, 1),
         ("eval.interval", evaluation.interval, 0),
         ("eval.max_iters", evaluation.max_iters, 1),
         ("eval.max_new_tokens", evaluation.max_new_tokens, 0),

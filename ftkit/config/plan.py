@@ -49,6 +49,11 @@ class Plan:
         return self.devices * self.recipe.num_nodes
 
     @property
+    def shards(self) -> int:
+        """Ranks that have parts of one model, if the strategy shards parameters."""
+        return self.rules.shards(self.options, self.devices, self.recipe.num_nodes)
+
+    @property
     def rules(self) -> StrategyRules:
         """What is known of its strategy."""
         return RULES[self.strategy]
@@ -120,11 +125,14 @@ def make_plan(recipe: Recipe, devices: Devices, *, trains: bool = True) -> Plan:
         )
     strategy, options, precision, notices = resolve_strategy(recipe, devices, count)
     RULES[strategy].check(recipe, precision, devices)
+    RULES[strategy].shards(options, count, recipe.num_nodes)
     if trains and precision == "16-true" and not RULES[strategy].keeps_masters:
         raise untrainable_float16(strategy, devices)
     notices += ignored_layers(recipe)
+    if trains and recipe.memory.offload_activations:
+        notices += _check_offloading(recipe, devices)
     size, tokens = _micro_batch(recipe.train, notices)
-    return Plan(
+    plan = Plan(
         recipe=recipe,
         accelerator=devices.accelerator,
         precision=precision,
@@ -138,6 +146,9 @@ def make_plan(recipe: Recipe, devices: Devices, *, trains: bool = True) -> Plan:
         and precision != "32-true",
         notices=tuple(notices),
     )
+    if trains and recipe.train.optimizer_in_backward:
+        _check_in_backward(plan)
+    return plan
 
 
 KNOWN_MICRO_BATCH: dict[MicroBatchKey, int] = {"micro_batch_size": 1, "micro_batch_tokens": 4096}
@@ -175,3 +186,47 @@ def _micro_batch(train: Train, notices: list[str]) -> tuple[int, int | None]:
             "train.micro_batch_tokens is. --train.micro_batch_size null lifts that bound."
         )
     return min(size, batch), tokens
+
+
+def _check_offloading(recipe: Recipe, devices: Devices) -> list[str]:
+    if not recipe.memory.activation_checkpointing:
+        raise UserError(
+            "memory.offload_activations is true, but memory.activation_checkpointing is false: "
+            "what goes to host memory are the inputs that it keeps. Try "
+            "--memory.activation_checkpointing true."
+        )
+    on_cpu = devices.accelerator == "cpu"
+    return ["memory.offload_activations has no effect: this is host memory."] * on_cpu
+
+
+def _check_in_backward(plan: Plan) -> None:
+    """Refuse to update parameters one by one where all gradients must be known before."""
+    train, why = plan.recipe.train, ""
+    if reason := plan.rules.needs_all_gradients(plan.options):
+        why = f"{plan.strategy} {reason}"
+    elif train.max_norm is not None:
+        why = (
+            f"train.max_norm is {train.max_norm:g}, and clipping needs the norm of all gradients "
+            "before the first update. Try --train.max_norm null"
+        )
+    elif plan.micro_steps is None:
+        why = (
+            f"train.micro_batch_tokens is {plan.micro_batch_tokens}: steps may have several "
+            "micro-batches, whose gradients are added up before the first update. Try "
+            "--train.micro_batch_tokens null"
+        )
+    elif plan.micro_steps > 1:
+        whole = math.ceil(train.global_batch_size / plan.world_size)
+        why = (
+            f"a step has {plan.micro_steps} micro-batches, whose gradients are added up before "
+            f"the first update. Try --train.micro_batch_size {whole}"
+        )
+    elif plan.precision == "16-mixed":
+        why = (
+            "16-mixed leaves an update out if any gradient is infinite. Try --precision bf16-mixed"
+        )
+    if why:
+        raise UserError(
+            f"train.optimizer_in_backward is true, but {why}, or --train.optimizer_in_backward "
+            "false."
+        )

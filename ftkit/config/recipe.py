@@ -62,6 +62,10 @@ class Train:
     """Learning rate at the end of the cosine decay."""
     max_norm: float | None = None
     """Clip gradients to this global norm."""
+    optimizer_in_backward: bool = False
+    """Update each parameter as soon as its gradient is there, and free that: all gradients never
+    exist at once. Changes no result. Under single and fsdp, without train.max_norm and with one
+    micro-batch in a step."""
     tie_embeddings: bool | None = None
     """Share the weights of embedding and head. Default: as the base model does."""
     save_interval: int | None = 1000
@@ -150,9 +154,12 @@ class Checkpoint:
 class Memory:
     """What is spent to need less memory."""
 
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool | int = False
     """Keep the input of each block alone and compute the rest again in the backward pass: far
-    less memory for activations, about a third more time. Changes no result."""
+    less memory for activations, about a third more time. Changes no result. A number N: of every
+    Nth block alone, for an Nth of both."""
+    offload_activations: bool = False
+    """Keep these inputs in host memory, on GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True)

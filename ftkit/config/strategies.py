@@ -22,11 +22,18 @@ class NoOptions:
 class FsdpOptions:
     """Options of `strategy: fsdp`."""
 
-    sharding: Literal["FULL_SHARD", "SHARD_GRAD_OP"] = "FULL_SHARD"
+    sharding: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"] = "FULL_SHARD"
     """FULL_SHARD frees the gathered parameters of a block after its forward pass; SHARD_GRAD_OP
-    keeps them until its backward pass."""
+    keeps them until its backward pass. HYBRID_SHARD is the first among the devices of each node,
+    which all have the whole model: only gradients travel between nodes."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory."""
+    prefetch: Literal[0, 1, 2] = 0
+    """Gather the parameters of this many blocks ahead of the one at work, in memory for as many.
+    0: of the next one, once the host has come to it."""
+    sync_every_micro_step: bool = True
+    """Add up gradients over the ranks in every micro-step, so that each keeps its share alone.
+    false: once in a step, with the last one: fewer messages, and memory for all gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +70,8 @@ class StrategyRules:
     """Whether it takes bnb.int8."""
     bnb_optimizers: ClassVar[bool] = True
     """Whether it updates with the optimizers of bitsandbytes."""
+    whole_matrices: ClassVar[bool] = True
+    """Whether a rank updates matrices that it has whole."""
 
     def sharding(self, options: Any) -> str:
         """What each rank has a part of, in words."""
@@ -72,6 +81,18 @@ class StrategyRules:
         """Whether optimizer state is kept in host memory."""
         return False
 
+    def shards(self, options: Any, devices: int, num_nodes: int) -> int:
+        """How many ranks have parts of one model, if the strategy shards parameters.
+
+        Raises:
+            UserError: they cannot be shared out so.
+        """
+        return devices * num_nodes
+
+    def needs_all_gradients(self, options: Any) -> str:
+        """Why they must be there before an update, and what else to use; empty: they need not."""
+        return ""
+
     def check(self, recipe: Recipe, precision: Precision, devices: Devices) -> None:
         """Refuse what the strategy cannot run, with what to use instead."""
         optimizer = recipe.optimizer["class_path"]
@@ -80,6 +101,7 @@ class StrategyRules:
                 f"optimizer is {optimizer}, but the strategy is {self.name}. "
                 "Try --optimizer AdamW, or --strategy deepspeed."
             )
+        _check_muon(self, recipe)
         _check_8bit_base(self, recipe)
 
     def check_installed(self) -> None:
@@ -102,6 +124,9 @@ class Ddp(StrategyRules):
 
     name = "ddp"
 
+    def needs_all_gradients(self, options: NoOptions) -> str:
+        return "keeps memory for all gradients, in which ranks add them up. Try --strategy fsdp"
+
 
 class Fsdp(StrategyRules):
     """Every rank has rows of each parameter."""
@@ -110,6 +135,7 @@ class Fsdp(StrategyRules):
     options = FsdpOptions
     scales_loss = False
     trains_8bit_base = False
+    whole_matrices = False
 
     def sharding(self, options: FsdpOptions) -> str:
         where = ", in host memory" if options.cpu_offload else ""
@@ -117,6 +143,22 @@ class Fsdp(StrategyRules):
 
     def offloads(self, options: FsdpOptions) -> bool:
         return options.cpu_offload
+
+    def shards(self, options: FsdpOptions, devices: int, num_nodes: int) -> int:
+        if options.sharding != "HYBRID_SHARD":
+            return devices * num_nodes
+        if min(devices, num_nodes) == 1:
+            raise UserError(
+                "strategy.sharding is HYBRID_SHARD, which shards among the devices of each node, "
+                f"but devices is {devices} and num_nodes is {num_nodes}: both must be at least 2. "
+                "Try --strategy.sharding FULL_SHARD."
+            )
+        return devices
+
+    def needs_all_gradients(self, options: FsdpOptions) -> str:
+        if not options.cpu_offload:
+            return ""
+        return "keeps all gradients in host memory. Try --strategy.cpu_offload false"
 
     def check(self, recipe: Recipe, precision: Precision, devices: Devices) -> None:
         if precision == "16-mixed":
@@ -144,6 +186,7 @@ class DeepSpeed(StrategyRules):
     keeps_masters = True
     trains_8bit_base = False
     bnb_optimizers = False
+    whole_matrices = False
 
     def sharding(self, options: DeepSpeedOptions) -> str:
         parts = ("optimizer state", "gradients", "parameters")[: options.stage]
@@ -161,12 +204,16 @@ class DeepSpeed(StrategyRules):
     def offloads(self, options: DeepSpeedOptions) -> bool:
         return options.offload_optimizer
 
+    def needs_all_gradients(self, options: DeepSpeedOptions) -> str:
+        return "updates slices of all parameters at once. Try --strategy fsdp"
+
     def check(self, recipe: Recipe, precision: Precision, devices: Devices) -> None:
         if not suits_deepspeed(recipe):
             raise UserError(
                 f"optimizer is {recipe.optimizer['class_path']}, but DeepSpeed keeps its own "
                 "optimizer state. Try --optimizer AdamW, or --strategy fsdp."
             )
+        _check_muon(self, recipe)
         _check_8bit_base(self, recipe)
 
     def check_installed(self) -> None:
@@ -190,6 +237,21 @@ STRATEGIES = ("auto", *RULES)
 def suits_deepspeed(recipe: Recipe) -> bool:
     """Whether DeepSpeed can update with the recipe's optimizer."""
     return recipe.optimizer["class_path"].rpartition(".")[0] != "bitsandbytes.optim"
+
+
+def _check_muon(rules: StrategyRules, recipe: Recipe) -> None:
+    if recipe.optimizer["class_path"] != "torch.optim.Muon":
+        return
+    if recipe.method == "lora":
+        raise UserError(
+            "optimizer is torch.optim.Muon, which orthogonalises updates of whole matrices, but "
+            "LoRA trains two factors of each. Try --optimizer AdamW, or ftkit finetune_full."
+        )
+    if not rules.whole_matrices:
+        raise UserError(
+            "optimizer is torch.optim.Muon, which orthogonalises updates of whole matrices, of "
+            f"which {rules.name} leaves a rank a part. Try --optimizer AdamW, or --strategy ddp."
+        )
 
 
 def _check_8bit_base(rules: StrategyRules, recipe: Recipe) -> None:

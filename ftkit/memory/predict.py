@@ -81,7 +81,9 @@ def predict(
     simulation = simulate(base, plan, batch, accumulates=accumulates)
     strategy = make_strategy(plan)
     found = strategy.on_device(simulation)
-    peaks, offloaded = found.peaks, found.host
+    peaks, offloaded = found.peaks, dict(found.host)
+    if simulation.hosted_bytes:
+        offloaded["activations"] = simulation.hosted_bytes
     moment = max(peaks, key=lambda name: peaks[name].total_bytes)
     if plan.accelerator == "cpu":  # there is one kind of memory
         breakdown = {c: peaks[moment].bytes[c] + offloaded.get(c, 0) for c in CATEGORIES}
@@ -90,8 +92,8 @@ def predict(
         breakdown = dict(peaks[moment].bytes)
         breakdown["temporaries"] += gpus.WORKSPACE_BYTES
     peak_bytes = sum(breakdown.values())
-    number_bytes = _number_bytes(strategy)
     trained = simulation.sizes.trained
+    number_bytes = _number_bytes(strategy, simulation.sizes.hidden / trained)
     saved_bytes = round(trained * number_bytes)
     host_bytes = PROCESS_BYTES + sum(offloaded.values())
     if plan.recipe.checkpoint.save and plan.recipe.checkpoint.asynchronous:
@@ -152,8 +154,9 @@ def _device_bytes(peak_bytes: int, plan: Plan) -> tuple[int, int, int]:
     )
 
 
-def _number_bytes(strategy: Strategy) -> float:
+def _number_bytes(strategy: Strategy, hidden_fraction: float) -> float:
     """What a checkpoint needs for each trained number."""
     optimizer_class, arguments = strategy.optimizer_of()
     kinds = state_kinds(optimizer_class, arguments, CPU)
-    return bytes_per_number(kinds, optimizer_class, arguments, updated_dtype(strategy.plan))
+    dtype = updated_dtype(strategy.plan)
+    return bytes_per_number(kinds, optimizer_class, arguments, dtype, hidden_fraction)

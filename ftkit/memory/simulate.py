@@ -6,27 +6,32 @@ numbers are missing. What a rank holds is counted by the code that counts it in 
 
 A model of many layers is not run whole. The step is cut into stretches (the forward pass of the
 first block, of the last one, the loss, ...), and the bytes of each stretch grow by the same amount
-with every layer: two small models of different depth tell those of any depth.
+with every layer: two small models of different depth tell those of any depth. Where every Nth block
+is checkpointed, they grow so with every N layers.
 """
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.autograd.graph import saved_tensors_hooks
 
 from ftkit.config.plan import Plan
 from ftkit.config.recipe import LoraRecipe
 from ftkit.memory.tracker import LiveTensors
+from ftkit.model import language_model
 from ftkit.model.attention import attention_kernel
 from ftkit.model.flops import parameter_count
 from ftkit.model.language_model import LanguageModel, outline, trainable
 from ftkit.model.loss import step_share
 from ftkit.optim.clipping import clip_gradients
+from ftkit.optim.in_backward import OptimizerInBackward
+from ftkit.optim.muon import hidden_matrices
 from ftkit.pretrained.base_model import BaseModel
 from ftkit.report.step_memory import MicroBatchSize
 from ftkit.strategies.precision import compute_dtype, parameter_dtype
@@ -38,8 +43,8 @@ from ftkit.strategies.zero_memory import PERSISTENT_ELEMENTS
 CPU = torch.device("cpu")
 CUDA_BLOCK_BYTES = 512
 """What torch's CUDA allocator rounds sizes up to (kMinBlockSize in c10/cuda)."""
-DEPTHS = (3, 4)
-"""Layers of the two small models: enough that both ends have blocks of their own."""
+LEAST_DEPTH = 3
+"""Layers of the smaller model: enough that both ends have blocks of their own."""
 
 
 def largest_micro_batch(
@@ -81,10 +86,13 @@ def simulate(
         accumulates: whether the micro-step adds to gradients of others before it.
     """
     depth = base.config.n_layer
-    if depth <= DEPTHS[-1] + 1 or _layers_differ(base, plan):
+    period = int(plan.recipe.memory.activation_checkpointing) or 1
+    smaller = _smaller_depth(depth, period)
+    if depth <= smaller + period + 1 or _layers_differ(base, plan):
         return _run(base, plan, batch, depth, accumulates)
-    less, more = (_run(base, plan, batch, layers, accumulates) for layers in DEPTHS)
-    steps = (depth - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0])
+    depths = (smaller, smaller + period)
+    less, more = (_run(base, plan, batch, layers, accumulates) for layers in depths)
+    steps = (depth - smaller) // period
 
     def extended(first: Mapping[Any, int], second: Mapping[Any, int]) -> dict[Any, int]:
         return {key: round(first[key] + (second[key] - first[key]) * steps) for key in first}
@@ -96,7 +104,14 @@ def simulate(
             if name in more.peaks
         },
         Sizes(**extended(dataclasses.asdict(less.sizes), dataclasses.asdict(more.sizes))),
+        less.hosted_bytes + (more.hosted_bytes - less.hosted_bytes) * steps,
     )
+
+
+def _smaller_depth(depth: int, period: int) -> int:
+    """Layers of the smaller model: both halves hold a period, and the ends are as in the whole."""
+    least = max(LEAST_DEPTH, 2 * period)
+    return least + (depth - least) % period
 
 
 def _layers_differ(base: BaseModel, plan: Plan) -> bool:
@@ -118,32 +133,36 @@ def _run(
         with_layers(base, layers), plan.recipe, parameter_dtype(plan), compute_dtype(plan)
     )
     model.kernel = attention_kernel(base.config, plan)
-    sizes = _sizes(model, plan.world_size)
+    sizes = _sizes(model, plan.shards)
     strategy = make_strategy(plan)
-    with strategy.simulated() as sharding, FakeTensorMode(allow_non_fake_inputs=True):
+    with (
+        strategy.simulated() as sharding,
+        FakeTensorMode(allow_non_fake_inputs=True),
+        _in_host_memory(plan) as host,
+    ):
         sharding.allocate(model, CPU)
         recipe = plan.recipe
         asked = recipe.train.max_seq_length or base.config.block_size
         answers = recipe.eval.max_new_tokens or 0
         model.place_rotary_tables(CPU, min(base.config.block_size, asked + answers))
         _pack(model)
-        return Simulation(_Step(model, strategy, batch, accumulates).peaks(), sizes)
+        peaks = _Step(model, strategy, batch, accumulates).peaks()
+        return Simulation(peaks, sizes, host.most_bytes)
 
 
-def _sizes(model: LanguageModel, world_size: int) -> Sizes:
+def _sizes(model: LanguageModel, shards: int) -> Sizes:
     parameters, trained = list(model.parameters()), trainable(model)
 
     def pinned_bytes(parameter: nn.Parameter) -> int:
-        """Each block a power of two, as of all page-locked memory (CachingHostAllocator.h)."""
-        rows = -(-parameter.shape[0] // world_size)
-        size_bytes = rows * parameter.shape[1:].numel() * parameter.itemsize
-        return 1 << (size_bytes - 1).bit_length()
+        rows = -(-parameter.shape[0] // shards)
+        return _page_locked_bytes(rows * parameter.shape[1:].numel() * parameter.itemsize)
 
     return Sizes(
         parameters=parameter_count(model),
         parameter_bytes=sum(p.numel() * p.itemsize for p in parameters),
         trained=sum(p.numel() for p in trained),
         trained_bytes=sum(p.numel() * p.itemsize for p in trained),
+        hidden=sum(p.numel() for p in hidden_matrices(model)),
         elements=sum(p.numel() for p in parameters),
         small_elements=sum(p.numel() for p in parameters if p.numel() < PERSISTENT_ELEMENTS),
         pinned_bytes=sum(map(pinned_bytes, parameters)),
@@ -151,9 +170,47 @@ def _sizes(model: LanguageModel, world_size: int) -> Sizes:
     )
 
 
+def _page_locked_bytes(size_bytes: int) -> int:
+    """Each block is a power of two (CachingHostAllocator.h)."""
+    return 1 << (size_bytes - 1).bit_length()
+
+
 def with_layers(base: BaseModel, layers: int) -> BaseModel:
     """The same architecture with another number of layers."""
     return dataclasses.replace(base, config=dataclasses.replace(base.config, n_layer=layers))
+
+
+class _HostMemory:
+    """In the place of host memory: what is saved there leaves the device, and is counted."""
+
+    def __init__(self) -> None:
+        self._bytes = self.most_bytes = 0
+
+    def __call__(self, hidden: Tensor) -> saved_tensors_hooks:
+        return saved_tensors_hooks(self._save, self._bring_back)
+
+    def _save(self, tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+        self._bytes += _page_locked_bytes(tensor.nbytes)
+        self.most_bytes = max(self.most_bytes, self._bytes)
+        return tensor.shape, tensor.dtype
+
+    def _bring_back(self, saved: tuple[torch.Size, torch.dtype]) -> Tensor:
+        tensor = torch.empty(saved[0], dtype=saved[1])
+        self._bytes -= _page_locked_bytes(tensor.nbytes)
+        return tensor
+
+
+@contextmanager
+def _in_host_memory(plan: Plan) -> Iterator[_HostMemory]:
+    """Count what is kept beside a GPU; on CPUs all of it is host memory."""
+    usual = language_model.in_host_memory
+    host = _HostMemory()
+    if plan.accelerator == "cuda":
+        language_model.in_host_memory = host
+    try:
+        yield host
+    finally:
+        language_model.in_host_memory = usual
 
 
 def _pack(model: LanguageModel) -> None:
@@ -191,6 +248,7 @@ class _Step:
         self._buckets: dict[Tensor, Tensor] = {}
         """Of DDP: where the gradient of a parameter lies after the last micro-step."""
         self._backward = False
+        self._updates_in_backward = plan.recipe.train.optimizer_in_backward
 
     def peaks(self) -> Peaks:
         """The highest moment of each stretch of the second step."""
@@ -203,11 +261,15 @@ class _Step:
         with live:
             if strategy.keeps_gradient_buckets:
                 self._make_buckets()
-            for parameter in self._trained:
-                parameter.register_post_accumulate_grad_hook(self._on_gradient)
+            if self._updates_in_backward:
+                assert optimizer is not None
+                in_backward = OptimizerInBackward(optimizer)  # noqa: F841  # works while it lives
+            else:
+                for parameter in self._trained:
+                    parameter.register_post_accumulate_grad_hook(self._on_gradient)
             self._first_step(optimizer)
             if self._accumulates and optimizer is not None:
-                self._make_gradients()
+                self._accumulate()
             live.restart()
             self._step(optimizer)
             found: Peaks = {}
@@ -239,8 +301,17 @@ class _Step:
             parameter.grad = torch.zeros_like(parameter)
         self._live.assign((p.grad for p in self._trained), "gradients")
 
+    def _accumulate(self) -> None:
+        """Gradients of micro-steps before the last one."""
+        if self._strategy.keeps_whole_gradients(self._model, is_last=False):
+            self._step(None)
+            self._live.assign(self._strategy.whole_gradients(self._model), "gradients")
+            self._strategy.keeps_whole_gradients(self._model, is_last=True)
+        else:
+            self._make_gradients()
+
     def _step(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """The last micro-step, and the update."""
+        """A micro-step; where there is an optimizer, the last one, and the update."""
         live, batch = self._live, self._batch
         self._mark("before the blocks")
         shape = (batch.sequences, batch.positions) if batch.tokens is None else (1, batch.tokens)
@@ -264,7 +335,8 @@ class _Step:
             self._update(optimizer)
 
     def _update(self, optimizer: torch.optim.Optimizer) -> None:
-        clip_gradients(self._trained, self._plan.recipe.train.max_norm)
+        if not self._updates_in_backward:
+            clip_gradients(self._trained, self._plan.recipe.train.max_norm)
         optimizer.step()
         self._live.assign(_states(optimizer), "optimizer_state")
         optimizer.zero_grad(set_to_none=True)

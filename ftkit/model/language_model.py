@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.nn as nn
 from litgpt.config import Config
 from litgpt.model import GPT
 from torch import Tensor
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from ftkit.config.recipe import LoraRecipe, Quantization, Recipe
@@ -157,18 +159,33 @@ def outline(
         with torch.device("meta"):
             add_adapter(model, base, recipe)
         model.lora = recipe
-    if recipe.memory.activation_checkpointing:
-        for block in model.gpt.transformer.h:
-            block.forward = partial(_keep_the_inputs_alone, block.forward)
+    if every := int(recipe.memory.activation_checkpointing):
+        offloads = recipe.memory.offload_activations
+        for block in list(model.gpt.transformer.h)[::every]:
+            block.forward = partial(_keep_the_input_alone, block.forward, offloads)
     return model.to(dtype)
 
 
-def _keep_the_inputs_alone(forward: Callable[..., Tensor], *inputs: Any) -> Tensor:
+def _keep_the_input_alone(
+    forward: Callable[..., Tensor], offloads: bool, hidden: Tensor, *rest: Any
+) -> Tensor:
     """The result of a block, which is computed again where the backward pass needs it."""
     if not torch.is_grad_enabled():
-        return forward(*inputs)
-    # ZeRO-3 has taken the parameters back that the check would look at.
-    return checkpoint(forward, *inputs, use_reentrant=False, determinism_check="none")
+        return forward(hidden, *rest)
+    with in_host_memory(hidden) if offloads else nullcontext():
+        # ZeRO-3 has taken the parameters back that the check would look at.
+        result: Tensor = checkpoint(
+            lambda hidden: forward(hidden, *rest),  # the rest is the same for all blocks
+            hidden,
+            use_reentrant=False,
+            determinism_check="none",
+        )
+    return result
+
+
+def in_host_memory(hidden: Tensor) -> AbstractContextManager[Any]:
+    """What this context saves for the backward pass of a GPU is in page-locked host memory."""
+    return save_on_cpu(pin_memory=True) if hidden.is_cuda else nullcontext()
 
 
 def outline_plain(

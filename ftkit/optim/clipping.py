@@ -7,6 +7,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
+def norms_of(gradients: list[Tensor]) -> Sequence[Tensor]:
+    """The norm of each gradient, in float32."""
+    norms: Sequence[Tensor] = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+    return norms
+
+
+def global_norm(norms: Sequence[Tensor]) -> Tensor:
+    """The norm of all gradients together, a scalar."""
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)))
+    return norm
+
+
 def clip_gradients(parameters: Sequence[torch.nn.Parameter], limit: float | None) -> Tensor:
     """Measure the global norm of the gradients, and scale them so that it is at most `limit`.
 
@@ -20,8 +32,7 @@ def clip_gradients(parameters: Sequence[torch.nn.Parameter], limit: float | None
         The norm before clipping, a scalar in float32; a DTensor if the gradients are.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
-    norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
-    norm = torch.linalg.vector_norm(torch.stack(norms))
+    norm = global_norm(norms_of(gradients))
     if limit is None:
         return norm
     if gradients[0].dtype == torch.float32:

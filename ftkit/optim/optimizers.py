@@ -12,6 +12,7 @@ import torch
 from ftkit.config.recipe import LoraRecipe, Recipe
 from ftkit.errors import UserError
 from ftkit.model.language_model import trainable
+from ftkit.optim.muon import MUON, MuonWithAdamW, muon_groups
 from ftkit.utils.nearest import nearest
 from ftkit.utils.out_of_memory import is_out_of_memory
 
@@ -48,8 +49,10 @@ def make_optimizer(
         UserError: the class refuses its arguments.
     """
     chosen = recipe.optimizer
+    is_muon = optimizer_class is MuonWithAdamW
+    groups = muon_groups(model) if is_muon else _groups(recipe, model)
     try:
-        return optimizer_class(_groups(recipe, model), **arguments)
+        return optimizer_class(groups, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise
@@ -100,6 +103,8 @@ def resolve_optimizer(
             )
     if "betas" in arguments:
         arguments["betas"] = tuple(arguments["betas"])
+    if class_path == MUON:
+        return MuonWithAdamW, arguments | {"fused": may_fuse}
     implementation = {"fused", "foreach", "capturable", "differentiable"}
     if "fused" in known and may_fuse and not implementation & arguments.keys():
         arguments["fused"] = True

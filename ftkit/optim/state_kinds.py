@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ftkit.errors import UserError
+from ftkit.optim.muon import MuonWithAdamW
 from ftkit.utils.out_of_memory import is_out_of_memory
 
 BLOCK = 256
@@ -69,6 +70,7 @@ def bytes_per_number(
     optimizer_class: type[Optimizer],
     arguments: Mapping[str, Any],
     dtype: torch.dtype,
+    hidden_fraction: float,
 ) -> float:
     """What a checkpoint needs for each trained number: itself and the state of its optimizer.
 
@@ -77,13 +79,17 @@ def bytes_per_number(
         optimizer_class: whose state it is.
         arguments: of it.
         dtype: of what the optimizer updates.
+        hidden_fraction: of these numbers, that in matrices of the blocks.
     """
+    states: float = sum(kinds.values())
+    if optimizer_class is MuonWithAdamW:
+        states = 2 - hidden_fraction
     state_bytes: float = dtype.itemsize
     if optimizer_class.__name__.endswith("8bit") or arguments.get("optim_bits") == 8:
         state_bytes = 1 + 4 / BLOCK
     elif optimizer_class.__module__.startswith("bitsandbytes"):
         state_bytes = 4
-    return dtype.itemsize + state_bytes * sum(kinds.values())
+    return dtype.itemsize + state_bytes * states
 
 
 def _is_constant(key: str) -> bool:

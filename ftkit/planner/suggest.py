@@ -93,6 +93,9 @@ def _single(planned: Planned, gpu: Gpu) -> Iterator[_Step]:
         yield _Step("16-bit numbers", (("precision", "bf16-true"),))
     elif not gpu.bf16 and plan.precision == "32-true" and plan.rules.scales_loss:
         yield _Step("16-bit arithmetic", (("precision", "16-mixed"),))
+    if _could_update_in_backward(planned):
+        keys = (("train.optimizer_in_backward", "true"),)
+        yield _Step("updates in the backward pass", keys)
     optimizer = recipe.optimizer
     if optimizer["class_path"] in _ADAMS and plan.rules.bnb_optimizers:
         name = optimizer["class_path"].rpartition(".")[2]
@@ -120,6 +123,19 @@ def _single(planned: Planned, gpu: Gpu) -> Iterator[_Step]:
             "parameters and optimizer in host memory",
             (("strategy", "fsdp"), ("strategy.cpu_offload", "true")),
         )
+
+
+def _could_update_in_backward(planned: Planned) -> bool:
+    """Whether there are gradients worth the name, and nothing needs them all at once."""
+    plan, train = planned.plan, planned.plan.recipe.train
+    return (
+        not isinstance(plan.recipe, LoraRecipe)
+        and not train.optimizer_in_backward
+        and train.max_norm is None
+        and plan.micro_steps == 1
+        and plan.precision != "16-mixed"
+        and not plan.rules.needs_all_gradients(plan.options)
+    )
 
 
 def _together(single: Sequence[_Step]) -> Iterator[list[_Step]]:

@@ -143,8 +143,10 @@ def _rows(planned: Planned) -> Iterator[tuple[str, str]]:
     settings = [f"{plan.world_size} x {device}", plan.strategy, plan.precision]
     if quantize:
         settings.append(quantize)
-    if plan.recipe.memory.activation_checkpointing:
-        settings.append("activation checkpointing")
+    if every := int(plan.recipe.memory.activation_checkpointing):
+        blocks = f" of 1 block in {every}" if every > 1 else ""
+        where = " in host memory" * plan.recipe.memory.offload_activations
+        settings.append(f"activation checkpointing{blocks}{where}")
     settings.append(plan.recipe.optimizer["class_path"].rpartition(".")[2])
     yield "devices", ", ".join(settings)
     where = "host memory" if plan.accelerator == "cpu" else "device memory"

@@ -4,7 +4,8 @@ FSDP2, torch's `fully_shard`. Zhao et al. 2023, https://arxiv.org/abs/2304.11277
 
 Private parts that are used here, as they are in torch 2.11 to 2.13: of FSDP
 `_fully_shard._fsdp_param.nn` (torch 2.11), `_get_fsdp_state()._fsdp_param_group`, its
-`fsdp_params` with `sharded_param`, `_unsharded_param` and `init_dtype_attrs`; of DTensor
+`fsdp_params` with `sharded_param`, `_unsharded_param`, `unsharded_accumulated_grad` and
+`init_dtype_attrs`; of DTensor
 `__create_chunk_list__` and `ShardingPropagator._propagate_tensor_meta_non_cached`; `FakeStore`
 and `_disable_current_modes`.
 """
@@ -12,6 +13,7 @@ and `_disable_current_modes`.
 import atexit
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,7 +57,10 @@ class Fsdp(Strategy):
     def connect(self, model: nn.Module) -> None:
         super().connect(model)
         strategy: Any = self._fabric.strategy
-        self.sharding = FullyShard(self.plan, strategy.device_mesh["data_parallel"])
+        mesh = strategy.device_mesh["data_parallel"]
+        if self.plan.shards < self.plan.world_size:
+            mesh = _mesh_of_nodes(self.plan.accelerator, self.plan.recipe.num_nodes)
+        self.sharding = FullyShard(self.plan, mesh)
 
     def _fabric_strategy(self, model: nn.Module) -> FabricStrategy:
         backend: str | None = self.plan.communication
@@ -80,6 +85,24 @@ class Fsdp(Strategy):
             optimizer_class = over_local_rows(optimizer_class)
         return make_optimizer(self.plan.recipe, model, optimizer_class, arguments)
 
+    def micro_step(self, *, is_last: bool) -> AbstractContextManager[None]:
+        self.keeps_whole_gradients(self._model, is_last=is_last)
+        return super().micro_step(is_last=is_last)
+
+    def keeps_whole_gradients(self, model: Any, *, is_last: bool) -> bool:
+        if self._options.sync_every_micro_step:
+            return False
+        model.set_requires_gradient_sync(is_last)
+        return not is_last
+
+    def whole_gradients(self, model: nn.Module) -> Iterable[Tensor]:
+        for parameter in fsdp_parameters(model):
+            if parameter.unsharded_accumulated_grad is not None:
+                yield parameter.unsharded_accumulated_grad
+            whole = getattr(parameter, "_unsharded_param", None)  # None: not gathered yet
+            if whole is not None and whole.grad is not None:
+                yield whole.grad
+
     def gradient_norm(self) -> float:
         norm = self._norm
         assert isinstance(norm, DTensor)
@@ -87,6 +110,11 @@ class Fsdp(Strategy):
 
     def holder(self) -> Holder:
         return RowState(self._model, self.optimizer)
+
+    def optimizer_memory(self) -> Iterator[tuple[Tensor, Category]]:
+        for gradient in self.whole_gradients(self._model):
+            yield gradient, "gradients"
+        yield from super().optimizer_memory()
 
     def gathered(self, model: nn.Module) -> Iterable[Tensor]:
         for parameter in fsdp_parameters(model):
@@ -112,6 +140,18 @@ class Fsdp(Strategy):
         return OnDevice(found.peaks, host)
 
 
+@cache
+def _mesh_of_nodes(device_type: str, num_nodes: int) -> Any:
+    """[nodes, devices of each]: copies of the model, and ranks that share one.
+
+    All ranks make it together, once.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    shape = (num_nodes, dist.get_world_size() // num_nodes)
+    return init_device_mesh(device_type, shape, mesh_dim_names=("copies", "shards"))
+
+
 def _leave_process_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -130,7 +170,9 @@ class RowState(TorchState):
         start = 0
         if values.numel():  # there may be fewer rows than ranks
             start = _rows(tensor).start * (tensor.numel() // tensor.shape[0])
-        return StatePart(kind=kind, shape=tensor.shape, start=start, values=values)
+        mesh = tensor.device_mesh
+        copy = (mesh.get_local_rank(0), mesh.size(0)) if mesh.ndim > 1 else (0, 1)
+        return StatePart(kind=kind, shape=tensor.shape, start=start, values=values, copy=copy)
 
 
 def _rows(tensor: DTensor) -> slice:
@@ -200,7 +242,7 @@ class FullyShard:
             cast_forward_inputs=False,
         )
         settings: dict[str, Any] = {"mesh": self._mesh, "mp_policy": policy}
-        sharded_in_between = self._options.sharding == "FULL_SHARD"
+        sharded_in_between = self._options.sharding != "SHARD_GRAD_OP"
         if self._options.cpu_offload and device.type != "cpu":
             settings["offload_policy"] = CPUOffloadPolicy()
             device = torch.device("cpu")
@@ -212,8 +254,19 @@ class FullyShard:
                 fully_shard(model.head, **settings, reshard_after_forward=False)
             fully_shard(model, **settings, reshard_after_forward=False)
         _keep_integers(model)
+        if self._options.prefetch:
+            self._prefetch(model)
         model.to_empty(device=device)
         model.tie()
+
+    def _prefetch(self, model: Any) -> None:
+        """Have each part of the model ask for the parameters of those that come after it."""
+        parts = [model, *model.gpt.transformer.h, *([] if model.tied else [model.head])]
+        ahead = self._options.prefetch
+        for index, part in enumerate(parts):
+            part.set_modules_to_forward_prefetch(parts[index + 1 : index + 1 + ahead])
+            # The model itself is gathered from the beginning to the end.
+            part.set_modules_to_backward_prefetch(parts[max(index - ahead, 1) : index][::-1])
 
     def put(self, model: nn.Module, name: str, value: Rows) -> None:
         parameter = model.get_parameter(name)
@@ -245,14 +298,18 @@ _MESSAGES = (
 
 @contextmanager
 def _one_of_many(plan: Plan) -> Iterator[Sharding]:
-    """This process as one rank of as many as the plan has, and none of them is spoken to."""
-    from torch.distributed.device_mesh import init_device_mesh
+    """This process as one of the ranks that share a model, and none of them is spoken to."""
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    connected = dist.is_initialized()  # in a run, whose ranks are as many
+    connected = dist.is_initialized()  # in a run of the plan
     if not connected:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.world_size)
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.shards)
+    group = dist.group.WORLD
+    assert group is not None
+    if connected and plan.shards < plan.world_size:
+        group = _mesh_of_nodes(plan.accelerator, plan.recipe.num_nodes).get_group("shards")
     talk = {name: getattr(dist, name) for name in _MESSAGES if hasattr(dist, name)}
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
@@ -266,7 +323,7 @@ def _one_of_many(plan: Plan) -> Iterator[Sharding]:
         for name in talk:
             setattr(dist, name, lambda *_, **__: None)
         propagator._propagate_tensor_meta_non_cached = unseen
-        yield FullyShard(plan, init_device_mesh("cpu", (plan.world_size,)))
+        yield FullyShard(plan, DeviceMesh.from_group(group, "cpu"))
     finally:
         propagator._propagate_tensor_meta_non_cached = propagate
         for name, function in talk.items():

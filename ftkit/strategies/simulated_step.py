@@ -38,6 +38,8 @@ class Sizes:
     """Numbers that an optimizer updates."""
     trained_bytes: int
     """Of these parameters."""
+    hidden: int
+    """Numbers in matrices of the blocks that an optimizer updates."""
     elements: int
     """Elements of its parameters: a quantised one holds two numbers in one."""
     small_elements: int
@@ -64,6 +66,8 @@ class Simulation:
 
     peaks: Peaks
     sizes: Sizes
+    hosted_bytes: int = 0
+    """Page-locked host memory for activations."""
 
     def without(self, kinds: Collection[Category]) -> OnDevice:
         """With some categories in host memory instead."""

@@ -25,6 +25,7 @@ from ftkit.config.plan import Plan
 from ftkit.model.language_model import LanguageModel, trainable
 from ftkit.model.sharding import Sharding, Whole
 from ftkit.optim.clipping import clip_gradients
+from ftkit.optim.in_backward import OptimizerInBackward
 from ftkit.optim.optimizers import make_optimizer, resolve_optimizer
 from ftkit.report.step_memory import Category
 from ftkit.strategies.distributed import make_device
@@ -56,6 +57,7 @@ class Strategy(ABC):
         self.optimizer: torch.optim.Optimizer
         """Over what is trained, as it was made, once it is set up."""
         self._norm: Tensor | None = None
+        self._in_backward: OptimizerInBackward | None = None
 
     # Processes
 
@@ -135,6 +137,8 @@ class Strategy(ABC):
         self._trained = trainable(model)
         self._forward = self._fabric.setup_module(model, move_to_device=False)
         self.optimizer = self.make_optimizer(model)
+        if self.plan.recipe.train.optimizer_in_backward:
+            self._in_backward = OptimizerInBackward(self.optimizer)
         self._stepper: Any = self._fabric.setup_optimizers(self.optimizer)
         self._note_rates()
 
@@ -154,7 +158,21 @@ class Strategy(ABC):
         Args:
             is_last: whether an update follows: gradients of all ranks must be in it.
         """
+        assert is_last or self._in_backward is None
         return nullcontext()
+
+    def keeps_whole_gradients(self, model: nn.Module, *, is_last: bool) -> bool:
+        """Whether sharded gradients stay whole after the next backward pass of a model.
+
+        Args:
+            model: is told so.
+            is_last: whether an update follows.
+        """
+        return False
+
+    def whole_gradients(self, model: nn.Module) -> Iterable[Tensor]:
+        """Those that have stayed so."""
+        return ()
 
     def forward(self, batch: dict[str, Any]) -> Tensor:
         """The summed loss of a micro-batch, in nats: a scalar."""
@@ -176,6 +194,9 @@ class Strategy(ABC):
         Args:
             limit: None: it is only measured.
         """
+        if self._in_backward is not None:
+            self._norm = self._in_backward.take_norm()
+            return
         scaler = getattr(self.precision, "scaler", None)
         if scaler is not None:
             scaler.unscale_(self.optimizer)
@@ -188,6 +209,8 @@ class Strategy(ABC):
 
     def update(self) -> None:
         """Update what is trained, then free the gradients: no activations come beside them."""
+        if self._in_backward is not None:  # which has done so
+            return
         self._stepper.step()
         self.optimizer.zero_grad(set_to_none=True)
 

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from ftkit.checkpoint.state import PARAMETER, StatePart
 from ftkit.errors import UserError
 from ftkit.lora.names import our_name
+from ftkit.optim.muon import is_muons
 from ftkit.optim.state_kinds import canonical_kind, is_scalar_state, is_tensor_state
 
 
@@ -59,6 +60,7 @@ class TorchState:
                 scales=state.get(f"absmax{number}"),
                 code=state.get(f"qmap{number}"),
                 replicated=whole.replicated,
+                copy=whole.copy,
             )
 
     def scalars(self) -> dict[str, float]:
@@ -96,6 +98,8 @@ class TorchState:
                     if kind not in state:
                         like = torch.empty_like(parameter)
                         state[kind] = like if shape == like.shape else like.new_empty(shape)
+                if is_muons(group):
+                    continue
                 device = parameter.device if beside else torch.device("cpu")
                 for key, value in scalars.items():
                     state[key] = torch.tensor(value, dtype=torch.float32, device=device)

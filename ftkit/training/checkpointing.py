@@ -59,7 +59,7 @@ class Checkpointing:
             asynchronous=settings.asynchronous,
         )
         self.before_update = self._saver.copies.before_update
-        """To be called between the last backward pass of a step and its update."""
+        """To be called before the first update of a step."""
         every = settings.save_every
         self._interval_s = parse_duration(every) if every is not None else float("inf")
         self._versions = versions()  # looking them up takes time that training would stand still

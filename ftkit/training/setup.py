@@ -26,6 +26,7 @@ from ftkit.model.attention import AttentionPath, attention_kernel, attention_pat
 from ftkit.model.flops import attention_cost, flops_per_token, parameter_count
 from ftkit.model.language_model import LanguageModel, outline, trainable
 from ftkit.model.load_weights import fill, in_checkpoint
+from ftkit.optim.muon import hidden_matrices
 from ftkit.optim.optimizers import base_learning_rate
 from ftkit.optim.schedule import Schedule, make_schedule
 from ftkit.optim.state_kinds import bytes_per_number, state_kinds
@@ -322,7 +323,11 @@ def _check_checkpoints(setup: Setup) -> None:
     kinds = state_kinds(optimizer_class, arguments, strategy.device)
     if stored is not None:
         check_kinds(kinds, stored, plan.recipe.optimizer["class_path"])
-    number_bytes = bytes_per_number(kinds, optimizer_class, arguments, updated_dtype(plan))
+    trained = sum(p.numel() for p in trainable(setup.model))
+    hidden = sum(p.numel() for p in hidden_matrices(setup.model))
+    number_bytes = bytes_per_number(
+        kinds, optimizer_class, arguments, updated_dtype(plan), hidden / trained
+    )
     if rank() == 0:
         _require_space(setup, number_bytes)
 

@@ -77,10 +77,12 @@ class TrainStep:
         Args:
             setup: what is trained, with its strategy, which is set up.
             meter: follows the memory of some steps.
-            before_update: called between the last backward pass of a step and its update.
+            before_update: called before the first update of a step: after its last backward
+                pass, or before that one if it updates.
         """
         self._setup, self._strategy = setup, setup.strategy
         self._meter, self._before_update = meter, before_update
+        self._in_backward = setup.job.recipe.train.optimizer_in_backward
         self._device = setup.strategy.device
         self._clock = StepClock(self._device)
         self._loss = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -121,6 +123,8 @@ class TrainStep:
         loss = self._scaled_loss(batch)
         self._meter.before_backward()
         self._clock.mark("forward")
+        if self._in_backward:
+            self._before_update()
         self._strategy.backward(loss)
         del loss
         self._meter.after_backward()
@@ -134,7 +138,8 @@ class TrainStep:
 
     def update(self) -> None:
         """Clip the gradients that were added up, update, and free them."""
-        self._before_update()
+        if not self._in_backward:
+            self._before_update()
         self._strategy.clip_gradients(self._setup.job.recipe.train.max_norm)
         self._strategy.update()
         self._meter.end_step()

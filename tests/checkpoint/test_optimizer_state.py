@@ -25,8 +25,16 @@ LION: Changes = (("optimizer", "bitsandbytes.optim.Lion8bit"), ("optimizer.lr", 
 ADAMW: Changes = (("optimizer", "AdamW"), *ADAM_8_BIT[1:])
 DROPOUT: Changes = (("lora_dropout", 0.2),)
 QLORA: Changes = (("quantize", "bnb.nf4-dq"),)
+TWO_NODES: Changes = (
+    ("devices", 2),
+    ("num_nodes", 2),
+    ("strategy.sharding", "HYBRID_SHARD"),
+)
+MUON: Changes = (("optimizer", "Muon"), ("optimizer.lr", 1e-3))
 STAGE_1: Changes = (("strategy.stage", 1), ("strategy.offload_optimizer", False))
 STAGE_2: Changes = (("strategy.stage", 2),)
+ONE_MICRO_STEP: Changes = (("train.max_norm", None), ("train.micro_batch_size", 11))
+IN_BACKWARD: Changes = (*ONE_MICRO_STEP, ("train.optimizer_in_backward", True))
 
 
 @dataclass(frozen=True)
@@ -70,10 +78,22 @@ MOVES = {
     "bf16-mixed, deepspeed x2": same(Case("deepspeed", "lora", "bf16-mixed"), 2),
     "SGD, single": same(Case("single", "full", changes=SGD), 1),
     "SGD, single to fsdp x2": move(("single", 1, SGD), ("fsdp", 2, SGD)),
+    "in backward, fsdp x2": same(Case("fsdp", "full", changes=IN_BACKWARD), 2),
+    "in backward, single to fsdp x2": move(("single", 1, IN_BACKWARD), ("fsdp", 2, IN_BACKWARD)),
+    "in backward, fsdp x2 to after it, ddp x2": move(
+        ("fsdp", 2, IN_BACKWARD), ("ddp", 2, ONE_MICRO_STEP)
+    ),
+    "8-bit in backward to after it, single": move(
+        ("single", 1, (*IN_BACKWARD, *ADAM_8_BIT)),
+        ("single", 1, (*ONE_MICRO_STEP, *ADAM_8_BIT)),
+        within=0.0,
+    ),
     "SGD, fsdp x2 to deepspeed x2": move(("fsdp", 2, SGD), ("deepspeed", 2, SGD)),
     "amsgrad, ddp x2 to single": move(("ddp", 2, AMSGRAD), ("single", 1, AMSGRAD)),
     "NAdam, single to fsdp x2": move(("single", 1, NADAM), ("fsdp", 2, NADAM)),
     "Adafactor, single to ddp x2": move(("single", 1, ADAFACTOR), ("ddp", 2, ADAFACTOR)),
+    "Muon, single": same(Case("single", "full", changes=MUON), 1),
+    "Muon, ddp x2 to single": move(("ddp", 2, MUON), ("single", 1, MUON)),
     "8-bit, single": same(Case("single", "full", changes=ADAM_8_BIT), 1),
     "8-bit, fsdp x2": same(Case("fsdp", "full", changes=ADAM_8_BIT), 2),
     "8-bit, single to fsdp x2": move(("single", 1, ADAM_8_BIT), ("fsdp", 2, ADAM_8_BIT)),
@@ -98,6 +118,10 @@ MOVES = {
     "fsdp x2 that keeps gathered parameters": move(
         ("fsdp", 2, (("strategy.sharding", "SHARD_GRAD_OP"),)), ("single", 1, ())
     ),
+    "fsdp on 2 nodes to fsdp x2": move(("fsdp", 4, TWO_NODES), ("fsdp", 2, ())),
+    "8-bit, single to fsdp on 2 nodes": move(
+        ("single", 1, ADAM_8_BIT), ("fsdp", 4, (*TWO_NODES, *ADAM_8_BIT))
+    ),
     "QLoRA, single to fsdp x2": move(("single", 1, QLORA), ("fsdp", 2, QLORA), method="lora"),
     "QLoRA, deepspeed x2 to single": move(
         ("deepspeed", 2, QLORA), ("single", 1, QLORA), method="lora"
@@ -110,6 +134,7 @@ MOVES = {
     ),
 }
 QUICK = {
+    "Muon, ddp x2 to single",
     "dropout, single",
     "dropout, fsdp x2",
     "8-bit, single to fsdp x2",
@@ -117,6 +142,9 @@ QUICK = {
     "SGD, single to fsdp x2",
 }
 ONE_OF_EACH_KIND = {
+    "fsdp on 2 nodes to fsdp x2",
+    "in backward, single to fsdp x2",
+    "8-bit in backward to after it, single",
     "dropout, deepspeed x2",
     "bf16-true, fsdp x2",
     "Adafactor, single to ddp x2",

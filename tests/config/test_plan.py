@@ -406,7 +406,15 @@ def test_every_strategy_runs_on_cpus_and_gpus(strategy: str, devices: Devices) -
 @pytest.mark.parametrize(
     ("strategy", "options"),
     [
-        ("fsdp", {"sharding": "FULL_SHARD", "cpu_offload": False}),
+        (
+            "fsdp",
+            {
+                "sharding": "FULL_SHARD",
+                "cpu_offload": False,
+                "prefetch": 0,
+                "sync_every_micro_step": True,
+            },
+        ),
         ("deepspeed", {"stage": 3, "offload_optimizer": True, "offload_parameters": False}),
     ],
 )
@@ -421,7 +429,10 @@ def test_a_strategy_without_options_has_its_defaults(
     [
         (
             {"strategy": "fsdp", "strategy.stage": 3},
-            "strategy.stage is not an option of fsdp. It takes sharding, cpu_offload.",
+            (
+                "strategy.stage is not an option of fsdp. It takes sharding, cpu_offload, "
+                "prefetch, sync_every_micro_step."
+            ),
         ),
         (
             {"strategy": "ddp", "strategy.stage": 3},
@@ -469,6 +480,36 @@ def test_a_strategy_without_options_has_its_defaults(
             (
                 "quantize is bnb.int8, but fsdp shards the base model and supports the 4-bit kinds "
                 "alone. Try --quantize bnb.nf4-dq, or --strategy ddp."
+            ),
+        ),
+        (
+            {"strategy": "fsdp", "strategy.sharding": "HYBRID_SHARD"},
+            (
+                "strategy.sharding is HYBRID_SHARD, which shards among the devices of each node, "
+                "but devices is 2 and num_nodes is 1: both must be at least 2. "
+                "Try --strategy.sharding FULL_SHARD."
+            ),
+        ),
+        (
+            {"method": "full", "strategy": "fsdp", "optimizer": "Muon"},
+            (
+                "optimizer is torch.optim.Muon, which orthogonalises updates of whole matrices, of "
+                "which fsdp leaves a rank a part. Try --optimizer AdamW, or --strategy ddp."
+            ),
+        ),
+        (
+            {"method": "full", "strategy": "deepspeed", "optimizer": "Muon"},
+            (
+                "optimizer is torch.optim.Muon, which orthogonalises updates of whole matrices, of "
+                "which deepspeed leaves a rank a part. Try --optimizer AdamW, or --strategy ddp."
+            ),
+        ),
+        (
+            {"strategy": "ddp", "optimizer": "Muon"},
+            (
+                "optimizer is torch.optim.Muon, which orthogonalises updates of whole matrices, "
+                "but LoRA trains two factors of each. Try --optimizer AdamW, or ftkit "
+                "finetune_full."
             ),
         ),
         (
@@ -587,3 +628,60 @@ def test_the_example_is_the_first_a_random_one_or_an_index(value: str | int) -> 
 
 def test_an_interval_of_zero_never_validates() -> None:
     assert plan(eval__interval=0).recipe.eval.interval == 0
+
+
+# --- Updates in the backward pass ---------------------------------------------------------------
+
+IN_BACKWARD = {"train__optimizer_in_backward": True, "train__global_batch_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("machine", "keys", "words"),
+    [
+        (CPU, {"devices": 2, "strategy": "ddp"}, "ddp keeps memory for all gradients.*fsdp"),
+        (CPU, {"devices": 2, "strategy": "deepspeed"}, "deepspeed updates slices.*fsdp"),
+        (
+            CPU,
+            {"devices": 2, "strategy": "fsdp", "strategy__cpu_offload": True},
+            "fsdp keeps all gradients in host memory.*--strategy.cpu_offload false",
+        ),
+        (CPU, {"train__max_norm": 1}, "train.max_norm is 1, and clipping.*--train.max_norm null"),
+        (
+            CPU,
+            {"train__micro_batch_size": "null", "train__micro_batch_tokens": 900},
+            "several micro-batches.*--train.micro_batch_tokens null",
+        ),
+        (CPU, {"train__micro_batch_size": 2}, "2 micro-batches.*--train.micro_batch_size 4"),
+        (OLD_GPU, {"precision": "16-mixed"}, "16-mixed leaves an update out.*--precision"),
+    ],
+)
+def test_updates_in_the_backward_pass_are_refused_where_all_gradients_come_first(
+    machine: Devices, keys: dict[str, object], words: str
+) -> None:
+    whole = {"train__micro_batch_size": 4, "train__max_norm": "null"}
+    told = refusal(machine, **IN_BACKWARD | whole | keys)
+    assert re.search(words, told, re.DOTALL)
+    assert told.startswith("train.optimizer_in_backward is true, but ")
+    assert told.endswith(", or --train.optimizer_in_backward false.")
+
+
+@pytest.mark.parametrize("keys", [{}, {"devices": 2, "strategy": "fsdp"}])
+def test_updates_in_the_backward_pass_take_one_micro_step(keys: dict[str, object]) -> None:
+    asked = IN_BACKWARD | {"train__micro_batch_size": 4} | keys
+    assert plan(CPU, **asked).micro_steps == 1
+    evaluated = recipe(**asked | {"train__micro_batch_size": 1})
+    assert make_plan(evaluated, CPU, trains=False).micro_steps == (4 if not keys else 2)
+
+
+# --- Offloading ---------------------------------------------------------------------------------
+
+
+def test_inputs_that_nothing_keeps_are_not_offloaded() -> None:
+    told = refusal(GPU, memory__offload_activations=True)
+    assert told.endswith("Try --memory.activation_checkpointing true.")
+
+
+def test_on_cpus_it_is_told_that_offloading_has_no_effect() -> None:
+    keys = {"memory__offload_activations": True, "memory__activation_checkpointing": 2}
+    assert any("offload_activations has no effect" in told for told in plan(CPU, **keys).notices)
+    assert not any("offload" in told for told in plan(GPU, **keys).notices)

@@ -1,6 +1,7 @@
 """What a recipe needs is predicted without weights, downloads or a GPU."""
 
 import json
+import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,6 +44,7 @@ def planned(model: str = MODEL, gpu: str | None = None, **keys: object) -> Plann
     "keys",
     [
         {"precision": "bf16-mixed", "memory__activation_checkpointing": True},
+        {"precision": "bf16-mixed", "memory__activation_checkpointing": 2},
         pytest.param(
             {"devices": 4, "strategy": "fsdp", "precision": "bf16-true"}, marks=pytest.mark.slow
         ),
@@ -56,7 +58,7 @@ def test_memory_grows_by_the_same_amount_with_every_layer(
     batch = largest_micro_batch(2, 64)
     made = planned(**keys).plan
     extended = simulate(base, made, batch, accumulates=False)
-    monkeypatch.setattr("ftkit.memory.simulate.DEPTHS", (9, 9))
+    monkeypatch.setattr("ftkit.memory.simulate.LEAST_DEPTH", 9)
     whole = simulate(base, made, batch, accumulates=False)
     highest = max(whole.peaks.values(), key=lambda peak: peak.total_bytes)
     found = max(extended.peaks.values(), key=lambda peak: peak.total_bytes)
@@ -103,6 +105,8 @@ def test_a_device_is_large_enough_too_small_or_too_close_to_say() -> None:
     [
         ({"optimizer": "bitsandbytes.optim.AdamW8bit"}, "optimizer_state", 0.52),
         ({"memory__activation_checkpointing": True}, "activations", 0.95),
+        ({"memory__activation_checkpointing": 2}, "activations", 0.98),
+        ({"train__optimizer_in_backward": True, "train__global_batch_size": 2}, "gradients", 0.0),
         ({"train__micro_batch_size": 1}, "activations", 0.6),
         ({"devices": 2, "strategy": "fsdp"}, "parameters", 0.55),
         ({"devices": 2, "strategy": "deepspeed"}, "optimizer_state", 0.0),
@@ -165,6 +169,25 @@ def test_what_is_offloaded_is_in_host_memory() -> None:
     host = planned(devices=2, strategy="fsdp", strategy__cpu_offload=True).memory
     assert host.peak_bytes < device.peak_bytes
     assert host.host_bytes - device.host_bytes == sum(host.offloaded_bytes.values()) > 0
+
+
+def test_copies_of_a_model_on_several_nodes_need_what_the_ranks_of_one_node_need() -> None:
+    keys = {"devices": 2, "strategy": "fsdp"}
+    one = planned(**keys).memory
+    both = planned(**keys, num_nodes=2, strategy__sharding="HYBRID_SHARD").memory
+    assert both.breakdown_bytes == one.breakdown_bytes
+
+
+def test_inputs_of_checkpointed_blocks_are_in_host_memory_instead() -> None:
+    """Of 6 blocks, 128 wide: 4 sequences of 63 positions, in page-locked memory."""
+    keys = {"memory__activation_checkpointing": True, "train__micro_batch_size": 4}
+    device = planned(precision="32-true", **keys).memory
+    host = planned(precision="32-true", **keys, memory__offload_activations=True).memory
+    one = 4 * 63 * 128 * 4
+    assert host.offloaded_bytes == {"activations": 6 * 2 ** math.ceil(math.log2(one))}
+    saved = device.breakdown_bytes["activations"] - host.breakdown_bytes["activations"]
+    assert saved == (6 - (device.moment != host.moment)) * one
+    assert host.host_bytes - device.host_bytes == host.offloaded_bytes["activations"]
 
 
 def test_rows_in_page_locked_host_memory_take_powers_of_two() -> None:
@@ -445,6 +468,26 @@ def test_shorter_samples_are_the_last_advice_and_say_what_they_change(long_data:
     (only,) = changes_that_fit(asked, attempt)
     assert only.overrides == (("train.max_seq_length", "128"),) and only.planned.fits
     assert only.title == "samples cut to 128 tokens, which changes what is learned"
+
+
+def test_fit_names_updates_in_the_backward_pass_where_they_are_enough() -> None:
+    one: dict[str, object] = {
+        "precision": "bf16-true",
+        "train__global_batch_size": 1,
+        "train__micro_batch_size": 1,
+        "train__max_seq_length": 8,
+    }
+    updated = planned(**one, train__optimizer_in_backward=True).memory
+    asked = planned(**one, gpu=f"{updated.high_bytes // 2**20 + 1}MiB")
+
+    def attempt(overrides: Sequence[Override]) -> Planned:
+        assert asked.gpu
+        changes = {key.replace(".", "__"): json.loads(value) for key, value in overrides}
+        return planned(**one | changes, gpu=f"{asked.gpu.memory_bytes // 2**20}MiB")
+
+    (first,) = changes_that_fit(asked, attempt, most=1)
+    assert first.title == "updates in the backward pass"
+    assert first.planned.plan.recipe.train.optimizer_in_backward
 
 
 @pytest.mark.slow

@@ -29,6 +29,13 @@ STEPS: tuple[tuple[str, Any], ...] = (
 WHOLE_BATCH = ("train.micro_batch_size", 8)
 TOKENS = (("train.micro_batch_size", None), ("train.micro_batch_tokens", 3 * (LENGTH - 1)))
 CHECKPOINTED = ("memory.activation_checkpointing", True)
+EVERY_2ND_CHECKPOINTED = ("memory.activation_checkpointing", 2)
+IN_BACKWARD = (
+    WHOLE_BATCH,
+    ("train.max_norm", None),
+    ("train.optimizer_in_backward", True),
+)
+SYNC_ONCE = ("strategy.sync_every_micro_step", False)
 SINGLE = [
     Case("single", "full"),
     Case("single", "full", "bf16-mixed", (WHOLE_BATCH,)),
@@ -38,6 +45,8 @@ SINGLE = [
     Case("single", "lora", "bf16-true", (("quantize", "bnb.nf4-dq"),)),
     Case("single", "lora", "bf16-mixed", (CHECKPOINTED,)),
     Case("single", "full", "bf16-true", TOKENS),
+    Case("single", "full", "32-true", (*IN_BACKWARD, EVERY_2ND_CHECKPOINTED)),
+    Case("single", "full", "bf16-true", (WHOLE_BATCH, ("optimizer", "Muon"))),
 ]
 SEVERAL = [
     Case("ddp", "full"),
@@ -45,6 +54,8 @@ SEVERAL = [
     Case("fsdp", "full"),
     Case("fsdp", "full", "bf16-mixed", (("train.micro_batch_size", 4),)),
     Case("fsdp", "lora", "bf16-true", (("quantize", "bnb.nf4"), CHECKPOINTED)),
+    Case("fsdp", "full", "32-true", (*IN_BACKWARD, ("train.micro_batch_size", 4))),
+    Case("fsdp", "full", "bf16-true", (SYNC_ONCE, ("strategy.prefetch", 1))),
 ]
 DEEPSPEED = [
     Case("deepspeed", "full"),
@@ -122,6 +133,15 @@ def test_the_peak_of_a_step_on_one_device_is_predicted_within_2_percent(tmp_path
 def test_the_peak_of_a_rank_among_several_is_predicted_within_2_percent(tmp_path: Path) -> None:
     cases = SEVERAL + (DEEPSPEED if HAS_DEEPSPEED else [])
     assert_predicted_within_2_percent(tmp_path, 2, cases)
+
+
+@pytest.mark.slow
+def test_the_peak_of_a_rank_on_one_of_two_nodes_is_predicted_within_2_percent(
+    tmp_path: Path,
+) -> None:
+    nodes = (("devices", 2), ("num_nodes", 2), ("strategy.sharding", "HYBRID_SHARD"))
+    case = Case("fsdp", "full", "32-true", (*nodes, ("train.micro_batch_size", 2)))
+    assert_predicted_within_2_percent(tmp_path, 4, [case])
 
 
 @pytest.mark.slow

@@ -36,6 +36,12 @@ NF4, NF4_DQ, FP4_DQ, INT8 = (
     ("--quantize", f"bnb.{kind}") for kind in ("nf4", "nf4-dq", "fp4-dq", "int8")
 )
 CHECKPOINTED = ("--memory.activation_checkpointing", "true")
+OFFLOADED = (*CHECKPOINTED, "--memory.offload_activations", "true")
+IN_BACKWARD = (
+    *("--train.optimizer_in_backward", "true", "--train.max_norm", "null"),
+    *("--train.micro_batch_size", "11"),
+)
+AHEAD_AND_ONCE = ("--strategy.prefetch", "1", "--strategy.sync_every_micro_step", "false")
 EXACT, ROUNDED = 1e-6, 3e-3
 """Relative differences of losses: of equal mathematics in float32, and in 16 bits."""
 
@@ -105,6 +111,9 @@ CASES = {
     "full, in rows without flash attention": full(ONE, ("--train.padding_free", "true")),
     "full, bf16-mixed": full(ONE, MIXED, CHECKPOINTED, within=ROUNDED),
     "full, 16-mixed": full(ONE, FP16, within=ROUNDED, reference="32-true"),
+    "checkpointed in host memory": full(ONE, OFFLOADED, fast=True),
+    "updates in the backward pass": full(ONE, IN_BACKWARD, OFFLOADED),
+    "Muon": full(ONE, optimizer("Muon", "1e-3"), within=ROUNDED),
     "AdamW8bit": full(ONE, EIGHT_BIT, within=ROUNDED),
     "LAMB8bit": full(ONE, optimizer("bitsandbytes.optim.LAMB8bit", "1e-3"), within=ROUNDED),
     "SGD": full(ONE, SGD),
@@ -133,6 +142,8 @@ CASES = {
     "FSDP that keeps parameters": full(
         FSDP, BF16, CHECKPOINTED, ("--strategy.sharding", "SHARD_GRAD_OP"), within=1e-2
     ),
+    "FSDP, updates in the backward pass": full(FSDP, IN_BACKWARD),
+    "FSDP, gathered ahead and added up once": full(FSDP, OFFLOADED, AHEAD_AND_ONCE),
     "FSDP, in host memory": full(FSDP, ("--strategy.cpu_offload", "true")),
     "FSDP, in host memory, QLoRA": lora(
         FSDP, NF4, MIXED, ("--strategy.cpu_offload", "true"), within=ROUNDED

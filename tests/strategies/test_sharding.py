@@ -21,7 +21,7 @@ from ftkit.model.load_weights import fill
 from ftkit.model.sharding import Sharding, Whole
 from ftkit.pretrained.base_model import open_base
 from ftkit.strategies.ddp import Ddp
-from ftkit.strategies.fsdp import FullyShard
+from ftkit.strategies.fsdp import Fsdp, FullyShard
 from ftkit.strategies.precision import parameter_dtype
 from ftkit.training.evaluation import validation_loss
 
@@ -113,6 +113,62 @@ def test_what_ends_the_forward_and_begins_the_backward_pass_is_gathered_once(
     root_and_head = 1 if tied else 2
     assert len(messages.of("gather")) == LAYERS * of_each_block + root_and_head
     assert len(messages.of("scatter")) == LAYERS + root_and_head
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_parameters_are_gathered_ahead(bases: dict[bool, Path], mesh: Any, ahead: int) -> None:
+    """Each part of a model asks for those of the next ones, before it computes."""
+    model, _ = make(
+        bases[False],
+        lambda plan: FullyShard(plan, mesh),
+        strategy="fsdp",
+        strategy__prefetch=str(ahead),
+        precision="32-true",
+    )
+    micro_step(model)
+    parts = [model, *model.gpt.transformer.h, model.head]
+    found: list[list[int]] = []
+    for part in parts:
+        part.register_forward_pre_hook(lambda *_: found.append(gathered(parts)))
+    forward(model)
+    last = len(parts) - 1
+    expected = [list(range(min(index + ahead, last) + 1)) for index in range(len(parts))]
+    assert [now[-1] for now in found] == [now[-1] for now in expected]
+
+
+def gathered(parts: list[Any]) -> list[int]:
+    """Which of them have all their parameters, or have asked for them."""
+    groups = [part._get_fsdp_state()._fsdp_param_group for part in parts]
+    return [i for i, g in enumerate(groups) if g.is_unsharded or g._all_gather_result is not None]
+
+
+@pytest.mark.parametrize(("every", "messages"), [("true", 2), ("false", 1)])
+def test_gradients_are_added_up_in_every_micro_step_or_once(
+    bases: dict[bool, Path], mesh: Any, every: str, messages: int
+) -> None:
+    strategies: list[Fsdp] = []
+
+    def sharding(plan: Plan) -> FullyShard:
+        strategies.append(Fsdp(plan))
+        return FullyShard(plan, mesh)
+
+    model, _ = make(
+        bases[False],
+        sharding,
+        strategy="fsdp",
+        strategy__sync_every_micro_step=every,
+        precision="bf16-true",
+    )
+    (strategy,) = strategies
+    kept = []
+    with Messages() as sent:
+        for is_last in (False, True):
+            whole = strategy.keeps_whole_gradients(model, is_last=is_last)
+            micro_step(model)
+            kept.append((whole, {g.dtype for g in strategy.whole_gradients(model)}))
+    assert len(sent.of("scatter")) == messages * (LAYERS + 2)
+    waiting = (False, set()) if every == "true" else (True, {torch.float32})
+    assert kept == [waiting, (False, set())]
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])

@@ -141,11 +141,23 @@ DROPOUT = (("lora_dropout", 0.2),)
 CHECKPOINTED = ("memory.activation_checkpointing", True)
 TOKENS = (("train.micro_batch_tokens", 600), ("train.micro_batch_size", None))
 """One micro-step in some steps and two in others, where there are two ranks."""
+EVERY_2ND_CHECKPOINTED = ("memory.activation_checkpointing", 2)
+MUON = (("optimizer", "Muon"), ("optimizer.lr", 1e-3))
+ONE_MICRO_STEP = (("train.max_norm", None), ("train.micro_batch_size", 11))
+IN_BACKWARD = (*ONE_MICRO_STEP, ("train.optimizer_in_backward", True))
+SYNC_ONCE = ("strategy.sync_every_micro_step", False)
+PREFETCH = ("strategy.prefetch", 1)
+TWO_NODES = (("devices", 2), ("num_nodes", 2), ("strategy.sharding", "HYBRID_SHARD"))
 
 OPTIONS = {
     "fsdp that keeps gathered parameters": Case(
         "fsdp", "full", changes=(("strategy.sharding", "SHARD_GRAD_OP"),)
     ),
+    "fsdp that adds up once in a step": Case("fsdp", "full", changes=(SYNC_ONCE, PREFETCH)),
+    "fsdp that adds up once in a step, tied": Case(
+        "fsdp", "full", tied=True, changes=(SYNC_ONCE, PREFETCH, CHECKPOINTED)
+    ),
+    "fsdp that updates in the backward pass": Case("fsdp", "full", changes=IN_BACKWARD),
     "ZeRO-1": Case("deepspeed", "full", changes=(STAGE_1, NO_OFFLOAD)),
     "ZeRO-2": Case("deepspeed", "full", changes=(STAGE_2, NO_OFFLOAD)),
     "ZeRO-2 with offload, LoRA": Case("deepspeed", "lora", changes=(STAGE_2,)),
@@ -158,6 +170,7 @@ OPTIONS = {
     "ddp, padded": Case("ddp", "full", changes=PADDED),
     "fsdp, padded": Case("fsdp", "full", changes=PADDED),
     "ZeRO-3, padded": Case("deepspeed", "full", changes=PADDED),
+    "ddp with Muon": Case("ddp", "full", changes=MUON),
     "ddp, tied": Case("ddp", "full", tied=True),
     "fsdp, tied": Case("fsdp", "full", tied=True),
     "ZeRO-2, tied": Case("deepspeed", "full", tied=True, changes=(STAGE_2, NO_OFFLOAD)),
@@ -167,6 +180,7 @@ OPTIONS = {
     "ZeRO-3, tied, LoRA": Case("deepspeed", "lora", tied=True),
     "ddp, checkpointed": Case("ddp", "full", changes=(CHECKPOINTED,)),
     "fsdp, checkpointed": Case("fsdp", "full", changes=(CHECKPOINTED,)),
+    "fsdp, every 2nd checkpointed": Case("fsdp", "full", changes=(EVERY_2ND_CHECKPOINTED,)),
     "ZeRO-3, checkpointed": Case("deepspeed", "full", changes=(CHECKPOINTED,)),
     "ddp, tokens": Case("ddp", "full", changes=TOKENS),
     "fsdp, tokens": Case("fsdp", "lora", changes=TOKENS),
@@ -176,6 +190,8 @@ OPTIONS = {
 }
 QUICK = {
     "fsdp that keeps gathered parameters",
+    "fsdp that adds up once in a step",
+    "fsdp that updates in the backward pass",
     "ZeRO-2 with offload, LoRA",
     "ZeRO-3 with SGD",
     "fsdp, tied, LoRA",
@@ -185,13 +201,18 @@ QUICK = {
     "fsdp, tokens",
     "ZeRO-2 with offload, tokens",
 }
+LEARNED = (*SGD, *MUON, *ONE_MICRO_STEP)
 SINGLE = [
+    Case("single", "full", changes=MUON),
     Case("single", "full", changes=SGD),
     Case("single", "full", tied=True),
     Case("single", "lora", tied=True),
     Case("single", "lora", changes=DROPOUT),
     Case("single", "lora", changes=(*DROPOUT, CHECKPOINTED)),
     Case("single", "full", changes=TOKENS),
+    Case("single", "lora", changes=(*DROPOUT, EVERY_2ND_CHECKPOINTED)),
+    Case("single", "full", changes=ONE_MICRO_STEP),
+    Case("single", "full", changes=IN_BACKWARD),
 ]
 
 
@@ -231,9 +252,11 @@ def test_options_of_a_strategy_change_no_result(
     case = OPTIONS[name]
     if case not in options:
         pytest.skip("deepspeed is not installed: scripts/setup_env")
-    learned = tuple(change for change in case.changes if change in SGD)
+    learned = tuple(change for change in case.changes if change in LEARNED)
     reference = Case("single", case.method, changes=learned, tied=case.tied)
-    assert_same_maths(options[case], (single | other_single)[reference])
+    # Muon finds directions in bfloat16: measured 7e-5, where losses differ by less than 1e-5.
+    within = 3e-4 if learned == MUON else 1e-5
+    assert_same_maths(options[case], (single | other_single)[reference], weights_within=within)
 
 
 @pytest.mark.parametrize("name", ["fsdp, tokens", "single, tokens"])
@@ -243,7 +266,7 @@ def test_with_a_number_of_tokens_steps_have_as_many_micro_steps_as_they_need(
     other_single: dict[Case, Outcome],
     name: str,
 ) -> None:
-    case = OPTIONS.get(name, SINGLE[-1])
+    case = OPTIONS.get(name, Case("single", "full", changes=TOKENS))
     found = (options | other_single)[case]
     assert_same_maths(found, single[Case("single", case.method)])
     resolved, speed, tokens = found.report.resolved, found.report.throughput, found.report.tokens
@@ -264,13 +287,38 @@ def test_dropout_keeps_the_ranks_in_step(
     assert found.losses == pytest.approx(expected.losses, rel=0.05)
 
 
+def test_updates_in_the_backward_pass_are_those_after_it(
+    other_single: dict[Case, Outcome],
+) -> None:
+    found, expected = (
+        other_single[Case("single", "full", changes=c)] for c in (IN_BACKWARD, ONE_MICRO_STEP)
+    )
+    for column in ("loss", "grad_norm", "lr"):
+        assert [row[column] for row in found.rows] == [row[column] for row in expected.rows]
+    weights = found.weights()
+    assert all(weights[name].equal(value) for name, value in expected.weights().items())
+
+
 @pytest.mark.parametrize("strategy", ["single", *STRATEGIES])
 def test_what_is_computed_again_draws_the_same_dropout(
     options: dict[Case, Outcome], other_single: dict[Case, Outcome], strategy: str
 ) -> None:
     runs = options | other_single
     found = runs[Case(strategy, "lora", changes=(*DROPOUT, CHECKPOINTED))]
-    assert found.losses == runs[Case(strategy, "lora", changes=DROPOUT)].losses
+    expected = runs[Case(strategy, "lora", changes=DROPOUT)].losses
+    assert found.losses == expected
+    if strategy == "single":
+        some = runs[Case(strategy, "lora", changes=(*DROPOUT, EVERY_2ND_CHECKPOINTED))]
+        assert some.losses == expected
+
+
+@pytest.mark.slow
+def test_copies_of_a_model_that_each_node_shards_learn_what_one_learns(
+    run: Run, single: dict[Case, Outcome]
+) -> None:
+    """Two nodes with two ranks each."""
+    case = Case("fsdp", "full", changes=TWO_NODES)
+    assert_same_maths(run(4, [case])[case], single[Case("single", "full")])
 
 
 # --- Arithmetic ---------------------------------------------------------------------------------

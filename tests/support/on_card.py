@@ -37,7 +37,10 @@ RECIPE = {
 }
 """What a wrong loss, clipping or schedule would show in; three micro-steps on one card."""
 LORA = ("lora_key", "lora_projection", "lora_mlp", "lora_head")
-HARDWARE = ("--devices", "--strategy", "--accelerator", "--train.micro_batch_size", "--memory.")
+HARDWARE = (
+    *("--devices", "--strategy", "--accelerator", "--memory."),
+    *("--train.micro_batch_size", "--train.optimizer_in_backward"),
+)
 """Starts of options that change no number."""
 
 

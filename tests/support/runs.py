@@ -205,7 +205,11 @@ ENDLESS_STEP = FOREVER | {"train__max_steps": 2, "train__global_batch_size": 1_0
 
 
 def run_ranks(world_size: int, jobs: list[Path], script: str = "rank_cases.py") -> None:
-    """Run the jobs in that many processes; the test fails with the first error of a rank."""
+    """Run the jobs in that many processes; the test fails with the first error of a rank.
+
+    The processes are spread over as many nodes, in name only, as the first job says.
+    """
+    of_node = Job.read(jobs[0]).plan.devices
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -214,10 +218,10 @@ def run_ranks(world_size: int, jobs: list[Path], script: str = "rank_cases.py") 
     for rank in range(world_size):
         environment = command_environment() | {
             "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
+            "LOCAL_RANK": str(rank % of_node),
             "WORLD_SIZE": str(world_size),
-            "LOCAL_WORLD_SIZE": str(world_size),
-            "GROUP_RANK": "0",
+            "LOCAL_WORLD_SIZE": str(of_node),
+            "GROUP_RANK": str(rank // of_node),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": "1",

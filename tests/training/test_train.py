@@ -320,8 +320,18 @@ def test_memory_that_cannot_be_page_locked_is_told_once(
     assert len(told) == 1
 
 
-def test_copies_have_until_the_backward_passes_of_the_next_step_are_done(
-    train: Train, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("keys", "of_a_step"),
+    [
+        ({"train__micro_batch_size": 5}, ["backward", "backward", "hold", "update", "save"]),
+        (
+            {"train__micro_batch_size": 10, "train__optimizer_in_backward": True},
+            ["hold", "backward", "update", "save"],
+        ),
+    ],
+)
+def test_copies_have_until_the_first_update_of_the_next_step(
+    train: Train, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], of_a_step: list[str]
 ) -> None:
     events: list[str] = []
 
@@ -338,8 +348,9 @@ def test_copies_have_until_the_backward_passes_of_the_next_step_are_done(
     telling(HostCopies, "before_update", "hold")
     telling(Strategy, "backward", "backward")
     telling(Strategy, "clip_gradients", "update")  # the first thing of one
-    train("full", train__micro_batch_size=5, train__max_steps=3, train__save_interval=1)
-    assert events == ["backward", "backward", "hold", "update", "save"] * 3
+    more = {"train__max_norm": None, "train__max_steps": 3, "train__save_interval": 1}
+    train("full", **keys, **more)
+    assert events == of_a_step * 3
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16-mixed", 0.01), ("bf16-true", 0.03)])
