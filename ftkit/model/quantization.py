@@ -57,9 +57,10 @@ class _FrozenProduct(torch.autograd.Function):
 
 
 class FourBit(QuantizedLayer, Linear4bit):
-    """A linear layer in blocks of 64 weights of 4 bits; the subclass that PEFT recognises.
+    """A linear layer in blocks of 64 weights of 4 bits.
 
-    Its result has the number format of the computation, as that of a layer under autocast.
+    Its result has the number format of the computation, as that of a layer under autocast. PEFT is
+    not told of it (`is_loaded_in_4bit`): its own layers for bitsandbytes copy the result.
     """
 
     def __init__(self, layer: nn.Linear, kind: str, compute_dtype: torch.dtype) -> None:
@@ -88,11 +89,6 @@ class FourBit(QuantizedLayer, Linear4bit):
         bytes_ = (layer.in_features * layer.out_features + 1) // 2
         weight = torch.empty((bytes_, 1), dtype=torch.uint8, device="meta")
         self.weight = nn.Parameter(weight, requires_grad=False)
-        for name, value in (
-            ("quant_type", self._quant_type),
-            ("compress_statistics", self._nested),
-        ):
-            setattr(self.weight, name, value)  # read by PEFT when it puts LoRA beside the layer
 
     def allocate(self, device: torch.device) -> None:
         """Take memory for the scales.
