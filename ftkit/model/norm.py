@@ -24,7 +24,7 @@ class RMSNorm(nn.Module):
             add_unit_offset: whether what multiplies is 1 + weight, as in Gemma.
         """
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(size))
+        self.weight = nn.Parameter(torch.full((size,), 0.0 if add_unit_offset else 1.0))
         self.eps = eps
         self.add_unit_offset = add_unit_offset
 
