@@ -44,7 +44,7 @@ def test_a_row_in_one_kernel_is_what_each_sequence_is_alone(
 ) -> None:
     """As near to float32 as SDPA, sequence by sequence, in the same format."""
     exact = computed("sdpa", torch.float32, groups)
-    alone, in_row = (computed(kernel, dtype, groups) for kernel in ("sdpa", "flash"))  # type: ignore[arg-type]
+    alone, in_row = (computed(kernel, dtype, groups) for kernel in ("sdpa", "flash"))
     for expected, usual, found in zip(exact, alone, in_row, strict=True):
         usual_error, error = ((value - expected).abs().max() for value in (usual, found))
         assert 0 < error <= 2 * usual_error
