@@ -96,6 +96,15 @@ def test_the_cost_of_measuring_is_that_of_the_measured_steps() -> None:
         benchmark.cost(pairs)
 
 
+@pytest.mark.slow
+def test_a_run_learns_the_same_whether_its_memory_is_measured_or_not(tiny_base: Path) -> None:
+    benchmark = script("benchmark_memory_measurement")
+    keys = benchmark.KEYS | {"checkpoint_dir": str(tiny_base), "train.max_steps": 3}
+    runs = [benchmark.step_times([], keys, "lora", measured=on) for on in (True, False)]
+    found = benchmark.cost([tuple(runs)])
+    assert found["losses_are_equal"] and found["steps"] == 3 and found["measured_steps"]
+
+
 def test_the_figures_of_measuring_memory_make_a_table() -> None:
     benchmark = script("benchmark_memory_measurement")
     (file,) = FIGURES.glob("memory-measurement-*.json")
