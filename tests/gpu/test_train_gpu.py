@@ -99,6 +99,29 @@ def test_device_memory_and_time_are_in_the_report(
     assert losses(out_dir)[-1] < losses(out_dir)[0]
 
 
+@pytest.mark.parametrize("method", ["finetune", "finetune_full"])
+def test_rows_learn_what_padded_micro_batches_do(
+    tiny_base: Path, tiny_data: Path, tmp_path: Path, method: str
+) -> None:
+    paths = {}
+    for free in ("true", "false"):
+        report = run(
+            tiny_base,
+            tiny_data,
+            tmp_path / free,
+            method,
+            precision="bf16-mixed",
+            train__padding_free=free,
+        )
+        assert report.resolved is not None and report.tokens is not None
+        paths[report.resolved.attention] = report.tokens.padded
+    in_row, padded = (losses(tmp_path / free) for free in ("true", "false"))
+    assert in_row == pytest.approx(padded, rel=3e-3)
+    rows = "varlen" if torch.cuda.get_device_capability() >= (8, 0) else "sdpa per sequence"
+    assert paths.keys() == {rows, "padded"}
+    assert paths[rows] == 0 < paths["padded"]
+
+
 def test_16_mixed_scales_its_loss(tiny_base: Path, tiny_data: Path, tmp_path: Path) -> None:
     run(tiny_base, tiny_data, tmp_path / "half", "finetune_full", precision="16-mixed")
     run(tiny_base, tiny_data, tmp_path / "full", "finetune_full", precision="32-true")
