@@ -1,5 +1,6 @@
 """Sequences in a row are computed as each is by itself, in every family and on every path."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -350,6 +351,19 @@ def test_latent_attention_is_padded_and_refuses_rows_by_name() -> None:
     with pytest.raises(UserError, match=r"train\.padding_free is true.*latent attention") as error:
         attention_path(config, plan_of(HOST, "32-true", "true"))
     assert "Try --train.padding_free false." in str(error.value)
+    of_tokens = dataclasses.replace(plan_of(HOST, "32-true", "null"), micro_batch_tokens=512)
+    with pytest.raises(UserError, match=r"train\.micro_batch_tokens is 512.*latent") as error:
+        attention_path(config, of_tokens)
+    assert "Try --train.micro_batch_tokens null." in str(error.value)
+
+
+def test_a_number_of_tokens_asks_for_rows_wherever_they_are_slower() -> None:
+    older = Devices(accelerator="cuda", count=1, bf16_native=False)
+    made = plan_of(older, "32-true", "null")
+    config = litgpt.Config(**SIZES)
+    assert attention_path(config, made) == "padded"
+    of_tokens = dataclasses.replace(made, micro_batch_tokens=512)
+    assert attention_path(config, of_tokens) == "sdpa per sequence"
 
 
 @pytest.mark.parametrize("kernel", ["cpu", "flash", "sdpa"])
