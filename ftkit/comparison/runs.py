@@ -77,6 +77,8 @@ class ComparedRun:
         ):
             if value is not None:
                 found[key] = value
+        if found.get("train.micro_batch_size") is None and self.resolved.micro_batch_size:
+            found["train.micro_batch_size"] = self.resolved.micro_batch_size
         return found
 
     @cached_property

@@ -23,6 +23,8 @@ KIND_OF: dict[str, Kind] = {
     "data": "hardware",  # known by their fingerprint too, but for the keys in DATA_KIND_OF
     "train.global_batch_size": "tunable",
     "train.micro_batch_size": "hardware",
+    "train.micro_batch_tokens": "hardware",
+    "train.padding_free": "hardware",
     "train.epochs": "tunable",
     "train.max_steps": "tunable",
     "train.max_time": "hardware",

@@ -14,6 +14,7 @@ def check_ranges(recipe: Recipe) -> None:
     for key, value, least in (
         ("train.global_batch_size", train.global_batch_size, 1),
         ("train.micro_batch_size", train.micro_batch_size, 1),
+        ("train.micro_batch_tokens", train.micro_batch_tokens, 1),
         ("train.epochs", train.epochs, 1),
         ("train.max_steps", train.max_steps, 1),
         ("train.max_seq_length", train.max_seq_length, 2),

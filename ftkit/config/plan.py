@@ -10,7 +10,7 @@ from typing import Literal
 
 from ftkit.config.checks import check_ranges, ignored_layers
 from ftkit.config.devices import Accelerator, Devices
-from ftkit.config.recipe import Precision, Recipe
+from ftkit.config.recipe import MicroBatchKey, Precision, Recipe, Train
 from ftkit.config.strategies import (
     RULES,
     StrategyName,
@@ -34,7 +34,12 @@ class Plan:
     devices: int
     """Ranks on this machine."""
     micro_batch_size: int
-    """Sequences per forward pass on one rank; never more than the global batch."""
+    """Most sequences per forward pass on one rank; never more than the global batch."""
+    micro_batch_tokens: int | None = None
+    """Most tokens per forward pass on one rank, but for a longer sequence, which runs alone; None:
+    as many as the sequences have."""
+    has_flash: bool = False
+    """Whether its devices have flash attention in its number format."""
     notices: tuple[str, ...] = ()
     """What a person should know before the run: one line each."""
 
@@ -61,10 +66,31 @@ class Plan:
         return "nccl" if self.accelerator == "cuda" else "gloo"
 
     @property
-    def micro_steps(self) -> int:
-        """Forward and backward passes of each rank in one (full) optimizer step."""
+    def micro_steps(self) -> int | None:
+        """Forward and backward passes of each rank in one (full) optimizer step.
+
+        None: as many as the tokens of its sequences need.
+        """
         samples = self.recipe.train.global_batch_size
-        return count_micro_steps(samples, self.micro_batch_size, self.world_size)
+        fewest = count_micro_steps(samples, self.micro_batch_size, self.world_size)
+        most = count_micro_steps(samples, 1, self.world_size)
+        return fewest if self.micro_batch_tokens is None or fewest == most else None
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether a step may add up the gradients of several micro-steps."""
+        return self.micro_steps is None or self.micro_steps > 1
+
+    def sequences_of(self, tokens: int) -> int:
+        """Sequences of so many tokens that have room in a micro-batch; at least one."""
+        if self.micro_batch_tokens is None:
+            return self.micro_batch_size
+        return min(self.micro_batch_size, max(1, self.micro_batch_tokens // tokens))
+
+    def most_micro_steps(self, tokens: int) -> int:
+        """Those of a step, where no sequence has more tokens than these."""
+        samples = self.recipe.train.global_batch_size
+        return count_micro_steps(samples, self.sequences_of(tokens), self.world_size)
 
 
 def count_micro_steps(samples: int, micro_batch_size: int, world_size: int) -> int:
@@ -97,18 +123,7 @@ def make_plan(recipe: Recipe, devices: Devices, *, trains: bool = True) -> Plan:
     if trains and precision == "16-true" and not RULES[strategy].keeps_masters:
         raise untrainable_float16(strategy, devices)
     notices += ignored_layers(recipe)
-    train = recipe.train
-    if train.micro_batch_size == "auto":
-        raise UserError(
-            "train.micro_batch_size is auto, which depends on the free memory of a device. Try "
-            "--train.micro_batch_size 1, or ftkit plan with --gpu."
-        )
-    micro_batch_size = min(train.micro_batch_size, train.global_batch_size)
-    if micro_batch_size < train.micro_batch_size:
-        notices.append(
-            f"train.micro_batch_size {train.micro_batch_size} is more than the global batch: "
-            f"{micro_batch_size} is used."
-        )
+    size, tokens = _micro_batch(recipe.train, notices)
     return Plan(
         recipe=recipe,
         accelerator=devices.accelerator,
@@ -116,6 +131,47 @@ def make_plan(recipe: Recipe, devices: Devices, *, trains: bool = True) -> Plan:
         strategy=strategy,
         options=options,
         devices=count,
-        micro_batch_size=micro_batch_size,
+        micro_batch_size=size,
+        micro_batch_tokens=tokens,
+        has_flash=devices.accelerator == "cuda"
+        and devices.bf16_native  # in the same generation of GPUs
+        and precision != "32-true",
         notices=tuple(notices),
     )
+
+
+KNOWN_MICRO_BATCH: dict[MicroBatchKey, int] = {"micro_batch_size": 1, "micro_batch_tokens": 4096}
+"""Values to try where nothing is known of the device."""
+
+
+def _micro_batch(train: Train, notices: list[str]) -> tuple[int, int | None]:
+    """Most sequences and most tokens of a micro-batch; what a person should know of them is noted.
+
+    Raises:
+        UserError: they depend on what is not known here, or do not go together.
+    """
+    if (key := train.filled) is not None:
+        raise UserError(
+            f"train.{key} is auto, which depends on the free memory of a device. "
+            f"Try --train.{key} {KNOWN_MICRO_BATCH[key]}, or ftkit plan with --gpu."
+        )
+    size, tokens, batch = train.micro_batch_size, train.micro_batch_tokens, train.global_batch_size
+    assert tokens != "auto"
+    if tokens is not None and train.padding_free is False:
+        raise UserError(
+            f"train.micro_batch_tokens is {tokens}, but train.padding_free is false: a number of "
+            "tokens bounds rows without padding. Try --train.padding_free null, or "
+            "--train.micro_batch_tokens null."
+        )
+    if size is None or size == "auto":
+        return (1 if tokens is None else batch), tokens
+    if size > batch:
+        notices.append(
+            f"train.micro_batch_size {size} is more than the global batch: {batch} is used."
+        )
+    if size == 1 and tokens is not None and batch > 1:
+        notices.append(
+            "train.micro_batch_size is 1: no micro-batch has more than one sequence, whatever "
+            "train.micro_batch_tokens is. --train.micro_batch_size null lifts that bound."
+        )
+    return min(size, batch), tokens

@@ -4,6 +4,7 @@ Keys, nesting and defaults follow LitGPT's finetune recipes, so that those run u
 field is documented once, in the string below it; that string is also its ``--help``.
 """
 
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypedDict
@@ -13,6 +14,8 @@ Quantization = Literal["bnb.nf4", "bnb.nf4-dq", "bnb.fp4", "bnb.fp4-dq", "bnb.in
 Method = Literal["full", "lora"]
 LoraVariant = Literal["lora", "dora", "rslora"]
 LoraInit = Literal["default", "pissa", "olora"]
+MicroBatchKey = Literal["micro_batch_size", "micro_batch_tokens"]
+"""What bounds a micro-batch: its sequences or its tokens."""
 
 
 class Component(TypedDict):
@@ -28,9 +31,19 @@ class Train:
 
     global_batch_size: int = 16
     """Sequences per optimizer step, over all ranks."""
-    micro_batch_size: int | Literal["auto"] = 1
-    """Sequences per forward pass on one rank. Changes time and memory, never the loss. auto: as
-    many as fit in the free memory of the device, by prediction."""
+    micro_batch_size: int | Literal["auto"] | None = None
+    """Sequences per forward pass on one rank, at most. Changes time and memory, never the loss.
+    auto: as many as fit in the free memory of the device, by prediction. Default: 1, or with
+    micro_batch_tokens as many as have room in it."""
+    micro_batch_tokens: int | Literal["auto"] | None = None
+    """Tokens per forward pass on one rank, at most, in rows without padding: a step takes as many
+    forward passes as its sequences need; one that is longer has a forward pass of its own. Changes
+    time and memory, never the loss. auto: as many as fit in the free memory of the device, by
+    prediction."""
+    padding_free: bool | None = None
+    """Compute the samples of a micro-batch in one row, each by itself, without padding. Changes
+    time and memory, never the loss. Default: where it is faster, on CPUs and on GPUs with flash
+    attention."""
     epochs: int | None = 5
     """Passes over the training data."""
     max_steps: int | None = None
@@ -55,6 +68,21 @@ class Train:
     """Optimizer steps between two checkpoints; empty: none by steps, see checkpoint.save_every."""
     log_interval: int = 1
     """Optimizer steps between two values sent to TensorBoard or W&B (metrics.csv has all)."""
+
+    @property
+    def filled(self) -> MicroBatchKey | None:
+        """The key that is auto; of both, the tokens, which bound the sequences too."""
+        if self.micro_batch_tokens == "auto":
+            return "micro_batch_tokens"
+        is_open = self.micro_batch_size == "auto" and self.micro_batch_tokens is None
+        return "micro_batch_size" if is_open else None
+
+    def filled_with(self, value: int) -> "Train":
+        """The same with this value for what is auto."""
+        if self.filled == "micro_batch_tokens":
+            return dataclasses.replace(self, micro_batch_tokens=value)
+        assert self.filled == "micro_batch_size"
+        return dataclasses.replace(self, micro_batch_size=value)
 
 
 @dataclass(frozen=True, kw_only=True)

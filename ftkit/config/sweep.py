@@ -149,8 +149,9 @@ def runs_of_keys(
 def differences(run: SweepRun, asked: Recipe, recorded: Path) -> list[str]:
     """The keys in which a recorded recipe differs from what is asked, with both values."""
     there = read_recipe([recorded], method=FINETUNE[run.command])
-    if asked.train.micro_batch_size == "auto":
-        train = dataclasses.replace(asked.train, micro_batch_size=there.train.micro_batch_size)
+    key = asked.train.filled
+    if key is not None and there.train.filled is None:
+        train = dataclasses.replace(asked.train, **{key: getattr(there.train, key)})
         asked = dataclasses.replace(asked, train=train)
     now, before = (dict(leaves(to_dict(recipe))) for recipe in (asked, there))
     return [

@@ -16,7 +16,10 @@ from ftkit.data.dataset import HeldOut, load_held_out
 from ftkit.errors import UserError
 from ftkit.inference.result import Result
 from ftkit.inference.session import InUse, put_to_use
+from ftkit.model.attention import attention_kernel, attention_path
+from ftkit.model.flops import attention_cost
 from ftkit.report.metrics import perplexity
+from ftkit.samples.layout import RankLayout
 from ftkit.samples.loader import validation_loader
 from ftkit.training.evaluation import exact_matches, validation_loss
 
@@ -115,7 +118,15 @@ def _measure(
     model, base = in_use.loaded.model, in_use.loaded.base
     samples = held_out.samples
     limit = min(recipe.eval.max_iters * recipe.train.global_batch_size, len(samples))
-    batches = validation_loader(samples, limit=limit, micro_batch_size=in_use.plan.micro_batch_size)
+    config = model.gpt.config
+    model.kernel = attention_kernel(config, in_use.plan)
+    label_fraction = float(samples.label_counts.sum() / samples.lengths.sum())
+    layout = RankLayout.of(
+        in_use.plan,
+        padding_free=attention_path(config, in_use.plan) != "padded",
+        attention_cost=attention_cost(model, label_fraction=label_fraction),
+    )
+    batches = validation_loader(samples, limit=limit, layout=layout)
     with display.phase("validating", brief=True) as phase:
         validated = validation_loss(
             model,
@@ -137,7 +148,7 @@ def _measure(
                 model,
                 base.tokenizer,
                 questions,
-                batch_size=in_use.plan.micro_batch_size,
+                batch_size=in_use.plan.sequences_of(int(samples.lengths.max())),
                 context=in_use.context,
                 progress=phase.advance,
             )

@@ -13,7 +13,7 @@ from typing import Any
 
 from ftkit.config.devices import Devices, free_bytes
 from ftkit.config.parsing import to_yaml
-from ftkit.config.recipe import Recipe
+from ftkit.config.recipe import Recipe, Train
 from ftkit.console.formatting import bytes_text
 from ftkit.errors import DoesNotFit, UserError
 from ftkit.pretrained.hub import fetch_settings
@@ -42,7 +42,8 @@ def with_micro_batch(recipe: Recipe, devices: Devices) -> Recipe:
     Raises:
         DoesNotFit: not even one sequence does.
     """
-    if recipe.train.micro_batch_size != "auto":
+    key = recipe.train.filled
+    if key is None:
         return recipe
     memory_bytes = _free_bytes(recipe, devices)
     found = _ask(recipe, devices, memory_bytes)
@@ -50,14 +51,13 @@ def with_micro_batch(recipe: Recipe, devices: Devices) -> Recipe:
         raise UserError(str(found["error"]))
     if found["fits"] is False:
         raise DoesNotFit(
-            f"train.micro_batch_size is auto, but one sequence needs {_gib(found)} on each rank, "
+            f"train.{key} is auto, but one sequence needs {_gib(found)} on each rank, "
             f"and {bytes_text(memory_bytes)} are free. ftkit plan --fit shows what would fit."
         )
-    size = int(found["micro_batch_size"])
+    value = int(found[key])
     if found["length_source"] == "assumed":
-        print(f"train.micro_batch_size is {size}; sequences: {found['length']}", flush=True)
-    train = dataclasses.replace(recipe.train, micro_batch_size=size)
-    return dataclasses.replace(recipe, train=train)
+        print(f"train.{key} is {value}; sequences: {found['length']}", flush=True)
+    return dataclasses.replace(recipe, train=recipe.train.filled_with(value))
 
 
 def require_room(recipe: Recipe, devices: Devices, command: Sequence[str]) -> None:
@@ -178,17 +178,30 @@ def _is_worth_a_look(recipe: Recipe, memory_bytes: int) -> bool:
         return True
     train = recipe.train
     length = min(train.max_seq_length or model.context, model.context)
-    sequences = train.global_batch_size
-    if train.micro_batch_size != "auto":
-        sequences = min(train.micro_batch_size, sequences)
     number_bytes = _FULL_BYTES if recipe.method == "full" else _LORA_BYTES
     layer_bytes = _WIDTH_BYTES * model.width + _INNER_BYTES * model.inner_width
     needed_bytes = (
         model.parameters * number_bytes
-        + sequences * length * model.layers * layer_bytes
+        + _most_positions(train, length) * model.layers * layer_bytes
         + _ANY_RUN_BYTES
     )
     return needed_bytes > _SUSPICIOUS * memory_bytes
+
+
+def _most_positions(train: Train, length: int) -> int:
+    """Of a micro-batch of sequences of this length; auto may take the whole batch."""
+    size, tokens, sequences = (
+        train.micro_batch_size,
+        train.micro_batch_tokens,
+        train.global_batch_size,
+    )
+    if size is None and tokens is None:
+        size = 1
+    if isinstance(size, int):
+        sequences = min(size, sequences)
+    if isinstance(tokens, int):
+        return min(sequences * length, max(tokens, length))
+    return sequences * length
 
 
 def _command(command: Sequence[str], change: dict[str, Any]) -> str:

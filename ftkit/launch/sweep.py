@@ -105,7 +105,7 @@ def _check(run: SweepRun) -> None:
     recipe = run.recipe()
     try:
         check_data(recipe.data)
-        if recipe.train.micro_batch_size != "auto":
+        if recipe.train.filled is None:
             make_plan(recipe, find_devices(recipe))
     except UserError as error:
         raise UserError(f"{run.name}: {error}") from None

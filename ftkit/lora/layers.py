@@ -13,7 +13,7 @@ from ftkit.config.recipe import LoraRecipe
 from ftkit.errors import UserError
 from ftkit.lora.names import INITIAL, TRAINED, our_name
 from ftkit.lora.targets import adapted_layers, whole_layers
-from ftkit.lora.variants import Dora, FromInitial, Magnitude
+from ftkit.lora.variants import Dora, FromInitial, Magnitude, Plain
 from ftkit.pretrained.base_model import BaseModel
 
 
@@ -31,9 +31,6 @@ def add_adapter(model: nn.Module, base: BaseModel, recipe: LoraRecipe) -> None:
     from peft import LoraConfig, inject_adapter_in_model  # takes seconds
 
     model.requires_grad_(False)
-    if recipe.quantize is not None:  # PEFT then chooses its LoRA layers for quantised ones
-        bits = 8 if recipe.quantize == "bnb.int8" else 4
-        setattr(model, f"is_loaded_in_{bits}bit", True)
     targets = adapted_layers(model, base, recipe)
     saved = whole_layers(model, base, recipe)
     config = LoraConfig(
@@ -45,6 +42,8 @@ def add_adapter(model: nn.Module, base: BaseModel, recipe: LoraRecipe) -> None:
     )
     inject_adapter_in_model(config, model, adapter_name=TRAINED, low_cpu_mem_usage=True)
     for name, layer in lora_layers(model):
+        layer.cast_input_dtype_enabled = False  # the variants know of autocast
+        layer.lora_variant[TRAINED] = Plain()
         if recipe.lora_variant == "dora":
             layer.lora_magnitude_vector[TRAINED] = Magnitude(layer.out_features)
             layer.lora_variant[TRAINED] = Dora()

@@ -137,12 +137,7 @@ class MemoryMeter:
         if self._entered:
             self._live.assign((v for v in batch.values() if isinstance(v, Tensor)), "activations")
             self._mark("before_forward")
-            sequences, positions = batch["input_ids"].shape
-            self._micro_batches.append(
-                MicroBatchSize(
-                    sequences=sequences, positions=positions, targets=len(batch["labels"])
-                )
-            )
+            self._micro_batches.append(_size_of(batch))
             self._live.begin_forward()
 
     def before_backward(self) -> None:
@@ -242,6 +237,16 @@ class MemoryMeter:
         self._live.__exit__(None, None, None)
         self._live.restart()
         self._entered = False
+
+
+def _size_of(batch: dict[str, Any]) -> MicroBatchSize:
+    lines, positions = batch["input_ids"].shape
+    targets, lengths = len(batch["labels"]), batch["sequence_lengths"]
+    if lengths is None:
+        return MicroBatchSize(sequences=lines, positions=positions, targets=targets)
+    return MicroBatchSize(
+        sequences=len(lengths), positions=max(lengths), targets=targets, tokens=positions
+    )
 
 
 def _fullest_micro_step(stretches: Iterable[Stretch]) -> int | None:

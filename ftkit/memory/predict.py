@@ -77,7 +77,7 @@ def predict(
         batch: the largest micro-batch.
         accumulates: whether it adds to gradients of others before it; None: where there are any.
     """
-    accumulates = plan.micro_steps > 1 if accumulates is None else accumulates
+    accumulates = plan.accumulates if accumulates is None else accumulates
     simulation = simulate(base, plan, batch, accumulates=accumulates)
     strategy = make_strategy(plan)
     found = strategy.on_device(simulation)

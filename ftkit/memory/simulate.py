@@ -11,18 +11,18 @@ with every layer: two small models of different depth tell those of any depth.
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from ftkit.config.plan import Plan
 from ftkit.config.recipe import LoraRecipe
 from ftkit.memory.tracker import LiveTensors
+from ftkit.model.attention import attention_kernel
 from ftkit.model.flops import parameter_count
 from ftkit.model.language_model import LanguageModel, outline, trainable
 from ftkit.model.loss import step_share
@@ -42,10 +42,28 @@ DEPTHS = (3, 4)
 """Layers of the two small models: enough that both ends have blocks of their own."""
 
 
-def largest_micro_batch(sequences: int, tokens: int) -> MicroBatchSize:
-    """What no micro-batch exceeds: samples of so many tokens, all of which carry loss."""
+def largest_micro_batch(
+    sequences: int, tokens: int, *, padding_free: bool = False, most_tokens: int | None = None
+) -> MicroBatchSize:
+    """What no micro-batch exceeds: samples of so many tokens, all of which carry loss.
+
+    Args:
+        sequences: at most.
+        tokens: of the longest sample.
+        padding_free: whether they lie in a row.
+        most_tokens: of a row, but for a longer sample; None: as many as the samples have.
+    """
     positions = tokens - 1  # the last token is only a label
-    return MicroBatchSize(sequences=sequences, positions=positions, targets=sequences * positions)
+    in_all = sequences * positions
+    if most_tokens is not None:
+        in_all = min(in_all, max(most_tokens, positions))
+        sequences = -(-in_all // positions)
+    return MicroBatchSize(
+        sequences=sequences,
+        positions=positions,
+        targets=in_all,
+        tokens=in_all if padding_free else None,
+    )
 
 
 def simulate(
@@ -99,13 +117,10 @@ def _run(
     model = outline(
         with_layers(base, layers), plan.recipe, parameter_dtype(plan), compute_dtype(plan)
     )
+    model.kernel = attention_kernel(base.config, plan)
     sizes = _sizes(model, plan.world_size)
     strategy = make_strategy(plan)
-    with (
-        strategy.simulated() as sharding,
-        FakeTensorMode(allow_non_fake_inputs=True),
-        _like_cuda(plan),
-    ):
+    with strategy.simulated() as sharding, FakeTensorMode(allow_non_fake_inputs=True):
         sharding.allocate(model, CPU)
         recipe = plan.recipe
         asked = recipe.train.max_seq_length or base.config.block_size
@@ -139,22 +154,6 @@ def _sizes(model: LanguageModel, world_size: int) -> Sizes:
 def with_layers(base: BaseModel, layers: int) -> BaseModel:
     """The same architecture with another number of layers."""
     return dataclasses.replace(base, config=dataclasses.replace(base.config, n_layer=layers))
-
-
-def _masked_dropout(x: Tensor, p: float, training: bool, inplace: bool) -> Tensor:
-    return torch.native_dropout(x, p, True)[0] if training and p > 0 else x
-
-
-@contextmanager
-def _like_cuda(plan: Plan) -> Iterator[None]:
-    """Dropout as on CUDA, where its mask has one byte for each number; on CPUs it has more."""
-    usual = F.dropout
-    if plan.accelerator == "cuda":
-        F.dropout = _masked_dropout  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        F.dropout = usual
 
 
 def _pack(model: LanguageModel) -> None:
@@ -244,13 +243,14 @@ class _Step:
         """The last micro-step, and the update."""
         live, batch = self._live, self._batch
         self._mark("before the blocks")
-        ids = torch.zeros(batch.sequences, batch.positions, dtype=torch.long)
+        shape = (batch.sequences, batch.positions) if batch.tokens is None else (1, batch.tokens)
+        ids = torch.zeros(shape, dtype=torch.long)
         label_indices = torch.zeros(batch.targets, dtype=torch.long)
         labels = torch.zeros(batch.targets, dtype=torch.long)
         live.begin_forward()
         live.assign([ids, label_indices, labels], "activations")
         with torch.autocast("cpu", torch.bfloat16) if self._mixed else nullcontext():
-            total = self._model(ids, label_indices, labels)
+            total = self._model(ids, label_indices, labels, sequence_lengths=batch.lengths)
         loss = step_share(total, batch.targets) * self._plan.world_size
         del total
         live.end_forward(self._strategy.gathered(self._model))

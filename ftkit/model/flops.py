@@ -37,6 +37,20 @@ def flops_per_token(
     return attention + _matrix_flops(model.gpt) + _matrix_flops(model.head) * label_fraction
 
 
+def attention_cost(model: LanguageModel, *, label_fraction: float) -> float:
+    """What attention costs a token for each token of its sequence, relative to the matrices.
+
+    Args:
+        model: outlined or filled.
+        label_fraction: tokens that carry loss, as a share of all.
+    """
+    matrices, with_one = (
+        flops_per_token(model, attention_length=length, label_fraction=label_fraction)
+        for length in (0, 1)
+    )
+    return with_one / matrices - 1
+
+
 def _matrix_flops(module: nn.Module) -> int:
     """Of the matrices of a module, for one token."""
     layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]

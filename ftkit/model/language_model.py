@@ -1,11 +1,13 @@
-"""The language model: LitGPT's GPT with separate query, key and value projections."""
+"""The language model: LitGPT's GPT with attention of our own, and the loss as its head."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import litgpt
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn as nn
 from torch import Tensor
@@ -13,26 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 from ftkit.config.recipe import LoraRecipe, Quantization, Recipe
 from ftkit.lora.layers import add_adapter
+from ftkit.model.attention import Attention, AttentionKernel, Sequences
 from ftkit.model.loss import Head
+from ftkit.model.norm import replace_norms
 from ftkit.pretrained.base_model import BaseModel
-
-
-class QKV(nn.Module):
-    """Query, key and value as three layers, so that adapters are those of other libraries.
-
-    Stands in for litgpt's fused layer: its output is the concatenation that litgpt expects.
-    """
-
-    def __init__(self, config: litgpt.Config, *, bias: bool) -> None:
-        super().__init__()
-        assert config.head_size is not None and config.n_query_groups is not None
-        width = config.n_embd
-        self.q_proj = nn.Linear(width, config.n_head * config.head_size, bias=bias)
-        self.k_proj = nn.Linear(width, config.n_query_groups * config.head_size, bias=bias)
-        self.v_proj = nn.Linear(width, config.n_query_groups * config.head_size, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), dim=-1)
 
 
 class LanguageModel(nn.Module):
@@ -51,8 +37,12 @@ class LanguageModel(nn.Module):
         self.gpt = litgpt.GPT(body)
         self.head = Head(self.gpt.lm_head, config.final_logit_softcapping)
         self.gpt.lm_head = nn.Identity()
-        for block in self.gpt.transformer.h:
-            block.attn.qkv = QKV(config, bias=config.bias or config.attn_bias)
+        if not config.latent_attention:
+            for index, block in enumerate(self.gpt.transformer.h):
+                block.attn = Attention(body, index)
+        self.kernel: AttentionKernel = "sdpa"
+        """What computes attention."""
+        replace_norms(self.gpt)
         self.tied = tied
         self.lora: LoraRecipe | None = None
         """How the model is adapted."""
@@ -77,20 +67,65 @@ class LanguageModel(nn.Module):
         input_ids: Tensor,
         label_indices: Tensor,
         labels: Tensor | None = None,
+        *,
+        sequence_lengths: Sequence[int] | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
         """Summed loss of a micro-batch, or its logits at some positions.
 
         Args:
-            input_ids: [batch, sequence], padded on the right.
-            label_indices: [n], indices into the flattened batch and sequence.
+            input_ids: [batch, sequence], padded on the right; or [1, tokens], sequences in a row.
+            label_indices: [n], indices into the flattened input_ids.
             labels: [n] or None, see `Head.forward`.
+            sequence_lengths: tokens of each sequence in a row; None: there is one in each line.
             positions: [batch, sequence], where the tokens stand in their sequences; reads
                 and extends the key-value cache of `gpt.set_kv_cache`.
         """
-        hidden = self.gpt(input_ids, input_pos=positions)
+        if positions is not None:
+            hidden = self.gpt(input_ids, input_pos=positions)
+        else:
+            hidden = self._hidden(input_ids, sequence_lengths)
         result: Tensor = self.head(hidden, label_indices, labels)
         return result
+
+    def _hidden(self, input_ids: Tensor, lengths: Sequence[int] | None) -> Tensor:
+        """[batch, sequence, width]: what `litgpt.GPT.forward` computes without a cache."""
+        config, layers = self.gpt.config, self.gpt.transformer
+        sequences, cos, sin = self._sequences(input_ids, lengths)
+        x = layers.wte(input_ids)
+        if config.scale_embeddings:
+            x = x * torch.tensor(config.n_embd**0.5, dtype=x.dtype)
+        for index, block in enumerate(layers.h):
+            if config.rope_indices is None:
+                x = block(x, cos, sin, sequences)
+            else:  # one table for local attention, one for global
+                kind = config.rope_indices[index]
+                x = block(x, cos[..., kind], sin[..., kind], sequences)
+        hidden: Tensor = layers.ln_f(x)
+        return hidden
+
+    def _sequences(
+        self, input_ids: Tensor, lengths: Sequence[int] | None
+    ) -> tuple[Sequences | None, Tensor, Tensor]:
+        """Which tokens belong together, and the rotary tables at their positions."""
+        batch, length = input_ids.shape
+        cos, sin = self.gpt.cos, self.gpt.sin
+        if lengths is None:
+            padded = Sequences((length,) * batch, self.kernel)
+            latent = self.gpt.config.latent_attention
+            return None if latent else padded, cos[None, :length], sin[None, :length]
+        device, starts = input_ids.device, None
+        places = _copied(np.concatenate([np.arange(n) for n in lengths]), device)
+        if self.kernel == "flash":
+            starts = _copied(np.cumsum([0, *lengths], dtype=np.int32), device)
+        row = Sequences(tuple(lengths), self.kernel, starts)
+        return row, cos[None, places], sin[None, places]
+
+
+def _copied(values: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """On a device, without waiting for it."""
+    found = torch.from_numpy(values)
+    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
 
 
 def outline(

@@ -1,4 +1,7 @@
-"""The loss: the output layer with its cross-entropy, in chunks of logits."""
+"""The loss: the output layer with its cross-entropy, which never has the logits of a batch."""
+
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -6,8 +9,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-LOGITS_CHUNK_ELEMENTS = 2**25
-"""Logits held at once, as a number of elements (128 MiB in float32)."""
+LOGITS_AT_ONCE = 2**25
+"""Logits held at once, as a number of elements (128 MiB in float32), within the two below."""
+FEWEST_ROWS, MOST_ROWS = 512, 1024
+"""With fewer positions at once, a GPU reads the weight for longer than it multiplies; more are no
+faster, and slower on CPUs, whose caches they leave."""
+
+
+def rows_at_once(vocabulary: int) -> int:
+    """Positions whose logits exist at the same time."""
+    return min(max(LOGITS_AT_ONCE // vocabulary, FEWEST_ROWS), MOST_ROWS)
 
 
 def step_share(total: Tensor, label_tokens: Tensor | int) -> Tensor:
@@ -23,12 +34,155 @@ def step_share(total: Tensor, label_tokens: Tensor | int) -> Tensor:
     return total / label_tokens
 
 
+class OutputLayer(nn.Linear):
+    """A linear layer that gives logits, or their loss with gradients from the same pass.
+
+    The gradients of a summed loss are known with the logits, up to the one factor that comes in the
+    backward pass. So nothing is kept of the logits, and no product is computed twice.
+    """
+
+    def forward(
+        self, rows: Tensor, labels: Tensor | None = None, softcap: float | None = None
+    ) -> Tensor:
+        """Logits, or the summed loss.
+
+        Args:
+            rows: [n, width].
+            labels: [n]; None asks for logits.
+            softcap: of the logits, if there are labels.
+
+        Returns:
+            [n, vocabulary] in the number format of the computation, or a scalar in float32: the sum
+            of the n cross-entropies in nats.
+        """
+        if labels is None:
+            return super().forward(rows)
+        trains = torch.is_grad_enabled()
+        loss: Tensor = _LinearCrossEntropy.apply(
+            rows, self.weight, self.bias, labels, softcap, trains
+        )
+        return loss
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Summed cross-entropy of a linear layer's results, whose gradients are made in forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        softcap: float | None,
+        trains: bool,
+    ) -> Tensor:
+        needed = tuple(trains and needs for needs in ctx.needs_input_grad[:3])
+        gradients = _Gradients(rows, weight, bias, needed)
+        kind = rows.device.type
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            rows, weight = rows.to(dtype), weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
+        total = torch.zeros((), dtype=torch.float32, device=rows.device)
+        step = rows_at_once(len(weight))
+        with torch.autocast(kind, enabled=False):
+            for start in range(0, max(len(rows), 1), step):  # without rows, gradients of zero
+                part, wanted = rows[start : start + step], labels[start : start + step, None]
+                loss, slope = _loss_and_slope(F.linear(part, weight, bias), wanted, softcap)
+                total += loss
+                gradients.add(start, part, slope, weight)
+                del slope
+        ctx.gradients = gradients
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
+        return *ctx.gradients.times(outer[0]), None, None, None
+
+
+def _loss_and_slope(logits: Tensor, wanted: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
+    """Summed cross-entropy in float32, and its gradient in the number format of the logits.
+
+    Args:
+        logits: [n, vocabulary]; written over.
+        wanted: [n, 1], the right ones.
+        softcap: of the logits.
+    """
+    bent = None
+    if softcap:
+        bent = torch.tanh(logits.float() / softcap)
+        slope = torch.log_softmax(bent * softcap, 1)
+    else:
+        slope = torch.log_softmax(logits, 1, dtype=torch.float32)
+    loss = -slope.gather(1, wanted).sum()
+    slope.exp_().scatter_add_(1, wanted, torch.full_like(wanted, -1, dtype=slope.dtype))
+    if bent is not None:
+        slope.mul_(1 - bent.square_())
+    return loss, slope if logits.dtype == slope.dtype else logits.copy_(slope)
+
+
+class _Gradients:
+    """What a summed loss gives to rows, weight and bias, as far as it is needed."""
+
+    def __init__(
+        self, rows: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, ...]
+    ) -> None:
+        self._needed = needed
+        self._rows = torch.empty_like(rows) if needed[0] else None
+        self._weight: Tensor | None = None
+        self._weight_dtype = weight.dtype
+        self._bias = torch.zeros_like(bias) if bias is not None and needed[2] else None
+
+    def add(self, start: int, part: Tensor, slope: Tensor, weight: Tensor) -> None:
+        """Add what some rows give.
+
+        Args:
+            start: their place among all.
+            part: [n, width], the rows.
+            slope: [n, vocabulary], the gradient of their logits.
+            weight: [vocabulary, width], in the same number format.
+        """
+        if self._rows is not None:
+            self._rows[start : start + len(part)] = slope @ weight
+        if self._bias is not None:
+            self._bias += slope.sum(0)
+        if not self._needed[1]:
+            return
+        if self._weight is None:
+            self._weight = (slope.t() @ part).to(self._weight_dtype)
+        elif self._weight_dtype == slope.dtype:
+            self._weight.addmm_(slope.t(), part)
+        else:  # sums of a mixed precision are float32
+            self._weight += slope.t() @ part
+
+    def times(self, factor: Tensor) -> Iterator[Tensor | None]:
+        """Of rows, weight and bias, for a loss that is multiplied with a scalar; once."""
+        for name in ("_rows", "_weight", "_bias"):
+            gradient: Tensor | None = getattr(self, name)
+            delattr(self, name)
+            yield None if gradient is None else gradient.mul_(factor)
+
+
 class Head(nn.Module):
     """The output layer and the loss in one, so that the logits of a batch never exist at once."""
 
-    def __init__(self, lm_head: nn.Module, softcap: float | None) -> None:
+    def __init__(self, layer: nn.Linear, softcap: float | None) -> None:
+        """Outline.
+
+        Args:
+            layer: whose shape the output layer has.
+            softcap: of the logits.
+        """
         super().__init__()
-        self.lm_head = lm_head
+        width, vocabulary = layer.in_features, layer.out_features
+        self.lm_head: nn.Module = OutputLayer(
+            width,
+            vocabulary,
+            bias=layer.bias is not None,
+            device=layer.weight.device,
+            dtype=layer.weight.dtype,
+        )
         self.softcap = softcap
 
     def forward(self, hidden: Tensor, label_indices: Tensor, labels: Tensor | None) -> Tensor:
@@ -45,18 +199,21 @@ class Head(nn.Module):
         rows = hidden.flatten(0, 1).index_select(0, label_indices)
         if labels is None:
             return self._logits(rows)
-        chunk = max(1, LOGITS_CHUNK_ELEMENTS // self._vocabulary)
-        pieces = list(zip(rows.split(chunk), labels.split(chunk), strict=True))
+        if isinstance(self.lm_head, OutputLayer) and not _in_float16(rows):
+            loss: Tensor = self.lm_head(rows, labels, self.softcap)
+            return loss
+        return self._loss_in_pieces(rows, labels)
+
+    def _loss_in_pieces(self, rows: Tensor, labels: Tensor) -> Tensor:
+        """By autograd, for layers that an adapter has made their own."""
+        out_features = self.lm_head.out_features
+        assert isinstance(out_features, int)
+        at_once = rows_at_once(out_features)
+        pieces = list(zip(rows.split(at_once), labels.split(at_once), strict=True))
         if len(pieces) == 1:
             return self._loss(rows, labels)
         losses = [checkpoint(self._loss, *piece, use_reentrant=False) for piece in pieces]
         return torch.stack(losses).sum()
-
-    @property
-    def _vocabulary(self) -> int:
-        out_features = self.lm_head.out_features
-        assert isinstance(out_features, int)
-        return out_features
 
     def _logits(self, rows: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(rows).float()
@@ -64,3 +221,10 @@ class Head(nn.Module):
 
     def _loss(self, rows: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(self._logits(rows), labels, reduction="sum")
+
+
+def _in_float16(rows: Tensor) -> bool:
+    """Whether the products are in float16, whose small gradients need the loss scale at once."""
+    kind = rows.device.type
+    mixed = torch.is_autocast_enabled(kind)
+    return (torch.get_autocast_dtype(kind) if mixed else rows.dtype) == torch.float16

@@ -49,6 +49,7 @@ def check(file: str, gpu: Gpu, *, failed: bool = False) -> dict[str, object]:
     return {
         "fits": planned.fits,
         "micro_batch_size": planned.plan.micro_batch_size,
+        "micro_batch_tokens": planned.plan.micro_batch_tokens,
         "low_bytes": planned.least_bytes,
         "high_bytes": planned.memory.high_bytes,
         "peak_bytes": planned.memory.peak_bytes,

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -10,14 +10,15 @@ from typing import Any, Literal
 from ftkit.config.devices import Devices, has_deepspeed
 from ftkit.config.parsing import Override, read_recipe
 from ftkit.config.peft_adapter import with_adapter
-from ftkit.config.plan import Plan, make_plan
-from ftkit.config.recipe import LoraRecipe, Method, Recipe
+from ftkit.config.plan import KNOWN_MICRO_BATCH, Plan, make_plan
+from ftkit.config.recipe import LoraRecipe, Method, MicroBatchKey, Recipe
 from ftkit.data.sources import check_data
 from ftkit.errors import UserError
 from ftkit.lora.save import check_adapter
 from ftkit.memory.gpus import HOST, Gpu
 from ftkit.memory.predict import PredictedMemory, predict
 from ftkit.memory.simulate import largest_micro_batch
+from ftkit.model.attention import attention_path
 from ftkit.optim.optimizers import base_learning_rate
 from ftkit.optim.schedule import make_schedule
 from ftkit.planner.sequence_length import SequenceLength, sequence_length
@@ -29,6 +30,32 @@ from ftkit.report.step_memory import MicroBatchSize
 from ftkit.strategies.precision import parameter_dtype
 
 ResultLayout = ModelLayout | Literal["peft"]
+TOKENS_APART = 128
+"""Numbers of tokens that are tried for a micro-batch are multiples of this."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatchBound:
+    """What of a micro-batch may be less, so that it needs less memory."""
+
+    key: MicroBatchKey
+    """Of the recipe, below train."""
+    full: int
+    """What it is."""
+    least: int
+    """What a micro-batch of one sequence has."""
+
+    def between(self) -> Iterator[int]:
+        """What lies between these, falling: halves of a number of sequences, and more of tokens."""
+        if self.key == "micro_batch_tokens":
+            yield from range(
+                (self.full - 1) // TOKENS_APART * TOKENS_APART, self.least, -TOKENS_APART
+            )
+            return
+        size = self.full // 2
+        while size > self.least:
+            yield size
+            size //= 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +95,21 @@ class Planned:
         found = self.memory.fits(self.gpu.memory_bytes)
         return None if found is False and self.least_bytes <= self.gpu.memory_bytes else found
 
+    @property
+    def micro_steps(self) -> int:
+        """Forward and backward passes of each rank in a step; with a number of tokens, at most."""
+        return self.plan.most_micro_steps(self.length.tokens - 1)
+
+    @property
+    def micro_batch(self) -> MicroBatchBound:
+        """What of its micro-batches may be less."""
+        sequences, tokens = self.plan.micro_batch_size, self.plan.micro_batch_tokens
+        if tokens is None:
+            return MicroBatchBound(key="micro_batch_size", full=sequences, least=1)
+        longest = self.length.tokens - 1
+        full = min(tokens, sequences * longest)
+        return MicroBatchBound(key="micro_batch_tokens", full=full, least=longest)
+
     def as_dict(self) -> dict[str, Any]:
         """The same as plain values, for JSON."""
         plan, train = self.plan, self.plan.recipe.train
@@ -90,7 +132,8 @@ class Planned:
             "activation_checkpointing": plan.recipe.memory.activation_checkpointing,
             "global_batch_size": train.global_batch_size,
             "micro_batch_size": plan.micro_batch_size,
-            "micro_steps_per_step": plan.micro_steps,
+            "micro_batch_tokens": plan.micro_batch_tokens,
+            "micro_steps_per_step": self.micro_steps,
             "max_seq_length": self.max_seq_length,
             "longest_sample_tokens": self.length.tokens,
             "length_source": self.length.source,
@@ -127,47 +170,48 @@ def plan_files(
     recipe = with_adapter(read_recipe(files, overrides, method=method))
     fetch_settings(recipe.checkpoint_dir, token=recipe.access_token)
     name = name or (Path(files[-1]).stem if files else "")
-    if recipe.train.micro_batch_size != "auto":
+    key = recipe.train.filled
+    if key is None:
         return plan_recipe(recipe, gpu=gpu, name=name)
     if gpu is None:
         raise UserError(
-            "train.micro_batch_size is auto, but no device is named. Try --gpu a100-80gb with it, "
-            "or --train.micro_batch_size 1."
+            f"train.{key} is auto, but no device is named. Try --gpu a100-80gb with it, "
+            f"or --train.{key} {KNOWN_MICRO_BATCH[key]}."
         )
 
-    def with_size(size: int) -> Planned:
-        train = dataclasses.replace(recipe.train, micro_batch_size=size)
+    def with_bound(bound: int) -> Planned:
+        train = recipe.train.filled_with(bound)
         return plan_recipe(dataclasses.replace(recipe, train=train), gpu=gpu, name=name)
 
+    least = 1 if key == "micro_batch_size" else with_bound(1).micro_batch.least
     ranks = recipe.num_nodes * (recipe.devices if isinstance(recipe.devices, int) else 1)
-    whole = with_size(math.ceil(recipe.train.global_batch_size / ranks))
-    return whole if whole.fits else largest_that_fits(whole, with_size) or with_size(1)
+    whole = with_bound(math.ceil(recipe.train.global_batch_size / ranks) * least)
+    return whole if whole.fits else largest_that_fits(whole, with_bound) or with_bound(least)
 
 
 def largest_that_fits(whole: Planned, attempt: Callable[[int], Planned]) -> Planned | None:
-    """The plan with the largest half, quarter, ... of the micro-batch that fits.
+    """The plan with the largest smaller micro-batch that fits.
 
-    If none is sure to fit, the plan with a micro-batch of 1, which may; None: that does not fit.
+    If none is sure to fit, the plan with one sequence, which may; None: that does not fit.
 
     Args:
         whole: with the full micro-batch, which does not fit for sure.
-        attempt: plans with another one.
+        attempt: plans with another bound of it.
     """
     assert whole.gpu is not None
-    full = whole.plan.micro_batch_size
-    if full == 1 or whole.memory.without_batch_bytes > whole.gpu.memory_bytes:
+    bound, there = whole.micro_batch, whole.gpu.memory_bytes
+    if bound.full <= bound.least or whole.memory.without_batch_bytes > there:
         return None
-    one = attempt(1)
+    one = attempt(bound.least)
     if not one.fits:
         return None if one.fits is False else one
-    sequence_bytes = (whole.memory.high_bytes - one.memory.high_bytes) / (full - 1)
-    size = full // 2
-    while size > 1:
-        if one.memory.high_bytes + (size - 1) * sequence_bytes <= whole.gpu.memory_bytes:
-            found = attempt(size)
+    more_bytes = whole.memory.high_bytes - one.memory.high_bytes
+    each_bytes = more_bytes / (bound.full - bound.least)
+    for smaller in bound.between():
+        if one.memory.high_bytes + (smaller - bound.least) * each_bytes <= there:
+            found = attempt(smaller)
             if found.fits:
                 return found
-        size //= 2
     return one
 
 
@@ -181,10 +225,16 @@ def plan_recipe(recipe: Recipe, *, gpu: Gpu | None = None, name: str = "") -> Pl
     length = sequence_length(recipe.data, base, recipe.train.max_seq_length)
     samples = length.train_samples
     steps = _steps(recipe, samples)
-    largest = largest_micro_batch(made.micro_batch_size, length.tokens)
+    padding_free = attention_path(base.config, made) != "padded"
+    largest = largest_micro_batch(
+        made.micro_batch_size,
+        length.tokens,
+        padding_free=padding_free,
+        most_tokens=made.micro_batch_tokens,
+    )
     memory = predict(base, made, largest)
     least_bytes = memory.low_bytes
-    certain = certain_micro_batch(made, length, steps)
+    certain = certain_micro_batch(made, length, steps, padding_free=padding_free)
     if gpu is not None and certain != largest and least_bytes > gpu.memory_bytes:
         least_bytes = predict(base, made, certain, accumulates=False).low_bytes
     return Planned(
@@ -232,7 +282,9 @@ def _devices(recipe: Recipe, gpu: Gpu | None) -> Devices:
     )
 
 
-def certain_micro_batch(made: Plan, length: SequenceLength, steps: int | None) -> MicroBatchSize:
+def certain_micro_batch(
+    made: Plan, length: SequenceLength, steps: int | None, *, padding_free: bool = False
+) -> MicroBatchSize:
     """A micro-batch that the run will compute on for certain, the largest that is known.
 
     Its largest is of whole micro-batches only where the global batch is cut into equal ones, and
@@ -242,11 +294,18 @@ def certain_micro_batch(made: Plan, length: SequenceLength, steps: int | None) -
     batch = recipe.train.global_batch_size
     taken = 0 if steps is None or recipe.train.max_time or recipe.resume is not False else steps
     if known is None or not known.at_least or samples is None or taken * batch < samples:
-        return largest_micro_batch(1, 2)
-    is_even = made.micro_batch_size * made.world_size * made.micro_steps == batch
+        return largest_micro_batch(1, 2, padding_free=padding_free)
+    places = made.micro_batch_size * made.world_size
+    is_even = made.micro_steps is not None and places * made.micro_steps == batch
     rows = made.micro_batch_size if is_even and (taken - 1) * batch >= samples else 1
     targets = known.label_tokens + rows - 1
-    return MicroBatchSize(sequences=rows, positions=known.at_least - 1, targets=targets)
+    positions = known.at_least - 1
+    return MicroBatchSize(
+        sequences=rows,
+        positions=positions,
+        targets=targets,
+        tokens=positions + rows - 1 if padding_free else None,
+    )
 
 
 def _steps(recipe: Recipe, samples: int | None) -> int | None:

@@ -87,7 +87,7 @@ class _Step:
 def _single(planned: Planned, gpu: Gpu) -> Iterator[_Step]:
     """What may be changed, the cheapest in speed first."""
     plan, recipe = planned.plan, planned.plan.recipe
-    if plan.micro_batch_size > 1:
+    if planned.micro_batch.full > planned.micro_batch.least:
         yield _Step("smaller micro-batch, same global batch", ())
     if gpu.bf16 and plan.precision != "bf16-true":
         yield _Step("16-bit numbers", (("precision", "bf16-true"),))
@@ -154,7 +154,8 @@ def _least(planned: Planned, steps: Sequence[_Step], attempt: Try) -> Change | N
         whole = attempt(overrides) if overrides else planned
         if whole.fits:
             return Change(title=title, overrides=overrides, planned=whole)
-        fitting = largest_that_fits(whole, lambda size: attempt((*overrides, _micro_batch(size))))
+        key = f"train.{whole.micro_batch.key}"
+        fitting = largest_that_fits(whole, lambda bound: attempt((*overrides, (key, str(bound)))))
     except UserError:  # the recipe's other settings do not go with it
         return None
     if fitting is None:
@@ -163,7 +164,7 @@ def _least(planned: Planned, steps: Sequence[_Step], attempt: Try) -> Change | N
         )
     return Change(
         title=f"{title}, smaller micro-batch" if overrides else title,
-        overrides=(*overrides, _micro_batch(fitting.plan.micro_batch_size)),
+        overrides=(*overrides, (key, str(fitting.micro_batch.full))),
         planned=fitting,
     )
 
@@ -195,7 +196,3 @@ def _shorter(planned: Planned, gpu: Gpu, attempt: Try) -> Change | None:
                 return found
         tokens //= 2
     return fewest
-
-
-def _micro_batch(size: int) -> Override:
-    return "train.micro_batch_size", str(size)

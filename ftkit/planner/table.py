@@ -23,7 +23,7 @@ from ftkit.report.step_memory import CATEGORIES
 
 _ANY_WIDTH = 1000
 """Of a file, where a table of many columns is neither folded nor cut."""
-_UNITS = "GiB of each rank; batch: sequences of a step / of a forward pass"
+_UNITS = "GiB of each rank; batch: sequences of a step / of a forward pass (t: its tokens)"
 _STYLES = {"fits": "bold green", "does not fit": "bold red", "UNCERTAIN": "bold yellow"}
 
 
@@ -169,8 +169,7 @@ def _rows(planned: Planned) -> Iterator[tuple[str, str]]:
     yield (
         "batch",
         (
-            f"{train.global_batch_size} sequences in a step ({plan.micro_steps} x "
-            f"{plan.micro_batch_size} on {plan.world_size}), at most "
+            f"{train.global_batch_size} sequences in a step ({_micro_steps(planned)}), at most "
             f"{planned.tokens_per_step:,} tokens"
         ),
     )
@@ -250,7 +249,15 @@ def _precision(planned: Planned) -> str:
 
 
 def _batch(planned: Planned) -> str:
-    return f"{planned.plan.recipe.train.global_batch_size}/{planned.plan.micro_batch_size}"
+    batch, tokens = planned.plan.recipe.train.global_batch_size, planned.plan.micro_batch_tokens
+    return f"{batch}/{planned.plan.micro_batch_size}" if tokens is None else f"{batch}/{tokens:,}t"
+
+
+def _micro_steps(planned: Planned) -> str:
+    plan, tokens = planned.plan, planned.plan.micro_batch_tokens
+    if tokens is None:
+        return f"{planned.micro_steps} x {plan.micro_batch_size} on {plan.world_size}"
+    return f"at most {planned.micro_steps} x {tokens:,} tokens on {plan.world_size}"
 
 
 def _numbers(head: str, counts: Sequence[int], place: int) -> _Column:

@@ -71,9 +71,15 @@ class Resolved:
     global_batch_size: int | None = None
     """Sequences per step, over all ranks."""
     micro_batch_size: int | None = None
-    """Sequences per forward pass on one rank."""
+    """Most sequences per forward pass on one rank."""
+    micro_batch_tokens: int | None = None
+    """Most tokens per forward pass on one rank, but for a longer sequence; None: not limited."""
+    attention: str | None = None
+    """How attention sees a micro-batch: varlen (sequences in a row, in one kernel), sdpa per
+    sequence (in a row, one by one) or padded (all as long as the longest)."""
     micro_steps_per_step: int | None = None
-    """Forward and backward passes of one rank per step."""
+    """Forward and backward passes of one rank per step; None: as many as the tokens of its
+    sequences need, see throughput.micro_steps_per_step."""
     total_steps: int | None = None
     """Steps of the whole run, had nothing stopped it."""
     warmup_steps: int | None = None
@@ -190,7 +196,7 @@ class Tokens:
     label: int
     """Real tokens that carry loss."""
     padded: int
-    """Positions that were computed and were padding."""
+    """Positions that were computed and were padding or fillers."""
     padding_fraction: float
     """padded / (real + padded)."""
 
@@ -211,6 +217,8 @@ class Throughput:
     """Their time; validation and saving lie outside."""
     tokens_per_s_per_device: float
     """tokens_per_s / world_size."""
+    micro_steps_per_step: float | None = None
+    """Forward and backward passes of one rank per step, in the mean."""
     rank_imbalance: float | None = None
     """Tokens of the fullest rank relative to the mean rank, averaged over the steps; 1 is perfect.
     None: there is one rank."""

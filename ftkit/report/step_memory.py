@@ -66,9 +66,20 @@ class MicroBatchSize:
     sequences: int
     """How many."""
     positions: int
-    """Of each sequence, padding included."""
+    """Of each sequence, padding included; of a row, of its longest one."""
     targets: int
     """Positions in all that carry loss."""
+    tokens: int | None = None
+    """Of all sequences, which lie in a row; None: each is padded to as many positions."""
+
+    @property
+    def lengths(self) -> tuple[int, ...] | None:
+        """Of the sequences in a row, as even as the longest one allows; None: they are padded."""
+        if self.tokens is None:
+            return None
+        others = self.sequences - 1
+        least, more = divmod(self.tokens - self.positions, others) if others else (0, 0)
+        return (self.positions, *(least + 1,) * more, *(least,) * (others - more))
 
 
 @dataclass(frozen=True, kw_only=True)

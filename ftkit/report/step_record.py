@@ -21,6 +21,8 @@ class StepRecord:
     """Tokens of this step that carry loss."""
     padded_tokens: int
     """Positions that were computed and were padding."""
+    micro_steps: int
+    """Forward and backward passes of one rank; all have equally many."""
     loss: float
     """Mean over the label tokens, in nats."""
     learning_rate: float

@@ -133,11 +133,16 @@ def _measured_rows(report: Report) -> Iterator[tuple[str, str]]:
         yield "time", _parts_text(report.phases_s.total, parts)
     if report.throughput:
         yield "throughput", _throughput_text(report.throughput, world_size)
+        if report.resolved:
+            most_tokens = report.resolved.micro_batch_tokens
+            yield "micro-batches", _micro_batches_text(report.throughput, most_tokens)
     if report.step_s:
         parts = dataclasses.asdict(report.step_s)
         yield "step", _parts_text(parts.pop("total"), parts)
     if report.tokens:
-        yield "padding", f"{percent_text(report.tokens.padding_fraction)} of computed positions"
+        share = f"{percent_text(report.tokens.padding_fraction)} of computed positions"
+        path = report.resolved and report.resolved.attention
+        yield "padding", _joined((share, path and f"attention {path}"))
     if report.peak_memory:
         yield "peak memory", memory_text(report.peak_memory)
     if report.step_memory:
@@ -242,6 +247,15 @@ def _throughput_text(speed: Throughput, world_size: int) -> str:
     )
 
 
+def _micro_batches_text(speed: Throughput, most_tokens: int | None) -> str:
+    """How full they are; empty where their tokens are not limited."""
+    if most_tokens is None or not speed.micro_steps_per_step:
+        return ""
+    tokens = speed.tokens_per_s_per_device / speed.steps_per_s / speed.micro_steps_per_step
+    in_step = number_text(speed.micro_steps_per_step)
+    return f"{in_step} in a step, each of {tokens:,.0f} tokens (at most {most_tokens:,})"
+
+
 def memory_text(memory: PeakMemory) -> str:
     """9.1 GiB allocated, 10.2 GiB reserved, 2.2 GiB host (largest of 4 ranks)."""
     values = {
@@ -299,6 +313,25 @@ def _example_rows(example: Example) -> Iterator[tuple[str, str]]:
     for label, answer in answers:
         if answer is not None:
             yield f"  {label}", shortened(answer) or "(empty)"
+
+
+def summary_text(resolved: Resolved, method: str) -> str:
+    """What a recipe came to, in two lines."""
+    assert resolved.parameters and resolved.trainable_parameters
+    return (
+        f"{method} fine-tuning of {resolved.base_model}: "
+        f"{resolved.trainable_parameters:,} of {resolved.parameters:,} parameters, "
+        f"{resolved.precision} on {resolved.device}\n"
+        f"{resolved.total_steps} steps of {resolved.global_batch_size} samples "
+        f"({_micro_steps(resolved)}), "
+        f"{resolved.samples_per_epoch:,} samples per epoch"
+    )
+
+
+def _micro_steps(resolved: Resolved) -> str:
+    if resolved.micro_batch_tokens is None:
+        return f"{resolved.micro_steps_per_step} x {resolved.micro_batch_size}"
+    return f"at most {resolved.micro_batch_tokens:,} tokens at once"
 
 
 def losses_of_data_text(counts: DataCounts) -> str:

@@ -32,6 +32,7 @@ class ThroughputMeter:
         duration_s: float,
         tokens: int,
         samples: int,
+        micro_steps: int = 1,
         parts_s: Mapping[str, float] | None = None,
         follows_memory: bool = False,
     ) -> None:
@@ -41,10 +42,17 @@ class ThroughputMeter:
             duration_s: time of the step, without validation and saving.
             tokens: real tokens of the step, over all ranks.
             samples: samples of the step, over all ranks.
+            micro_steps: forward and backward passes of one rank.
             parts_s: where the time went, by the fields of `StepTimes`.
             follows_memory: whether the memory of this step was followed.
         """
-        step = {"duration_s": duration_s, "tokens": tokens, "samples": samples, **(parts_s or {})}
+        step = {
+            "duration_s": duration_s,
+            "tokens": tokens,
+            "samples": samples,
+            "micro_steps": micro_steps,
+            **(parts_s or {}),
+        }
         if follows_memory:
             self._follows_memory.add(self._steps)
         if follows_memory or self._steps < self.skip_steps:
@@ -69,12 +77,13 @@ class ThroughputMeter:
             window_steps=window_steps,
             window_s=window_s,
             tokens_per_s_per_device=sums["tokens"] / window_s / world_size,
+            micro_steps_per_step=sums["micro_steps"] / window_steps,
         )
 
     def step_times(self) -> StepTimes:
         """Mean time of a step of the window by its parts; comes after the first step."""
         steps, sums = self._window()
-        known = ("duration_s", "tokens", "samples")
+        known = ("duration_s", "tokens", "samples", "micro_steps")
         parts = {name: value / steps for name, value in sums.items() if name not in known}
         return StepTimes(**parts, total=sum(parts.values()))
 

@@ -1,4 +1,4 @@
-"""Data loaders: the padded micro-batches of a step with their labels, and those of validation."""
+"""Data loaders: the micro-batches of a step with their labels, and those of validation."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -7,59 +7,68 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from ftkit.samples.layout import FILLER, RankLayout, validation_batches
 from ftkit.samples.sample_set import Sample, Samples
-from ftkit.samples.sampler import FILLER, ElasticOrder, validation_batches
+from ftkit.samples.sampler import ElasticOrder
 
 
 def collate(
     samples: Sequence[Sample | None],
     label_tokens_in_step: int,
     *,
+    padding_free: bool = False,
     is_last_of_step: bool = True,
     source: int | None = None,
 ) -> dict[str, Any]:
-    """Pad samples to a micro-batch.
+    """Make a micro-batch of samples: one after the other in a row, or padded to a rectangle.
 
     Args:
         samples: at least one; None is a filler, which becomes one token without a label.
         label_tokens_in_step: over all ranks and micro-steps, the share of this micro-batch is
             taken of it.
+        padding_free: whether they come in a row.
         is_last_of_step: whether an update follows it.
         source: the number of the one that all samples are of, if that counts.
 
     Returns:
-        input_ids: [batch, sequence] int64, all but the last token, padded on the right with 0.
-        label_indices: [labels] int64, indices into batch * sequence of the tokens whose next token
-            carries loss.
+        input_ids: [1, tokens] int64, all but the last token of each sample; or [batch, sequence],
+            padded on the right with 0.
+        sequence_lengths: tokens of each sample in the row, fillers included; or None.
+        label_indices: [labels] int64, indices into the flattened input_ids of the tokens whose
+            next token carries loss.
         labels: [labels] int64, those next tokens.
         label_tokens_in_step: scalar float64.
         is_last_of_step: as given.
         samples: how many, without fillers.
         tokens: how many, without padding and fillers.
-        padded_tokens: batch * sequence.
+        padded_tokens: numbers in input_ids.
         source: as given.
     """
-    real = [(row, sample) for row, sample in enumerate(samples) if sample is not None]
-    lengths = [len(sample.ids) - 1 for _, sample in real]
-    sequence = max(lengths, default=1)
-    input_ids = np.zeros((len(samples), sequence), dtype=np.int64)
+    lengths = [1 if sample is None else len(sample.ids) - 1 for sample in samples]
+    width = max(lengths)
+    starts = np.cumsum([0, *lengths]) if padding_free else np.arange(len(lengths) + 1) * width
+    input_ids = np.zeros(starts[-1], dtype=np.int64)
     label_indices = [np.empty(0, dtype=np.int64)]
     labels = [np.empty(0, dtype=np.int64)]
-    for (row, (ids, trained)), length in zip(real, lengths, strict=True):
-        input_ids[row, :length] = ids[:-1]
-        before = row * sequence - 1  # a token is predicted at the place of the one before it
-        for first, end in trained:
+    for sample, start, length in zip(samples, starts.tolist(), lengths, strict=False):
+        if sample is None:
+            continue
+        input_ids[start : start + length] = sample.ids[:-1]
+        before = start - 1  # a token is predicted at the place of the one before it
+        for first, end in sample.trained:
             first = max(first, 1)
             label_indices.append(np.arange(before + first, before + end))
-            labels.append(ids[first:end].astype(np.int64))
+            labels.append(sample.ids[first:end].astype(np.int64))
+    fillers = sum(sample is None for sample in samples)
     return {
-        "input_ids": torch.from_numpy(input_ids),
+        "input_ids": torch.from_numpy(input_ids).view(1 if padding_free else len(lengths), -1),
+        "sequence_lengths": tuple(lengths) if padding_free else None,
         "label_indices": torch.from_numpy(np.concatenate(label_indices)),
         "labels": torch.from_numpy(np.concatenate(labels)),
         "label_tokens_in_step": torch.tensor(label_tokens_in_step, dtype=torch.float64),
         "is_last_of_step": is_last_of_step,
-        "samples": len(real),
-        "tokens": sum(lengths),
+        "samples": len(samples) - fillers,
+        "tokens": sum(lengths) - fillers,
         "padded_tokens": input_ids.size,
         "source": source,
     }
@@ -85,18 +94,18 @@ def train_batches(
         pin_memory: for copies to a GPU beside the computation.
 
     Returns:
-        Loader of what collate returns; its len is the number of micro-steps.
+        Loader of what collate returns. It has no len: steps may have different numbers of
+        micro-steps.
     """
-    return _loader(samples, _StepSampler(order, start_step, end_step), pin_memory)
+    batches = _MicroBatches(samples, padding_free=order.layout.padding_free)
+    return _loader(batches, _StepSampler(order, start_step, end_step), pin_memory)
 
 
 def validation_loader(
     samples: Samples,
     limit: int,
-    micro_batch_size: int,
+    layout: RankLayout,
     *,
-    rank: int = 0,
-    world_size: int = 1,
     pin_memory: bool = False,
 ) -> DataLoader[dict[str, Any]]:
     """This rank's batches of the first `limit` validation samples, as many on every rank.
@@ -106,9 +115,7 @@ def validation_loader(
     Args:
         samples: the validation data.
         limit: samples over all ranks.
-        micro_batch_size: most samples per batch on one rank.
-        rank: this rank, in [0, world_size).
-        world_size: number of ranks.
+        layout: of a batch, on this rank.
         pin_memory: for copies to a GPU beside the computation.
 
     Returns:
@@ -120,10 +127,10 @@ def validation_loader(
     for source in np.unique(sources).tolist():
         numbers = np.flatnonzero(sources == source)
         lengths = samples.lengths[numbers]
-        for batch in validation_batches(lengths, len(numbers), micro_batch_size, rank, world_size):
+        for batch in validation_batches(lengths, len(numbers), layout):
             found = [i if i == FILLER else int(numbers[i]) for i in batch]
             keys.append((found, label_tokens, True, source))
-    return _loader(samples, keys, pin_memory)
+    return _loader(_MicroBatches(samples, padding_free=layout.padding_free), keys, pin_memory)
 
 
 _Key = tuple[list[int], int, bool, int | None]
@@ -147,29 +154,32 @@ class _StepSampler(Sampler[_Key]):
                 yield micro_batch, label_tokens, False, None
             yield last, label_tokens, True, None
 
-    def __len__(self) -> int:
-        return (self._end_step - self._start_step) * self._order.micro_steps
-
 
 class _MicroBatches(Dataset[dict[str, Any]]):
     """Collated micro-batches, by the samples in them."""
 
-    def __init__(self, samples: Samples) -> None:
-        self._samples = samples
+    def __init__(self, samples: Samples, *, padding_free: bool) -> None:
+        self._samples, self._padding_free = samples, padding_free
 
     def __getitem__(self, key: _Key) -> dict[str, Any]:
         indices, label_tokens, is_last, source = key
         samples = [None if i == FILLER else self._samples[i] for i in indices]
-        return collate(samples, label_tokens, is_last_of_step=is_last, source=source)
+        return collate(
+            samples,
+            label_tokens,
+            padding_free=self._padding_free,
+            is_last_of_step=is_last,
+            source=source,
+        )
 
 
 def _loader(
-    samples: Samples, sampler: Sampler[_Key] | list[_Key], pin_memory: bool
+    batches: _MicroBatches, sampler: Sampler[_Key] | list[_Key], pin_memory: bool
 ) -> DataLoader[dict[str, Any]]:
     # Without workers, whatever num_workers says: the samples are tokenised already, collating
     # takes 0.05 ms, and forking a process that runs communication threads is not safe.
     return DataLoader(
-        _MicroBatches(samples),
+        batches,
         batch_size=None,
         sampler=sampler,
         collate_fn=_keep,  # type: ignore[arg-type]  # without batch_size it gets one item

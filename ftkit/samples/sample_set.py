@@ -12,7 +12,7 @@ import numpy.typing as npt
 from torch.utils.data import Dataset
 
 from ftkit.rendering.renderer import Rendered
-from ftkit.samples.sampler import IntArray
+from ftkit.samples.layout import IntArray
 
 
 class Sample(NamedTuple):

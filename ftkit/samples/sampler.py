@@ -7,19 +7,13 @@ in the data is one integer, and a run can be continued on other hardware, or wit
 batch size, without replaying anything.
 """
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from ftkit.config.plan import count_micro_steps
-
-IntArray = npt.NDArray[np.int64]
-
-FILLER = -1
-"""Stands for a sample without loss, where a rank has to run a micro-step but has no sample."""
+from ftkit.samples.layout import IntArray, Layout, RankLayout, lay_out, samples_or_filler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,18 +24,6 @@ class Position:
     """Optimizer steps done."""
     samples: int = 0
     """Samples that they consumed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankLayout:
-    """How a step is laid out on one rank."""
-
-    micro_batch_size: int
-    """Most samples per micro-step."""
-    rank: int = 0
-    """This rank, in [0, world_size)."""
-    world_size: int = 1
-    """Number of ranks."""
 
 
 class EpochOrder:
@@ -136,12 +118,11 @@ class ElasticOrder:
         assert 0 <= layout.rank < layout.world_size
         self._epochs = epochs
         self._global_batch_size = global_batch_size
-        self._micro_batch_size = layout.micro_batch_size
+        self.layout = layout
+        """Of a step on this rank."""
         self._total_samples = total_samples
         self.start_step = start.step
         self._start_samples = start.samples
-        self._rank = layout.rank
-        self._world_size = layout.world_size
         self._orders: dict[int, IntArray] = {}
 
     @property
@@ -180,36 +161,28 @@ class ElasticOrder:
         """Tokens that carry loss in the step, over all ranks and micro-steps."""
         return int(self._label_counts[self.samples(step)].sum())
 
-    @property
-    def micro_steps(self) -> int:
-        """Micro-steps of every step on every rank, also of a shorter last one."""
-        return count_micro_steps(self._global_batch_size, self._micro_batch_size, self._world_size)
-
     def micro_batches(self, step: int) -> list[list[int]]:
         """The samples this rank runs in each micro-step; [FILLER] where it has none.
 
-        Micro-steps come by falling size after padding, so that a step that does not fit into
-        memory fails in its first micro-step.
+        All ranks have equally many. The first micro-step has the largest micro-batch.
         """
         samples = self.samples(step)
-        return [
-            samples[ranks[self._rank]].tolist() if len(ranks[self._rank]) else [FILLER]
-            for ranks in self._layout(samples)
-        ]
+        rank = self.layout.rank
+        return [samples_or_filler(samples[ranks[rank]]) for ranks in self._laid_out(samples)]
 
     def largest_micro_batch(self, step: int) -> int:
         """Positions of the step's largest micro-batch over all ranks, padding included."""
         samples = self.samples(step)
         lengths = self._lengths[samples]
-        (first, *_) = self._layout(samples)
-        return max(int(lengths[run].max()) * len(run) for run in first if len(run))
+        (first, *_) = self._laid_out(samples)
+        return max(self.layout.positions(lengths[run]) for run in first if len(run))
 
     def imbalance(self, step: int) -> float:
         """Tokens of the fullest rank, relative to the mean of all ranks; 1.0 is perfect."""
         samples = self.samples(step)
         lengths = self._lengths[samples]
-        tokens = np.zeros(self._world_size)
-        for ranks in self._layout(samples):
+        tokens = np.zeros(self.layout.world_size)
+        for ranks in self._laid_out(samples):
             tokens += [lengths[chosen].sum() for chosen in ranks]
         return float(tokens.max() / tokens.mean())
 
@@ -221,9 +194,9 @@ class ElasticOrder:
     def _range(self, step: int) -> str:
         return f"step {step} of [{self.start_step}, {self.total_steps})"
 
-    def _layout(self, samples: IntArray) -> list[list[IntArray]]:
-        return _lay_out(
-            self._lengths[samples], self._micro_batch_size, self._world_size, self.micro_steps
+    def _laid_out(self, samples: IntArray) -> Layout:
+        return lay_out(
+            self._lengths[samples], self.layout, samples_of_full_step=self._global_batch_size
         )
 
     def _order(self, epoch: int) -> IntArray:
@@ -243,118 +216,3 @@ def permutation(samples: int, seed: int, epoch: int, *source: int) -> IntArray:
     """
     bits = np.random.Philox(np.random.SeedSequence(seed % 2**64, spawn_key=(epoch, *source)))
     return np.argsort(bits.random_raw(samples), kind="stable")
-
-
-def validation_batches(
-    lengths: npt.ArrayLike, limit: int, micro_batch_size: int, rank: int = 0, world_size: int = 1
-) -> list[list[int]]:
-    """The validation batches of one rank: the first samples, sorted and spread like a step.
-
-    Args:
-        lengths: [samples of the data set], input tokens of each.
-        limit: validate on the first `limit` samples, whatever the layout.
-        micro_batch_size: most samples per batch on one rank.
-        rank: this rank, in [0, world_size).
-        world_size: number of ranks.
-
-    Returns:
-        Samples per batch; as many batches on every rank, [FILLER] where a rank has none left.
-    """
-    chosen = np.asarray(lengths, dtype=np.int64)[:limit]
-    micro_steps = count_micro_steps(len(chosen), micro_batch_size, world_size)
-    layout = _lay_out(chosen, micro_batch_size, world_size, micro_steps)
-    return [ranks[rank].tolist() if len(ranks[rank]) else [FILLER] for ranks in layout]
-
-
-def _lay_out(
-    lengths: IntArray, micro_batch_size: int, world_size: int, micro_steps: int
-) -> list[list[IntArray]]:
-    """Spread samples over micro-steps and ranks, so that little is padded and no rank waits.
-
-    Neighbours by length form a micro-batch. The world_size largest micro-batches run in the first
-    micro-step, and so on, because FSDP and ZeRO wait for each other in every micro-step. Within
-    a micro-step, the micro-batch with most tokens goes to the rank with fewest so far.
-
-    Args:
-        lengths: [samples], input tokens of each.
-        micro_batch_size: most samples per micro-batch.
-        world_size: number of ranks.
-        micro_steps: how many to spread over; at least as many as the samples need.
-
-    Returns:
-        For each micro-step, for each rank, indices into lengths; empty only where there are
-        fewer samples than places.
-    """
-    falling = np.argsort(-lengths, kind="stable")
-    # Neighbours by length become micro-batches, as many as there are places for.
-    sizes = _cut(lengths[falling].tolist(), micro_steps * world_size, micro_batch_size)
-    runs = np.split(falling, np.cumsum(sizes)[:-1]) if sizes else []
-    # The first sample of each is its longest: this is its size after padding.
-    runs.sort(key=lambda run: -int(lengths[run[0]]) * len(run))
-    tokens = [0] * world_size
-    layout = []
-    for micro_step in range(micro_steps):
-        batches = runs[micro_step * world_size : (micro_step + 1) * world_size]
-        # Most tokens to the rank that has fewest so far; a rank without a batch gets none.
-        batches.sort(key=lambda run: -int(lengths[run].sum()))
-        ranks = [falling[:0]] * world_size
-        for rank, run in zip(np.argsort(tokens, kind="stable").tolist(), batches, strict=False):
-            ranks[rank] = run
-            tokens[rank] += int(lengths[run].sum())
-        layout.append(ranks)
-    return layout
-
-
-def _cut(lengths: list[int], places: int, most: int) -> list[int]:
-    """Cut samples into runs so that the largest run after padding is as small as possible.
-
-    Where there are more places than the samples fill, long sequences get short runs: the step is
-    faster and its peak of memory lower.
-
-    Args:
-        lengths: input tokens of each sample, falling.
-        places: how many runs to make.
-        most: most samples per run.
-
-    Returns:
-        Samples per run, none of them 0; fewer than `places` only if there are fewer samples.
-    """
-    if len(lengths) <= places:
-        return [1] * len(lengths)
-    if len(lengths) == places * most:
-        return [most] * places
-    # The smallest size, in padded tokens, at which the runs fit into the places: by halving.
-    too_small, enough = 0, lengths[0] * most
-    while enough - too_small > 1:
-        middle = (too_small + enough) // 2
-        if len(_cut_to(lengths, middle, most)) <= places:
-            enough = middle
-        else:
-            too_small = middle
-    return _split_largest(lengths, _cut_to(lengths, enough, most), places)
-
-
-def _cut_to(lengths: list[int], padded_tokens: int, most: int) -> list[int]:
-    """The fewest runs of at most `padded_tokens` each (or of one sample)."""
-    sizes = []
-    start = 0
-    while start < len(lengths):  # lengths fall: the first sample of a run sets its width
-        size = min(most, max(1, padded_tokens // lengths[start]), len(lengths) - start)
-        sizes.append(size)
-        start += size
-    return sizes
-
-
-def _split_largest(lengths: list[int], sizes: list[int], places: int) -> list[int]:
-    """Split the largest runs until there are `places`, so that no place stays empty."""
-    heap = []  # (-padded tokens, 0 if it cannot be split; first sample; samples)
-    start = 0
-    for size in sizes:
-        heap.append((-lengths[start] * size if size > 1 else 0, start, size))
-        start += size
-    heapq.heapify(heap)
-    while len(heap) < places:
-        _, start, size = heapq.heappop(heap)
-        for begin, part in ((start, size // 2), (start + size // 2, size - size // 2)):
-            heapq.heappush(heap, (-lengths[begin] * part if part > 1 else 0, begin, part))
-    return [size for _, _, size in sorted(heap, key=lambda run: run[1])]

@@ -200,7 +200,7 @@ def deepspeed_config(plan: Plan, module: torch.nn.Module) -> dict[str, Any]:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": plan.micro_batch_size,
         # Tells whether there are several; which one is the last is said in each step.
-        "gradient_accumulation_steps": plan.micro_steps,
+        "gradient_accumulation_steps": 2 if plan.accumulates else 1,
         "gradient_clipping": plan.recipe.train.max_norm or 0.0,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,

@@ -158,7 +158,12 @@ class Strategy(ABC):
 
     def forward(self, batch: dict[str, Any]) -> Tensor:
         """The summed loss of a micro-batch, in nats: a scalar."""
-        loss: Tensor = self._forward(batch["input_ids"], batch["label_indices"], batch["labels"])
+        loss: Tensor = self._forward(
+            batch["input_ids"],
+            batch["label_indices"],
+            batch["labels"],
+            sequence_lengths=batch["sequence_lengths"],
+        )
         return loss
 
     def backward(self, loss: Tensor) -> None:

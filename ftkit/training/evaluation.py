@@ -61,7 +61,12 @@ def validation_loss(
             return None
         batch = move_data_to_device(batch, device)
         with context():
-            loss = model(batch["input_ids"], batch["label_indices"], batch["labels"])
+            loss = model(
+                batch["input_ids"],
+                batch["label_indices"],
+                batch["labels"],
+                sequence_lengths=batch["sequence_lengths"],
+            )
         sums[0, batch["source"]] += loss
         sums[1, batch["source"]] += len(batch["labels"])
         progress(done, len(batches))

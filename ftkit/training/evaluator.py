@@ -7,7 +7,6 @@ from ftkit.errors import UserError
 from ftkit.report.metrics import loss_column, perplexity
 from ftkit.report.report import ExactMatch, Example
 from ftkit.samples.loader import validation_loader
-from ftkit.strategies.distributed import rank
 from ftkit.training.evaluation import answer_records, exact_matches, validation_loss
 from ftkit.training.journal import Journal
 from ftkit.training.loggers import Loggers
@@ -64,9 +63,7 @@ class Evaluator:
         batches = validation_loader(
             self._setup.data.val,
             limit=limit,
-            micro_batch_size=self._setup.plan.micro_batch_size,
-            rank=rank(),
-            world_size=self._setup.plan.world_size,
+            layout=self._setup.layout,
         )
         with self._journal.display.phase("validating", brief=True) as phase:
             found = validation_loss(
@@ -101,7 +98,7 @@ class Evaluator:
                 self._setup.model,
                 self._setup.base.tokenizer,
                 questions,
-                batch_size=self._setup.plan.micro_batch_size,
+                batch_size=self._setup.plan.sequences_of(int(self._setup.data.val.lengths.max())),
                 context=self._setup.strategy.precision.forward_context,
                 stopped=self._stop.requested,
                 progress=phase.advance,

@@ -40,7 +40,7 @@ from ftkit.model.load_weights import trained_weights
 from ftkit.pretrained.save import layout_of, save_hf, save_litgpt
 from ftkit.runs.directory import RankDirectory
 from ftkit.runs.job import Job, RankError
-from ftkit.samples.sampler import ElasticOrder, Position, RankLayout
+from ftkit.samples.sampler import ElasticOrder, Position
 from ftkit.strategies.distributed import make_device, rank
 from ftkit.strategies.precision import set_arithmetic
 from ftkit.training.checkpointing import Checkpointing
@@ -117,11 +117,7 @@ def _order(setup: Setup) -> ElasticOrder:
             start_step=start.step,
             start_samples=start.samples,
         ),
-        layout=RankLayout(
-            micro_batch_size=setup.plan.micro_batch_size,
-            rank=rank(),
-            world_size=setup.plan.world_size,
-        ),
+        layout=setup.layout,
         start=Position(step=start.step, samples=start.samples),
     )
 

@@ -288,6 +288,7 @@ class Recorder:
             duration_s=record.duration_s,
             tokens=record.tokens,
             samples=record.samples,
+            micro_steps=record.micro_steps,
             parts_s={str(part): seconds for part, seconds in record.parts_s.items()},
             follows_memory=follows_memory,
         )

@@ -22,7 +22,8 @@ from ftkit.inspection.findings import TOLD_BY_COUNTS, Evidence, findings
 from ftkit.lora.load import Adapter, check_shapes, read_adapter
 from ftkit.lora.names import our_name
 from ftkit.lora.save import check_adapter
-from ftkit.model.flops import flops_per_token, parameter_count
+from ftkit.model.attention import AttentionPath, attention_kernel, attention_path
+from ftkit.model.flops import attention_cost, flops_per_token, parameter_count
 from ftkit.model.language_model import LanguageModel, outline, trainable
 from ftkit.model.load_weights import fill, in_checkpoint
 from ftkit.optim.optimizers import base_learning_rate
@@ -34,10 +35,11 @@ from ftkit.pretrained.fingerprint import fingerprint
 from ftkit.pretrained.hub import find_here
 from ftkit.pretrained.save import layout_of
 from ftkit.report.report import DataCounts, Resolved, Source
-from ftkit.report.table import losses_of_data_text
+from ftkit.report.table import losses_of_data_text, summary_text
 from ftkit.runs.checkpoints import size_of
 from ftkit.runs.job import Job
 from ftkit.runs.resume import check_disk
+from ftkit.samples.layout import IntArray, RankLayout
 from ftkit.samples.sample_set import Samples
 from ftkit.strategies.distributed import rank
 from ftkit.strategies.precision import compute_dtype, parameter_dtype, updated_dtype
@@ -72,7 +74,23 @@ class Setup:
     schedule: Schedule
     model: LanguageModel
     """Adapted as the recipe says; without memory until it is loaded."""
+    attention: AttentionPath
+    """How attention sees a micro-batch."""
     strategy: Strategy
+
+    @cached_property
+    def layout(self) -> RankLayout:
+        """How the samples of a step are laid out on this rank."""
+        samples = self.data.train
+        return RankLayout.of(
+            self.plan,
+            padding_free=self.attention != "padded",
+            attention_cost=attention_cost(
+                self.model,
+                label_fraction=float(samples.label_counts.sum() / samples.lengths.sum()),
+            ),
+            rank=rank(),
+        )
 
     @property
     def is_saved(self) -> bool:
@@ -168,6 +186,7 @@ def prepare(job: Job, start: StartingPoint, journal: Journal) -> Setup:
     plan, recipe = job.plan, job.recipe
     continues_alone = start.metadata is not None and recipe.method == "full"
     base = open_companions(Path(job.base)) if continues_alone else open_base(job.base)
+    attention = attention_path(base.config, plan)
     max_seq_length = checked_length(base, recipe.train.max_seq_length)
     with journal.display.phase("reading data") as phase:
         data = load_data(
@@ -196,6 +215,8 @@ def prepare(job: Job, start: StartingPoint, journal: Journal) -> Setup:
     )
     for notice in notices:
         journal.warn(notice)
+    model = outline(base, recipe, parameter_dtype(plan), compute_dtype(plan))
+    model.kernel = attention_kernel(base.config, plan)
     setup = Setup(
         job=job,
         plan=plan,
@@ -205,7 +226,8 @@ def prepare(job: Job, start: StartingPoint, journal: Journal) -> Setup:
         start=start,
         identities=found,
         schedule=schedule,
-        model=outline(base, recipe, parameter_dtype(plan), compute_dtype(plan)),
+        model=model,
+        attention=attention,
         strategy=strategy,
     )
     if setup.is_saved:
@@ -331,13 +353,17 @@ def _tell(setup: Setup, journal: Journal) -> None:
         max_seq_length=setup.max_seq_length,
         global_batch_size=recipe.train.global_batch_size,
         micro_batch_size=plan.micro_batch_size,
+        micro_batch_tokens=plan.micro_batch_tokens,
+        attention=setup.attention,
         micro_steps_per_step=plan.micro_steps,
         total_steps=setup.schedule.total_steps,
         warmup_steps=setup.schedule.warmup_steps,
         samples_per_epoch=samples_per_epoch,
     )
     journal.recorder.note(resolved=resolved)
-    journal.display.message(_summary(resolved, recipe.method))
+    journal.display.message(summary_text(resolved, recipe.method))
+    if text := _alone_text(setup.data.train.lengths, plan.micro_batch_tokens):
+        journal.display.message(f"notice: {text}")
 
 
 def mean_flops_per_token(
@@ -387,13 +413,13 @@ def _require_space(setup: Setup, number_bytes: float) -> None:
     )
 
 
-def _summary(resolved: Resolved, method: str) -> str:
-    assert resolved.parameters and resolved.trainable_parameters
+def _alone_text(lengths: IntArray, most_tokens: int | None) -> str:
+    """How many samples are longer than a micro-batch should be; empty: none."""
+    longer = 0 if most_tokens is None else int((lengths > most_tokens).sum())
+    if not longer:
+        return ""
     return (
-        f"{method} fine-tuning of {resolved.base_model}: "
-        f"{resolved.trainable_parameters:,} of {resolved.parameters:,} parameters, "
-        f"{resolved.precision} on {resolved.device}\n"
-        f"{resolved.total_steps} steps of {resolved.global_batch_size} samples "
-        f"({resolved.micro_steps_per_step} x {resolved.micro_batch_size}), "
-        f"{resolved.samples_per_epoch:,} samples per epoch"
+        f"{longer:,} of {len(lengths):,} training samples have more than "
+        f"train.micro_batch_tokens {most_tokens:,}, up to {int(lengths.max()):,}: each is computed "
+        "alone"
     )

@@ -100,19 +100,19 @@ class TrainStep:
         seed = self._setup.job.recipe.seed
         torch.manual_seed(seed_of_step(seed, step, rank()))
         self._strategy.set_learning_rate(self._setup.schedule.share(step))
-        is_first, is_last = True, False
+        micro_steps, is_last = 0, False
         while not is_last:
             batch = move_data_to_device(next(batches), self._device)
             is_last = batch["is_last_of_step"]
-            if is_first:
+            if not micro_steps:
                 self._meter.begin_step(step)
             with self._strategy.micro_step(is_last=is_last):
                 self.micro_step(batch)
             counts = [old + new for old, new in zip(counts, _counts(batch), strict=True)]
-            is_first = False
+            micro_steps += 1
         self.update()
         self._clock.mark("optimizer")
-        return self._record(step, counts, began)
+        return self._record(step, counts, micro_steps, began)
 
     def micro_step(self, batch: Batch) -> None:
         """The forward and backward pass of a micro-batch, whose gradients are added up."""
@@ -139,7 +139,7 @@ class TrainStep:
         self._strategy.update()
         self._meter.end_step()
 
-    def _record(self, step: int, counts: list[int], began: float) -> StepRecord:
+    def _record(self, step: int, counts: list[int], micro_steps: int, began: float) -> StepRecord:
         sums = torch.tensor([0.0, *counts], dtype=torch.float64, device=self._device)
         sums[0] = self._loss
         loss, *found = sum_over_ranks(sums).tolist()
@@ -154,6 +154,7 @@ class TrainStep:
             tokens=tokens,
             label_tokens=label_tokens,
             padded_tokens=padded_tokens,
+            micro_steps=micro_steps,
             loss=loss,
             learning_rate=self._setup.learning_rate(step),
             gradient_norm=gradient_norm,

@@ -11,6 +11,17 @@ from ftkit.config.recipe import Method
 
 LAST = 9
 """Optimizer steps of the whole run."""
+MICRO_BATCH: dict[str, tuple[tuple[str, object], ...]] = {
+    "ddp": (("train.micro_batch_size", None), ("train.micro_batch_tokens", 400)),
+}
+"""Of the first session, by its strategy, where it is not 4 sequences."""
+OTHER_MICRO_BATCH: dict[str, tuple[tuple[str, object], ...]] = {
+    "single": (("train.micro_batch_size", 3),),
+    "ddp": (("train.micro_batch_size", None), ("train.micro_batch_tokens", 600)),
+    "fsdp": (("train.padding_free", False),),
+    "deepspeed": (("train.micro_batch_size", None), ("train.micro_batch_tokens", 250)),
+}
+"""Of the second session, by its strategy."""
 CUT = 4
 """Steps of the first session; it ends in the middle of the first epoch."""
 
@@ -83,7 +94,12 @@ def first_sessions(run: Run, sources: set[tuple[Layout, Method]]) -> Runs:
     ordered = sorted(sources, key=lambda source: (source[0].world_size, source))
     for world_size, group in itertools.groupby(ordered, key=lambda source: source[0].world_size):
         cases = {
-            (layout, method): Case(layout.strategy, method, changes=NO_EVALUATION, stop_after=CUT)
+            (layout, method): Case(
+                layout.strategy,
+                method,
+                changes=(*NO_EVALUATION, *MICRO_BATCH.get(layout.strategy, ())),
+                stop_after=CUT,
+            )
             for layout, method in group
         }
         outcomes = run(world_size, list(cases.values()))
@@ -92,7 +108,7 @@ def first_sessions(run: Run, sources: set[tuple[Layout, Method]]) -> Runs:
 
 
 def second_sessions(run: Run, sources: Runs, moves: set[Move]) -> Continued:
-    """Runs that stopped, continued on other layouts, with another micro-batch size."""
+    """Runs that stopped, continued on other layouts, with other micro-batches."""
     found: Continued = {}
     targets = sorted({target for _, target, _ in moves}, key=_ranks)
     for world_size, group in itertools.groupby(targets, key=_ranks):
@@ -101,7 +117,7 @@ def second_sessions(run: Run, sources: Runs, moves: set[Move]) -> Continued:
                 target.strategy,
                 method,
                 start=outcome.out_dir,
-                changes=(*NO_EVALUATION, ("train.micro_batch_size", 3)),
+                changes=(*NO_EVALUATION, *OTHER_MICRO_BATCH[target.strategy]),
             )
             for target in group
             for (source, method), outcome in sources.items()

@@ -198,6 +198,55 @@ def test_a_micro_batch_larger_than_the_global_batch_is_cut_and_told() -> None:
     assert made.notices == ("train.micro_batch_size 8 is more than the global batch: 4 is used.",)
 
 
+def test_a_micro_batch_has_one_sequence_unless_something_else_is_asked() -> None:
+    made = plan(train__global_batch_size=16)
+    assert (made.micro_batch_size, made.micro_batch_tokens, made.micro_steps) == (1, None, 16)
+
+
+@pytest.mark.parametrize(
+    ("size", "bound", "sequences"), [("null", 16, 16), ("auto", 16, 16), (6, 6, 6), (64, 16, 16)]
+)
+def test_a_number_of_tokens_bounds_micro_batches_beside_a_number_of_sequences(
+    size: int | str, bound: int, sequences: int
+) -> None:
+    made = plan(
+        train__global_batch_size=16, train__micro_batch_size=size, train__micro_batch_tokens=1000
+    )
+    assert (made.micro_batch_size, made.micro_batch_tokens) == (bound, 1000)
+    assert made.micro_steps is None and made.accumulates
+    assert made.sequences_of(100) == min(10, sequences)
+    assert made.sequences_of(10) == sequences
+    assert made.sequences_of(5000) == 1
+    assert made.most_micro_steps(100) == -(-16 // min(10, sequences))
+
+
+def test_with_a_number_of_tokens_a_step_of_few_sequences_has_one_micro_step() -> None:
+    made = plan(train__global_batch_size=1, train__micro_batch_tokens=1000)
+    assert (made.micro_steps, made.accumulates, made.notices) == (1, False, ())
+
+
+def test_a_number_of_tokens_that_does_nothing_is_told() -> None:
+    made = plan(
+        train__global_batch_size=16, train__micro_batch_size=1, train__micro_batch_tokens=1000
+    )
+    assert made.micro_steps == 16
+    (notice,) = made.notices
+    assert "--train.micro_batch_size null" in notice
+
+
+def test_a_number_of_tokens_is_refused_where_micro_batches_are_padded() -> None:
+    with pytest.raises(UserError) as refused:
+        plan(train__micro_batch_tokens=1000, train__padding_free=False)
+    assert "train.micro_batch_tokens is 1000, but train.padding_free is false" in str(refused.value)
+    assert "--train.padding_free null" in str(refused.value)
+
+
+@pytest.mark.parametrize("key", ["micro_batch_size", "micro_batch_tokens"])
+def test_what_depends_on_a_device_is_not_planned_without_one(key: str) -> None:
+    with pytest.raises(UserError, match=f"train.{key} is auto"):
+        plan(**{f"train__{key}": "auto"})
+
+
 # --- Precision ----------------------------------------------------------------------------------
 
 
@@ -465,6 +514,7 @@ def test_an_unknown_strategy_names_those_there_are() -> None:
     {
         "train.global_batch_size": 1,
         "train.micro_batch_size": 1,
+        "train.micro_batch_tokens": 1,
         "train.epochs": 1,
         "train.max_steps": 1,
         "train.max_seq_length": 2,

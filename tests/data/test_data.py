@@ -19,9 +19,10 @@ from ftkit.errors import UserError
 from ftkit.records.read import read_records
 from ftkit.records.record import Record
 from ftkit.rendering.renderer import Rendered
+from ftkit.samples.layout import FILLER, RankLayout
 from ftkit.samples.loader import collate, train_batches, validation_loader
 from ftkit.samples.sample_set import Sample, SampleSet
-from ftkit.samples.sampler import FILLER, ElasticOrder
+from ftkit.samples.sampler import ElasticOrder
 
 litgpt_data = pytest.importorskip("litgpt.data", reason="the data are compared with LitGPT's")
 from litgpt import prompts  # noqa: E402
@@ -637,7 +638,7 @@ def sample(ids: list[int], *trained: tuple[int, int]) -> Sample:
 
 
 class TestCollate:
-    """Samples become one padded micro-batch."""
+    """Samples become one micro-batch, padded or in a row."""
 
     def test_every_trained_span_has_its_labels(self) -> None:
         batch = collate([sample([1, 2, 3, 4, 5, 6, 7], (0, 2), (4, 5), (6, 7))], 1)
@@ -665,6 +666,21 @@ class TestCollate:
         assert batch["input_ids"].tolist() == [[0]]
         assert batch["label_indices"].shape == batch["labels"].shape == (0,)
         assert (batch["samples"], batch["tokens"], batch["padded_tokens"]) == (0, 0, 1)
+
+    def test_a_row_has_every_sample_once_and_no_padding(self) -> None:
+        samples = [
+            sample([5, 6, 7, 8, 9], (3, 5)),
+            None,
+            sample([1, 2, 3], (0, 3)),
+        ]
+        batch = collate(samples, label_tokens_in_step=40, padding_free=True)
+        assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 0, 1, 2]]
+        assert batch["sequence_lengths"] == (4, 1, 2)
+        assert batch["label_indices"].tolist() == [2, 3, 5, 6]
+        assert batch["labels"].tolist() == [8, 9, 2, 3]
+        assert batch["input_ids"].dtype == batch["label_indices"].dtype == torch.int64
+        assert (batch["samples"], batch["tokens"], batch["padded_tokens"]) == (2, 6, 7)
+        assert collate(samples, label_tokens_in_step=40)["sequence_lengths"] is None
 
     def test_the_labels_are_those_that_litgpt_shifts(self, tokenizer: Tokenizer) -> None:
         theirs = litgpt_data.SFTDataset(RECORDS, tokenizer, "alpaca", 200, mask_prompt=True)
@@ -722,14 +738,13 @@ class TestLoaders:
                 collate(
                     [None if i == FILLER else samples[i] for i in micro_batch],
                     order.label_tokens(step),
-                    is_last_of_step=number == order.micro_steps,
+                    is_last_of_step=number == len(order.micro_batches(step)),
                 )
             )
             for step in range(start_step, 10)
             for number, micro_batch in enumerate(order.micro_batches(step), start=1)
         ]
         assert [plain(batch) for batch in loader] == expected
-        assert len(loader) == len(expected)
 
     @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
     def test_the_ranks_together_carry_every_target_once(self, world_size: int) -> None:
@@ -745,12 +760,30 @@ class TestLoaders:
         shares = [len(batch["labels"]) / batch["label_tokens_in_step"] for batch in batches]
         assert sum(shares) == pytest.approx(ranks[0].total_steps)
 
+    def test_rows_have_the_samples_and_labels_of_padded_micro_batches(self) -> None:
+        samples = make_samples()
+        padded = list(train_batches(samples, make_order(samples), 0, 10))
+        order = make_order(samples, micro_batch_size=8, micro_batch_tokens=30)
+        rows = list(train_batches(samples, order, 0, 10))
+        assert sum(row["is_last_of_step"] for row in rows) == 10
+
+        def labels(batches: list[dict[str, Any]]) -> list[int]:
+            return sorted(label for batch in batches for label in batch["labels"].tolist())
+
+        assert labels(rows) == labels(padded)
+        layout = RankLayout(micro_batch_size=4, padding_free=True)
+        for row in [*rows, *validation_loader(samples, 30, layout)]:
+            assert row["input_ids"].shape == (1, row["tokens"])
+            assert sum(row["sequence_lengths"]) == row["tokens"] == row["padded_tokens"]
+
     @pytest.mark.parametrize("world_size", [1, 2, 3])
     @pytest.mark.parametrize("limit", [2, 10, 100])
     def test_validation_takes_the_first_samples(self, limit: int, world_size: int) -> None:
         samples = make_samples()
         loaders = [
-            validation_loader(samples, limit, 4, rank=rank, world_size=world_size)
+            validation_loader(
+                samples, limit, RankLayout(micro_batch_size=4, rank=rank, world_size=world_size)
+            )
             for rank in range(world_size)
         ]
         assert len({len(loader) for loader in loaders}) == 1
@@ -764,5 +797,4 @@ class TestLoaders:
         order = make_order(samples, start_step=7, start_samples=2 * len(samples))
         assert order.total_steps == 7
         loader = train_batches(samples, order, start_step=7, end_step=7)
-        assert len(loader) == 0
         assert list(loader) == []

@@ -12,9 +12,9 @@ from ftkit.config.recipe import Component
 from ftkit.data.dataset import DataSets, load_data
 from ftkit.errors import UserError
 from ftkit.pretrained.tokenizer import Tokenizer
+from ftkit.samples.layout import FILLER, RankLayout
 from ftkit.samples.loader import validation_loader
 from ftkit.samples.sample_set import interleave
-from ftkit.samples.sampler import FILLER
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +130,13 @@ def test_a_batch_of_a_validation_is_of_one_source(
     data = load(tokenizer, {"path": paths[0]}, {"path": paths[1]})
     assert len(data.val) == 12
     ranks = [
-        list(validation_loader(data.val, limit, 2, rank=rank, world_size=world_size))
+        list(
+            validation_loader(
+                data.val,
+                limit,
+                RankLayout(micro_batch_size=2, rank=rank, world_size=world_size),
+            )
+        )
         for rank in range(world_size)
     ]
     assert len({len(batches) for batches in ranks}) == 1

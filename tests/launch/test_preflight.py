@@ -110,6 +110,9 @@ LITGPT = {
         (FLAT, 2048, {"lora_r": "8"}, 0),
         (FLAT, 2048, {"lora_r": "8", "train__micro_batch_size": "16"}, 1),
         (FLAT, 131_072, {"lora_r": "8"}, 1),
+        (FLAT, 2048, {"lora_r": "8", "train__micro_batch_tokens": "1000"}, 0),
+        (FLAT, 2048, {"lora_r": "8", "train__micro_batch_tokens": "30000"}, 1),
+        (FLAT, 2048, {"lora_r": "8", "train__micro_batch_tokens": "auto"}, 1),
     ],
 )
 def test_what_is_looked_at_hangs_on_the_size_of_the_run_and_not_on_what_is_downloaded(
@@ -194,9 +197,23 @@ def test_auto_takes_the_micro_batch_that_was_found_and_says_what_it_assumes(
     assert preflight.with_micro_batch(given, CUDA) == given
 
 
-def test_auto_is_refused_where_not_even_one_sequence_fits(gpu: Gpu24GiB) -> None:
-    asked = recipe(train__micro_batch_size="auto", accelerator="cpu")
-    with pytest.raises(DoesNotFit, match=r"one sequence needs 40\.0 GiB"):
+@pytest.mark.parametrize("size", ["auto", "4", "null"])
+def test_auto_takes_the_tokens_that_were_found_whatever_bounds_the_sequences(
+    gpu: Gpu24GiB, size: str
+) -> None:
+    gpu.answer |= {"fits": True, "micro_batch_tokens": 6144}
+    asked = recipe(
+        train__micro_batch_tokens="auto", train__micro_batch_size=size, accelerator="cpu"
+    )
+    found = preflight.with_micro_batch(asked, Devices(accelerator="cpu", count=2))
+    assert found.train == dataclasses.replace(asked.train, micro_batch_tokens=6144)
+    assert preflight.with_micro_batch(found, CUDA) == found
+
+
+@pytest.mark.parametrize("key", ["micro_batch_size", "micro_batch_tokens"])
+def test_auto_is_refused_where_not_even_one_sequence_fits(gpu: Gpu24GiB, key: str) -> None:
+    asked = recipe(**{f"train__{key}": "auto"}, accelerator="cpu")
+    with pytest.raises(DoesNotFit, match=rf"{key} is auto, but one sequence needs 40\.0 GiB"):
         preflight.with_micro_batch(asked, Devices(accelerator="cpu", count=2))
 
 
@@ -222,3 +239,18 @@ def test_the_check_finds_the_largest_micro_batch_for_the_memory(tmp_path: Path) 
     assert plenty["fits"] is True and plenty["micro_batch_size"] == 16
     scarce = check(str(file), Gpu(name=HOST, memory_bytes=int(plenty["high_bytes"]) - 2**20))  # type: ignore[call-overload]
     assert scarce["fits"] is True and scarce["micro_batch_size"] == 8
+
+
+def test_the_check_fills_the_memory_with_tokens(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(to_yaml(recipe(train__micro_batch_tokens="auto", accelerator="cpu")))
+    plenty: Any = check(str(file), Gpu(name=HOST, memory_bytes=2**40))
+    assert plenty["fits"] is True
+    assert plenty["micro_batch_tokens"] == 16 * 63, "all of a step"
+    scarce: Any = check(str(file), Gpu(name=HOST, memory_bytes=plenty["high_bytes"] - 2**20))
+    assert scarce["fits"] is True
+    assert scarce["micro_batch_tokens"] in (640, 768, 896)
+    more = recipe(train__micro_batch_tokens=str(scarce["micro_batch_tokens"] + 128))
+    file.write_text(to_yaml(dataclasses.replace(more, accelerator="cpu")))
+    too_much: Any = check(str(file), Gpu(name=HOST, memory_bytes=plenty["high_bytes"] - 2**20))
+    assert too_much["fits"] is not True

@@ -117,6 +117,49 @@ def test_what_saves_memory_saves_it_where_it_says(
     assert after[part] <= factor * before[part]  # type: ignore[index]
 
 
+def test_a_number_of_tokens_is_planned_as_a_row_of_so_many_or_of_the_longest_sequence() -> None:
+    def of_tokens(tokens: int) -> Planned:
+        return planned(train__micro_batch_tokens=tokens)
+
+    found = of_tokens(3 * 63)
+    assert found.memory == planned(train__micro_batch_size=3).memory
+    alone = of_tokens(10)
+    assert alone.memory == planned(train__micro_batch_size=1).memory
+    values = found.as_dict()
+    assert (values["micro_batch_tokens"], values["micro_steps_per_step"]) == (189, 6)
+    shown = plain_text(side_by_side([found, alone], 200), 200)
+    assert "16/189t" in shown and "16/10t" in shown
+
+
+def test_a_plan_says_how_many_micro_steps_a_step_has_at_most(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--checkpoint_dir", MODEL, "--train.max_seq_length", "64"]
+    run(["plan", *words, "--train.micro_batch_tokens", "190"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "16 sequences in a step (at most 6 x 190 tokens on 1), at most 1,008 tokens" in shown
+
+
+@pytest.mark.parametrize("key", ["micro_batch_size", "micro_batch_tokens"])
+def test_auto_needs_a_device(key: str) -> None:
+    with pytest.raises(UserError, match=f"train.{key} is auto, but no device is named"):
+        planned(**{f"train__{key}": "auto"})
+
+
+def test_fewer_tokens_at_once_are_the_first_advice_where_too_many_do_not_fit() -> None:
+    keys: dict[str, object] = {"precision": "bf16-true", "train__micro_batch_tokens": 1000}
+    high_bytes = planned(**keys).memory.high_bytes
+    size = f"{high_bytes // 2**20 - 1}MiB"
+
+    def attempt(changed: Sequence[Override]) -> Planned:
+        return planned(gpu=size, **keys | {key: json.loads(value) for key, value in changed})
+
+    (change,) = changes_that_fit(planned(gpu=size, **keys), attempt, most=1)[:1]
+    assert change.title == "smaller micro-batch, same global batch" and change.planned.fits
+    ((key, tokens),) = change.overrides
+    assert key == "train.micro_batch_tokens" and 63 < int(tokens) < 1000 and int(tokens) % 128 == 0
+
+
 def test_what_is_offloaded_is_in_host_memory() -> None:
     device = planned(devices=2, strategy="fsdp").memory
     host = planned(devices=2, strategy="fsdp", strategy__cpu_offload=True).memory
@@ -359,6 +402,7 @@ def test_only_what_is_known_of_the_data_makes_a_run_certain_not_to_fit(long_data
     [
         ({}, 4, 299),
         ({"train.global_batch_size": 6}, 1, 299),
+        ({"train.micro_batch_tokens": 5000}, 1, 299),
         ({"train.max_steps": 15}, 1, 299),
         ({"train.max_steps": 14}, 1, 1),
         ({"train.epochs": 1}, 1, 299),

@@ -360,8 +360,8 @@ class TestThroughput:
         meter = ThroughputMeter()
         for duration_s in (60.0, 5.0, 5.0):
             meter.add(duration_s=duration_s, tokens=999, samples=9)
-        for _ in range(10):
-            meter.add(duration_s=0.5, tokens=100, samples=4)
+        for step in range(10):
+            meter.add(duration_s=0.5, tokens=100, samples=4, micro_steps=2 + step % 2)
         assert meter.result(world_size=4) == Throughput(
             tokens_per_s=200.0,
             samples_per_s=8.0,
@@ -369,6 +369,7 @@ class TestThroughput:
             window_steps=10,
             window_s=5.0,
             tokens_per_s_per_device=50.0,
+            micro_steps_per_step=2.5,
         )
 
     def test_steps_of_unequal_length_are_weighed_by_their_time(self) -> None:

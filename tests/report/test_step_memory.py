@@ -13,6 +13,7 @@ from ftkit.memory.predict import predict
 from ftkit.memory.simulate import largest_micro_batch
 from ftkit.pretrained.base_model import open_base
 from ftkit.report.report import read_report
+from ftkit.report.step_memory import StepMemory
 from ftkit.runs.job import Job
 
 LENGTH = 128
@@ -90,7 +91,7 @@ def error_of(job: Path, base: Path, world_size: int) -> float:
     plan, run = read.plan, read.directory
     peaks = [run.rank(rank).path / "peak.json" for rank in range(world_size)]
     counted_bytes = max(sum(json.loads(peak.read_text()).values()) for peak in peaks)
-    batch = largest_micro_batch(plan.micro_batch_size, LENGTH)
+    batch = largest_micro_batch(plan.micro_batch_size, LENGTH, padding_free=True)
     predicted = predict(open_base(str(base)), plan, batch)
     assert sum(predicted.breakdown_bytes.values()) == predicted.peak_bytes
     report = read_report(run.rank(0).report)
@@ -122,13 +123,36 @@ def test_the_peak_of_a_rank_among_several_is_predicted_within_2_percent(tmp_path
 @pytest.mark.slow
 def test_a_step_that_begins_with_its_largest_micro_batch_is_predicted_so(tmp_path: Path) -> None:
     """There are no gradients yet, to which it would add its own."""
-    base = make_base(tmp_path)
-    data = write_records(tmp_path / "records.json", [LENGTH, 1, 1, 1, 1] * 8)
-    case = Case("single", "full", "32-true", (*STEPS, ("train.micro_batch_size", 4)))
-    job = write_job(case, 1, tmp_path, base, data)
-    run_ranks(1, [job], "counted_cases.py")
-    memory = read_report(Job.read(job).directory.rank(0).report).step_memory
-    assert memory and memory.predicted
+    changes = (("train.micro_batch_size", 4), ("train.padding_free", False))
+    memory = unequal(tmp_path, [LENGTH, 1, 1, 1, 1] * 8, changes)
     (rank,) = memory.ranks
     assert rank.micro_step == 1
-    assert abs(memory.predicted.error_fraction) < 0.02
+    assert abs(error_in(memory)) < 0.02
+
+
+def unequal(directory: Path, words: list[int], changes: tuple[tuple[str, Any], ...]) -> StepMemory:
+    """Of a run on records of different lengths."""
+    base = make_base(directory)
+    data = write_records(directory / "records.json", words)
+    job = write_job(Case("single", "full", "32-true", STEPS + changes), 1, directory, base, data)
+    run_ranks(1, [job], "counted_cases.py")
+    memory = read_report(Job.read(job).directory.rank(0).report).step_memory
+    assert memory is not None
+    return memory
+
+
+def error_in(memory: StepMemory) -> float:
+    assert memory.predicted is not None
+    return memory.predicted.error_fraction
+
+
+@pytest.mark.slow
+def test_a_row_of_unequal_sequences_is_predicted_from_its_size_and_its_longest(
+    tmp_path: Path,
+) -> None:
+    memory = unequal(tmp_path, [LENGTH, 40, 30, 20, 10, 5, 1, 1] * 4, (WHOLE_BATCH,))
+    batch = memory.ranks[0].micro_batch
+    assert batch is not None and batch.tokens is not None
+    assert batch.sequences == 8 and batch.positions == LENGTH - 1
+    assert 8 * 75 < batch.tokens < 8 * (LENGTH - 1)
+    assert abs(error_in(memory)) < 0.02

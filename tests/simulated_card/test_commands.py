@@ -102,6 +102,7 @@ CASES = {
     "micro-batch of its own": lora(ONE, ("--train.micro_batch_size", "auto")),
     # One card: precisions and optimizers.
     "full, bf16-true": full(ONE, BF16, within=ROUNDED),
+    "full, in rows without flash attention": full(ONE, ("--train.padding_free", "true")),
     "full, bf16-mixed": full(ONE, MIXED, CHECKPOINTED, within=ROUNDED),
     "full, 16-mixed": full(ONE, FP16, within=ROUNDED, reference="32-true"),
     "AdamW8bit": full(ONE, EIGHT_BIT, within=ROUNDED),

@@ -15,6 +15,8 @@ from rank_jobs import HAS_DEEPSPEED
 from simulated_card.build import needs_card
 from simulated_card.counts import WAITS
 
+from ftkit.report.report import read_report
+
 pytestmark = needs_card
 
 STEP = 4
@@ -81,6 +83,24 @@ def test_the_host_waits_where_numbers_are_read_and_nowhere_else(
     machine: OnCard, place: str
 ) -> None:
     assert counted(machine, place, *WAITS) == WAITS_IN_A_STEP[place]
+
+
+@pytest.mark.parametrize(
+    "more", [("--precision", "bf16-true"), ("--train.padding_free", "true")], ids=["varlen", "sdpa"]
+)
+def test_a_row_tells_the_card_its_sequences_without_a_wait(
+    machine: OnCard, more: tuple[str, ...]
+) -> None:
+    found = machine.completed("finetune", *ONE, *more)
+    resolved = read_report(found.out_dir).resolved
+    assert resolved is not None and resolved.attention is not None
+    assert resolved.attention.startswith("varlen" if "--precision" in more else "sdpa")
+    counts = machine.counts(found.out_dir)
+    assert counts.of_step(STEP, *WAITS) == WAITS_IN_A_STEP["single"]
+    sent = counts.of_step(STEP, "to_device")
+    positions, starts = MICRO_STEPS["single"], MICRO_STEPS["single"] * ("--precision" in more)
+    assert sent.pop("to_device pinned model/language_model.py:_copied") == positions + starts
+    assert not any("language_model" in what for what in sent)
 
 
 def test_a_number_read_in_each_micro_step_would_be_noticed(machine: OnCard) -> None:

@@ -36,6 +36,7 @@ TWO_RANKS = [
 ]
 BF16, BF16_SHARDED = (Case(strategy, "full", "bf16-true") for strategy in ("single", "fsdp"))
 DETERMINISTIC = (("deterministic", True),)
+PADDED = (("train.padding_free", False),)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.fixture(scope="module")
 def single(run: Run) -> dict[Case, Outcome]:
     cases = [Case("single", method, p) for method in METHODS for p in ("32-true", "bf16-mixed")]
-    return run(1, [Case("single", "full", changes=DETERMINISTIC), *cases, BF16])
+    padded = [Case("single", method, changes=PADDED) for method in METHODS]
+    return run(1, [Case("single", "full", changes=DETERMINISTIC), *cases, *padded, BF16])
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +80,23 @@ def test_two_ranks_learn_what_one_learns(
     two_ranks: dict[Case, Outcome], single: dict[Case, Outcome], strategy: str, method: Method
 ) -> None:
     assert_same_maths(two_ranks[Case(strategy, method)], single[Case("single", method)])
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("strategy", ["single", *STRATEGIES])
+def test_rows_learn_what_padded_micro_batches_do(
+    two_ranks: dict[Case, Outcome], single: dict[Case, Outcome], strategy: str, method: Method
+) -> None:
+    found = (two_ranks | single)[Case(strategy, method)]
+    expected = single[Case("single", method, changes=PADDED)]
+    assert_same_maths(found, expected)
+    resolved = [outcome.report.resolved for outcome in (found, expected)]
+    paths = [one and one.attention for one in resolved]
+    assert paths == ["sdpa per sequence", "padded"]
+    of_rows, of_padded = (outcome.report.tokens for outcome in (found, expected))
+    assert of_rows is not None and of_padded is not None
+    assert of_padded.padding_fraction > 0.1
+    assert of_rows.padded <= len(found.rows) * (1 if strategy == "single" else 2), "fillers"
 
 
 @pytest.mark.slow
@@ -120,6 +139,8 @@ NO_OFFLOAD = ("strategy.offload_optimizer", False)
 SGD = (("optimizer", "SGD"), ("optimizer.lr", 0.1))
 DROPOUT = (("lora_dropout", 0.2),)
 CHECKPOINTED = ("memory.activation_checkpointing", True)
+TOKENS = (("train.micro_batch_tokens", 600), ("train.micro_batch_size", None))
+"""One micro-step in some steps and two in others, where there are two ranks."""
 
 OPTIONS = {
     "fsdp that keeps gathered parameters": Case(
@@ -134,6 +155,9 @@ OPTIONS = {
     ),
     "ZeRO-3 with SGD": Case("deepspeed", "full", changes=SGD),
     "ZeRO-2 with SGD": Case("deepspeed", "full", changes=(*SGD, STAGE_2)),
+    "ddp, padded": Case("ddp", "full", changes=PADDED),
+    "fsdp, padded": Case("fsdp", "full", changes=PADDED),
+    "ZeRO-3, padded": Case("deepspeed", "full", changes=PADDED),
     "ddp, tied": Case("ddp", "full", tied=True),
     "fsdp, tied": Case("fsdp", "full", tied=True),
     "ZeRO-2, tied": Case("deepspeed", "full", tied=True, changes=(STAGE_2, NO_OFFLOAD)),
@@ -144,6 +168,10 @@ OPTIONS = {
     "ddp, checkpointed": Case("ddp", "full", changes=(CHECKPOINTED,)),
     "fsdp, checkpointed": Case("fsdp", "full", changes=(CHECKPOINTED,)),
     "ZeRO-3, checkpointed": Case("deepspeed", "full", changes=(CHECKPOINTED,)),
+    "ddp, tokens": Case("ddp", "full", changes=TOKENS),
+    "fsdp, tokens": Case("fsdp", "lora", changes=TOKENS),
+    "ZeRO-2 with offload, tokens": Case("deepspeed", "full", changes=(*TOKENS, STAGE_2)),
+    "ZeRO-3, tokens": Case("deepspeed", "full", changes=TOKENS),
     "ZeRO-2, checkpointed": Case("deepspeed", "full", changes=(CHECKPOINTED, STAGE_2, NO_OFFLOAD)),
 }
 QUICK = {
@@ -154,6 +182,8 @@ QUICK = {
     "ZeRO-3, tied",
     "fsdp, checkpointed",
     "ZeRO-3, checkpointed",
+    "fsdp, tokens",
+    "ZeRO-2 with offload, tokens",
 }
 SINGLE = [
     Case("single", "full", changes=SGD),
@@ -161,6 +191,7 @@ SINGLE = [
     Case("single", "lora", tied=True),
     Case("single", "lora", changes=DROPOUT),
     Case("single", "lora", changes=(*DROPOUT, CHECKPOINTED)),
+    Case("single", "full", changes=TOKENS),
 ]
 
 
@@ -203,6 +234,23 @@ def test_options_of_a_strategy_change_no_result(
     learned = tuple(change for change in case.changes if change in SGD)
     reference = Case("single", case.method, changes=learned, tied=case.tied)
     assert_same_maths(options[case], (single | other_single)[reference])
+
+
+@pytest.mark.parametrize("name", ["fsdp, tokens", "single, tokens"])
+def test_with_a_number_of_tokens_steps_have_as_many_micro_steps_as_they_need(
+    options: dict[Case, Outcome],
+    single: dict[Case, Outcome],
+    other_single: dict[Case, Outcome],
+    name: str,
+) -> None:
+    case = OPTIONS.get(name, SINGLE[-1])
+    found = (options | other_single)[case]
+    assert_same_maths(found, single[Case("single", case.method)])
+    resolved, speed, tokens = found.report.resolved, found.report.throughput, found.report.tokens
+    assert resolved and speed and tokens and speed.micro_steps_per_step
+    assert (resolved.micro_batch_tokens, resolved.micro_steps_per_step) == (600, None)
+    assert speed.micro_steps_per_step % 1 > 0, "they differ from step to step"
+    assert tokens.padded == 0
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

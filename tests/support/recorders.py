@@ -45,6 +45,7 @@ def step_record(step: int) -> StepRecord:
         tokens=1000,
         label_tokens=300,
         padded_tokens=100,
+        micro_steps=2,
         loss=10.0 / step,
         learning_rate=1e-3,
         gradient_norm=1.0,

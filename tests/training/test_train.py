@@ -167,6 +167,27 @@ def test_the_micro_batch_never_changes_losses_weights_or_learning_rates(
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-5)
 
 
+def test_sequences_longer_than_a_micro_batch_should_be_are_computed_alone_and_told(
+    train: Train, full: Result
+) -> None:
+    found = train(
+        "full",
+        train__micro_batch_size=None,
+        train__micro_batch_tokens=138,
+        eval__final_validation=True,
+    )
+    assert found.losses == pytest.approx(full.losses, rel=1e-5)
+    assert found.validation[0]["val_loss"] == pytest.approx(
+        full.validation[0]["val_loss"], rel=1e-5
+    )
+    log = (found.out_dir / "run.log").read_text()
+    assert (
+        "notice: 8 of 48 training samples have more than train.micro_batch_tokens 138, up to 141: "
+        "each is computed alone"
+    ) in log
+    assert "6 steps of 10 samples (at most 138 tokens at once)" in log
+
+
 def test_a_shorter_last_step_is_the_same_on_every_micro_batch(train: Train) -> None:
     """48 samples in steps of 10: the last step has 8, and fewer micro-steps than the others."""
     results = [
