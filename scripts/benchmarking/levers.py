@@ -76,6 +76,7 @@ SCENES: dict[tuple[str, str], Scene] = {
 }
 BOTH: tuple[Method, ...] = ("full", "lora")
 EVERY: tuple[Method, ...] = ("full", "lora", "qlora")
+TWO_RANKS = {"strategy": "fsdp", "devices": 2}
 ONE_MICRO_STEP = {"train.micro_batch_size": 8, "train.global_batch_size": 8}
 
 
@@ -116,7 +117,8 @@ LEVERS = [
     ),
     Lever(
         name="offload_activations",
-        on={"memory.offload_activations": True},
+        off={"memory.activation_checkpointing": True},
+        on={"memory.activation_checkpointing": True, "memory.offload_activations": True},
         methods=BOTH,
         gpu_only=True,
     ),
@@ -135,6 +137,14 @@ LEVERS = [
         name="PagedAdamW8bit", on=_optimizer("bitsandbytes.optim.PagedAdamW8bit"), gpu_only=True
     ),
     Lever(name="Muon", on=_optimizer("torch.optim.Muon")),
+    Lever(
+        name="fsdp, prefetch", off=TWO_RANKS, on=TWO_RANKS | {"strategy.prefetch": 1}
+    ),
+    Lever(
+        name="fsdp, one exchange a step",
+        off=TWO_RANKS | {"train.micro_batch_size": 4},
+        on=TWO_RANKS | {"train.micro_batch_size": 4, "strategy.sync_every_micro_step": False},
+    ),
     Lever(name="bf16-mixed", off={"precision": "32-true"}, on={"precision": "bf16-mixed"}),
     Lever(
         name="bf16-true",

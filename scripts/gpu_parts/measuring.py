@@ -18,7 +18,7 @@ def calibration(recipes: range) -> Callable[[Scene, Found], None]:
     def run(scene: Scene, found: Found) -> None:
         file = scene.results / f"memory-{recipes.start}.json"
         words: list[object] = [sys.executable, ROOT / "scripts/calibrate_memory", "--output", file]
-        words += ["--cpu"] if scene.dry else ["--numbers", *recipes]
+        words += ["--cpu", "--numbers", 0] if scene.dry else ["--numbers", *recipes]
         done = call(words, scene)
         figures = json.loads(file.read_text()) if file.exists() else {"recipes": []}
         for row in figures["recipes"]:
@@ -36,7 +36,7 @@ def levers(method: str) -> Callable[[Scene, Found], None]:
     def run(scene: Scene, found: Found) -> None:
         options: list[object] = ["--methods", method, "--pairs", 1]
         if scene.dry:
-            options += ["--tiny", "--only", "padding_free"]
+            options += ["--tiny", "--only", "padding_free", "--steps", 3]
         else:
             options += ["--total_s", TOTAL_S, "--limit_s", RUN_S, "--go_on"]
         figures = _benchmark(scene, found, "levers", f"levers-{method}", options)

@@ -116,6 +116,18 @@ def test_a_program_that_shuffles_gets_a_file_from_which_it_draws_the_records_in_
         assert [file[place] for place in order] == records
 
 
+def test_a_run_that_counts_other_tokens_than_the_data_have_is_no_result() -> None:
+    from benchmarking.peers.programs import with_counted_tokens
+    from benchmarking.workload import make_records
+
+    records = make_records([(5, 4)] * 6)
+    for counted in (20, 18):  # with the last token of each of two samples, and without
+        run = with_counted_tokens(measured(1, 2, 3, tokens=counted), records, 2)
+        assert [step.tokens for step in run.steps] == [20, 20, 20] and run.is_whole
+    run = with_counted_tokens(measured(1, 2, 3, tokens=19), records, 2)
+    assert run.failure == "counts 19 tokens in step 1, the data have 20"
+
+
 def test_the_sizes_are_what_their_names_say() -> None:
     from benchmarking.workload import SIZES
 

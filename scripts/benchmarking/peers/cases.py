@@ -111,6 +111,8 @@ TRL_SETTINGS: dict[str, dict[str, Any]] = {
     "trl best compiled": IN_ORDER | NO_RECOMPUTATION | PADDING_FREE | {"torch_compile": True},
 }
 """Of SFTConfig beside what a case says. "trl" has TRL's defaults, which recompute activations."""
+OTHER_BATCHES = ("trl grouped by length", "trl packed")
+"""Programs that compose batches of their own: their losses are not those of the others."""
 PACKED = ("trl packed",)
 """Rows of 1,024 tokens, one a step, instead of as many samples as a case says."""
 

@@ -15,6 +15,7 @@ from benchmarking.ftkit_run import IMPORTS, LEARNING_RATE, SEED, run_ftkit
 from benchmarking.peers.cases import (
     LORA_ALPHA,
     LORA_RANK,
+    OTHER_BATCHES,
     PACKED,
     QKV,
     TRL_SETTINGS,
@@ -101,8 +102,8 @@ def run_program(program: str, case: Case, place: Workspace, scratch: Path) -> Me
     if program == "ftkit":
         method, keys = ftkit_keys(case, place, scratch)
         measured = run_ftkit(method, keys, scratch / "out", place.limit_s)
-        return replace(measured, steps=measured.steps[: case.steps])
-    if program == "litgpt":
+        measured = replace(measured, steps=measured.steps[: case.steps])
+    elif program == "litgpt":
         words = litgpt_words(case, place, scratch)
         seen = watch(words, limit_s=place.limit_s, directory=scratch)
         steps = steps_of(seen.events, skip=1)
@@ -116,7 +117,32 @@ def run_program(program: str, case: Case, place: Workspace, scratch: Path) -> Me
             steps=steps_of(seen.events),
             padding_fraction=padding_of(seen.events),
         )
-    return measured if measured.steps or measured.failure else _failed(seen)
+    if measured.failure or program in OTHER_BATCHES:
+        return measured
+    return with_counted_tokens(measured, place.records(case), case.global_batch_size)
+
+
+def with_counted_tokens(
+    measured: Measured, records: Sequence[Record], global_batch_size: int
+) -> Measured:
+    """The run with the tokens of its samples, if they are what the program has counted.
+
+    ftkit counts inputs, of which the last token of a sample is none: one less for each sample.
+
+    Args:
+        measured: of a program that takes the records in order.
+        records: what it trained on, in order.
+        global_batch_size: how many in a step.
+    """
+    steps = []
+    for number, step in enumerate(measured.steps):
+        batch = records[number * global_batch_size : (number + 1) * global_batch_size]
+        tokens = sum(tokens_of(record) for record in batch)
+        if step.tokens not in (tokens, tokens - len(batch)):
+            said = f"counts {step.tokens} tokens in step {number + 1}, the data have {tokens}"
+            return replace(measured, failure=said)
+        steps.append(replace(step, tokens=tokens))
+    return replace(measured, steps=steps)
 
 
 def ftkit_keys(case: Case, place: Workspace, scratch: Path) -> tuple[str, dict[str, Any]]:
@@ -236,13 +262,13 @@ def _measured(seen: Watched, limit_s: float) -> Measured:
     """What is read in the same way of both other programs."""
     if seen.exit_code is None:
         return Measured(failure=f"not done after {limit_s:.0f} s")
-    if seen.exit_code != 0:
-        return _failed(seen)
     first = [ended_s for ended_s, event in seen.events if "step" in event]
+    if seen.exit_code != 0 or not first:
+        return _failed(seen)
     memory = [event["device_memory"] for _, event in seen.events if "device_memory" in event]
     allocated, reserved = (memory[-1] if memory else None) or (None, None)
     return Measured(
-        first_step_s=first[0] if first else None,
+        first_step_s=first[0],
         host_bytes=seen.host_bytes,
         allocated_bytes=allocated,
         reserved_bytes=reserved,
