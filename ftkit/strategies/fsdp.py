@@ -299,17 +299,18 @@ _MESSAGES = (
 @contextmanager
 def _one_of_many(plan: Plan) -> Iterator[Sharding]:
     """This process as one of the ranks that share a model, and none of them is spoken to."""
-    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     connected = dist.is_initialized()  # in a run of the plan
     if not connected:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.shards)
-    group = dist.group.WORLD
-    assert group is not None
     if connected and plan.shards < plan.world_size:
-        group = _mesh_of_nodes(plan.accelerator, plan.recipe.num_nodes).get_group("shards")
+        nodes = _mesh_of_nodes(plan.accelerator, plan.recipe.num_nodes)
+        mesh = DeviceMesh.from_group(nodes.get_group("shards"), "cpu")
+    else:
+        mesh = init_device_mesh("cpu", (plan.shards,))
     talk = {name: getattr(dist, name) for name in _MESSAGES if hasattr(dist, name)}
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
@@ -323,7 +324,7 @@ def _one_of_many(plan: Plan) -> Iterator[Sharding]:
         for name in talk:
             setattr(dist, name, lambda *_, **__: None)
         propagator._propagate_tensor_meta_non_cached = unseen
-        yield FullyShard(plan, DeviceMesh.from_group(group, "cpu"))
+        yield FullyShard(plan, mesh)
     finally:
         propagator._propagate_tensor_meta_non_cached = propagate
         for name, function in talk.items():

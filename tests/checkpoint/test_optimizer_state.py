@@ -134,7 +134,6 @@ MOVES = {
     ),
 }
 QUICK = {
-    "Muon, ddp x2 to single",
     "dropout, single",
     "dropout, fsdp x2",
     "8-bit, single to fsdp x2",
@@ -142,6 +141,7 @@ QUICK = {
     "SGD, single to fsdp x2",
 }
 ONE_OF_EACH_KIND = {
+    "Muon, ddp x2 to single",
     "fsdp on 2 nodes to fsdp x2",
     "in backward, single to fsdp x2",
     "8-bit in backward to after it, single",
