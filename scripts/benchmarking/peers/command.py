@@ -92,16 +92,16 @@ def measure(asked: argparse.Namespace, cases: Sequence[Case], is_gpu: bool) -> F
     from benchmarking.peers.environments import versions_of
     from benchmarking.peers.programs import Workspace, environments, run_program
 
-    figures: Figures = {"runs": []}
+    figures: Figures = {"runs": [], "cases": {}, "versions": {}}
     if asked.go_on and asked.out and asked.out.exists():
         figures = json.loads(asked.out.read_text())
     done = {(row["round"], row["case"], row["program"]) for row in figures["runs"]}
     pythons = environments(asked.programs, asked.environments.absolute(), asked.wheels)
     figures |= {
-        "cases": {case.name: dataclasses.asdict(case) for case in cases},
+        "cases": figures["cases"] | {case.name: dataclasses.asdict(case) for case in cases},
         "warm_up_steps": WARM_UP_STEPS,
         "hardware": dataclasses.asdict(hardware()),
-        "versions": {name: versions_of(python) for name, python in pythons.items()},
+        "versions": figures["versions"] | {n: versions_of(p) for n, p in pythons.items()},
     }
     with tempfile.TemporaryDirectory() as name:
         place = Workspace(Path(name), pythons, asked.limit_s, is_gpu)
