@@ -271,9 +271,9 @@ def test_gradients_are_freed_before_the_forward_of_the_next_step(
     alive: list[bool] = []
     forward = LanguageModel.forward
 
-    def watch(self: LanguageModel, *args: Any) -> torch.Tensor:
+    def watch(self: LanguageModel, *args: Any, **options: Any) -> torch.Tensor:
         alive.append(any(p.grad is not None for p in self.parameters()))
-        return forward(self, *args)
+        return forward(self, *args, **options)
 
     monkeypatch.setattr(LanguageModel, "forward", watch)
     train("full", train__micro_batch_size=5, train__max_steps=3, checkpoint__save=False)
