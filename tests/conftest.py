@@ -180,7 +180,12 @@ def start(common: list[str], tmp_path_factory: pytest.TempPathFactory) -> Start:
     return start_
 
 
-SET_BY_LIBRARIES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "WANDB_SERVICE")
+SET_BY_LIBRARIES = (
+    "PYTEST_CURRENT_TEST",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "WANDB_SERVICE",
+    "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",
+)
 
 
 def _environment() -> dict[str, str]:

@@ -20,6 +20,8 @@ KIND_OF: dict[str, Kind] = {
     "devices": "hardware",
     "num_nodes": "hardware",
     "strategy": "hardware",
+    "compile": "hardware",
+    "kernels": "hardware",
     "data": "hardware",  # known by their fingerprint too, but for the keys in DATA_KIND_OF
     "train.global_batch_size": "tunable",
     "train.micro_batch_size": "hardware",

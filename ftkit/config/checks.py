@@ -1,8 +1,12 @@
 """Range checks of the keys of a recipe, which need neither the model nor the data."""
 
+import importlib.util
 import math
+import os
+import shutil
 from dataclasses import fields
 
+from ftkit.config.devices import Devices
 from ftkit.config.recipe import LAYER_SWITCHES, LoraRecipe, Recipe
 from ftkit.errors import UserError
 from ftkit.utils.units import parse_duration
@@ -73,6 +77,59 @@ def check_ranges(recipe: Recipe) -> None:
         )
     if isinstance(recipe, LoraRecipe):
         _check_lora(recipe)
+
+
+def check_kernels(recipe: Recipe, devices: Devices, strategy: str, *, compiles: bool) -> None:
+    """Refuse what cannot compute here.
+
+    Args:
+        recipe: its keys `compile` and `kernels`.
+        devices: of this machine.
+        strategy: what it came to.
+        compiles: whether blocks may be compiled under it.
+    """
+    if recipe.kernels == "liger" and devices.accelerator == "cpu":
+        raise UserError(
+            "kernels is liger, but the accelerator is cpu and these kernels are for CUDA. "
+            "Try --kernels torch."
+        )
+    if recipe.kernels == "liger" and recipe.compile:
+        raise UserError(
+            "kernels is liger and compile is true, which have not been tried together; compiled "
+            "blocks fuse the same operations. Try --kernels torch, or --compile false."
+        )
+    if recipe.compile and not compiles:
+        raise UserError(
+            f"compile is true, but {strategy} gathers the parameters of each layer in the middle "
+            "of a block. Try --strategy fsdp, or --compile false."
+        )
+
+
+def check_kernels_installed(recipe: Recipe, accelerator: str) -> None:
+    """Refuse a run whose kernels, or what compiles them, are missing.
+
+    Raises:
+        UserError: names what to install.
+    """
+    if recipe.kernels == "liger" and not has_liger():
+        raise UserError(
+            "kernels is liger, but Liger-Kernel is not installed. Try pip install "
+            "'liger-kernel>=0.8.5', or --kernels torch."
+        )
+    variable, usual = ("CXX", "g++") if accelerator == "cpu" else ("CC", "gcc")
+    compiler = os.environ.get(variable, usual)
+    needs_compiler = recipe.compile or recipe.kernels == "liger"
+    if needs_compiler and shutil.which(compiler) is None:
+        key, off = ("compile", "false") if recipe.compile else ("kernels", "torch")
+        raise UserError(
+            f"{key} needs a compiler on this machine, but there is no {compiler}. Install it or "
+            f"set ${variable}, or try --{key} {off}."
+        )
+
+
+def has_liger() -> bool:
+    """Whether Liger's kernels can be called."""
+    return all(importlib.util.find_spec(name) for name in ("liger_kernel", "triton"))
 
 
 def ignored_layers(recipe: Recipe) -> list[str]:

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from ftkit.config.checks import check_ranges, ignored_layers
+from ftkit.config.checks import check_kernels, check_ranges, ignored_layers
 from ftkit.config.devices import Accelerator, Devices
 from ftkit.config.recipe import MicroBatchKey, Precision, Recipe, Train
 from ftkit.config.strategies import (
@@ -129,6 +129,7 @@ def make_plan(recipe: Recipe, devices: Devices, *, trains: bool = True) -> Plan:
     if trains and precision == "16-true" and not RULES[strategy].keeps_masters:
         raise untrainable_float16(strategy, devices)
     notices += ignored_layers(recipe)
+    check_kernels(recipe, devices, strategy, compiles=RULES[strategy].compiles)
     if trains and recipe.memory.offload_activations:
         notices += _check_offloading(recipe, devices)
     size, tokens = _micro_batch(recipe.train, notices)

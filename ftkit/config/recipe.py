@@ -12,6 +12,7 @@ from typing import Any, Literal, TypedDict
 Precision = Literal["32-true", "bf16-true", "bf16-mixed", "16-true", "16-mixed"]
 Quantization = Literal["bnb.nf4", "bnb.nf4-dq", "bnb.fp4", "bnb.fp4-dq", "bnb.int8"]
 Method = Literal["full", "lora"]
+Kernels = Literal["auto", "torch", "liger"]
 LoraVariant = Literal["lora", "dora", "rslora"]
 LoraInit = Literal["default", "pissa", "olora"]
 MicroBatchKey = Literal["micro_batch_size", "micro_batch_tokens"]
@@ -184,6 +185,14 @@ class Recipe:
     strategy: Component = field(default_factory=lambda: Component(class_path="auto", init_args={}))
     """How the work is spread: auto, single, ddp, fsdp or deepspeed; options as
     --strategy.NAME VALUE."""
+    compile: bool = False
+    """Compile the blocks and the loss with torch.compile. The first steps wait for it, up to
+    minutes with an empty cache; losses differ by rounding. Not under deepspeed; needs a compiler
+    (g++; gcc with CUDA)."""
+    kernels: Kernels = "auto"
+    """Whose kernels compute norms, gated MLPs, rotary embeddings and the loss. liger: those of
+    Liger-Kernel (CUDA; pip install 'ftkit[liger]'), in less memory. auto: torch's, until Liger's
+    have been measured on a GPU with ftkit."""
     data: Component = field(
         default_factory=lambda: Component(class_path="litgpt.data.Alpaca", init_args={})
     )

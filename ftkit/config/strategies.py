@@ -68,6 +68,8 @@ class StrategyRules:
     """Whether it updates float32 copies beside weights of 16 bits, in mixed precision too."""
     trains_8bit_base: ClassVar[bool] = True
     """Whether it takes bnb.int8."""
+    compiles: ClassVar[bool] = True
+    """Whether blocks may be compiled."""
     bnb_optimizers: ClassVar[bool] = True
     """Whether it updates with the optimizers of bitsandbytes."""
     whole_matrices: ClassVar[bool] = True
@@ -185,6 +187,7 @@ class DeepSpeed(StrategyRules):
     options = DeepSpeedOptions
     keeps_masters = True
     trains_8bit_base = False
+    compiles = False  # it gathers the parameters of each layer in hooks inside a block
     bnb_optimizers = False
     whole_matrices = False
 

@@ -68,6 +68,8 @@ def plan_use(
         devices=1,
         num_nodes=1,
         strategy=Component(class_path="single", init_args={}),
+        compile=False,
+        kernels="torch",
     )
     devices = find_devices(recipe, here=True)
     half: Precision = "bf16-true" if devices.bf16_native else "16-true"

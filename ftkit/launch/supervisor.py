@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from ftkit.checkpoint.files import BASE
+from ftkit.config.checks import check_kernels_installed
 from ftkit.config.devices import find_devices
 from ftkit.config.parsing import to_yaml
 from ftkit.config.peft_adapter import with_adapter
@@ -124,6 +125,7 @@ def prepare(
     recipe = with_micro_batch(recipe, devices)
     plan = make_plan(recipe, devices)
     plan.rules.check_installed()
+    check_kernels_installed(recipe, plan.accelerator)
     if overwrite and recipe.resume is not False:
         raise UserError(
             f"resume is {recipe.resume}, but --overwrite would remove what the run is to continue "

@@ -3,8 +3,9 @@
 import math
 from dataclasses import dataclass, field
 
+from ftkit.config.checks import has_liger
 from ftkit.config.plan import Plan
-from ftkit.config.recipe import LoraRecipe
+from ftkit.config.recipe import LoraRecipe, Recipe
 from ftkit.memory import gpus
 from ftkit.memory.simulate import CPU, simulate
 from ftkit.optim.state_kinds import bytes_per_number, state_kinds
@@ -50,6 +51,8 @@ class PredictedMemory:
     """Numbers in the model."""
     trained_parameters: int = 0
     """Numbers that are trained."""
+    is_more_because: str = ""
+    """Why a run will need rather less than all this; empty: there is no such reason."""
     offloaded_bytes: dict[Category, int] = field(default_factory=dict)
     """Part of host_bytes: what would be on the device otherwise."""
 
@@ -117,8 +120,19 @@ def predict(
         checkpoint_bytes=saved_bytes,
         parameters=simulation.sizes.parameters,
         trained_parameters=trained,
+        is_more_because=_is_more_because(plan.recipe),
         offloaded_bytes=offloaded,
     )
+
+
+def _is_more_because(recipe: Recipe) -> str:
+    """What of a recipe saves memory and is not simulated."""
+    reasons = []
+    if recipe.compile:
+        reasons.append("compiled blocks keep less")
+    if recipe.kernels == "liger" and not has_liger():
+        reasons.append("Liger-Kernel is not installed here, and torch's kernels need more")
+    return "; ".join(reasons)
 
 
 def predict_measured(base: str, plan: Plan, measured: RankStepMemory) -> PredictedStep | None:

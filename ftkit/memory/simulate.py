@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.autograd.graph import saved_tensors_hooks
 
+from ftkit.config.checks import has_liger
 from ftkit.config.plan import Plan
 from ftkit.config.recipe import LoraRecipe
 from ftkit.memory.tracker import LiveTensors
@@ -129,9 +130,9 @@ def _layers_differ(base: BaseModel, plan: Plan) -> bool:
 def _run(
     base: BaseModel, plan: Plan, batch: MicroBatchSize, layers: int, accumulates: bool
 ) -> Simulation:
-    model = outline(
-        with_layers(base, layers), plan.recipe, parameter_dtype(plan), compute_dtype(plan)
-    )
+    kernels = plan.recipe.kernels if has_liger() else "torch"
+    recipe = dataclasses.replace(plan.recipe, compile=False, kernels=kernels)
+    model = outline(with_layers(base, layers), recipe, parameter_dtype(plan), compute_dtype(plan))
     model.kernel = attention_kernel(base.config, plan)
     sizes = _sizes(model, plan.shards)
     strategy = make_strategy(plan)
@@ -139,9 +140,9 @@ def _run(
         strategy.simulated() as sharding,
         FakeTensorMode(allow_non_fake_inputs=True),
         _in_host_memory(plan) as host,
+        _without_launches(kernels),
     ):
         sharding.allocate(model, CPU)
-        recipe = plan.recipe
         asked = recipe.train.max_seq_length or base.config.block_size
         answers = recipe.eval.max_new_tokens or 0
         model.place_rotary_tables(CPU, min(base.config.block_size, asked + answers))
@@ -211,6 +212,22 @@ def _in_host_memory(plan: Plan) -> Iterator[_HostMemory]:
         yield host
     finally:
         language_model.in_host_memory = usual
+
+
+@contextmanager
+def _without_launches(kernels: str) -> Iterator[None]:
+    """Liger's functions take their memory as always, and what fills it does nothing."""
+    if kernels != "liger":
+        yield
+        return
+    from triton.runtime.jit import JITFunction
+
+    function: Any = JITFunction
+    usual, function.run = function.run, _nothing
+    try:
+        yield
+    finally:
+        function.run = usual
 
 
 def _pack(model: LanguageModel) -> None:

@@ -25,6 +25,9 @@ lengths takes whole, or in a row whose sequences are taken one by one, or padded
 AttentionKernel = Literal["flash", "cpu", "sdpa"]
 """What computes it: flash attention on GPUs, torch's kernel for CPUs, or whatever torch chooses."""
 
+Rotation = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Query and key, [batch, tokens, heads, head size] each, turned by tables of cos and sin."""
+
 LARGEST_FLASH_HEAD = 256
 """Numbers in a head of flash attention, at most; a multiple of 8."""
 
@@ -109,6 +112,10 @@ class Attention(CausalSelfAttention):  # type: ignore[misc]  # litgpt declares n
     def __init__(self, config: Config, block_idx: int) -> None:
         super().__init__(config, block_idx)
         self.qkv = QKV(config, bias=config.bias or config.attn_bias)
+        self.attend = attend
+        """May be another one that computes the same."""
+        self.rotate: Rotation | None = None
+        """What turns query and key, instead of torch's operations."""
 
     def forward(
         self,
@@ -136,7 +143,9 @@ class Attention(CausalSelfAttention):  # type: ignore[misc]  # litgpt declares n
         scale = self.mscale**2 / math.sqrt(
             self.config.attention_scores_scalar or self.config.head_size
         )
-        found = attend(*heads, mask, scale=scale, softcap=self.config.attention_logit_softcapping)
+        found = self.attend(
+            *heads, mask, scale=scale, softcap=self.config.attention_logit_softcapping
+        )
         result: Tensor = self.proj(found.reshape(*x.shape[:2], -1))
         return result
 
@@ -149,7 +158,10 @@ class Attention(CausalSelfAttention):  # type: ignore[misc]  # litgpt declares n
         q, k, v = (part.unflatten(-1, (-1, self.config.head_size)) for part in (q, k, v))
         if kind == "default":
             q, k = self.norm_q(q), self.norm_k(k)
-        q, k = self._rotated(q, cos, sin), self._rotated(k, cos, sin)
+        if self.rotate is not None:
+            q, k = self.rotate(q, k, cos, sin)
+        else:
+            q, k = self._rotated(q, cos, sin), self._rotated(k, cos, sin)
         return q.flatten(0, 1).to(v.dtype), k.flatten(0, 1).to(v.dtype), v.flatten(0, 1)
 
     def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -159,6 +159,14 @@ def outline(
         with torch.device("meta"):
             add_adapter(model, base, recipe)
         model.lora = recipe
+    if recipe.kernels == "liger":
+        from ftkit.model.liger import put_kernels_in_place
+
+        put_kernels_in_place(model)
+    if recipe.compile:
+        from ftkit.model.compiled import compile_blocks
+
+        compile_blocks(model.gpt.transformer.h, model.head.lm_head)
     if every := int(recipe.memory.activation_checkpointing):
         offloads = recipe.memory.offload_activations
         for block in list(model.gpt.transformer.h)[::every]:

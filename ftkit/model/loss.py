@@ -1,6 +1,7 @@
 """The loss: the output layer with its cross-entropy, which never has the logits of a batch."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,74 +35,7 @@ def step_share(total: Tensor, label_tokens: Tensor | int) -> Tensor:
     return total / label_tokens
 
 
-class OutputLayer(nn.Linear):
-    """A linear layer that gives logits, or their loss with gradients from the same pass.
-
-    The gradients of a summed loss are known with the logits, up to the one factor that comes in the
-    backward pass. So nothing is kept of the logits, and no product is computed twice.
-    """
-
-    def forward(
-        self, rows: Tensor, labels: Tensor | None = None, softcap: float | None = None
-    ) -> Tensor:
-        """Logits, or the summed loss.
-
-        Args:
-            rows: [n, width].
-            labels: [n]; None asks for logits.
-            softcap: of the logits, if there are labels.
-
-        Returns:
-            [n, vocabulary] in the number format of the computation, or a scalar in float32: the sum
-            of the n cross-entropies in nats.
-        """
-        if labels is None:
-            return super().forward(rows)
-        trains = torch.is_grad_enabled()
-        loss: Tensor = _LinearCrossEntropy.apply(
-            rows, self.weight, self.bias, labels, softcap, trains
-        )
-        return loss
-
-
-class _LinearCrossEntropy(torch.autograd.Function):
-    """Summed cross-entropy of a linear layer's results, whose gradients are made in forward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        softcap: float | None,
-        trains: bool,
-    ) -> Tensor:
-        needed = tuple(trains and needs for needs in ctx.needs_input_grad[:3])
-        gradients = _Gradients(rows, weight, bias, needed)
-        kind = rows.device.type
-        if torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-            rows, weight = rows.to(dtype), weight.to(dtype)
-            bias = None if bias is None else bias.to(dtype)
-        total = torch.zeros((), dtype=torch.float32, device=rows.device)
-        step = rows_at_once(len(weight))
-        with torch.autocast(kind, enabled=False):
-            for start in range(0, max(len(rows), 1), step):  # without rows, gradients of zero
-                part, wanted = rows[start : start + step], labels[start : start + step, None]
-                loss, slope = _loss_and_slope(F.linear(part, weight, bias), wanted, softcap)
-                total += loss
-                gradients.add(start, part, slope, weight)
-                del slope
-        ctx.gradients = gradients
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
-        return *ctx.gradients.times(outer[0]), None, None, None
-
-
-def _loss_and_slope(logits: Tensor, wanted: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
+def loss_and_slope(logits: Tensor, wanted: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
     """Summed cross-entropy in float32, and its gradient in the number format of the logits.
 
     Args:
@@ -120,6 +54,77 @@ def _loss_and_slope(logits: Tensor, wanted: Tensor, softcap: float | None) -> tu
     if bent is not None:
         slope.mul_(1 - bent.square_())
     return loss, slope if logits.dtype == slope.dtype else logits.copy_(slope)
+
+
+class OutputLayer(nn.Linear):
+    """A linear layer that gives logits, or their loss with gradients from the same pass.
+
+    The gradients of a summed loss are known with the logits, up to the one factor that comes in the
+    backward pass. So nothing is kept of the logits, and no product is computed twice.
+    """
+
+    loss_and_slope: Callable[..., tuple[Tensor, Tensor]] = staticmethod(loss_and_slope)
+    """May be another one that computes the same."""
+
+    def forward(
+        self, rows: Tensor, labels: Tensor | None = None, softcap: float | None = None
+    ) -> Tensor:
+        """Logits, or the summed loss.
+
+        Args:
+            rows: [n, width].
+            labels: [n]; None asks for logits.
+            softcap: of the logits, if there are labels.
+
+        Returns:
+            [n, vocabulary] in the number format of the computation, or a scalar in float32: the sum
+            of the n cross-entropies in nats.
+        """
+        if labels is None:
+            return super().forward(rows)
+        compute = partial(self.loss_and_slope, softcap=softcap)
+        trains = torch.is_grad_enabled()
+        loss: Tensor = _LinearCrossEntropy.apply(
+            rows, self.weight, self.bias, labels, compute, trains
+        )
+        return loss
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Summed cross-entropy of a linear layer's results, whose gradients are made in forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        compute: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+        trains: bool,
+    ) -> Tensor:
+        needed = tuple(trains and needs for needs in ctx.needs_input_grad[:3])
+        gradients = _Gradients(rows, weight, bias, needed)
+        kind = rows.device.type
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            rows, weight = rows.to(dtype), weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
+        total = torch.zeros((), dtype=torch.float32, device=rows.device)
+        step = rows_at_once(len(weight))
+        with torch.autocast(kind, enabled=False):
+            for start in range(0, max(len(rows), 1), step):  # without rows, gradients of zero
+                part, wanted = rows[start : start + step], labels[start : start + step, None]
+                loss, slope = compute(F.linear(part, weight, bias), wanted)
+                total += loss
+                gradients.add(start, part, slope, weight)
+                del slope
+        ctx.gradients = gradients
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
+        return *ctx.gradients.times(outer[0]), None, None, None
 
 
 class _Gradients:

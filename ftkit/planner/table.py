@@ -147,6 +147,10 @@ def _rows(planned: Planned) -> Iterator[tuple[str, str]]:
         blocks = f" of 1 block in {every}" if every > 1 else ""
         where = " in host memory" * plan.recipe.memory.offload_activations
         settings.append(f"activation checkpointing{blocks}{where}")
+    if plan.recipe.compile:
+        settings.append("compiled")
+    if plan.recipe.kernels == "liger":
+        settings.append("kernels of Liger")
     settings.append(plan.recipe.optimizer["class_path"].rpartition(".")[2])
     yield "devices", ", ".join(settings)
     where = "host memory" if plan.accelerator == "cpu" else "device memory"
@@ -156,6 +160,8 @@ def _rows(planned: Planned) -> Iterator[tuple[str, str]]:
         if memory.breakdown_bytes[category]:
             words = category.replace("_", " ")
             yield f"  {words}", bytes_text(memory.breakdown_bytes[category])
+    if memory.is_more_because:
+        yield "at most", f"it will be less: {memory.is_more_because}"
     if plan.accelerator == "cuda":
         yield "reserved", f"about {bytes_text(memory.reserved_bytes)}, with torch's cache"
     hosted = ", ".join(

@@ -219,6 +219,9 @@ class Throughput:
     """tokens_per_s / world_size."""
     micro_steps_per_step: float | None = None
     """Forward and backward passes of one rank per step, in the mean."""
+    compiled_graphs: int | None = None
+    """Graphs that torch.compile made in the training steps of rank 0; those steps lie outside the
+    window. None: nothing is compiled."""
     rank_imbalance: float | None = None
     """Tokens of the fullest rank relative to the mean rank, averaged over the steps; 1 is perfect.
     None: there is one rank."""

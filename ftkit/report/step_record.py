@@ -33,3 +33,5 @@ class StepRecord:
     """From its first batch to its end, without validation and saving."""
     parts_s: dict[Part, float]
     """Where duration_s went."""
+    compiled_graphs: int | None = None
+    """Graphs that torch.compile made in it, on this rank; None: nothing is compiled."""

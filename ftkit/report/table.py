@@ -243,6 +243,8 @@ def _throughput_text(speed: Throughput, world_size: int) -> str:
             speed.rank_imbalance is not None
             and f"fullest rank {number_text(speed.rank_imbalance)} x the mean",
             f"over {_count(speed.window_steps, 'step')}",
+            speed.compiled_graphs is not None
+            and f"{_count(speed.compiled_graphs, 'graph')} compiled",
         )
     )
 

@@ -14,8 +14,8 @@ class ThroughputMeter:
     them are left out, but never more than a quarter of the steps: a run of 12 or more steps leaves
     out 3, one of 4 to 7 leaves out 1, and one of fewer than 4 steps counts them all.
 
-    Steps in which memory is followed take longer for it and are left out too, unless no other
-    would remain. ``Throughput.window_steps`` says how many were counted.
+    Steps in which memory is followed or something is compiled take longer for it and are left out
+    too, unless no other would remain. ``Throughput.window_steps`` says how many were counted.
     """
 
     def __init__(self, skip_steps: int = 3) -> None:
@@ -24,7 +24,8 @@ class ThroughputMeter:
         self._sums: _Sums = {}
         self._apart: dict[int, _Sums] = {}
         """Steps that may be left out, by their number from 0."""
-        self._follows_memory: set[int] = set()
+        self._slowed: set[int] = set()
+        self._graphs: int | None = None
 
     def add(
         self,
@@ -35,6 +36,7 @@ class ThroughputMeter:
         micro_steps: int = 1,
         parts_s: Mapping[str, float] | None = None,
         follows_memory: bool = False,
+        compiled_graphs: int | None = None,
     ) -> None:
         """Count one step.
 
@@ -45,6 +47,7 @@ class ThroughputMeter:
             micro_steps: forward and backward passes of one rank.
             parts_s: where the time went, by the fields of `StepTimes`.
             follows_memory: whether the memory of this step was followed.
+            compiled_graphs: how many were compiled in it; None: nothing is compiled.
         """
         step = {
             "duration_s": duration_s,
@@ -53,9 +56,12 @@ class ThroughputMeter:
             "micro_steps": micro_steps,
             **(parts_s or {}),
         }
-        if follows_memory:
-            self._follows_memory.add(self._steps)
-        if follows_memory or self._steps < self.skip_steps:
+        is_slowed = follows_memory or bool(compiled_graphs)
+        if compiled_graphs is not None:
+            self._graphs = (self._graphs or 0) + compiled_graphs
+        if is_slowed:
+            self._slowed.add(self._steps)
+        if is_slowed or self._steps < self.skip_steps:
             self._apart[self._steps] = step
         self._steps += 1
         self._sums = {name: self._sums.get(name, 0) + value for name, value in step.items()}
@@ -78,6 +84,7 @@ class ThroughputMeter:
             window_s=window_s,
             tokens_per_s_per_device=sums["tokens"] / window_s / world_size,
             micro_steps_per_step=sums["micro_steps"] / window_steps,
+            compiled_graphs=self._graphs,
         )
 
     def step_times(self) -> StepTimes:
@@ -90,7 +97,7 @@ class ThroughputMeter:
     def _window(self) -> tuple[int, _Sums]:
         """How many steps are in the window, and their sums."""
         first = set(range(min(self.skip_steps, self._steps // 4)))
-        left_out = first | self._follows_memory
+        left_out = first | self._slowed
         if len(left_out) == self._steps:
             left_out = first
         sums = dict(self._sums)

@@ -63,7 +63,8 @@ class Training:
         self._meter = MemoryMeter(
             setup.strategy,
             setup.model,
-            steps_to_measure(order),
+            # The meter cannot see into compiled graphs.
+            set() if self._recipe.compile else steps_to_measure(order),
             self._recorder.device_peak,
             self._recorder.on_step_memory,
         )

@@ -291,6 +291,7 @@ class Recorder:
             micro_steps=record.micro_steps,
             parts_s={str(part): seconds for part, seconds in record.parts_s.items()},
             follows_memory=follows_memory,
+            compiled_graphs=record.compiled_graphs,
         )
         samples = self.samples + record.samples
         epochs = samples / self._samples_per_epoch

@@ -10,6 +10,7 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
 from ftkit.memory.meter import MemoryMeter
+from ftkit.model.compiled import compiled_graphs
 from ftkit.model.loss import step_share
 from ftkit.report.step_record import PARTS, Part, StepRecord
 from ftkit.strategies.distributed import rank, sum_over_ranks
@@ -87,6 +88,7 @@ class TrainStep:
         self._clock = StepClock(self._device)
         self._loss = torch.zeros((), dtype=torch.float64, device=self._device)
         """Of the step so far, this rank's share, in nats per label token."""
+        self._graphs = compiled_graphs() if setup.job.recipe.compile else 0
 
     def run(self, step: int, batches: Iterator[Batch]) -> StepRecord:
         """Train on the micro-batches of a step, as many as there are, and update once.
@@ -165,7 +167,15 @@ class TrainStep:
             gradient_norm=gradient_norm,
             duration_s=time.perf_counter() - began,
             parts_s=self._clock.take(),
+            compiled_graphs=self._new_graphs(),
         )
+
+    def _new_graphs(self) -> int | None:
+        """What torch.compile has made since the last call."""
+        if not self._setup.job.recipe.compile:
+            return None
+        before, self._graphs = self._graphs, compiled_graphs()
+        return self._graphs - before
 
 
 def _counts(batch: Batch) -> tuple[int, int, int, int]:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from ftkit.config import checks
+from ftkit.config.checks import check_kernels_installed
 from ftkit.config.devices import Devices
 from ftkit.config.parsing import read_recipe
 from ftkit.config.plan import Plan, make_plan
@@ -685,3 +687,35 @@ def test_on_cpus_it_is_told_that_offloading_has_no_effect() -> None:
     keys = {"memory__offload_activations": True, "memory__activation_checkpointing": 2}
     assert any("offload_activations has no effect" in told for told in plan(CPU, **keys).notices)
     assert not any("offload" in told for told in plan(GPU, **keys).notices)
+
+
+# --- Kernels ------------------------------------------------------------------------------------
+
+
+def test_kernels_for_cuda_are_refused_on_cpus() -> None:
+    assert refusal(kernels="liger").endswith("for CUDA. Try --kernels torch.")
+    assert plan(GPU, kernels="liger").recipe.kernels == "liger"
+
+
+def test_kernels_of_two_kinds_are_refused() -> None:
+    words = refusal(GPU, kernels="liger", compile="true")
+    assert words.endswith("Try --kernels torch, or --compile false.")
+
+
+def test_deepspeed_does_not_compile() -> None:
+    words = refusal(compile="true", strategy="deepspeed")
+    assert words.startswith("compile is true, but deepspeed")
+    assert words.endswith("Try --strategy fsdp, or --compile false.")
+    assert plan(compile="true", strategy="fsdp").recipe.compile
+
+
+def test_without_its_package_or_a_compiler_a_run_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(checks, "has_liger", lambda: False)
+    with pytest.raises(UserError, match=r"Liger-Kernel is not installed. Try pip install"):
+        check_kernels_installed(recipe("full", kernels="liger"), "cuda")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(UserError, match=r"no no-such-compiler. .* --compile false"):
+        check_kernels_installed(recipe("full", compile="true"), "cpu")
+    check_kernels_installed(recipe("full"), "cpu")

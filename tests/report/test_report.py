@@ -415,6 +415,16 @@ class TestThroughput:
         assert meter.result(world_size=1).window_steps == 1
         assert meter.result(world_size=1).tokens_per_s == 10
 
+    def test_steps_that_compiled_are_no_speed_and_their_graphs_are_counted(self) -> None:
+        meter = ThroughputMeter()
+        for step in range(20):
+            graphs = {0: 5, 12: 4}.get(step, 0)
+            meter.add(
+                duration_s=30.0 if graphs else 0.5, tokens=100, samples=4, compiled_graphs=graphs
+            )
+        speed = meter.result(world_size=1)
+        assert (speed.window_steps, speed.tokens_per_s, speed.compiled_graphs) == (16, 200.0, 9)
+
     @pytest.mark.parametrize(("steps", "window_steps"), [(1, 1), (2, 2), (4, 3)])
     def test_where_the_memory_of_all_was_followed_they_are_the_speed(
         self, steps: int, window_steps: int

@@ -138,6 +138,7 @@ STAGE_2 = ("strategy.stage", 2)
 NO_OFFLOAD = ("strategy.offload_optimizer", False)
 SGD = (("optimizer", "SGD"), ("optimizer.lr", 0.1))
 DROPOUT = (("lora_dropout", 0.2),)
+COMPILED = ("compile", True)
 CHECKPOINTED = ("memory.activation_checkpointing", True)
 TOKENS = (("train.micro_batch_tokens", 600), ("train.micro_batch_size", None))
 """One micro-step in some steps and two in others, where there are two ranks."""
@@ -178,6 +179,9 @@ OPTIONS = {
     "ddp, tied, LoRA": Case("ddp", "lora", tied=True),
     "fsdp, tied, LoRA": Case("fsdp", "lora", tied=True),
     "ZeRO-3, tied, LoRA": Case("deepspeed", "lora", tied=True),
+    "ddp, compiled": Case("ddp", "full", changes=(COMPILED,)),
+    "fsdp, compiled": Case("fsdp", "full", changes=(COMPILED,)),
+    "fsdp, compiled, checkpointed, LoRA": Case("fsdp", "lora", changes=(COMPILED, CHECKPOINTED)),
     "ddp, checkpointed": Case("ddp", "full", changes=(CHECKPOINTED,)),
     "fsdp, checkpointed": Case("fsdp", "full", changes=(CHECKPOINTED,)),
     "fsdp, every 2nd checkpointed": Case("fsdp", "full", changes=(EVERY_2ND_CHECKPOINTED,)),

@@ -1,0 +1,54 @@
+"""Compilation of the blocks and of the loss by torch.compile, once for all lengths.
+
+A block has a graph for each of a few kinds of call: one line or several, one token or more. What
+attention does follows the lengths of the sequences in a micro-batch, which are others in each step:
+it stays outside, between two graphs. So do evaluation and answers, which would need more graphs.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from ftkit.model.attention import Attention
+from ftkit.model.loss import OutputLayer
+
+BACKEND = "inductor"
+
+
+def compile_blocks(blocks: Iterable[nn.Module], output_layer: nn.Module) -> None:
+    """Have blocks and loss compiled at their first use.
+
+    Args:
+        blocks: of the model; hooks of a strategy stay outside of what is compiled.
+        output_layer: an adapter may have made it its own; it is left to torch then.
+    """
+    import torch._dynamo.config as dynamo
+    import torch._inductor.config as inductor
+
+    dynamo.optimize_ddp = False  # cuts whole models at its buckets, not blocks
+    inductor.fallback_random = True  # dropout draws what it draws elsewhere
+    for block in blocks:
+        attention: Any = getattr(block, "attn", None)
+        if isinstance(attention, Attention):
+            attention.attend = torch.compiler.disable(attention.attend)
+        plain = block.forward
+        compiled = torch.compile(plain, dynamic=True, backend=BACKEND)
+        block.forward = partial(_forward, compiled, plain)
+    if isinstance(output_layer, OutputLayer):
+        compute = torch.compile(output_layer.loss_and_slope, dynamic=True, backend=BACKEND)
+        output_layer.loss_and_slope = compute
+
+
+def _forward(compiled: Callable[..., Tensor], plain: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    return (compiled if torch.is_grad_enabled() else plain)(*inputs)
+
+
+def compiled_graphs() -> int:
+    """Graphs that torch has compiled in this process."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
