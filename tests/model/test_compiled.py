@@ -21,6 +21,7 @@ RECIPES: dict[str, tuple[type[Recipe], dict[str, Any]]] = {
     "full": (Recipe, {}),
     "LoRA, checkpointed": (LoraRecipe, {"memory": Memory(activation_checkpointing=True)}),
     "QLoRA": (LoraRecipe, {"quantize": "bnb.nf4", "lora_mlp": True}),
+    "int8": (LoraRecipe, {"quantize": "bnb.int8"}),
 }
 pytestmark = pytest.mark.slow  # a few seconds of tracing, half a minute with a compiler
 
