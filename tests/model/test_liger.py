@@ -87,4 +87,4 @@ def test_the_prediction_follows_what_the_kernels_allocate(
 ) -> None:
     memory = compiled["memory"]
     assert memory["liger"] < memory["torch"]
-    assert memory["liger, activations"] < 0.9 * memory["torch, activations"]
+    assert memory["liger, activations"] < 0.95 * memory["torch, activations"]
