@@ -438,9 +438,10 @@ def completion(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("ftkit finetune --train.max_s", {"--train.max_steps", "--train.max_seq_length"}),
         ("ftkit finetune --train", {f"--{k}" for k in key_types("lora") if k.startswith("train.")}),
         (
-            "ftkit finetune --c",
-            {"--config", *(f"--{k}" for k in key_types("lora") if k.startswith("checkpoint"))},
+            "ftkit finetune --ch",
+            {f"--{k}" for k in key_types("lora") if k.startswith("checkpoint")},
         ),
+        ("ftkit finetune --co", {"--config", "--compile"}),
         ("ftkit finetune --sto", {"--stop_after"}),
         ("ftkit finetune --data.m", {"--data.mask_prompt"}),
         ("ftkit finetune --strategy.sh", {"--strategy.sharding"}),
