@@ -228,6 +228,7 @@ def _beginning(job: Job) -> str:
     ranks = "1 process" if plan.world_size == 1 else f"{plan.world_size} processes"
     device = job.devices.names[0] if job.devices.names else "CPU"
     return (
-        f"starting {ranks} on {device} ({plan.strategy}, {plan.precision}) in {recipe.out_dir}: "
-        f"{recipe.method} fine-tuning of {recipe.checkpoint_dir}"
+        f"starting {ranks} on {device} ({plan.strategy}, {plan.precision})\n"
+        f"{recipe.method} fine-tuning of {recipe.checkpoint_dir}\n"
+        f"into {recipe.out_dir}"
     )

@@ -207,7 +207,7 @@ def test_ddp_sends_no_tables(
 def test_a_validation_asks_every_tenth_batch_whether_to_stop() -> None:
     """Each question is a message, for which the host waits."""
     tensors = {name: torch.zeros(1) for name in ("input_ids", "label_indices", "labels")}
-    batch = tensors | {"source": 0}
+    batch = tensors | {"source": 0, "sequence_lengths": None}
     asked: list[int] = []
     done: list[int] = []
 
@@ -219,7 +219,7 @@ def test_a_validation_asks_every_tenth_batch_whether_to_stop() -> None:
             asked.append(len(done))
             return answers[len(asked) - 1]
 
-        model: Any = lambda *_: torch.tensor(2.0)  # noqa: E731
+        model: Any = lambda *_, **__: torch.tensor(2.0)  # noqa: E731
         batches: Any = [batch] * 25
         validated = validation_loss(
             model,
