@@ -11,9 +11,8 @@ from ftkit.cli.commands import FTKIT, Command, Group
 from ftkit.cli.parser import read_options, split_line
 from ftkit.config.command_options import declared
 from ftkit.errors import UserError
-from ftkit.utils.imports import quick_imports, without_hub_kernels
+from ftkit.utils.imports import postpone_modules, quick_imports, without_hub_kernels
 from ftkit.utils.nearest import nearest
-from ftkit.utils.postponed import postpone_modules
 from ftkit.utils.process import Interrupts
 
 

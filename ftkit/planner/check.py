@@ -11,8 +11,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from ftkit.utils.imports import without_hub_kernels
-from ftkit.utils.postponed import postpone_modules
+from ftkit.utils.imports import postpone_modules, without_hub_kernels
 
 if __name__ == "__main__":
     gc.disable()  # as in quick_imports

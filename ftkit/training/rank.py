@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import TextIO
 
 from ftkit.optim.schedule import sample_budget
-from ftkit.utils.imports import without_hub_kernels
-from ftkit.utils.postponed import postpone_modules
+from ftkit.utils.imports import postpone_modules, without_hub_kernels
 from ftkit.utils.process import die_with_parent
 
 if __name__ == "__main__":  # before the slow imports: a supervisor may die at any moment

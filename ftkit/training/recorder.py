@@ -254,10 +254,8 @@ class Recorder:
         now = time.time()
         self._times[self.report.phase] += now - self._since
         self._since = now
-        self.note(
-            phase=phase,
-            phases_s=PhaseTimes(**self._times, total=now - self._job.started_at_s),
-        )
+        times = PhaseTimes(**self._times, total=now - self._job.started_at_s)
+        self.note(phase=phase, phases_s=times)
         if phase == "training" and not self._cpu.started:
             self._cpu.start()
             self._utilization.start()

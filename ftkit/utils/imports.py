@@ -1,10 +1,31 @@
-"""Imports of heavy libraries: quick, silent, and without what nobody here uses."""
+"""Imports of heavy libraries: quick, silent, and without what nobody here uses.
+
+Importing a module of a package runs the package's `__init__` first. That of Lightning imports its
+Trainer, torchmetrics and with that matplotlib, that of LitGPT all its commands: together they took
+a quarter of the time until a rank could begin, which uses of them `lightning.fabric` and
+`litgpt.model`.
+"""
 
 import gc
 import logging
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module, metadata
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from types import ModuleType
+from typing import Any
+
+PACKAGES = ("lightning", "litgpt", "torchmetrics")
+"""Their modules are imported without the packages' own code, which runs when another name of theirs
+is used."""
+FUNCTIONS = ("litgpt.scripts.convert_hf_checkpoint", "litgpt.utils")
+"""Functions can be imported from them; their code runs when one is called. Seen in LitGPT 0.5.13:
+the network and the tokenizer import one function each, for files that ftkit reads by itself."""
+
+_LOCK = threading.RLock()
 
 
 @contextmanager
@@ -56,3 +77,75 @@ def silence_libraries() -> None:
 
 def _is_error(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.ERROR
+
+
+def postpone_modules() -> None:
+    """From now on, import these modules so. For processes of our own, which use them as we do."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+class _Finder(MetaPathFinder):
+    """Finds what is to be postponed, where Python finds it."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        loader_class = _Package if fullname in PACKAGES else _Functions
+        if loader_class is _Functions and fullname not in FUNCTIONS:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and isinstance(spec.loader, SourceFileLoader):
+            spec.loader = loader_class(spec.loader.name, spec.loader.path)
+        return spec
+
+
+class _Postponed(SourceFileLoader):
+    """Leaves a module empty, and runs its code when a name is not found in it."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run nothing yet."""
+        vars(module)["__getattr__"] = lambda name: self.found(module, name)
+
+    def found(self, module: ModuleType, name: str) -> Any:
+        """What the module has under a name.
+
+        Raises:
+            AttributeError: nothing.
+        """
+        self.run(module)
+        return getattr(module, name)
+
+    def run(self, module: ModuleType) -> None:
+        """Run the module's code, once."""
+        with _LOCK:
+            if vars(module).pop("__getattr__", None) is not None:
+                super().exec_module(module)
+
+
+class _Package(_Postponed):
+    """The modules of a package, and its version, are found without its code."""
+
+    def found(self, module: ModuleType, name: str) -> Any:
+        """What the package has under a name."""
+        if name == "__version__":
+            return metadata.version(module.__name__)
+        inner = f"{module.__name__}.{name}"
+        if inner in sys.modules or PathFinder.find_spec(inner, module.__path__) is not None:
+            return import_module(inner)
+        return super().found(module, name)
+
+
+class _Functions(_Postponed):
+    """Every name is a function, which runs the module's code when it is called."""
+
+    def found(self, module: ModuleType, name: str) -> Callable[..., Any]:
+        """What stands for a function until then."""
+        if name.startswith("__"):  # what Python asks of modules
+            raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+
+        def function(*arguments: Any, **options: Any) -> Any:
+            self.run(module)
+            return getattr(module, name)(*arguments, **options)
+
+        return function

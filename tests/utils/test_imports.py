@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ftkit.utils import postponed
+from ftkit.utils import imports
 
 PACKAGE = """
 from made_package.ran import RAN
@@ -33,10 +33,10 @@ def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     (package / "ran.py").write_text("RAN = []\n")
     (package / "inner.py").write_text("from made_package.helpers import double\nBEGUN = True\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(postponed, "PACKAGES", ("made_package",))
-    monkeypatch.setattr(postponed, "FUNCTIONS", ("made_package.helpers",))
+    monkeypatch.setattr(imports, "PACKAGES", ("made_package",))
+    monkeypatch.setattr(imports, "FUNCTIONS", ("made_package.helpers",))
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
-    postponed.postpone_modules()
+    imports.postpone_modules()
     yield importlib.import_module("made_package.ran").RAN
     for name in [name for name in sys.modules if name.partition(".")[0] == "made_package"]:
         del sys.modules[name]
@@ -80,8 +80,8 @@ def test_a_package_is_asked_for_its_version_without_its_code(
 
 
 def test_a_package_that_is_not_installed_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(postponed, "PACKAGES", ("no_such_package",))
+    monkeypatch.setattr(imports, "PACKAGES", ("no_such_package",))
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
-    postponed.postpone_modules()
+    imports.postpone_modules()
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("no_such_package")
