@@ -249,6 +249,15 @@ def test_the_table_of_programs_says_what_was_reached_and_what_was_missed() -> No
     assert "reached: faster than TRL's best" in text
 
 
+def test_a_round_that_was_cut_off_is_not_counted_as_a_whole_one() -> None:
+    from benchmarking.peers.command import markdown
+
+    figures = peers_figures()
+    again = figures["runs"][0] | {"round": 1}
+    assert "Medians of 1 rounds" in markdown(figures)
+    assert "Medians of 1 to 2 rounds" in markdown(figures | {"runs": [*figures["runs"], again]})
+
+
 def test_a_program_that_failed_has_a_row_with_its_last_words() -> None:
     from benchmarking.peers.command import markdown
 

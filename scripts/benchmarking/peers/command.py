@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -152,7 +153,9 @@ def markdown(figures: Figures) -> str:
         parts += bars_of(settings, runs)
     versions = figures["versions"].items()
     listed = [f"{name}: " + ", ".join(f"{k} {v}" for k, v in of.items()) for name, of in versions]
-    rounds = 1 + max((row["round"] for row in figures["runs"]), default=-1)
+    counts = Counter((row["case"], row["program"]) for row in figures["runs"]).values()
+    fewest, most = min(counts, default=0), max(counts, default=0)
+    rounds = str(most) if fewest == most else f"{fewest} to {most}"
     machine = figures["hardware"]
     said = (
         f"Medians of {rounds} rounds; tokens without padding; the first "
