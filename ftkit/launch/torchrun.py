@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -58,7 +58,10 @@ def take_part(
     store, watched = _meet(placed)
     if placed.rank > 0:
         with Heartbeats(store, placed.rank, watched, _leave):
-            return _follow(placed, store)
+            code = _follow(placed, store)
+        if code == UserError.exit_code:
+            _let_rank_0_tell(store)
+        return code
     with (
         Ranks(placed) as ranks,
         Heartbeats(store, placed.rank, watched, ranks.end_without),
@@ -162,6 +165,13 @@ def _follow(placed: ExternalRanks, store: SharedStore) -> int:
         job = Job.read(Path(job_file))
         ranks.run(job)
         return _exit_code(job.directory.rank(placed.rank))
+
+
+def _let_rank_0_tell(store: SharedStore) -> None:
+    """Wait until rank 0 has ended: torchrun ends it with the first process that fails."""
+    address = store.host, store.port  # which ends with it; torch would write a trace of that
+    with suppress(OSError), socket.create_connection(address, timeout=PATIENCE_S) as line:
+        line.recv(1)
 
 
 def _machine(rank: int) -> str:
