@@ -13,7 +13,7 @@ from ftkit.config.command_options import declared
 from ftkit.errors import UserError
 from ftkit.utils.imports import postpone_modules, quick_imports, without_hub_kernels
 from ftkit.utils.nearest import nearest
-from ftkit.utils.process import Interrupts
+from ftkit.utils.process import Interrupts, print_line
 
 
 def main() -> None:
@@ -27,7 +27,7 @@ def main() -> None:
         code = run(sys.argv[1:])
         sys.stdout.flush()
     except UserError as error:
-        print(f"ftkit: {error}", file=sys.stderr)
+        print_line(f"ftkit: {error}")
         code = error.exit_code
     except KeyboardInterrupt:
         code = 130

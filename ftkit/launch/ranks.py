@@ -19,7 +19,7 @@ from ftkit.runs.directory import RankDirectory
 from ftkit.runs.job import ErrorKind, Job, RankError
 from ftkit.utils.hardware import processes_killed_for_memory
 from ftkit.utils.out_of_memory import device_line
-from ftkit.utils.process import handling
+from ftkit.utils.process import handling, print_line
 
 KILLED_FOR_MEMORY = "the kernel killed the training process, because host memory ran out"
 
@@ -208,7 +208,7 @@ class Ranks:
             return
         if self._placed is None or self._placed.rank == 0:
             with suppress(OSError):  # the terminal may be gone
-                print(f"\nftkit: {text}", file=sys.stderr, flush=True)
+                print_line(f"\nftkit: {text}")
 
     def _kill(self) -> None:
         self._killing = True

@@ -8,7 +8,6 @@ their heartbeats when one of them vanishes with its machine.
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
@@ -25,7 +24,7 @@ from ftkit.report.report import ENDED_WELL, read_report
 from ftkit.runs.directory import RankDirectory
 from ftkit.runs.job import FOR_MEMORY, Job, RankError
 from ftkit.runs.resume import Completed
-from ftkit.utils.process import die_with_parent
+from ftkit.utils.process import die_with_parent, print_line
 
 PORT = "port"
 """Key in torchrun's store: the port of the one in the process of rank 0."""
@@ -145,7 +144,7 @@ def _open_store(address: str, port: int, *, serves: bool) -> SharedStore:
 
 def _leave(rank: int, reason: str) -> None:
     """End this process at once, and its rank with it: whatever it waits for will not come."""
-    print(f"ftkit: rank {rank}: {reason}", file=sys.stderr, flush=True)
+    print_line(f"ftkit: rank {rank}: {reason}")
     os._exit(1)
 
 
@@ -155,7 +154,7 @@ def _follow(placed: ExternalRanks, store: SharedStore) -> int:
         _wait_for(store, [JOB])
         job_file = store.get(JOB).decode()
     except dist.DistError:
-        print("ftkit: rank 0 has ended without a word", file=sys.stderr, flush=True)
+        print_line("ftkit: rank 0 has ended without a word")
         return 1
     if not job_file:
         return UserError.exit_code

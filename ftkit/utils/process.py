@@ -35,6 +35,12 @@ def start_command(words: Sequence[str], output: IO[bytes] | None = None) -> subp
     )
 
 
+def print_line(text: str) -> None:
+    """Print on stderr in one write: `print` makes two, and another process's line gets between."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
 @contextmanager
 def handling(handlers: Mapping[signal.Signals, Callable[[int, Any], None]]) -> Iterator[None]:
     """Inside the block signals have these handlers; one that is ignored stays so, as nohup wants.
