@@ -166,7 +166,7 @@ class _Conversation:
 
     def __init__(self, template: ChatTemplate, record: dict[str, Any]) -> None:
         self._template = template
-        self.messages, self._tools = plain(record["messages"]), record.get("tools")
+        self.messages, self._tools = plain_messages(record["messages"]), record.get("tools")
         self._until: dict[int, tuple[str, list[Span] | None]] = {}
 
     @property
@@ -198,7 +198,7 @@ class _Conversation:
         return self._template.render(messages, tools=self._tools, add_generation_prompt=True)
 
 
-def plain(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def plain_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages without what is said about their training."""
     return [{key: value for key, value in m.items() if key != "train"} for m in messages]
 

@@ -120,7 +120,7 @@ def _copied(piece: Piece, places: Any) -> Piece:
     return dataclasses.replace(piece, values=values, scales=scales)
 
 
-def in_host_memory(piece: Piece) -> Piece:
+def copied_to_host(piece: Piece) -> Piece:
     """The piece where a file can be written from; nothing may change it meanwhile."""
     _synchronize()
     scales = piece.scales

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ftkit.checkpoint.files import shard_name
-from ftkit.checkpoint.host_copies import HostCopies, in_host_memory
+from ftkit.checkpoint.host_copies import HostCopies, copied_to_host
 from ftkit.checkpoint.metadata import FileEntry, Metadata
 from ftkit.checkpoint.shards import Piece, write_shard
 from ftkit.checkpoint.store import Store, hash_file
@@ -121,7 +121,7 @@ class Saver:
         if asynchronous:
             held = self.copies.take(pieces)
         else:
-            held = [in_host_memory(piece) for piece in pieces]
+            held = [copied_to_host(piece) for piece in pieces]
         work = threading.Thread(
             target=self._write, args=(metadata, held, companions, started), daemon=True
         )

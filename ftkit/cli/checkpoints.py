@@ -43,7 +43,7 @@ from ftkit.console.grid import labelled_grid
 from ftkit.console.progress import Phase
 from ftkit.errors import UserError
 from ftkit.runs.checkpoints import (
-    Entry,
+    CheckpointEntry,
     RunCheckpoints,
     entry_of,
     find,
@@ -286,7 +286,7 @@ def _recipe_of(directory: Path) -> dict[str, Any]:
 # --- Showing them ---------------------------------------------------------------------------------
 
 
-def _cells(entry: Entry, now_s: float) -> list[str | Text]:
+def _cells(entry: CheckpointEntry, now_s: float) -> list[str | Text]:
     """Its row in a list."""
     known = entry.metadata
     style = {"complete": "green", "damaged": "bold red"}.get(entry.state, "yellow")
@@ -302,7 +302,7 @@ def _cells(entry: Entry, now_s: float) -> list[str | Text]:
     ]
 
 
-def _rows(entry: Entry, metadata: Metadata) -> Iterator[tuple[str, str]]:
+def _rows(entry: CheckpointEntry, metadata: Metadata) -> Iterator[tuple[str, str]]:
     """Label and text of everything but the files."""
     yield "state", "\n".join([entry.state, *entry.problems])
     yield "size", bytes_text(entry.size_bytes)

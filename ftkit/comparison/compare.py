@@ -15,7 +15,7 @@ from typing import Any, overload
 from ftkit.comparison import table
 from ftkit.comparison.columns import in_order
 from ftkit.comparison.plots import Picture, check_plot, save_plot
-from ftkit.comparison.runs import ComparedRun, LeftOut, read_runs
+from ftkit.comparison.runs import ComparedRun, LeftOutRun, read_runs
 from ftkit.config.command_options import CompareOptions
 from ftkit.console.display import Display
 from ftkit.console.terminal import plain_text
@@ -31,7 +31,7 @@ class Comparison:
 
     runs: list[ComparedRun]
     """In the order in which they are shown."""
-    left_out: list[LeftOut]
+    left_out: list[LeftOutRun]
     """What was named and is not compared."""
 
     def table(self) -> table.ComparisonTable:

@@ -120,7 +120,7 @@ def save_plot(runs: list[ComparedRun], path: Path) -> Path:
             if path.suffix.lower() == ".png":
                 drawn.savefig(path, dpi=150)
             else:
-                write_durably(path, page(runs, svg(drawn)))
+                write_durably(path, comparison_page(runs, svg(drawn)))
         except OSError as error:
             raise UserError(
                 f"--plot {path} cannot be written ({error.strerror}). Try another directory."
@@ -170,7 +170,7 @@ def svg(drawn: "Figure") -> str:
     return text.getvalue()[text.getvalue().index("<svg") :]
 
 
-def page(runs: list[ComparedRun], picture: str) -> str:
+def comparison_page(runs: list[ComparedRun], picture: str) -> str:
     """One page with the table and the picture; it has no script and refers to nothing."""
     title = f"ftkit: {len(runs)} {'run' if len(runs) == 1 else 'runs'} compared"
     body = (

@@ -24,7 +24,7 @@ _DEFAULTS = {f.name: f.default for f in fields(LoraRecipe) if f.default is not M
 
 
 @dataclass(frozen=True, kw_only=True)
-class LeftOut:
+class LeftOutRun:
     """A path that is not compared."""
 
     path: Path
@@ -154,30 +154,30 @@ class ComparedRun:
 
 def read_runs(
     paths: Iterable[str | os.PathLike[str]],
-) -> tuple[list[ComparedRun], list[LeftOut]]:
+) -> tuple[list[ComparedRun], list[LeftOutRun]]:
     """The runs that paths stand for, each once, and what is none.
 
     Args:
         paths: runs, their reports, or directories with runs at any depth.
     """
     found: dict[Path, Path] = {}
-    left_out: list[LeftOut] = []
+    left_out: list[LeftOutRun] = []
     for path in map(Path, paths):
         directories = list(_find(path.expanduser()))
         for directory in directories:
             found.setdefault(directory.resolve(), directory)
         if not directories:
             reason = "holds no run" if path.expanduser().exists() else "does not exist"
-            left_out.append(LeftOut(path=path, reason=reason))
+            left_out.append(LeftOutRun(path=path, reason=reason))
     states = []
     for directory in found.values():
         try:
             state = look(directory)
         except UserError as error:
-            left_out.append(LeftOut(path=directory, reason=_reason(error, directory)))
+            left_out.append(LeftOutRun(path=directory, reason=_reason(error, directory)))
             continue
         if state.report is None:
-            left_out.append(LeftOut(path=directory, reason="has not measured anything yet"))
+            left_out.append(LeftOutRun(path=directory, reason="has not measured anything yet"))
         else:
             states.append((directory, state.state, state.report))
     names = _names([directory for directory, _, _ in states])

@@ -22,7 +22,7 @@ from ftkit.comparison.columns import (
     name_columns,
     setting_columns,
 )
-from ftkit.comparison.runs import ComparedRun, LeftOut
+from ftkit.comparison.runs import ComparedRun, LeftOutRun
 from ftkit.console.formatting import printable, shortened
 from ftkit.console.html import GOOD
 from ftkit.report.report import ENDED_WELL
@@ -127,7 +127,7 @@ def as_csv(runs: list[ComparedRun]) -> str:
     return text.getvalue().rstrip("\n")
 
 
-def as_json(runs: list[ComparedRun], left_out: Sequence[LeftOut]) -> dict[str, Any]:
+def as_json(runs: list[ComparedRun], left_out: Sequence[LeftOutRun]) -> dict[str, Any]:
     """The runs with what differs and what came out, ready for JSON."""
     settings, measures = setting_columns(runs), measure_columns(runs)
     return {

@@ -18,7 +18,7 @@ import docstring_parser
 from ftkit.config.parsing import Override
 from ftkit.config.recipe_keys import COMPONENTS, accepted_types
 
-Format = Literal["table", "json"]
+OutputFormat = Literal["table", "json"]
 
 
 def option(
@@ -197,7 +197,7 @@ class PlanOptions:
     """Plan once for each value; several sweeps: for every combination."""
     fit: bool = False
     """Show the smallest changes that make it fit on the GPU, cheapest in speed first."""
-    format: Format = "table"
+    format: OutputFormat = "table"
     """json: nothing else is written to standard output."""
     keys: tuple[Override, ...] = keys_beside()
     """Of all recipes."""
@@ -299,7 +299,7 @@ class CheckpointsOptions:
 
     out_dir: Path = word("OUT_DIR")
     """The run: its out_dir, or the checkpoints in it."""
-    format: Format = "table"
+    format: OutputFormat = "table"
     """json: nothing else is written to standard output."""
 
 
@@ -311,7 +311,7 @@ class CheckpointOptions:
     """The run: its out_dir, the checkpoints in it, or one of these."""
     step: str | None = word("STEP", None)
     """Which checkpoint, by its step."""
-    format: Format = "table"
+    format: OutputFormat = "table"
     """json: nothing else is written to standard output."""
 
 
@@ -335,5 +335,5 @@ class DiffOptions:
     """A checkpoint, or a run."""
     b: Path = word("B")
     """Another one."""
-    format: Format = "table"
+    format: OutputFormat = "table"
     """json: nothing else is written to standard output."""

@@ -36,7 +36,7 @@ from ftkit.config.recipe_keys import (
     flatten,
     key_types,
     plain,
-    shown,
+    shown_value,
 )
 from ftkit.errors import UserError
 from ftkit.utils.dotted_keys import leaves
@@ -230,7 +230,7 @@ def _assign(merged: dict[str, Any], key: str, value: Any) -> None:
         if value is not None:
             example = next(name for name in key_types("full") if name.startswith(f"{key}."))
             raise UserError(
-                f"{key} is {shown(value)}, but holds keys of its own. "
+                f"{key} is {shown_value(value)}, but holds keys of its own. "
                 f"Try --{example} {example_of(example, 'full')}."
             )
         return
@@ -284,8 +284,8 @@ def _merge_component(
         value = {"class_path": value}
     if not isinstance(value, dict):
         raise UserError(
-            f"{field} is {shown(value)}, but must be a name, or a mapping with class_path and "
-            f"init_args. Try --{field} {default_name(field)}."
+            f"{field} is {shown_value(value)}, but must be a name, or a mapping with "
+            f"class_path and init_args. Try --{field} {default_name(field)}."
         )
     unknown = value.keys() - {"class_path", "init_args"}
     if unknown:
@@ -377,6 +377,6 @@ def _type_message(text: str, merged: dict[str, Any], method: Method) -> str:
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None
     return (
-        f"{key} is {shown(value)}, but must be {describe(kinds[key])}. "
+        f"{key} is {shown_value(value)}, but must be {describe(kinds[key])}. "
         f"Try --{key} {example_of(key, method, value)}."
     )

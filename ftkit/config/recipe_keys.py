@@ -188,7 +188,7 @@ def example_of(key: str, method: Method, wrong: Any = None) -> str:
     return examples.get(accepted[0], "[lm_head]")
 
 
-def shown(value: Any) -> str:
+def shown_value(value: Any) -> str:
     """A value as a recipe has it."""
     if value is None:
         return "empty"

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ftkit.config.command_options import Format, keys_beside, option, word
+from ftkit.config.command_options import OutputFormat, keys_beside, option, word
 from ftkit.config.parsing import Override
 from ftkit.config.recipe import Precision, Quantization
 from ftkit.errors import UserError
@@ -106,7 +106,7 @@ class GenerateOptions(AnswerOptions, ResultOptions):
     """Replace the file of --out."""
     compare_base: bool = False
     """Show the answer of the base model beside that of the result."""
-    format: Format = "table"
+    format: OutputFormat = "table"
     """json: nothing else is written to standard output."""
 
     def __post_init__(self) -> None:
@@ -152,7 +152,7 @@ class EvaluateOptions(UseOptions, ResultOptions):
     exact_match: int | None = option(None, example=100, least=0)
     """Answer this many records greedily and count how many answers are exactly the expected ones.
     Default: as in the run, or 100; 0: none."""
-    format: Format = "table"
+    format: OutputFormat = "table"
     """json: nothing else is written to standard output."""
 
 

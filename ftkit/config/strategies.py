@@ -114,14 +114,14 @@ class StrategyRules:
         return {}
 
 
-class Single(StrategyRules):
+class SingleRules(StrategyRules):
     """One rank."""
 
     name = "single"
     connects_ranks = False
 
 
-class Ddp(StrategyRules):
+class DdpRules(StrategyRules):
     """Every rank has all of the model and of the optimizer."""
 
     name = "ddp"
@@ -130,7 +130,7 @@ class Ddp(StrategyRules):
         return "keeps memory for all gradients, in which ranks add them up. Try --strategy fsdp"
 
 
-class Fsdp(StrategyRules):
+class FsdpRules(StrategyRules):
     """Every rank has rows of each parameter."""
 
     name = "fsdp"
@@ -180,7 +180,7 @@ class Fsdp(StrategyRules):
             )
 
 
-class DeepSpeed(StrategyRules):
+class DeepSpeedRules(StrategyRules):
     """Every rank has equal parts of what the ZeRO stage shards."""
 
     name = "deepspeed"
@@ -232,7 +232,7 @@ class DeepSpeed(StrategyRules):
 
 
 RULES: dict[str, StrategyRules] = {
-    rules.name: rules for rules in (Single(), Ddp(), Fsdp(), DeepSpeed())
+    rules.name: rules for rules in (SingleRules(), DdpRules(), FsdpRules(), DeepSpeedRules())
 }
 STRATEGIES = ("auto", *RULES)
 

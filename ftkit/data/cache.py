@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from litgpt.tokenizer import Tokenizer
 
 VARIABLE = "FTKIT_CACHE_DIR"
-FORMAT_VERSION = 1
+CACHE_FORMAT = 1
 _LIBRARIES = ("litgpt", "sentencepiece", "tokenizers")
 """Which make texts and tokens, beside ftkit."""
 _CODE = ("chat_templates", "data", "pretrained/tokenizer.py", "records", "rendering")
@@ -132,7 +132,7 @@ def address_of_records(part: Part, tokenizer: "Tokenizer", max_seq_length: int) 
 def _address(values: Mapping[str, Any], tokenizer: "Tokenizer", max_seq_length: int) -> str:
     every = {
         **values,
-        "format": FORMAT_VERSION,
+        "format": CACHE_FORMAT,
         "code": _code_digest(),
         "versions": [version(library) for library in _LIBRARIES],
         "tokenizer": _tokenizer_digest(tokenizer),
@@ -192,7 +192,7 @@ class StoredRecords(Sequence[Record]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class CacheEntry:
     """A split of a part, as it is kept."""
 
     prepared: Prepared
@@ -211,7 +211,7 @@ class SampleCache:
 
     def find(
         self, address: str, split: str, name: str, prompt_style: Callable[[], "PromptStyle | None"]
-    ) -> Entry | None:
+    ) -> CacheEntry | None:
         """An entry; None: there is none.
 
         Args:
@@ -232,9 +232,9 @@ class SampleCache:
             rendering = str(values["rendering"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise Damaged(f"{directory}: {error}") from error
-        return Entry(prepared=prepared, part=part, rendering=rendering)
+        return CacheEntry(prepared=prepared, part=part, rendering=rendering)
 
-    def keep(self, address: str, split: str, entry: Entry) -> Prepared:
+    def keep(self, address: str, split: str, entry: CacheEntry) -> Prepared:
         """Write an entry in place of what is there; what it holds, from there.
 
         Raises:
@@ -286,7 +286,7 @@ class Building:
                 write_json(self._file, {"split": split, "done": done, "total": total})
 
 
-def _write(directory: Path, entry: Entry, *, with_records: bool) -> None:
+def _write(directory: Path, entry: CacheEntry, *, with_records: bool) -> None:
     prepared, part = entry.prepared, entry.part
     for name, values in prepared.samples.arrays._asdict().items():
         (directory / name).write_bytes(np.ascontiguousarray(values, dtype=_ARRAYS[name]).data)

@@ -19,7 +19,7 @@ from ftkit.data.spec import (
     Part,
     PartSource,
     Rules,
-    check_keys,
+    check_init_args,
     check_shared_values,
 )
 from ftkit.errors import UserError
@@ -111,7 +111,7 @@ def _build(module_class: type, init_args: Mapping[str, Any]) -> Any:
     """The data module of LitGPT, its arguments converted as LitGPT's parser would."""
     name = module_class.__name__
     known = {field.name: field.type for field in dataclasses.fields(module_class) if field.init}
-    check_keys(init_args, known, name)
+    check_init_args(init_args, known, name)
     arguments = dict(init_args)
     try:
         for key, value in init_args.items():

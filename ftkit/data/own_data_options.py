@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from ftkit.chat_templates.options import Reasoning, TrainOn
-from ftkit.data.spec import check_keys, check_shared_values, check_value
+from ftkit.data.spec import check_init_args, check_shared_values, check_value
 from ftkit.errors import UserError
 from ftkit.records.paths import how_to_set
 from ftkit.records.shapes import COLUMNS
@@ -112,7 +112,7 @@ def options_of(init_args: Mapping[str, Any]) -> OwnDataOptions:
     Raises:
         UserError: an unknown key, a value out of range, or two that exclude each other.
     """
-    check_keys(init_args, _names(OwnDataOptions), "JSON")
+    check_init_args(init_args, _names(OwnDataOptions), "JSON")
     given = {key: value for key, value in init_args.items() if value is not None}
     _check_values(given, "")
     for group in _EXCLUSIVE:

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from ftkit.data.cache import (
     Building,
+    CacheEntry,
     Damaged,
-    Entry,
     SampleCache,
     address_of_content,
     address_of_records,
     cache_directory,
     rendering_of,
 )
-from ftkit.data.prepare import Prepared, prepare
+from ftkit.data.prepare import Prepared, prepare_records
 from ftkit.data.renderers import make_renderer
 from ftkit.data.spec import Part, PartSource
 from ftkit.rendering.renderer import Renderer
@@ -193,13 +193,13 @@ class _Loading:
         records = part.train if split == "train" else part.val
         renderer = make_renderer(part, self._tokenizer)
         overlong = part.rules.overlong
-        prepared = prepare(records, renderer, self._max_seq_length, overlong, progress)
+        prepared = prepare_records(records, renderer, self._max_seq_length, overlong, progress)
         # A file that was written to while it was read has another address now.
         if self._address is None or building is None or self._stamp() != self._stamps:
             return prepared
         try:
             rendering = rendering_of(self._known, self._tokenizer)
-            entry = Entry(prepared=prepared, part=self._known, rendering=rendering)
+            entry = CacheEntry(prepared=prepared, part=self._known, rendering=rendering)
             return self._cache.keep(self._address, split, entry)
         except OSError as error:
             self._warn_of(error)

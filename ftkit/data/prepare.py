@@ -2,7 +2,7 @@
 
 import json
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
 import numpy as np
@@ -12,9 +12,7 @@ from ftkit.records.record import Record
 from ftkit.rendering.parallel import rendered_chunks
 from ftkit.rendering.renderer import NO_OUTPUT, Overlong, Rendered, Renderer, Rendering, cut
 from ftkit.samples.sample_set import SampleRows, SampleSet
-
-OnProgress = Callable[[int, int], None]
-"""Called with records done, and records in all."""
+from ftkit.utils.progress import OnProgress
 
 NO_LABELS = "no answer within max_seq_length"
 """Why nothing of a record is trained, where it has an answer."""
@@ -171,7 +169,7 @@ class _Preparation:
             self.sufficient_length = min(needed, self.sufficient_length or needed)
 
 
-def prepare(
+def prepare_records(
     records: Sequence[Record],
     renderer: Renderer,
     max_seq_length: int,

@@ -147,7 +147,7 @@ class DataSource(ABC):
         return self
 
 
-def check_keys(init_args: Iterable[str], known: Iterable[str], module: str) -> None:
+def check_init_args(init_args: Iterable[str], known: Iterable[str], module: str) -> None:
     """Refuse keys that the data source does not have.
 
     Raises:

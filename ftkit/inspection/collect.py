@@ -13,7 +13,7 @@ from ftkit.data.dataset import DataSets, load_data
 from ftkit.data.parts import LoadedPart, OnSplitProgress
 from ftkit.data.prepare import NO_LABELS, Prepared
 from ftkit.errors import UserError
-from ftkit.inspection.duplicates import Place
+from ftkit.inspection.duplicates import RecordPlace
 from ftkit.inspection.findings import Evidence, findings
 from ftkit.inspection.inspection import (
     Duplicates,
@@ -177,7 +177,7 @@ def _duplicates(evidence: Evidence) -> Duplicates:
 
 
 def _beginnings(
-    sets: Sequence[SampleSet], places: Sequence[Place], tokenizer: Tokenizer
+    sets: Sequence[SampleSet], places: Sequence[RecordPlace], tokenizer: Tokenizer
 ) -> list[str]:
     return [
         "".join(token_texts(tokenizer, sets[source][i].ids[:_EXAMPLE_TOKENS].tolist())[0])
@@ -185,7 +185,7 @@ def _beginnings(
     ]
 
 
-def _chosen(data: DataSets, show: int) -> list[Place]:
+def _chosen(data: DataSets, show: int) -> list[RecordPlace]:
     """Samples of all sources in turn, evenly spread in each."""
     sizes = [len(part.splits["train"].samples) for part in data.parts]
     asked = [0] * len(sizes)

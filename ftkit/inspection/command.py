@@ -16,7 +16,7 @@ silence_libraries()  # before they are imported
 
 from ftkit.inspection.collect import inspect_data  # noqa: E402
 from ftkit.inspection.inspection import Inspection  # noqa: E402
-from ftkit.inspection.page import page  # noqa: E402
+from ftkit.inspection.page import inspection_page  # noqa: E402
 from ftkit.inspection.text import InspectionText  # noqa: E402
 
 
@@ -50,7 +50,7 @@ def show_data(options: DataOptions) -> int:
 def _as_text(found: Inspection, form: str) -> str:
     if form == "json":
         return json.dumps(dataclasses.asdict(found), indent=2)
-    return page(found) if form == "html" else plain_text(InspectionText(found))
+    return inspection_page(found) if form == "html" else plain_text(InspectionText(found))
 
 
 def _write(file: Path, text: str) -> None:

@@ -14,7 +14,7 @@ _PROBES = 16
 """Tokens of a sample that tell most samples apart."""
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
-Place = tuple[int, int]
+RecordPlace = tuple[int, int]
 """Number of the source, and of the sample in it."""
 
 
@@ -28,9 +28,9 @@ class FoundDuplicates:
     """Validation samples that repeat an earlier one."""
     val_in_train: int
     """Validation samples that are trained on."""
-    train_places: tuple[Place, ...]
+    train_places: tuple[RecordPlace, ...]
     """Of some of the first."""
-    val_in_train_places: tuple[Place, ...]
+    val_in_train_places: tuple[RecordPlace, ...]
     """Of some of the last."""
 
 
@@ -48,8 +48,8 @@ def find_duplicates(train: Sequence[SampleSet], val: Sequence[SampleSet]) -> Fou
     _, group, sizes = np.unique(keys, return_inverse=True, return_counts=True)
     alike = sizes[group] > 1
     seen: set[bytes] = set()
-    repeats: list[Place] = []
-    shared: list[Place] = []
+    repeats: list[RecordPlace] = []
+    shared: list[RecordPlace] = []
     seen_in_val: set[bytes] = set()
     val_repeats = 0
     start = 0

@@ -32,7 +32,7 @@ h1 { font-size: 1.3rem; }
 """
 
 
-def page(seen: Inspection) -> str:
+def inspection_page(seen: Inspection) -> str:
     """A page that loads nothing from anywhere; ASCII alone, so that any stream takes it."""
     end = f'<p style="opacity:0.7">Made by ftkit {__version__}.</p>'
     found = whole_page(f"ftkit data: {visible(seen.base_model)}", fragment(seen) + end, _STYLE)

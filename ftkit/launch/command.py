@@ -10,7 +10,7 @@ from ftkit.runs.job import StopAfter
 from ftkit.runs.resume import follow_moved
 
 
-def finetune(options: FinetuneOptions) -> int:
+def run_finetuning(options: FinetuneOptions) -> int:
     """Fine-tune as a recipe says, or print it; the exit code.
 
     Raises:

@@ -67,7 +67,7 @@ def launch(
     """
 
     def prepared(received: Sequence[signal.Signals]) -> AbstractContextManager[Job]:
-        return prepare(
+        return prepare_run(
             recipe,
             command,
             overwrite,
@@ -101,7 +101,7 @@ def launch(
 
 
 @contextmanager
-def prepare(
+def prepare_run(
     recipe: Recipe,
     command: Sequence[str],
     overwrite: bool,

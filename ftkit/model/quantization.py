@@ -29,7 +29,7 @@ from ftkit.model.quantized_layer import QuantizedLayer
 
 _BLOCK = 64
 """Weights that share a scale in 4 bits, as bitsandbytes has it."""
-AT_ONCE = 2**18
+VALUES_AT_ONCE = 2**18
 """Weights that are quantised at once; a multiple of _BLOCK."""
 
 
@@ -99,7 +99,7 @@ class FourBit(QuantizedLayer, Linear4bit):
         dtype = torch.uint8 if self._nested else torch.float32
         self._scales = torch.empty(blocks, dtype=dtype, device=device)
 
-    def pack(self, value: Tensor, *, at_once: int = AT_ONCE) -> Tensor:
+    def pack(self, value: Tensor, *, at_once: int = VALUES_AT_ONCE) -> Tensor:
         """Quantise a weight: keep its scales and return what the parameter holds.
 
         Args:

@@ -125,7 +125,7 @@ class Run(os.PathLike[str]):
             raise UserError(f"{self.out_dir} is at work on {where}. Stop it there.")
         return found.process
 
-    def _follow(self, place: display.Place, signals: PassingOn) -> "Run":
+    def _follow(self, place: display.OutputPlace, signals: PassingOn) -> "Run":
         watcher = Watcher(display.short(self.out_dir))
         told = False
         while True:
@@ -285,7 +285,7 @@ def _claimed(wanted: Path, process: int) -> Path | None:
     return None
 
 
-def _without_directory(run: Run, place: display.Place, *, interrupted: bool) -> Run:
+def _without_directory(run: Run, place: display.OutputPlace, *, interrupted: bool) -> Run:
     """What becomes of a command that ended before it had a directory: there was nothing to do."""
     assert run._child is not None
     if interrupted:

@@ -11,7 +11,7 @@ from ftkit.runs.state import RunState
 from ftkit.runs.watch import Lines, Sight, sight_as_html
 
 
-class Place(Protocol):
+class OutputPlace(Protocol):
     """Shows a run while it is at work."""
 
     interval_s: float
@@ -30,7 +30,7 @@ class Place(Protocol):
         """A word to whoever looks on; stays."""
 
 
-def place() -> Place:
+def place() -> OutputPlace:
     """The cell that is being run; without a notebook, standard output."""
     return Cell() if in_notebook() else Terminal()
 

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from ftkit.chat_templates.options import Reasoning, TrainOn
 from ftkit.chat_templates.template import ChatTemplate, Span, TemplateRefusal
-from ftkit.chat_templates.turns import TurnFinder, Written, plain
+from ftkit.chat_templates.turns import TurnFinder, Written, plain_messages
 from ftkit.records.record import Record
 from ftkit.rendering.renderer import Example, Rendered, Renderer, Rendering
 
@@ -135,7 +135,7 @@ class ChatRenderer(Renderer):
             yield Rendering(kept, None if kept else LOST)
 
     def example(self, record: Record) -> Example:
-        messages, tools = plain(record["messages"]), record.get("tools")
+        messages, tools = plain_messages(record["messages"]), record.get("tools")
         said = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         last = said[-1] if said else len(messages)
         prompt = self._template.render(messages[:last], tools=tools, add_generation_prompt=True)

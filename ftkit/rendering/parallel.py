@@ -11,7 +11,7 @@ from ftkit.records.record import Record
 from ftkit.rendering.renderer import Renderer, Rendering
 from ftkit.utils.process import die_with_parent
 
-AT_ONCE = 1000
+RECORDS_AT_ONCE = 1000
 """Records of a chunk."""
 LEAST_RECORDS = 50_000
 """For which processes are started: each imports what it needs for some seconds first."""
@@ -27,7 +27,8 @@ def rendered_chunks(renderer: Renderer, records: Sequence[Record]) -> Iterator[C
     interpreter of its own: a rank may have threads and a GPU, which no fork survives. What comes
     out is the same.
     """
-    chunks = [records[start : start + AT_ONCE] for start in range(0, len(records), AT_ONCE)]
+    starts = range(0, len(records), RECORDS_AT_ONCE)
+    chunks = [records[start : start + RECORDS_AT_ONCE] for start in starts]
     done = 0
     cores = min(os.cpu_count() or 1, _MOST_PROCESSES)
     if renderer.is_python_bound and len(records) >= LEAST_RECORDS and cores > 1:

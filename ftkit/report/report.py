@@ -264,7 +264,7 @@ class ExactMatch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Example:
+class AnsweredExample:
     """One validation record with the answers of the model."""
 
     instruction: str
@@ -393,7 +393,7 @@ class Report:
     """Loss of training and validation."""
     exact_match: ExactMatch | None = None
     """Right answers before and after."""
-    examples: list[Example] = field(default_factory=list)
+    examples: list[AnsweredExample] = field(default_factory=list)
     """Answers before and after."""
     checkpoints: Checkpoints | None = None
     """What was saved to go on from; None: nothing."""

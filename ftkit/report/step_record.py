@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Part = Literal["data", "forward", "backward", "optimizer", "other"]
-PARTS: tuple[Part, ...] = ("data", "forward", "backward", "optimizer", "other")
+StepPart = Literal["data", "forward", "backward", "optimizer", "other"]
+PARTS: tuple[StepPart, ...] = ("data", "forward", "backward", "optimizer", "other")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class StepRecord:
     """Global norm before clipping."""
     duration_s: float
     """From its first batch to its end, without validation and saving."""
-    parts_s: dict[Part, float]
+    parts_s: dict[StepPart, float]
     """Where duration_s went."""
     compiled_graphs: int | None = None
     """Graphs that torch.compile made in it, on this rank; None: nothing is compiled."""

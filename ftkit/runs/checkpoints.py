@@ -108,7 +108,7 @@ def find_all(path: Path) -> RunCheckpoints:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class CheckpointEntry:
     """A checkpoint, or what there is of one."""
 
     path: Path
@@ -137,12 +137,12 @@ class Entry:
         }
 
 
-def entry_of(path: Path) -> Entry:
+def entry_of(path: Path) -> CheckpointEntry:
     """A checkpoint, checked as far as names and sizes tell."""
     try:
         metadata = read_metadata(path)
     except CheckpointError as error:
-        return Entry(
+        return CheckpointEntry(
             path=path,
             state="damaged",
             size_bytes=size_of(path),
@@ -150,7 +150,7 @@ def entry_of(path: Path) -> Entry:
             problems=[str(error)],
         )
     problems = misnamed(path) or check_files(path)
-    return Entry(
+    return CheckpointEntry(
         path=path,
         state="damaged" if problems else "complete",
         size_bytes=size_of(path),
@@ -160,9 +160,9 @@ def entry_of(path: Path) -> Entry:
     )
 
 
-def leftover(path: Path, at_work: bool) -> Entry:
+def leftover(path: Path, at_work: bool) -> CheckpointEntry:
     """What there is of a checkpoint that is on its way, or was when a crash came."""
-    return Entry(
+    return CheckpointEntry(
         path=path,
         state="being written" if at_work else "leftover",
         size_bytes=size_of(path),

@@ -64,12 +64,12 @@ class RankLayout:
         return int(lengths.sum() if self.padding_free else lengths.max() * len(lengths))
 
 
-Layout = list[list[IntArray]]
+StepLayout = list[list[IntArray]]
 """For each micro-step, for each rank, which samples; none only where there are fewer samples than
 places."""
 
 
-def lay_out(lengths: IntArray, layout: RankLayout, *, samples_of_full_step: int) -> Layout:
+def lay_out(lengths: IntArray, layout: RankLayout, *, samples_of_full_step: int) -> StepLayout:
     """Spread samples over micro-steps and ranks, so that little is padded and no rank waits.
 
     Args:
@@ -111,7 +111,7 @@ def samples_or_filler(samples: IntArray) -> list[int]:
 
 def _deal(
     micro_steps: Sequence[Sequence[IntArray]], cost: Callable[[IntArray], float], world_size: int
-) -> Layout:
+) -> StepLayout:
     """Give the costliest micro-batch of each micro-step to the rank with least so far, and so on.
 
     Args:
@@ -135,7 +135,7 @@ def _deal(
 # --- Rows without padding -----------------------------------------------------------------------
 
 
-def _lay_out_rows(lengths: IntArray, layout: RankLayout) -> Layout:
+def _lay_out_rows(lengths: IntArray, layout: RankLayout) -> StepLayout:
     """Spread samples over the fewest micro-steps that have room, in rows of like cost."""
     costs = lengths * (1 + layout.attention_cost * lengths)
     falling = np.argsort(-lengths, kind="stable")
@@ -232,7 +232,7 @@ def _fill(
 # --- Padded micro-batches -----------------------------------------------------------------------
 
 
-def _lay_out_padded(lengths: IntArray, layout: RankLayout, micro_steps: int) -> Layout:
+def _lay_out_padded(lengths: IntArray, layout: RankLayout, micro_steps: int) -> StepLayout:
     """Spread samples over micro-steps in runs of neighbours by length.
 
     Args:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ftkit.samples.layout import IntArray, Layout, RankLayout, lay_out, samples_or_filler
+from ftkit.samples.layout import IntArray, RankLayout, StepLayout, lay_out, samples_or_filler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +194,7 @@ class ElasticOrder:
     def _range(self, step: int) -> str:
         return f"step {step} of [{self.start_step}, {self.total_steps})"
 
-    def _laid_out(self, samples: IntArray) -> Layout:
+    def _laid_out(self, samples: IntArray) -> StepLayout:
         return lay_out(
             self._lengths[samples], self.layout, samples_of_full_step=self._global_batch_size
         )

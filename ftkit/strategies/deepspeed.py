@@ -35,7 +35,7 @@ from ftkit.report.step_memory import Category
 from ftkit.strategies.deepspeed_build import compile_cpu_optimizer
 from ftkit.strategies.precision import BuiltDeepSpeedPrecision, parameter_dtype
 from ftkit.strategies.simulated_step import OnDevice, Simulation
-from ftkit.strategies.strategy import Phase, Strategy, tensors_in
+from ftkit.strategies.strategy import ShowPhase, Strategy, tensors_in
 from ftkit.strategies.torch_state import whole_part
 from ftkit.strategies.zero_memory import REDUCE_BUCKET_ELEMENTS, with_zero
 
@@ -96,7 +96,7 @@ class DeepSpeed(Strategy):
     def _make_precision(self) -> Precision:
         return BuiltDeepSpeedPrecision(self.plan.precision)
 
-    def prepare(self, phase: Phase) -> None:
+    def prepare(self, phase: ShowPhase) -> None:
         if self._options.offload_optimizer:
             with phase("preparing DeepSpeed's CPU optimizer (compiled once, about a minute)"):
                 compile_cpu_optimizer()

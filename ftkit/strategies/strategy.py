@@ -33,7 +33,7 @@ from ftkit.strategies.precision import TrueHalfPrecision
 from ftkit.strategies.simulated_step import OnDevice, Simulation
 from ftkit.strategies.torch_state import TorchState
 
-Phase = Callable[[str], AbstractContextManager[Any]]
+ShowPhase = Callable[[str], AbstractContextManager[Any]]
 
 
 class Strategy(ABC):
@@ -124,7 +124,7 @@ class Strategy(ABC):
         """
         return make_optimizer(self.plan.recipe, model, *self.optimizer_of())
 
-    def prepare(self, phase: Phase) -> None:  # noqa: B027  # most have nothing to do
+    def prepare(self, phase: ShowPhase) -> None:  # noqa: B027  # most have nothing to do
         """Have what must be compiled for this machine compiled.
 
         Args:

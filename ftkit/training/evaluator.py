@@ -5,7 +5,7 @@ import random
 
 from ftkit.errors import UserError
 from ftkit.report.metrics import loss_column, perplexity
-from ftkit.report.report import ExactMatch, Example
+from ftkit.report.report import AnsweredExample, ExactMatch
 from ftkit.samples.loader import validation_loader
 from ftkit.training.evaluation import answer_records, exact_matches, validation_loss
 from ftkit.training.journal import Journal
@@ -131,7 +131,7 @@ class Evaluator:
         asked = " ".join(filter(None, (example.instruction, example.input)))
         self._journal.display.message(f"sample: {asked}\nanswer: {answer}")
         known = self._journal.recorder.report.examples or [
-            Example(
+            AnsweredExample(
                 instruction=example.instruction,
                 input=example.input,
                 expected=example.expected,

@@ -49,13 +49,13 @@ from ftkit.training.journal import Journal
 from ftkit.training.loggers import Loggers, make_loggers
 from ftkit.training.loop import NonFiniteLoss, Training
 from ftkit.training.recorder import Recorder
-from ftkit.training.setup import Setup, load, prepare
+from ftkit.training.setup import Setup, load, set_up
 from ftkit.training.signals import Interrupted, StopRequest
 from ftkit.training.starting_point import StartingPoint
 from ftkit.utils.out_of_memory import device_line, is_out_of_memory
 
 
-def run(job: Job, metadata: Metadata | None, stop: StopRequest, journal: Journal) -> None:
+def run_job(job: Job, metadata: Metadata | None, stop: StopRequest, journal: Journal) -> None:
     """Set up, train, evaluate, save; what stops it is raised.
 
     Args:
@@ -74,7 +74,7 @@ def run(job: Job, metadata: Metadata | None, stop: StopRequest, journal: Journal
         torch.cuda.set_device(device)
         torch.cuda.reset_peak_memory_stats()
     start = StartingPoint.of(job, metadata)
-    setup = prepare(job, start, journal)
+    setup = set_up(job, start, journal)
     run_ids = dict(metadata.loggers) if metadata is not None and start.in_place else {}
     if job.start is not None:
         recorder.resumed(Path(job.start), job.changes)
@@ -158,7 +158,7 @@ def run_rank(job_path: Path, terminal: TextIO) -> int:
             start = None if job.start is None else read_metadata(Path(job.start))
             with Recorder(job, state, start=start, show_warning=display.warning) as recorder:
                 try:
-                    run(job, start, stop, Journal(display, recorder))
+                    run_job(job, start, stop, Journal(display, recorder))
                 except BaseException as failure:
                     _tell(stop.raised or failure, job, state)  # now: other ranks wait for this one
                     raise

@@ -173,7 +173,7 @@ def _identity_here(checkpoint_dir: str) -> BaseIdentity | None:
         return None
 
 
-def prepare(job: Job, start: StartingPoint, journal: Journal) -> Setup:
+def set_up(job: Job, start: StartingPoint, journal: Journal) -> Setup:
     """Read the data and outline the model of a job; nothing has memory on a device yet.
 
     Args:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ftkit.memory.meter import MemoryMeter
 from ftkit.model.compiled import compiled_graphs
 from ftkit.model.loss import step_share
-from ftkit.report.step_record import PARTS, Part, StepRecord
+from ftkit.report.step_record import PARTS, StepPart, StepRecord
 from ftkit.strategies.distributed import rank, sum_over_ranks
 from ftkit.training.setup import Setup
 
@@ -38,16 +38,16 @@ class StepClock:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._marks: list[tuple[Part, Any]] = []
+        self._marks: list[tuple[StepPart, Any]] = []
         self._start: Any = self._now()
 
-    def mark(self, part: Part) -> None:
+    def mark(self, part: StepPart) -> None:
         """The time since the mark before belongs to this part."""
         self._marks.append((part, self._now()))
 
-    def take(self) -> dict[Part, float]:
+    def take(self) -> dict[StepPart, float]:
         """The parts since the last take; the device must have finished."""
-        parts: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
+        parts: dict[StepPart, float] = dict.fromkeys(PARTS, 0.0)
         before = self._start
         for part, moment in self._marks:
             elapsed = before.elapsed_time(moment) / 1000 if self._cuda else moment - before

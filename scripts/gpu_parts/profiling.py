@@ -55,7 +55,7 @@ def _train(scene: Scene) -> None:
     from ftkit.console.display import Display
     from ftkit.runs.job import Job
     from ftkit.training.journal import Journal
-    from ftkit.training.rank import run
+    from ftkit.training.rank import run_job
     from ftkit.training.recorder import Recorder
     from ftkit.training.signals import StopRequest
 
@@ -84,7 +84,7 @@ def _train(scene: Scene) -> None:
     Path(state.path).mkdir(parents=True)
     gc.collect()
     with Display(out, stream=io.StringIO()) as display, Recorder(job, state) as recorder:
-        run(job, None, StopRequest(), Journal(display, recorder))
+        run_job(job, None, StopRequest(), Journal(display, recorder))
 
 
 def _text(value: object) -> str:

@@ -19,7 +19,7 @@ from ftkit.cli.app import run
 from ftkit.console.formatting import utc_now
 from ftkit.errors import UserError
 from ftkit.runs import checkpoints as survey
-from ftkit.runs.checkpoints import Entry
+from ftkit.runs.checkpoints import CheckpointEntry
 
 
 @pytest.fixture
@@ -221,7 +221,7 @@ def test_a_directory_that_may_not_be_read_is_a_mistake(
 def test_what_is_deleted_meanwhile_is_not_listed(
     values: Callable[..., Any], out_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def entry_of(path: Path) -> Entry:
+    def entry_of(path: Path) -> CheckpointEntry:
         if path.name == "step-00000500":
             shutil.rmtree(path)
         return survey.entry_of(path)

@@ -19,7 +19,7 @@ from ftkit.config.recipe import Component
 from ftkit.data import cache, parts, prompt_styles
 from ftkit.data.cache import SampleCache, cache_directory, file_digest
 from ftkit.data.dataset import DataSets, load_data, load_held_out
-from ftkit.data.prepare import prepare
+from ftkit.data.prepare import prepare_records
 from ftkit.pretrained.tokenizer import Tokenizer
 
 
@@ -63,10 +63,10 @@ def load(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Load:
 
         def noted(*arguments: Any) -> Any:
             made.append(arguments)
-            return prepare(*arguments)
+            return prepare_records(*arguments)
 
         with monkeypatch.context() as patched:
-            patched.setattr(parts, "prepare", noted)
+            patched.setattr(parts, "prepare_records", noted)
             component = Component(class_path="JSON", init_args={"path": str(path), **options})
             return load_data(component, known, most), bool(made)
 
@@ -156,9 +156,9 @@ def test_a_file_that_changes_while_it_is_read_is_not_kept(
 ) -> None:
     def written_meanwhile(*arguments: Any) -> Any:
         file.write_text(records(41))
-        return prepare(*arguments)
+        return prepare_records(*arguments)
 
-    monkeypatch.setattr(parts, "prepare", written_meanwhile)
+    monkeypatch.setattr(parts, "prepare_records", written_meanwhile)
     load_data(Component(class_path="JSON", init_args={"path": str(file)}), tokenizer, 200)
     assert entries() == []
 
@@ -262,8 +262,8 @@ from ftkit.data.dataset import load_data
 from ftkit.pretrained.tokenizer import Tokenizer
 from pathlib import Path
 made = []
-prepare = parts.prepare
-parts.prepare = lambda *arguments: made.append(1) or prepare(*arguments)
+prepare_records = parts.prepare_records
+parts.prepare_records = lambda *arguments: made.append(1) or prepare_records(*arguments)
 tokenizer = Tokenizer(Path(sys.argv[1]))
 print("ready", flush=True)
 sys.stdin.readline()

@@ -12,7 +12,7 @@ from tiny import make_tokenizer
 from ftkit.chat_templates.template import ChatTemplate
 from ftkit.config.recipe import Component
 from ftkit.data.dataset import DataSets, load_data
-from ftkit.data.prepare import Counts, fit, prepare
+from ftkit.data.prepare import Counts, fit, prepare_records
 from ftkit.errors import UserError
 from ftkit.pretrained.tokenizer import Tokenizer
 from ftkit.records.record import Record
@@ -72,7 +72,7 @@ class Numbers(Renderer):
 
 
 def counts(records: list[Record], overlong: Overlong) -> Counts:
-    return prepare(records, Numbers(), 10, overlong, lambda *_: None).counts
+    return prepare_records(records, Numbers(), 10, overlong, lambda *_: None).counts
 
 
 RECORDS: list[Record] = [

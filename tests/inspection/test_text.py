@@ -19,7 +19,7 @@ from ftkit.inspection.inspection import (
     SourceNumbers,
     SplitNumbers,
 )
-from ftkit.inspection.page import fragment, page
+from ftkit.inspection.page import fragment, inspection_page
 from ftkit.inspection.text import MOST_TOKENS, InspectionText, visible
 
 LENGTHS = Lengths(
@@ -174,7 +174,7 @@ def test_nothing_of_a_record_becomes_code_of_a_page_or_of_a_terminal() -> None:
     )
     text = plain_text(InspectionText(hostile))
     assert "\x1b" not in text and "\x07" not in text
-    parser = read(page(hostile))
+    parser = read(inspection_page(hostile))
     assert "script" not in parser.tags
     assert (
         not {name for name in parser.names if name.startswith("on")}
@@ -184,7 +184,7 @@ def test_nothing_of_a_record_becomes_code_of_a_page_or_of_a_terminal() -> None:
 
 
 def test_a_page_loads_nothing_and_is_made_for_light_and_dark() -> None:
-    found = page(make_inspection(CHAT))
+    found = inspection_page(make_inspection(CHAT))
     parser = read(found)
     assert found.isascii()
     assert parser.tags.isdisjoint({"script", "link", "img", "iframe"})

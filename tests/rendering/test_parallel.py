@@ -30,7 +30,7 @@ def conversations(count: int) -> list[Record]:
 
 @pytest.fixture
 def renderer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Renderer:
-    monkeypatch.setattr(parallel, "AT_ONCE", 7)
+    monkeypatch.setattr(parallel, "RECORDS_AT_ONCE", 7)
     monkeypatch.setattr(parallel, "LEAST_RECORDS", 20)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     make_tokenizer(tmp_path)

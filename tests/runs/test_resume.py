@@ -26,7 +26,7 @@ from ftkit.config.recipe import Method, Recipe
 from ftkit.console.display import Display
 from ftkit.errors import UserError
 from ftkit.launch.conclude import conclude
-from ftkit.launch.supervisor import prepare
+from ftkit.launch.supervisor import prepare_run
 from ftkit.report.report import OutcomeName, Progress, read_report, write_report
 from ftkit.runs.job import Job, RankError, StopAfter
 from ftkit.runs.resume import (
@@ -488,7 +488,7 @@ def asked(tiny_base: Path, tiny_data: Path, out: Path) -> Callable[..., Recipe]:
 def prepared(
     recipe: Recipe, *, overwrite: bool = False, stop_after: StopAfter | None = None
 ) -> Iterator[Any]:
-    with prepare(recipe, ["ftkit"], overwrite, 0.0, stop_after) as job:
+    with prepare_run(recipe, ["ftkit"], overwrite, 0.0, stop_after) as job:
         yield job
 
 

@@ -1,5 +1,6 @@
 """The files around the package: scripts, recipes, and what the package may import."""
 
+import ast
 import dataclasses
 import os
 import re
@@ -7,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import typing
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -118,6 +120,36 @@ def test_every_source_file_that_a_document_names_is_there() -> None:
         for document, path in named
         if not (ROOT / path).exists() and not (ROOT / "ftkit" / path).exists()
     ] == []
+
+
+def test_a_public_name_is_defined_in_one_package() -> None:
+    """So that a search for a name finds what it means. The same name in one package is a choice."""
+    homes: dict[str, set[str]] = {}
+    for module in sorted((ROOT / "ftkit").rglob("*.py")):
+        package = module.relative_to(ROOT / "ftkit").parts[0]
+        for name in _names_defined(ast.parse(module.read_text())):
+            if not name.startswith("_"):
+                homes.setdefault(name, set()).add(package)
+    assert len(homes) > 1000
+    assert {name: packages for name, packages in homes.items() if len(packages) > 1} == {}
+
+
+def test_modules_and_folders_stay_small() -> None:
+    modules = sorted((ROOT / "ftkit").rglob("*.py"))
+    assert [path for path in modules if path.read_text().count("\n") > 450] == []
+    folders = Counter(path.parent for path in modules if path.name != "__init__.py")
+    assert [folder for folder, count in folders.items() if count > 12] == []
+
+
+def _names_defined(module: ast.Module) -> Iterator[str]:
+    for node in module.body:
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name
+            case ast.Assign(targets=targets):
+                yield from (target.id for target in targets if isinstance(target, ast.Name))
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                yield name
 
 
 def _lives(package: Path, names: list[str]) -> bool:

@@ -361,7 +361,7 @@ def train_once(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(recipe=recipe, devices=devices, base="base", command=(), started_at_s=0)
     monkeypatch.setattr(setup, "open_base", stop_here)
     nobody: Any = None
-    rank.run(job, None, nobody, Journal(nobody, nobody))
+    rank.run_job(job, None, nobody, Journal(nobody, nobody))
 
 
 def use_once(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:

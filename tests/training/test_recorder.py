@@ -12,7 +12,14 @@ from recorders import SAMPLES_PER_EPOCH, make_recorder, step_record, train
 
 from ftkit.checkpoint.metadata import BaseIdentity, DataIdentity, Layout, Metadata
 from ftkit.report.metrics import read_metrics, read_validation
-from ftkit.report.report import ExactMatch, Example, Report, Spread, read_report, write_report
+from ftkit.report.report import (
+    AnsweredExample,
+    ExactMatch,
+    Report,
+    Spread,
+    read_report,
+    write_report,
+)
 from ftkit.report.step_record import PARTS
 from ftkit.training.recorder import Recorder
 from ftkit.utils.files import make_reserve
@@ -59,7 +66,7 @@ def first_session(tmp_path: Path) -> Metadata:
         recorder.on_validation(0, 5.0)
         recorder.note(
             exact_match=ExactMatch(samples=8, before=0.25),
-            examples=[Example(instruction="how?", expected="so", before="what")],
+            examples=[AnsweredExample(instruction="how?", expected="so", before="what")],
         )
         train(recorder, range(1, 9))
         recorder.on_validation(4, 1.5)
@@ -85,7 +92,7 @@ def test_what_was_asked_before_training_is_still_known(tmp_path: Path) -> None:
     with make_recorder(tmp_path, start) as recorder:
         assert recorder.report.exact_match == ExactMatch(samples=8, before=0.25)
         assert recorder.report.examples == [
-            Example(instruction="how?", expected="so", before="what")
+            AnsweredExample(instruction="how?", expected="so", before="what")
         ]
 
 

@@ -34,7 +34,7 @@ from ftkit.runs.job import Job
 from ftkit.strategies.strategy import Strategy
 from ftkit.training.journal import Journal
 from ftkit.training.loop import NonFiniteLoss
-from ftkit.training.rank import _explain, run
+from ftkit.training.rank import _explain, run_job
 from ftkit.training.recorder import Recorder
 from ftkit.training.signals import StopRequest
 from ftkit.training.step import TrainStep
@@ -115,7 +115,7 @@ def train(tmp_path_factory: pytest.TempPathFactory, base: Path, data_file: Path)
             Display(out_dir) as display,
             Recorder(job, state) as recorder,
         ):
-            run(job, None, StopRequest(), Journal(display, recorder))
+            run_job(job, None, StopRequest(), Journal(display, recorder))
         return Result(
             read_metrics(out_dir / "metrics.csv"),
             read_validation(out_dir / "validation.csv"),
