@@ -37,7 +37,7 @@ def logits_of(
     for row, sequence in enumerate(sequences):
         tokens[row, : len(sequence)] = torch.tensor(sequence)
         is_real[row, : len(sequence)] = True
-    model.eval().place_rotary_tables(_CPU, longest)
+    model.eval().body.place_rotary_tables(_CPU, longest)
     with _filled_when_needed(model, values, progress):
         result: Tensor = model(tokens, is_real.flatten().nonzero().squeeze(1))
     return result
@@ -48,8 +48,8 @@ def _filled_when_needed(
     model: LanguageModel, values: Values, progress: OnProgress
 ) -> Iterator[None]:
     """Each part of the model has its numbers while it computes."""
-    body = model.gpt.transformer
-    parts: list[nn.Module] = [body.wte, *body.h, body.ln_f, model.head]
+    body = model.body
+    parts: list[nn.Module] = [body.embedding, *body.blocks, body.final_norm, model.head]
     outlined: list[tuple[nn.Module, str, nn.Parameter]] = []
     done = 0
 

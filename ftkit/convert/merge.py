@@ -4,7 +4,6 @@ Weights are read, changed and written one after the other. So is the model whose
 compared with the result's: no model is in memory as a whole.
 """
 
-import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -16,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from ftkit.architectures.architecture import HEAD
 from ftkit.config.recipe import Quantization, Recipe
 from ftkit.config.result_options import MergeOptions
 from ftkit.console.display import Display
@@ -33,7 +33,7 @@ from ftkit.lora.layers import lora_layers
 from ftkit.lora.names import TRAINED, our_name
 from ftkit.lora.variants import merged
 from ftkit.model.language_model import outline_plain
-from ftkit.pretrained.base_model import EMBEDDING, HEAD, BaseModel, parameter_shapes, weight_reader
+from ftkit.pretrained.base_model import BaseModel, weight_reader
 from ftkit.pretrained.hub import is_litgpt
 from ftkit.pretrained.save import save_hf
 from ftkit.utils.imports import silence_libraries
@@ -153,7 +153,7 @@ class Merged:
         }
         self._tied = model.tied
         self._read = base_reader(base)
-        shapes = parameter_shapes(dataclasses.replace(base, tied=False))
+        shapes = base.architecture.parameter_shapes(tied=False)
         if model.tied and "lm_head" not in self._layers:
             del shapes[HEAD]
         self.shapes = shapes
@@ -189,7 +189,7 @@ class Merged:
 
     def _source(self, name: str) -> str:
         """The parameter of the adapted model that this one comes from."""
-        return EMBEDDING if name == HEAD and self._tied else name
+        return self._base.architecture.embedding if name == HEAD and self._tied else name
 
     def _adapted(self, layer: str, weight: Tensor) -> Tensor:
         module = self._layers[layer]
@@ -204,8 +204,8 @@ class Merged:
 
 def base_reader(base: BaseModel) -> Callable[[str], Tensor]:
     """The base model's weights by our names; a tied head is its embedding."""
-    read = weight_reader(base)
-    return lambda name: read(EMBEDDING if name == HEAD and base.tied else name)
+    read, embedding = weight_reader(base), base.architecture.embedding
+    return lambda name: read(embedding if name == HEAD and base.tied else name)
 
 
 def adapted_values(adapter: OpenAdapter) -> Callable[[str], Tensor]:
@@ -214,7 +214,7 @@ def adapted_values(adapter: OpenAdapter) -> Callable[[str], Tensor]:
 
     def value(name: str) -> Tensor:
         if name == HEAD and adapter.model.tied:
-            name = EMBEDDING
+            name = adapter.base.architecture.embedding
         found = adapter.tensors.get(name)
         return read(name) if found is None else found
 
@@ -231,7 +231,8 @@ def _sample(result: Result, base: BaseModel, display: Display) -> tuple[list[lis
             sequences = _validation_samples(recipe, base, display)
     what = f"{len(sequences)} validation records" if sequences else "a fixed prompt"
     sequences = sequences or [base.tokenizer.encode(_PROMPT).tolist()]
-    cut = [sequence[: min(SAMPLE_TOKENS, base.config.block_size)] for sequence in sequences]
+    most = min(SAMPLE_TOKENS, base.architecture.context_length)
+    cut = [sequence[:most] for sequence in sequences]
     return cut, f"{what}, {sum(map(len, cut))} tokens"
 
 
@@ -241,7 +242,7 @@ def _validation_samples(recipe: Recipe, base: BaseModel, display: Display) -> li
         samples = load_held_out(
             recipe.data,
             base.tokenizer,
-            recipe.train.max_seq_length or base.config.block_size,
+            recipe.train.max_seq_length or base.architecture.context_length,
             progress=lambda _, done, total: phase.advance(done, total),
         ).samples
     return [samples[i].ids.tolist() for i in range(min(SAMPLES, len(samples)))]

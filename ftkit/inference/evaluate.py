@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ftkit.bodies.attention import attention_kernel, attention_path
 from ftkit.config.parsing import with_overrides
 from ftkit.config.recipe import Recipe
 from ftkit.config.result_options import EvaluateOptions
@@ -16,7 +17,6 @@ from ftkit.data.dataset import HeldOut, load_held_out
 from ftkit.errors import UserError
 from ftkit.inference.result import Result
 from ftkit.inference.session import InUse, put_to_use
-from ftkit.model.attention import attention_kernel, attention_path
 from ftkit.model.flops import attention_cost
 from ftkit.report.metrics import perplexity
 from ftkit.samples.layout import RankLayout
@@ -83,7 +83,7 @@ def _recipe(result: Result, options: EvaluateOptions) -> Recipe:
 
 def _held_out(result: Result, recipe: Recipe, in_use: InUse, given: set[str]) -> HeldOut:
     """The records to evaluate on; `given` are the options of the data that were named for it."""
-    longest = in_use.loaded.base.config.block_size
+    longest = in_use.loaded.base.architecture.context_length
     if result.metadata is not None:
         longest = result.metadata.max_seq_length
     longest = recipe.train.max_seq_length or longest
@@ -118,12 +118,12 @@ def _measure(
     model, base = in_use.loaded.model, in_use.loaded.base
     samples = held_out.samples
     limit = min(recipe.eval.max_iters * recipe.train.global_batch_size, len(samples))
-    config = model.gpt.config
-    model.kernel = attention_kernel(config, in_use.plan)
+    traits = base.architecture.attention
+    model.kernel = attention_kernel(traits, in_use.plan)
     label_fraction = float(samples.label_counts.sum() / samples.lengths.sum())
     layout = RankLayout.of(
         in_use.plan,
-        padding_free=attention_path(config, in_use.plan) != "padded",
+        padding_free=attention_path(traits, in_use.plan) != "padded",
         attention_cost=attention_cost(model, label_fraction=label_fraction),
     )
     batches = validation_loader(samples, limit=limit, layout=layout)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ftkit.architectures.architecture import HEAD
 from ftkit.checkpoint.files import BASE
 from ftkit.checkpoint.metadata import CheckpointError
 from ftkit.checkpoint.shards import StoredState
@@ -94,7 +95,7 @@ def open_result(result: Result, base: str | None = None, option: str = "--base")
         UserError: it is not there, or is not the one that the result was made from.
     """
     if result.kind == "checkpoint":
-        has_head = stored_name(PARAMETER, "lm_head.weight") in _stored(result)
+        has_head = stored_name(PARAMETER, HEAD) in _stored(result)
         return dataclasses.replace(open_companions(result.directory / BASE), tied=not has_head)
     if result.kind == "model":
         return open_base(str(result.directory))
@@ -226,7 +227,7 @@ def load_result(
         found,
         sharding=Whole(),
         device=device,
-        rope_length=min(found.config.block_size, ROPE_LENGTH),
+        rope_length=min(found.architecture.context_length, ROPE_LENGTH),
         seed=0,
         adapter=tensors,
         source=source,

@@ -80,9 +80,9 @@ def prompting_of(result: Result, base: BaseModel) -> Prompting:
     if base.tokenizer.chat_template is not None:
         template = resolve_chat_template(OF_TOKENIZER, base.tokenizer)
         return Prompting(template=template, origin="model", end_ids=_ends_of(template, base))
-    from litgpt.prompts import PromptStyle
+    from litgpt.prompts import model_name_to_prompt_style
 
-    return in_style(PromptStyle.from_config(base.config), base, "name")
+    return in_style(model_name_to_prompt_style(base.architecture.name), base, "name")
 
 
 def chosen(prompting: Prompting, options: AnswerOptions, base: BaseModel) -> Prompting | None:

@@ -119,7 +119,7 @@ class Speaker:
         self.prompting = chosen(prompting, options, base)
         """None: texts are taken as they are."""
         self.tokenizer: Tokenizer = base.tokenizer
-        self.context_length = base.config.block_size
+        self.context_length = base.architecture.context_length
         """Most tokens of prompt and answer together."""
         if self.prompting is not None and options.system is not None:
             check_system(self.prompting.template, options.system)

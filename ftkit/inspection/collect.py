@@ -72,14 +72,14 @@ def inspect_data(
         tokenizer=tokenizer,
         end_ids=end_tokens(directory),
         max_seq_length=limit,
-        model_context=base.config.block_size,
+        model_context=base.architecture.context_length,
     )
     lengths = lengths_of(_whole_lengths(data.parts), limit)
     assert lengths is not None, "data without samples are refused"
     return Inspection(
         base_model=base.name,
         max_seq_length=limit,
-        model_context=base.config.block_size,
+        model_context=base.architecture.context_length,
         sources=[
             _source(part, take, limit) for part, take in zip(data.parts, data.takes, strict=True)
         ],

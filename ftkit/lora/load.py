@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from ftkit.architectures.architecture import HEAD
+from ftkit.architectures.naming import Fused
 from ftkit.config.peft_adapter import (
     CONFIG,
     OLD_WEIGHTS,
@@ -20,15 +22,7 @@ from ftkit.config.peft_adapter import (
 from ftkit.errors import UserError
 from ftkit.lora.names import TRAINED, our_name
 from ftkit.lora.save import _PREFIX
-from ftkit.pretrained.base_model import (
-    EMBEDDING,
-    HEAD,
-    BaseModel,
-    parameter_shapes,
-    part_of,
-    weights,
-)
-from ftkit.pretrained.naming import Fused
+from ftkit.pretrained.base_model import BaseModel, parameter_shapes, weights
 
 
 @dataclass(frozen=True)
@@ -73,14 +67,13 @@ def read_adapter(directory: Path, base: BaseModel) -> Adapter:
             tuple(f".{module}" for module in whole)
         )
         (tensors if is_trained else copies).update(ours)
-    head = HEAD
-    if base.tied and head in tensors | copies:
-        value = (tensors | copies).pop(head)
-        embedding = tensors.get(EMBEDDING)
-        tensors.pop(head, None)
-        copies.pop(head, None)
+    if base.tied and HEAD in tensors | copies:
+        value = (tensors | copies).pop(HEAD)
+        embedding = tensors.get(base.architecture.embedding)
+        tensors.pop(HEAD, None)
+        copies.pop(HEAD, None)
         if embedding is None:
-            copies[EMBEDDING] = value
+            copies[base.architecture.embedding] = value
         elif not torch.equal(embedding, value):
             raise UserError(
                 f"adapter {directory} trains head and embedding apart, but they are one in "
@@ -166,12 +159,13 @@ def _split(name: str) -> tuple[str, str]:
 
 def _holders(base: BaseModel) -> dict[str, tuple[list[str], Fused | None]]:
     """Every layer of Hugging Face's model, with ours that it holds."""
-    if base.family is None:
+    naming = base.architecture.naming_in("hf")
+    if naming is None:
         return {}
     found: dict[str, tuple[list[str], Fused | None]] = {}
     for name in (*parameter_shapes(base), HEAD):
         if name.endswith(".weight"):
-            theirs, fused = base.family.naming.stored_in(name)
+            theirs, fused = naming.stored_in(name)
             holder = found.setdefault(theirs.removesuffix(".weight"), ([], fused))
             layer = name.removesuffix(".weight")
             if layer not in holder[0]:
@@ -204,10 +198,9 @@ def _ours(
     if kind == "lora_A":
         pieces = [tensor] * len(owners) if adapted is None else tensor.chunk(len(owners))
         return {f"{name}{end}": piece for name, piece in zip(owners, pieces, strict=True)}
-    shapes = parameter_shapes(base)
     found = {}
     for index, name in enumerate(owners):
-        rows = part_of(tensor, fused, f"{name}.weight", shapes, base.config)
+        rows = base.architecture.part_of(tensor, fused, f"{name}.weight")
         if kind == "lora_B" and adapted is not None:
             rows = rows.chunk(len(owners), dim=1)[index]
         found[f"{name}{end}"] = rows

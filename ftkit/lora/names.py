@@ -1,7 +1,6 @@
 """Parameter names of LoRA adapters, ours beside those of PEFT."""
 
 from ftkit.pretrained.base_model import BaseModel
-from ftkit.pretrained.naming import LITGPT
 
 TRAINED, INITIAL = "default", "initial"
 """Names of the low-rank matrices of a layer: those that are trained, and, where their first values
@@ -10,15 +9,16 @@ are taken from the base weight, a frozen copy of these."""
 
 def our_name(name: str) -> str:
     """The name of a parameter or module without the wrapper's prefix."""
-    return name.removeprefix("gpt.").removeprefix("head.").replace(".base_layer.", ".")
+    return name.removeprefix("body.").removeprefix("head.").replace(".base_layer.", ".")
 
 
 def names_of(base: BaseModel, ours: str) -> tuple[str, ...]:
-    """Hugging Face's full name of a layer of ours.
+    """Hugging Face's full name of a layer of ours; where it has none, that in the model's files.
 
     Where that is a part of theirs, there are two: theirs followed by ours, and theirs.
     """
-    theirs, fused = (base.family.naming if base.family else LITGPT).stored_in(ours)
+    naming = base.architecture.naming_in("hf") or base.naming
+    theirs, fused = naming.stored_in(ours)
     return (theirs,) if fused is None else (f"{theirs}.{ours.rpartition('.')[2]}", theirs)
 
 

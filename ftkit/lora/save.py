@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ftkit.architectures.architecture import HEAD
+from ftkit.architectures.naming import Fused, Naming
 from ftkit.config.peft_adapter import BASE_KEY, CONFIG, NOTES_KEY, PARTS_KEY, WEIGHTS
 from ftkit.config.recipe import LoraRecipe
 from ftkit.errors import UserError
 from ftkit.lora.names import INITIAL, TRAINED, is_adapter, names_of
-from ftkit.pretrained.base_model import EMBEDDING, HEAD, BaseModel, fuse, parameter_shapes
-from ftkit.pretrained.naming import Fused
+from ftkit.pretrained.base_model import BaseModel, parameter_shapes
 from ftkit.pretrained.save import save_beside
 from ftkit.utils.files import new_directory
 from ftkit.utils.safetensors_files import save_tensors
@@ -35,17 +36,25 @@ def check_adapter(base: BaseModel, recipe: LoraRecipe) -> None:
     Raises:
         UserError: the Hugging Face model is not known, or has no layers for a DoRA adapter.
     """
-    if base.family is None:
+    naming = base.architecture.naming_in("hf")
+    if naming is None:
         raise UserError(
             f"checkpoint_dir {base.name}: an adapter for this model cannot be saved, because ftkit "
             "does not know what its layers are called by Hugging Face. Try ftkit finetune_full, "
             "whose result is a LitGPT directory, or --checkpoint.save false to measure LoRA only."
         )
-    if recipe.lora_variant == "dora" and base.family.naming.fused:
+    if recipe.lora_variant == "dora" and naming.fused:
         raise UserError(
-            f"lora_variant is dora, but Hugging Face's {base.family.class_name} has query, key and "
-            "value in one layer, for which a DoRA adapter has one rank. Try --lora_variant rslora."
+            f"lora_variant is dora, but Hugging Face's {base.architecture.class_name} has query, "
+            "key and value in one layer, for which a DoRA adapter has one rank. "
+            "Try --lora_variant rslora."
         )
+
+
+def _huggingface_naming(base: BaseModel) -> Naming:
+    naming = base.architecture.naming_in("hf")
+    assert naming is not None, "check_adapter refuses other models"
+    return naming
 
 
 @dataclass
@@ -147,14 +156,11 @@ def _their_layers(
     base: BaseModel, layers: Iterable[str]
 ) -> list[tuple[str, list[str], Fused | None]]:
     """Each layer of Hugging Face's that holds one of ours: its name, all it holds, and how."""
-    assert base.family is not None, "check_adapter refuses other models"
+    naming = _huggingface_naming(base)
     found: dict[str, tuple[str, list[str], Fused | None]] = {}
     for ours in layers:
-        theirs, fused = base.family.naming.stored_in(ours)
-        names = [ours]
-        if fused is not None:
-            layer = ours.split(".")[2]
-            names = [part.format(layer) for part in fused.parts]
+        theirs, fused = naming.stored_in(ours)
+        names = [ours] if fused is None else fused.modules_beside(ours)
         found.setdefault(theirs, (theirs, names, fused))
     return list(found.values())
 
@@ -175,25 +181,23 @@ def _block_diagonal(
             block[:, start : start + b.shape[1]] = b
             start += b.shape[1]
         blocks.append(block)
-    return fuse(blocks, fused, base.config)
+    return base.architecture.fuse(blocks, fused)
 
 
 def _whole_layers(
     parameters: Mapping[str, Tensor], base: BaseModel, recipe: LoraRecipe
 ) -> dict[str, Tensor]:
     """The parameters of layers that are trained whole, as Hugging Face calls them."""
-    assert base.family is not None
-    naming = base.family.naming
+    naming = _huggingface_naming(base)
     found: dict[str, Tensor] = {}
     for name, tensor in parameters.items():
         theirs, fused = naming.stored_in(name)
         if fused is not None:
-            _, _, layer, *_, kind = name.split(".")
-            names = [f"{part.format(layer)}.{kind}" for part in fused.parts]
-            tensor = fuse([parameters[part] for part in names], fused, base.config)
+            parts = [parameters[part] for part in fused.parameters_beside(name)]
+            tensor = base.architecture.fuse(parts, fused)
         found[theirs] = tensor
     tied = base.tied if recipe.train.tie_embeddings is None else recipe.train.tie_embeddings
-    embedding, head = (naming.stored_in(name)[0] for name in (EMBEDDING, HEAD))
+    embedding, head = (naming.stored_in(n)[0] for n in (base.architecture.embedding, HEAD))
     if tied and embedding in found:  # PEFT trains a copy of each
         found[head] = found[embedding].clone()
     return found
@@ -211,10 +215,10 @@ def _by_short_name(values: Mapping[str, Any], base: BaseModel) -> dict[str, Any]
 
     By full names otherwise; sorted.
     """
-    assert base.family is not None
+    naming = _huggingface_naming(base)
     everywhere: dict[str, set[str]] = {}
     for name in parameter_shapes(base):
-        theirs = base.family.naming.stored_in(name)[0].rpartition(".")[0]
+        theirs = naming.stored_in(name)[0].rpartition(".")[0]
         everywhere.setdefault(theirs.rpartition(".")[2], set()).add(theirs)
     found = {}
     for theirs, value in values.items():

@@ -6,20 +6,11 @@ from collections.abc import Iterable
 
 import torch.nn as nn
 
+from ftkit.architectures.architecture import HEAD
 from ftkit.config.recipe import LoraRecipe
 from ftkit.errors import UserError
 from ftkit.lora.names import names_of, our_name
 from ftkit.pretrained.base_model import BaseModel, parameter_shapes
-
-ADAPTED_LAYERS = {
-    "lora_query": ("q_proj",),
-    "lora_key": ("k_proj",),
-    "lora_value": ("v_proj",),
-    "lora_projection": ("attn.proj",),
-    "lora_mlp": ("mlp.fc", "mlp.fc_1", "mlp.fc_2", "mlp.proj"),
-    "lora_head": ("lm_head",),
-}
-"""Recipe keys and the layers (name endings) that they adapt."""
 
 
 def adapted_layers(model: nn.Module, base: BaseModel, recipe: LoraRecipe) -> list[str]:
@@ -28,7 +19,7 @@ def adapted_layers(model: nn.Module, base: BaseModel, recipe: LoraRecipe) -> lis
     if recipe.lora_targets is None:
         endings = tuple(
             f".{ending}"
-            for key, layer_endings in ADAPTED_LAYERS.items()
+            for key, layer_endings in base.architecture.lora_layers.items()
             if getattr(recipe, key)
             for ending in layer_endings
         )
@@ -56,7 +47,10 @@ def whole_layers(model: nn.Module, base: BaseModel, recipe: LoraRecipe) -> list[
         return []
     modules = {our_name(name): module for name, module in model.named_modules()}
     names = dict.fromkeys(name.rpartition(".")[0] for name in parameter_shapes(base))
-    names["lm_head"] = None
+    head, embedding = (
+        weight.removesuffix(".weight") for weight in (HEAD, base.architecture.embedding)
+    )
+    names[head] = None
     theirs = {ours: names_of(base, ours)[-1:] for ours in names}
     adapted = {our_name(name) for name in adapted_layers(model, base, recipe)}
     chosen = []
@@ -68,8 +62,8 @@ def whole_layers(model: nn.Module, base: BaseModel, recipe: LoraRecipe) -> list[
                 + _advice("lora_modules_to_save", target, theirs.values())
             )
         for ours in found:
-            shared = getattr(model, "tied", False) and ours in ("lm_head", "transformer.wte")
-            if ours in adapted or (shared and "lm_head" in adapted):
+            shared = getattr(model, "tied", False) and ours in (head, embedding)
+            if ours in adapted or (shared and head in adapted):
                 raise UserError(
                     f"lora_modules_to_save names {target}, which is adapted by LoRA too (its "
                     "weight may be shared with the head). Remove it from one of the two."

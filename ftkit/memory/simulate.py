@@ -21,12 +21,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.autograd.graph import saved_tensors_hooks
 
+from ftkit.bodies.attention import attention_kernel
 from ftkit.config.checks import has_liger
 from ftkit.config.plan import Plan
 from ftkit.config.recipe import LoraRecipe
 from ftkit.memory.tracker import LiveTensors
 from ftkit.model import language_model
-from ftkit.model.attention import attention_kernel
 from ftkit.model.flops import parameter_count
 from ftkit.model.language_model import LanguageModel, outline, trainable
 from ftkit.model.loss import step_share
@@ -86,7 +86,7 @@ def simulate(
         batch: what a micro-step of it computes on.
         accumulates: whether the micro-step adds to gradients of others before it.
     """
-    depth = base.config.n_layer
+    depth = base.architecture.layers
     period = int(plan.recipe.memory.activation_checkpointing) or 1
     smaller = _smaller_depth(depth, period)
     if depth <= smaller + period + 1 or _layers_differ(base, plan):
@@ -116,9 +116,9 @@ def _smaller_depth(depth: int, period: int) -> int:
 
 
 def _layers_differ(base: BaseModel, plan: Plan) -> bool:
-    """Whether layers look at different windows, or may be adapted one by one by their numbers."""
-    config, recipe = base.config, plan.recipe
-    if config.sliding_window_indices is not None or config.rope_indices is not None:
+    """Whether layers are of different kinds, or may be adapted one by one by their numbers."""
+    recipe = plan.recipe
+    if not base.architecture.has_equal_layers:
         return True
     if not isinstance(recipe, LoraRecipe):
         return False
@@ -133,7 +133,7 @@ def _run(
     kernels = plan.recipe.kernels if has_liger() else "torch"
     recipe = dataclasses.replace(plan.recipe, compile=False, kernels=kernels)
     model = outline(with_layers(base, layers), recipe, parameter_dtype(plan), compute_dtype(plan))
-    model.kernel = attention_kernel(base.config, plan)
+    model.kernel = attention_kernel(base.architecture.attention, plan)
     sizes = _sizes(model, plan.shards)
     strategy = make_strategy(plan)
     with (
@@ -143,9 +143,10 @@ def _run(
         _without_launches(kernels),
     ):
         sharding.allocate(model, CPU)
-        asked = recipe.train.max_seq_length or base.config.block_size
+        context = base.architecture.context_length
+        asked = recipe.train.max_seq_length or context
         answers = recipe.eval.max_new_tokens or 0
-        model.place_rotary_tables(CPU, min(base.config.block_size, asked + answers))
+        model.body.place_rotary_tables(CPU, min(context, asked + answers))
         _pack(model)
         peaks = _Step(model, strategy, batch, accumulates).peaks()
         return Simulation(peaks, sizes, host.most_bytes)
@@ -178,7 +179,7 @@ def _page_locked_bytes(size_bytes: int) -> int:
 
 def with_layers(base: BaseModel, layers: int) -> BaseModel:
     """The same architecture with another number of layers."""
-    return dataclasses.replace(base, config=dataclasses.replace(base.config, n_layer=layers))
+    return dataclasses.replace(base, architecture=base.architecture.with_layers(layers))
 
 
 class _HostMemory:
@@ -364,7 +365,7 @@ class _Step:
 
     def _watch_blocks(self) -> None:
         """Begin a stretch where a block begins its forward or its backward pass."""
-        blocks = self._model.gpt.transformer.h
+        blocks = self._model.body.blocks
         count = len(blocks)
         for index, block in enumerate(blocks):
             name = str(index) if index < count // 2 else str(index - count)

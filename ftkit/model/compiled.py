@@ -13,7 +13,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from ftkit.model.attention import Attention
+from ftkit.bodies.attention import AttentionLayer
 from ftkit.model.loss import OutputLayer
 
 BACKEND = "inductor"
@@ -32,9 +32,9 @@ def compile_blocks(blocks: Iterable[nn.Module], output_layer: nn.Module) -> None
     dynamo.optimize_ddp = False  # cuts whole models at its buckets, not blocks
     inductor.fallback_random = True  # dropout draws what it draws elsewhere
     for block in blocks:
-        attention: Any = getattr(block, "attn", None)
-        if isinstance(attention, Attention):
-            attention.attend = torch.compiler.disable(attention.attend)
+        for layer in block.modules():
+            if isinstance(layer, AttentionLayer):
+                layer.attend = torch.compiler.disable(layer.attend)
         plain = block.forward
         compiled = torch.compile(plain, dynamic=True, backend=BACKEND)
         block.forward = partial(_forward, compiled, plain)

@@ -31,10 +31,9 @@ def flops_per_token(
             the squared lengths over the sum of the lengths.
         label_fraction: tokens that carry loss, as a share of all.
     """
-    config = model.gpt.config
-    assert config.head_size is not None
-    attention = 6 * config.n_layer * config.n_head * config.head_size * attention_length
-    return attention + _matrix_flops(model.gpt) + _matrix_flops(model.head) * label_fraction
+    architecture, of_each = model.architecture, model.architecture.attention
+    attention = 6 * architecture.layers * of_each.heads * of_each.head_size * attention_length
+    return attention + _matrix_flops(model.body) + _matrix_flops(model.head) * label_fraction
 
 
 def attention_cost(model: LanguageModel, *, label_fraction: float) -> float:

@@ -73,16 +73,16 @@ def answer_in_tokens(
     Yields:
         The ids of the answer.
     """
-    gpt, device = model.gpt, model.gpt.cos.device
+    body, device = model.body, model.body.device
     length = len(prompt)
-    room = min(length + max_new_tokens, gpt.config.block_size)
-    if room > gpt.max_seq_length:
-        model.place_rotary_tables(device, room)
+    room = min(length + max_new_tokens, model.architecture.context_length)
+    if room > body.max_length:
+        body.place_rotary_tables(device, room)
     generator = sampling.generator()
     newest, places = prompt.long().to(device), torch.arange(length, device=device)
     try:
         with context():
-            gpt.set_kv_cache(batch_size=1, max_seq_length=room, device=device)
+            body.start_cache(1, room)
         for place in range(length, room):
             with context():
                 last = torch.tensor([len(newest) - 1], device=device)
@@ -94,7 +94,7 @@ def answer_in_tokens(
             newest = torch.tensor([token], device=device)
             places = torch.tensor([place], device=device)
     finally:
-        gpt.clear_kv_cache()
+        body.end_cache()
 
 
 class TextStream:
@@ -150,9 +150,9 @@ def answer_greedily(
     Returns:
         Token ids of the answers, [up to max_new_tokens] each.
     """
-    device = model.gpt.cos.device
+    device = model.body.device
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    room = min(int(lengths.max()) + max_new_tokens, model.gpt.max_seq_length)
+    room = min(int(lengths.max()) + max_new_tokens, model.body.max_length)
     tokens = torch.nn.utils.rnn.pad_sequence(list(prompts), batch_first=True).to(device).long()
     places = torch.arange(tokens.size(1), device=device).expand_as(tokens)
     ends = lengths - 1 + torch.arange(len(prompts), device=device) * tokens.size(1)
@@ -160,7 +160,7 @@ def answer_greedily(
     finished = torch.zeros_like(lengths, dtype=torch.bool)
     ends_answer = torch.tensor(sorted(stop_ids), device=device)
     answers = []
-    model.gpt.set_kv_cache(batch_size=len(prompts), max_seq_length=room, device=device)
+    model.body.start_cache(len(prompts), room)
     try:
         logits = model(tokens, ends, positions=places)
         for offset in range(room - int(lengths.max())):
@@ -171,7 +171,7 @@ def answer_greedily(
             answers.append(newest)
             logits = model(newest[:, None], rows, positions=(lengths + offset)[:, None])
     finally:
-        model.gpt.clear_kv_cache()
+        model.body.end_cache()
     if not answers:
         return [torch.empty(0, dtype=torch.long) for _ in prompts]
     table = torch.stack(answers, dim=1).cpu()

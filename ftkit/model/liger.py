@@ -6,42 +6,41 @@ cross-entropy waits for the GPU twice in each call, and takes rows by the width 
 with few labels and a large vocabulary, a handful at once.
 """
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn as nn
-from litgpt.model import GemmaMLP, LLaMAMLP
 from torch import Tensor
 
-from ftkit.model.attention import Attention
+from ftkit.bodies.attention import AttentionLayer
+from ftkit.bodies.body import GatedMlp
+from ftkit.bodies.norm import RMSNorm
 from ftkit.model.loss import OutputLayer
-from ftkit.model.norm import RMSNorm
 
 _LARGEST_BLOCK = 2**15
 """Numbers of a row that the kernel of the loss takes at once, at most; as Liger has it."""
 
 
-def put_kernels_in_place(model: nn.Module) -> None:
+def put_kernels_in_place(model: nn.Module, gated_mlps: Iterable[GatedMlp]) -> None:
     """Have a model's norms, gated MLPs, rotary embeddings and loss computed by Liger's kernels.
 
     A layer whose variant Liger has no kernel for stays as it is.
 
     Args:
         model: outlined; its parameters and their names stay.
+        gated_mlps: of it.
     """
     from liger_kernel.ops import LigerGELUMulFunction, LigerSiLUMulFunction
 
-    module: Any
+    products = {"silu": LigerSiLUMulFunction, "gelu tanh": LigerGELUMulFunction}
+    for mlp in gated_mlps:
+        mlp.module.forward = partial(_gated, mlp, products[mlp.activation])
     for module in model.modules():
-        kind = type(module)
-        if kind is RMSNorm:
+        if isinstance(module, RMSNorm):
             module.forward = partial(_norm, module)
-        elif kind is LLaMAMLP:
-            module.forward = partial(_gated, module, LigerSiLUMulFunction)
-        elif kind is GemmaMLP and module.config.gelu_approximate == "tanh":
-            module.forward = partial(_gated, module, LigerGELUMulFunction)
-        elif isinstance(module, Attention) and not module.config.rope_interleave:
+        elif isinstance(module, AttentionLayer) and module.rotation == "halves":
             module.rotate = _rotated
         elif isinstance(module, OutputLayer):
             module.loss_and_slope = _loss_and_slope
@@ -56,9 +55,10 @@ def _norm(norm: Any, x: Tensor) -> Tensor:
     return result
 
 
-def _gated(mlp: Any, function: Any, x: Tensor) -> Tensor:
+def _gated(mlp: GatedMlp, function: Any, x: Tensor) -> Tensor:
     """The backward pass writes into what both layers gave: nothing else keeps that."""
-    result: Tensor = mlp.proj(function.apply(mlp.fc_1(x), mlp.fc_2(x)))
+    gate, up, down = (getattr(mlp.module, name) for name in (mlp.gate, mlp.up, mlp.down))
+    result: Tensor = down(function.apply(gate(x), up(x)))
     return result
 
 

@@ -7,6 +7,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from ftkit.architectures.architecture import HEAD
 from ftkit.lora.init import adapter_from_base, follows_from_base, initial_adapter
 from ftkit.lora.layers import lora_layers
 from ftkit.lora.names import is_adapter, our_name
@@ -53,7 +54,7 @@ def fill(
         from ftkit.model.quantization import allocate
 
         allocate(model, device)
-    model.place_rotary_tables(device, rope_length)
+    model.body.place_rotary_tables(device, rope_length)
 
     def put(ours: str, value: Rows) -> None:
         sharding.put(model, names[ours], value)
@@ -107,11 +108,11 @@ def _weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """The base model's weights, tied or untied as the model is."""
     for name, tensor in weights(base) if source is None else source:
-        if name == "lm_head.weight" and model.tied:
+        if name == HEAD and model.tied:
             continue
         yield name, tensor
-        if name == "transformer.wte.weight" and base.tied and not model.tied:
-            yield "lm_head.weight", tensor
+        if name == base.architecture.embedding and base.tied and not model.tied:
+            yield HEAD, tensor
 
 
 def _stored(model: LanguageModel, name: str, tensor: Tensor, device: torch.device) -> Tensor:

@@ -75,4 +75,4 @@ def muon_groups(model: Any) -> list[dict[str, Any]]:
 
 def hidden_matrices(model: Any) -> list[nn.Parameter]:
     """The matrices of its blocks that are trained."""
-    return [p for p in model.gpt.transformer.h.parameters() if p.requires_grad and p.ndim == 2]
+    return [p for p in model.body.blocks.parameters() if p.requires_grad and p.ndim == 2]

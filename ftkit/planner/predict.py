@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ftkit.architectures.architecture import ModelLayout
+from ftkit.bodies.attention import attention_path
 from ftkit.config.devices import Devices, has_deepspeed
 from ftkit.config.parsing import Override, read_recipe
 from ftkit.config.peft_adapter import with_adapter
@@ -18,14 +20,13 @@ from ftkit.lora.save import check_adapter
 from ftkit.memory.gpus import HOST, Gpu
 from ftkit.memory.predict import PredictedMemory, predict
 from ftkit.memory.simulate import largest_micro_batch
-from ftkit.model.attention import attention_path
 from ftkit.optim.optimizers import base_learning_rate
 from ftkit.optim.schedule import make_schedule
 from ftkit.planner.sequence_length import SequenceLength, sequence_length
 from ftkit.pretrained.base_model import BaseModel, checked_length
 from ftkit.pretrained.blueprint import read_blueprint
 from ftkit.pretrained.hub import fetch_settings
-from ftkit.pretrained.save import ModelLayout, layout_of
+from ftkit.pretrained.save import layout_of
 from ftkit.report.step_memory import MicroBatchSize
 from ftkit.strategies.precision import parameter_dtype
 
@@ -225,7 +226,7 @@ def plan_recipe(recipe: Recipe, *, gpu: Gpu | None = None, name: str = "") -> Pl
     length = sequence_length(recipe.data, base, recipe.train.max_seq_length)
     samples = length.train_samples
     steps = _steps(recipe, samples)
-    padding_free = attention_path(base.config, made) != "padded"
+    padding_free = attention_path(base.architecture.attention, made) != "padded"
     largest = largest_micro_batch(
         made.micro_batch_size,
         length.tokens,

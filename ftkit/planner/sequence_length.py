@@ -69,7 +69,7 @@ def sequence_length(data: Component, base: BaseModel, asked: int | None) -> Sequ
     Raises:
         UserError: as a run would, for data that are here.
     """
-    context = base.config.block_size
+    context = base.architecture.context_length
     limit = asked or context
     files = data_source(data).files()
     if files is None:

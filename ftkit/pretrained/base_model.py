@@ -1,6 +1,6 @@
 """The base model: opened, and its weights read under our names.
 
-Our names are explained in `ftkit.pretrained.naming`.
+Our names are explained in `ftkit.architectures.naming`.
 """
 
 import zlib
@@ -10,28 +10,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from litgpt.config import Config
-from litgpt.model import GPT
 from torch import Tensor
 
 from ftkit import embedded
+from ftkit.architectures.architecture import HEAD, Architecture, ModelLayout
+from ftkit.architectures.litgpt_architecture import (
+    LITGPT_SETTINGS,
+    named_architecture,
+    read_architecture,
+)
+from ftkit.architectures.naming import Naming
 from ftkit.errors import UserError
-from ftkit.pretrained import families, hub
-from ftkit.pretrained.families import Family
-from ftkit.pretrained.naming import LITGPT, Fused, Naming
+from ftkit.pretrained import hub
 from ftkit.pretrained.tokenizer import Tokenizer
 from ftkit.pretrained.weight_files import DTYPES, WeightTensor, stored_tensors, write_settings
 
-EMBEDDING = "transformer.wte.weight"
-HEAD = "lm_head.weight"
 OUTLINE = "base.json"
 """What the weights would tell, where there are none: beside settings and tokenizer."""
 
 _BUFFERS = ("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias")
 """What old checkpoints hold beside parameters, by the ends of the names."""
 _INITIAL_STD = 0.02
-_LITGPT_SETTINGS = "model_config.yaml"
-SETTINGS = ("config.json", _LITGPT_SETTINGS)
+SETTINGS = ("config.json", LITGPT_SETTINGS)
 _COMPANIONS = (*SETTINGS, "generation_config.json", *hub.TOKENIZER_FILES)
 
 
@@ -43,18 +43,16 @@ class BaseModel:
     """Short, for reports."""
     directory: Path | None
     """None: random weights."""
-    config: Config
-    """Built from the checkpoint's own settings, whatever its size."""
+    architecture: Architecture
+    """By the checkpoint's own settings, whatever its size."""
     tokenizer: Tokenizer
     tokenizer_directory: Path
     tied: bool
     """Embedding and head are shared: there is no lm_head.weight."""
     dtype: torch.dtype
     """Of the embedding on disk."""
-    naming: Naming
-    """How the files call the parameters."""
-    family: Family | None
-    """What it is to Hugging Face; None: nothing that ftkit knows how to write."""
+    layout: ModelLayout
+    """Of its files; of random weights, the one that holds every model."""
     settings: Mapping[str, Any]
     """The content of config.json; {} where there is none."""
     companions: Mapping[str, bytes] | None = None
@@ -70,6 +68,11 @@ class BaseModel:
     def has_weights(self) -> bool:
         """Whether `weights` can give any; not where a checkpoint alone was opened."""
         return self.companions is None
+
+    @property
+    def naming(self) -> Naming:
+        """How its files call the parameters."""
+        return _naming_of_files(self.architecture, self.layout)
 
 
 def open_base(checkpoint_dir: str, *, token: str | None = None, root: Path = hub.ROOT) -> BaseModel:
@@ -89,25 +92,23 @@ def open_base(checkpoint_dir: str, *, token: str | None = None, root: Path = hub
     directory = hub.find_or_download(checkpoint_dir, token=token, root=root)
     name = short_name(directory)
     settings = hub.read_json(directory / "config.json")
-    config, naming, family = read_settings(
-        directory, settings, name, is_litgpt=hub.is_litgpt(directory)
-    )
+    layout: ModelLayout = "litgpt" if hub.is_litgpt(directory) else "hf"
+    architecture = read_architecture(directory, settings, name, layout)
     stored = stored_tensors(_weight_files(directory))
-    head, embedding = (stored.get(naming.stored_in(name)[0]) for name in (HEAD, EMBEDDING))
-    tied = bool(settings.get("tie_word_embeddings", family is not None and family.tied))
-    if hub.is_litgpt(directory):
+    head, embedding = _ends(architecture, layout, stored)
+    tied = bool(settings.get("tie_word_embeddings", architecture.is_usually_tied))
+    if layout == "litgpt":
         # LitGPT stores a tied head beside its embedding, and unties them when it trains them.
         tied = head is None or (embedding is not None and _is_equal(head, embedding, tied))
     base = BaseModel(
         name=name,
         directory=directory,
-        config=config,
+        architecture=architecture,
         tokenizer=Tokenizer(directory),
         tokenizer_directory=directory,
         tied=tied,
         dtype=embedding.dtype if embedding else torch.float32,
-        naming=naming,
-        family=family,
+        layout=layout,
         settings=settings,
     )
     _require_complete(base, stored)
@@ -133,19 +134,16 @@ def open_companions(directory: Path) -> BaseModel:
     if name.startswith("random:"):
         return _open_random(name)
     settings = hub.read_json(directory / "config.json")
-    config, naming, family = read_settings(
-        directory, settings, name, is_litgpt=(directory / _LITGPT_SETTINGS).is_file()
-    )
+    layout: ModelLayout = "litgpt" if (directory / LITGPT_SETTINGS).is_file() else "hf"
     return BaseModel(
         name=name,
         directory=directory,
-        config=config,
+        architecture=read_architecture(directory, settings, name, layout),
         tokenizer=Tokenizer(directory),
         tokenizer_directory=directory,
         tied=tied,
         dtype=dtypes[dtype],
-        naming=naming,
-        family=family,
+        layout=layout,
         settings=settings,
         companions={
             file: (directory / file).read_bytes()
@@ -161,11 +159,11 @@ def checked_length(base: BaseModel, asked: int | None) -> int:
     Raises:
         UserError: it was built for shorter ones, or its attention does not reach so far.
     """
-    longest = base.config.block_size
+    longest = base.architecture.context_length
     if asked is None or asked <= longest:
         return asked or longest
     limit = f"{base.name} was built for at most {longest} positions"
-    if families.window_of(base.config, base.settings):
+    if base.architecture.window is not None:
         limit = (
             f"attention in {base.name} has a sliding window of {longest} positions, within which "
             "ftkit trains"
@@ -193,21 +191,7 @@ def save_companions(base: BaseModel, out: Path) -> None:
 
 def parameter_shapes(base: BaseModel) -> dict[str, torch.Size]:
     """Our name and the shape of every parameter, in the order of the model's modules."""
-    config = base.config
-    with torch.device("meta"):
-        model = GPT(config)
-    key_rows = config.n_query_groups * config.head_size
-    qkv_rows = {"q": config.n_head * config.head_size, "k": key_rows, "v": key_rows}
-    shapes: dict[str, torch.Size] = {}
-    for name, parameter in model.named_parameters():
-        module, _, kind = name.rpartition(".")
-        if module.endswith(".attn.qkv"):
-            for part, rows in qkv_rows.items():
-                shape = torch.Size((rows, *parameter.shape[1:]))
-                shapes[f"{module}.{part}_proj.{kind}"] = shape
-        elif name != HEAD or not base.tied:
-            shapes[name] = parameter.shape
-    return shapes
+    return base.architecture.parameter_shapes(tied=base.tied)
 
 
 def weights(base: BaseModel) -> Iterator[tuple[str, Tensor]]:
@@ -232,9 +216,10 @@ def weight_reader(base: BaseModel) -> Callable[[str], Tensor]:
     Raises:
         UserError: a tensor is missing, unexpected or of another shape.
     """
-    shapes = parameter_shapes(base)
+    architecture, naming = base.architecture, base.naming
     if base.directory is None:
-        return lambda name: _random_weight(base, name, shapes[name])
+        shapes = parameter_shapes(base)
+        return lambda name: _random_weight(architecture, name, shapes[name])
     if not base.has_weights:
         raise UserError(
             f"{base.directory} holds the settings of {base.name}, but not its weights. Give the "
@@ -242,7 +227,7 @@ def weight_reader(base: BaseModel) -> Callable[[str], Tensor]:
         )
     stored = stored_tensors(_weight_files(base.directory))
     _require_complete(base, stored)
-    head, embedding = (stored.get(base.naming.stored_in(name)[0]) for name in (HEAD, EMBEDDING))
+    head, embedding = _ends(architecture, base.layout, stored)
     if base.tied and head and embedding and not _is_equal(head, embedding, compare=True):
         raise UserError(
             f"{base.directory} holds a head and an embedding that differ, but its config.json "
@@ -250,9 +235,9 @@ def weight_reader(base: BaseModel) -> Callable[[str], Tensor]:
         )
 
     def read(name: str) -> Tensor:
-        their_name, fused = base.naming.stored_in(name)
+        their_name, fused = naming.stored_in(name)
         tensor = stored[their_name].read()
-        return tensor if fused is None else part_of(tensor, fused, name, shapes, base.config)
+        return tensor if fused is None else architecture.part_of(tensor, fused, name)
 
     return read
 
@@ -260,7 +245,7 @@ def weight_reader(base: BaseModel) -> Callable[[str], Tensor]:
 def _open_random(checkpoint_dir: str) -> BaseModel:
     name = checkpoint_dir.removeprefix("random:")
     try:
-        config = Config.from_name(name)
+        architecture = named_architecture(name)
     except ValueError as error:
         names = hub.nearest_names(name)
         similar = f"; did you mean {' or '.join(f'random:{n}' for n in names)}?" if names else "."
@@ -268,34 +253,29 @@ def _open_random(checkpoint_dir: str) -> BaseModel:
             f"checkpoint_dir {checkpoint_dir}: LitGPT knows no architecture {name}{similar} "
             "`litgpt download list` prints all names."
         ) from error
-    assert config is not None, "Config.from_name finds or raises"
-    config = families.within_window(config)
-    family = families.family_of_config(config)
     tokenizer_directory = embedded.path("quickstart") / "model"
     return BaseModel(
-        name=f"random:{config.name}",
+        name=f"random:{architecture.name}",
         directory=None,
-        config=config,
+        architecture=architecture,
         tokenizer=Tokenizer(tokenizer_directory),
         tokenizer_directory=tokenizer_directory,
-        tied=family is not None and family.tied,
+        tied=architecture.is_usually_tied,
         dtype=torch.float32,
-        naming=LITGPT,
-        family=family,
+        layout="litgpt",
         settings={},
     )
 
 
-def _random_weight(base: BaseModel, name: str, shape: torch.Size) -> Tensor:
+def _random_weight(architecture: Architecture, name: str, shape: torch.Size) -> Tensor:
     """The same numbers on every rank: each parameter has a seed of its own."""
-    if len(shape) > 1:
+    initial = architecture.initial(name, shape)
+    if initial == "normal":
         generator = torch.Generator(device="cpu").manual_seed(zlib.crc32(name.encode()))
         return torch.empty(shape, dtype=torch.float32, device="cpu").normal_(
             std=_INITIAL_STD, generator=generator
         )
-    if name.endswith(".bias") or "Gemma" in base.config.name:  # its norms add one
-        return torch.zeros(shape, device="cpu")
-    return torch.ones(shape, device="cpu")
+    return torch.full(shape, float(initial == "ones"), device="cpu")
 
 
 def short_name(directory: Path) -> str:
@@ -306,43 +286,19 @@ def short_name(directory: Path) -> str:
     return directory.resolve().name
 
 
-def read_settings(
-    directory: Path, settings: Mapping[str, Any], name: str, *, is_litgpt: bool
-) -> tuple[Config, Naming, Family | None]:
-    """Architecture, names of the parameters in files, and family of the model in a directory."""
-    family = families.family_of_settings(settings)
-    if not is_litgpt:
-        config = families.litgpt_config(settings, name)
-        assert family is not None, "litgpt_config takes known families alone"
-        return config, family.naming, family
-    config = _config_of_litgpt(directory)
-    if family is None:
-        return config, LITGPT, families.family_of_config(config)
-    _require_same(families.litgpt_config(settings, name), config, directory)
-    return config, LITGPT, family
+def _naming_of_files(architecture: Architecture, layout: ModelLayout) -> Naming:
+    naming = architecture.naming_in(layout)
+    assert naming is not None, f"{architecture.name} was found in a layout that cannot hold it"
+    return naming
 
 
-def _config_of_litgpt(directory: Path) -> Config:
-    file = directory / _LITGPT_SETTINGS
-    try:
-        return families.within_window(Config.from_file(file))
-    except Exception as error:  # of the YAML parser, or of a field or value LitGPT does not know
-        raise UserError(
-            f"{file} is no model configuration of this LitGPT version ({error}). Convert the "
-            "original model again with `litgpt convert_to_litgpt`."
-        ) from error
-
-
-def _require_same(theirs: Config, ours: Config, directory: Path) -> None:
-    """UserError unless config.json and model_config.yaml are of one size."""
-    sizes = ("n_layer", "n_embd", "n_head", "n_query_groups", "head_size", "intermediate_size")
-    for size in sizes:
-        if getattr(theirs, size) != getattr(ours, size):
-            raise UserError(
-                f"{directory} holds two models: {size} is {getattr(ours, size)} in "
-                f"model_config.yaml and {getattr(theirs, size)} in config.json. Remove the one "
-                "that does not belong there."
-            )
+def _ends(
+    architecture: Architecture, layout: ModelLayout, stored: Mapping[str, WeightTensor]
+) -> tuple[WeightTensor | None, WeightTensor | None]:
+    """Head and embedding, as far as files hold them."""
+    naming = _naming_of_files(architecture, layout)
+    head, embedding = (naming.stored_in(name)[0] for name in (HEAD, architecture.embedding))
+    return stored.get(head), stored.get(embedding)
 
 
 def _weight_files(directory: Path) -> list[Path]:
@@ -382,33 +338,6 @@ def _require_complete(base: BaseModel, stored: Mapping[str, WeightTensor]) -> No
             )
 
 
-def part_of(
-    tensor: Tensor, fused: Fused, name: str, shapes: Mapping[str, torch.Size], config: Config
-) -> Tensor:
-    """The rows of a fused tensor that are our parameter."""
-    names = part_names(fused, name)
-    rows = [shapes[part][0] for part in names]
-    if fused.layout == "heads":
-        heads = tensor.unflatten(0, (config.n_head, -1))
-        per_head = [count // config.n_head for count in rows]
-        return heads.split(per_head, dim=1)[names.index(name)].flatten(0, 1)
-    return tensor.split(rows)[names.index(name)]
-
-
-def fuse(parts: list[Tensor], fused: Fused, config: Config) -> Tensor:
-    """The inverse of `part_of`."""
-    if fused.layout == "heads":
-        heads = [part.unflatten(0, (config.n_head, -1)) for part in parts]
-        return torch.cat(heads, dim=1).flatten(0, 1)
-    return torch.cat(parts)
-
-
-def part_names(fused: Fused, name: str) -> list[str]:
-    """The names of a fused tensor's parts, given one: transformer.h.LAYER. ... .weight."""
-    _, _, layer, *_, kind = name.split(".")
-    return [f"{part.format(layer)}.{kind}" for part in fused.parts]
-
-
 def companions(base: BaseModel) -> Iterator[tuple[str, bytes]]:
     """Names and contents of the files beside the weights: settings and tokenizer."""
     if base.companions is not None:
@@ -417,7 +346,7 @@ def companions(base: BaseModel) -> Iterator[tuple[str, bytes]]:
     sources = [base.tokenizer_directory / name for name in hub.TOKENIZER_FILES]
     if base.directory is not None:
         is_litgpt = hub.is_litgpt(base.directory)
-        names = [name for name in SETTINGS if is_litgpt or name != _LITGPT_SETTINGS]
+        names = [name for name in SETTINGS if is_litgpt or name != LITGPT_SETTINGS]
         sources += [base.directory / name for name in (*names, "generation_config.json")]
     for source in sources:
         if source.is_file():

@@ -3,14 +3,17 @@
 from pathlib import Path
 
 import torch
-from litgpt.config import Config, configs
 
 from ftkit import embedded
+from ftkit.architectures.architecture import Architecture, ModelLayout
+from ftkit.architectures.litgpt_architecture import (
+    LITGPT_SETTINGS,
+    find_by_hub_name,
+    read_architecture,
+)
 from ftkit.errors import UserError
 from ftkit.pretrained import hub
-from ftkit.pretrained.base_model import BaseModel, open_base, read_settings, short_name
-from ftkit.pretrained.families import family_of_config, within_window
-from ftkit.pretrained.naming import LITGPT
+from ftkit.pretrained.base_model import BaseModel, open_base, short_name
 from ftkit.pretrained.tokenizer import Tokenizer
 
 _TIED = (
@@ -45,9 +48,8 @@ def read_blueprint(checkpoint_dir: str, *, root: Path = hub.ROOT) -> BaseModel:
     if directory := hub.settings_directory(checkpoint_dir, root=root):
         return _of_directory(directory)
     name = checkpoint_dir.removeprefix("./").rstrip("/").removeprefix(f"{root}/")
-    known = [c for c in configs if name.lower() in (_hub_name(c).lower(), c["name"].lower())]
-    if known:
-        return _of_registry(known[0]["name"])
+    if known := find_by_hub_name(name):
+        return _of_hub(*known)
     near = hub.nearest_names(name)
     hint = f" Did you mean {' or '.join(near)}?" if near else ""
     raise UserError(
@@ -57,46 +59,36 @@ def read_blueprint(checkpoint_dir: str, *, root: Path = hub.ROOT) -> BaseModel:
     )
 
 
-def _hub_name(config: dict[str, dict[str, str]]) -> str:
-    return f"{config['hf_config']['org']}/{config['hf_config']['name']}"
-
-
 def _of_directory(directory: Path) -> BaseModel:
     settings = hub.read_json(directory / "config.json")
     name = short_name(directory)
-    is_litgpt = (directory / "model_config.yaml").is_file()
-    config, naming, family = read_settings(directory, settings, name, is_litgpt=is_litgpt)
+    layout: ModelLayout = "litgpt" if (directory / LITGPT_SETTINGS).is_file() else "hf"
+    architecture = read_architecture(directory, settings, name, layout)
     return BaseModel(
         name=name,
         directory=directory,
-        config=config,
+        architecture=architecture,
         tokenizer=_any_tokenizer(),
         tokenizer_directory=directory,
-        tied=bool(settings.get("tie_word_embeddings", family is not None and family.tied)),
+        tied=bool(settings.get("tie_word_embeddings", architecture.is_usually_tied)),
         dtype=torch.float32,
-        naming=naming,
-        family=family,
+        layout=layout,
         settings=settings,
         companions={},
     )
 
 
-def _of_registry(name: str) -> BaseModel:
-    config = Config.from_name(name)
-    assert config is not None, "the name is from the registry"
-    config = within_window(config)
-    family = family_of_config(config)
-    hub_name = config.hf_config["name"]
+def _of_hub(hub_name: str, architecture: Architecture) -> BaseModel:
+    directory = hub.ROOT / hub_name
     return BaseModel(
-        name=hub_name,
-        directory=hub.ROOT / config.hf_config["org"] / hub_name,
-        config=config,
+        name=directory.name,
+        directory=directory,
+        architecture=architecture,
         tokenizer=_any_tokenizer(),
-        tokenizer_directory=hub.ROOT / config.hf_config["org"] / hub_name,
-        tied=(family is not None and family.tied) or hub_name.lower().startswith(_TIED),
+        tokenizer_directory=directory,
+        tied=architecture.is_usually_tied or directory.name.lower().startswith(_TIED),
         dtype=torch.float32,
-        naming=LITGPT if family is None else family.naming,
-        family=family,
+        layout="litgpt" if architecture.naming_in("hf") is None else "hf",
         settings={},
         companions={},
     )

@@ -1,23 +1,16 @@
 """The fingerprint of a base model, whatever its directory is called and its layout is."""
 
-import dataclasses
 import hashlib
 import json
 from typing import Any
 
 import torch
-from litgpt.config import Config
 from torch import Tensor
 
 from ftkit.pretrained.base_model import BaseModel, parameter_shapes, weights
 
 _SAMPLED = 256
 """Most values of each parameter that are looked at."""
-_NO_PART = ("name", "hf_config", "block_size", "vocab_size", "padding_multiple")
-"""Fields of `Config` that change no number for a given sequence."""
-_LAYOUT_DEPENDENT = ("padded_vocab_size", "sliding_window_size", "sliding_window_indices")
-"""Fields that depend on the layout: the vocabulary is in the shapes; a window is run in LitGPT's
-and a limit of the positions in Hugging Face's."""
 
 
 def fingerprint(base: BaseModel) -> str:
@@ -34,7 +27,7 @@ def fingerprint(base: BaseModel) -> str:
     Raises:
         UserError: the weights are missing, damaged or not those of the architecture.
     """
-    digest = hashlib.sha256(_text(_architecture(base.config)))
+    digest = hashlib.sha256(_text(base.architecture.identity()))
     if base.random:
         digest.update(b"random")
         for name, shape in parameter_shapes(base).items():
@@ -55,23 +48,6 @@ def _sample(tensor: Tensor) -> Tensor:
     count = min(values.numel(), _SAMPLED)
     positions = torch.arange(count) * (values.numel() - 1) // max(1, count - 1)
     return values[positions].double()
-
-
-def _architecture(config: Config) -> dict[str, Any]:
-    """What changes the function that given weights compute, each thing said in one way."""
-    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    for name in (*_NO_PART, *_LAYOUT_DEPENDENT):
-        del fields[name]
-    fields["unit_offset"] = "Gemma" in config.name  # LitGPT's norms ask for the name
-    fields["attention_scores_scalar"] = config.attention_scores_scalar or config.head_size
-    if config.mlp_class_name not in ("GptNeoxMLP", "GemmaMLP"):
-        del fields["gelu_approximate"]
-    rope = fields.pop("rope_adjustments") or {}
-    if rope.keys() == {"factor"}:  # linear scaling, which LitGPT also calls condensing
-        fields["rope_condense_ratio"] *= rope["factor"]
-    elif rope:
-        fields["rope_adjustments"] = rope
-    return fields
 
 
 def _text(value: Any) -> bytes:

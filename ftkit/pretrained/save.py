@@ -2,27 +2,19 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from litgpt.utils import incremental_save, save_config
+import yaml
+from litgpt.utils import incremental_save
 from safetensors import SafetensorError
 from torch import Tensor
 
+from ftkit.architectures.architecture import HEAD, ModelLayout
+from ftkit.architectures.litgpt_architecture import LITGPT_SETTINGS
+from ftkit.architectures.naming import Naming
 from ftkit.errors import UserError
-from ftkit.pretrained import families
-from ftkit.pretrained.base_model import (
-    EMBEDDING,
-    HEAD,
-    SETTINGS,
-    BaseModel,
-    companions,
-    fuse,
-    parameter_shapes,
-    part_names,
-)
-from ftkit.pretrained.naming import LITGPT, Naming
+from ftkit.pretrained.base_model import SETTINGS, BaseModel, companions, parameter_shapes
 from ftkit.pretrained.weight_files import ShardWriter, write_settings
 from ftkit.utils.files import new_directory
 
@@ -30,19 +22,16 @@ Tensors = Iterable[tuple[str, Tensor]]
 """(our name, tensor) for each of `parameter_shapes`, in any order and number format. The model is
 tied if, and only if, lm_head.weight is not among them."""
 
-ModelLayout = Literal["hf", "litgpt"]
-"""Whose directories: Hugging Face's, or LitGPT's."""
-
 
 def layout_of(base: BaseModel) -> ModelLayout:
     """The layout that a fine-tuned version of a model is written in: Hugging Face's if possible.
 
     Where it is not, the model came from a LitGPT directory, and can be written as one again.
     """
-    if base.family is None:
+    if base.architecture.naming_in("hf") is None:
         return "litgpt"
-    is_described = base.naming is not LITGPT or bool(base.settings)
-    return "hf" if is_described or families.tells_all(base.config, base.family) else "litgpt"
+    is_described = base.layout == "hf" or bool(base.settings)
+    return "hf" if is_described or base.architecture.settings_in("hf") is not None else "litgpt"
 
 
 def save_hf(
@@ -70,16 +59,14 @@ def save_hf(
         UserError: Hugging Face has no such model, or ``out`` is taken or cannot be written.
         ValueError: the tensors are not those of the model.
     """
-    if base.family is None:
+    naming = _naming_for(base, "hf")
+    settings = _plain(base.settings) or base.architecture.settings_in("hf")
+    if settings is None:
         raise UserError(
-            f"{base.name} has an architecture that ftkit cannot write for Hugging Face; it can "
-            f"write {', '.join(families.FAMILIES)}. LitGPT's layout holds it: try ftkit "
-            "export with --format litgpt."
+            f"{base.architecture.name} cannot be written for Hugging Face without its config.json. "
+            "Copy config.json of the original model into its directory."
         )
-    settings = _plain(base.settings)
-    settings = settings or families.huggingface_settings(base.config, base.family)
-    naming = base.family.naming
-    embedding, head = (naming.stored_in(name)[0] for name in (EMBEDDING, HEAD))
+    embedding, head = _ends(base, naming)
     with _directory(out, overwrite) as partial:
         writer = ShardWriter(partial, max_shard_bytes)
         for name, tensor in _joined(base, naming, tensors):
@@ -117,29 +104,42 @@ def save_litgpt(
         UserError: LitGPT has no such model, or ``out`` is taken or cannot be written.
         ValueError: the tensors are not those of the model.
     """
-    if isinstance(base.config, families.AttentionBiasConfig):
-        raise UserError(
-            f"{base.name} has biases on all attention layers and none in the MLP, which LitGPT "
-            "has no setting for. Try --format hf."
-        )
+    naming = _naming_for(base, "litgpt")
+    embedding, head = _ends(base, naming)
     stored: dict[str, Any] = {}
     with _directory(out, overwrite) as partial:
         with incremental_save(partial / "lit_model.pth") as file:
-            for name, tensor in _joined(base, LITGPT, tensors):
+            for name, tensor in _joined(base, naming, tensors):
                 # A storage of its own: a view of a mapped file would bring the whole file.
                 stored[name] = file.store_early(tensor.detach().cpu().clone())
-                if name == EMBEDDING:
+                if name == embedding:
                     dtype = tensor.dtype
-            tied = HEAD not in stored
+            tied = head not in stored
             if tied:
-                stored[HEAD] = stored[EMBEDDING]
+                stored[head] = stored[embedding]
             file.save(stored)
-        save_config(base.config, partial)
+        own = yaml.dump(base.architecture.settings_in("litgpt"))
+        (partial / LITGPT_SETTINGS).write_text(own, encoding="utf-8")
         if settings := _plain(base.settings):
             write_settings(
                 partial / "config.json", settings | _facts(settings, base, dtype, tied=tied)
             )
         save_beside(base, others, partial)
+
+
+def _naming_for(base: BaseModel, layout: ModelLayout) -> Naming:
+    """What files of a layout call the parameters; UserError if it cannot hold the model."""
+    if (obstacle := base.architecture.obstacle_to(layout)) is not None:
+        raise UserError(f"{base.name} {obstacle}")
+    naming = base.architecture.naming_in(layout)
+    assert naming is not None, "a model that can be written has names in the layout"
+    return naming
+
+
+def _ends(base: BaseModel, naming: Naming) -> tuple[str, str]:
+    """Their names of embedding and head."""
+    embedding, head = (naming.stored_in(n)[0] for n in (base.architecture.embedding, HEAD))
+    return embedding, head
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def _facts(
     return {
         "dtype" if "dtype" in settings else "torch_dtype": str(dtype).removeprefix("torch."),
         "tie_word_embeddings": tied,
-        "vocab_size": parameter_shapes(base)[EMBEDDING][0],
+        "vocab_size": parameter_shapes(base)[base.architecture.embedding][0],
     }
 
 
@@ -194,8 +194,7 @@ def _directory(out: Path, overwrite: bool) -> Iterator[Path]:
 
 def _joined(base: BaseModel, naming: Naming, tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
     """Our tensors under their names, fused where theirs are; ValueError if they are not all."""
-    shapes = parameter_shapes(replace(base, tied=False))
-    missing = dict(shapes)
+    missing = base.architecture.parameter_shapes(tied=False)
     parts: dict[str, Tensor] = {}
     for name, tensor in tensors:
         if missing.pop(name, None) != tensor.shape:
@@ -205,9 +204,9 @@ def _joined(base: BaseModel, naming: Naming, tensors: Tensors) -> Iterator[tuple
             yield their_name, tensor
             continue
         parts[name] = tensor
-        names = part_names(fused, name)
+        names = fused.parameters_beside(name)
         if all(part in parts for part in names):
-            yield their_name, fuse([parts.pop(part) for part in names], fused, base.config)
+            yield their_name, base.architecture.fuse([parts.pop(part) for part in names], fused)
     missing.pop(HEAD, None)
     if missing:
         raise ValueError(f"not given: {', '.join(missing)}")

@@ -119,7 +119,7 @@ class DeepSpeed(Strategy):
         self._engine = strategy.model
         self._zero: Any = self._engine.optimizer
         # DeepSpeed has cast the tables with the parameters.
-        model.place_rotary_tables(self.device, model.gpt.max_seq_length)
+        model.body.place_rotary_tables(self.device, model.body.max_length)
         self._note_rates()
 
     def micro_step(self, *, is_last: bool) -> AbstractContextManager[None]:

@@ -247,7 +247,7 @@ class FullyShard:
             settings["offload_policy"] = CPUOffloadPolicy()
             device = torch.device("cpu")
         with _integers_without_gradients():
-            for block in model.gpt.transformer.h:
+            for block in model.body.blocks:
                 fully_shard(block, **settings, reshard_after_forward=sharded_in_between)
             # The backward pass begins with what the forward pass ends with.
             if not model.tied:  # one parameter cannot belong to two groups
@@ -261,7 +261,7 @@ class FullyShard:
 
     def _prefetch(self, model: Any) -> None:
         """Have each part of the model ask for the parameters of those that come after it."""
-        parts = [model, *model.gpt.transformer.h, *([] if model.tied else [model.head])]
+        parts = [model, *model.body.blocks, *([] if model.tied else [model.head])]
         ahead = self._options.prefetch
         for index, part in enumerate(parts):
             part.set_modules_to_forward_prefetch(parts[index + 1 : index + 1 + ahead])

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from ftkit.bodies.attention import AttentionPath, attention_kernel, attention_path
 from ftkit.chat_templates.named import OF_TOKENIZER, resolve_chat_template
 from ftkit.chat_templates.template import ChatTemplate
 from ftkit.checkpoint.metadata import BaseIdentity, DataIdentity, Metadata
@@ -22,7 +23,6 @@ from ftkit.inspection.findings import TOLD_BY_COUNTS, Evidence, findings
 from ftkit.lora.load import Adapter, check_shapes, read_adapter
 from ftkit.lora.names import our_name
 from ftkit.lora.save import check_adapter
-from ftkit.model.attention import AttentionPath, attention_kernel, attention_path
 from ftkit.model.flops import attention_cost, flops_per_token, parameter_count
 from ftkit.model.language_model import LanguageModel, outline, trainable
 from ftkit.model.load_weights import fill, in_checkpoint
@@ -187,7 +187,7 @@ def set_up(job: Job, start: StartingPoint, journal: Journal) -> Setup:
     plan, recipe = job.plan, job.recipe
     continues_alone = start.metadata is not None and recipe.method == "full"
     base = open_companions(Path(job.base)) if continues_alone else open_base(job.base)
-    attention = attention_path(base.config, plan)
+    attention = attention_path(base.architecture.attention, plan)
     max_seq_length = checked_length(base, recipe.train.max_seq_length)
     with journal.display.phase("reading data") as phase:
         data = load_data(
@@ -217,7 +217,7 @@ def set_up(job: Job, start: StartingPoint, journal: Journal) -> Setup:
     for notice in notices:
         journal.warn(notice)
     model = outline(base, recipe, parameter_dtype(plan), compute_dtype(plan))
-    model.kernel = attention_kernel(base.config, plan)
+    model.kernel = attention_kernel(base.architecture.attention, plan)
     setup = Setup(
         job=job,
         plan=plan,
@@ -250,7 +250,8 @@ def load(setup: Setup, journal: Journal) -> None:
             sharding=strategy.sharding,
             device=strategy.device,
             rope_length=min(
-                base.config.block_size, setup.max_seq_length + (recipe.eval.max_new_tokens or 0)
+                base.architecture.context_length,
+                setup.max_seq_length + (recipe.eval.max_new_tokens or 0),
             ),
             seed=recipe.seed,
             trained=None if stored is None else partial(trained_parameter, stored),
@@ -286,7 +287,7 @@ def _tell_findings(data: DataSets, base: BaseModel, max_seq_length: int, journal
         tokenizer=base.tokenizer,
         end_ids=end_tokens(base.tokenizer_directory),
         max_seq_length=max_seq_length,
-        model_context=base.config.block_size,
+        model_context=base.architecture.context_length,
     )
     for finding in findings(evidence):
         if finding.kind in TOLD_BY_COUNTS:

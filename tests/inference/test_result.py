@@ -12,6 +12,7 @@ from results import CASES, Ended
 from safetensors.torch import load_file, save_file
 from tiny import make_llama
 
+from ftkit.architectures.litgpt_architecture import LitgptArchitecture
 from ftkit.config.devices import Devices
 from ftkit.config.recipe import Quantization
 from ftkit.errors import UserError
@@ -254,9 +255,10 @@ def test_a_litgpt_directory_is_the_same_model(tiny_base: Path, tmp_path: Path) -
     base = open_base(str(tiny_base))
     copy = copy_of(tiny_base, tmp_path / "tiny")
     (copy / "model.safetensors").unlink()
-    save_config(base.config, copy)
+    assert isinstance(base.architecture, LitgptArchitecture)
+    save_config(base.architecture.config, copy)
     state = dict(weights(base))
-    for layer in range(base.config.n_layer):
+    for layer in range(base.architecture.layers):
         qkv = f"transformer.h.{layer}.attn.qkv"
         state[f"{qkv}.weight"] = torch.cat([state.pop(f"{qkv}.{p}_proj.weight") for p in "qkv"])
     torch.save(state, copy / "lit_model.pth")

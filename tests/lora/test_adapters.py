@@ -40,8 +40,7 @@ def logits_of_peft(
 
     model: Any = AutoModelForCausalLM.from_pretrained(base.directory, dtype=torch.float32)
     for name, value in (weights or {}).items():
-        assert base.family is not None
-        theirs = base.family.naming.theirs(name)
+        theirs = base.naming.theirs(name)
         assert theirs is not None
         model.get_parameter(theirs).data.copy_(value)
     if adapter is not None:
@@ -83,7 +82,7 @@ def test_training_starts_exactly_at_the_base_model(
 
 def test_an_adapter_begins_with_the_same_numbers_in_every_precision() -> None:
     """In 16 bits, which are the default of a run in bf16-true, others would be drawn."""
-    name, shape = "gpt.transformer.h.0.attn.proj.lora_A.default.weight", torch.Size([8, 64])
+    name, shape = "transformer.h.0.attn.proj.lora_A.default.weight", torch.Size([8, 64])
     expected = initial_adapter(name, shape, seed=1)
     usual = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
@@ -96,7 +95,7 @@ def test_an_adapter_begins_with_the_same_numbers_in_every_precision() -> None:
 
 @pytest.mark.parametrize("matrix", ["lora_A", "lora_B"])
 def test_an_adapter_is_drawn_on_the_host_whatever_the_default_device_is(matrix: str) -> None:
-    name, shape = f"gpt.transformer.h.0.attn.proj.{matrix}.default.weight", torch.Size([8, 64])
+    name, shape = f"transformer.h.0.attn.proj.{matrix}.default.weight", torch.Size([8, 64])
     expected = initial_adapter(name, shape, seed=1)
     with torch.device("meta"):  # Lightning makes the GPU the default while a model is filled
         found = initial_adapter(name, shape, seed=1)

@@ -262,7 +262,7 @@ def test_the_layers_of_the_blocks_are_quantised_and_nothing_else(
     layers = quantised_layers(model)
     assert len(layers) == 2 * 7
     assert {layer.compute_dtype for layer in layers.values()} == {torch.bfloat16}
-    assert all(name.startswith("gpt.transformer.h.") for name in layers)
+    assert all(name.startswith("body.transformer.h.") for name in layers)
     for name, parameter in model.named_parameters():
         assert parameter.is_meta
         assert parameter.requires_grad == (".lora_" in name)
@@ -340,7 +340,7 @@ def bytes_of(layer: FourBit | EightBit) -> int:
 def test_a_quantised_layer_computes_what_its_dequantised_weight_does(
     base: BaseModel, kind: Quantization
 ) -> None:
-    layer = quantised_layers(build(base, kind, torch.float32))["gpt.transformer.h.1.mlp.proj"]
+    layer = quantised_layers(build(base, kind, torch.float32))["body.transformer.h.1.mlp.proj"]
     x = torch.randn(3, layer.in_features, requires_grad=True)
     layer(x).square().sum().backward()
     found, x.grad = x.grad, None

@@ -68,7 +68,7 @@ def test_memory_grows_by_the_same_amount_with_every_layer(
 
 def test_a_hub_name_is_planned_without_a_download() -> None:
     base = read_blueprint("openlm-research/open_llama_7b")
-    assert base.config.n_layer == 32 and not base.has_weights and not base.tied
+    assert base.architecture.layers == 32 and not base.has_weights and not base.tied
     assert read_blueprint("meta-llama/Llama-3.2-1B").tied
 
 
@@ -78,7 +78,7 @@ def test_settings_are_enough_of_a_directory(tmp_path: Path) -> None:
     LlamaConfig(hidden_size=64, num_hidden_layers=3, num_attention_heads=4).save_pretrained(
         tmp_path
     )
-    assert read_blueprint(str(tmp_path)).config.n_layer == 3
+    assert read_blueprint(str(tmp_path)).architecture.layers == 3
     assert read_blueprint("embedded:quickstart").name == "quickstart"
 
 

@@ -21,12 +21,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ftkit import embedded
+from ftkit.architectures import families
+from ftkit.architectures.litgpt_architecture import LitgptArchitecture
 from ftkit.config.recipe import Recipe
 from ftkit.errors import UserError
 from ftkit.model.language_model import outline
 from ftkit.model.load_weights import fill
 from ftkit.model.sharding import Whole
-from ftkit.pretrained import base_model, families, hub
+from ftkit.pretrained import base_model, hub
 from ftkit.pretrained.base_model import (
     BaseModel,
     checked_length,
@@ -37,7 +39,7 @@ from ftkit.pretrained.base_model import (
     weights,
 )
 from ftkit.pretrained.blueprint import read_blueprint
-from ftkit.pretrained.fingerprint import _architecture, fingerprint
+from ftkit.pretrained.fingerprint import fingerprint
 from ftkit.pretrained.save import save_hf
 
 VOCABULARY = 67
@@ -193,8 +195,13 @@ def fused(base: BaseModel) -> dict[str, Tensor]:
     return state
 
 
+def config_of(base: BaseModel) -> litgpt.Config:
+    assert isinstance(base.architecture, LitgptArchitecture)
+    return base.architecture.config
+
+
 def litgpt_model(base: BaseModel) -> litgpt.GPT:
-    model = litgpt.GPT(base.config)
+    model = litgpt.GPT(config_of(base))
     model.load_state_dict(fused(base))
     return model.eval()
 
@@ -220,7 +227,7 @@ def write_litgpt(base: BaseModel, directory: Path, *, nested: bool = False) -> P
     directory.mkdir(parents=True)
     state = litgpt_model(base).state_dict()
     torch.save({"model": state} if nested else state, directory / "lit_model.pth")
-    save_config(base.config, directory)
+    save_config(config_of(base), directory)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (directory / name).write_bytes((base.tokenizer_directory / name).read_bytes())
     return directory
@@ -238,7 +245,7 @@ def test_every_family_gives_the_logits_of_transformers(model: str, make_model: M
     limit = 0.0 if is_exact else 1e-5
     assert difference(litgpt_logits(base), transformers_logits(directory)) <= limit
     assert (base.name, base.dtype, base.random) == (directory.name, torch.float32, False)
-    assert base.config.padded_vocab_size == VOCABULARY
+    assert config_of(base).padded_vocab_size == VOCABULARY
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -340,8 +347,8 @@ def test_rotary_embeddings_are_read_as_older_versions_wrote_them(
 ) -> None:
     directory = copy_model(model)
     edit_json(directory / "config.json", rope_parameters=..., **old)
-    new = open_base(str(make_model(model))).config
-    assert dataclasses.replace(open_base(str(directory)).config, name="", hf_config={}) == (
+    new = config_of(open_base(str(make_model(model))))
+    assert dataclasses.replace(config_of(open_base(str(directory))), name="", hf_config={}) == (
         dataclasses.replace(new, name="", hf_config={})
     )
 
@@ -350,7 +357,7 @@ def test_rotary_embeddings_are_read_as_older_versions_wrote_them(
 def test_a_model_has_no_more_positions_than_its_sliding_window(
     model: str, make_model: MakeModel
 ) -> None:
-    config = open_base(str(make_model(model))).config
+    config = config_of(open_base(str(make_model(model))))
     assert (config.block_size, config.sliding_window_size) == (24, None)
 
 
@@ -362,11 +369,12 @@ def test_a_window_of_litgpts_layout_limits_the_positions_too(
     original = open_base(str(directory))
     every_other = {"sliding_window_indices": [1, 0, 1]} if model == "gemma2" else {}
     config = dataclasses.replace(
-        original.config, block_size=64, sliding_window_size=24, **every_other
+        config_of(original), block_size=64, sliding_window_size=24, **every_other
     )
-    with_window = dataclasses.replace(original, config=config)
+    architecture = LitgptArchitecture(config, families.family_of_settings(original.settings))
+    with_window = dataclasses.replace(original, architecture=architecture)
     lit = open_base(str(write_litgpt(with_window, tmp_path / "lit")))
-    assert lit.config.block_size == 24
+    assert lit.architecture.context_length == 24
     assert fingerprint(lit) == fingerprint(original)
     (logits, operations), (_, plain) = (counted_logits(base) for base in (lit, original))
     assert difference(logits, transformers_logits(directory)) <= 1e-5
@@ -391,7 +399,7 @@ def counted_logits(base: BaseModel) -> tuple[Tensor, int]:
         base,
         sharding=Whole(),
         device=torch.device("cpu"),
-        rope_length=base.config.block_size,
+        rope_length=base.architecture.context_length,
         seed=0,
         progress=lambda done, total: None,
     )
@@ -407,8 +415,8 @@ def counted_logits(base: BaseModel) -> tuple[Tensor, int]:
 def test_random_weights_and_plans_have_the_positions_of_the_window(
     name: str, positions: int, quickstart: Path
 ) -> None:
-    assert open_base(f"random:{name}").config.block_size == positions
-    assert read_blueprint(name).config.block_size == positions
+    assert open_base(f"random:{name}").architecture.context_length == positions
+    assert read_blueprint(name).architecture.context_length == positions
 
 
 @pytest.mark.parametrize(
@@ -424,7 +432,7 @@ def test_what_limits_the_length_of_sequences_is_said(
     model: str, limit: str, make_model: MakeModel
 ) -> None:
     base = open_base(str(make_model(model)))
-    longest = base.config.block_size
+    longest = base.architecture.context_length
     assert checked_length(base, longest) == checked_length(base, None) == longest
     with pytest.raises(UserError, match=limit) as error:
         checked_length(base, longest + 1)
@@ -496,7 +504,7 @@ def test_a_litgpt_directory_gives_the_same_weights(
 ) -> None:
     base = open_base(str(make_model(model)))
     lit = open_base(str(write_litgpt(base, tmp_path / "lit", nested=nested)))
-    assert lit.family == base.family
+    assert lit.architecture.class_name == base.architecture.class_name
     assert difference(litgpt_logits(lit), litgpt_logits(base)) == 0.0
 
 
@@ -507,7 +515,7 @@ def test_litgpts_own_conversion_is_read_and_its_tied_head_recognised(
     original = open_base(str(directory))
     names, expected = list(parameter_shapes(original)), litgpt_logits(original)
     convert_hf_checkpoint(checkpoint_dir=directory, model_name="tiny-llama-1.1b")
-    save_config(original.config, directory)
+    save_config(config_of(original), directory)
     lit = open_base(str(directory))
     assert lit.tied and [name for name, _ in weights(lit)] == names
     assert difference(litgpt_logits(lit), expected) == 0.0
@@ -544,7 +552,7 @@ def test_settings_of_two_models_in_one_directory_are_refused(
 # What a checkpoint keeps of its base model
 
 
-SAME = ("name", "config", "tied", "dtype", "naming", "family", "settings", "random")
+SAME = ("name", "architecture", "tied", "dtype", "layout", "settings", "random")
 
 
 def assert_same_but_weights(one: BaseModel, other: BaseModel) -> None:
@@ -666,7 +674,7 @@ def test_litgpts_own_conversion_keeps_the_fingerprint(
     directory = copy_model(model)
     original = open_base(str(directory))
     expected = fingerprint(original)
-    monkeypatch.setattr(litgpt.Config, "from_name", lambda name: original.config)
+    monkeypatch.setattr(litgpt.Config, "from_name", lambda name: config_of(original))
     convert_hf_checkpoint(checkpoint_dir=directory, model_name="tiny")
     lit = open_base(str(directory))
     assert lit.naming != original.naming
@@ -709,7 +717,7 @@ def test_litgpts_own_settings_are_those_of_config_json(name: str, settings: dict
     if lit.post_mlp_norm:
         settings["query_pre_attn_scalar"] = lit.attention_scores_scalar or lit.head_size
     theirs = families.litgpt_config(settings, "copy")
-    assert _architecture(theirs) == _architecture(lit)
+    assert LitgptArchitecture(theirs).identity() == LitgptArchitecture(lit).identity()
 
 
 @pytest.mark.parametrize("model", ["llama grouped queries", "llama tied", "gpt_neox"])
@@ -790,7 +798,7 @@ def quickstart(tmp_path: Path, make_model: MakeModel, monkeypatch: pytest.Monkey
 def test_any_architecture_of_litgpt_comes_with_random_weights(name: str, quickstart: Path) -> None:
     base = open_base(f"random:{name}")
     expected = litgpt.Config.from_name(name)
-    assert base.random and base.config == expected and base.name == f"random:{expected.name}"
+    assert base.random and config_of(base) == expected and base.name == f"random:{expected.name}"
     assert base.tied == ("Gemma" in name)
 
 
@@ -832,7 +840,9 @@ def test_the_embedded_model_has_a_name_of_its_own(by: str, quickstart: Path) -> 
 def test_names_go_over_to_hugging_face_one_to_one(model: str, make_model: MakeModel) -> None:
     base = open_base(str(make_model(model)))
     theirs = set(transformers.AutoModelForCausalLM.from_pretrained(base.directory).state_dict())
-    found = [base.family.naming.theirs(name) for name in parameter_shapes(base)]
+    naming = base.architecture.naming_in("hf")
+    assert naming is not None
+    found = [naming.theirs(name) for name in parameter_shapes(base)]
     assert family(model) in FUSED or None not in found
     found = [name for name in found if name is not None]
     assert theirs.issuperset(found)
@@ -840,7 +850,7 @@ def test_names_go_over_to_hugging_face_one_to_one(model: str, make_model: MakeMo
 
 
 def test_modules_and_what_hangs_on_them_are_renamed(make_model: MakeModel) -> None:
-    llama, phi = (open_base(str(make_model(model))).family.naming for model in ("llama", "phi3"))
+    llama, phi = (open_base(str(make_model(model))).naming for model in ("llama", "phi3"))
     assert llama.theirs("transformer.h.3.attn.qkv.q_proj") == "model.layers.3.self_attn.q_proj"
     assert llama.theirs("transformer.h.11.mlp.fc_1.lora_A.weight") == (
         "model.layers.11.mlp.gate_proj.lora_A.weight"
@@ -946,8 +956,9 @@ def test_families_whose_config_json_cannot_be_made_are_refused_before_any_work(
     lit = open_base(str(write_litgpt(open_base(str(make_model("gemma"))), tmp_path / "lit")))
     with pytest.raises(UserError, match="for Hugging Face without its"):
         save_hf(lit, untouchable(), tmp_path / "out")
+    unknown = dataclasses.replace(lit, architecture=LitgptArchitecture(config_of(lit)))
     with pytest.raises(UserError, match="cannot write for Hugging Face"):
-        save_hf(dataclasses.replace(lit, family=None), untouchable(), tmp_path / "out")
+        save_hf(unknown, untouchable(), tmp_path / "out")
 
 
 def untouchable() -> Iterator[tuple[str, Tensor]]:

@@ -12,11 +12,12 @@ from preloaded import Attempt, Preloaded
 from runs import options
 from tiny import LITGPT_ONLY, make_litgpt_only
 
+from ftkit.architectures.families import FAMILIES
+from ftkit.architectures.litgpt_architecture import LitgptArchitecture
 from ftkit.cli.app import run
 from ftkit.errors import UserError
 from ftkit.planner.predict import plan_files
 from ftkit.pretrained.base_model import open_base, weights
-from ftkit.pretrained.families import FAMILIES
 from ftkit.pretrained.hub import is_litgpt
 from ftkit.pretrained.save import layout_of, save_hf, save_litgpt
 from ftkit.report.report import read_report
@@ -142,9 +143,12 @@ def test_litgpt_directories_of_families_whose_config_is_missing_stay_litgpt_dire
     tmp_path: Path,
 ) -> None:
     base = open_base(str(make_litgpt_only(tmp_path / "base", "phi-2")))
-    gemma = dataclasses.replace(base.config, name="Gemma-2-2b", mlp_class_name="GemmaMLP")
+    assert isinstance(base.architecture, LitgptArchitecture)
+    gemma = dataclasses.replace(
+        base.architecture.config, name="Gemma-2-2b", mlp_class_name="GemmaMLP"
+    )
 
-    without = dataclasses.replace(base, config=gemma, family=FAMILIES["gemma2"])
+    without = dataclasses.replace(base, architecture=LitgptArchitecture(gemma, FAMILIES["gemma2"]))
     assert layout_of(without) == "litgpt"
     assert layout_of(dataclasses.replace(without, settings={"model_type": "gemma2"})) == "hf"
     with pytest.raises(UserError, match=r"export with --format litgpt"):

@@ -126,7 +126,7 @@ def test_parameters_are_gathered_ahead(bases: dict[bool, Path], mesh: Any, ahead
         precision="32-true",
     )
     micro_step(model)
-    parts = [model, *model.gpt.transformer.h, model.head]
+    parts = [model, *model.body.blocks, model.head]
     found: list[list[int]] = []
     for part in parts:
         part.register_forward_pre_hook(lambda *_: found.append(gathered(parts)))

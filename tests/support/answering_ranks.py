@@ -49,7 +49,7 @@ if __name__ == "__main__":
         base,
         sharding=FullyShard(plan, init_device_mesh("cpu", (2,))),
         device=torch.device("cpu"),
-        rope_length=base.config.block_size,
+        rope_length=base.architecture.context_length,
         seed=0,
         progress=lambda done, total: None,
     )

@@ -15,12 +15,13 @@ import triton.language as tl
 from litgpt import Config
 from torch import Tensor
 
+from ftkit.architectures.litgpt_architecture import LitgptArchitecture
+from ftkit.bodies.norm import RMSNorm
 from ftkit.config.recipe import Recipe, Train
 from ftkit.memory.gpus import find_gpu
 from ftkit.model import liger
 from ftkit.model.language_model import LanguageModel
 from ftkit.model.loss import loss_and_slope
-from ftkit.model.norm import RMSNorm
 from ftkit.planner.predict import plan_recipe
 
 SIZES: dict[str, Any] = {
@@ -75,8 +76,8 @@ def make_interpreter_complete() -> None:
 
 def make_model(family: str) -> LanguageModel:
     torch.manual_seed(0)
-    model = LanguageModel(Config(**SIZES | FAMILIES[family]), tied=False)
-    model.place_rotary_tables(torch.device("cpu"), 32)
+    model = LanguageModel(LitgptArchitecture(Config(**SIZES | FAMILIES[family])), tied=False)
+    model.body.place_rotary_tables(torch.device("cpu"), 32)
     return model
 
 
@@ -111,12 +112,12 @@ def compared(family: str) -> dict[str, float]:
             parameter.add_(torch.randn_like(parameter) * 0.1)
     expected = step(model, family)
     before = {name: vars(m).get("forward") for name, m in model.named_modules()}
-    liger.put_kernels_in_place(model)
+    liger.put_kernels_in_place(model, model.body.gated_mlps())
     replaced = [n for n, m in model.named_modules() if vars(m).get("forward") is not before[n]]
     kinds = {type(model.get_submodule(name)).__name__ for name in replaced}
     found = step(model, family)
     return {
-        "kernels": len(kinds) + (model.gpt.transformer.h[0].attn.rotate is not None) + 1,
+        "kernels": len(kinds) + (model.body.blocks[0].attn.rotate is not None) + 1,
         "loss": distance(found[0], expected[0]),
         "gradients": max(map(distance, found[1], expected[1])),
     }
@@ -142,14 +143,14 @@ def norm_beside_a_residual() -> dict[str, float]:
         both = leaf * scale
         (norm(both) + both).pow(3).sum().backward()
         found.append(leaf.grad)
-        liger.put_kernels_in_place(norm)
+        liger.put_kernels_in_place(norm, [])
     return {"gradients": distance(*found)}
 
 
 def names() -> dict[str, float]:
     model = make_model("llama")
     before = list(dict(model.named_parameters()))
-    liger.put_kernels_in_place(model)
+    liger.put_kernels_in_place(model, model.body.gated_mlps())
     return {"equal": float(list(dict(model.named_parameters())) == before)}
 
 

@@ -5,7 +5,6 @@ Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467.
 
 from typing import Any
 
-import litgpt.model
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -61,16 +60,3 @@ class _Normed(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             of_weight = product.mul_(factor).flatten(0, -2).sum(0).to(weight.dtype)
         return of_x, of_weight, None
-
-
-def replace_norms(model: nn.Module) -> None:
-    """Put RMSNorm in place of LitGPT's; names stay, no memory is taken.
-
-    Args:
-        model: on the meta device.
-    """
-    for name, norm in list(model.named_modules()):
-        if isinstance(norm, litgpt.model.RMSNorm):
-            (size,) = norm.weight.shape
-            found = RMSNorm(size, norm.eps, add_unit_offset=norm.add_unit_offset)
-            model.set_submodule(name, found)

@@ -1,20 +1,19 @@
 """Causal self-attention over the sequences of a micro-batch, each by itself, padded or in a row."""
 
 import inspect
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
+import numpy as np
+import numpy.typing as npt
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
-from litgpt.config import Config
-from litgpt.model import CausalSelfAttention, apply_rope, apply_rope_interleave, do_softcapping
 from torch import Tensor
 
+from ftkit.architectures.architecture import AttentionTraits
 from ftkit.config.plan import Plan
 from ftkit.errors import UserError
 
@@ -32,7 +31,7 @@ LARGEST_FLASH_HEAD = 256
 """Numbers in a head of flash attention, at most; a multiple of 8."""
 
 
-def attention_path(config: Config, plan: Plan) -> AttentionPath:
+def attention_path(traits: AttentionTraits, plan: Plan) -> AttentionPath:
     """How attention sees the micro-batches of a plan.
 
     Without `train.padding_free`, a row is chosen where it is faster: on CPUs always, on GPUs where
@@ -43,7 +42,7 @@ def attention_path(config: Config, plan: Plan) -> AttentionPath:
     """
     tokens = plan.micro_batch_tokens
     asked = plan.recipe.train.padding_free if tokens is None else True
-    if config.latent_attention:
+    if not traits.takes_rows:
         if asked:
             key, value, instead = (
                 ("padding_free", "true", "false")
@@ -55,20 +54,18 @@ def attention_path(config: Config, plan: Plan) -> AttentionPath:
                 f"micro-batches alone. Try --train.{key} {instead}."
             )
         return "padded"
-    kernel = attention_kernel(config, plan)
+    kernel = attention_kernel(traits, plan)
     if asked is False or (asked is None and kernel == "sdpa"):
         return "padded"
     return "varlen" if kernel == "flash" else "sdpa per sequence"
 
 
-def attention_kernel(config: Config, plan: Plan) -> AttentionKernel:
+def attention_kernel(traits: AttentionTraits, plan: Plan) -> AttentionKernel:
     """What computes attention on the devices of a plan."""
     if plan.accelerator == "cpu":
         return "cpu"
-    size = config.head_size
-    assert size is not None
-    is_plain = config.attention_logit_softcapping is None
-    takes = is_plain and size % 8 == 0 and size <= LARGEST_FLASH_HEAD
+    size = traits.head_size
+    takes = not traits.softcapped and size % 8 == 0 and size <= LARGEST_FLASH_HEAD
     return "flash" if plan.has_flash and takes else "sdpa"
 
 
@@ -84,92 +81,37 @@ class Sequences:
     """[sequences + 1] int32, where each begins and the last one ends, for torch's attention over
     variable lengths; None: that is not used."""
 
+    @classmethod
+    def of(cls, input_ids: Tensor, lengths: Iterable[int] | None, kernel: AttentionKernel) -> Self:
+        """Those of a micro-batch.
+
+        Args:
+            input_ids: [batch, sequence], padded on the right; or [1, tokens], sequences in a row.
+            lengths: tokens of each sequence in a row; None: there is one in each line.
+            kernel: what computes attention.
+        """
+        if lengths is None:
+            batch, length = input_ids.shape
+            return cls((length,) * batch, kernel)
+        starts, found = None, tuple(lengths)
+        if kernel == "flash":
+            starts = _copied(np.cumsum([0, *found], dtype=np.int32), input_ids.device)
+        return cls(found, kernel, starts)
+
+    def positions(self, device: torch.device) -> Tensor:
+        """[tokens] int64, where each token stands in its sequence."""
+        return _copied(np.concatenate([np.arange(n) for n in self.lengths]), device)
+
     @property
     def runs(self) -> list[tuple[int, int]]:
         """Neighbours of one length: how many, and how long."""
         return [(len(list(run)), length) for length, run in groupby(self.lengths)]
 
 
-class QKV(nn.Module):
-    """Query, key and value as three layers, so that adapters are those of other libraries."""
-
-    def __init__(self, config: Config, *, bias: bool) -> None:
-        super().__init__()
-        assert config.head_size is not None and config.n_query_groups is not None
-        width = config.n_embd
-        self.q_proj = nn.Linear(width, config.n_head * config.head_size, bias=bias)
-        self.k_proj = nn.Linear(width, config.n_query_groups * config.head_size, bias=bias)
-        self.v_proj = nn.Linear(width, config.n_query_groups * config.head_size, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """As litgpt's fused layer, which it stands in for where a key-value cache is used."""
-        return torch.cat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), dim=-1)
-
-
-class Attention(CausalSelfAttention):  # type: ignore[misc]  # litgpt declares no types
-    """litgpt's attention with three projections, and with sequences in a row."""
-
-    def __init__(self, config: Config, block_idx: int) -> None:
-        super().__init__(config, block_idx)
-        self.qkv = QKV(config, bias=config.bias or config.attn_bias)
-        self.attend = attend
-        """May be another one that computes the same."""
-        self.rotate: Rotation | None = None
-        """What turns query and key, instead of torch's operations."""
-
-    def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        mask: Tensor | Sequences | None = None,
-        input_pos: Tensor | None = None,
-        input_pos_maxp1: int | None = None,
-    ) -> Tensor:
-        """What each token takes from those before it in its sequence.
-
-        Args:
-            x: [batch, tokens, width].
-            cos: [1, tokens, rotated], the rotary table at the tokens' positions.
-            sin: likewise.
-            mask: the sequences in batch * tokens; with a key-value cache, litgpt's mask.
-            input_pos: positions in the key-value cache; None: it is not used.
-            input_pos_maxp1: see litgpt.
-        """
-        if not isinstance(mask, Sequences):
-            cached: Tensor = super().forward(x, cos, sin, mask, input_pos, input_pos_maxp1)
-            return cached
-        heads = self._heads(x, cos, sin)
-        scale = self.mscale**2 / math.sqrt(
-            self.config.attention_scores_scalar or self.config.head_size
-        )
-        found = self.attend(
-            *heads, mask, scale=scale, softcap=self.config.attention_logit_softcapping
-        )
-        result: Tensor = self.proj(found.reshape(*x.shape[:2], -1))
-        return result
-
-    def _heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value, [batch * tokens, heads, head size] each."""
-        q, k, v = self.qkv.q_proj(x), self.qkv.k_proj(x), self.qkv.v_proj(x)
-        kind = self.config.norm_qk_type if self.config.norm_qk else None
-        if kind == "olmo2":
-            q, k = self.norm_q(q), self.norm_k(k)
-        q, k, v = (part.unflatten(-1, (-1, self.config.head_size)) for part in (q, k, v))
-        if kind == "default":
-            q, k = self.norm_q(q), self.norm_k(k)
-        if self.rotate is not None:
-            q, k = self.rotate(q, k, cos, sin)
-        else:
-            q, k = self._rotated(q, cos, sin), self._rotated(k, cos, sin)
-        return q.flatten(0, 1).to(v.dtype), k.flatten(0, 1).to(v.dtype), v.flatten(0, 1)
-
-    def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """[batch, tokens, heads, head size], turned by the tokens' positions."""
-        rotate = apply_rope_interleave if self.config.rope_interleave else apply_rope
-        count = self.config.rope_n_elem
-        turned: Tensor = rotate(x[..., :count].transpose(1, 2), cos, sin).transpose(1, 2)
-        return turned if count == x.size(-1) else torch.cat((turned, x[..., count:]), dim=-1)
+def _copied(values: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """On a device, without waiting for it."""
+    found = torch.from_numpy(values)
+    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
 
 
 def attend(
@@ -208,6 +150,17 @@ def attend(
             result = _sdpa(one, other, third, scale, grouped=sequences.kernel == "flash")
         results.append(result.transpose(1, 2).flatten(0, 1))
     return results[0] if len(results) == 1 else torch.cat(results)
+
+
+class AttentionLayer:
+    """What layers of attention have in common: others may compute parts of them."""
+
+    attend: Callable[..., Tensor] = staticmethod(attend)
+    """Or another one that computes the same."""
+    rotation: Literal["halves", "pairs"] = "halves"
+    """Which numbers of a head are turned together: those half a head apart, or neighbours."""
+    rotate: Rotation | None = None
+    """What turns query and key, instead of torch's operations."""
 
 
 def _by_run(sequences: Sequences, *values: Tensor) -> Iterator[tuple[Any, ...]]:
@@ -277,9 +230,9 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, *, grouped: bool) -> Te
 
 
 def _softcapped(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float) -> Tensor:
-    """As litgpt computes it: SDPA knows no bound of scores."""
+    """In torch's operations: SDPA knows no bound of scores."""
     k, v = _repeated(k, q.size(1)), _repeated(v, q.size(1))
-    scores = do_softcapping(q @ k.mT * scale, softcap)
+    scores = torch.tanh(q @ k.mT * scale / softcap) * softcap
     length = q.size(2)
     later = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(diagonal=1)
     scores = scores.masked_fill(later, torch.finfo(q.dtype).min)

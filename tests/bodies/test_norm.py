@@ -5,8 +5,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from ftkit.architectures.litgpt_architecture import LitgptArchitecture
+from ftkit.bodies.norm import RMSNorm
 from ftkit.model.language_model import LanguageModel
-from ftkit.model.norm import RMSNorm
 
 SIZE, EPS = 96, 1e-5
 DTYPES = [torch.float32, torch.bfloat16]
@@ -85,9 +86,9 @@ def test_the_input_is_the_only_thing_of_its_size_that_is_kept(
 def test_every_rms_norm_of_a_model_is_replaced_under_its_name(name: str) -> None:
     config = litgpt.Config.from_name(name, n_layer=2)
     with torch.device("meta"):
-        model, theirs = LanguageModel(config, tied=False), litgpt.GPT(config)
+        model, theirs = LanguageModel(LitgptArchitecture(config), tied=False), litgpt.GPT(config)
     expected = {n for n, m in theirs.named_modules() if isinstance(m, litgpt.model.RMSNorm)}
-    found = {n.removeprefix("gpt."): m for n, m in model.named_modules() if type(m) is RMSNorm}
+    found = {n.removeprefix("body."): m for n, m in model.named_modules() if type(m) is RMSNorm}
     assert found.keys() == expected and len(expected) >= 5
     assert {m.add_unit_offset for m in found.values()} == {"Gemma" in name}
     assert {m.eps for m in found.values()} == {config.norm_eps}

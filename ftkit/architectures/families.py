@@ -9,9 +9,9 @@ from typing import Any
 from litgpt.config import Config, configs
 from torch import nn
 
+from ftkit.architectures import naming
+from ftkit.architectures.naming import Naming
 from ftkit.errors import UserError
-from ftkit.pretrained import naming
-from ftkit.pretrained.naming import Naming
 
 Settings = Mapping[str, Any]
 """The content of a config.json."""
@@ -139,24 +139,12 @@ def family_of_config(config: Config) -> Family | None:
     return FAMILIES["mistral" if config.sliding_window_size else "llama"]
 
 
-def tells_all(config: Config, family: Family) -> bool:
-    """Whether a config.json can be made of a LitGPT configuration alone."""
-    yarn = bool(config.rope_adjustments) and "beta_fast" in config.rope_adjustments
-    return family.model_type in ("llama", "mistral", "qwen2", "qwen3") and not yarn
-
-
-def huggingface_settings(config: Config, family: Family) -> dict[str, Any]:
-    """A config.json for a model that came without one.
-
-    Raises:
-        UserError: the model has a setting that only its own config.json can tell.
-    """
+def huggingface_settings(config: Config, family: Family) -> dict[str, Any] | None:
+    """A config.json for a model that came without one; None: only its own can tell all of it."""
     rope = config.rope_adjustments
-    if not tells_all(config, family):
-        raise UserError(
-            f"{config.name} cannot be written for Hugging Face without its config.json. Copy "
-            "config.json of the original model into its directory."
-        )
+    yarn = bool(rope) and "beta_fast" in rope
+    if family.model_type not in ("llama", "mistral", "qwen2", "qwen3") or yarn:
+        return None
     settings: dict[str, Any] = {
         "architectures": [family.class_name],
         "model_type": family.model_type,

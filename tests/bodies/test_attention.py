@@ -18,12 +18,14 @@ from tiny import LITGPT_ONLY, make_litgpt_only, make_llama
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ftkit.architectures.litgpt_architecture import LitgptArchitecture
+from ftkit.bodies import attention
+from ftkit.bodies.attention import AttentionKernel, Sequences, attend, attention_path
 from ftkit.config.devices import Devices
 from ftkit.config.parsing import read_recipe
 from ftkit.config.plan import Plan, make_plan
 from ftkit.errors import UserError
-from ftkit.model import attention
-from ftkit.model.attention import AttentionKernel, Sequences, attend, attention_path
+from ftkit.lora.names import our_name
 from ftkit.model.language_model import LanguageModel
 from ftkit.pretrained.base_model import BaseModel, open_base
 from ftkit.samples.loader import collate
@@ -76,10 +78,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
 LENGTHS = (9, 30, 30, 5, 64, 2)
 
 
+def architecture(**settings: Any) -> LitgptArchitecture:
+    return LitgptArchitecture(litgpt.Config(**SIZES | settings))
+
+
 def make_model(kernel: AttentionKernel = "sdpa", **settings: Any) -> LanguageModel:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = LanguageModel(litgpt.Config(**SIZES | settings), tied=False)
+        model = LanguageModel(architecture(**settings), tied=False)
     model.kernel = kernel
     return model
 
@@ -142,7 +148,7 @@ def test_a_row_gives_the_loss_and_the_gradients_of_padded_sequences(
 def test_padded_sequences_give_the_logits_of_litgpt(family: str, kernel: AttentionKernel) -> None:
     model = make_model(kernel, **FAMILIES[family])
     theirs = litgpt.GPT(litgpt.Config(**SIZES | FAMILIES[family]))
-    state = {n.removeprefix("gpt.").removeprefix("head."): p for n, p in model.state_dict().items()}
+    state = {our_name(n): p for n, p in model.state_dict().items()}
     for name in [name for name in state if ".q_proj." in name]:
         parts = [state.pop(name.replace("q_proj", f"{part}_proj")) for part in "qkv"]
         state[name.replace(".q_proj", "")] = torch.cat(parts)
@@ -156,7 +162,7 @@ def test_padded_sequences_give_the_logits_of_litgpt(family: str, kernel: Attenti
 @pytest.mark.parametrize("name", LITGPT_ONLY)
 def test_families_of_litgpts_layout_take_rows(name: str, tmp_path: Path) -> None:
     base = open_base(str(make_litgpt_only(tmp_path, name)))
-    model = LanguageModel(base.config, tied=False)
+    model = LanguageModel(base.architecture, tied=False)
     assert_equal(learned(model, padding_free=True), learned(model, padding_free=False))
 
 
@@ -192,7 +198,7 @@ def test_adapters_learn_from_rows_what_they_learn_from_padded_sequences(
     llama: BaseModel, keys: dict[str, Any], kernel: AttentionKernel
 ) -> None:
     model = build(llama, lora_recipe(llama, **keys)).train()
-    model.place_rotary_tables(torch.device("cpu"), 64)
+    model.body.place_rotary_tables(torch.device("cpu"), 64)
     model.kernel = kernel
     for name, parameter in model.named_parameters():
         if "lora_B" in name:  # which begins with zeros, and A then has no gradient
@@ -338,32 +344,33 @@ def test_rows_are_the_default_where_they_are_faster(
     devices: Devices, precision: str, settings: dict[str, Any], paths: str
 ) -> None:
     """`paths`: without train.padding_free, and if another, with it."""
-    config = litgpt.Config(**SIZES | settings)
+    traits = architecture(**settings).attention
     usual, *wanted = paths.split(", ")
     for asked, expected in (("null", usual), ("true", (wanted or [usual])[0]), ("false", "padded")):
-        assert attention_path(config, plan_of(devices, precision, asked)) == expected
+        assert attention_path(traits, plan_of(devices, precision, asked)) == expected
 
 
 def test_latent_attention_is_padded_and_refuses_rows_by_name() -> None:
     config = litgpt.Config(**SIZES)
     config.latent_attention = {"q_lora_rank": 8}
-    assert attention_path(config, plan_of(HOST, "32-true", "null")) == "padded"
+    traits = LitgptArchitecture(config).attention
+    assert attention_path(traits, plan_of(HOST, "32-true", "null")) == "padded"
     with pytest.raises(UserError, match=r"train\.padding_free is true.*latent attention") as error:
-        attention_path(config, plan_of(HOST, "32-true", "true"))
+        attention_path(traits, plan_of(HOST, "32-true", "true"))
     assert "Try --train.padding_free false." in str(error.value)
     of_tokens = dataclasses.replace(plan_of(HOST, "32-true", "null"), micro_batch_tokens=512)
     with pytest.raises(UserError, match=r"train\.micro_batch_tokens is 512.*latent") as error:
-        attention_path(config, of_tokens)
+        attention_path(traits, of_tokens)
     assert "Try --train.micro_batch_tokens null." in str(error.value)
 
 
 def test_a_number_of_tokens_asks_for_rows_wherever_they_are_slower() -> None:
     older = Devices(accelerator="cuda", count=1, bf16_native=False)
     made = plan_of(older, "32-true", "null")
-    config = litgpt.Config(**SIZES)
-    assert attention_path(config, made) == "padded"
+    traits = architecture().attention
+    assert attention_path(traits, made) == "padded"
     of_tokens = dataclasses.replace(made, micro_batch_tokens=512)
-    assert attention_path(config, of_tokens) == "sdpa per sequence"
+    assert attention_path(traits, of_tokens) == "sdpa per sequence"
 
 
 @pytest.mark.parametrize("kernel", ["cpu", "flash", "sdpa"])

@@ -12,6 +12,7 @@ from typing import Literal
 
 _QKV = tuple(f"transformer.h.{{}}.attn.qkv.{projection}_proj" for projection in "qkv")
 _GATE_UP = ("transformer.h.{}.mlp.fc_1", "transformer.h.{}.mlp.fc_2")
+_LAYER = re.compile(r"\.(\d+)(?=\.)")
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,22 @@ class Fused:
     """Our modules, in the order of their rows."""
     layout: Literal["rows", "heads"] = "rows"
     """rows: one part after the other. heads: for each head, its rows of every part."""
+
+    def modules_beside(self, ours: str) -> list[str]:
+        """All parts of one layer, given one of them, or a parameter of one.
+
+        Raises:
+            ValueError: it is in no layer.
+        """
+        layer = _LAYER.search(ours)
+        if layer is None:
+            raise ValueError(f"{ours} is in no layer")
+        return [part.format(layer[1]) for part in self.parts]
+
+    def parameters_beside(self, ours: str) -> list[str]:
+        """The same parameter (weight, bias) of all parts of one layer, given one of them."""
+        kind = ours.rpartition(".")[2]
+        return [f"{module}.{kind}" for module in self.modules_beside(ours)]
 
 
 @dataclass(frozen=True)
@@ -49,7 +66,7 @@ class Naming:
 
 def _renamed(name: str, modules: Mapping[str, str]) -> str | None:
     """The name with the module it begins with replaced, as ``modules`` says."""
-    layer = re.search(r"\.(\d+)(?=\.)", name)
+    layer = _LAYER.search(name)
     module = name if layer is None else f"{name[: layer.start()]}.{{}}{name[layer.end() :]}"
     suffix = ""
     while module and module not in modules:
