@@ -345,6 +345,7 @@ def test_levers_are_measured_in_pairs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from benchmarking import levers
+    from benchmarking.command import run
 
     monkeypatch.chdir(ROOT)
     asked = SimpleNamespace(
@@ -364,7 +365,7 @@ def test_levers_are_measured_in_pairs(
         "LEVERS",
         [one for one in levers.LEVERS if one.name in ("activation_checkpointing", "kernels liger")],
     )
-    assert levers.main(asked) == 0
+    assert run(levers, asked) == 0
     figures = json.loads(asked.out.read_text())
     ran, refused = sorted(figures["pairs"], key=lambda row: row["lever"])
     assert len(ran["on"]["steps"]) == 4
