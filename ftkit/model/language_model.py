@@ -88,7 +88,8 @@ class LanguageModel(nn.Module):
             hidden = self.gpt(input_ids, input_pos=positions)
         else:
             hidden = self._hidden(input_ids, sequence_lengths)
-        result: Tensor = self.head(hidden, label_indices, labels)
+        on_cpu = self.kernel == "cpu"
+        result: Tensor = self.head(hidden, label_indices, labels, on_cpu=on_cpu)
         return result
 
     def _hidden(self, input_ids: Tensor, lengths: Sequence[int] | None) -> Tensor:
