@@ -27,6 +27,7 @@ class LitgptBody(GPT, Body):  # type: ignore[misc]  # litgpt declares no types
     """[positions, rotated], or [positions, rotated, 2]: for global and for local attention."""
     sin: Tensor
     max_seq_length: int
+    mask_cache: Tensor | None
 
     def __init__(self, config: Config) -> None:
         plain = copy.copy(config)

@@ -24,6 +24,12 @@ from ftkit.utils.process import handling, print_line
 KILLED_FOR_MEMORY = "the kernel killed the training process, because host memory ran out"
 
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+MATMUL_CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
+"""How many products of 16-bit matrices torch and oneDNN keep ready on a CPU, each for one shape."""
+KEPT_MATMULS = 64
+"""More than a micro-batch has shapes. Of the 1,024 that are kept otherwise, each micro-batch of
+another number of tokens adds some: a model of 34 million parameters held 2.1 GiB after 40 steps,
+and 0.7 GiB so, at no loss of time."""
 """Where torch's allocator finds its settings. Sequences of ever other lengths fragment its memory,
 unless segments can grow; blocks are then also split to 512 B, as predictions count them."""
 
@@ -239,6 +245,9 @@ def rank_environment(job: Job, placement: dict[str, str]) -> dict[str, str]:
         environment["HF_TOKEN"] = job.recipe.access_token
     if plan.accelerator == "cuda" and not environment.keys() & ALLOCATOR_SETTINGS:
         environment[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
+    if plan.accelerator == "cpu":
+        for name in MATMUL_CACHES:
+            environment.setdefault(name, str(KEPT_MATMULS))
     return environment
 
 

@@ -71,7 +71,8 @@ class LanguageModel(nn.Module):
             hidden = self.body.hidden_cached(input_ids, positions)
         else:
             hidden = self.body.hidden(input_ids, sequence_lengths, self.kernel)
-        result: Tensor = self.head(hidden, label_indices, labels)
+        on_cpu = self.kernel == "cpu"
+        result: Tensor = self.head(hidden, label_indices, labels, on_cpu=on_cpu)
         return result
 
 

@@ -37,8 +37,10 @@ def put_kernels_in_place(model: nn.Module, gated_mlps: Iterable[GatedMlp]) -> No
     products = {"silu": LigerSiLUMulFunction, "gelu tanh": LigerGELUMulFunction}
     for mlp in gated_mlps:
         mlp.module.forward = partial(_gated, mlp, products[mlp.activation])
+    module: Any
     for module in model.modules():
-        if isinstance(module, RMSNorm):
+        kind = type(module)
+        if kind is RMSNorm:
             module.forward = partial(_norm, module)
         elif isinstance(module, AttentionLayer) and module.rotation == "halves":
             module.rotate = _rotated

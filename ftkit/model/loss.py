@@ -15,6 +15,9 @@ LOGITS_AT_ONCE = 2**25
 FEWEST_ROWS, MOST_ROWS = 512, 1024
 """With fewer positions at once, a GPU reads the weight for longer than it multiplies; more are no
 faster, and slower on CPUs, whose caches they leave."""
+LOGITS_IN_CACHE = 2**20
+"""Logits that a CPU turns into probabilities at once, as a number of elements: 4 MiB in float32,
+which its caches hold. Larger pieces took 2 to 4 times as long."""
 
 
 def rows_at_once(vocabulary: int) -> int:
@@ -56,6 +59,26 @@ def loss_and_slope(logits: Tensor, wanted: Tensor, softcap: float | None) -> tup
     return loss, slope if logits.dtype == slope.dtype else logits.copy_(slope)
 
 
+def in_cache(
+    compute: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], logits: Tensor, wanted: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`loss_and_slope` of so few rows at once that a CPU's caches hold them.
+
+    Args:
+        compute: `loss_and_slope` with its softcap.
+        logits: [n, vocabulary]; written over.
+        wanted: [n, 1], the right ones.
+    """
+    rows = max(1, LOGITS_IN_CACHE // logits.size(1))
+    total = torch.zeros((), dtype=torch.float32, device=logits.device)
+    for part, right in zip(logits.split(rows), wanted.split(rows), strict=True):
+        loss, slope = compute(part, right)
+        total += loss
+        if slope is not part:
+            part.copy_(slope)
+    return total, logits
+
+
 class OutputLayer(nn.Linear):
     """A linear layer that gives logits, or their loss with gradients from the same pass.
 
@@ -67,7 +90,12 @@ class OutputLayer(nn.Linear):
     """May be another one that computes the same."""
 
     def forward(
-        self, rows: Tensor, labels: Tensor | None = None, softcap: float | None = None
+        self,
+        rows: Tensor,
+        labels: Tensor | None = None,
+        softcap: float | None = None,
+        *,
+        on_cpu: bool = False,
     ) -> Tensor:
         """Logits, or the summed loss.
 
@@ -75,6 +103,7 @@ class OutputLayer(nn.Linear):
             rows: [n, width].
             labels: [n]; None asks for logits.
             softcap: of the logits, if there are labels.
+            on_cpu: whether a CPU computes; where a GPU's memory is predicted, it does not.
 
         Returns:
             [n, vocabulary] in the number format of the computation, or a scalar in float32: the sum
@@ -83,6 +112,8 @@ class OutputLayer(nn.Linear):
         if labels is None:
             return super().forward(rows)
         compute = partial(self.loss_and_slope, softcap=softcap)
+        if on_cpu:
+            compute = partial(in_cache, compute)
         trains = torch.is_grad_enabled()
         loss: Tensor = _LinearCrossEntropy.apply(
             rows, self.weight, self.bias, labels, compute, trains
@@ -190,13 +221,21 @@ class Head(nn.Module):
         )
         self.softcap = softcap
 
-    def forward(self, hidden: Tensor, label_indices: Tensor, labels: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        label_indices: Tensor,
+        labels: Tensor | None,
+        *,
+        on_cpu: bool = False,
+    ) -> Tensor:
         """Logits at some positions, or the summed loss there.
 
         Args:
             hidden: [batch, sequence, width].
             label_indices: [n], indices into the flattened batch and sequence.
             labels: [n], the token that follows each position; None asks for the logits.
+            on_cpu: see `OutputLayer.forward`.
 
         Returns:
             [n, vocabulary] logits in float32, or the sum of the n cross-entropies in nats.
@@ -205,7 +244,7 @@ class Head(nn.Module):
         if labels is None:
             return self._logits(rows)
         if isinstance(self.lm_head, OutputLayer) and not _in_float16(rows):
-            loss: Tensor = self.lm_head(rows, labels, self.softcap)
+            loss: Tensor = self.lm_head(rows, labels, self.softcap, on_cpu=on_cpu)
             return loss
         return self._loss_in_pieces(rows, labels)
 

@@ -23,9 +23,9 @@ from ftkit.console.html import block, escaped, labelled, styled
 from ftkit.report.peak_memory import PeakMemory
 from ftkit.report.report import (
     ENDED_WELL,
+    AnsweredExample,
     Checkpoints,
     DataCounts,
-    Example,
     Files,
     Loss,
     PhaseName,
@@ -308,7 +308,7 @@ def _loss_rows(loss: Loss) -> Iterator[tuple[str, str]]:
         )
 
 
-def _example_rows(example: Example) -> Iterator[tuple[str, str]]:
+def _example_rows(example: AnsweredExample) -> Iterator[tuple[str, str]]:
     question = f"{example.instruction} {example.input}"
     answers = (("expected", example.expected), ("before", example.before), ("after", example.after))
     yield "example", shortened(question)

@@ -17,10 +17,10 @@ from ftkit.report.metrics import MetricsWriter, ValidationWriter, perplexity
 from ftkit.report.peak_flops import peak_flops
 from ftkit.report.peak_memory import PeakMemory, RankMemory
 from ftkit.report.report import (
+    AnsweredExample,
     Checkpoints,
     DataCounts,
     ExactMatch,
-    Example,
     Files,
     Loss,
     PhaseName,
@@ -358,7 +358,7 @@ class Recorder:
             progress=Progress(steps=start.step, samples=start.samples, epochs=start.epochs),
             loss=from_json(Loss, carried.get("loss") or {}),
             exact_match=from_json(ExactMatch | None, carried.get("exact_match")),
-            examples=from_json(list[Example], carried.get("examples") or []),
+            examples=from_json(list[AnsweredExample], carried.get("examples") or []),
         )
 
     def _loss(self) -> Loss:

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import json
 import os
 import tempfile
 import time
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from benchmarking.command import Figures, begun, keep
 from benchmarking.figures import (
     WARM_UP_STEPS,
     Measured,
@@ -23,7 +23,6 @@ from benchmarking.tables import draw_bars, gib, in_a_cell, number, table
 from ftkit.utils.hardware import hardware, versions
 from ftkit.utils.json_values import from_json
 
-Figures = dict[str, Any]
 Method = Literal["full", "lora", "qlora"]
 COLUMNS = (
     "lever", "run", "tokens/s off", "on", "ratio", "memory off", "on", "ratio",
@@ -179,28 +178,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="levers with one of these texts in their names",
     )  # fmt: skip
     parser.add_argument("--methods", nargs="+", choices=EVERY, default=EVERY)
-    parser.add_argument("--steps", type=int, help="of every run")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, to see that it runs")
-    parser.add_argument("--limit_s", type=float, default=300, help="of one run")
     parser.add_argument("--total_s", type=float, help="begin no further pair after this time")
-    parser.add_argument(
-        "--out", type=Path, help="JSON file for the figures; a .md and a .svg come beside it"
-    )
-    parser.add_argument("--go_on", action="store_true", help="keep the pairs that --out has")
-    parser.add_argument("--show", type=Path, metavar="FILE", help="only show these figures")
 
 
-def main(asked: argparse.Namespace) -> int:
-    """Measure what was asked; the exit code is 0 whatever a lever does."""
-    if asked.show:
-        print(markdown(json.loads(asked.show.read_text())))
-        return 0
-    figures = measure(asked)
-    text = markdown(figures)
-    print(text)
-    if asked.out:
-        asked.out.with_suffix(".md").write_text(text + "\n")
-        draw(figures, asked.out.with_suffix(".svg"))
+def exit_code(figures: Figures) -> int:  # as all commands have it
+    """0 whatever a lever does."""
     return 0
 
 
@@ -219,9 +201,7 @@ def chosen(only: Sequence[str], methods: Sequence[str]) -> list[tuple[Lever, Met
 def measure(asked: argparse.Namespace) -> Figures:
     """All pairs; the file is written after each."""
     machine = "tiny" if asked.tiny else "gpu" if is_gpu_here() else "cpu"
-    figures: Figures = {"pairs": []}
-    if asked.go_on and asked.out and asked.out.exists():
-        figures = json.loads(asked.out.read_text())
+    figures = begun(asked, {"pairs": []})
     done = {(row["lever"], row["method"], row["pair"]) for row in figures["pairs"]}
     figures |= {
         "machine": machine,
@@ -248,8 +228,7 @@ def measure(asked: argparse.Namespace) -> Figures:
                 row["load_average"] = os.getloadavg()[0]
                 figures["pairs"].append(row)
                 print(" ".join(row_cells(lever.name, method, [row])), flush=True)
-                if asked.out:
-                    asked.out.write_text(json.dumps(figures, indent=1) + "\n")
+                keep(figures, asked)
     return figures
 
 

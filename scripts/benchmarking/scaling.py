@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -10,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarking.command import Figures, begun, keep
 from benchmarking.figures import WARM_UP_STEPS, Measured, median_of
 from benchmarking.ftkit_run import SEED, imports_bytes, is_gpu_here, run_ftkit
 from benchmarking.tables import draw_lines, gib, in_a_cell, number, table
 from ftkit.utils.hardware import hardware, versions
 from ftkit.utils.json_values import from_json
 
-Figures = dict[str, Any]
 AXES = ("length", "size", "ranks")
 COLUMNS = ("what", "tokens/s", "step", "peak memory", "first step after")
 VALIDATION_RECORDS = 2
@@ -114,26 +113,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--axes", nargs="+", choices=AXES, default=AXES)
     parser.add_argument("--method", choices=("full", "lora"), default="full")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, help="of every run")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, to see that it runs")
-    parser.add_argument("--limit_s", type=float, default=300, help="of one run")
-    parser.add_argument(
-        "--out", type=Path, help="JSON file for the figures; a .md and a .svg come beside it"
-    )
-    parser.add_argument("--show", type=Path, metavar="FILE", help="only show these figures")
 
 
-def main(asked: argparse.Namespace) -> int:
-    """Measure what was asked; the exit code is 1 if nothing could be measured."""
-    if asked.show:
-        print(markdown(json.loads(asked.show.read_text())))
-        return 0
-    figures = measure(asked)
-    text = markdown(figures)
-    print(text)
-    if asked.out:
-        asked.out.with_suffix(".md").write_text(text + "\n")
-        draw(figures, asked.out.with_suffix(".svg"))
+def exit_code(figures: Figures) -> int:
+    """1 if nothing could be measured."""
     whole = [from_json(Measured, row["measured"]).is_whole for row in figures["runs"]]
     return 0 if any(whole) else 1
 
@@ -144,8 +127,9 @@ def measure(asked: argparse.Namespace) -> Figures:
     machine = MACHINES[kind]
     if asked.steps:
         machine = dataclasses.replace(machine, steps=asked.steps)
-    figures: Figures = {
-        "runs": [],
+    figures = begun(asked, {"runs": []})
+    done = {(row["round"], row["axis"], row["name"]) for row in figures["runs"]}
+    figures |= {
         "method": asked.method,
         "machine": dataclasses.asdict(machine),
         "warm_up_steps": WARM_UP_STEPS,
@@ -157,7 +141,7 @@ def measure(asked: argparse.Namespace) -> Figures:
     with tempfile.TemporaryDirectory() as name:
         for number_ in range(asked.rounds):
             for point in points(machine, ranks):
-                if point.axis not in asked.axes:
+                if point.axis not in asked.axes or (number_, point.axis, point.name) in done:
                     continue
                 keys = keys_of(point, machine, Path(name))
                 keys["accelerator"] = "cuda" if kind == "gpu" else "cpu"
@@ -168,8 +152,7 @@ def measure(asked: argparse.Namespace) -> Figures:
                 row |= {"load_average": os.getloadavg()[0], "measured": dataclasses.asdict(run)}
                 figures["runs"].append(row)
                 print(" ".join(row_cells(point.name, [run])), flush=True)
-                if asked.out:
-                    asked.out.write_text(json.dumps(figures, indent=1) + "\n")
+                keep(figures, asked)
     return figures
 
 

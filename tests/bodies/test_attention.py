@@ -271,23 +271,12 @@ def of_torch_2_13(
 
 def of_torch_2_11(
     asked: list[Asked],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    *,
-    return_aux: object = None,
+    *rows: Any,
     scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
 ) -> Tensor:
     """As before groups of heads."""
-    return of_torch_2_13(
-        asked, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k,
-        scale=scale, window_size=window_size,
-    )  # fmt: skip
+    return of_torch_2_13(asked, *rows, scale=scale, window_size=window_size)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])

@@ -192,7 +192,7 @@ def test_every_storage_is_turned_back_into_the_numbers_that_the_layers_compute_w
     opened = open_adapter(result, dtype=torch.float32, quantize=kind)
     merged = Merged(opened, kind, None)
     loaded = load_result(result, device=torch.device("cpu"), dtype=torch.float32, quantize=kind)
-    layer = loaded.model.body.blocks[0].mlp.fc_1
+    layer: Any = loaded.model.get_submodule("body.transformer.h.0.mlp.fc_1")
     found = merged("transformer.h.0.mlp.fc_1.weight")
     assert torch.equal(found, layer.unpacked(layer.weight))
     assert not torch.equal(found, dict(_weights(base))["transformer.h.0.mlp.fc_1.weight"])

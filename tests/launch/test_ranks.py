@@ -23,7 +23,7 @@ from ftkit.config.plan import make_plan
 from ftkit.config.recipe import Recipe
 from ftkit.errors import UserError
 from ftkit.launch.environment import ExternalRanks
-from ftkit.launch.ranks import ALLOCATOR_SETTINGS, rank_environment
+from ftkit.launch.ranks import ALLOCATOR_SETTINGS, MATMUL_CACHES, rank_environment
 from ftkit.report.report import Report, read_report
 from ftkit.runs.job import Job
 
@@ -229,13 +229,36 @@ def test_segments_of_gpu_memory_can_grow_unless_the_user_says_how_memory_is_give
         monkeypatch.delenv(name, raising=False)
     for name, value in user.items():
         monkeypatch.setenv(name, value)
-    words = command_of(tmp_path / "out", common, accelerator=accelerator)
-    recipe = read_recipe([], parse(COMMANDS["finetune"], words[1:]).keys, method="lora")
-    devices = Devices(accelerator=accelerator, count=1, names=("A100",))
-    job = Job(recipe=recipe, devices=devices, base="", command=(), started_at_s=0.0)
-    found = rank_environment(job, placement)
+    found = rank_environment(job_on(accelerator, common, tmp_path), placement)
     assert {name: found[name] for name in ALLOCATOR_SETTINGS if name in found} == expected
     assert found.items() >= placement.items()
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "user", "expected"),
+    [("cpu", {}, ["64", "64"]), ("cpu", {0: "9"}, ["9", "64"]), ("cuda", {}, [None, None])],
+)
+def test_a_cpu_keeps_few_products_of_16_bits_ready_unless_the_user_says_how_many(
+    common: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    accelerator: str,
+    user: dict[int, str],
+    expected: list[str | None],
+) -> None:
+    for number, name in enumerate(MATMUL_CACHES):
+        monkeypatch.delenv(name, raising=False)
+        if number in user:
+            monkeypatch.setenv(name, user[number])
+    found = rank_environment(job_on(accelerator, common, tmp_path), {"RANK": "0"})
+    assert [found.get(name) for name in MATMUL_CACHES] == expected
+
+
+def job_on(accelerator: str, common: list[str], place: Path) -> Job:
+    words = command_of(place / "out", common, accelerator=accelerator)
+    recipe = read_recipe([], parse(COMMANDS["finetune"], words[1:]).keys, method="lora")
+    devices = Devices(accelerator=accelerator, count=1, names=("A100",))
+    return Job(recipe=recipe, devices=devices, base="", command=(), started_at_s=0.0)
 
 
 # --- Ranks that die -----------------------------------------------------------------------------

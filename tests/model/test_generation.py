@@ -15,6 +15,7 @@ from tiny import make_llama
 from tokenizers import Tokenizer as Processor
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
+from ftkit.bodies.litgpt_body import LitgptBody
 from ftkit.config.recipe import Quantization
 from ftkit.embedded import path
 from ftkit.inference.loading import load_result
@@ -158,7 +159,7 @@ def test_an_answer_broken_off_leaves_no_cache(model: LanguageModel) -> None:
     tokens = answer_in_tokens(model, PROMPT, stop_ids=(), max_new_tokens=9, sampling=Sampling())
     next(tokens)
     tokens.close()  # type: ignore[attr-defined]
-    assert model.body.mask_cache is None
+    assert isinstance(model.body, LitgptBody) and model.body.mask_cache is None
     assert answer(model) == without_cache(model, 12)
 
 

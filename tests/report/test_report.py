@@ -32,10 +32,10 @@ from ftkit.report import report as report_module
 from ftkit.report import step_memory as memory_module
 from ftkit.report.peak_memory import PeakMemory, RankMemory
 from ftkit.report.report import (
+    AnsweredExample,
     Checkpoints,
     DataCounts,
     ExactMatch,
-    Example,
     Files,
     Loss,
     PhaseTimes,
@@ -184,7 +184,7 @@ COMPLETED = Report(
     ),
     exact_match=ExactMatch(samples=64, before=0.125, after=0.8125),
     examples=[
-        Example(
+        AnsweredExample(
             instruction="Name the capital of the country.",
             input="France",
             expected="Paris",
@@ -681,7 +681,7 @@ class TestTable:
             FAILED,
             exit_reason="bad\x1b[2J",
             warnings=["\x1b]0;title\x07 [red]kept[/red]"],
-            examples=[Example(instruction="a\x1b[31mb", after="\x9b1m" + "x" * 900)],
+            examples=[AnsweredExample(instruction="a\x1b[31mb", after="\x9b1m" + "x" * 900)],
         )
         shown = text_of(report)
         assert "\x1b" not in shown

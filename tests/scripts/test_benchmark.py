@@ -340,11 +340,23 @@ def test_the_document_on_performance_names_every_file_of_figures_and_no_other() 
     assert named == {file.name for file in (SCRIPTS / "benchmarks").glob("*.json")}
 
 
+@pytest.mark.parametrize("command", ["peers", "levers", "scaling"])
+def test_the_tables_of_the_document_are_those_of_committed_figures(command: str) -> None:
+    from benchmarking import levers, scaling
+    from benchmarking.peers import command as peers
+
+    benchmark = {"peers": peers, "levers": levers, "scaling": scaling}[command]
+    (file,) = (SCRIPTS / "benchmarks").glob(f"{command}-*.json")
+    tables = benchmark.markdown(json.loads(file.read_text()))
+    assert tables in (ROOT / "docs/performance.md").read_text()
+
+
 @pytest.mark.slow
 def test_levers_are_measured_in_pairs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from benchmarking import levers
+    from benchmarking.command import run
 
     monkeypatch.chdir(ROOT)
     asked = SimpleNamespace(
@@ -364,7 +376,7 @@ def test_levers_are_measured_in_pairs(
         "LEVERS",
         [one for one in levers.LEVERS if one.name in ("activation_checkpointing", "kernels liger")],
     )
-    assert levers.main(asked) == 0
+    assert run(levers, asked) == 0
     figures = json.loads(asked.out.read_text())
     ran, refused = sorted(figures["pairs"], key=lambda row: row["lever"])
     assert len(ran["on"]["steps"]) == 4

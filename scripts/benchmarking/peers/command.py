@@ -2,15 +2,13 @@
 
 import argparse
 import dataclasses
-import json
 import os
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from benchmarking.command import Figures, begun, keep
 from benchmarking.figures import (
     WARM_UP_STEPS,
     Measured,
@@ -33,19 +31,15 @@ from ftkit.utils.hardware import hardware
 from ftkit.utils.json_values import from_json
 
 ENVIRONMENTS = Path(".venv") / "benchmarks"
-LIMIT_S = 300.0
 COLUMNS = (
     "program", "tokens/s", "x LitGPT", "step", "padding", "peak memory", "x LitGPT",
     "first step after", "first loss", "last loss", "apart from ftkit, first / last",
 )  # fmt: skip
 
-Figures = dict[str, Any]
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Options of this command."""
     parser.add_argument("--rounds", type=int, default=3, help="each with every program in turn")
-    parser.add_argument("--steps", type=int, help="of every run, instead of what the cases say")
     parser.add_argument(
         "--cases", nargs="+", default=[""], metavar="TEXT",
         help="those with one of these texts in their names",
@@ -54,48 +48,34 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--programs", nargs="+", choices=PROGRAMS, default=DEFAULT_PROGRAMS, metavar="NAME",
         help=f"{', '.join(PROGRAMS)}; default: {', '.join(DEFAULT_PROGRAMS)}",
     )  # fmt: skip
-    parser.add_argument("--tiny", action="store_true", help="a tiny case, to see that it runs")
     parser.add_argument(
         "--environments", type=Path, default=ENVIRONMENTS,
         help=f"where the other programs are installed; default: {ENVIRONMENTS}",
     )  # fmt: skip
     parser.add_argument("--wheels", type=Path, help="install from this folder, without network")
-    parser.add_argument("--limit_s", type=float, default=LIMIT_S, help="of one run")
-    parser.add_argument(
-        "--out", type=Path, help="JSON file for the figures; a .md and a .svg come beside it"
-    )
-    parser.add_argument("--go_on", action="store_true", help="keep the runs that --out has")
-    parser.add_argument("--show", type=Path, metavar="FILE", help="only show these figures")
 
 
-def main(asked: argparse.Namespace) -> int:
-    """Measure what was asked; the exit code is 1 if ftkit fails in a case."""
-    if asked.show:
-        print(markdown(json.loads(asked.show.read_text())))
-        return 0
-    is_gpu = not asked.tiny and is_gpu_here()
+def chosen(asked: argparse.Namespace, *, is_gpu: bool) -> list[Case]:
+    """The cases that were asked for."""
     cases = TINY_CASES if asked.tiny else GPU_CASES if is_gpu else CPU_CASES
-    chosen = [one for one in cases if any(text in one.name for text in asked.cases)]
-    if asked.steps:
-        chosen = [dataclasses.replace(one, steps=asked.steps) for one in chosen]
-    figures = measure(asked, chosen, is_gpu)
-    text = markdown(figures)
-    print(text)
-    if asked.out:
-        asked.out.with_suffix(".md").write_text(text + "\n")
-        draw(figures, asked.out.with_suffix(".svg"))
-    failed = [row for row in figures["runs"] if row["program"] == "ftkit"]
-    return int(any(row["measured"]["failure"] for row in failed))
+    found = [one for one in cases if any(text in one.name for text in asked.cases)]
+    return [dataclasses.replace(one, steps=asked.steps or one.steps) for one in found]
 
 
-def measure(asked: argparse.Namespace, cases: Sequence[Case], is_gpu: bool) -> Figures:
+def exit_code(figures: Figures) -> int:
+    """1 if ftkit fails in a case."""
+    own = [row for row in figures["runs"] if row["program"] == "ftkit"]
+    return int(any(row["measured"]["failure"] for row in own))
+
+
+def measure(asked: argparse.Namespace) -> Figures:
     """All runs, in turns; the file is written after each."""
     from benchmarking.peers.environments import versions_of
     from benchmarking.peers.programs import Workspace, environments, run_program
 
-    figures: Figures = {"runs": [], "cases": {}, "versions": {}}
-    if asked.go_on and asked.out and asked.out.exists():
-        figures = json.loads(asked.out.read_text())
+    is_gpu = not asked.tiny and is_gpu_here()
+    cases = chosen(asked, is_gpu=is_gpu)
+    figures = begun(asked, {"runs": [], "cases": {}, "versions": {}})
     done = {(row["round"], row["case"], row["program"]) for row in figures["runs"]}
     pythons = environments(asked.programs, asked.environments.absolute(), asked.wheels)
     figures |= {
@@ -129,8 +109,7 @@ def measure(asked: argparse.Namespace, cases: Sequence[Case], is_gpu: bool) -> F
                         }
                     )
                     print(f"{case.name}: {program}: {_line(measured)}", flush=True)
-                    if asked.out:
-                        asked.out.write_text(json.dumps(figures, indent=1) + "\n")
+                    keep(figures, asked)
     return figures
 
 
@@ -208,10 +187,15 @@ def bars_of(settings: Figures, runs: dict[str, list[Measured]]) -> list[str]:
         f"{'reached' if speed >= wanted else 'missed'}: {wanted} x LitGPT's tokens/s ({speed:.2f})",
         f"{'reached' if memory <= most else 'missed'}: {most} x its memory ({memory:.2f})",
     ]
-    best = median_of(runs.get("trl best", []), "tokens_per_s")
-    if best is not None:
-        is_faster = (median_of(own, "tokens_per_s") or 0) > best
-        said.append(f"{'reached' if is_faster else 'missed'}: faster than TRL's best")
+    of_trl = {
+        program: speed
+        for program, measured in runs.items()
+        if program.startswith("trl") and (speed := median_of(measured, "tokens_per_s")) is not None
+    }
+    if of_trl:
+        best = max(of_trl, key=lambda program: of_trl[program])
+        is_faster = (median_of(own, "tokens_per_s") or 0) > of_trl[best]
+        said.append(f"{'reached' if is_faster else 'missed'}: faster than TRL's best ({best})")
     return ["; ".join(said)]
 
 
