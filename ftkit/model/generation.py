@@ -135,6 +135,7 @@ def answer_greedily(
     *,
     stop_ids: Collection[int],
     max_new_tokens: int,
+    goes_on: Callable[[int, list[int]], bool] | None = None,
 ) -> list[Tensor]:
     """Continue each prompt with its most likely tokens, up to a token that ends the answer.
 
@@ -146,6 +147,8 @@ def answer_greedily(
         prompts: token ids, [length] each, of different lengths.
         stop_ids: tokens that end an answer and are no part of it; at least one.
         max_new_tokens: longest answer; shorter where the model's context ends.
+        goes_on: whether an answer is of interest still, given the index of its prompt and its
+            tokens so far; it ends there otherwise. None: all are, to their ends.
 
     Returns:
         Token ids of the answers, [up to max_new_tokens] each.
@@ -169,6 +172,10 @@ def answer_greedily(
             if bool(finished.all()):
                 break
             answers.append(newest)
+            if goes_on is not None:
+                finished |= _without_interest(answers, finished, goes_on)
+                if bool(finished.all()):
+                    break
             logits = model(newest[:, None], rows, positions=(lengths + offset)[:, None])
     finally:
         model.body.end_cache()
@@ -177,6 +184,17 @@ def answer_greedily(
     table = torch.stack(answers, dim=1).cpu()
     lasts = ~torch.isin(table, ends_answer.cpu())
     return [row[: int(count)] for row, count in zip(table, lasts.sum(dim=1), strict=True)]
+
+
+def _without_interest(
+    answers: Sequence[Tensor], finished: Tensor, goes_on: Callable[[int, list[int]], bool]
+) -> Tensor:
+    """[prompts] bool, the unfinished answers that need not go on."""
+    so_far = torch.stack(list(answers), dim=1).tolist()
+    ends = [
+        not done and not goes_on(row, so_far[row]) for row, done in enumerate(finished.tolist())
+    ]
+    return torch.tensor(ends, device=finished.device)
 
 
 def _of_rank_0(tokens: Tensor) -> Tensor:

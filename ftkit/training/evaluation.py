@@ -87,6 +87,7 @@ def answer_records(
     *,
     max_new_tokens: int,
     context: Context,
+    goes_on: Callable[[int, list[int]], bool] | None = None,
 ) -> list[str]:
     """The greedy answers to records of a data set, all at once.
 
@@ -96,12 +97,15 @@ def answer_records(
         questions: what is asked.
         max_new_tokens: longest answer.
         context: in which the model computes.
+        goes_on: see `answer_greedily`.
     """
     assert tokenizer.eos_id is not None
     stop_ids = frozenset({tokenizer.eos_id}).union(*(question.stop_ids for question in questions))
     prompts = [torch.tensor(question.prompt) for question in questions]
     with context():
-        answers = answer_greedily(model, prompts, stop_ids=stop_ids, max_new_tokens=max_new_tokens)
+        answers = answer_greedily(
+            model, prompts, stop_ids=stop_ids, max_new_tokens=max_new_tokens, goes_on=goes_on
+        )
     return [tokenizer.decode(answer).strip() for answer in answers]
 
 
@@ -116,6 +120,8 @@ def exact_matches(
     progress: OnProgress,
 ) -> float | None:
     """The share of records that are answered with exactly the expected text.
+
+    An answer ends where it can no longer be right.
 
     Args:
         model: in evaluation mode.
@@ -136,13 +142,27 @@ def exact_matches(
         if stopped():
             return None
         chunk = slice(start, start + batch_size)
+        wanted = [_letters(text) for text in expected[chunk]]
+
+        def may_be_right(row: int, ids: list[int], wanted: list[str] = wanted) -> bool:
+            return wanted[row].startswith(_letters(tokenizer.decode(torch.tensor(ids))))
+
         answers = answer_records(
             model,
             tokenizer,
             questions[chunk],
             max_new_tokens=longest + 1,
             context=context,
+            goes_on=may_be_right,
         )
         right += sum(a == e for a, e in zip(answers, expected[chunk], strict=True))
         progress(min(start + batch_size, len(questions)), len(questions))
     return right / len(questions)
+
+
+def _letters(text: str) -> str:
+    """A text without spaces, which depend on the tokens that follow, and without half a character.
+
+    What it is for the first tokens of an answer is the beginning of what it is for all of them.
+    """
+    return "".join(text.split()).rstrip("\ufffd")

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,23 @@ def test_of_several_stop_tokens_the_first_to_come_ends_each_answer(model: Langua
     assert all(len(answered) < 12 for answered in expected)
     found = answer_greedily(model, prompts, stop_ids=stops, max_new_tokens=12)
     assert [tokens.tolist() for tokens in found] == expected
+
+
+def test_an_answer_without_interest_ends_and_the_others_go_on(model: LanguageModel) -> None:
+    prompts = [PROMPT, torch.tensor([0, 60, 70])]
+    wholes = [answer(model, prompt) for prompt in prompts]
+
+    never = next(token for token in range(1, 99) if all(token not in whole for whole in wholes))
+
+    def found(goes_on: Callable[[int, list[int]], bool]) -> list[list[int]]:
+        answers = answer_greedily(
+            model, prompts, stop_ids=[never], max_new_tokens=12, goes_on=goes_on
+        )
+        return [tokens.tolist() for tokens in answers]
+
+    assert found(lambda *_: True) == wholes
+    assert found(lambda row, ids: row == 1 or ids != wholes[0][:3]) == [wholes[0][:3], wholes[1]]
+    assert found(lambda row, ids: len(ids) < 2 + row) == [wholes[0][:2], wholes[1][:3]]
 
 
 def test_an_answer_ends_where_the_context_does(model: LanguageModel) -> None:

@@ -1,6 +1,7 @@
 """The output layer with its loss: the logits of a batch never exist at once."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ WIDTH, VOCABULARY, ROWS = 16, 50, 23
 def _few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_module, "FEWEST_ROWS", 4)
     monkeypatch.setattr(loss_module, "MOST_ROWS", 8)
+    monkeypatch.setattr(loss_module, "LOGITS_IN_CACHE", 3 * VOCABULARY)
 
 
 def make_head(softcap: float | None = None, *, bias: bool = False) -> Any:
@@ -49,11 +51,14 @@ def by_definition(head: Any, hidden: Tensor, places: Tensor, labels: Tensor) -> 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("softcap", [None, 5.0])
-def test_loss_and_gradients_are_those_of_the_definition(softcap: float | None, bias: bool) -> None:
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_loss_and_gradients_are_those_of_the_definition(
+    softcap: float | None, bias: bool, on_cpu: bool
+) -> None:
     head = make_head(softcap, bias=bias)
     hidden, places, labels = make_batch()
     found = []
-    for compute in (head, lambda *batch: by_definition(head, *batch)):
+    for compute in (partial(head, on_cpu=on_cpu), partial(by_definition, head)):
         head.zero_grad()
         leaf = hidden.clone().requires_grad_()
         loss = compute(leaf, places, labels)
@@ -63,11 +68,12 @@ def test_loss_and_gradients_are_those_of_the_definition(softcap: float | None, b
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_the_loss_of_16_bit_weights_is_summed_in_32_bits() -> None:
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_the_loss_of_16_bit_weights_is_summed_in_32_bits(on_cpu: bool) -> None:
     head = make_head().bfloat16()
     hidden, places, labels = make_batch()
     many = labels.repeat(40)
-    loss = head(hidden.bfloat16(), places.repeat(40), many).detach()
+    loss = head(hidden.bfloat16(), places.repeat(40), many, on_cpu=on_cpu).detach()
     assert loss.dtype == torch.float32
     expected = by_definition(head, hidden.bfloat16(), places.repeat(40), many)
     assert float(loss) == pytest.approx(float(expected), rel=1e-6)
@@ -110,11 +116,12 @@ def test_small_gradients_of_float16_are_left_to_the_loss_scale() -> None:
     assert gradient is not None and gradient[1:].gt(0).all()
 
 
-def test_a_micro_batch_without_labels_gives_gradients_of_zero() -> None:
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_a_micro_batch_without_labels_gives_gradients_of_zero(on_cpu: bool) -> None:
     """Not none at all: strategies wait for each other's gradients."""
     head = make_head(bias=True)
     hidden, places, labels = make_batch()
-    head(hidden.requires_grad_(), places[:0], labels[:0]).backward()
+    head(hidden.requires_grad_(), places[:0], labels[:0], on_cpu=on_cpu).backward()
     for parameter in (*head.parameters(), hidden):
         assert parameter.grad is not None and not parameter.grad.any()
 
@@ -128,6 +135,20 @@ def test_without_gradients_nothing_but_a_number_is_left() -> None:
         loss = head(hidden, places, labels)
     left = live.now()
     assert left.total_bytes - left.bytes["parameters"] == loss.nbytes
+
+
+def test_on_a_cpu_few_probabilities_exist_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_module, "MOST_ROWS", 64)
+    head = make_head().bfloat16().requires_grad_(False)
+    hidden, places, labels = make_batch()
+    leaf = hidden.bfloat16().requires_grad_()
+    peaks = []
+    for on_cpu in (False, True):
+        live = LiveTensors(torch.device("cpu"))
+        with live:
+            head(leaf, places.repeat(4), labels.repeat(4), on_cpu=on_cpu)
+        peaks.append(live.peak().total_bytes)
+    assert peaks[0] - peaks[1] > 0.8 * (64 - 3) * VOCABULARY * 4, "of 64 rows, 3 at once"
 
 
 @pytest.mark.parametrize("trained", [True, False])
