@@ -108,46 +108,63 @@ class Sequences:
         return [(len(list(run)), length) for length, run in groupby(self.lengths)]
 
 
+@dataclass(frozen=True)
+class Scores:
+    """How the products of queries and keys become weights of values."""
+
+    scale: float
+    """Factor of the products."""
+    softcap: float | None = None
+    """Their bound, approached by a tangent; None: they have none. Gemma 2:
+    https://arxiv.org/abs/2408.00118."""
+    window: int | None = None
+    """Tokens that each token sees, itself included; None: all before it. Longformer:
+    https://arxiv.org/abs/2004.05150."""
+    sinks: Tensor | None = None
+    """[heads], a score of each head that takes weight and gives no value; None: there is none.
+    https://arxiv.org/abs/2309.17453."""
+
+    @property
+    def are_plain(self) -> bool:
+        """Whether kernels know them: scaled products, perhaps of a window."""
+        return self.softcap is None and self.sinks is None
+
+    def window_within(self, length: int) -> int | None:
+        """The window, where it hides something from a sequence of this length."""
+        return self.window if self.window is not None and self.window < length else None
+
+
 def _copied(values: npt.NDArray[Any], device: torch.device) -> Tensor:
     """On a device, without waiting for it."""
     found = torch.from_numpy(values)
     return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sequences: Sequences,
-    *,
-    scale: float,
-    softcap: float | None,
-) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores: Scores) -> Tensor:
     """Causal attention within each sequence.
 
     Args:
         q: [tokens, heads, head size].
         k: [tokens, groups, head size]; each group serves as many heads.
-        v: likewise.
+        v: [tokens, groups, value size].
         sequences: which tokens belong together.
-        scale: factor of the scores.
-        softcap: their bound, approached by a tangent; None: they have none.
+        scores: how they become weights.
 
     Returns:
-        [tokens, heads, head size].
+        [tokens, heads, value size].
     """
     if sequences.starts is not None:
-        return _varlen(q, k, v, sequences, scale)
-    if sequences.kernel == "cpu" and softcap is None:
-        found: Tensor = _FlashOnCpu.apply(q, k, v, sequences, scale)
+        return _varlen(q, k, v, sequences, scores)
+    if sequences.kernel == "cpu" and scores.are_plain and q.size(-1) == v.size(-1):
+        found: Tensor = _FlashOnCpu.apply(q, k, v, sequences, scores)
         return found
     results = []
     for (count, _), *parts in _by_run(sequences, q, k, v):
         one, other, third = (_by_heads(part, count) for part in parts)
-        if softcap is not None:
-            result = _softcapped(one, other, third, scale, softcap)
+        if scores.are_plain:
+            result = _sdpa(one, other, third, scores, grouped=sequences.kernel == "flash")
         else:
-            result = _sdpa(one, other, third, scale, grouped=sequences.kernel == "flash")
+            result = _weighted(one, other, third, scores)
         results.append(result.transpose(1, 2).flatten(0, 1))
     return results[0] if len(results) == 1 else torch.cat(results)
 
@@ -182,18 +199,21 @@ class _FlashOnCpu(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores: Scores
     ) -> Tensor:
         joined = q.new_empty(q.shape)
         sums = []
-        for (count, _), to, *parts in _by_run(sequences, joined, q, k, v):
+        for (count, length), to, *parts in _by_run(sequences, joined, q, k, v):
             result, sum_ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                *(_by_heads(part, count) for part in parts), 0.0, True, scale=scale
+                *(_by_heads(part, count) for part in parts),
+                0.0,
+                **_causality(scores, length, q),
+                scale=scores.scale,
             )
             _by_heads(to, count).copy_(result)
             sums.append(sum_)
         ctx.save_for_backward(q, k, v, joined, *sums)
-        ctx.sequences, ctx.scale = sequences, scale
+        ctx.sequences, ctx.scores = sequences, scores
         return joined
 
     @staticmethod
@@ -201,10 +221,10 @@ class _FlashOnCpu(torch.autograd.Function):
         q, k, v, joined, *sums = ctx.saved_tensors
         found = [value.new_empty(value.shape) for value in (q, k, v)]
         runs = _by_run(ctx.sequences, gradient, q, k, v, joined, *found)
-        for sum_, ((count, _), *parts) in zip(sums, runs, strict=True):
+        for sum_, ((count, length), *parts) in zip(sums, runs, strict=True):
             *known, to_q, to_k, to_v = (_by_heads(part, count) for part in parts)
             results = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                *known, sum_, 0.0, True, scale=ctx.scale
+                *known, sum_, 0.0, **_causality(ctx.scores, length, q), scale=ctx.scores.scale
             )
             for to, result in zip((to_q, to_k, to_v), results, strict=True):
                 to.copy_(result)
@@ -222,21 +242,48 @@ def _repeated(part: Tensor, heads: int) -> Tensor:
     return part if groups == heads else part.repeat_interleave(heads // groups, -3)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, *, grouped: bool) -> Tensor:
+def _hidden(length: int, window: int | None, device: torch.device) -> Tensor:
+    """[length, length] bool, what each token does not see: what follows, or lies too far back."""
+    hidden = torch.ones(length, length, dtype=torch.bool, device=device).triu(diagonal=1)
+    if window is not None:
+        hidden |= torch.ones_like(hidden).tril(diagonal=-window)
+    return hidden
+
+
+def _causality(scores: Scores, length: int, like: Tensor) -> dict[str, Any]:
+    """What tells a kernel of sequences of one length that no token sees what follows."""
+    window = scores.window_within(length)
+    if window is None:
+        return {"is_causal": True}
+    hidden = _hidden(length, window, like.device)
+    mask = torch.zeros(length, length, dtype=like.dtype, device=like.device)
+    return {"is_causal": False, "attn_mask": mask.masked_fill_(hidden, float("-inf"))}
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, scores: Scores, *, grouped: bool) -> Tensor:
     """Of [count, heads, length, size] each; grouped: what computes it takes groups of heads."""
     if not grouped:  # it would take the whole matrix of scores instead
         k, v = _repeated(k, q.size(1)), _repeated(v, q.size(1))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+    causality = _causality(scores, q.size(2), q)
+    return F.scaled_dot_product_attention(
+        q, k, v, **causality, scale=scores.scale, enable_gqa=grouped
+    )
 
 
-def _softcapped(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float) -> Tensor:
-    """In torch's operations: SDPA knows no bound of scores."""
+def _weighted(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
+    """Step by step: SDPA knows no bound of scores and no sinks."""
     k, v = _repeated(k, q.size(1)), _repeated(v, q.size(1))
-    scores = torch.tanh(q @ k.mT * scale / softcap) * softcap
+    products = q @ k.mT * scores.scale
+    if scores.softcap is not None:
+        products = torch.tanh(products / scores.softcap) * scores.softcap
     length = q.size(2)
-    later = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(diagonal=1)
-    scores = scores.masked_fill(later, torch.finfo(q.dtype).min)
-    return F.softmax(scores, dim=-1, dtype=torch.float).to(dtype=q.dtype) @ v
+    hidden = _hidden(length, scores.window_within(length), q.device)
+    products = products.masked_fill(hidden, torch.finfo(q.dtype).min)
+    if scores.sinks is None:
+        return F.softmax(products, dim=-1, dtype=torch.float).to(dtype=q.dtype) @ v
+    sinks = scores.sinks.to(products.dtype)[:, None, None].expand(len(q), -1, length, 1)
+    weights = F.softmax(torch.cat((products, sinks), dim=-1), dim=-1, dtype=torch.float)
+    return weights[..., :-1].to(dtype=q.dtype) @ v
 
 
 @cache
@@ -262,7 +309,10 @@ def _varlen_attention(groups: bool) -> Callable[..., Tensor]:
     return repeated
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float) -> Tensor:
+def _varlen(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores: Scores) -> Tensor:
     attention = _varlen_attention(groups=q.size(1) != k.size(1))
     starts, longest = sequences.starts, max(sequences.lengths)
-    return attention(q, k, v, starts, starts, longest, longest, scale=scale, window_size=(-1, 0))
+    before = -1 if scores.window is None else scores.window - 1
+    return attention(
+        q, k, v, starts, starts, longest, longest, scale=scores.scale, window_size=(before, 0)
+    )

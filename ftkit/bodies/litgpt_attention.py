@@ -8,7 +8,7 @@ from litgpt.config import Config
 from litgpt.model import CausalSelfAttention, apply_rope, apply_rope_interleave
 from torch import Tensor
 
-from ftkit.bodies.attention import AttentionLayer, Sequences
+from ftkit.bodies.attention import AttentionLayer, Scores, Sequences
 
 
 class QKV(nn.Module):
@@ -61,9 +61,8 @@ class Attention(CausalSelfAttention, AttentionLayer):  # type: ignore[misc]  # l
         scale = self.mscale**2 / math.sqrt(
             self.config.attention_scores_scalar or self.config.head_size
         )
-        found = self.attend(
-            *heads, mask, scale=scale, softcap=self.config.attention_logit_softcapping
-        )
+        scores = Scores(scale, softcap=self.config.attention_logit_softcapping)
+        found = self.attend(*heads, mask, scores)
         result: Tensor = self.proj(found.reshape(*x.shape[:2], -1))
         return result
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ftkit.architectures.litgpt_architecture import LitgptArchitecture
 from ftkit.bodies import attention
-from ftkit.bodies.attention import AttentionKernel, Sequences, attend, attention_path
+from ftkit.bodies.attention import AttentionKernel, Scores, Sequences, attend, attention_path
 from ftkit.config.devices import Devices
 from ftkit.config.parsing import read_recipe
 from ftkit.config.plan import Plan, make_plan
@@ -368,8 +368,83 @@ def test_neighbours_of_one_length_are_computed_at_once(
 ) -> None:
     assert Sequences((3, 3, 5, 3)).runs == [(2, 3), (1, 5), (1, 3)]
     q, k = torch.randn(14, 4, 8), torch.randn(14, 2, 8)
-    whole = attend(q, k, k, Sequences((3, 3, 5, 3), kernel), scale=0.5, softcap=None)
+    whole = attend(q, k, k, Sequences((3, 3, 5, 3), kernel), Scores(0.5))
     for start, end in ((0, 3), (3, 6), (6, 11), (11, 14)):
         parts = (q[start:end], k[start:end], k[start:end])
-        alone = attend(*parts, Sequences((end - start,), kernel), scale=0.5, softcap=None)
+        alone = attend(*parts, Sequences((end - start,), kernel), Scores(0.5))
         torch.testing.assert_close(whole[start:end], alone, rtol=1e-5, atol=1e-6)
+
+
+# --- Windows, bounds and sinks --------------------------------------------------------------------
+
+
+def by_definition(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
+    """Attention within one sequence, head by head and token by token, as papers write it."""
+    results = torch.empty(*q.shape[:2], v.size(-1), dtype=q.dtype)
+    times = q.size(1) // k.size(1)
+    for token in range(len(q)):
+        first = 0 if scores.window is None else max(0, token - scores.window + 1)
+        seen = slice(first, token + 1)
+        for head in range(q.size(1)):
+            products = k[seen, head // times] @ q[token, head] * scores.scale
+            if scores.softcap is not None:
+                products = torch.tanh(products / scores.softcap) * scores.softcap
+            if scores.sinks is not None:
+                products = torch.cat((products, scores.sinks[head, None]))
+            weights = products.softmax(0)[: token + 1 - first]
+            results[token, head] = weights @ v[seen, head // times]
+    return results
+
+
+KINDS_OF_SCORES = {
+    "plain": Scores(0.4),
+    "window": Scores(0.4, window=3),
+    "a window of one": Scores(0.4, window=1),
+    "window and bound": Scores(0.4, softcap=2.0, window=4),
+    "sinks": Scores(0.4, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])),
+    "window and sinks": Scores(0.4, window=3, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])),
+}
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "flash", "sdpa"])
+@pytest.mark.parametrize("kind", KINDS_OF_SCORES)
+@pytest.mark.parametrize("value_size", [8, 6])
+def test_scores_are_those_of_their_definition(
+    kind: str, kernel: AttentionKernel, value_size: int
+) -> None:
+    scores = KINDS_OF_SCORES[kind]
+    generator = torch.Generator().manual_seed(0)
+    lengths = (2, 7, 7, 5)
+
+    def drawn(heads: int, size: int) -> Tensor:
+        numbers = torch.randn(sum(lengths), heads, size, generator=generator)
+        return numbers.requires_grad_()
+
+    q, k, v = drawn(4, 8), drawn(2, 8), drawn(2, value_size)
+    parts = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
+    expected = torch.cat([by_definition(*part, scores) for part in parts])
+    found = attend(q, k, v, Sequences(lengths, kernel), scores)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    gradient = torch.randn(found.shape, generator=generator)
+    wanted = torch.autograd.grad(expected, (q, k, v), gradient)
+    for ours, theirs in zip(torch.autograd.grad(found, (q, k, v), gradient), wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_window_is_told_to_torchs_attention_over_variable_lengths(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    windows = []
+
+    def varlen(*rows: Any, window_size: tuple[int, int], **_: Any) -> Tensor:
+        windows.append(window_size)
+        return torch.empty_like(rows[0])
+
+    monkeypatch.setattr(torch_varlen, "varlen_attn", varlen)
+    attention._varlen_attention.cache_clear()
+    q = torch.randn(6, 2, 8)
+    starts = torch.tensor([0, 4, 6], dtype=torch.int32)
+    for window in (None, 3):
+        attend(q, q, q, Sequences((4, 2), "flash", starts), Scores(0.5, window=window))
+    attention._varlen_attention.cache_clear()
+    assert windows == [(-1, 0), (2, 0)]

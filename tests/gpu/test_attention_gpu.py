@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ftkit.bodies.attention import AttentionKernel, Sequences, attend
+from ftkit.bodies.attention import AttentionKernel, Scores, Sequences, attend
 
 needs_flash = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0),
@@ -32,7 +32,7 @@ def computed(kernel: AttentionKernel, dtype: torch.dtype, groups: int) -> list[T
         ends = [0, *accumulate(LENGTHS)]
         starts = torch.tensor(ends, dtype=torch.int32, device="cuda")
     q, k, v = inputs
-    found = attend(q, k, v, Sequences(LENGTHS, kernel, starts), scale=SIZE**-0.5, softcap=None)
+    found = attend(q, k, v, Sequences(LENGTHS, kernel, starts), Scores(SIZE**-0.5))
     return [t.float() for t in (found, *torch.autograd.grad(found, inputs, gradient))]
 
 
