@@ -325,26 +325,26 @@ class Store:
             self.delete(step)
         return deleted
 
-    def set_aside(self, after_step: int, target: Path) -> list[int]:
+    def move_later(self, after_step: int, target: Path) -> list[int]:
         """Move the checkpoints of later steps into ``target/checkpoints``; their steps."""
         moved = [step for step in self.steps() if step > after_step]
         if not moved:
             return []
-        aside = target / self.directory.name
-        aside.mkdir(parents=True, exist_ok=True)
+        backup = target / self.directory.name
+        backup.mkdir(parents=True, exist_ok=True)
         for step in reversed(moved):
-            self.path(step).rename(aside / self.path(step).name)
-        sync(aside)
+            self.path(step).rename(backup / self.path(step).name)
+        sync(backup)
         sync(self.directory)
         self._point_to_newest()
         return moved
 
     def put_back(self, target: Path) -> None:
-        """Undo `set_aside`."""
-        aside = target / self.directory.name
-        for entry in aside.iterdir():
+        """Undo `move_later`."""
+        backup = target / self.directory.name
+        for entry in backup.iterdir():
             entry.rename(self.directory / entry.name)
-        aside.rmdir()
+        backup.rmdir()
 
     def _hidden(self, step: int, what: str) -> Path:
         path = self.path(step)

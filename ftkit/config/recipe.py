@@ -217,9 +217,9 @@ class Recipe:
     slower on GPUs, where products otherwise take TF32 and the order of sums is left to chance."""
     resume: bool | int | str = False
     """Continue from a checkpoint. auto: the newest one of out_dir; without one, start. true: the
-    newest one, which has to be there. A number: that step of out_dir; later checkpoints are set
-    aside. A path: a run, its checkpoints or one of them; the run goes on in a new out_dir, unless
-    the checkpoint is its own. Other hardware settings may be given."""
+    newest one, which has to be there. A number: that step of out_dir; later checkpoints are moved
+    to out_dir/set_aside. A path: a run, its checkpoints or one of them; the run goes on in a new
+    out_dir, unless the checkpoint is its own. Other hardware settings may be given."""
     access_token: str | None = None
     """Hugging Face token for gated models. Default: $HF_TOKEN. Never written anywhere."""
 

@@ -26,6 +26,7 @@ from ftkit.launch.environment import ExternalRanks, external_ranks
 from ftkit.launch.preflight import require_room, with_micro_batch
 from ftkit.launch.ranks import Ranks
 from ftkit.pretrained.hub import find_or_download
+from ftkit.runs.backup import copy_rows, ready_to_go_on
 from ftkit.runs.checkpoints import RunCheckpoints
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import Job, StopAfter
@@ -38,7 +39,6 @@ from ftkit.runs.resume import (
     resumes_in_place,
     verify_start,
 )
-from ftkit.runs.set_aside import copy_rows, ready_to_go_on
 from ftkit.utils.files import make_reserve, write_durably
 from ftkit.utils.json_values import without_tokens
 

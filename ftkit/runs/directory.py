@@ -125,13 +125,13 @@ class RunDirectory:
         return Store(self.path / _CHECKPOINTS)
 
     @property
-    def set_aside(self) -> Path:
+    def backups(self) -> Path:
         """Directory with a numbered one for each time."""
         return self.path / _SET_ASIDE
 
     @property
     def written(self) -> tuple[Path, ...]:
-        """All that runs write here; anything else is not ours, and `set_aside` stays."""
+        """All that runs write here; anything else is not ours, and the backups stay."""
         names = (*_CONTINUED, _FINAL, _CHECKPOINTS, "tensorboard", "wandb")
         return tuple(self.path / name for name in names)
 

@@ -276,8 +276,8 @@ def test_a_run_survives_a_kill_while_it_goes_back_to_an_earlier_step(
         assert attempt.code == -signal.SIGKILL, attempt.output
         if store_of(out).steps() == [3, 4]:  # the ranks were done
             break
-        aside = list(out.glob("set_aside/*/checkpoints/step-00000003"))
-        assert len(aside) + (3 in store_of(out).steps()) >= 1
+        backup = list(out.glob("set_aside/*/checkpoints/step-00000003"))
+        assert len(backup) + (3 in store_of(out).steps()) >= 1
         run.runs.complete(out, *back)
         assert_equal(out, run.whole, 4)
         assert list(out.glob("set_aside/*/checkpoints/step-00000003"))

@@ -658,10 +658,10 @@ def test_later_checkpoints_are_set_aside_and_stay_whole(store: Store, tmp_path: 
     for step in (5, 10, 15):
         save(store, step)
     target = tmp_path / "run/set_aside/1"
-    assert store.set_aside(5, target) == [10, 15]
+    assert store.move_later(5, target) == [10, 15]
     assert store.steps() == [5]
     assert (store.directory / "latest").read_text() == "step-00000005\n"
-    aside = Store(target / "checkpoints")
-    assert [aside.verify(step) for step in aside.steps()] == [[], []]
-    assert store.set_aside(5, tmp_path / "run/set_aside/2") == []
+    backup = Store(target / "checkpoints")
+    assert [backup.verify(step) for step in backup.steps()] == [[], []]
+    assert store.move_later(5, tmp_path / "run/set_aside/2") == []
     assert not (tmp_path / "run/set_aside/2").exists()

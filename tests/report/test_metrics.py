@@ -214,9 +214,9 @@ def test_only_half_a_row_after_the_start_is_dropped_and_nothing_set_aside(
     write_steps(path, range(1, 6))
     whole = path.read_text()
     path.write_text(whole + "6,96,0.")
-    assert cut_rows(path, 5, tmp_path / "aside/metrics.csv") == 0
+    assert cut_rows(path, 5, tmp_path / "backup/metrics.csv") == 0
     assert path.read_text() == whole
-    assert not (tmp_path / "aside").exists()
+    assert not (tmp_path / "backup").exists()
 
 
 @pytest.mark.parametrize("content", [None, "", "step,sam", "step,samples,val_loss,perplexity\n"])
@@ -225,20 +225,20 @@ def test_where_there_are_no_rows_none_are_cut(
 ) -> None:
     if content is not None:
         path.write_text(content)
-    assert cut_rows(path, 0, tmp_path / "aside.csv") == 0
+    assert cut_rows(path, 0, tmp_path / "backup.csv") == 0
     assert (path.read_text() if path.exists() else None) == content
-    assert not (tmp_path / "aside.csv").exists()
+    assert not (tmp_path / "backup.csv").exists()
 
 
 def test_validation_rows_are_cut_and_continued_too(path: Path, tmp_path: Path) -> None:
     for start, steps in ((None, (0, 10, 20)), (10, (20, 30))):
         if start is not None:
-            assert cut_rows(path, start, tmp_path / "aside.csv") == 1
+            assert cut_rows(path, start, tmp_path / "backup.csv") == 1
         with ValidationWriter(path, after_step=start) as writer:
             for step in steps:
                 writer.write(step=step, samples=16 * step, val_loss=2.0)
     assert [row["step"] for row in read_validation(path)] == [0, 10, 20, 30]
-    assert [row["step"] for row in read_validation(tmp_path / "aside.csv")] == [20]
+    assert [row["step"] for row in read_validation(tmp_path / "backup.csv")] == [20]
 
 
 def test_a_disk_that_is_full_while_rows_are_cut_loses_none(
@@ -252,7 +252,7 @@ def test_a_disk_that_is_full_while_rows_are_cut_loses_none(
 
     monkeypatch.setattr(metrics, "write_durably", full)
     with pytest.raises(OSError, match="No space left"):
-        cut_rows(path, 5, tmp_path / "aside.csv")
+        cut_rows(path, 5, tmp_path / "backup.csv")
     assert path.read_bytes() == before
 
 
@@ -278,9 +278,9 @@ def test_rows_are_cut_alike_however_the_file_is_read(
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines) + "30,4")
     monkeypatch.setattr(metrics, "_BLOCK_BYTES", block)
-    assert cut_rows(path, 17, tmp_path / "aside.csv") == 12
+    assert cut_rows(path, 17, tmp_path / "backup.csv") == 12
     assert path.read_text() == "".join(lines[:18])
-    assert (tmp_path / "aside.csv").read_text() == "".join([lines[0], *lines[18:]])
+    assert (tmp_path / "backup.csv").read_text() == "".join([lines[0], *lines[18:]])
     with MetricsWriter(path, after_step=17) as writer:
         writer.write(**ROW | {"step": 18})
     assert steps_in(path) == list(range(1, 19))
@@ -294,5 +294,5 @@ def test_rows_far_into_a_long_file_are_cut_without_reading_it(path: Path, tmp_pa
     rest = row.partition(",")[2]
     path.write_text(header + "".join(f"{step},{rest}" for step in range(1, 1_000_001)))
     started = time.perf_counter()
-    assert cut_rows(path, 999_999, tmp_path / "aside.csv") == 1
+    assert cut_rows(path, 999_999, tmp_path / "backup.csv") == 1
     assert time.perf_counter() - started < 0.5

@@ -1,4 +1,4 @@
-"""Where a run goes on: which checkpoint is found, what is refused, and what is set aside."""
+"""Where a run goes on: which checkpoint is found, what is refused, and what goes to the backup."""
 
 import csv
 import dataclasses
@@ -538,14 +538,14 @@ def test_what_is_later_than_a_step_is_set_aside_and_never_deleted(
         assert store.steps() == [5]
         assert steps_in(out / "metrics.csv") == [1, 2, 3, 4, 5]
         assert not (out / "final").exists() and not (out / "report.json").exists()
-    aside = out / "set_aside/1"
-    assert Store(aside / "checkpoints").steps() == [10, 15]
-    assert steps_in(aside / "metrics.csv") == list(range(6, 18))
-    assert (aside / "final/model").read_text() == "result" and (aside / "report.json").exists()
+    backup = out / "set_aside/1"
+    assert Store(backup / "checkpoints").steps() == [10, 15]
+    assert steps_in(backup / "metrics.csv") == list(range(6, 18))
+    assert (backup / "final/model").read_text() == "result" and (backup / "report.json").exists()
     save(store, 10)
     with prepared(asked(resume=5)):
         assert Store(out / "set_aside/2/checkpoints").steps() == [10]
-    assert steps_in(aside / "metrics.csv") == list(range(6, 18))
+    assert steps_in(backup / "metrics.csv") == list(range(6, 18))
 
 
 def test_an_attempt_that_saved_nothing_is_set_aside_and_the_directory_is_used_again(
@@ -608,7 +608,7 @@ def test_a_failure_while_later_things_are_set_aside_is_undone(
     save_run(asked(), 5, 10)
     ended(out, "completed", 10, result=True)
     before = content(out)
-    monkeypatch.setattr("ftkit.runs.set_aside.cut_rows", fail)
+    monkeypatch.setattr("ftkit.runs.backup.cut_rows", fail)
     assert "cannot be written: No space left on device" in mistake(asked(resume=5))
     assert content(out) == before
 

@@ -548,11 +548,11 @@ def test_a_copied_full_fine_tune_goes_on_from_a_step_and_sets_the_rest_aside(
     found = copy.run(from_config(copy.out_dir, resume=40))  # out_dir in it is the old one
     assert (found.code, found.report.outcome) == (0, "completed")
     assert_same_curve(copy.out_dir, full.out_dir)
-    aside = copy.out_dir / "set_aside" / "1"
-    assert Store(aside / "checkpoints").steps() == [60, LAST]
-    assert learned(aside) == learned(full.out_dir)[40:]
-    assert content(aside / "final") == content(full.out_dir / "final")
-    assert content(aside / "checkpoints") == {
+    backup = copy.out_dir / "set_aside" / "1"
+    assert Store(backup / "checkpoints").steps() == [60, LAST]
+    assert learned(backup) == learned(full.out_dir)[40:]
+    assert content(backup / "final") == content(full.out_dir / "final")
+    assert content(backup / "checkpoints") == {
         name: value
         for name, value in content(full.store.directory).items()
         if name.startswith((f"step-{60:08}", f"step-{LAST:08}"))

@@ -1,4 +1,4 @@
-"""Set aside: newer files of a run's directory are moved to a backup, and nothing is deleted."""
+"""Backup of newer files of a run's directory: they are moved there, and nothing is deleted."""
 
 import shutil
 from collections.abc import Iterator
@@ -14,9 +14,9 @@ from ftkit.utils.files import remove
 
 @contextmanager
 def ready_to_go_on(run: RunDirectory, start: Start | None) -> Iterator[None]:
-    """The directory of a run as it was at its start; all that is later is set aside.
+    """The directory of a run as it was at its start; all that is later is in a backup.
 
-    Without a start, an attempt that saved nothing is set aside as a whole. If that fails, or
+    Without a start, an attempt that saved nothing is moved there as a whole. If that fails, or
     the block ends with a UserError, the directory is as it was before.
 
     Args:
@@ -29,13 +29,13 @@ def ready_to_go_on(run: RunDirectory, start: Start | None) -> Iterator[None]:
             copy = run.before / path.relative_to(run.path)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(path, copy)
-    target = _next_number(run.set_aside)
+    target = _next_number(run.backups)
     with ExitStack() as undoing:
         undoing.callback(_put_back, run, existed, target)
         if start is None:
             _move(sorted(existed), target)
         else:
-            _set_later_aside(run, start.metadata.step, target)
+            _back_up_later(run, start.metadata.step, target)
         undo = undoing.pop_all()
     try:
         yield
@@ -65,8 +65,8 @@ def _next_number(directory: Path) -> Path:
     return directory / str(max(taken, default=0) + 1)
 
 
-def _set_later_aside(run: RunDirectory, step: int, target: Path) -> None:
-    later = run.store.set_aside(step, target)
+def _back_up_later(run: RunDirectory, step: int, target: Path) -> None:
+    later = run.store.move_later(step, target)
     if later or run.final.exists():
         _move([path for path in (run.final, run.report) if path.exists()], target)
     for rows in run.rows:
@@ -89,14 +89,14 @@ def _put_back(run: RunDirectory, existed: set[Path], target: Path) -> None:
         shutil.copytree(run.before, run.path, dirs_exist_ok=True)
 
 
-def _move_back(aside: RunDirectory, run: RunDirectory) -> None:
+def _move_back(backup: RunDirectory, run: RunDirectory) -> None:
     """Undo: what was moved goes back where it was; rows are not moved but restored."""
-    if aside.store.directory.exists() and run.store.directory.exists():
-        run.store.put_back(aside.path)
-    for entry in aside.path.iterdir():
-        if entry not in aside.rows:
+    if backup.store.directory.exists() and run.store.directory.exists():
+        run.store.put_back(backup.path)
+    for entry in backup.path.iterdir():
+        if entry not in backup.rows:
             remove(run.path / entry.name)
             entry.rename(run.path / entry.name)
-    shutil.rmtree(aside.path)
-    if not any(run.set_aside.iterdir()):
-        run.set_aside.rmdir()
+    shutil.rmtree(backup.path)
+    if not any(run.backups.iterdir()):
+        run.backups.rmdir()
