@@ -53,7 +53,12 @@ def qlora(strategy: str, kind: str, precision: str = "32-true", **settings: Any)
 
 def eight_bit(strategy: str, optimizer: str) -> Case:
     """In micro-batches of 2: those of 4 bring one number of 25,600 between two codes."""
-    changes = (("optimizer", f"bitsandbytes.optim.{optimizer}"), ("train.micro_batch_size", 2))
+    changes: tuple[tuple[str, object], ...] = (
+        ("optimizer", f"bitsandbytes.optim.{optimizer}"),
+        ("train.micro_batch_size", 2),
+    )
+    if optimizer == "RMSprop8bit":  # its first step is that of the others times 1 / sqrt(1 - 0.99)
+        changes += (("optimizer.lr", 3e-4),)
     return Case(strategy, "full", "32-true", changes)
 
 
