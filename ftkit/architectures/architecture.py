@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from ftkit.architectures.naming import Fused, Naming
 
 ModelLayout = Literal["hf", "litgpt"]
 """Whose directories: Hugging Face's, or LitGPT's."""
+
+Implementation = Literal["litgpt", "transformers"]
+"""Whose code computes a model."""
 
 Initial = Literal["normal", "ones", "zeros"]
 """What a parameter is before training."""
@@ -26,8 +29,8 @@ class AttentionTraits:
 
     heads: int
     head_size: int
-    softcapped: bool
-    """Whether its scores are bounded."""
+    is_plain: bool
+    """Whether kernels know its scores: no bound of them, no sinks, values as large as keys."""
     takes_rows: bool
     """Whether it takes sequences in a row; else padded micro-batches alone."""
 
@@ -38,6 +41,9 @@ class Architecture(ABC):
     Our names of parameters are the implementation's: they depend on the architecture alone, and
     checkpoints and adapters are written by them.
     """
+
+    implementation: ClassVar[Implementation]
+    """Whose code computes it."""
 
     @property
     @abstractmethod
@@ -81,6 +87,16 @@ class Architecture(ABC):
 
     @property
     @abstractmethod
+    def logit_scale(self) -> float:
+        """The factor of the products of the head, before they are bounded."""
+
+    @property
+    @abstractmethod
+    def expert_share(self) -> float:
+        """How many of the experts of a layer a token passes, as a share of all; 1 without."""
+
+    @property
+    @abstractmethod
     def embedding(self) -> str:
         """Our name of the weight of the embedding."""
 
@@ -94,13 +110,21 @@ class Architecture(ABC):
     def lora_layers(self) -> Mapping[str, Sequence[str]]:
         """Keys of LoRA recipes, and the ends of our names of the layers that each adapts."""
 
+    @property
     @abstractmethod
+    def untied_shapes(self) -> dict[str, torch.Size]:
+        """`parameter_shapes` where embedding and head are two."""
+
     def parameter_shapes(self, *, tied: bool) -> dict[str, torch.Size]:
         """Our name and the shape of every parameter, in the order of the model's modules.
 
         Args:
             tied: whether embedding and head are one; there is no head's weight then.
         """
+        shapes = dict(self.untied_shapes)
+        if tied:
+            del shapes[HEAD]
+        return shapes
 
     @abstractmethod
     def initial(self, name: str, shape: torch.Size) -> Initial:

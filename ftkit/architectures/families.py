@@ -11,6 +11,7 @@ from torch import nn
 
 from ftkit.architectures import naming
 from ftkit.architectures.naming import Naming
+from ftkit.architectures.quantized import require_plain_weights
 from ftkit.errors import UserError
 
 Settings = Mapping[str, Any]
@@ -57,17 +58,13 @@ def litgpt_config(settings: Settings, name: str) -> Config:
     Raises:
         UserError: ftkit cannot run this model exactly; says which setting is in the way.
     """
+    require_plain_weights(settings, name)
     family = family_of_settings(settings)
     if family is None:
         raise UserError(
             f"{name} is of model_type {settings.get('model_type')!r}. Hugging Face directories "
             f"are read for: {', '.join(FAMILIES)}. For other models run `litgpt convert_to_litgpt` "
             "first, and give its directory."
-        )
-    if "quantization_config" in settings:
-        raise UserError(
-            f"{name} holds quantized weights. Give the original model, with --quantize bnb.nf4 to "
-            "quantize it while loading."
         )
     try:
         fields = _llama_settings(settings) | family.settings(settings)

@@ -14,7 +14,6 @@ from litgpt.model import GPT
 
 from ftkit.architectures import families
 from ftkit.architectures.architecture import (
-    HEAD,
     Architecture,
     AttentionTraits,
     Initial,
@@ -53,6 +52,8 @@ class LitgptArchitecture(Architecture):
     """What it is to Hugging Face; None: nothing that ftkit knows how to write."""
     window: int | None = None
 
+    implementation = "litgpt"
+
     @property
     def name(self) -> str:
         return self.config.name
@@ -78,13 +79,22 @@ class LitgptArchitecture(Architecture):
         return AttentionTraits(
             heads=self.config.n_head,
             head_size=self.config.head_size,
-            softcapped=self.config.attention_logit_softcapping is not None,
+            is_plain=self.config.attention_logit_softcapping is None,
             takes_rows=not self.config.latent_attention,
         )
 
     @property
     def logit_softcap(self) -> float | None:
         return self.config.final_logit_softcapping
+
+    @property
+    def logit_scale(self) -> float:
+        return 1.0
+
+    @property
+    def expert_share(self) -> float:
+        config = self.config
+        return config.n_expert_per_token / config.n_expert if config.n_expert else 1.0
 
     @property
     def embedding(self) -> str:
@@ -98,14 +108,8 @@ class LitgptArchitecture(Architecture):
     def lora_layers(self) -> Mapping[str, tuple[str, ...]]:
         return _LORA_LAYERS
 
-    def parameter_shapes(self, *, tied: bool) -> dict[str, torch.Size]:
-        shapes = dict(self._shapes)
-        if tied:
-            del shapes[HEAD]
-        return shapes
-
     @cached_property
-    def _shapes(self) -> dict[str, torch.Size]:
+    def untied_shapes(self) -> dict[str, torch.Size]:
         config = self.config
         with torch.device("meta"):
             model = GPT(config)
@@ -175,7 +179,7 @@ class LitgptArchitecture(Architecture):
         return None
 
 
-def read_architecture(
+def read_litgpt_architecture(
     directory: Path, settings: Settings, name: str, layout: ModelLayout
 ) -> LitgptArchitecture:
     """The architecture of the model in a directory.

@@ -64,6 +64,20 @@ class Naming:
         return theirs, None
 
 
+@dataclass(frozen=True)
+class SameNames(Naming):
+    """Names that are ours, but for the output layer's."""
+
+    modules: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    head: str = "lm_head"
+    """Theirs of the output layer."""
+
+    def theirs(self, ours: str) -> str:
+        """Their name of a module or parameter."""
+        module, *kind = ours.split(".", 1)
+        return ".".join((self.head, *kind)) if module == "lm_head" else ours
+
+
 def _renamed(name: str, modules: Mapping[str, str]) -> str | None:
     """The name with the module it begins with replaced, as ``modules`` says."""
     layer = _LAYER.search(name)

@@ -65,7 +65,7 @@ def attention_kernel(traits: AttentionTraits, plan: Plan) -> AttentionKernel:
     if plan.accelerator == "cpu":
         return "cpu"
     size = traits.head_size
-    takes = not traits.softcapped and size % 8 == 0 and size <= LARGEST_FLASH_HEAD
+    takes = traits.is_plain and size % 8 == 0 and size <= LARGEST_FLASH_HEAD
     return "flash" if plan.has_flash and takes else "sdpa"
 
 
@@ -159,14 +159,43 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores: Scores
         found: Tensor = _FlashOnCpu.apply(q, k, v, sequences, scores)
         return found
     results = []
-    for (count, _), *parts in _by_run(sequences, q, k, v):
+    for (count, length), *parts in _by_run(sequences, q, k, v):
         one, other, third = (_by_heads(part, count) for part in parts)
         if scores.are_plain:
             result = _sdpa(one, other, third, scores, grouped=sequences.kernel == "flash")
         else:
-            result = _weighted(one, other, third, scores)
+            seen_not = _hidden(length, scores.window_within(length), q.device)
+            result = _weighted(one, other, third, scores, seen_not)
         results.append(result.transpose(1, 2).flatten(0, 1))
     return results[0] if len(results) == 1 else torch.cat(results)
+
+
+def attend_to_cache(
+    q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scores: Scores
+) -> Tensor:
+    """Attention of tokens to those of their sequences that do not follow them.
+
+    Args:
+        q: [batch, heads, tokens, head size].
+        keys: [batch, groups, length, head size], at their positions; later ones may be anything.
+        values: [batch, groups, length, value size].
+        positions: [batch, tokens], of the tokens.
+        scores: how they become weights.
+
+    Returns:
+        [batch, tokens, heads, value size].
+    """
+    places = torch.arange(keys.size(2), device=keys.device)
+    hidden = places > positions[..., None]
+    if scores.window is not None:
+        hidden |= places <= positions[..., None] - scores.window
+    hidden = hidden[:, None]
+    if scores.are_plain:
+        k, v = _repeated(keys, q.size(1)), _repeated(values, q.size(1))
+        found = F.scaled_dot_product_attention(q, k, v, attn_mask=~hidden, scale=scores.scale)
+    else:
+        found = _weighted(q, keys, values, scores, hidden)
+    return found.transpose(1, 2)
 
 
 class AttentionLayer:
@@ -223,8 +252,10 @@ class _FlashOnCpu(torch.autograd.Function):
         runs = _by_run(ctx.sequences, gradient, q, k, v, joined, *found)
         for sum_, ((count, length), *parts) in zip(sums, runs, strict=True):
             *known, to_q, to_k, to_v = (_by_heads(part, count) for part in parts)
+            # In 16 bits the kernel takes two to four times as long.
+            wide = [part.float() for part in known]
             results = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                *known, sum_, 0.0, **_causality(ctx.scores, length, q), scale=ctx.scores.scale
+                *wide, sum_, 0.0, **_causality(ctx.scores, length, wide[0]), scale=ctx.scores.scale
             )
             for to, result in zip((to_q, to_k, to_v), results, strict=True):
                 to.copy_(result)
@@ -270,18 +301,24 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scores: Scores, *, grouped: bool) -> 
     )
 
 
-def _weighted(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
-    """Step by step: SDPA knows no bound of scores and no sinks."""
+def _weighted(q: Tensor, k: Tensor, v: Tensor, scores: Scores, hidden: Tensor) -> Tensor:
+    """Step by step: SDPA knows no bound of scores and no sinks.
+
+    Args:
+        q: [count, heads, tokens, size].
+        k: [count, groups, length, size].
+        v: [count, groups, length, value size].
+        scores: how products become weights.
+        hidden: [..., tokens, length] bool, what each token does not see.
+    """
     k, v = _repeated(k, q.size(1)), _repeated(v, q.size(1))
     products = q @ k.mT * scores.scale
     if scores.softcap is not None:
         products = torch.tanh(products / scores.softcap) * scores.softcap
-    length = q.size(2)
-    hidden = _hidden(length, scores.window_within(length), q.device)
     products = products.masked_fill(hidden, torch.finfo(q.dtype).min)
     if scores.sinks is None:
         return F.softmax(products, dim=-1, dtype=torch.float).to(dtype=q.dtype) @ v
-    sinks = scores.sinks.to(products.dtype)[:, None, None].expand(len(q), -1, length, 1)
+    sinks = scores.sinks.to(products.dtype)[:, None, None].expand(len(q), -1, q.size(2), 1)
     weights = F.softmax(torch.cat((products, sinks), dim=-1), dim=-1, dtype=torch.float)
     return weights[..., :-1].to(dtype=q.dtype) @ v
 

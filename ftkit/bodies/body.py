@@ -25,10 +25,10 @@ class GatedMlp:
 
 
 class Body(nn.Module, ABC):
-    """Embedding, blocks and final norm; made on the meta device, before it is adapted.
+    """All of a model below its output layer; made on the meta device, before it is adapted.
 
-    The names of its parameters are ours. Embedding, blocks and final norm are called as modules,
-    so that hooks of strategies run, and hold all parameters.
+    The names of its parameters are ours. Embedding, blocks and others are called as modules, so
+    that hooks of strategies run, and hold all parameters.
     """
 
     @property
@@ -43,8 +43,8 @@ class Body(nn.Module, ABC):
 
     @property
     @abstractmethod
-    def final_norm(self) -> nn.Module:
-        """After the last block."""
+    def others(self) -> list[nn.Module]:
+        """What else holds parameters: the norm after the last block, embeddings of positions."""
 
     @abstractmethod
     def take_head(self) -> nn.Linear:
@@ -53,6 +53,15 @@ class Body(nn.Module, ABC):
     @abstractmethod
     def gated_mlps(self) -> Iterator[GatedMlp]:
         """Those for which there may be a fused kernel."""
+
+    @property
+    @abstractmethod
+    def kept_in_full(self) -> frozenset[str]:
+        """Names in the blocks of the layers that are not quantised."""
+
+    @abstractmethod
+    def keep_attention_apart(self) -> None:
+        """Leave attention out of compiled graphs: it follows other lengths in each step."""
 
     # Positions
 

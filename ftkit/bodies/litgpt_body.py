@@ -11,7 +11,7 @@ from litgpt.config import Config
 from litgpt.model import GPT, GemmaMLP, LLaMAMLP
 from torch import Tensor
 
-from ftkit.bodies.attention import AttentionKernel, Sequences
+from ftkit.bodies.attention import AttentionKernel, AttentionLayer, Sequences
 from ftkit.bodies.body import Body, GatedMlp
 from ftkit.bodies.litgpt_attention import Attention
 from ftkit.bodies.norm import RMSNorm
@@ -57,8 +57,8 @@ class LitgptBody(GPT, Body):  # type: ignore[misc]  # litgpt declares no types
         return self.transformer.h
 
     @property
-    def final_norm(self) -> nn.Module:
-        return self.transformer.ln_f
+    def others(self) -> list[nn.Module]:
+        return [self.transformer.ln_f]
 
     def take_head(self) -> nn.Linear:
         head, self.lm_head = self.lm_head, nn.Identity()
@@ -72,6 +72,15 @@ class LitgptBody(GPT, Body):  # type: ignore[misc]  # litgpt declares no types
                 yield GatedMlp(module, "silu", gate="fc_1", up="fc_2", down="proj")
             elif kind is GemmaMLP and self.config.gelu_approximate == "tanh":
                 yield GatedMlp(module, "gelu tanh", gate="fc_1", up="fc_2", down="proj")
+
+    @property
+    def kept_in_full(self) -> frozenset[str]:
+        return frozenset()
+
+    def keep_attention_apart(self) -> None:
+        for layer in self.modules():
+            if isinstance(layer, AttentionLayer):
+                layer.attend = torch.compiler.disable(layer.attend)
 
     def place_rotary_tables(self, device: torch.device, length: int) -> None:
         self._max_seq_length = length
@@ -102,7 +111,7 @@ class LitgptBody(GPT, Body):  # type: ignore[misc]  # litgpt declares no types
             else:  # one table for local attention, one for global
                 kind = config.rope_indices[index]
                 x = block(x, cos[..., kind], sin[..., kind], seen)
-        return self.final_norm(x)
+        return self.transformer.ln_f(x)
 
     def _rotary_tables(self, input_ids: Tensor, row: Sequences | None) -> tuple[Tensor, Tensor]:
         """[1, tokens, rotated ...] each, at the positions of the tokens."""

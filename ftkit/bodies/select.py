@@ -8,5 +8,11 @@ from ftkit.bodies.litgpt_body import LitgptBody
 
 def body_of(architecture: Architecture) -> Body:
     """Modules of an architecture, with its head, on torch's default device."""
-    assert isinstance(architecture, LitgptArchitecture), "the one implementation"
-    return LitgptBody(architecture.config)
+    if isinstance(architecture, LitgptArchitecture):
+        return LitgptBody(architecture.config)
+    # These import transformers, which takes as long as all the rest.
+    from ftkit.architectures.transformers_architecture import TransformersArchitecture
+    from ftkit.bodies.transformers_body import TransformersBody
+
+    assert isinstance(architecture, TransformersArchitecture), "the other implementation"
+    return TransformersBody(architecture)

@@ -13,14 +13,13 @@ from ftkit.config.command_options import declared
 from ftkit.errors import UserError
 from ftkit.utils.imports import postpone_modules, quick_imports, without_hub_kernels
 from ftkit.utils.nearest import nearest
-from ftkit.utils.process import Interrupts, print_line
+from ftkit.utils.process import Interrupts, print_line, turns_before_sleep
 
 
 def main() -> None:
     """Entry point of the `ftkit` command."""
-    # OpenMP's threads wait for each other spinning: far too long for a busy machine by default.
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+        os.environ.setdefault("GOMP_SPINCOUNT", str(turns_before_sleep()))
     without_hub_kernels()
     postpone_modules()
     try:

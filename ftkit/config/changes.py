@@ -20,6 +20,7 @@ KIND_OF: dict[str, Kind] = {
     "devices": "hardware",
     "num_nodes": "hardware",
     "strategy": "hardware",
+    "model_implementation": "hardware",  # known by the model's fingerprint
     "compile": "hardware",
     "kernels": "hardware",
     "data": "hardware",  # known by their fingerprint too, but for the keys in DATA_KIND_OF

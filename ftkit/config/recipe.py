@@ -168,9 +168,10 @@ class Recipe:
     """Full fine-tuning: every parameter of the base model is trained."""
 
     checkpoint_dir: str
-    """Base model: a directory (Hugging Face or LitGPT layout), a hub name such as
-    TinyLlama/TinyLlama_v1.1 (downloaded to checkpoints/ when needed), embedded:quickstart, or
-    random:NAME for any architecture LitGPT knows, with random weights."""
+    """Base model: a directory (Hugging Face or LitGPT layout), a GGUF file (converted to
+    checkpoints/gguf once), a hub name such as TinyLlama/TinyLlama_v1.1 (downloaded to checkpoints/
+    when needed), embedded:quickstart, or random:NAME for any architecture LitGPT knows, with random
+    weights."""
     out_dir: Path = Path("out/finetune/full")
     """Where the run writes its report, metrics and result."""
     precision: Precision | None = None
@@ -185,6 +186,10 @@ class Recipe:
     strategy: Component = field(default_factory=lambda: Component(class_path="auto", init_args={}))
     """How the work is spread: auto, single, ddp, fsdp or deepspeed; options as
     --strategy.NAME VALUE."""
+    model_implementation: Literal["auto", "litgpt", "transformers"] = "auto"
+    """Whose code computes the model: LitGPT's, or that of the library transformers, which knows
+    more models. auto: LitGPT's where it knows the model with its whole context, else
+    transformers'; a run that goes on keeps what it has."""
     compile: bool = False
     """Compile the blocks and the loss with torch.compile. The first steps wait for it, up to
     minutes with an empty cache; losses differ by rounding. Not under deepspeed; needs a compiler
@@ -227,6 +232,11 @@ class Recipe:
     def method(self) -> Method:
         """How the model is adapted: every weight, or LoRA weights alone."""
         return "full"
+
+    @property
+    def implementation(self) -> Literal["litgpt", "transformers"] | None:
+        """Whose code computes the model, if it was said."""
+        return None if self.model_implementation == "auto" else self.model_implementation
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,7 +49,7 @@ def _filled_when_needed(
 ) -> Iterator[None]:
     """Each part of the model has its numbers while it computes."""
     body = model.body
-    parts: list[nn.Module] = [body.embedding, *body.blocks, body.final_norm, model.head]
+    parts: list[nn.Module] = [body.embedding, *body.blocks, *body.others, model.head]
     outlined: list[tuple[nn.Module, str, nn.Parameter]] = []
     done = 0
 

@@ -30,7 +30,7 @@ from ftkit.pretrained.base_model import (
     parameter_shapes,
     weights,
 )
-from ftkit.pretrained.fingerprint import fingerprint
+from ftkit.pretrained.fingerprint import fingerprint, implementation_of
 from ftkit.utils.progress import OnProgress
 
 ROPE_LENGTH = 4096
@@ -106,7 +106,8 @@ def open_result(result: Result, base: str | None = None, option: str = "--base")
             f"belongs to. Try {option} PATH."
         )
     try:
-        found = open_base(name)
+        known = result.fingerprint
+        found = open_base(name, None if known is None else implementation_of(known))
     except UserError as error:
         if base is not None:
             raise

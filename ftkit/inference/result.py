@@ -21,6 +21,7 @@ from ftkit.config.recipe import LoraRecipe, Method, Precision, Quantization, Rec
 from ftkit.errors import UserError
 from ftkit.pretrained.hub import (
     ROOT,
+    find_gguf,
     find_or_download,
     is_litgpt,
     missing_files,
@@ -80,8 +81,8 @@ def find_result(name: str) -> Result:
 
     Args:
         name: a run (its result, or its newest checkpoint if it has none), its checkpoints or one
-            of them, a PEFT adapter, a Hugging Face or LitGPT directory, a hub name (downloaded if
-            need be) or ``embedded:NAME``.
+            of them, a PEFT adapter, a Hugging Face or LitGPT directory, a GGUF file, a hub name
+            (converted or downloaded if need be) or ``embedded:NAME``.
 
     Raises:
         UserError: it is nothing of these, or damaged.
@@ -89,6 +90,8 @@ def find_result(name: str) -> Result:
     path = Path(name).expanduser()
     if path.is_dir():
         return _in_directory(name, path.resolve() if path.name in ("", "..") else path)
+    if path.suffix.lower() == ".gguf" and path.is_file():
+        return Result(name=name, kind="model", directory=find_or_download(name))
     is_local = path.exists() or path.is_absolute() or Path(path.parts[0]).is_dir()
     if is_local and not _is_downloaded(name):
         what = "is a file" if path.exists() else "does not exist"
@@ -137,6 +140,8 @@ def _in_directory(name: str, directory: Path) -> Result:
         if _is_model(final):
             return _model(name, final, directory)
     if not place.directories():
+        if find_gguf(str(directory)) is not None:
+            return Result(name=name, kind="model", directory=find_or_download(str(directory)))
         raise UserError(
             f"{name} holds neither a result nor a checkpoint yet. Name a run that has saved one."
         )

@@ -28,7 +28,7 @@ from ftkit.inspection.token_texts import token_texts
 from ftkit.pretrained.base_model import checked_length
 from ftkit.pretrained.blueprint import read_blueprint
 from ftkit.pretrained.chat_files import end_tokens
-from ftkit.pretrained.hub import fetch_settings, has_tokenizer
+from ftkit.pretrained.hub import fetch_settings, find_gguf, find_or_download, has_tokenizer
 from ftkit.pretrained.tokenizer import Tokenizer
 from ftkit.rendering.renderer import NO_OUTPUT
 from ftkit.samples.sample_set import SampleSet
@@ -63,6 +63,8 @@ def inspect_data(
     fetch_settings(recipe.checkpoint_dir, token=recipe.access_token)
     base = read_blueprint(recipe.checkpoint_dir)
     directory = base.tokenizer_directory
+    if find_gguf(recipe.checkpoint_dir):  # its tokenizer comes with the conversion
+        directory = find_or_download(recipe.checkpoint_dir)
     tokenizer = _tokenizer(directory, recipe.checkpoint_dir)
     limit = checked_length(base, recipe.train.max_seq_length)
     with _as_owner_of(recipe.access_token):

@@ -146,7 +146,8 @@ def predict_measured(base: str, plan: Plan, measured: RankStepMemory) -> Predict
     if measured.micro_batch is None or measured.micro_step is None:
         return None
     accumulates = measured.micro_step > 1
-    memory = predict(read_blueprint(base), plan, measured.micro_batch, accumulates=accumulates)
+    model = read_blueprint(base, plan.recipe.implementation)
+    memory = predict(model, plan, measured.micro_batch, accumulates=accumulates)
     return PredictedStep(
         peak_bytes=memory.peak_bytes,
         peak_breakdown_bytes=Breakdown(**memory.breakdown_bytes),

@@ -374,9 +374,10 @@ class _Step:
                 if not self._backward:  # not when it is computed again
                     self._mark(f"block {name}, forward")
 
-            def made(_: Any, __: Any, output: Tensor, name: str = name) -> None:
-                if not self._backward and output.requires_grad:
-                    output.register_hook(self._backward_of(name))
+            def made(_: Any, __: Any, output: Any, name: str = name) -> None:
+                hidden = output[0] if isinstance(output, tuple) else output
+                if not self._backward and hidden.requires_grad:
+                    hidden.register_hook(self._backward_of(name))
 
             block.register_forward_pre_hook(forward)
             block.register_forward_hook(made)

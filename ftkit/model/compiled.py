@@ -5,25 +5,24 @@ attention does follows the lengths of the sequences in a micro-batch, which are 
 it stays outside, between two graphs. So do evaluation and answers, which would need more graphs.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn as nn
-from torch import Tensor
 
-from ftkit.bodies.attention import AttentionLayer
+from ftkit.bodies.body import Body
 from ftkit.model.loss import OutputLayer
 
 BACKEND = "inductor"
 
 
-def compile_blocks(blocks: Iterable[nn.Module], output_layer: nn.Module) -> None:
+def compile_blocks(body: Body, output_layer: nn.Module) -> None:
     """Have blocks and loss compiled at their first use.
 
     Args:
-        blocks: of the model; hooks of a strategy stay outside of what is compiled.
+        body: whose blocks they are; hooks of a strategy stay outside of what is compiled.
         output_layer: an adapter may have made it its own; it is left to torch then.
     """
     import torch._dynamo.config as dynamo
@@ -31,10 +30,8 @@ def compile_blocks(blocks: Iterable[nn.Module], output_layer: nn.Module) -> None
 
     dynamo.optimize_ddp = False  # cuts whole models at its buckets, not blocks
     inductor.fallback_random = True  # dropout draws what it draws elsewhere
-    for block in blocks:
-        for layer in block.modules():
-            if isinstance(layer, AttentionLayer):
-                layer.attend = torch.compiler.disable(layer.attend)
+    body.keep_attention_apart()
+    for block in body.blocks:
         plain = block.forward
         compiled = torch.compile(plain, dynamic=True, backend=BACKEND)
         block.forward = partial(_forward, compiled, plain)
@@ -43,8 +40,10 @@ def compile_blocks(blocks: Iterable[nn.Module], output_layer: nn.Module) -> None
         output_layer.loss_and_slope = compute
 
 
-def _forward(compiled: Callable[..., Tensor], plain: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    return (compiled if torch.is_grad_enabled() else plain)(*inputs)
+def _forward(
+    compiled: Callable[..., Any], plain: Callable[..., Any], *inputs: Any, **options: Any
+) -> Any:
+    return (compiled if torch.is_grad_enabled() else plain)(*inputs, **options)
 
 
 def compiled_graphs() -> int:

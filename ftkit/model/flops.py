@@ -1,6 +1,7 @@
 """FLOPs and parameter counts of the model."""
 
 import torch.nn as nn
+from torch import Tensor
 
 from ftkit.model.language_model import LanguageModel
 
@@ -23,7 +24,8 @@ def flops_per_token(
     2 per parameter of a matrix in the forward pass and 2 in the backward pass for the gradient of
     its input, 2 more where the parameter is trained; causal attention 6 x layers x width x
     length. The output layer counts for the tokens that carry loss, because it is computed for
-    these alone. Recomputation does not count. As in Chowdhery et al. 2022 (PaLM), appendix B.
+    these alone, and of experts those that a token passes. Recomputation does not count. As in
+    Chowdhery et al. 2022 (PaLM), appendix B.
 
     Args:
         model: outlined or filled.
@@ -33,7 +35,9 @@ def flops_per_token(
     """
     architecture, of_each = model.architecture, model.architecture.attention
     attention = 6 * architecture.layers * of_each.heads * of_each.head_size * attention_length
-    return attention + _matrix_flops(model.body) + _matrix_flops(model.head) * label_fraction
+    share = architecture.expert_share
+    of_head = _matrix_flops(model.head, share) * label_fraction
+    return attention + _matrix_flops(model.body, share) + of_head
 
 
 def attention_cost(model: LanguageModel, *, label_fraction: float) -> float:
@@ -50,7 +54,18 @@ def attention_cost(model: LanguageModel, *, label_fraction: float) -> float:
     return with_one / matrices - 1
 
 
-def _matrix_flops(module: nn.Module) -> int:
+def _matrix_flops(module: nn.Module, expert_share: float) -> float:
     """Of the matrices of a module, for one token."""
-    layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
-    return sum(_weights_in(layer) * (6 if layer.weight.requires_grad else 4) for layer in layers)
+    total = 0.0
+    for name, part in module.named_modules():
+        share = expert_share if "experts" in name.split(".") else 1.0
+        if isinstance(part, nn.Linear):
+            total += _weights_in(part) * share * _factor(part.weight)
+        else:
+            stacked = [p for p in part.parameters(recurse=False) if p.ndim == 3]
+            total += sum(p.numel() * share * _factor(p) for p in stacked)
+    return total
+
+
+def _factor(weight: Tensor) -> int:
+    return 6 if weight.requires_grad else 4

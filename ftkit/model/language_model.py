@@ -31,7 +31,9 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.architecture = architecture
         self.body = body_of(architecture)
-        self.head = Head(self.body.take_head(), architecture.logit_softcap)
+        self.head = Head(
+            self.body.take_head(), architecture.logit_softcap, architecture.logit_scale
+        )
         self.kernel: AttentionKernel = "sdpa"
         """What computes attention."""
         self.tied = tied
@@ -111,7 +113,7 @@ def outline(
     if recipe.compile:
         from ftkit.model.compiled import compile_blocks
 
-        compile_blocks(model.body.blocks, model.head.lm_head)
+        compile_blocks(model.body, model.head.lm_head)
     if every := int(recipe.memory.activation_checkpointing):
         offloads = recipe.memory.offload_activations
         for block in list(model.body.blocks)[::every]:
@@ -120,20 +122,19 @@ def outline(
 
 
 def _keep_the_input_alone(
-    forward: Callable[..., Tensor], offloads: bool, hidden: Tensor, *rest: Any
-) -> Tensor:
+    forward: Callable[..., Any], offloads: bool, hidden: Tensor, *rest: Any, **options: Any
+) -> Any:
     """The result of a block, which is computed again where the backward pass needs it."""
     if not torch.is_grad_enabled():
-        return forward(hidden, *rest)
+        return forward(hidden, *rest, **options)
     with in_host_memory(hidden) if offloads else nullcontext():
         # ZeRO-3 has taken the parameters back that the check would look at.
-        result: Tensor = checkpoint(
-            lambda hidden: forward(hidden, *rest),  # the rest is the same for all blocks
+        return checkpoint(
+            lambda hidden: forward(hidden, *rest, **options),  # the same for all blocks
             hidden,
             use_reentrant=False,
             determinism_check="none",
         )
-    return result
 
 
 def in_host_memory(hidden: Tensor) -> AbstractContextManager[Any]:
@@ -163,7 +164,8 @@ def outline_plain(
         if kind is not None:
             from ftkit.model.quantization import quantize
 
-            quantize(model.body.blocks, kind, compute_dtype or dtype)
+            body = model.body
+            quantize(body.blocks, kind, compute_dtype or dtype, body.kept_in_full)
             model.quantized = kind
     return model.to(dtype)
 

@@ -203,12 +203,13 @@ class _Gradients:
 class Head(nn.Module):
     """The output layer and the loss in one, so that the logits of a batch never exist at once."""
 
-    def __init__(self, layer: nn.Linear, softcap: float | None) -> None:
+    def __init__(self, layer: nn.Linear, softcap: float | None, scale: float = 1.0) -> None:
         """Outline.
 
         Args:
             layer: whose shape the output layer has.
             softcap: of the logits.
+            scale: factor of its products.
         """
         super().__init__()
         width, vocabulary = layer.in_features, layer.out_features
@@ -219,7 +220,7 @@ class Head(nn.Module):
             device=layer.weight.device,
             dtype=layer.weight.dtype,
         )
-        self.softcap = softcap
+        self.softcap, self.scale = softcap, scale
 
     def forward(
         self,
@@ -241,6 +242,8 @@ class Head(nn.Module):
             [n, vocabulary] logits in float32, or the sum of the n cross-entropies in nats.
         """
         rows = hidden.flatten(0, 1).index_select(0, label_indices)
+        if self.scale != 1.0:
+            rows = rows * self.scale
         if labels is None:
             return self._logits(rows)
         if isinstance(self.lm_head, OutputLayer) and not _in_float16(rows):

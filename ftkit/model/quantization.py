@@ -8,6 +8,7 @@ other, and gathers it for a forward or backward pass. What turns it back into nu
 about 0.016 to 0.06 bytes per weight) is whole on every rank.
 """
 
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -192,16 +193,22 @@ def _quantize(
     return packed, state
 
 
-def quantize(model: nn.Module, kind: Quantization, compute_dtype: torch.dtype) -> None:
+def quantize(
+    model: nn.Module,
+    kind: Quantization,
+    compute_dtype: torch.dtype,
+    kept: Container[str] = (),
+) -> None:
     """Put quantised layers in place of the linear ones; no memory is taken.
 
     Args:
         model: on the meta device, before its layers are adapted.
         kind: as in recipes.
         compute_dtype: number format of their arithmetic.
+        kept: names of layers that stay as they are.
     """
     for name, layer in list(model.named_modules()):
-        if type(layer) is nn.Linear:
+        if type(layer) is nn.Linear and name not in kept:
             model.set_submodule(name, _quantized(layer, kind, compute_dtype))
 
 

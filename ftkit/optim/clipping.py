@@ -1,16 +1,34 @@
 """Gradient clipping by the norm of all gradients, wherever they are sharded."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+PIECE = 2**16
+"""Numbers of 16 bits that a CPU widens at once, for sums of their squares."""
+
 
 def norms_of(gradients: list[Tensor]) -> Sequence[Tensor]:
     """The norm of each gradient, in float32."""
+    if gradients and gradients[0].device.type == "cpu":
+        return [_norm_on_cpu(gradient) for gradient in gradients]
     norms: Sequence[Tensor] = torch._foreach_norm(gradients, 2, dtype=torch.float32)
     return norms
+
+
+def _norm_on_cpu(gradient: Tensor) -> Tensor:
+    """By rows: a CPU adds squares up one by one, and many millions leave an error of 1e-3.
+
+    It takes half of the time in float32, and a quarter in 16 bits where these are widened first.
+    """
+    of_rows = partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float32)
+    if gradient.ndim > 1 and gradient.itemsize == 2 and not isinstance(gradient, DTensor):
+        pieces = gradient.split(max(1, PIECE // gradient[0].numel()))
+        return torch.linalg.vector_norm(torch.cat([of_rows(piece.float()) for piece in pieces]))
+    return torch.linalg.vector_norm(of_rows(gradient))
 
 
 def global_norm(norms: Sequence[Tensor]) -> Tensor:

@@ -220,7 +220,7 @@ def plan_recipe(recipe: Recipe, *, gpu: Gpu | None = None, name: str = "") -> Pl
     """Predict what a recipe will need; see `plan_files`."""
     check_data(recipe.data)
     made = make_plan(recipe, _devices(recipe, gpu))
-    base = read_blueprint(recipe.checkpoint_dir)
+    base = read_blueprint(recipe.checkpoint_dir, recipe.implementation)
     layout = _result_layout(base, recipe)
     max_seq_length = checked_length(base, recipe.train.max_seq_length)
     length = sequence_length(recipe.data, base, recipe.train.max_seq_length)

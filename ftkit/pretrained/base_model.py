@@ -7,29 +7,30 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from ftkit import embedded
-from ftkit.architectures.architecture import HEAD, Architecture, ModelLayout
+from ftkit.architectures.architecture import HEAD, Architecture, Implementation, ModelLayout
 from ftkit.architectures.litgpt_architecture import (
     LITGPT_SETTINGS,
+    LitgptArchitecture,
     named_architecture,
-    read_architecture,
 )
 from ftkit.architectures.naming import Naming
+from ftkit.architectures.read import read_architecture
 from ftkit.errors import UserError
 from ftkit.pretrained import hub
+from ftkit.pretrained.licences import is_licence, licence_files
 from ftkit.pretrained.tokenizer import Tokenizer
-from ftkit.pretrained.weight_files import DTYPES, WeightTensor, stored_tensors, write_settings
+from ftkit.pretrained.weights.files import DTYPES, stored_tensors, write_settings
+from ftkit.pretrained.weights.storage import HeldParameter, NamedStorage, WeightStorage
 
 OUTLINE = "base.json"
 """What the weights would tell, where there are none: beside settings and tokenizer."""
 
-_BUFFERS = ("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias")
-"""What old checkpoints hold beside parameters, by the ends of the names."""
 _INITIAL_STD = 0.02
 SETTINGS = ("config.json", LITGPT_SETTINGS)
 _COMPANIONS = (*SETTINGS, "generation_config.json", *hub.TOKENIZER_FILES)
@@ -72,15 +73,24 @@ class BaseModel:
     @property
     def naming(self) -> Naming:
         """How its files call the parameters."""
-        return _naming_of_files(self.architecture, self.layout)
+        found = self.architecture.naming_in(self.layout)
+        assert found is not None, f"{self.name} was found in a layout that cannot hold it"
+        return found
 
 
-def open_base(checkpoint_dir: str, *, token: str | None = None, root: Path = hub.ROOT) -> BaseModel:
+def open_base(
+    checkpoint_dir: str,
+    implementation: Implementation | None = None,
+    *,
+    token: str | None = None,
+    root: Path = hub.ROOT,
+) -> BaseModel:
     """Open a base model, downloading it if needed; reads everything but the weights themselves.
 
     Args:
         checkpoint_dir: what `hub.find_or_download` takes, or ``random:NAME`` for random weights
             in an architecture that LitGPT knows by this name.
+        implementation: whose code computes it; None: see `read_architecture`.
         token: of a Hugging Face account. Default: $HF_TOKEN.
         root: where downloads go.
 
@@ -93,9 +103,11 @@ def open_base(checkpoint_dir: str, *, token: str | None = None, root: Path = hub
     name = short_name(directory)
     settings = hub.read_json(directory / "config.json")
     layout: ModelLayout = "litgpt" if hub.is_litgpt(directory) else "hf"
-    architecture = read_architecture(directory, settings, name, layout)
+    architecture = read_architecture(directory, settings, name, layout, implementation)
+    storage = storage_of(architecture, layout)
     stored = stored_tensors(_weight_files(directory))
-    head, embedding = _ends(architecture, layout, stored)
+    holders = storage.holders(stored)
+    head, embedding = holders.get(HEAD), holders.get(architecture.embedding)
     tied = bool(settings.get("tie_word_embeddings", architecture.is_usually_tied))
     if layout == "litgpt":
         # LitGPT stores a tied head beside its embedding, and unties them when it trains them.
@@ -111,7 +123,7 @@ def open_base(checkpoint_dir: str, *, token: str | None = None, root: Path = hub
         layout=layout,
         settings=settings,
     )
-    _require_complete(base, stored)
+    storage.require_complete(stored, directory, tied=tied)
     return base
 
 
@@ -126,7 +138,13 @@ def open_companions(directory: Path) -> BaseModel:
     outline = hub.read_json(directory / OUTLINE)
     dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
     name, tied, dtype = outline.get("name"), outline.get("tied"), outline.get("dtype")
-    if not isinstance(name, str) or not isinstance(tied, bool) or dtype not in dtypes:
+    implementation = outline.get("implementation", "litgpt")  # which was the only one
+    if (
+        not isinstance(name, str)
+        or not isinstance(tied, bool)
+        or dtype not in dtypes
+        or implementation not in get_args(Implementation)
+    ):
         raise UserError(
             f"{directory / OUTLINE} is missing or damaged, so the model that belongs to this "
             "checkpoint is unknown. Continue from another checkpoint of the run."
@@ -138,7 +156,7 @@ def open_companions(directory: Path) -> BaseModel:
     return BaseModel(
         name=name,
         directory=directory,
-        architecture=read_architecture(directory, settings, name, layout),
+        architecture=read_architecture(directory, settings, name, layout, implementation),
         tokenizer=Tokenizer(directory),
         tokenizer_directory=directory,
         tied=tied,
@@ -146,9 +164,9 @@ def open_companions(directory: Path) -> BaseModel:
         layout=layout,
         settings=settings,
         companions={
-            file: (directory / file).read_bytes()
-            for file in _COMPANIONS
-            if (directory / file).is_file()
+            file.name: file.read_bytes()
+            for file in (*(directory / name for name in _COMPANIONS), *licence_files(directory))
+            if file.is_file()
         },
     )
 
@@ -183,10 +201,12 @@ def save_companions(base: BaseModel, out: Path) -> None:
     Raises:
         OSError: a file cannot be read or written.
     """
-    for name, content in companions(base):
+    for name, content in (*companions(base), *licences(base)):
         (out / name).write_bytes(content)
     dtype = str(base.dtype).removeprefix("torch.")
-    write_settings(out / OUTLINE, {"name": base.name, "tied": base.tied, "dtype": dtype})
+    outline = {"name": base.name, "tied": base.tied, "dtype": dtype}
+    implementation = base.architecture.implementation
+    write_settings(out / OUTLINE, outline | {"implementation": implementation})
 
 
 def parameter_shapes(base: BaseModel) -> dict[str, torch.Size]:
@@ -216,7 +236,7 @@ def weight_reader(base: BaseModel) -> Callable[[str], Tensor]:
     Raises:
         UserError: a tensor is missing, unexpected or of another shape.
     """
-    architecture, naming = base.architecture, base.naming
+    architecture = base.architecture
     if base.directory is None:
         shapes = parameter_shapes(base)
         return lambda name: _random_weight(architecture, name, shapes[name])
@@ -226,20 +246,30 @@ def weight_reader(base: BaseModel) -> Callable[[str], Tensor]:
             "directory or the hub name of the model itself."
         )
     stored = stored_tensors(_weight_files(base.directory))
-    _require_complete(base, stored)
-    head, embedding = _ends(architecture, base.layout, stored)
+    storage = storage_of(architecture, base.layout)
+    storage.require_complete(stored, base.directory, tied=base.tied)
+    holders = storage.holders(stored)
+    head, embedding = holders.get(HEAD), holders.get(architecture.embedding)
     if base.tied and head and embedding and not _is_equal(head, embedding, compare=True):
         raise UserError(
             f"{base.directory} holds a head and an embedding that differ, but its config.json "
             "says that they are one. Set tie_word_embeddings there to false."
         )
+    return lambda name: holders[name].read()
 
-    def read(name: str) -> Tensor:
-        their_name, fused = naming.stored_in(name)
-        tensor = stored[their_name].read()
-        return tensor if fused is None else architecture.part_of(tensor, fused, name)
 
-    return read
+def storage_of(architecture: Architecture, layout: ModelLayout) -> WeightStorage:
+    """How files of a layout hold models of an architecture, which the layout can hold."""
+    if isinstance(architecture, LitgptArchitecture):
+        naming = architecture.naming_in(layout)
+        assert naming is not None, f"{architecture.name} was found in a layout that cannot hold it"
+        return NamedStorage(architecture, naming)
+    # These import transformers, which takes as long as all the rest.
+    from ftkit.architectures.transformers_architecture import TransformersArchitecture
+    from ftkit.pretrained.weights.transformers_storage import TransformersStorage
+
+    assert isinstance(architecture, TransformersArchitecture), "the other implementation"
+    return TransformersStorage(architecture)
 
 
 def _open_random(checkpoint_dir: str) -> BaseModel:
@@ -286,62 +316,22 @@ def short_name(directory: Path) -> str:
     return directory.resolve().name
 
 
-def _naming_of_files(architecture: Architecture, layout: ModelLayout) -> Naming:
-    naming = architecture.naming_in(layout)
-    assert naming is not None, f"{architecture.name} was found in a layout that cannot hold it"
-    return naming
-
-
-def _ends(
-    architecture: Architecture, layout: ModelLayout, stored: Mapping[str, WeightTensor]
-) -> tuple[WeightTensor | None, WeightTensor | None]:
-    """Head and embedding, as far as files hold them."""
-    naming = _naming_of_files(architecture, layout)
-    head, embedding = (naming.stored_in(name)[0] for name in (HEAD, architecture.embedding))
-    return stored.get(head), stored.get(embedding)
-
-
 def _weight_files(directory: Path) -> list[Path]:
     is_litgpt = hub.is_litgpt(directory)
     return [directory / "lit_model.pth"] if is_litgpt else hub.weight_files(directory)
 
 
-def _is_equal(left: WeightTensor, right: WeightTensor, compare: bool) -> bool:
+def _is_equal(left: HeldParameter, right: HeldParameter, compare: bool) -> bool:
     """Whether two tensors are one; compare: or hold the same numbers, which takes reading them."""
     a, b = left.read(), right.read()
     return a.data_ptr() == b.data_ptr() or (compare and torch.equal(a, b))
 
 
-def _require_complete(base: BaseModel, stored: Mapping[str, WeightTensor]) -> None:
-    """UserError unless the files hold exactly the parameters of the model."""
-    expected: dict[str, list[int]] = {}
-    for name, shape in parameter_shapes(base).items():
-        their_name, _ = base.naming.stored_in(name)
-        if their_name in expected:
-            expected[their_name][0] += shape[0]
-        else:
-            expected[their_name] = list(shape)
-    for name, sizes in expected.items():
-        if name not in stored:
-            raise UserError(f"The weights in {base.directory} lack {name}. Download them again.")
-        if list(stored[name].shape) != sizes:
-            raise UserError(
-                f"{name} in {base.directory} has shape {list(stored[name].shape)}, but the "
-                f"model's settings say {sizes}. Take both from the same model."
-            )
-    shared_head = {base.naming.stored_in(HEAD)[0]} if base.tied else set()
-    for name in stored.keys() - expected.keys() - shared_head:
-        if not name.endswith(_BUFFERS):
-            raise UserError(
-                f"The weights in {base.directory} hold {name}, which its settings do not explain. "
-                "Take both from the same model, and adapters and classifiers merged or removed."
-            )
-
-
 def companions(base: BaseModel) -> Iterator[tuple[str, bytes]]:
     """Names and contents of the files beside the weights: settings and tokenizer."""
     if base.companions is not None:
-        yield from base.companions.items()
+        held = base.companions.items()
+        yield from ((name, content) for name, content in held if not is_licence(name))
         return
     sources = [base.tokenizer_directory / name for name in hub.TOKENIZER_FILES]
     if base.directory is not None:
@@ -351,3 +341,13 @@ def companions(base: BaseModel) -> Iterator[tuple[str, bytes]]:
     for source in sources:
         if source.is_file():
             yield source.name, source.read_bytes()
+
+
+def licences(base: BaseModel) -> Iterator[tuple[str, bytes]]:
+    """Names and contents of the licence files of a base model, for whatever holds its weights."""
+    if base.companions is not None:
+        held = base.companions.items()
+        yield from ((name, content) for name, content in held if is_licence(name))
+    elif base.directory is not None:
+        for file in licence_files(base.directory):
+            yield file.name, file.read_bytes()

@@ -1,19 +1,18 @@
 """The architecture of a base model from its settings alone: no weights, no download."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ftkit import embedded
-from ftkit.architectures.architecture import Architecture, ModelLayout
-from ftkit.architectures.litgpt_architecture import (
-    LITGPT_SETTINGS,
-    find_by_hub_name,
-    read_architecture,
-)
+from ftkit.architectures.architecture import Architecture, Implementation, ModelLayout
+from ftkit.architectures.litgpt_architecture import LITGPT_SETTINGS, find_by_hub_name
+from ftkit.architectures.read import read_architecture
 from ftkit.errors import UserError
 from ftkit.pretrained import hub
 from ftkit.pretrained.base_model import BaseModel, open_base, short_name
+from ftkit.pretrained.gguf.convert import conversion_place, gguf_settings
 from ftkit.pretrained.tokenizer import Tokenizer
 
 _TIED = (
@@ -32,21 +31,28 @@ _TIED = (
 """Beginnings of names whose config.json says tie_word_embeddings, beside families that all do."""
 
 
-def read_blueprint(checkpoint_dir: str, *, root: Path = hub.ROOT) -> BaseModel:
+def read_blueprint(
+    checkpoint_dir: str, implementation: Implementation | None = None, *, root: Path = hub.ROOT
+) -> BaseModel:
     """A base model as far as its settings tell; it has no weights.
 
     Args:
-        checkpoint_dir: as `open_base` takes it; of a directory, config.json or model_config.yaml
-            is enough, and a hub name that LitGPT knows need not be on this machine.
+        checkpoint_dir: as `open_base` takes it; of a GGUF file its header is enough, of a directory
+            config.json or model_config.yaml, and a hub name that LitGPT knows need not be on this
+            machine.
+        implementation: whose code computes it; None: see `read_architecture`.
         root: where downloads are.
 
     Raises:
         UserError: nothing is known of such a model, or it cannot be trained.
     """
     if checkpoint_dir.startswith("random:"):
-        return open_base(checkpoint_dir)
+        return open_base(checkpoint_dir, implementation)
     if directory := hub.settings_directory(checkpoint_dir, root=root):
-        return _of_directory(directory)
+        settings = hub.read_json(directory / "config.json")
+        return _of_settings(directory, settings, implementation)
+    if file := hub.find_gguf(checkpoint_dir, root=root):
+        return _of_settings(conversion_place(file, root), gguf_settings(file), implementation)
     name = checkpoint_dir.removeprefix("./").rstrip("/").removeprefix(f"{root}/")
     if known := find_by_hub_name(name):
         return _of_hub(*known)
@@ -59,11 +65,12 @@ def read_blueprint(checkpoint_dir: str, *, root: Path = hub.ROOT) -> BaseModel:
     )
 
 
-def _of_directory(directory: Path) -> BaseModel:
-    settings = hub.read_json(directory / "config.json")
+def _of_settings(
+    directory: Path, settings: dict[str, Any], implementation: Implementation | None
+) -> BaseModel:
     name = short_name(directory)
     layout: ModelLayout = "litgpt" if (directory / LITGPT_SETTINGS).is_file() else "hf"
-    architecture = read_architecture(directory, settings, name, layout)
+    architecture = read_architecture(directory, settings, name, layout, implementation)
     return BaseModel(
         name=name,
         directory=directory,

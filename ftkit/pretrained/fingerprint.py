@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ftkit.architectures.architecture import Implementation
 from ftkit.pretrained.base_model import BaseModel, parameter_shapes, weights
 
 _SAMPLED = 256
@@ -21,12 +22,25 @@ def fingerprint(base: BaseModel) -> str:
     apart models of which one was trained, not to find a flipped bit. Random weights follow from
     the architecture and are not drawn.
 
+    It tells whose code computes the model, whose names its parameters have: see
+    `implementation_of`.
+
     Args:
         base: with weights.
 
     Raises:
         UserError: the weights are missing, damaged or not those of the architecture.
     """
+    implementation = base.architecture.implementation
+    return f"{implementation}:" * (implementation != "litgpt") + _digest(base)
+
+
+def implementation_of(known: str) -> Implementation:
+    """Whose code computes the model of a fingerprint; those of LitGPT's do not say so."""
+    return "transformers" if known.startswith("transformers:") else "litgpt"
+
+
+def _digest(base: BaseModel) -> str:
     digest = hashlib.sha256(_text(base.architecture.identity()))
     if base.random:
         digest.update(b"random")

@@ -1,6 +1,5 @@
 """The Hugging Face hub: a model name in, the directory of its files out."""
 
-import errno
 import json
 import re
 from contextlib import suppress
@@ -9,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ftkit import embedded
+from ftkit.architectures.quantized import quantized_weights, require_plain_weights
 from ftkit.errors import UserError
+from ftkit.pretrained.hub_errors import explained
+from ftkit.pretrained.licences import is_licence
 from ftkit.utils.files import free_disk_bytes
 
 ROOT = Path("checkpoints")
@@ -37,13 +39,20 @@ _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _SETTINGS_TIMEOUT_S = 5.0
 """For an answer of the hub to what can be done without."""
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_QUANTIZED_NOTES = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
+}
+"""What quantisers write beside a config.json, in which older ones say nothing."""
 
 
 def find_or_download(name: str, *, token: str | None = None, root: Path = ROOT) -> Path:
     """The directory of a base model, complete; downloaded if it is not on this machine.
 
     Args:
-        name: a directory, ``ORG/NAME`` on the hub (found under root, where LitGPT's
+        name: a directory, a GGUF file or a directory with one (converted, if it is not yet),
+            ``ORG/NAME`` on the hub (found under root, where LitGPT's
             ``checkpoints/ORG/NAME`` points as well), or ``embedded:NAME``. An earlier download
             that was interrupted goes on where it stopped.
         token: of a Hugging Face account, for gated models. Default: $HF_TOKEN.
@@ -54,6 +63,8 @@ def find_or_download(name: str, *, token: str | None = None, root: Path = ROOT) 
     """
     if found := find_here(name, root=root):
         return found
+    if file := find_gguf(name, root=root):
+        return _convert(file, root)
     path = Path(name).expanduser()
     repo_id = _repository(name, root)
     download_path = root / repo_id if repo_id else None
@@ -61,31 +72,60 @@ def find_or_download(name: str, *, token: str | None = None, root: Path = ROOT) 
         raise UserError(
             f"checkpoint_dir {name} is no complete base model: {_listed(missing_files(path))} is "
             "missing. Give a directory with config.json, a tokenizer and "
-            "the weights (model.safetensors, pytorch_model.bin or their shards), or LitGPT's "
-            "model_config.yaml and lit_model.pth."
+            "the weights (model.safetensors, pytorch_model.bin or their shards), a GGUF file, or "
+            "LitGPT's model_config.yaml and lit_model.pth."
         )
     if repo_id:
-        return download(repo_id, token=token, root=root)
+        directory = download(repo_id, token=token, root=root)
+        file = find_gguf(str(directory), root=root)
+        return directory if file is None else _convert(file, root)
     what = "is a file, not a directory" if path.is_file() else "does not exist"
     raise UserError(
-        f"checkpoint_dir {name} {what}. Give the directory of a base model, or a hub name such "
-        f"as TinyLlama/TinyLlama_v1.1.{_suggestion(name)}"
+        f"checkpoint_dir {name} {what}. Give the directory of a base model, a GGUF file, or a hub "
+        f"name such as TinyLlama/TinyLlama_v1.1.{_suggestion(name)}"
     )
 
 
 def find_here(name: str, *, root: Path = ROOT) -> Path | None:
-    """The directory of a base model, complete, if it is on this machine.
+    """The directory of a base model, complete, if it is on this machine; of a GGUF file, converted.
 
     Raises:
-        UserError: what is there cannot be read, or no such model is embedded.
+        UserError: what is there cannot be read or trained, or no such model is embedded.
     """
     if name.startswith("embedded:"):
         return _embedded(name)
-    path = Path(name).expanduser()
-    repo_id = _repository(name, root)
-    for candidate in (path, root / repo_id if repo_id else None):
-        if candidate and candidate.is_dir() and not missing_files(candidate):
+    for candidate in _places(name, root):
+        if candidate.is_dir() and not missing_files(candidate):
+            _require_plain_weights(candidate)
             return candidate
+    file = find_gguf(name, root=root)
+    return None if file is None else _converted(file, root)
+
+
+def find_gguf(name: str, *, root: Path = ROOT) -> Path | None:
+    """The GGUF file that a name stands for: its path, or that of a directory with no other model.
+
+    Args:
+        name: as `find_or_download` takes it.
+        root: where downloads are.
+
+    Raises:
+        UserError: the directory holds several.
+    """
+    for candidate in _places(name, root):
+        if candidate.is_file() and _is_gguf(candidate):
+            return candidate
+        if not candidate.is_dir() or _incomplete_files(candidate):
+            continue
+        files = sorted(filter(_is_gguf, candidate.iterdir()))
+        if not files or is_litgpt(candidate) or weight_files(candidate):
+            continue
+        if len(files) > 1:
+            raise UserError(
+                f"checkpoint_dir {name} holds {len(files)} GGUF files: "
+                f"{_listed([file.name for file in files])}. Give one of them, such as {files[0]}."
+            )
+        return files[0]
     return None
 
 
@@ -119,14 +159,16 @@ def download(repo_id: str, *, token: str | None = None, root: Path = ROOT) -> Pa
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
         files = _files_to_fetch(repo_id, list(sizes))
         _require_space(repo_id, directory, {file: sizes[file] for file in files})
-        snapshot_download(
-            repo_id, revision=info.sha, local_dir=directory, token=token, allow_patterns=files
-        )
+        for wanted in (["config.json"], files):  # what cannot be trained is not downloaded
+            snapshot_download(
+                repo_id, revision=info.sha, local_dir=directory, token=token, allow_patterns=wanted
+            )
+            _require_plain_weights(directory)
     except (httpx.HTTPError, HFValidationError, OSError, RuntimeError) as error:
-        raise _explained(error, repo_id, directory) from error
+        raise explained(error, repo_id, directory, lambda: _suggestion(repo_id)) from error
     for stale in _incomplete_files(directory):
         stale.unlink()
-    if missing := missing_files(directory):
+    if (missing := missing_files(directory)) and find_gguf(str(directory), root=root) is None:
         raise UserError(
             f"{repo_id} is in {directory} now, but its repository lacks {_listed(missing)}. Choose "
             "another copy of the model."
@@ -147,7 +189,7 @@ def fetch_settings(name: str, *, token: str | None = None, root: Path = ROOT) ->
         root: where downloads go.
     """
     repo_id = _repository(name, root)
-    if repo_id is None or Path(name).expanduser().is_dir():
+    if repo_id is None or Path(name).expanduser().is_dir() or find_gguf(name, root=root):
         return
     directory = root / repo_id
     if (directory / "config.json").is_file() and has_tokenizer(directory):
@@ -170,12 +212,20 @@ def fetch_settings(name: str, *, token: str | None = None, root: Path = ROOT) ->
 
 
 def settings_directory(name: str, *, root: Path = ROOT) -> Path | None:
-    """The directory that holds the settings of a base model; None: it is not here."""
+    """The directory that holds the settings of a base model; None: it is not here.
+
+    Raises:
+        UserError: no such model is embedded, a directory holds several GGUF files, or the weights
+            are stored quantised.
+    """
     if name.startswith("embedded:"):
         return _embedded(name)
+    if file := find_gguf(name, root=root):
+        return _converted(file, root)
     plain = name.removeprefix("./").rstrip("/").removeprefix(f"{root}/")
     for candidate in (Path(name).expanduser(), root / plain):
         if any((candidate / file).is_file() for file in ("config.json", "model_config.yaml")):
+            _require_plain_weights(candidate)
             return candidate
     return None
 
@@ -263,12 +313,44 @@ def _embedded(name: str) -> Path:
     return embedded.path(short_name) / "model"
 
 
+def _places(name: str, root: Path) -> list[Path]:
+    """Where on this machine a model of this name may lie."""
+    repo_id = _repository(name, root)
+    return [Path(name).expanduser(), *([root / repo_id] if repo_id else [])]
+
+
+def _is_gguf(file: Path) -> bool:
+    return file.suffix.lower() == ".gguf"
+
+
+def _convert(file: Path, root: Path) -> Path:
+    from ftkit.pretrained.gguf.convert import convert
+
+    return convert(file, root)
+
+
+def _converted(file: Path, root: Path) -> Path | None:
+    """What `_convert` has made earlier."""
+    from ftkit.pretrained.gguf.convert import conversion_place
+
+    place = conversion_place(file, root)
+    return place if place.is_dir() else None
+
+
+def _require_plain_weights(directory: Path) -> None:
+    """UserError if the weights in a directory are stored quantised."""
+    require_plain_weights(read_json(directory / "config.json"), str(directory))
+    for note, method in _QUANTIZED_NOTES.items():
+        if (directory / note).is_file():
+            raise quantized_weights({"quant_method": method}, str(directory))
+
+
 def _repository(name: str, root: Path) -> str | None:
     """ORG/NAME, where the name can mean a hub model."""
     name = name.removeprefix("./").rstrip("/")
     for prefix in (f"{root}/", f"{ROOT}/"):
         name = name.removeprefix(prefix)
-    return name if _REPOSITORY.fullmatch(name) else None
+    return name if _REPOSITORY.fullmatch(name) and not _is_gguf(Path(name)) else None
 
 
 def _incomplete_files(directory: Path) -> list[Path]:
@@ -277,17 +359,26 @@ def _incomplete_files(directory: Path) -> list[Path]:
 
 
 def _files_to_fetch(repo_id: str, files: list[str]) -> list[str]:
-    settings = [file for file in files if file in _SETTINGS_FILES]
+    beside = [file for file in files if file in _SETTINGS_FILES or is_licence(file)]
     for name in _WEIGHTS:
         if name in files:
-            return [*settings, name]
+            return [*beside, name]
         if (index := f"{name}.index.json") in files:
             stem, suffix = name.split(".")
             shard = re.compile(rf"{stem}-\d+-of-\d+\.{suffix}")
-            return [*settings, index, *(file for file in files if shard.fullmatch(file))]
+            return [*beside, index, *(file for file in files if shard.fullmatch(file))]
+    converted = [file for file in files if _is_gguf(Path(file))]
+    if len(converted) == 1:
+        return [*beside, *converted]
+    if converted:
+        raise UserError(
+            f"{repo_id} holds {len(converted)} GGUF files: {_listed(converted)}. Fetch one by "
+            f"hf download {repo_id} {converted[0]} --local-dir DIRECTORY, and give its path."
+        )
     raise UserError(
         f"{repo_id} holds no weights that ftkit reads (model.safetensors or pytorch_model.bin, "
-        "whole or in shards). Choose the original model instead of a converted copy."
+        "whole or in shards, or a GGUF file). Choose the original model instead of a converted "
+        "copy."
     )
 
 
@@ -304,63 +395,6 @@ def _require_space(repo_id: str, directory: Path, sizes_bytes: dict[str, int]) -
             f"{free_bytes / 2**30:.1f} GiB are free there. Free some space, or make "
             f"{ROOT} a link to a larger disk."
         )
-
-
-def _explained(error: Exception, repo_id: str, directory: Path) -> UserError:
-    """The same failure in words that say what to do. Never quotes requests or tokens."""
-    import httpx
-    from huggingface_hub import constants, errors
-
-    if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ is not None:
-        error = error.__cause__  # type: ignore[assignment]
-    hub = constants.ENDPOINT
-    status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
-    if isinstance(error, errors.GatedRepoError):
-        return UserError(
-            f"{repo_id} is gated: its owners grant access to accounts, one by one. Accept its "
-            f"licence at {hub}/{repo_id} and give a token of that account: set HF_TOKEN or "
-            "--access_token."
-        )
-    if isinstance(error, (errors.RepositoryNotFoundError, errors.HFValidationError)):
-        return UserError(
-            f"There is no model {repo_id} at {hub}, or it is private. Check the spelling; for a "
-            f"private model set HF_TOKEN or --access_token.{_suggestion(repo_id)}"
-        )
-    if status in (401, 403):
-        return UserError(
-            f"{hub} refused access to {repo_id} (HTTP {status}): the token is wrong or may not "
-            "read it. Make one that may at https://huggingface.co/settings/tokens, and give it "
-            "as HF_TOKEN or --access_token."
-        )
-    if status is not None:
-        return UserError(
-            f"{hub} could not serve {repo_id} (HTTP {status}). Try again later; a download goes "
-            "on where it stopped."
-        )
-    if isinstance(error, errors.OfflineModeIsEnabled):
-        return UserError(
-            f"{repo_id} is not complete in {directory}, and HF_HUB_OFFLINE forbids to download "
-            "it. Unset HF_HUB_OFFLINE, or copy the model's files to that directory."
-        )
-    if isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError)):
-        return UserError(
-            f"{repo_id} is not in {directory}, and {hub} cannot be reached from this machine. "
-            "Check the network, set HF_ENDPOINT to a mirror, or copy the model's files from "
-            "another machine to that directory."
-        )
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return UserError(
-            f"The disk of {directory} is full; {repo_id} is not complete. Free some space and "
-            "run the command again: it goes on where it stopped."
-        )
-    if isinstance(error, PermissionError):
-        return UserError(
-            f"{directory} cannot be written. Run the command in a directory of your own."
-        )
-    return UserError(
-        f"The download of {repo_id} broke off ({type(error).__name__}). Run the command again: "
-        f"it goes on where it stopped. If that fails too, remove {directory} first."
-    )
 
 
 def _suggestion(name: str) -> str:

@@ -1,6 +1,6 @@
 """Saving of a model as a directory, for Hugging Face or for LitGPT."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -8,19 +8,21 @@ from typing import Any
 import yaml
 from litgpt.utils import incremental_save
 from safetensors import SafetensorError
-from torch import Tensor
 
 from ftkit.architectures.architecture import HEAD, ModelLayout
 from ftkit.architectures.litgpt_architecture import LITGPT_SETTINGS
-from ftkit.architectures.naming import Naming
 from ftkit.errors import UserError
-from ftkit.pretrained.base_model import SETTINGS, BaseModel, companions, parameter_shapes
-from ftkit.pretrained.weight_files import ShardWriter, write_settings
+from ftkit.pretrained.base_model import (
+    SETTINGS,
+    BaseModel,
+    companions,
+    licences,
+    parameter_shapes,
+    storage_of,
+)
+from ftkit.pretrained.weights.files import ShardWriter, write_settings
+from ftkit.pretrained.weights.storage import Tensors, WeightStorage
 from ftkit.utils.files import new_directory
-
-Tensors = Iterable[tuple[str, Tensor]]
-"""(our name, tensor) for each of `parameter_shapes`, in any order and number format. The model is
-tied if, and only if, lm_head.weight is not among them."""
 
 
 def layout_of(base: BaseModel) -> ModelLayout:
@@ -48,7 +50,7 @@ def save_hf(
     The directory appears complete or not at all. Memory holds one shard at a time.
 
     Args:
-        base: what the tensors are a version of; its settings and tokenizer are copied.
+        base: what the tensors are a version of; its settings, tokenizer and licence are copied.
         tensors: all of the model.
         out: a directory that is empty or does not exist.
         max_shard_bytes: size of the files that the weights are split into.
@@ -59,24 +61,24 @@ def save_hf(
         UserError: Hugging Face has no such model, or ``out`` is taken or cannot be written.
         ValueError: the tensors are not those of the model.
     """
-    naming = _naming_for(base, "hf")
+    storage = _storage_for(base, "hf")
     settings = _plain(base.settings) or base.architecture.settings_in("hf")
     if settings is None:
         raise UserError(
             f"{base.architecture.name} cannot be written for Hugging Face without its config.json. "
             "Copy config.json of the original model into its directory."
         )
-    embedding, head = _ends(base, naming)
+    embedding, head = _ends(base, storage)
     with _directory(out, overwrite) as partial:
         writer = ShardWriter(partial, max_shard_bytes)
-        for name, tensor in _joined(base, naming, tensors):
+        for name, tensor in storage.written(tensors):
             writer.add(name, tensor)
         writer.finish()
         settings |= _facts(settings, base, writer.dtypes[embedding], tied=head not in writer.dtypes)
         settings.setdefault("bos_token_id", base.tokenizer.bos_id)
         settings.setdefault("eos_token_id", base.tokenizer.eos_id)
         write_settings(partial / "config.json", settings)
-        save_beside(base, others, partial)
+        save_beside(base, {**dict(licences(base)), **(others or {})}, partial)
 
 
 def save_litgpt(
@@ -94,7 +96,7 @@ def save_litgpt(
     holds tensors and nothing else: torch's restricted loader (weights_only) reads it.
 
     Args:
-        base: what the tensors are a version of; its settings and tokenizer are copied.
+        base: what the tensors are a version of; its settings, tokenizer and licence are copied.
         tensors: all of the model. A tied head is written too, as LitGPT wants it.
         out: a directory that is empty or does not exist.
         overwrite: replace the directory, once the new one is complete.
@@ -104,12 +106,12 @@ def save_litgpt(
         UserError: LitGPT has no such model, or ``out`` is taken or cannot be written.
         ValueError: the tensors are not those of the model.
     """
-    naming = _naming_for(base, "litgpt")
-    embedding, head = _ends(base, naming)
+    storage = _storage_for(base, "litgpt")
+    embedding, head = _ends(base, storage)
     stored: dict[str, Any] = {}
     with _directory(out, overwrite) as partial:
         with incremental_save(partial / "lit_model.pth") as file:
-            for name, tensor in _joined(base, naming, tensors):
+            for name, tensor in storage.written(tensors):
                 # A storage of its own: a view of a mapped file would bring the whole file.
                 stored[name] = file.store_early(tensor.detach().cpu().clone())
                 if name == embedding:
@@ -124,22 +126,19 @@ def save_litgpt(
             write_settings(
                 partial / "config.json", settings | _facts(settings, base, dtype, tied=tied)
             )
-        save_beside(base, others, partial)
+        save_beside(base, {**dict(licences(base)), **(others or {})}, partial)
 
 
-def _naming_for(base: BaseModel, layout: ModelLayout) -> Naming:
-    """What files of a layout call the parameters; UserError if it cannot hold the model."""
+def _storage_for(base: BaseModel, layout: ModelLayout) -> WeightStorage:
+    """How files of a layout hold the model; UserError if they cannot."""
     if (obstacle := base.architecture.obstacle_to(layout)) is not None:
         raise UserError(f"{base.name} {obstacle}")
-    naming = base.architecture.naming_in(layout)
-    assert naming is not None, "a model that can be written has names in the layout"
-    return naming
+    return storage_of(base.architecture, layout)
 
 
-def _ends(base: BaseModel, naming: Naming) -> tuple[str, str]:
+def _ends(base: BaseModel, storage: WeightStorage) -> tuple[str, str]:
     """Their names of embedding and head."""
-    embedding, head = (naming.stored_in(n)[0] for n in (base.architecture.embedding, HEAD))
-    return embedding, head
+    return storage.written_name(base.architecture.embedding), storage.written_name(HEAD)
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,23 +189,3 @@ def _directory(out: Path, overwrite: bool) -> Iterator[Path]:
             f"{out} cannot be written ({str(error).splitlines()[0]}). Free some space or choose "
             "another directory."
         ) from error
-
-
-def _joined(base: BaseModel, naming: Naming, tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
-    """Our tensors under their names, fused where theirs are; ValueError if they are not all."""
-    missing = base.architecture.parameter_shapes(tied=False)
-    parts: dict[str, Tensor] = {}
-    for name, tensor in tensors:
-        if missing.pop(name, None) != tensor.shape:
-            raise ValueError(f"{name} {list(tensor.shape)} is twice, unknown or of another shape")
-        their_name, fused = naming.stored_in(name)
-        if fused is None:
-            yield their_name, tensor
-            continue
-        parts[name] = tensor
-        names = fused.parameters_beside(name)
-        if all(part in parts for part in names):
-            yield their_name, base.architecture.fuse([parts.pop(part) for part in names], fused)
-    missing.pop(HEAD, None)
-    if missing:
-        raise ValueError(f"not given: {', '.join(missing)}")

@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from ftkit.errors import UserError
-from ftkit.pretrained.hub import ROOT, read_json, settings_directory
+from ftkit.pretrained.hub import ROOT, find_gguf, read_json, settings_directory
 from ftkit.utils.yaml_files import parse_yaml
 
 _NAMES = {
@@ -49,12 +49,15 @@ def rough_model(name: str, *, root: Path = ROOT) -> RoughModel | None:
         root: where downloads are.
     """
     try:
-        directory = settings_directory(name, root=root)
-        if directory is None:
-            return None
-        settings: Any = read_json(directory / "config.json")
-        if (file := directory / "model_config.yaml").is_file():
-            settings = parse_yaml(file.read_text(encoding="utf-8"))
+        settings: Any = None
+        if directory := settings_directory(name, root=root):
+            settings = read_json(directory / "config.json")
+            if (file := directory / "model_config.yaml").is_file():
+                settings = parse_yaml(file.read_text(encoding="utf-8"))
+        elif gguf := find_gguf(name, root=root):
+            from ftkit.pretrained.gguf.convert import gguf_settings
+
+            settings = gguf_settings(gguf)
     except (UserError, OSError, UnicodeDecodeError, yaml.YAMLError):  # the run will say so
         return None
     if not isinstance(settings, dict):

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from ftkit.architectures.architecture import Implementation
 from ftkit.bodies.attention import AttentionPath, attention_kernel, attention_path
 from ftkit.chat_templates.named import OF_TOKENIZER, resolve_chat_template
 from ftkit.chat_templates.template import ChatTemplate
@@ -32,7 +33,7 @@ from ftkit.optim.schedule import Schedule, make_schedule
 from ftkit.optim.state_kinds import bytes_per_number, state_kinds
 from ftkit.pretrained.base_model import BaseModel, checked_length, open_base, open_companions
 from ftkit.pretrained.chat_files import chat_files, end_tokens
-from ftkit.pretrained.fingerprint import fingerprint
+from ftkit.pretrained.fingerprint import fingerprint, implementation_of
 from ftkit.pretrained.hub import find_here
 from ftkit.pretrained.save import layout_of
 from ftkit.report.report import DataCounts, Resolved, Source
@@ -150,7 +151,8 @@ def identities(
         )
     if not base.has_weights:
         assert start is not None
-        of_base = _identity_here(recipe.checkpoint_dir) or start.base
+        known = implementation_of(start.base.fingerprint)
+        of_base = _identity_here(recipe.checkpoint_dir, known) or start.base
     else:
         of_base = BaseIdentity(name=recipe.checkpoint_dir, fingerprint=fingerprint(base))
     if start is not None and of_base.fingerprint != start.base.fingerprint:
@@ -162,13 +164,14 @@ def identities(
     return of_base, of_data
 
 
-def _identity_here(checkpoint_dir: str) -> BaseIdentity | None:
+def _identity_here(checkpoint_dir: str, implementation: Implementation) -> BaseIdentity | None:
     """Of a base model that is not needed any more; None: it is not here, or not whole."""
     try:
         found = find_here(checkpoint_dir)
         if found is None:
             return None
-        return BaseIdentity(name=checkpoint_dir, fingerprint=fingerprint(open_base(str(found))))
+        base = open_base(str(found), implementation)
+        return BaseIdentity(name=checkpoint_dir, fingerprint=fingerprint(base))
     except UserError:
         return None
 
@@ -186,7 +189,11 @@ def set_up(job: Job, start: StartingPoint, journal: Journal) -> Setup:
     """
     plan, recipe = job.plan, job.recipe
     continues_alone = start.metadata is not None and recipe.method == "full"
-    base = open_companions(Path(job.base)) if continues_alone else open_base(job.base)
+    base = (
+        open_companions(Path(job.base))
+        if continues_alone
+        else open_base(job.base, start.implementation(recipe))
+    )
     attention = attention_path(base.architecture.attention, plan)
     max_seq_length = checked_length(base, recipe.train.max_seq_length)
     with journal.display.phase("reading data") as phase:

@@ -4,9 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from ftkit.architectures.architecture import Implementation
 from ftkit.checkpoint.metadata import CheckpointError, Metadata
 from ftkit.checkpoint.shards import StoredState
+from ftkit.config.recipe import Recipe
 from ftkit.errors import UserError
+from ftkit.pretrained.fingerprint import implementation_of
 from ftkit.runs.job import Job
 
 
@@ -40,6 +43,27 @@ class StartingPoint:
             ) from error
         own = job.directory.store.directory.resolve()
         return cls(metadata=metadata, stored=stored, in_place=directory.resolve().parent == own)
+
+    def implementation(self, recipe: Recipe) -> Implementation | None:
+        """Whose code computes the model, if that is known; a run that goes on keeps what it has.
+
+        Args:
+            recipe: may ask for one.
+
+        Raises:
+            UserError: it asks for another one than the checkpoint was made with.
+        """
+        asked, metadata = recipe.implementation, self.metadata
+        if metadata is None:
+            return asked
+        known = implementation_of(metadata.base.fingerprint)
+        if asked not in (None, known):
+            raise UserError(
+                f"model_implementation is {asked}, but the checkpoint of step {metadata.step} was "
+                f"made with {known}, whose names its tensors have. Try --model_implementation "
+                f"{known}."
+            )
+        return known
 
     @property
     def step(self) -> int:

@@ -6,6 +6,7 @@ a quarter of the time until a rank could begin, which uses of them `lightning.fa
 `litgpt.model`.
 """
 
+import functools
 import gc
 import logging
 import sys
@@ -24,6 +25,9 @@ is used."""
 FUNCTIONS = ("litgpt.scripts.convert_hf_checkpoint", "litgpt.utils")
 """Functions can be imported from them; their code runs when one is called. Seen in LitGPT 0.5.13:
 the network and the tokenizer import one function each, for files that ftkit reads by itself."""
+LISTING = "transformers.utils.import_utils", "create_import_structure_from_path"
+"""transformers lists the names in all its 1,300 files of models twice: it remembers 128 folders and
+has 440. Seen in 5.3.0."""
 
 _LOCK = threading.RLock()
 
@@ -91,13 +95,33 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        loader_class = _Package if fullname in PACKAGES else _Functions
-        if loader_class is _Functions and fullname not in FUNCTIONS:
+        loader_class = _loader_class(fullname)
+        if loader_class is None:
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and isinstance(spec.loader, SourceFileLoader):
             spec.loader = loader_class(spec.loader.name, spec.loader.path)
         return spec
+
+
+def _loader_class(module: str) -> type[SourceFileLoader] | None:
+    """What loads a module; None: Python's own."""
+    if module in PACKAGES:
+        return _Package
+    if module in FUNCTIONS:
+        return _Functions
+    return _WithMemory if module == LISTING[0] else None
+
+
+class _WithMemory(SourceFileLoader):
+    """Has a function of the module remember all its answers, where it remembers only some."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the module's code, and mend the function."""
+        super().exec_module(module)
+        forgetful = getattr(module, LISTING[1], None)
+        if (function := getattr(forgetful, "__wrapped__", None)) is not None:
+            setattr(module, LISTING[1], functools.cache(function))
 
 
 class _Postponed(SourceFileLoader):

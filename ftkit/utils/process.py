@@ -9,9 +9,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 from typing import IO, Any
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+AT_REST, BUSY = 10_000, 1_000
+"""Turns that OpenMP's threads wait for each other spinning before they sleep, on a machine with a
+core for each of them and on one without. libgomp's own 300,000 are as fast as 10,000 at rest, and
+may cost a busy machine most of its time."""
+LOOKS, BETWEEN_LOOKS_S = 5, 0.002
+"""How often, at most, a machine is looked at for what runs on it."""
 
 
 def start_command(words: Sequence[str], output: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
@@ -199,3 +207,21 @@ def cleaning_up_on_signals() -> AbstractContextManager[None]:
         sys.exit(128 + number)
 
     return handling({signal.SIGTERM: leave, signal.SIGHUP: leave})
+
+
+def turns_before_sleep(load: Path = Path("/proc/loadavg")) -> int:
+    """The turns that suit what else runs here now; see GOMP_SPINCOUNT in libgomp's manual.
+
+    Args:
+        load: the kernel's file, whose fourth word says how many threads run or want to.
+    """
+    for _ in range(LOOKS):  # what wakes up for a moment does not count
+        try:
+            running = int(load.read_text().split()[3].partition("/")[0])
+        except (OSError, ValueError, IndexError):  # not Linux
+            return BUSY
+        others = running - 1  # but for this one
+        if (os.cpu_count() or 1) - others >= len(os.sched_getaffinity(0)):
+            return AT_REST
+        time.sleep(BETWEEN_LOOKS_S)
+    return BUSY

@@ -226,7 +226,7 @@ def test_a_full_disk_is_said_and_nothing_is_left(
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("ftkit.pretrained.weight_files.save_tensors", fail)
+    monkeypatch.setattr("ftkit.pretrained.weights.files.save_tensors", fail)
     monkeypatch.setattr(incremental_save, "store_early", fail)
     text = mistake(ended["full"].out_dir, "--format", form, "--out", tmp_path / "out")
     assert "cannot be written" in text and "No space left" in text

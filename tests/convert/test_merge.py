@@ -318,7 +318,7 @@ def test_a_signal_leaves_nothing_half_written(
 {DEFAULT_SIGNALS}
 import os, signal
 from pathlib import Path
-from ftkit.pretrained.weight_files import ShardWriter
+from ftkit.pretrained.weights.files import ShardWriter
 write = ShardWriter._write_shard
 def write_and_end(self):
     write(self)

@@ -18,6 +18,9 @@ KINDS: dict[str, tuple[tuple[str, Any], ...]] = {  # olora starts as pissa does
     "whole layers": (
         ("lora_modules_to_save", ("embed_tokens", "norm")),
         ("lora_plus_ratio", 4.0),
+        # One number of a matrix A has hardly a gradient in its first step: what is rounding below
+        # Adam's usual eps of 1e-8 would become steps of 1e-5, on CPUs that add up in other orders.
+        ("optimizer.eps", 1e-6),
     ),
     "dora, quantised": (("lora_variant", "dora"), ("quantize", "bnb.nf4-dq")),
     "pissa, quantised": (("lora_init", "pissa"), ("quantize", "bnb.nf4")),

@@ -32,7 +32,6 @@ from ftkit.pretrained import base_model, hub
 from ftkit.pretrained.base_model import (
     BaseModel,
     checked_length,
-    open_base,
     open_companions,
     parameter_shapes,
     save_companions,
@@ -110,6 +109,11 @@ MODELS: dict[str, dict[str, Any]] = {
 FUSED = ("phi3", "gpt_neox")
 
 MakeModel = Callable[..., Path]
+
+
+def open_base(checkpoint_dir: str) -> BaseModel:
+    """As LitGPT computes it, which these tests are about."""
+    return base_model.open_base(checkpoint_dir, "litgpt")
 
 
 def family(model: str) -> str:
@@ -850,7 +854,10 @@ def test_names_go_over_to_hugging_face_one_to_one(model: str, make_model: MakeMo
 
 
 def test_modules_and_what_hangs_on_them_are_renamed(make_model: MakeModel) -> None:
-    llama, phi = (open_base(str(make_model(model))).naming for model in ("llama", "phi3"))
+    llama, phi = (
+        open_base(str(make_model(model))).architecture.naming_in("hf")
+        for model in ("llama", "phi3")
+    )
     assert llama.theirs("transformer.h.3.attn.qkv.q_proj") == "model.layers.3.self_attn.q_proj"
     assert llama.theirs("transformer.h.11.mlp.fc_1.lora_A.weight") == (
         "model.layers.11.mlp.gate_proj.lora_A.weight"

@@ -342,7 +342,7 @@ def test_what_is_there_already_needs_no_room(
     assert download(REPOSITORY, root=root) == root / REPOSITORY
 
 
-@pytest.mark.parametrize("weights", ["model.gguf", "model-q4.safetensors"])
+@pytest.mark.parametrize("weights", ["model.onnx", "model-q4.safetensors"])
 def test_a_repository_without_weights_to_read_is_refused(
     weights: str, served: Hub, root: Path
 ) -> None:
@@ -454,3 +454,30 @@ def test_importing_the_module_is_cheap() -> None:
         check=True,
     )
     assert done.stdout == "set()\n"
+
+
+def test_licences_are_fetched_with_the_model(served: Hub, root: Path) -> None:
+    terms = {"LICENSE.txt": b"terms", "NOTICE": b"of somebody", "USE_POLICY.md": b"for good"}
+    served.files |= {**terms, "docs/LICENSE": b"of the documents"}
+    assert contents(download(REPOSITORY, root=root)) == without_readme(SAFE) | terms
+
+
+def test_weights_that_are_quantised_are_not_downloaded(served: Hub, root: Path) -> None:
+    served.files["config.json"] = b'{"quantization_config": {"quant_method": "awq"}}'
+    assert "holds AWQ weights" in failure(root)
+    assert [request.path.rpartition("/")[2] for request in served.transfers()] == ["config.json"]
+
+
+def test_the_only_gguf_file_of_a_repository_is_fetched(served: Hub, root: Path) -> None:
+    served.files = {"model-Q8_0.gguf": b"GGUF", "README.md": b"", "LICENSE": b"terms"}
+    directory = download(REPOSITORY, root=root)
+    assert contents(directory) == without_readme(served.files)
+    with pytest.raises(UserError, match=r"model-Q8_0.gguf is no sound GGUF file"):
+        find_or_download(REPOSITORY, root=root)
+
+
+def test_of_several_gguf_files_one_has_to_be_chosen(served: Hub, root: Path) -> None:
+    served.files = {"a.gguf": b"GGUF", "b.gguf": b"GGUF"}
+    assert f"2 GGUF files: a.gguf, b.gguf. Fetch one by hf download {REPOSITORY} a.gguf" in failure(
+        root
+    )

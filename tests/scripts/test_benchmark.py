@@ -340,10 +340,13 @@ def test_the_document_on_performance_names_every_file_of_figures_and_no_other() 
     assert named == {file.name for file in (SCRIPTS / "benchmarks").glob("*.json")}
 
 
-def test_the_tables_of_the_document_are_those_of_committed_figures() -> None:
-    from benchmarking.peers.command import markdown
+@pytest.mark.parametrize("command", ["peers", "levers", "scaling"])
+def test_the_tables_of_the_document_are_those_of_committed_figures(command: str) -> None:
+    from benchmarking import levers, scaling
+    from benchmarking.peers import command as peers
 
-    (file,) = (SCRIPTS / "benchmarks").glob("peers-*.json")
+    markdown = {"peers": peers, "levers": levers, "scaling": scaling}[command].markdown
+    (file,) = (SCRIPTS / "benchmarks").glob(f"{command}-*.json")
     assert markdown(json.loads(file.read_text())) in (ROOT / "docs/performance.md").read_text()
 
 

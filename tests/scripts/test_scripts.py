@@ -47,6 +47,7 @@ LIGHT_MODULES = [
     "notebook.api",
     "notebook.display",
     "optim.schedule",
+    "pretrained.gguf.convert",
     "pretrained.hub",
     "pretrained.size_estimate",
 ]

@@ -85,3 +85,16 @@ def test_a_package_that_is_not_installed_is_not_found(monkeypatch: pytest.Monkey
     imports.postpone_modules()
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("no_such_package")
+
+
+def test_a_function_that_remembers_some_answers_remembers_all(
+    ran: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forgetful = "import functools\nASKED = []\n@functools.lru_cache(maxsize=1)\n"
+    forgetful += "def listing(name):\n    ASKED.append(name)\n    return name.upper()\n"
+    folder = Path(importlib.import_module("made_package.ran").__file__ or "").parent
+    (folder / "listings.py").write_text(forgetful)
+    monkeypatch.setattr(imports, "LISTING", ("made_package.listings", "listing"))
+    listings = importlib.import_module("made_package.listings")
+    assert [listings.listing(name) for name in ("a", "b", "a", "b")] == ["A", "B", "A", "B"]
+    assert listings.ASKED == ["a", "b"]

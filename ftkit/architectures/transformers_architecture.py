@@ -1,0 +1,340 @@
+"""Transformers' models as architectures: any causal language model that the library builds itself.
+
+A model is built from `config.json` alone, on the meta device. No code from a hub is ever run.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Self
+
+import torch
+import torch.nn as nn
+import transformers
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.pytorch_utils import Conv1D
+
+from ftkit.architectures.architecture import (
+    Architecture,
+    AttentionTraits,
+    Initial,
+    ModelLayout,
+)
+from ftkit.architectures.naming import SameNames
+from ftkit.architectures.transformers_outline import (
+    blocks_of,
+    compute_buffers,
+    finished_logits,
+    freeze_stored_buffers,
+    head_name,
+    set_depth,
+    untranspose_layers,
+)
+from ftkit.errors import UserError
+
+_IN_ROWS = {"full_attention", "sliding_attention"}
+"""Kinds of layers in which a token sees others of its sequence alone, by their positions."""
+_POSITIONS_WITHOUT_LIMIT = 2048
+"""Context of a model whose config.json tells none."""
+_FOLLOWING_LENGTH = {"dynamic", "longrope"}
+"""Rotary embeddings that depend on the longest sequence of a batch, beyond the first context."""
+_NO_PART = (
+    "_name_or_path", "architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id",
+    "id2label", "label2id", "max_position_embeddings", "model_type", "output_router_logits",
+    "pad_token_id", "tie_word_embeddings", "torch_dtype", "transformers_version", "use_cache",
+    "vocab_size",
+)  # fmt: skip
+"""Settings that change no number for a given sequence."""
+
+ROUTERS = ("gate", "router", "shared_expert_gate")
+"""What layers are called that choose experts."""
+
+_QUERY = ("q_proj", "query", "q_a_proj", "q_b_proj")
+_KEY = ("k_proj", "key")
+_VALUE = ("v_proj", "value")
+_KEY_VALUE = ("kv_a_proj_with_mqa", "kv_b_proj")
+_ALL_THREE = ("qkv_proj", "query_key_value", "c_attn", "qkv", "in_proj_qkv")
+
+
+@dataclass(frozen=True)
+class TransformersArchitecture(Architecture):
+    """What transformers builds from a config.json."""
+
+    settings: Mapping[str, Any]
+    """Its content."""
+    depth: int | None = None
+    """Blocks; None: as the settings say."""
+
+    implementation = "transformers"
+
+    @cached_property
+    def config(self) -> PretrainedConfig:
+        """Transformers' own, of the language model."""
+        fields = {key: value for key, value in self.settings.items() if key != "auto_map"}
+        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+        if self.depth is not None:
+            set_depth(config, self.depth)
+        return config
+
+    @property
+    def name(self) -> str:
+        return str(self.settings["model_type"])
+
+    @property
+    def class_name(self) -> str:
+        return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.name])
+
+    @property
+    def context_length(self) -> int:
+        longest = getattr(self.config, "max_position_embeddings", None)
+        rotary = getattr(self.config, "rope_parameters", None) or {}
+        if rotary.get("rope_type") in _FOLLOWING_LENGTH:
+            longest = rotary.get("original_max_position_embeddings") or longest
+        return int(longest or _POSITIONS_WITHOUT_LIMIT)
+
+    @property
+    def window(self) -> None:
+        """None: windows are run as they are."""
+
+    @property
+    def layers(self) -> int:
+        return int(self.config.num_hidden_layers)
+
+    @cached_property
+    def has_equal_layers(self) -> bool:
+        kinds = getattr(self.config, "layer_types", None) or [""]
+        first, *others = (
+            {name: p.shape for name, p in block.named_parameters()}
+            for block in blocks_of(self.outline.base_model, self.layers)
+        )
+        return len(set(kinds)) == 1 and all(other == first for other in others)
+
+    @property
+    def attention(self) -> AttentionTraits:
+        config = self.config
+        heads = int(config.num_attention_heads)
+        size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        names = {name.rpartition(".")[2] for name, _ in self.outline.named_parameters()}
+        return AttentionTraits(
+            heads=heads,
+            head_size=int(size),
+            is_plain=not (
+                getattr(config, "attn_logit_softcapping", None)
+                or "sinks" in names
+                or hasattr(config, "v_head_dim")
+            ),
+            takes_rows=self.takes_rows,
+        )
+
+    @property
+    def takes_rows(self) -> bool:
+        """Whether its attention is an interface, and all that tokens see of each other."""
+        kinds = set(getattr(self.config, "layer_types", None) or ())
+        return bool(self._class._supports_attention_backend) and kinds <= _IN_ROWS
+
+    @property
+    def _class(self) -> type[PreTrainedModel]:
+        found: type[PreTrainedModel] = getattr(transformers, self.class_name)
+        return found
+
+    @property
+    def logit_softcap(self) -> float | None:
+        return self._of_logits[1]
+
+    @property
+    def logit_scale(self) -> float:
+        return self._of_logits[0]
+
+    @cached_property
+    def _of_logits(self) -> tuple[float, float | None]:
+        """What the model does to the products of its head: their factor, and their bound.
+
+        Raises:
+            UserError: something else.
+        """
+        products = torch.linspace(-4.0, 4.0, self.config.vocab_size, device="cpu")
+        found = finished_logits(self.build(), products)
+        softcap = getattr(self.config, "final_logit_softcapping", None)
+        factor = float(found[-1] / products[-1])
+        for scale, bound in ((1.0, None), (1.0, softcap), (factor, None)):
+            expected = products * scale
+            expected = torch.tanh(expected / bound) * bound if bound else expected
+            if torch.allclose(found, expected, rtol=1e-6, atol=0.0):
+                return scale, bound
+        raise UserError(
+            f"{self.class_name} changes its logits in a way that ftkit does not know. Choose "
+            "another model."
+        )
+
+    @property
+    def expert_share(self) -> float:
+        names = ("num_local_experts", "num_experts", "n_routed_experts")
+        experts = next((n for name in names if (n := getattr(self.config, name, None))), None)
+        chosen = getattr(self.config, "num_experts_per_tok", None)
+        return chosen / experts if chosen and experts else 1.0
+
+    @cached_property
+    def embedding(self) -> str:
+        wanted = self.outline.get_input_embeddings().weight
+        return next(name for name, p in self.outline.named_parameters() if p is wanted)
+
+    @property
+    def is_usually_tied(self) -> bool:
+        return bool(self.config.tie_word_embeddings)
+
+    @cached_property
+    def lora_layers(self) -> Mapping[str, tuple[str, ...]]:
+        found: dict[str, dict[str, None]] = {}
+        for block in blocks_of(self.outline.base_model, self.layers):
+            for name, module in block.named_modules():
+                if isinstance(module, nn.Linear):
+                    for key in _lora_keys(name):
+                        found.setdefault(key, {})[name] = None
+        return {key: tuple(names) for key, names in found.items()} | {"lora_head": ("lm_head",)}
+
+    @cached_property
+    def untied_shapes(self) -> dict[str, torch.Size]:
+        head = head_name(self.outline)
+        own, of_head = {}, {}
+        for name, parameter in self.outline.named_parameters():
+            module, _, kind = name.rpartition(".")
+            if module == head:
+                of_head[f"lm_head.{kind}"] = parameter.shape
+            else:
+                own[name] = parameter.shape
+        return own | of_head
+
+    @cached_property
+    def outline(self) -> PreTrainedModel:
+        """The model on the meta device, to be looked at."""
+        return self.build()
+
+    @cached_property
+    def _plain(self) -> PreTrainedModel:
+        """The model as transformers makes it, on the meta device."""
+        with torch.device("meta"):
+            return self._class(copy.deepcopy(self.config))
+
+    @cached_property
+    def transposed(self) -> frozenset[str]:
+        """Names of the weights that files hold as [in, out]."""
+        layers = self._plain.named_modules()
+        return frozenset(f"{name}.weight" for name, m in layers if isinstance(m, Conv1D))
+
+    @cached_property
+    def scalars(self) -> frozenset[str]:
+        """Names of the parameters that are [1] here and have no dimension in files."""
+        return frozenset(name for name, p in self._plain.state_dict().items() if p.ndim == 0)
+
+    def build(self) -> PreTrainedModel:
+        """The model on the meta device; what it computes at its start is on the CPU.
+
+        Embedding and head are two, nothing is dropped out, and each layer of products is a linear
+        one.
+        """
+        config = copy.deepcopy(self.config)
+        config.tie_word_embeddings = config.use_cache = False
+        for name, value in config.to_dict().items():
+            is_rate = name.endswith(("dropout", "_pdrop", "dropout_prob", "layerdrop"))
+            if is_rate and isinstance(value, float):
+                setattr(config, name, 0.0)
+        if hasattr(config, "output_router_logits"):
+            config.output_router_logits = False
+        config._attn_implementation = "sdpa" if self._class._supports_sdpa else "eager"
+        with torch.device("meta"):
+            model = self._class(config)
+            untranspose_layers(model)
+        compute_buffers(model)
+        freeze_stored_buffers(model)
+        return model
+
+    def initial(self, name: str, shape: torch.Size) -> Initial:
+        if len(shape) > 1:
+            return "normal"
+        if name.endswith(".bias") or (self.name.startswith("gemma") and "norm" in name):
+            return "zeros"  # Gemma's norms add one
+        return "ones"
+
+    def with_layers(self, layers: int) -> Self:
+        return dataclasses.replace(self, depth=layers)
+
+    def identity(self) -> dict[str, Any]:
+        settings = self.config.to_diff_dict()
+        return {
+            "implementation": "transformers",
+            "model_type": self.name,
+            **{key: value for key, value in settings.items() if key not in _NO_PART},
+        }
+
+    def naming_in(self, layout: ModelLayout) -> SameNames | None:
+        return SameNames(head=head_name(self.outline)) if layout == "hf" else None
+
+    def settings_in(self, layout: ModelLayout) -> dict[str, Any] | None:
+        return self.config.to_diff_dict() if layout == "hf" else None
+
+    def obstacle_to(self, layout: ModelLayout) -> str | None:
+        if layout == "hf":
+            return None
+        return "is a model of transformers, which LitGPT's layout does not hold. Try --format hf."
+
+
+def read_transformers_architecture(
+    settings: Mapping[str, Any], name: str
+) -> TransformersArchitecture:
+    """The architecture that a config.json describes to transformers.
+
+    Args:
+        settings: its content.
+        name: of the model, for messages.
+
+    Raises:
+        UserError: transformers has no such causal language model, or the settings are damaged.
+    """
+    model_type = settings.get("model_type")
+    if model_type not in CONFIG_MAPPING_NAMES:
+        code = " It brings code of its own, which ftkit does not run." * ("auto_map" in settings)
+        raise UserError(
+            f"{name} is of model_type {model_type!r}, which transformers "
+            f"{transformers.__version__} does not know.{code} Choose another model, or a newer "
+            "ftkit."
+        )
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise UserError(
+            f"{name} is of model_type {model_type!r}, of which transformers has no causal language "
+            "model. Choose another model."
+        )
+    architecture = TransformersArchitecture(settings)
+    try:
+        architecture.parameter_shapes(tied=False)
+        architecture.logit_scale  # noqa: B018 (refuses what it does not know)
+    except UserError:
+        raise
+    except Exception as error:  # of any family's code, for settings that do not fit each other
+        raise UserError(
+            f"config.json of {name} makes no {architecture.class_name} "
+            f"({type(error).__name__}: {error}). Download it again, or choose another model."
+        ) from error
+    return architecture
+
+
+def _lora_keys(name: str) -> tuple[str, ...]:
+    """The keys of recipes that adapt a linear layer.
+
+    Args:
+        name: in its block.
+    """
+    *path, last = name.split(".")
+    if last in ROUTERS:
+        return ()
+    if not any("attn" in part or "attention" in part for part in path):
+        return ("lora_mlp",)
+    keys = {
+        "lora_query": (*_QUERY, *_ALL_THREE),
+        "lora_key": (*_KEY, *_KEY_VALUE, *_ALL_THREE),
+        "lora_value": (*_VALUE, *_KEY_VALUE, *_ALL_THREE),
+    }
+    return tuple(key for key, names in keys.items() if last in names) or ("lora_projection",)

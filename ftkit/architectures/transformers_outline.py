@@ -1,0 +1,127 @@
+"""Models of transformers on the meta device: how they are looked at, and made ready for ftkit."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from ftkit.errors import UserError
+
+
+def blocks_of(model: nn.Module, count: int) -> nn.ModuleList:
+    """The blocks of a model: its outermost list of so many modules.
+
+    Raises:
+        UserError: there is none.
+    """
+    lists = [
+        (name.count("."), module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == count
+    ]
+    if not lists:
+        raise UserError(
+            f"{type(model).__name__} has no list of {count} blocks. Choose another model."
+        )
+    return min(lists, key=lambda found: found[0])[1]
+
+
+def head_name(model: PreTrainedModel) -> str:
+    """The name of the output layer in transformers' model."""
+    head = model.get_output_embeddings()
+    return next(name for name, module in model.named_modules() if module is head)
+
+
+def set_depth(config: PretrainedConfig, layers: int) -> None:
+    """Give a model another number of blocks; lists with an entry for each are cut, too."""
+    before = config.num_hidden_layers
+    for name, value in config.to_dict().items():
+        if isinstance(value, list) and len(value) == before and before != layers:
+            setattr(config, name, (value * layers)[:layers])
+    config.num_hidden_layers = layers
+
+
+def untranspose_layers(model: nn.Module) -> None:
+    """Put linear layers in place of those that hold their weight the other way round."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, Conv1D):
+            model.set_submodule(name, nn.Linear(module.nx, module.nf))
+
+
+@torch.no_grad()
+def compute_buffers(model: PreTrainedModel) -> None:
+    """Have the model compute on the CPU what no file holds, as it does after loading."""
+    with torch.device("cpu"):
+        for name, buffer in list(model.named_non_persistent_buffers()):
+            owner, _, kind = name.rpartition(".")
+            model.get_submodule(owner)._buffers[kind] = torch.empty_like(buffer, device="cpu")
+        for tensor in (*model.parameters(), *_stored_buffers(model)):
+            tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # left as it is
+        for module in model.modules():
+            module._is_hf_initialized = False  # type: ignore[assignment]
+        model.initialize_weights()
+
+
+def _stored_buffers(model: PreTrainedModel) -> Iterator[Tensor]:
+    computed = {name for name, _ in model.named_non_persistent_buffers()}
+    return (buffer for name, buffer in model.named_buffers() if name not in computed)
+
+
+def freeze_stored_buffers(model: PreTrainedModel) -> None:
+    """Numbers that files hold and nothing trains become parameters, which are read and written."""
+    computed = {name for name, _ in model.named_non_persistent_buffers()}
+    for name, buffer in list(model.named_buffers()):
+        if name not in computed and buffer.is_floating_point():
+            owner, _, kind = name.rpartition(".")
+            module = model.get_submodule(owner)
+            del module._buffers[kind]
+            module.register_parameter(kind, nn.Parameter(buffer, requires_grad=False))
+    for name, parameter in list(model.named_parameters()):
+        if parameter.ndim == 0:  # which cannot be sharded
+            owner, _, kind = name.rpartition(".")
+            trained = parameter.requires_grad
+            value = nn.Parameter(parameter.detach()[None], requires_grad=trained)
+            setattr(model.get_submodule(owner), kind, value)
+
+
+class _Outputs(tuple[Tensor]):
+    """What a model gives: the hidden states first, and nothing else by any name."""
+
+    def __getattr__(self, name: str) -> Tensor | None:
+        return self[0] if name == "last_hidden_state" else None
+
+
+class _Given(nn.Module):
+    """In the place of a model: gives what it was made with."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self._hidden = hidden
+
+    def __getattr__(self, name: str) -> Any:
+        """Any part of the model is this one."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return self
+
+    def forward(self, *_: Any, **__: Any) -> "_Outputs":
+        return _Outputs((self._hidden,))
+
+
+def finished_logits(model: PreTrainedModel, products: Tensor) -> Tensor:
+    """The logits that a model makes of the products of its head.
+
+    Args:
+        model: which is of no use afterwards.
+        products: [vocabulary].
+    """
+    setattr(model, model.base_model_prefix, _Given(products[None, None]))
+    model.set_submodule(head_name(model), nn.Identity())
+    with torch.no_grad():
+        logits: Tensor = model(input_ids=torch.zeros(1, 1, dtype=torch.long, device="cpu")).logits
+    return logits[0, 0]

@@ -1,0 +1,1 @@
+"""Weight files, and how they hold the parameters of a model."""

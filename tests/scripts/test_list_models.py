@@ -1,0 +1,40 @@
+"""The list of models in docs/models.md is what comes out of trying them."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from command import ROOT, command_environment
+
+TEXT = (ROOT / "docs/models.md").read_text()
+
+
+def lines(*types: str) -> list[str]:
+    """What the script prints."""
+    script = ROOT / "scripts/list_models"
+    ran = subprocess.run(
+        [sys.executable, script, *types],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=command_environment(),
+    )
+    return [line for line in ran.stdout.splitlines() if line.startswith("| `")]
+
+
+def test_every_causal_language_model_of_transformers_is_in_the_list() -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
+
+    assert re.findall(r"^\| `([\w.-]+)` \|", TEXT, re.MULTILINE) == sorted(KNOWN)
+
+
+def test_models_do_what_the_list_says() -> None:
+    found = lines("llama", "gpt2", "mixtral", "mamba")
+    assert len(found) == 4
+    assert all(line in TEXT for line in found)
+
+
+@pytest.mark.matrix
+def test_the_list_is_what_comes_out_now() -> None:
+    assert "\n".join(lines()) in TEXT

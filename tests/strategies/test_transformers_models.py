@@ -1,0 +1,96 @@
+"""Promises P1 and P2 over models that transformers computes: windows, experts, a tied head."""
+
+from typing import Any
+
+import pytest
+from rank_jobs import Case, Outcome, Run, assert_same_maths, make_run, needs_deepspeed
+from transformers_models import make_transformers_model
+
+MODELS = {
+    "window": "mistral window",
+    "experts": "qwen3_moe",
+    "tied": "gemma",
+}
+THEIRS: tuple[tuple[str, Any], ...] = (
+    ("model_implementation", "transformers"),
+    # A tied model says the last token of its prompt again: a word, not the end of a line.
+    ("data.prompt_style", "litgpt.prompts.Default"),
+)
+pytestmark = pytest.mark.slow
+STRATEGIES = ("ddp", "fsdp", pytest.param("deepspeed", marks=needs_deepspeed))
+
+
+@pytest.fixture(scope="module")
+def changes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[tuple[str, Any], ...]]:
+    directory = tmp_path_factory.mktemp("transformers")
+    return {
+        name: (*THEIRS, ("checkpoint_dir", str(make_transformers_model(directory / name, model))))
+        for name, model in MODELS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return make_run(tmp_path_factory)
+
+
+Found = dict[tuple[str, ...], Outcome]
+
+
+@pytest.fixture(scope="module")
+def alone(run: Run, changes: dict[str, tuple[tuple[str, Any], ...]]) -> Found:
+    cases: dict[tuple[str, ...], Case] = {}
+    for model, changed in changes.items():
+        one = (*changed, ("train.micro_batch_size", 1))
+        padded = (*changed, ("train.padding_free", False))
+        cases |= {
+            (model, "full"): Case("single", "full", changes=changed),
+            (model, "lora"): Case("single", "lora", changes=changed),
+            (model, "nf4"): Case("single", "lora", changes=(*changed, ("quantize", "bnb.nf4"))),
+            (model, "one by one"): Case("single", "full", changes=one),
+            (model, "padded"): Case("single", "full", changes=padded),
+            (model, "half"): Case("single", "lora", changes=changed, stop_after=2),
+        }
+    found = run(1, list(cases.values()))
+    return {name: found[case] for name, case in cases.items()}
+
+
+@pytest.fixture(scope="module")
+def in_two(run: Run, changes: dict[str, tuple[tuple[str, Any], ...]], alone: Found) -> Found:
+    cases: dict[tuple[str, ...], Case] = {}
+    for model, changed in changes.items():
+        quantized = (*changed, ("quantize", "bnb.nf4"))
+        for strategy in ("ddp", "fsdp", "deepspeed"):
+            cases[model, strategy, "full"] = Case(strategy, "full", changes=changed)
+            cases[model, strategy, "nf4"] = Case(strategy, "lora", changes=quantized)
+        half = alone[model, "half"].out_dir
+        cases[model, "fsdp", "resumed"] = Case("fsdp", "lora", changes=changed, start=half)
+    found = run(2, list(cases.values()))
+    return {name: found[case] for name, case in cases.items()}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("how", ["one by one", "padded"])
+def test_the_micro_batch_changes_nothing(model: str, how: str, alone: Found) -> None:
+    assert_same_maths(alone[model, how], alone[model, "full"])
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("method", ["full", "nf4"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_two_ranks_learn_what_one_learns(
+    model: str, strategy: str, method: str, in_two: Found, alone: Found
+) -> None:
+    assert_same_maths(in_two[model, strategy, method], alone[model, method])
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_run_goes_on_under_another_strategy(model: str, in_two: Found, alone: Found) -> None:
+    assert_same_maths(in_two[model, "fsdp", "resumed"], alone[model, "lora"])
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("method", ["full", "lora", "nf4"])
+def test_the_loss_falls(model: str, method: str, alone: Found) -> None:
+    losses = alone[model, method].losses
+    assert losses[-1] < losses[0]

@@ -1,0 +1,130 @@
+"""Models of many families, made tiny with transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tiny import make_tokenizer
+
+VOCABULARY = 400
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+}
+_SLIDING = ["sliding_attention", "full_attention"]
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
+_LATENT = {
+    "q_lora_rank": None,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama tied": {"tie_word_embeddings": True},
+    "mistral window": {"sliding_window": 6},
+    "ministral": {"sliding_window": 6, "head_dim": 8, "layer_types": _SLIDING},
+    "qwen2 window": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    "qwen3": {"head_dim": 8},
+    "gemma": {"head_dim": 8},
+    "gemma2": {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 6},
+    "gemma3_text": {"head_dim": 8, "sliding_window": 6, "layer_types": _SLIDING},
+    "phi": {},
+    "phi3": {},
+    "phi3 window": {"sliding_window": 6},
+    "gpt_neox": {},
+    "gpt2": _GPT2,
+    "gptj": _GPT2 | {"rotary_dim": 4},
+    "gpt_bigcode": _GPT2,
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "bloom": {"n_layer": 2, "n_head": 4},
+    "falcon": {"num_kv_heads": 2, "new_decoder_architecture": True},
+    "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 256},
+    "olmo": {},
+    "olmo2": {},
+    "olmo3": {"sliding_window": 6, "layer_types": _SLIDING},
+    "olmoe": _EXPERTS,
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "granite": {"logits_scaling": 3.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.5},
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 3.0},
+    "stablelm": {},
+    "starcoder2": {"sliding_window": 6},
+    "cohere": {"logit_scale": 0.25},
+    "cohere2": {"logit_scale": 0.25, "sliding_window": 6, "layer_types": _SLIDING},
+    "nemotron": {},
+    "glm": {"head_dim": 8},
+    "glm4": {"head_dim": 8},
+    "ernie4_5": {"head_dim": 8},
+    "exaone4": {"sliding_window": 6, "layer_types": _SLIDING},
+    "seed_oss": {"head_dim": 8},
+    "helium": {"head_dim": 8},
+    "arcee": {},
+    "apertus": {},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "persimmon": {"num_key_value_heads": 4},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "qwen2_moe": _EXPERTS | {"shared_expert_intermediate_size": 24},
+    "qwen3_moe": _EXPERTS | {"head_dim": 8},
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 8,
+        "sliding_window": 6,
+        "layer_types": _SLIDING,
+    },
+}
+"""Settings of each, by model_type and what is special about it."""
+
+
+def model_type(model: str) -> str:
+    """Of a key of MODELS."""
+    return model.split()[0]
+
+
+def settings_of(model: str) -> dict[str, Any]:
+    """All settings of a key of MODELS."""
+    return SIZES | MODELS[model]
+
+
+def make_transformers_model(directory: Path, model: str) -> Path:
+    """A random model in Hugging Face's layout, with weights large enough to tell apart."""
+    config = transformers.AutoConfig.for_model(model_type(model), **settings_of(model))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        made = transformers.AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for parameter in made.parameters():
+                noise = torch.randn_like(parameter) * 0.1
+                parameter.copy_(noise if parameter.ndim > 1 else parameter + noise)
+    directory.mkdir(parents=True, exist_ok=True)
+    made.save_pretrained(directory)
+    make_tokenizer(directory)
+    return directory
+
+
+def transformers_model(directory: Path) -> transformers.PreTrainedModel:
+    """The model of a directory, loaded by transformers; its attention step by step."""
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        directory, attn_implementation="eager"
+    ).eval()
