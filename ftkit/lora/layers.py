@@ -48,7 +48,7 @@ def add_adapter(model: nn.Module, base: BaseModel, recipe: LoraRecipe) -> None:
 
 
 def _inject(model: nn.Module, recipe: LoraRecipe, targets: list[str]) -> None:
-    from peft import LoraConfig, inject_adapter_in_model  # takes seconds
+    from peft.tuners.lora import LoraConfig, LoraModel  # takes a second
 
     config = LoraConfig(
         r=recipe.lora_r,
@@ -57,7 +57,7 @@ def _inject(model: nn.Module, recipe: LoraRecipe, targets: list[str]) -> None:
         use_rslora=recipe.lora_variant == "rslora",
         target_modules=targets,
     )
-    inject_adapter_in_model(config, model, adapter_name=TRAINED, low_cpu_mem_usage=True)
+    LoraModel(model, config, adapter_name=TRAINED, low_cpu_mem_usage=True)
 
 
 @contextmanager

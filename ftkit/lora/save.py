@@ -87,7 +87,7 @@ def save_adapter(
         base_fingerprint: of the base model, noted so that another one is refused.
         beside: further files, by name; they replace those of the base model.
     """
-    from peft import LoraConfig
+    from peft.tuners.lora import LoraConfig
 
     given = {name: tensor.detach().cpu() for name, tensor in parameters}
     layers = _joined_layers({name: t for name, t in given.items() if is_adapter(name)})

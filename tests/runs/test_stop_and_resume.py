@@ -275,8 +275,9 @@ def in_sessions(directory: Path, common: list[str]) -> Sessions:
     while not run.done or run.done[-1].report.outcome != "completed":
         assert run.run(words).code == 0 and len(run.done) <= 3
     run.run(words)
-    grown = run.first_words("--stop_after", "1s", resume="auto", train__max_steps=LAST + 20)
-    run.run(grown)
+    # Steps are slow, so that no machine makes all of them in a second.
+    grown = run.first_words("--stop_after", "1s", resume="auto", train__max_steps=2 * LAST)
+    run.run(grown, in_ranks=SLOW)
     return run
 
 
@@ -431,10 +432,10 @@ def test_a_run_that_grew_goes_on_and_a_time_ends_its_session_after_a_step(chains
     found = run.done[-1]
     assert (found.code, found.report.outcome) == (0, "stopped")
     assert found.report.exit_reason == "--stop_after 1s reached"
-    assert LAST < found.steps < LAST + 20
+    assert LAST < found.steps < 2 * LAST
     assert found.saved[-1] == found.steps
-    assert run.store.metadata(found.steps).changes == ["train.max_steps 80 -> 100"]
-    assert "changed: train.max_steps 80 -> 100" in found.out
+    assert run.store.metadata(found.steps).changes == ["train.max_steps 80 -> 160"]
+    assert "changed: train.max_steps 80 -> 160" in found.out
 
 
 def test_tensorboard_has_every_step_once(chains: Chains) -> None:

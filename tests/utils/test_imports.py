@@ -1,12 +1,14 @@
 """Postponed modules: whose own code runs when something of it is asked for."""
 
 import importlib
+import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+from command import command_environment
 
 from ftkit.utils import imports
 
@@ -87,14 +89,49 @@ def test_a_package_that_is_not_installed_is_not_found(monkeypatch: pytest.Monkey
         importlib.import_module("no_such_package")
 
 
-def test_a_function_that_remembers_some_answers_remembers_all(
-    ran: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    forgetful = "import functools\nASKED = []\n@functools.lru_cache(maxsize=1)\n"
-    forgetful += "def listing(name):\n    ASKED.append(name)\n    return name.upper()\n"
-    folder = Path(importlib.import_module("made_package.ran").__file__ or "").parent
-    (folder / "listings.py").write_text(forgetful)
-    monkeypatch.setattr(imports, "LISTING", ("made_package.listings", "listing"))
-    listings = importlib.import_module("made_package.listings")
-    assert [listings.listing(name) for name in ("a", "b", "a", "b")] == ["A", "B", "A", "B"]
-    assert listings.ASKED == ["a", "b"]
+def test_transformers_lists_the_same_names_and_each_folder_once() -> None:
+    """In two processes: the list is made when transformers is imported."""
+    listed = """
+import hashlib, os, sys
+from pathlib import Path
+{before}
+opened = []
+sys.addaudithook(lambda event, arguments: event == "open" and opened.append(str(arguments[0])))
+import transformers
+files = [file for file in opened if "/transformers/models/" in file and file.endswith(".py")]
+print(len(files) == len(set(files)) > 1000)
+names = sorted(transformers._class_to_module.items())
+requirements = sorted((k, sorted(v)) for k, v in transformers._object_missing_backend.items())
+print(len(names), hashlib.sha256(repr((names, requirements)).encode()).hexdigest())
+"""
+    postponed = "from ftkit.utils.imports import postpone_modules; postpone_modules()"
+    plain, ours = (run_python(listed.format(before=before)) for before in ("", postponed))
+    assert ours.splitlines()[0] == "True"
+    assert ours.splitlines()[1] == plain.splitlines()[1]
+    assert int(ours.split()[1]) > 1000
+
+
+def test_lora_is_imported_without_the_other_adapters_of_peft() -> None:
+    found = run_python("""
+import sys
+from ftkit.utils.imports import postpone_modules
+postpone_modules()
+from peft.tuners.lora import LoraConfig, LoraModel
+print(sorted(name for name in sys.modules if name.startswith("peft.tuners.")
+             and name.split(".")[2] not in ("lora", "tuners_utils", "_buffer_dict")))
+import peft
+print(peft.LoraConfig is LoraConfig, peft.BOFTConfig.__name__, peft.PeftModel.__name__)
+""")
+    assert found.splitlines() == ["[]", "True BOFTConfig PeftModel"]
+
+
+def run_python(statements: str) -> str:
+    """What a new interpreter prints."""
+    found = subprocess.run(
+        [sys.executable, "-c", statements],
+        env=command_environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return found.stdout
