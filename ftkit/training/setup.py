@@ -363,6 +363,7 @@ def _tell(setup: Setup, journal: Journal) -> None:
         optimizer=recipe.optimizer["class_path"],
         parameters=parameter_count(model),
         trainable_parameters=sum(parameter.numel() for parameter in trainable(model)),
+        kept_bytes=setup.base.rest_bytes or None,
         chat_template=setup.template.name,
         max_seq_length=setup.max_seq_length,
         global_batch_size=recipe.train.global_batch_size,
