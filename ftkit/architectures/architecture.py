@@ -115,6 +115,14 @@ class Architecture(ABC):
     def untied_shapes(self) -> dict[str, torch.Size]:
         """`parameter_shapes` where embedding and head are two."""
 
+    @property
+    def rest_shapes(self) -> Mapping[str, torch.Size]:
+        """Name and shape of what a model has beside its language model: kept as it is.
+
+        Empty where there is nothing else.
+        """
+        return {}
+
     def parameter_shapes(self, *, tied: bool) -> dict[str, torch.Size]:
         """Our name and the shape of every parameter, in the order of the model's modules.
 

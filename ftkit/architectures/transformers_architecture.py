@@ -34,6 +34,11 @@ from ftkit.architectures.transformers_outline import (
     set_depth,
     untranspose_layers,
 )
+from ftkit.architectures.transformers_parts import (
+    language_model_name,
+    require_text_alone,
+    whole_class_name,
+)
 from ftkit.errors import UserError
 
 _IN_ROWS = {"full_attention", "sliding_attention"}
@@ -72,13 +77,37 @@ class TransformersArchitecture(Architecture):
     implementation = "transformers"
 
     @cached_property
+    def whole_config(self) -> PretrainedConfig:
+        """Transformers' own, of the whole model."""
+        fields = {key: value for key, value in self.settings.items() if key != "auto_map"}
+        whole = AutoConfig.for_model(fields.pop("model_type"), **fields)
+        if self.depth is not None:
+            set_depth(self._of_language(whole), self.depth)
+        return whole
+
+    @property
     def config(self) -> PretrainedConfig:
         """Transformers' own, of the language model."""
-        fields = {key: value for key, value in self.settings.items() if key != "auto_map"}
-        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-        if self.depth is not None:
-            set_depth(config, self.depth)
-        return config
+        return self._of_language(self.whole_config)
+
+    def _of_language(self, whole: PretrainedConfig) -> PretrainedConfig:
+        return whole.text_config if self.is_part else whole
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it is the language model of a model that sees or hears, too."""
+        return whole_class_name(self.name) is not None
+
+    @cached_property
+    def language_name(self) -> str:
+        """The name of the language model, without its head, in the whole model."""
+        return language_model_name(self._plain) if self.is_part else self._class.base_model_prefix
+
+    def language_in(self, whole: PreTrainedModel) -> PreTrainedModel:
+        """The language model, without its head."""
+        found = whole.get_submodule(self.language_name) if self.is_part else whole.base_model
+        assert isinstance(found, PreTrainedModel)
+        return found
 
     @property
     def name(self) -> str:
@@ -86,7 +115,8 @@ class TransformersArchitecture(Architecture):
 
     @property
     def class_name(self) -> str:
-        return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.name])
+        whole = whole_class_name(self.name)
+        return whole or str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.name])
 
     @property
     def context_length(self) -> int:
@@ -109,7 +139,7 @@ class TransformersArchitecture(Architecture):
         kinds = getattr(self.config, "layer_types", None) or [""]
         first, *others = (
             {name: p.shape for name, p in block.named_parameters()}
-            for block in blocks_of(self.outline.base_model, self.layers)
+            for block in blocks_of(self.language_in(self.outline), self.layers)
         )
         return len(set(kinds)) == 1 and all(other == first for other in others)
 
@@ -118,7 +148,7 @@ class TransformersArchitecture(Architecture):
         config = self.config
         heads = int(config.num_attention_heads)
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        names = {name.rpartition(".")[2] for name, _ in self.outline.named_parameters()}
+        names = {name.rpartition(".")[2] for name in self.untied_shapes}
         return AttentionTraits(
             heads=heads,
             head_size=int(size),
@@ -134,7 +164,8 @@ class TransformersArchitecture(Architecture):
     def takes_rows(self) -> bool:
         """Whether its attention is an interface, and all that tokens see of each other."""
         kinds = set(getattr(self.config, "layer_types", None) or ())
-        return bool(self._class._supports_attention_backend) and kinds <= _IN_ROWS
+        has_interface = self.language_in(self._plain)._supports_attention_backend
+        return bool(has_interface) and kinds <= _IN_ROWS
 
     @property
     def _class(self) -> type[PreTrainedModel]:
@@ -157,7 +188,7 @@ class TransformersArchitecture(Architecture):
             UserError: something else.
         """
         products = torch.linspace(-4.0, 4.0, self.config.vocab_size, device="cpu")
-        found = finished_logits(self.build(), products)
+        found = finished_logits(self.build(), self.language_name, products)
         softcap = getattr(self.config, "final_logit_softcapping", None)
         factor = float(found[-1] / products[-1])
         for scale, bound in ((1.0, None), (1.0, softcap), (factor, None)):
@@ -184,12 +215,12 @@ class TransformersArchitecture(Architecture):
 
     @property
     def is_usually_tied(self) -> bool:
-        return bool(self.config.tie_word_embeddings)
+        return bool(getattr(self.whole_config, "tie_word_embeddings", False))
 
     @cached_property
     def lora_layers(self) -> Mapping[str, tuple[str, ...]]:
         found: dict[str, dict[str, None]] = {}
-        for block in blocks_of(self.outline.base_model, self.layers):
+        for block in blocks_of(self.language_in(self.outline), self.layers):
             for name, module in block.named_modules():
                 if isinstance(module, nn.Linear):
                     for key in _lora_keys(name):
@@ -204,9 +235,20 @@ class TransformersArchitecture(Architecture):
             module, _, kind = name.rpartition(".")
             if module == head:
                 of_head[f"lm_head.{kind}"] = parameter.shape
-            else:
+            elif not self.is_rest(name):
                 own[name] = parameter.shape
         return own | of_head
+
+    def is_rest(self, name: str) -> bool:
+        """Whether a parameter or buffer of the whole model is none of its language model."""
+        return self.is_part and not name.startswith(
+            (f"{self.language_name}.", f"{head_name(self.outline)}.")
+        )
+
+    @cached_property
+    def rest_shapes(self) -> dict[str, torch.Size]:
+        stored = self._plain.state_dict().items() if self.is_part else ()
+        return {name: tensor.shape for name, tensor in stored if self.is_rest(name)}
 
     @cached_property
     def outline(self) -> PreTrainedModel:
@@ -217,7 +259,7 @@ class TransformersArchitecture(Architecture):
     def _plain(self) -> PreTrainedModel:
         """The model as transformers makes it, on the meta device."""
         with torch.device("meta"):
-            return self._class(copy.deepcopy(self.config))
+            return self._class(copy.deepcopy(self.whole_config))
 
     @cached_property
     def transposed(self) -> frozenset[str]:
@@ -236,20 +278,23 @@ class TransformersArchitecture(Architecture):
         Embedding and head are two, nothing is dropped out, and each layer of products is a linear
         one.
         """
-        config = copy.deepcopy(self.config)
-        config.tie_word_embeddings = config.use_cache = False
+        whole = copy.deepcopy(self.whole_config)
+        config = self._of_language(whole)
+        whole.tie_word_embeddings = config.tie_word_embeddings = config.use_cache = False
         for name, value in config.to_dict().items():
             is_rate = name.endswith(("dropout", "_pdrop", "dropout_prob", "layerdrop"))
             if is_rate and isinstance(value, float):
                 setattr(config, name, 0.0)
         if hasattr(config, "output_router_logits"):
             config.output_router_logits = False
-        config._attn_implementation = "sdpa" if self._class._supports_sdpa else "eager"
+        implementation = "sdpa" if self._class._supports_sdpa else "eager"
+        whole._attn_implementation = config._attn_implementation = implementation
         with torch.device("meta"):
-            model = self._class(config)
-            untranspose_layers(model)
-        compute_buffers(model)
-        freeze_stored_buffers(model)
+            model = self._class(whole)
+            part = self.language_in(model) if self.is_part else model
+            untranspose_layers(part)
+        compute_buffers(part)
+        freeze_stored_buffers(part)
         return model
 
     def initial(self, name: str, shape: torch.Size) -> Initial:
@@ -274,7 +319,7 @@ class TransformersArchitecture(Architecture):
         return SameNames(head=head_name(self.outline)) if layout == "hf" else None
 
     def settings_in(self, layout: ModelLayout) -> dict[str, Any] | None:
-        return self.config.to_diff_dict() if layout == "hf" else None
+        return self.whole_config.to_diff_dict() if layout == "hf" else None
 
     def obstacle_to(self, layout: ModelLayout) -> str | None:
         if layout == "hf":
@@ -302,7 +347,8 @@ def read_transformers_architecture(
             f"{transformers.__version__} does not know.{code} Choose another model, or a newer "
             "ftkit."
         )
-    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    whole = whole_class_name(model_type)
+    if whole is None and model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise UserError(
             f"{name} is of model_type {model_type!r}, of which transformers has no causal language "
             "model. Choose another model."
@@ -310,9 +356,14 @@ def read_transformers_architecture(
     architecture = TransformersArchitecture(settings)
     try:
         architecture.parameter_shapes(tied=False)
+        if whole is not None:
+            require_text_alone(architecture.build(), architecture.language_name, name)
         architecture.logit_scale  # noqa: B018 (refuses what it does not know)
     except UserError:
         raise
+    except ImportError as error:
+        needed = str(error).strip().partition("\n")[0]
+        raise UserError(f"{name} is of model_type {model_type!r}: {needed}") from error
     except Exception as error:  # of any family's code, for settings that do not fit each other
         raise UserError(
             f"config.json of {name} makes no {architecture.class_name} "

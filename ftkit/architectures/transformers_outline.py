@@ -1,6 +1,7 @@
 """Models of transformers on the meta device: how they are looked at, and made ready for ftkit."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -94,34 +95,78 @@ class _Outputs(tuple[Tensor]):
     def __getattr__(self, name: str) -> Tensor | None:
         return self[0] if name == "last_hidden_state" else None
 
+    def __getitem__(self, place: Any) -> Any:
+        """By its place, or by its name."""
+        return getattr(self, place) if isinstance(place, str) else super().__getitem__(place)
+
+    def keys(self) -> tuple[str, ...]:
+        """Of what may be taken by its name."""
+        return ("last_hidden_state",)
+
 
 class _Given(nn.Module):
-    """In the place of a model: gives what it was made with."""
+    """In the place of a model: gives what it was made with, and notes what it is called with."""
 
-    def __init__(self, hidden: Tensor) -> None:
+    def __init__(self, hidden: Tensor, embedding: nn.Embedding) -> None:
         super().__init__()
         self._hidden = hidden
+        self._embedding = embedding
+        self.arguments: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
         """Any part of the model is this one."""
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return self
+            return self._embedding if name == "embed_tokens" else self
 
-    def forward(self, *_: Any, **__: Any) -> "_Outputs":
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self._embedding
+
+    def forward(self, *_: Any, **arguments: Any) -> "_Outputs":
+        self.arguments = arguments
         return _Outputs((self._hidden,))
 
 
-def finished_logits(model: PreTrainedModel, products: Tensor) -> Tensor:
+@dataclass(frozen=True)
+class Called:
+    """What a whole model does on text."""
+
+    tokens: Tensor
+    """[1, tokens] that it was given."""
+    embeddings: Tensor
+    """[1, tokens, width] of these."""
+    arguments: dict[str, Any]
+    """With which it has called its language model, by name."""
+    logits: Tensor
+    """[1, tokens, vocabulary] that it has made of the products of its head."""
+
+
+def call_apart(model: PreTrainedModel, language: str, tokens: Tensor, products: Tensor) -> Called:
+    """Have a model compute all but its language model and the products of its head.
+
+    Args:
+        model: on the meta device; it is of no use afterwards.
+        language: name of the language model in it.
+        tokens: [1, tokens].
+        products: [1, tokens, vocabulary], of the head.
+    """
+    with torch.device("cpu"), torch.no_grad():
+        embedding = nn.Embedding(int(tokens.max()) + 1, 2)
+        given = _Given(products, embedding)
+        model.set_submodule(head_name(model), nn.Identity())
+        model.set_submodule(language, given)
+        logits: Tensor = model.eval()(input_ids=tokens).logits
+        return Called(tokens, embedding(tokens), given.arguments, logits)
+
+
+def finished_logits(model: PreTrainedModel, language: str, products: Tensor) -> Tensor:
     """The logits that a model makes of the products of its head.
 
     Args:
         model: which is of no use afterwards.
+        language: name of the language model in it.
         products: [vocabulary].
     """
-    setattr(model, model.base_model_prefix, _Given(products[None, None]))
-    model.set_submodule(head_name(model), nn.Identity())
-    with torch.no_grad():
-        logits: Tensor = model(input_ids=torch.zeros(1, 1, dtype=torch.long, device="cpu")).logits
-    return logits[0, 0]
+    tokens = torch.zeros(1, 1, dtype=torch.long, device="cpu")
+    return call_apart(model, language, tokens, products[None, None]).logits[0, 0]

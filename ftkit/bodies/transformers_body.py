@@ -24,10 +24,10 @@ class TransformersBody(Body):
     def __init__(self, architecture: TransformersArchitecture) -> None:
         super().__init__()
         whole = architecture.build()
-        self._model_name = whole.base_model_prefix
         self._heads = [whole.get_submodule(head_name(whole))]  # in a list: it is no part
-        model = whole.base_model
-        self.add_module(self._model_name, model)
+        model = architecture.language_in(whole)
+        self._model_name = architecture.language_name
+        self._place(model)
         self._takes_rows = architecture.takes_rows
         self._attended = Attended()
         if self._takes_rows:
@@ -44,7 +44,16 @@ class TransformersBody(Body):
 
     @property
     def _model(self) -> Any:
-        return getattr(self, self._model_name)
+        return self.get_submodule(self._model_name)
+
+    def _place(self, model: nn.Module) -> None:
+        """Take the language model by its name in the whole model, which may be a path."""
+        *path, last = self._model_name.split(".")
+        parent: nn.Module = self
+        for name in path:
+            parent.add_module(name, nn.Module())
+            parent = parent.get_submodule(name)
+        parent.add_module(last, model)
 
     @property
     def embedding(self) -> nn.Embedding:

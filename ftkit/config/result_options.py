@@ -213,6 +213,9 @@ class ExportOptions(OutputOptions):
 
     format: Literal["hf", "litgpt", "peft"] = option(ask="for which program?")
     """hf: Hugging Face's layout; litgpt: LitGPT's; peft: the adapter of a LoRA run."""
+    checkpoint_dir: str | None = None
+    """Where the base model is, whose parts beside the language model go with a checkpoint of one
+    that sees or hears. Default: where the run had it."""
 
     def __post_init__(self) -> None:
         if self.format == "peft" and self.dtype is not None:

@@ -14,7 +14,7 @@ from ftkit.console.display import Display
 from ftkit.console.formatting import bytes_text
 from ftkit.convert.output_files import as_written, check_apart, check_space
 from ftkit.errors import UserError
-from ftkit.inference.loading import full_weights, open_result
+from ftkit.inference.loading import full_weights, open_result, with_rest
 from ftkit.inference.prompting import prompting_of
 from ftkit.inference.result import Result
 from ftkit.pretrained.base_model import parameter_shapes
@@ -63,12 +63,13 @@ def export(result: Result, options: ExportOptions) -> int:
 
 
 def _write_model(result: Result, options: ExportOptions, progress: OnProgress) -> None:
-    base, out = open_result(result), options.directory
+    out = options.directory
+    base = with_rest(open_result(result), result, options.checkpoint_dir, "--checkpoint_dir")
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     shapes = parameter_shapes(base)
     _, first = next(full_weights(result, base))
     numbers = sum(shape.numel() for shape in shapes.values())
-    check_space(out, numbers * (dtype or first.dtype).itemsize)
+    check_space(out, numbers * (dtype or first.dtype).itemsize + base.rest_bytes)
     tensors = _converted(full_weights(result, base), dtype, len(shapes), progress)
     others = prompting_of(result, base).files(base)
     if options.format == "hf":

@@ -99,6 +99,28 @@ def open_result(result: Result, base: str | None = None, option: str = "--base")
         return dataclasses.replace(open_companions(result.directory / BASE), tied=not has_head)
     if result.kind == "model":
         return open_base(str(result.directory))
+    return _base_of(result, base, option)
+
+
+def with_rest(base: BaseModel, result: Result, directory: str | None, option: str) -> BaseModel:
+    """The same with what its base model has beside the language model, to be written.
+
+    Args:
+        base: from `open_result`.
+        result: that it belongs to.
+        directory: where the base model is, if not where the run had it.
+        option: of the command line, by which that is given.
+
+    Raises:
+        UserError: the base model is needed for that and not there, or is another one.
+    """
+    if base.rest or not base.architecture.rest_shapes:
+        return base
+    return dataclasses.replace(base, rest=_base_of(result, directory, option).rest)
+
+
+def _base_of(result: Result, base: str | None, option: str) -> BaseModel:
+    """The model that a result was made from."""
     name = base or result.base
     if name is None:
         raise UserError(

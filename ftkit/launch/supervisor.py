@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 
 from ftkit.checkpoint.files import BASE
 from ftkit.config.checks import check_kernels_installed
@@ -25,6 +26,7 @@ from ftkit.launch.conclude import conclude
 from ftkit.launch.environment import ExternalRanks, external_ranks
 from ftkit.launch.preflight import require_room, with_micro_batch
 from ftkit.launch.ranks import Ranks
+from ftkit.pretrained.base_outline import keeps_rest
 from ftkit.pretrained.hub import find_or_download
 from ftkit.runs.backup import copy_rows, ready_to_go_on
 from ftkit.runs.checkpoints import RunCheckpoints
@@ -185,7 +187,7 @@ def _find_base(recipe: Recipe, start: Start | None) -> str | None:
                 f"{start.metadata.base.name}. Try --checkpoint_dir {start.metadata.base.name}."
             )
         return base
-    if start is not None and recipe.method == "full" and (start.checkpoint / BASE).is_dir():
+    if start is not None and recipe.method == "full" and _has_base(start.checkpoint):
         return None
     try:
         return str(find_or_download(base, token=recipe.access_token).resolve())
@@ -196,6 +198,12 @@ def _find_base(recipe: Recipe, start: Start | None) -> str | None:
             f"{error}\nThe checkpoint {start.checkpoint} continues from the base model "
             f"{start.metadata.base.name}: say where it is with --checkpoint_dir PATH."
         ) from None
+
+
+def _has_base(checkpoint: Path) -> bool:
+    """Whether a checkpoint of full fine-tuning has all that is needed of the base model."""
+    directory = checkpoint / BASE
+    return directory.is_dir() and not keeps_rest(directory)
 
 
 def _go_on(

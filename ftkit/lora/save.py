@@ -217,8 +217,9 @@ def _by_short_name(values: Mapping[str, Any], base: BaseModel) -> dict[str, Any]
     """
     naming = _huggingface_naming(base)
     everywhere: dict[str, set[str]] = {}
-    for name in parameter_shapes(base):
-        theirs = naming.stored_in(name)[0].rpartition(".")[0]
+    theirs_of_all = [naming.stored_in(name)[0] for name in parameter_shapes(base)]
+    for name in (*theirs_of_all, *base.architecture.rest_shapes):
+        theirs = name.rpartition(".")[0]
         everywhere.setdefault(theirs.rpartition(".")[2], set()).add(theirs)
     found = {}
     for theirs, value in values.items():

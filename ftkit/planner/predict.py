@@ -77,6 +77,8 @@ class Planned:
     """The device memory that it needs at least, whatever is not known of the data."""
     gpu: Gpu | None
     """What it is to run on; None: not asked."""
+    kept_bytes: int
+    """Of what the base model has beside its language model, which is not loaded."""
     disk_bytes: int
     """For checkpoints and result at most; those that keep_every adds are not counted."""
     result_layout: ResultLayout | None
@@ -140,6 +142,7 @@ class Planned:
             "length_source": self.length.source,
             **memory,
             "least_bytes": self.least_bytes,
+            "kept_bytes": self.kept_bytes,
             "disk_bytes": self.disk_bytes,
             "result_layout": self.result_layout,
             "tokens_per_step": self.tokens_per_step,
@@ -247,7 +250,8 @@ def plan_recipe(recipe: Recipe, *, gpu: Gpu | None = None, name: str = "") -> Pl
         memory=memory,
         least_bytes=least_bytes,
         gpu=gpu,
-        disk_bytes=_disk_bytes(made, memory, steps) if layout else 0,
+        kept_bytes=base.rest_bytes,
+        disk_bytes=_disk_bytes(made, memory, steps, base.rest_bytes) if layout else 0,
         result_layout=layout,
         tokens_per_step=recipe.train.global_batch_size * (length.tokens - 1),
         samples=samples,
@@ -316,9 +320,11 @@ def _steps(recipe: Recipe, samples: int | None) -> int | None:
     return schedule.total_steps
 
 
-def _disk_bytes(made: Plan, memory: PredictedMemory, steps: int | None) -> int:
+def _disk_bytes(made: Plan, memory: PredictedMemory, steps: int | None, rest_bytes: int) -> int:
     kept = made.recipe.checkpoint
     if not kept.save:
         return 0
     result = memory.trained_parameters * parameter_dtype(made).itemsize
+    if not isinstance(made.recipe, LoraRecipe):
+        result += rest_bytes
     return kept.most_at_once(steps) * memory.checkpoint_bytes + result

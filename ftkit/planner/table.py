@@ -138,6 +138,8 @@ def _rows(planned: Planned) -> Iterator[tuple[str, str]]:
     share = percent_text(memory.trained_parameters / memory.parameters)
     counts = f"{memory.trained_parameters:,} of {memory.parameters:,}"
     yield "parameters", f"{counts} trained ({share})"
+    if planned.kept_bytes:
+        yield "kept", f"{bytes_text(planned.kept_bytes)} beside the language model, not loaded"
     device = "CPU" if plan.accelerator == "cpu" else "GPU"
     quantize = getattr(plan.recipe, "quantize", None)
     settings = [f"{plan.world_size} x {device}", plan.strategy, plan.precision]

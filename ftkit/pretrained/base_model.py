@@ -5,7 +5,7 @@ Our names are explained in `ftkit.architectures.naming`.
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
@@ -23,17 +23,16 @@ from ftkit.architectures.naming import Naming
 from ftkit.architectures.read import read_architecture
 from ftkit.errors import UserError
 from ftkit.pretrained import hub
+from ftkit.pretrained.base_outline import KEEPS_REST, OUTLINE
 from ftkit.pretrained.licences import is_licence, licence_files
 from ftkit.pretrained.tokenizer import Tokenizer
-from ftkit.pretrained.weights.files import DTYPES, stored_tensors, write_settings
+from ftkit.pretrained.weights.files import DTYPES, WeightTensor, stored_tensors, write_settings
 from ftkit.pretrained.weights.storage import HeldParameter, NamedStorage, WeightStorage
-
-OUTLINE = "base.json"
-"""What the weights would tell, where there are none: beside settings and tokenizer."""
 
 _INITIAL_STD = 0.02
 SETTINGS = ("config.json", LITGPT_SETTINGS)
-_COMPANIONS = (*SETTINGS, "generation_config.json", *hub.TOKENIZER_FILES)
+_BESIDE = ("generation_config.json", *hub.PROCESSOR_FILES)
+_COMPANIONS = (*SETTINGS, *_BESIDE, *hub.TOKENIZER_FILES)
 
 
 @dataclass(frozen=True)
@@ -59,6 +58,19 @@ class BaseModel:
     companions: Mapping[str, bytes] | None = None
     """Files beside the weights, by name: held where there are no weights, because a checkpoint
     that a run started from may be deleted before it ends. None: they are read when needed."""
+    rest: Mapping[str, WeightTensor] = field(default_factory=dict)
+    """What its files hold beside the language model, by their names: the result has it again. The
+    files are open from the start, so that nothing is lost if they are deleted meanwhile."""
+
+    @property
+    def rest_bytes(self) -> int:
+        """Of what is kept beside the language model; by the settings where there are no files."""
+        if self.rest:
+            return sum(tensor.nbytes for tensor in self.rest.values())
+        named = self.settings.get("dtype") or self.settings.get("torch_dtype")
+        numbers = sum(shape.numel() for shape in self.architecture.rest_shapes.values())
+        dtype = getattr(torch, str(named), None)
+        return numbers * (dtype if isinstance(dtype, torch.dtype) else self.dtype).itemsize
 
     @property
     def random(self) -> bool:
@@ -105,10 +117,13 @@ def open_base(
     layout: ModelLayout = "litgpt" if hub.is_litgpt(directory) else "hf"
     architecture = read_architecture(directory, settings, name, layout, implementation)
     storage = storage_of(architecture, layout)
-    stored = stored_tensors(_weight_files(directory))
+    stored = stored_tensors(_weight_files(directory), storage.is_kept)
     holders = storage.holders(stored)
     head, embedding = holders.get(HEAD), holders.get(architecture.embedding)
-    tied = bool(settings.get("tie_word_embeddings", architecture.is_usually_tied))
+    tied = is_tied(architecture, settings)
+    if architecture.rest_shapes and head and embedding:
+        # Settings of whole models say it where it is not so; transformers believes the files.
+        tied = tied and _is_equal(head, embedding, compare=True)
     if layout == "litgpt":
         # LitGPT stores a tied head beside its embedding, and unties them when it trains them.
         tied = head is None or (embedding is not None and _is_equal(head, embedding, tied))
@@ -122,9 +137,27 @@ def open_base(
         dtype=embedding.dtype if embedding else torch.float32,
         layout=layout,
         settings=settings,
+        rest={name: tensor for name, tensor in stored.items() if storage.is_kept(name)},
     )
     storage.require_complete(stored, directory, tied=tied)
+    if architecture.rest_shapes and not base.rest:
+        raise UserError(
+            f"The weights in {directory} are a language model alone, but their config.json says "
+            f"that they are a whole {architecture.class_name}. Download them again."
+        )
     return base
+
+
+def is_tied(architecture: Architecture, settings: Mapping[str, Any]) -> bool:
+    """Whether embedding and head are one, as far as settings tell.
+
+    Args:
+        architecture: that they describe.
+        settings: the content of config.json; empty where there is none.
+    """
+    if architecture.rest_shapes:  # whose settings have several places for it
+        return architecture.is_usually_tied
+    return bool(settings.get("tie_word_embeddings", architecture.is_usually_tied))
 
 
 def open_companions(directory: Path) -> BaseModel:
@@ -206,7 +239,8 @@ def save_companions(base: BaseModel, out: Path) -> None:
     dtype = str(base.dtype).removeprefix("torch.")
     outline = {"name": base.name, "tied": base.tied, "dtype": dtype}
     implementation = base.architecture.implementation
-    write_settings(out / OUTLINE, outline | {"implementation": implementation})
+    keeps_rest = {KEEPS_REST: True} if base.architecture.rest_shapes else {}
+    write_settings(out / OUTLINE, outline | {"implementation": implementation} | keeps_rest)
 
 
 def parameter_shapes(base: BaseModel) -> dict[str, torch.Size]:
@@ -245,8 +279,8 @@ def weight_reader(base: BaseModel) -> Callable[[str], Tensor]:
             f"{base.directory} holds the settings of {base.name}, but not its weights. Give the "
             "directory or the hub name of the model itself."
         )
-    stored = stored_tensors(_weight_files(base.directory))
     storage = storage_of(architecture, base.layout)
+    stored = stored_tensors(_weight_files(base.directory), storage.is_kept)
     storage.require_complete(stored, base.directory, tied=base.tied)
     holders = storage.holders(stored)
     head, embedding = holders.get(HEAD), holders.get(architecture.embedding)
@@ -337,7 +371,7 @@ def companions(base: BaseModel) -> Iterator[tuple[str, bytes]]:
     if base.directory is not None:
         is_litgpt = hub.is_litgpt(base.directory)
         names = [name for name in SETTINGS if is_litgpt or name != LITGPT_SETTINGS]
-        sources += [base.directory / name for name in (*names, "generation_config.json")]
+        sources += [base.directory / name for name in (*names, *_BESIDE)]
     for source in sources:
         if source.is_file():
             yield source.name, source.read_bytes()

@@ -11,7 +11,7 @@ from ftkit.architectures.litgpt_architecture import LITGPT_SETTINGS, find_by_hub
 from ftkit.architectures.read import read_architecture
 from ftkit.errors import UserError
 from ftkit.pretrained import hub
-from ftkit.pretrained.base_model import BaseModel, open_base, short_name
+from ftkit.pretrained.base_model import BaseModel, is_tied, open_base, short_name
 from ftkit.pretrained.gguf.convert import conversion_place, gguf_settings
 from ftkit.pretrained.tokenizer import Tokenizer
 
@@ -77,7 +77,7 @@ def _of_settings(
         architecture=architecture,
         tokenizer=_any_tokenizer(),
         tokenizer_directory=directory,
-        tied=bool(settings.get("tie_word_embeddings", architecture.is_usually_tied)),
+        tied=is_tied(architecture, settings),
         dtype=torch.float32,
         layout=layout,
         settings=settings,

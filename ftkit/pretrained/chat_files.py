@@ -39,8 +39,10 @@ def end_tokens(directory: Path) -> frozenset[int]:
     Raises:
         UserError: a file is no JSON object.
     """
-    for name in (GENERATION, "config.json"):
-        value = hub.read_json(directory / name).get("eos_token_id")
+    settings = hub.read_json(directory / "config.json")
+    of_language = settings.get("text_config")
+    for known in (hub.read_json(directory / GENERATION), settings, of_language or {}):
+        value = known.get("eos_token_id")
         found = value if isinstance(value, list) else [value]
         if ids := frozenset(token for token in found if isinstance(token, int)):
             return ids

@@ -31,9 +31,20 @@ TOKENIZER_FILES = (
     "chat_template.json",
 )
 
+PROCESSOR_FILES = (
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+)
+"""How images and sounds become what a model takes, of models that see or hear."""
+
 LITGPT_FILES = ("model_config.yaml", "lit_model.pth")
 
-_SETTINGS_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
+_SETTINGS_FILES = (
+    *("config.json", "generation_config.json"),
+    *TOKENIZER_FILES,
+    *PROCESSOR_FILES,
+)
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 """In the order of transformers: the first that is there, alone or in shards, is the model."""
 _SETTINGS_TIMEOUT_S = 5.0

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from litgpt.utils import incremental_save
 from safetensors import SafetensorError
@@ -16,11 +18,12 @@ from ftkit.pretrained.base_model import (
     SETTINGS,
     BaseModel,
     companions,
+    is_tied,
     licences,
     parameter_shapes,
     storage_of,
 )
-from ftkit.pretrained.weights.files import ShardWriter, write_settings
+from ftkit.pretrained.weights.files import DTYPES, ShardWriter, write_settings
 from ftkit.pretrained.weights.storage import Tensors, WeightStorage
 from ftkit.utils.files import new_directory
 
@@ -58,10 +61,12 @@ def save_hf(
         others: further files, by name; they replace those of the base model.
 
     Raises:
-        UserError: Hugging Face has no such model, or ``out`` is taken or cannot be written.
+        UserError: Hugging Face has no such model, what is to be kept of it is not there, or ``out``
+            is taken or cannot be written.
         ValueError: the tensors are not those of the model.
     """
     storage = _storage_for(base, "hf")
+    require_rest(base)
     settings = _plain(base.settings) or base.architecture.settings_in("hf")
     if settings is None:
         raise UserError(
@@ -73,10 +78,16 @@ def save_hf(
         writer = ShardWriter(partial, max_shard_bytes)
         for name, tensor in storage.written(tensors):
             writer.add(name, tensor)
+        for name, kept in base.rest.items():
+            writer.add(name, kept.read())
         writer.finish()
-        settings |= _facts(settings, base, writer.dtypes[embedding], tied=head not in writer.dtypes)
-        settings.setdefault("bos_token_id", base.tokenizer.bos_id)
-        settings.setdefault("eos_token_id", base.tokenizer.eos_id)
+        dtype, is_now_tied = writer.dtypes[embedding], head not in writer.dtypes
+        if base.architecture.rest_shapes:
+            settings = _of_whole(settings, base, writer.dtypes, tied=is_now_tied)
+        else:
+            settings |= _facts(settings, base, dtype, tied=is_now_tied)
+            settings.setdefault("bos_token_id", base.tokenizer.bos_id)
+            settings.setdefault("eos_token_id", base.tokenizer.eos_id)
         write_settings(partial / "config.json", settings)
         save_beside(base, {**dict(licences(base)), **(others or {})}, partial)
 
@@ -129,6 +140,19 @@ def save_litgpt(
         save_beside(base, {**dict(licences(base)), **(others or {})}, partial)
 
 
+def require_rest(base: BaseModel) -> None:
+    """Refuse to write a language model without what its model has besides.
+
+    Raises:
+        UserError: the rest is not there.
+    """
+    if base.architecture.rest_shapes and not base.rest:
+        raise UserError(
+            f"{base.name} is more than its language model, and the rest lies in its own files "
+            "alone, which are not here. Say where they are with --checkpoint_dir PATH."
+        )
+
+
 def _storage_for(base: BaseModel, layout: ModelLayout) -> WeightStorage:
     """How files of a layout hold the model; UserError if they cannot."""
     if (obstacle := base.architecture.obstacle_to(layout)) is not None:
@@ -144,6 +168,28 @@ def _ends(base: BaseModel, storage: WeightStorage) -> tuple[str, str]:
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings without what names code of the model's own."""
     return {key: value for key, value in settings.items() if key != "auto_map"}
+
+
+def _of_whole(
+    settings: Mapping[str, Any], base: BaseModel, dtypes: Mapping[str, torch.dtype], *, tied: bool
+) -> dict[str, Any]:
+    """The settings of a model with its language model trained: as they were, where that is true.
+
+    Args:
+        settings: as they were.
+        base: that they describe.
+        dtypes: of everything that is written; the settings name one that holds them all.
+        tied: whether embedding and head are one now.
+    """
+    weights = [dtype for dtype in dtypes.values() if dtype in DTYPES.values()]
+    widest = str(reduce(torch.promote_types, weights)).removeprefix("torch.")
+    changed: dict[str, Any] = {key: widest for key in ("dtype", "torch_dtype") if key in settings}
+    if tied != is_tied(base.architecture, settings):
+        ties = {"tie_word_embeddings": tied}
+        changed |= ties
+        if "text_config" in settings:
+            changed["text_config"] = settings["text_config"] | ties
+    return {**settings, **changed}
 
 
 def _facts(

@@ -62,6 +62,8 @@ def rough_model(name: str, *, root: Path = ROOT) -> RoughModel | None:
         return None
     if not isinstance(settings, dict):
         return None
+    if isinstance(of_language := settings.get("text_config"), dict):
+        settings = of_language
     found = {key: _first(settings, names) for key, names in _NAMES.items()}
     if not all(found.values()):
         return None

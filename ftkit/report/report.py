@@ -50,8 +50,7 @@ class Resolved:
     strategy: str | None = None
     """single, ddp, fsdp or deepspeed."""
     sharding: str | None = None
-    """What each rank has a part of: nothing, or which of parameters, gradients and optimizer
-    state; and what lies in host memory."""
+    """Which of parameters, gradients and optimizer state are split, and what is in host memory."""
     communication: str | None = None
     """What carries messages between ranks: nccl or gloo; None: there is one rank."""
     precision: str | None = None
@@ -64,6 +63,8 @@ class Resolved:
     """Parameters of the model, adapter included, each counted once however it is sharded."""
     trainable_parameters: int | None = None
     """Parameters the optimizer changes."""
+    kept_bytes: int | None = None
+    """Of what the base model has beside its language model, which is kept; None: nothing."""
     chat_template: str | None = None
     """How prompts are made of records, and how the result is asked: whose chat template."""
     max_seq_length: int | None = None

@@ -180,6 +180,8 @@ def _resolved_rows(resolved: Resolved) -> Iterator[tuple[str, str]]:
         share = percent_text(resolved.trainable_parameters / resolved.parameters)
         trained, every = map(number_text, (resolved.trainable_parameters, resolved.parameters))
         yield "parameters", f"{trained} of {every} trained ({share})"
+    if resolved.kept_bytes:
+        yield "kept", f"{bytes_text(resolved.kept_bytes)} beside the language model"
     device = resolved.device or resolved.accelerator
     if device:
         base = f"base weights {resolved.quantize}" if resolved.quantize else None
@@ -324,10 +326,18 @@ def summary_text(resolved: Resolved, method: str) -> str:
         f"{method} fine-tuning of {resolved.base_model}: "
         f"{resolved.trainable_parameters:,} of {resolved.parameters:,} parameters, "
         f"{resolved.precision} on {resolved.device}\n"
+        f"{_kept_line(resolved)}"
         f"{resolved.total_steps} steps of {resolved.global_batch_size} samples "
         f"({_micro_steps(resolved)}), "
         f"{resolved.samples_per_epoch:,} samples per epoch"
     )
+
+
+def _kept_line(resolved: Resolved) -> str:
+    if not resolved.kept_bytes:
+        return ""
+    kept = bytes_text(resolved.kept_bytes)
+    return f"the language model alone is trained; {kept} beside it are kept as they are\n"
 
 
 def _micro_steps(resolved: Resolved) -> str:

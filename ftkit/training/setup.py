@@ -32,6 +32,7 @@ from ftkit.optim.optimizers import base_learning_rate
 from ftkit.optim.schedule import Schedule, make_schedule
 from ftkit.optim.state_kinds import bytes_per_number, state_kinds
 from ftkit.pretrained.base_model import BaseModel, checked_length, open_base, open_companions
+from ftkit.pretrained.base_outline import OUTLINE
 from ftkit.pretrained.chat_files import chat_files, end_tokens
 from ftkit.pretrained.fingerprint import fingerprint, implementation_of
 from ftkit.pretrained.hub import find_here
@@ -188,10 +189,10 @@ def set_up(job: Job, start: StartingPoint, journal: Journal) -> Setup:
         UserError: data, adapter, checkpoint or the free disk do not suit the recipe.
     """
     plan, recipe = job.plan, job.recipe
-    continues_alone = start.metadata is not None and recipe.method == "full"
+    is_outlined = start.metadata is not None and (Path(job.base) / OUTLINE).is_file()
     base = (
         open_companions(Path(job.base))
-        if continues_alone
+        if is_outlined  # by the checkpoint, which has the weights
         else open_base(job.base, start.implementation(recipe))
     )
     attention = attention_path(base.architecture.attention, plan)
@@ -362,6 +363,7 @@ def _tell(setup: Setup, journal: Journal) -> None:
         optimizer=recipe.optimizer["class_path"],
         parameters=parameter_count(model),
         trainable_parameters=sum(parameter.numel() for parameter in trainable(model)),
+        kept_bytes=setup.base.rest_bytes or None,
         chat_template=setup.template.name,
         max_seq_length=setup.max_seq_length,
         global_batch_size=recipe.train.global_batch_size,

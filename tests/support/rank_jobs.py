@@ -19,6 +19,7 @@ from ftkit.checkpoint.store import Store
 from ftkit.config.devices import Devices
 from ftkit.config.parsing import read_recipe
 from ftkit.config.recipe import Method
+from ftkit.pretrained.base_outline import keeps_rest
 from ftkit.report.metrics import Row, read_metrics, read_validation
 from ftkit.report.report import Report, read_report
 from ftkit.runs.directory import RunDirectory
@@ -156,7 +157,8 @@ def write_job(case: Case, world_size: int, out_dir: Path, base: Path, data: Path
     base, start = Path(values["checkpoint_dir"]), None
     if case.start is not None:
         start = Outcome(case.start).checkpoint
-        base = start / "base" if case.method == "full" else base
+        if case.method == "full" and not keeps_rest(start / "base"):
+            base = start / "base"
         for name in ("metrics.csv", "validation.csv"):
             shutil.copyfile(case.start / name, out_dir / name)
     recipe = read_recipe([], [(k, json.dumps(v)) for k, v in values.items()], method=case.method)

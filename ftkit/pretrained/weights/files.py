@@ -23,6 +23,18 @@ DTYPES = {
 }
 """Safetensors' names of the number formats that weights may have."""
 
+_ANY_DTYPES = DTYPES | {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+"""And those of what is copied alone."""
+
 
 @dataclass(frozen=True)
 class WeightTensor:
@@ -33,18 +45,30 @@ class WeightTensor:
     read: Callable[[], Tensor]
     """A view of the mapped file: its pages are read when touched and are free to be dropped."""
 
+    @property
+    def nbytes(self) -> int:
+        """In the file."""
+        return self.shape.numel() * self.dtype.itemsize
 
-def stored_tensors(files: Iterable[Path]) -> dict[str, WeightTensor]:
+
+def stored_tensors(
+    files: Iterable[Path], is_kept: Callable[[str], bool] = lambda _: False
+) -> dict[str, WeightTensor]:
     """What .safetensors and PyTorch's .bin or .pth files hold, by name; reads headers alone.
 
     Pickles are read with PyTorch's restricted loader, which builds tensors and runs no code.
+
+    Args:
+        files: all of a model.
+        is_kept: tells by its name what is copied alone, and may be of any number format.
 
     Raises:
         UserError: a file is damaged, holds something else than weights, or is unsafe.
     """
     tensors: dict[str, WeightTensor] = {}
     for file in files:
-        tensors |= _safetensors(file) if file.suffix == ".safetensors" else _pickled(file)
+        is_safetensors = file.suffix == ".safetensors"
+        tensors |= _safetensors(file, is_kept) if is_safetensors else _pickled(file)
     return tensors
 
 
@@ -102,7 +126,7 @@ def write_settings(file: Path, content: object) -> None:
     file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _safetensors(file: Path) -> dict[str, WeightTensor]:
+def _safetensors(file: Path, is_kept: Callable[[str], bool]) -> dict[str, WeightTensor]:
     try:
         handle = safe_open(file, "pt")
     except (OSError, SafetensorError) as error:
@@ -110,7 +134,8 @@ def _safetensors(file: Path) -> dict[str, WeightTensor]:
     tensors = {}
     for name in handle.keys():  # noqa: SIM118 (a handle is no mapping)
         header = handle.get_slice(name)
-        dtype = DTYPES.get(header.get_dtype())
+        known = _ANY_DTYPES if is_kept(name) else DTYPES
+        dtype = known.get(header.get_dtype())
         if dtype is None:
             raise _unknown_format(file, name, header.get_dtype())
         tensors[name] = WeightTensor(

@@ -56,6 +56,10 @@ class WeightStorage(ABC):
             UserError: a tensor is missing, unexpected or of another shape.
         """
 
+    def is_kept(self, name: str) -> bool:
+        """Whether a stored tensor is none of the language model, and is written back as it is."""
+        return False
+
     @abstractmethod
     def written(self, tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
         """The tensors of files, by their names.

@@ -98,6 +98,7 @@ class TransformersStorage(WeightStorage):
         """
         self._architecture = architecture
         self._model = architecture.outline
+        self._rest = architecture.rest_shapes
         naming = architecture.naming_in("hf")
         assert naming is not None, "its own layout"
         self._naming = naming
@@ -113,7 +114,7 @@ class TransformersStorage(WeightStorage):
             target, pattern = self._target(name)
             tensor = stored[name]
             if pattern is None:
-                if target in self._known:
+                if self._is_known(target):
                     ours = self._ours(target)
                     found[ours] = HeldParameter(
                         (name,), tensor.dtype, self._turned(ours, tensor.read)
@@ -126,7 +127,7 @@ class TransformersStorage(WeightStorage):
         for conversion in conversions.values():
             names = tuple(name for _, name, _ in conversion.sources)
             for target in conversion.targets:
-                if target in self._known:
+                if self._is_known(target):
                     ours = self._ours(target)
                     read = partial(self._converted, conversion, target)
                     found[ours] = HeldParameter(
@@ -150,7 +151,7 @@ class TransformersStorage(WeightStorage):
                     raise misshapen(directory, holder.names[0], found, expected)
         needed = {name for holder in holders.values() for name in holder.names}
         for name in stored.keys() - needed:
-            if not (is_old_buffer(name) or self._is_ignored(name)):
+            if not (self.is_kept(name) or is_old_buffer(name) or self._is_ignored(name)):
                 raise unexplained(directory, name)
 
     def written(self, tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
@@ -173,6 +174,13 @@ class TransformersStorage(WeightStorage):
 
     def written_name(self, ours: str) -> str:
         return self._writing.renamed(self._naming.theirs(ours))[0]
+
+    def is_kept(self, name: str) -> bool:
+        return self._architecture.is_rest(self._target(name)[0])
+
+    def _is_known(self, target: str) -> bool:
+        """Whether transformers' name is that of a parameter of the language model."""
+        return target in self._known and target not in self._rest
 
     def _target(self, name: str) -> tuple[str, str | None]:
         """The name in transformers' model of what is stored, and the pattern that converts it."""

@@ -1,0 +1,155 @@
+"""Models that see, made tiny with transformers: a language model, and what lies beside it."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tiny import make_tokenizer
+from transformers_models import SIZES
+
+_TEXT = SIZES | {"head_dim": 8}
+_SLIDING = ["sliding_attention", "full_attention"]
+_VISION: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+}
+_CLIP = _VISION | {"model_type": "clip_vision_model"}
+_SIGLIP = _VISION | {"model_type": "siglip_vision_model"}
+_QWEN2 = {"depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "patch_size": 8}
+_QWEN3 = _VISION | {
+    "depth": 2,
+    "out_hidden_size": 32,
+    "deepstack_visual_indexes": [0],
+    "num_position_embeddings": 16,
+}
+_AXES = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}}
+_IMAGE = {"image_token_id": 399}
+_SIGNS = _IMAGE | {
+    "video_token_id": 398,
+    "vision_start_token_id": 397,
+    "vision_end_token_id": 396,
+}
+
+
+def _made_of(text: str, vision: dict[str, Any], **others: Any) -> dict[str, Any]:
+    settings: dict[str, Any] = {"model_type": text}
+    return {"text_config": _TEXT | settings, "vision_config": vision} | _IMAGE | others
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "text_config": _TEXT | {"sliding_window": 6, "layer_types": _SLIDING},
+        "vision_config": _SIGLIP,
+        "mm_tokens_per_image": 4,
+        "image_token_index": 399,
+    },
+    "llama4": {
+        "text_config": _TEXT
+        | {
+            "intermediate_size_mlp": 48,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "attention_chunk_size": 6,
+            "no_rope_layers": [1, 0],
+            "interleave_moe_layer_step": 2,
+        },
+        "vision_config": _VISION
+        | {
+            "intermediate_size": 64,
+            "vision_output_dim": 16,
+            "projector_input_dim": 16,
+            "projector_output_dim": 16,
+        },
+        "image_token_index": 399,
+    },
+    "qwen2_vl": {"text_config": _TEXT | _AXES, "vision_config": _QWEN2} | _SIGNS,
+    "qwen2_5_vl": {
+        "text_config": _TEXT | _AXES,
+        "vision_config": _VISION
+        | {"depth": 2, "out_hidden_size": 32, "fullatt_block_indexes": [1]},
+    }
+    | _SIGNS,
+    "qwen3_vl": {
+        "text_config": _TEXT | _AXES | {"tie_word_embeddings": True},
+        "vision_config": _QWEN3,
+        "tie_word_embeddings": True,
+    }
+    | _SIGNS,
+    "qwen3_vl_moe": {
+        "text_config": _TEXT
+        | _AXES
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+        "vision_config": _QWEN3,
+    }
+    | _SIGNS,
+    "qwen3_5": {
+        "text_config": _TEXT
+        | {
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "rope_parameters": {
+                "rope_type": "default",
+                "mrope_section": [1, 0, 1],
+                "partial_rotary_factor": 0.5,
+            },
+        },
+        "vision_config": _QWEN3 | {"deepstack_visual_indexes": []},
+    }
+    | _SIGNS,
+    "mistral3": _made_of(
+        "mistral", _VISION | {"model_type": "pixtral", "head_dim": 8}, tie_word_embeddings=False
+    ),
+    "llava": _made_of("llama", _CLIP),
+    "llava_next": _made_of("mistral", _CLIP, image_grid_pinpoints=[[16, 16]]),
+    "llava_onevision": _made_of("qwen2", _SIGLIP, image_grid_pinpoints=[[16, 16]]),
+    "internvl": _made_of("qwen2", _VISION | {"image_size": [16, 16], "patch_size": [8, 8]}),
+    "idefics3": _made_of("llama", _VISION),
+    "smolvlm": _made_of("llama", _VISION),
+    "got_ocr2": _made_of(
+        "qwen2",
+        _VISION
+        | {"image_size": 64, "output_channels": 8, "mlp_dim": 24, "global_attn_indexes": [1]},
+    ),
+    "aya_vision": _made_of("cohere2", _SIGLIP),
+    "glm4v": {"text_config": _TEXT | _AXES, "vision_config": _QWEN3} | _SIGNS,
+    "lfm2_vl": {
+        "text_config": _TEXT | {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
+        "vision_config": _VISION | {"model_type": "siglip2_vision_model", "num_patches": 4},
+        "projector_hidden_size": 16,
+    }
+    | _IMAGE,
+}
+"""Settings of each, by model_type."""
+
+
+def make_multimodal_model(directory: Path, model: str) -> Path:
+    """A random model in Hugging Face's layout, with weights large enough to tell apart."""
+    config = transformers.AutoConfig.for_model(model, **MODELS[model])
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        made = transformers.AutoModelForImageTextToText.from_config(config)
+        with torch.no_grad():
+            for parameter in made.parameters():
+                noise = torch.randn_like(parameter) * 0.1
+                parameter.copy_(noise if parameter.ndim > 1 else parameter + noise)
+    directory.mkdir(parents=True, exist_ok=True)
+    made.save_pretrained(directory)
+    make_tokenizer(directory)
+    (directory / "preprocessor_config.json").write_text('{"image_processor_type": "Any"}\n')
+    return directory
+
+
+def multimodal_model(directory: Path) -> transformers.PreTrainedModel:
+    """The whole model of a directory, loaded by transformers; its attention step by step."""
+    return transformers.AutoModelForImageTextToText.from_pretrained(
+        directory, attn_implementation="eager"
+    ).eval()
