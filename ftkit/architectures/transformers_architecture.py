@@ -25,12 +25,18 @@ from ftkit.architectures.architecture import (
     ModelLayout,
 )
 from ftkit.architectures.naming import SameNames
+from ftkit.architectures.transformers_obstacles import (
+    obstacle_of_config,
+    obstacle_of_model,
+    obstacle_of_settings,
+)
 from ftkit.architectures.transformers_outline import (
     blocks_of,
     compute_buffers,
     finished_logits,
     freeze_stored_buffers,
     head_name,
+    model_name,
     set_depth,
     untranspose_layers,
 )
@@ -50,8 +56,15 @@ _NO_PART = (
 )  # fmt: skip
 """Settings that change no number for a given sequence."""
 
-ROUTERS = ("gate", "router", "shared_expert_gate")
-"""What layers are called that choose experts."""
+_ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
+"""What layers are called that choose experts, or what holds them."""
+_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
+_SWITCHED_OFF = ("output_router_logits", "rescale_every", "use_mamba_kernels")
+"""Settings of what is not computed here: losses of routers, weights that change between training
+and inference, and kernels without which some models refuse to run."""
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_topk", "moe_k")
+"""Settings that tell how many experts a layer has, and a token passes."""
 
 _QUERY = ("q_proj", "query", "q_a_proj", "q_b_proj")
 _KEY = ("k_proj", "key")
@@ -109,7 +122,7 @@ class TransformersArchitecture(Architecture):
         kinds = getattr(self.config, "layer_types", None) or [""]
         first, *others = (
             {name: p.shape for name, p in block.named_parameters()}
-            for block in blocks_of(self.outline.base_model, self.layers)
+            for block in self._blocks
         )
         return len(set(kinds)) == 1 and all(other == first for other in others)
 
@@ -158,7 +171,7 @@ class TransformersArchitecture(Architecture):
         """
         products = torch.linspace(-4.0, 4.0, self.config.vocab_size, device="cpu")
         found = finished_logits(self.build(), products)
-        softcap = getattr(self.config, "final_logit_softcapping", None)
+        softcap = next((cap for name in _SOFTCAPS if (cap := getattr(self.config, name, None))), None)
         factor = float(found[-1] / products[-1])
         for scale, bound in ((1.0, None), (1.0, softcap), (factor, None)):
             expected = products * scale
@@ -172,9 +185,10 @@ class TransformersArchitecture(Architecture):
 
     @property
     def expert_share(self) -> float:
-        names = ("num_local_experts", "num_experts", "n_routed_experts")
-        experts = next((n for name in names if (n := getattr(self.config, name, None))), None)
-        chosen = getattr(self.config, "num_experts_per_tok", None)
+        experts, chosen = (
+            next((n for name in names if (n := getattr(self.config, name, None))), None)
+            for names in (_EXPERTS, _CHOSEN_EXPERTS)
+        )
         return chosen / experts if chosen and experts else 1.0
 
     @cached_property
@@ -189,7 +203,7 @@ class TransformersArchitecture(Architecture):
     @cached_property
     def lora_layers(self) -> Mapping[str, tuple[str, ...]]:
         found: dict[str, dict[str, None]] = {}
-        for block in blocks_of(self.outline.base_model, self.layers):
+        for block in self._blocks:
             for name, module in block.named_modules():
                 if isinstance(module, nn.Linear):
                     for key in _lora_keys(name):
@@ -212,6 +226,11 @@ class TransformersArchitecture(Architecture):
     def outline(self) -> PreTrainedModel:
         """The model on the meta device, to be looked at."""
         return self.build()
+
+    @property
+    def _blocks(self) -> nn.ModuleList:
+        below = self.outline.get_submodule(model_name(self.outline))
+        return blocks_of(below, self.layers)
 
     @cached_property
     def _plain(self) -> PreTrainedModel:
@@ -242,8 +261,9 @@ class TransformersArchitecture(Architecture):
             is_rate = name.endswith(("dropout", "_pdrop", "dropout_prob", "layerdrop"))
             if is_rate and isinstance(value, float):
                 setattr(config, name, 0.0)
-        if hasattr(config, "output_router_logits"):
-            config.output_router_logits = False
+        for name in _SWITCHED_OFF:
+            if hasattr(config, name):
+                setattr(config, name, False)
         config._attn_implementation = "sdpa" if self._class._supports_sdpa else "eager"
         with torch.device("meta"):
             model = self._class(config)
@@ -307,18 +327,37 @@ def read_transformers_architecture(
             f"{name} is of model_type {model_type!r}, of which transformers has no causal language "
             "model. Choose another model."
         )
+    if obstacle := obstacle_of_settings(settings):
+        raise _refusal(name, obstacle)
     architecture = TransformersArchitecture(settings)
     try:
-        architecture.parameter_shapes(tied=False)
-        architecture.logit_scale  # noqa: B018 (refuses what it does not know)
+        obstacle = obstacle_of_config(architecture.config)
+        obstacle = obstacle or obstacle_of_model(architecture.outline)
+        if obstacle is None:
+            architecture.parameter_shapes(tied=False)
+            architecture.logit_scale  # noqa: B018 (refuses what it does not know)
     except UserError:
         raise
     except Exception as error:  # of any family's code, for settings that do not fit each other
         raise UserError(
-            f"config.json of {name} makes no {architecture.class_name} "
-            f"({type(error).__name__}: {error}). Download it again, or choose another model."
+            f"config.json of {name} does not describe a whole model: transformers makes no "
+            f"{architecture.class_name} of it ({type(error).__name__}: {error}). Download it "
+            "again, or choose another model."
         ) from error
+    if obstacle:
+        raise _refusal(name, obstacle)
     return architecture
+
+
+def _refusal(name: str, obstacle: str) -> UserError:
+    return UserError(
+        f"{name} {obstacle}; ftkit trains causal language models. Choose another model."
+    )
+
+
+def is_router(name: str) -> bool:
+    """Whether a layer of this name in its block chooses experts."""
+    return not _ROUTERS.isdisjoint(name.split("."))
 
 
 def _lora_keys(name: str) -> tuple[str, ...]:
@@ -328,7 +367,7 @@ def _lora_keys(name: str) -> tuple[str, ...]:
         name: in its block.
     """
     *path, last = name.split(".")
-    if last in ROUTERS:
+    if is_router(name):
         return ()
     if not any("attn" in part or "attention" in part for part in path):
         return ("lora_mlp",)

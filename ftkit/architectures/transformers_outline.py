@@ -30,6 +30,11 @@ def blocks_of(model: nn.Module, count: int) -> nn.ModuleList:
     return min(lists, key=lambda found: found[0])[1]
 
 
+def model_name(model: PreTrainedModel) -> str:
+    """The name of all that is below the output layer."""
+    return model.base_model_prefix if hasattr(model, model.base_model_prefix) else "model"
+
+
 def head_name(model: PreTrainedModel) -> str:
     """The name of the output layer in transformers' model."""
     head = model.get_output_embeddings()
@@ -98,19 +103,27 @@ class _Outputs(tuple[Tensor]):
 class _Given(nn.Module):
     """In the place of a model: gives what it was made with."""
 
-    def __init__(self, hidden: Tensor) -> None:
+    def __init__(self, hidden: Tensor, model: nn.Module) -> None:
         super().__init__()
         self._hidden = hidden
+        self._numbers = {name: v for name, v in vars(model).items() if isinstance(v, int | float)}
 
     def __getattr__(self, name: str) -> Any:
-        """Any part of the model is this one."""
+        """Numbers are the model's; any other part of it is this one."""
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return self
+            return self._numbers.get(name, self)
 
     def forward(self, *_: Any, **__: Any) -> "_Outputs":
         return _Outputs((self._hidden,))
+
+
+class _SameProducts(nn.Identity):
+    """In the place of a head: gives what it takes."""
+
+    weight = torch.ones((), device="cpu")
+    """Some models ask for its number format."""
 
 
 def finished_logits(model: PreTrainedModel, products: Tensor) -> Tensor:
@@ -120,8 +133,9 @@ def finished_logits(model: PreTrainedModel, products: Tensor) -> Tensor:
         model: which is of no use afterwards.
         products: [vocabulary].
     """
-    setattr(model, model.base_model_prefix, _Given(products[None, None]))
-    model.set_submodule(head_name(model), nn.Identity())
+    below = model.get_submodule(model_name(model))
+    setattr(model, model_name(model), _Given(products[None, None], below))
+    model.set_submodule(head_name(model), _SameProducts())
     with torch.no_grad():
         logits: Tensor = model(input_ids=torch.zeros(1, 1, dtype=torch.long, device="cpu")).logits
     return logits[0, 0]

@@ -1,18 +1,19 @@
 """Transformers' models as bodies: their own modules and names, with ftkit's attention in them."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from ftkit.architectures.transformers_architecture import ROUTERS, TransformersArchitecture
-from ftkit.architectures.transformers_outline import blocks_of, head_name
+from ftkit.architectures.transformers_architecture import TransformersArchitecture, is_router
+from ftkit.architectures.transformers_outline import blocks_of, head_name, model_name
 from ftkit.bodies.attention import AttentionKernel, Sequences
 from ftkit.bodies.body import Body, GatedMlp
 from ftkit.bodies.transformers_attention import Attended, KeyValueCache, follow
 from ftkit.bodies.transformers_experts import compute_experts
+from ftkit.bodies.transformers_training import compute_without_values
 
 _ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu tanh"}
 """By the names of their classes."""
@@ -24,15 +25,17 @@ class TransformersBody(Body):
     def __init__(self, architecture: TransformersArchitecture) -> None:
         super().__init__()
         whole = architecture.build()
-        self._model_name = whole.base_model_prefix
+        self._model_name = model_name(whole)
         self._heads = [whole.get_submodule(head_name(whole))]  # in a list: it is no part
-        model = whole.base_model
+        model = whole.get_submodule(self._model_name)
         self.add_module(self._model_name, model)
         self._takes_rows = architecture.takes_rows
         self._attended = Attended()
         if self._takes_rows:
             follow(model, self._attended)
         compute_experts(model)
+        compute_without_values(model)
+        self._own = tuple(model.modules())
         self._depth = architecture.layers
         self._max_length = architecture.context_length
         self._device = torch.device("meta")
@@ -41,6 +44,14 @@ class TransformersBody(Body):
         }
         """What no file holds, as the model has computed it on the CPU."""
         self._so_far: Tensor | None = None
+        self.train()
+
+    def train(self, mode: bool = True) -> Self:
+        """Switch layers of adapters alone: the model's own leave nothing out and draw no noise."""
+        super().train(mode)
+        for module in self._own:
+            module.training = False
+        return self
 
     @property
     def _model(self) -> Any:
@@ -76,7 +87,7 @@ class TransformersBody(Body):
     @property
     def kept_in_full(self) -> frozenset[str]:
         return frozenset(
-            name for name, _ in self.blocks.named_modules() if name.rpartition(".")[2] in ROUTERS
+            name for name, _ in self.blocks.named_modules() if is_router(name)
         )
 
     def keep_attention_apart(self) -> None:
