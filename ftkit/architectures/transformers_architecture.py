@@ -44,6 +44,8 @@ from ftkit.errors import UserError
 
 _IN_ROWS = {"full_attention", "sliding_attention"}
 """Kinds of layers in which a token sees others of its sequence alone, by their positions."""
+_OWN_MASKS = {"doge", "glm_moe_dsa"}
+"""Families in which the values of tokens tell, too, who is seen."""
 _POSITIONS_WITHOUT_LIMIT = 2048
 """Context of a model whose config.json tells none."""
 _FOLLOWING_LENGTH = {"dynamic", "longrope"}
@@ -58,7 +60,7 @@ _NO_PART = (
 
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 """What layers are called that choose experts, or what holds them."""
-_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
+_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 _SWITCHED_OFF = ("output_router_logits", "rescale_every", "use_mamba_kernels")
 """Settings of what is not computed here: losses of routers, weights that change between training
 and inference, and kernels without which some models refuse to run."""
@@ -117,20 +119,29 @@ class TransformersArchitecture(Architecture):
     def layers(self) -> int:
         return int(self.config.num_hidden_layers)
 
-    @cached_property
+    @property
     def has_equal_layers(self) -> bool:
-        kinds = getattr(self.config, "layer_types", None) or [""]
-        first, *others = (
-            {name: p.shape for name, p in block.named_parameters()}
-            for block in self._blocks
-        )
-        return len(set(kinds)) == 1 and all(other == first for other in others)
+        return len(set(self._kinds)) == 1
+
+    @property
+    def depth_of_all_kinds(self) -> int:
+        """The least number of the first blocks among which there is one of each kind."""
+        return max(self._kinds.index(kind) for kind in self._kinds) + 1
+
+    @cached_property
+    def _kinds(self) -> list[object]:
+        """Of each block: what it is called, and what it keeps."""
+        called = getattr(self.config, "layer_types", None) or ()
+        if len(called) != self.layers:
+            called = [""] * self.layers
+        kept = ({name: p.shape for name, p in b.named_parameters()} for b in self._blocks)
+        return [(name, frozenset(of_it.items())) for name, of_it in zip(called, kept, strict=True)]
 
     @property
     def attention(self) -> AttentionTraits:
         config = self.config
-        heads = int(config.num_attention_heads)
-        size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        heads = int(getattr(config, "num_attention_heads", 0))  # state-space models have none
+        size = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
         names = {name.rpartition(".")[2] for name, _ in self.outline.named_parameters()}
         return AttentionTraits(
             heads=heads,
@@ -147,7 +158,8 @@ class TransformersArchitecture(Architecture):
     def takes_rows(self) -> bool:
         """Whether its attention is an interface, and all that tokens see of each other."""
         kinds = set(getattr(self.config, "layer_types", None) or ())
-        return bool(self._class._supports_attention_backend) and kinds <= _IN_ROWS
+        is_interface = self._class._supports_attention_backend and self.name not in _OWN_MASKS
+        return bool(is_interface) and kinds <= _IN_ROWS
 
     @property
     def _class(self) -> type[PreTrainedModel]:

@@ -48,6 +48,8 @@ def set_depth(config: PretrainedConfig, layers: int) -> None:
         if isinstance(value, list) and len(value) == before and before != layers:
             setattr(config, name, (value * layers)[:layers])
     config.num_hidden_layers = layers
+    if hasattr(config, "num_blocks"):  # xLSTM's own word
+        config.num_blocks = layers
 
 
 def untranspose_layers(model: nn.Module) -> None:

@@ -18,6 +18,9 @@ from ftkit.bodies.transformers_training import compute_without_values
 _ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu tanh"}
 """By the names of their classes."""
 
+_LIKE_PARAMETERS = {"bias", "mup_vector"}
+"""Tables of factors, which have the number format of the parameters; others are of angles."""
+
 
 class TransformersBody(Body):
     """The model that transformers has below its output layer."""
@@ -97,7 +100,9 @@ class TransformersBody(Body):
         self._device, self._max_length = device, length
         for name, table in self._tables.items():
             owner, _, kind = name.rpartition(".")
-            self._model.get_submodule(owner)._buffers[kind] = table.to(device, copy=True)
+            follows = kind in _LIKE_PARAMETERS and table.is_floating_point()
+            dtype = self.embedding.weight.dtype if follows else table.dtype
+            self._model.get_submodule(owner)._buffers[kind] = table.to(device, dtype, copy=True)
 
     @property
     def device(self) -> torch.device:
