@@ -47,13 +47,16 @@ def logits_of(
 def _filled_when_needed(
     model: LanguageModel, values: Values, progress: OnProgress
 ) -> Iterator[None]:
-    """Each part of the model has its numbers while it computes."""
+    """Each part of the model has its numbers while it computes; the first has them before it.
+
+    Some models ask for the embedding's device when they begin.
+    """
     body = model.body
     parts: list[nn.Module] = [body.embedding, *body.blocks, *body.others, model.head]
     outlined: list[tuple[nn.Module, str, nn.Parameter]] = []
     done = 0
 
-    def fill(part: nn.Module, _: object) -> None:
+    def fill(part: nn.Module, *_: object) -> None:
         for module_name, module in part.named_modules(prefix=names[part]):
             for kind, parameter in list(module.named_parameters(recurse=False)):
                 value = values(our_name(f"{module_name}.{kind}"))
@@ -71,9 +74,10 @@ def _filled_when_needed(
         progress(done, len(parts))
 
     names = {module: name for name, module in model.named_modules()}
-    hooks = [part.register_forward_pre_hook(fill) for part in parts]
+    hooks = [part.register_forward_pre_hook(fill) for part in parts[1:]]
     hooks += [part.register_forward_hook(drop) for part in parts]
     try:
+        fill(parts[0])
         yield
     finally:
         for hook in hooks:

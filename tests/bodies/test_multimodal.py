@@ -15,11 +15,14 @@ from computed import (
     row_logits,
     sequences,
 )
-from multimodal_models import MODELS, make_multimodal_model, multimodal_model
+from multimodal_models import EACH, make_multimodal_model, multimodal_model
 from torch import Tensor
 
 from ftkit.architectures.transformers_architecture import TransformersArchitecture
+from ftkit.convert.layerwise import logits_of
+from ftkit.convert.merge import base_reader
 from ftkit.lora.names import our_name
+from ftkit.model.language_model import outline_plain
 
 Directory = Callable[[str], Path]
 
@@ -42,22 +45,28 @@ def texts() -> list[Tensor]:
     return [sequence.clamp(max=390) for sequence in sequences()]
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", EACH)
 def test_logits_are_those_of_the_whole_model_on_text(directory_of: Directory, model: str) -> None:
     expected = logits_by(multimodal_model(directory_of(model)), texts())
-    _, ours = opened(directory_of(model))
+    base, ours = opened(directory_of(model))
     assert_close(padded_logits(ours, texts()), expected)
     assert isinstance(ours.architecture, TransformersArchitecture)
     if ours.architecture.takes_rows:
         for kernel in ("cpu", "sdpa"):
             ours.kernel = kernel
             assert_close(row_logits(ours, texts()), expected)
+    layer_by_layer = logits_of(
+        outline_plain(base, torch.float32, tied=False),
+        base_reader(base),
+        [sequence.tolist() for sequence in texts()],
+    )
+    assert_close(layer_by_layer, expected)
     of_each = expected.split(LENGTHS)
     for step, logits in enumerate(cached_logits(ours, texts())):
         assert_close(logits, torch.stack([one[step - 3] for one in of_each]))
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", EACH)
 def test_a_step_has_the_gradients_of_the_whole_model(directory_of: Directory, model: str) -> None:
     base, ours = opened(directory_of(model))
     theirs = multimodal_model(directory_of(model))

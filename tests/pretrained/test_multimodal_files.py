@@ -10,7 +10,7 @@ import pytest
 import torch
 from adapters import ALL, build, export, logits, lora_recipe, train
 from computed import assert_close, logits_by, opened, padded_logits, sequences
-from multimodal_models import MODELS, make_multimodal_model, multimodal_model
+from multimodal_models import EACH, MODELS, SOME, make_multimodal_model, multimodal_model
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -24,7 +24,6 @@ from ftkit.pretrained.fingerprint import fingerprint
 from ftkit.pretrained.save import save_hf
 from ftkit.pretrained.size_estimate import rough_model
 
-SOME = ["gemma3", "llama4", "qwen2_5_vl", "qwen3_vl", "mistral3", "llava"]
 WEIGHTS = "model.safetensors"
 
 
@@ -62,7 +61,7 @@ def change_settings(directory: Path, change: Callable[[dict[str, Any]], None]) -
 # Written as it was
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", EACH)
 def test_weights_that_were_not_changed_are_written_as_they_were(
     directory_of: Callable[[str], Path], model: str, tmp_path: Path
 ) -> None:

@@ -1,10 +1,26 @@
-"""Promises P1 and P2 over models that transformers computes: windows, experts, a tied head."""
+"""Promises P1 and P2 over models that transformers computes: windows, experts, a tied head.
+
+And the language model of one that sees, whose rest is with every result.
+"""
 
 from typing import Any
 
 import pytest
-from rank_jobs import Case, Outcome, Run, assert_same_maths, make_run, needs_deepspeed
+import torch
+from multimodal_models import make_multimodal_model
+from rank_jobs import (
+    METHODS,
+    Case,
+    Outcome,
+    Run,
+    assert_same_maths,
+    make_run,
+    needs_deepspeed,
+)
+from safetensors.torch import load_file
 from transformers_models import make_transformers_model
+
+from ftkit.config.recipe import Method
 
 MODELS = {
     "window": "mistral window",
@@ -16,6 +32,7 @@ THEIRS: tuple[tuple[str, Any], ...] = (
     # A tied model says the last token of its prompt again: a word, not the end of a line.
     ("data.prompt_style", "litgpt.prompts.Default"),
 )
+SEES = "sees"
 pytestmark = pytest.mark.slow
 STRATEGIES = ("ddp", "fsdp", pytest.param("deepspeed", marks=needs_deepspeed))
 
@@ -23,10 +40,9 @@ STRATEGIES = ("ddp", "fsdp", pytest.param("deepspeed", marks=needs_deepspeed))
 @pytest.fixture(scope="module")
 def changes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[tuple[str, Any], ...]]:
     directory = tmp_path_factory.mktemp("transformers")
-    return {
-        name: (*THEIRS, ("checkpoint_dir", str(make_transformers_model(directory / name, model))))
-        for name, model in MODELS.items()
-    }
+    made = {name: make_transformers_model(directory / name, m) for name, m in MODELS.items()}
+    made[SEES] = make_multimodal_model(directory / SEES, "gemma3")
+    return {name: (*THEIRS, ("checkpoint_dir", str(where))) for name, where in made.items()}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +56,8 @@ Found = dict[tuple[str, ...], Outcome]
 @pytest.fixture(scope="module")
 def alone(run: Run, changes: dict[str, tuple[tuple[str, Any], ...]]) -> Found:
     cases: dict[tuple[str, ...], Case] = {}
-    for model, changed in changes.items():
+    for model in MODELS:
+        changed = changes[model]
         one = (*changed, ("train.micro_batch_size", 1))
         padded = (*changed, ("train.padding_free", False))
         cases |= {
@@ -51,6 +68,9 @@ def alone(run: Run, changes: dict[str, tuple[tuple[str, Any], ...]]) -> Found:
             (model, "padded"): Case("single", "full", changes=padded),
             (model, "half"): Case("single", "lora", changes=changed, stop_after=2),
         }
+    for method in METHODS:
+        cases[SEES, method] = Case("single", method, changes=changes[SEES])
+        cases[SEES, method, "half"] = Case("single", method, changes=changes[SEES], stop_after=2)
     found = run(1, list(cases.values()))
     return {name: found[case] for name, case in cases.items()}
 
@@ -58,13 +78,17 @@ def alone(run: Run, changes: dict[str, tuple[tuple[str, Any], ...]]) -> Found:
 @pytest.fixture(scope="module")
 def in_two(run: Run, changes: dict[str, tuple[tuple[str, Any], ...]], alone: Found) -> Found:
     cases: dict[tuple[str, ...], Case] = {}
-    for model, changed in changes.items():
+    for model in MODELS:
+        changed = changes[model]
         quantized = (*changed, ("quantize", "bnb.nf4"))
         for strategy in ("ddp", "fsdp", "deepspeed"):
             cases[model, strategy, "full"] = Case(strategy, "full", changes=changed)
             cases[model, strategy, "nf4"] = Case(strategy, "lora", changes=quantized)
         half = alone[model, "half"].out_dir
         cases[model, "fsdp", "resumed"] = Case("fsdp", "lora", changes=changed, start=half)
+    for method in METHODS:
+        half = alone[SEES, method, "half"].out_dir
+        cases[SEES, method, "resumed"] = Case("fsdp", method, changes=changes[SEES], start=half)
     found = run(2, list(cases.values()))
     return {name: found[case] for name, case in cases.items()}
 
@@ -87,6 +111,28 @@ def test_two_ranks_learn_what_one_learns(
 @pytest.mark.parametrize("model", MODELS)
 def test_a_run_goes_on_under_another_strategy(model: str, in_two: Found, alone: Found) -> None:
     assert_same_maths(in_two[model, "fsdp", "resumed"], alone[model, "lora"])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_language_model_of_one_that_sees_goes_on_under_another_strategy(
+    method: Method, in_two: Found, alone: Found
+) -> None:
+    losses = alone[SEES, method].losses
+    assert losses[-1] < losses[0]
+    assert_same_maths(in_two[SEES, method, "resumed"], alone[SEES, method])
+
+
+def test_results_of_one_that_sees_hold_what_was_not_trained_as_it_was(
+    changes: dict[str, tuple[tuple[str, Any], ...]], in_two: Found, alone: Found
+) -> None:
+    before = load_file(f"{dict(changes[SEES])['checkpoint_dir']}/model.safetensors")
+    rest = [name for name in before if "language_model" not in name]
+    assert len(rest) > 20
+    for outcome in (alone[SEES, "full"], in_two[SEES, "full", "resumed"]):
+        after = load_file(outcome.out_dir / "final/model.safetensors")
+        assert after.keys() == before.keys()
+        assert all(torch.equal(after[name], before[name]) for name in rest)
+        assert not any(torch.equal(after[name], before[name]) for name in before.keys() - set(rest))
 
 
 @pytest.mark.parametrize("model", MODELS)

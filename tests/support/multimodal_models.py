@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from tiny import make_tokenizer
@@ -129,6 +130,12 @@ MODELS: dict[str, dict[str, Any]] = {
     | _IMAGE,
 }
 """Settings of each, by model_type."""
+SOME = ("gemma3", "llama4", "qwen2_5_vl", "qwen3_vl", "mistral3", "llava")
+"""Those that differ most."""
+EACH = tuple(
+    model if model in SOME else pytest.param(model, marks=pytest.mark.slow) for model in MODELS
+)
+"""All, as cases of a test."""
 
 
 def make_multimodal_model(directory: Path, model: str) -> Path:
