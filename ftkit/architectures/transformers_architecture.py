@@ -66,9 +66,9 @@ _NO_PART = (
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 """What layers are called that choose experts, or what holds them."""
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-_SWITCHED_OFF = ("output_router_logits", "rescale_every", "use_mamba_kernels")
-"""Settings of what is not computed here: losses of routers, weights that change between training
-and inference, and kernels without which some models refuse to run."""
+_SWITCHED_OFF = ("output_router_logits", "use_mamba_kernels")
+"""Settings of what is not computed here: losses of routers, and kernels without which some models
+refuse to run."""
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_topk", "moe_k")
 """Settings that tell how many experts a layer has, and a token passes."""
@@ -94,7 +94,7 @@ class TransformersArchitecture(Architecture):
     @cached_property
     def whole_config(self) -> PretrainedConfig:
         """Transformers' own, of the whole model."""
-        fields = {key: value for key, value in self.settings.items() if key != "auto_map"}
+        fields = {key: _decoded(value) for key, value in self.settings.items() if key != "auto_map"}
         whole = AutoConfig.for_model(fields.pop("model_type"), **fields)
         if self.depth is not None:
             set_depth(self._of_language(whole), self.depth)
@@ -319,8 +319,8 @@ class TransformersArchitecture(Architecture):
         for name in _SWITCHED_OFF:
             if hasattr(config, name):
                 setattr(config, name, False)
-        implementation = "sdpa" if self._class._supports_sdpa else "eager"
-        whole._attn_implementation = config._attn_implementation = implementation
+        sdpa = self._class._supports_sdpa and self.name not in _OWN_MASKS
+        whole._attn_implementation = config._attn_implementation = "sdpa" if sdpa else "eager"
         with torch.device("meta"):
             model = self._class(whole)
             part = self.language_in(model) if self.is_part else model
@@ -412,6 +412,17 @@ def read_transformers_architecture(
     if obstacle:
         raise _refusal(name, obstacle)
     return architecture
+
+
+def _decoded(value: Any) -> Any:
+    """A setting, with the floats that JSON does not know: transformers writes them as objects."""
+    if isinstance(value, list):
+        return [_decoded(one) for one in value]
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _decoded(one) for key, one in value.items()}
+    return value
 
 
 def _refusal(name: str, obstacle: str) -> UserError:

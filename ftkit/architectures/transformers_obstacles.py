@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch.nn as nn
+import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -15,16 +16,25 @@ _ONE_BY_ONE = (
     "computes its experts one by one, each with the tokens that have chosen it, which a "
     "prediction of memory does not know"
 )
+_NOT_CAUSAL = (
+    f"is computed by transformers {transformers.__version__} so that tokens see later ones"
+)
+_SHARED = "computes several blocks with the same weights"
 _FAMILIES = {
     "afmoe": _ONE_BY_ONE,
     "blt": "reads bytes, in patches that another model makes of them",
     "cpmant": "takes a prompt that it sees as a whole, and tokens in segments",
     "dbrx": _ONE_BY_ONE,
     "longcat_flash": _ONE_BY_ONE,
+    "nemotron_h": _NOT_CAUSAL,
+    "recurrent_gemma": _NOT_CAUSAL,
     "reformer": "sees tokens in buckets that change from step to step",
+    "rwkv": "is computed in place, which gives no gradients",
     "trocr": "reads what an encoder of images gives it",
     "xlm": "asks for the values of lengths and languages of its sequences",
     "xlnet": "predicts tokens in any order, each of them from those on both sides",
+    "zamba": _SHARED,
+    "zamba2": _SHARED,
 }
 """Whatever their settings."""
 
@@ -62,6 +72,8 @@ def obstacle_of_config(config: PretrainedConfig) -> str | None:
         )
     if getattr(config, "use_bidirectional_attention", False):
         return "has tokens see those that follow (use_bidirectional_attention in its config.json)"
+    if getattr(config, "num_kv_shared_layers", 0):
+        return "has blocks that take keys and values of others from a cache, which training has not"
     return None
 
 

@@ -22,22 +22,12 @@ MOST_SHOWN = 120
 COMPLETED: Mapping[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
-    "gemma3n_text": {
-        "num_hidden_layers": 10,
-        "num_kv_shared_layers": 5,
-        "activation_sparsity_pattern": None,
-    },
     "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": ["mamba", "attention"]},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
     "lfm2_moe": {"num_hidden_layers": 3, "layer_types": ["conv", "conv", "full_attention"]},
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8},
-    "zamba2": {
-        "num_hidden_layers": 3,
-        "layers_block_type": ["mamba", "hybrid", "mamba"],
-        "use_mem_rope": True,
-    },
 }
 """What the default configuration of a model lacks, or is too large in, as a checkpoint gives it."""
 
