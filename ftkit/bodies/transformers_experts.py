@@ -2,9 +2,11 @@
 
 Transformers calls what a model's settings name for the matrices of experts, which are one parameter
 of three dimensions. Its own way computes products that predictions on fake tensors do not know in
-float32, and knows nothing of weights in a few bits.
+float32, and knows nothing of weights in a few bits: these are turned into numbers one matrix after
+the other, where its product is computed, and nothing is kept of that.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,6 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from ftkit.bodies.experts import (
+    FusedExperts,
+    PackedMatrices,
+    count_of_each,
+    packed_in,
+    rows_of_each,
+)
 
 EXPERTS = "ftkit"
 """By which name transformers finds what computes experts below."""
@@ -24,9 +34,21 @@ def compute_experts(model: nn.Module) -> None:
     Args:
         model: of transformers.
     """
+    for experts in fused_experts(model):
+        experts.module.config._experts_implementation = EXPERTS  # type: ignore[union-attr]
+
+
+def fused_experts(model: nn.Module) -> Iterator[FusedExperts]:
+    """Those of each layer that transformers leaves to a function of its settings.
+
+    Args:
+        model: of transformers, whose matrices are not quantised.
+    """
     for module in model.modules():
         if hasattr(module, "is_transposed") and hasattr(module, "num_experts"):
-            module.config._experts_implementation = EXPERTS  # type: ignore[union-attr]
+            own = module.named_parameters(recurse=False)
+            matrices = tuple(name for name, parameter in own if parameter.ndim == 3)
+            yield FusedExperts(module, matrices, transposed=bool(module.is_transposed))
 
 
 def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -44,13 +66,19 @@ def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Te
     of_each = chosen.size(-1)
     experts = chosen.flatten()
     order = experts.argsort(stable=True)
-    counts = torch.zeros(module.num_experts, dtype=torch.int32, device=hidden.device)
-    counts = counts.scatter_add_(0, experts, torch.ones_like(experts, dtype=torch.int32))
+    counts = count_of_each(experts, module.num_experts)
     ends = counts.cumsum(0, dtype=torch.int32)
+    packed = packed_in(module)
+    rows = rows_of_each(counts, len(experts)) if packed else []
 
     def product(x: Tensor, name: str) -> Tensor:
         weight = getattr(module, name)
-        result: Tensor = _GroupedProduct.apply(x, weight, ends, module.is_transposed)
+        result: Tensor
+        if matrices := packed.get(name):
+            x = x.to(matrices.compute_dtype)
+            result = _PackedProduct.apply(x, weight, matrices, rows)
+        else:
+            result = _GroupedProduct.apply(x, weight, ends, module.is_transposed)
         if module.has_bias:
             result = result + getattr(module, f"{name}_bias")[experts[order]]
         return result
@@ -66,6 +94,48 @@ def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Te
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _experts)
+
+
+class _PackedProduct(torch.autograd.Function):
+    """The product of each row with the quantised matrix of its expert; a gradient for it alone.
+
+    Kept for the backward pass is the parameter, and no view of it, which would keep what strategies
+    gather of it alive.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, matrices: PackedMatrices, rows: list[slice]
+    ) -> Tensor:
+        """Compute it.
+
+        Args:
+            ctx: of the function.
+            x: [rows, in], those of the first expert first.
+            weight: what the parameter holds.
+            matrices: unpack it.
+            rows: of each expert.
+        """
+        if is_fake(x):
+            rows = [slice(0, len(x))]  # one after the other, they take what one takes
+        ctx.matrices, ctx.rows = matrices, rows
+        ctx.save_for_backward(weight)
+        result = x.new_empty(len(x), matrices.rows)
+        for expert, own in enumerate(rows):
+            if own.start < own.stop:
+                torch.mm(x[own], matrices.unpacked(weight, expert).t(), out=result[own])
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (weight,) = ctx.saved_tensors
+        matrices: PackedMatrices = ctx.matrices
+        gradient = gradients[0].to(matrices.compute_dtype)
+        of_x = gradient.new_empty(len(gradient), matrices.columns)
+        for expert, own in enumerate(ctx.rows):
+            if own.start < own.stop:
+                torch.mm(gradient[own], matrices.unpacked(weight, expert), out=of_x[own])
+        return of_x, None, None, None
 
 
 class _GroupedProduct(torch.autograd.Function):

@@ -16,6 +16,7 @@ from rich.text import Text
 from torch import Tensor
 
 from ftkit.architectures.architecture import HEAD
+from ftkit.bodies.experts import packed_in
 from ftkit.config.recipe import Quantization, Recipe
 from ftkit.config.result_options import MergeOptions
 from ftkit.console.display import Display
@@ -151,6 +152,12 @@ class Merged:
             for name, module in model.named_modules()
             if kind is not None and hasattr(module, "pack")
         }
+        self._experts = {
+            our_name(f"{name}.{matrix}"): packed
+            for name, module in model.named_modules()
+            for matrix, packed in packed_in(module).items()
+            if kind is not None
+        }
         self._tied = model.tied
         self._read = base_reader(base)
         shapes = base.architecture.parameter_shapes(tied=False)
@@ -177,6 +184,12 @@ class Merged:
             from ftkit.model.quantization import rounded
 
             value = rounded(value, self._kind)
+        elif name in self._experts:
+            assert self._kind is not None
+            from ftkit.model.quantization import rounded_of_each
+
+            transposed = self._experts[name].transposed
+            value = rounded_of_each(value, self._kind, transposed=transposed)
         if kind == "weight" and layer in self._layers:
             value = self._adapted(layer, value)
         return as_written(name, value, dtype)

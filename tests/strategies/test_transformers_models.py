@@ -1,8 +1,10 @@
 """Promises P1 and P2 over models that transformers computes: windows, experts, a tied head."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from conversions import assert_equal, merge, own_logits, transformers_logits
 from rank_jobs import Case, Outcome, Run, assert_same_maths, make_run, needs_deepspeed
 from transformers_models import make_transformers_model
 
@@ -11,6 +13,7 @@ MODELS = {
     "experts": "qwen3_moe",
     "tied": "gemma",
 }
+OTHER_EXPERTS = ("mixtral", "gpt_oss", "olmoe")
 THEIRS: tuple[tuple[str, Any], ...] = (
     ("model_implementation", "transformers"),
     # A tied model says the last token of its prompt again: a word, not the end of a line.
@@ -82,6 +85,63 @@ def test_two_ranks_learn_what_one_learns(
     model: str, strategy: str, method: str, in_two: Found, alone: Found
 ) -> None:
     assert_same_maths(in_two[model, strategy, method], alone[model, method])
+
+
+def parameter_bytes(outcome: Outcome) -> int:
+    memory = outcome.report.step_memory
+    assert memory is not None
+    return memory.fullest.peak_breakdown_bytes.parameters
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_experts_of_a_quantised_run_are_in_a_few_bits(
+    strategy: str, in_two: Found, alone: Found
+) -> None:
+    numbers_of_experts = 2 * 4 * 3 * 24 * 32
+    saved_bytes = round(numbers_of_experts * (4 - 0.5 - 4 / 64))
+    found = parameter_bytes(alone["experts", "nf4"])
+    assert found <= parameter_bytes(alone["experts", "lora"]) - saved_bytes
+    assert parameter_bytes(in_two["experts", strategy, "nf4"]) <= found
+
+
+def test_a_merged_quantised_run_has_its_logits(alone: Found, tmp_path: Path) -> None:
+    outcome = alone["experts", "nf4"]
+    outcome.complete()
+    logits = transformers_logits(merge(outcome.out_dir, tmp_path / "merged"))
+    assert_equal(logits, own_logits(outcome.out_dir))
+    assert (logits - own_logits(outcome.out_dir, quantize=None)).abs().max() > 1e-3
+
+
+@pytest.fixture(scope="module")
+def of_others(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """Runs of the other shapes of experts, by model, strategy and method."""
+    directory = tmp_path_factory.mktemp("others")
+    cases: dict[int, dict[tuple[str, ...], Case]] = {1: {}, 2: {}}
+    for model in OTHER_EXPERTS:
+        made = str(make_transformers_model(directory / model, model))
+        changed = (*THEIRS, ("checkpoint_dir", made))
+        quantized = (*changed, ("quantize", "bnb.nf4"))
+        for strategy in ("single", "ddp", "fsdp", "deepspeed"):
+            of = cases[1 if strategy == "single" else 2]
+            of[model, strategy, "full"] = Case(strategy, "full", changes=changed)
+            of[model, strategy, "nf4"] = Case(strategy, "lora", changes=quantized)
+    found = {}
+    for world_size, chosen in cases.items():
+        outcomes = run(world_size, list(chosen.values()))
+        found |= {name: outcomes[case] for name, case in chosen.items()}
+    return found
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("model", OTHER_EXPERTS)
+@pytest.mark.parametrize("method", ["full", "nf4"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_two_ranks_learn_what_one_learns_with_other_shapes_of_experts(
+    model: str, strategy: str, method: str, of_others: Found
+) -> None:
+    alone = of_others[model, "single", method]
+    assert alone.losses[-1] < alone.losses[0]
+    assert_same_maths(of_others[model, strategy, method], alone)
 
 
 @pytest.mark.parametrize("model", MODELS)
