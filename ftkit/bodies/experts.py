@@ -4,14 +4,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 _PACKED = "packed_matrices"
 """The attribute of a module with what unpacks its matrices, by the names of its parameters."""
+
+
+PAIRS = "_pairs"
+"""What the name of a parameter ends with to be that of the module of its low-rank pairs."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +29,13 @@ class FusedExperts:
     """Names of its parameters that hold a matrix of each expert."""
     transposed: bool
     """Whether these are [experts, in, out]; else [experts, out, in]."""
+
+    def sizes(self, name: str) -> tuple[int, int, int]:
+        """Experts, out and in of a parameter."""
+        if packed := packed_in(self.module).get(name):
+            return packed.experts, packed.rows, packed.columns
+        experts, first, second = self.module.get_parameter(name).shape
+        return (experts, second, first) if self.transposed else (experts, first, second)
 
 
 class PackedMatrices(ABC):
@@ -113,3 +126,58 @@ def hold_packed(module: nn.Module, name: str, matrices: PackedMatrices) -> None:
     """Let a parameter hold packed matrices from now on, frozen and on the meta device."""
     setattr(module, _PACKED, {**packed_in(module), name: matrices})
     setattr(module, name, nn.Parameter(matrices.outline(), requires_grad=False))
+
+
+def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool) -> Tensor:
+    """[rows, out], the product of each row with the matrix of its expert.
+
+    Args:
+        x: [rows, in], those of the first expert first.
+        weight: [experts, out, in]; [experts, in, out] if it is transposed.
+        ends: [experts] int32, where the rows of each end.
+        transposed: which of the two.
+    """
+    result: Tensor = _GroupedProduct.apply(x, weight, ends, transposed)
+    return result
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """The product of each row with the matrix of its expert."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
+        kind = x.device.type
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            x, weight = x.to(dtype), weight.to(dtype)
+        else:
+            x = x.to(weight.dtype)
+        ctx.save_for_backward(x, weight, ends)
+        ctx.transposed = transposed
+        return _products(x, weight if transposed else weight.mT, ends)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, ends = ctx.saved_tensors
+        gradient = gradients[0].to(weight.dtype)
+        of_x = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_x = _products(gradient, weight.mT if ctx.transposed else weight, ends)
+        if ctx.needs_input_grad[1]:
+            left, right = (x, gradient) if ctx.transposed else (gradient, x)
+            of_weight = _sums(left, right, ends)
+        return of_x, of_weight, None, None
+
+
+def _products(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """[rows, out] of [rows, in] and [experts, in, out]."""
+    if is_fake(x):  # torch knows their shape for bfloat16 alone
+        return x.new_empty(x.size(0), weight.size(-1))
+    return F.grouped_mm(x, weight, offs=ends)
+
+
+def _sums(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """[experts, a, b] of [rows, a] and [rows, b]: the sum over the rows of each."""
+    if is_fake(left):
+        return left.new_empty(len(ends), left.size(-1), right.size(-1))
+    return F.grouped_mm(left.mT, right, offs=ends)

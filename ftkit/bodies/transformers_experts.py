@@ -11,15 +11,16 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ftkit.bodies.experts import (
+    PAIRS,
     FusedExperts,
     PackedMatrices,
     count_of_each,
+    grouped_product,
     packed_in,
     rows_of_each,
 )
@@ -42,12 +43,12 @@ def fused_experts(model: nn.Module) -> Iterator[FusedExperts]:
     """Those of each layer that transformers leaves to a function of its settings.
 
     Args:
-        model: of transformers, whose matrices are not quantised.
+        model: of transformers.
     """
     for module in model.modules():
         if hasattr(module, "is_transposed") and hasattr(module, "num_experts"):
-            own = module.named_parameters(recurse=False)
-            matrices = tuple(name for name, parameter in own if parameter.ndim == 3)
+            own, packed = module.named_parameters(recurse=False), packed_in(module)
+            matrices = tuple(name for name, p in own if p.ndim == 3 or name in packed)
             yield FusedExperts(module, matrices, transposed=bool(module.is_transposed))
 
 
@@ -71,17 +72,18 @@ def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Te
     packed = packed_in(module)
     rows = rows_of_each(counts, len(experts)) if packed else []
 
-    def product(x: Tensor, name: str) -> Tensor:
+    def product(given: Tensor, name: str) -> Tensor:
         weight = getattr(module, name)
         result: Tensor
         if matrices := packed.get(name):
-            x = x.to(matrices.compute_dtype)
+            x = given.to(matrices.compute_dtype)
             result = _PackedProduct.apply(x, weight, matrices, rows)
         else:
-            result = _GroupedProduct.apply(x, weight, ends, module.is_transposed)
+            result = grouped_product(given, weight, ends, transposed=module.is_transposed)
         if module.has_bias:
             result = result + getattr(module, f"{name}_bias")[experts[order]]
-        return result
+        pairs = getattr(module, f"{name}{PAIRS}", None)
+        return result if pairs is None else result.add_(pairs(given, ends))
 
     x = hidden[order // of_each]
     if module.has_gate:
@@ -136,54 +138,3 @@ class _PackedProduct(torch.autograd.Function):
             if own.start < own.stop:
                 torch.mm(gradient[own], matrices.unpacked(weight, expert), out=of_x[own])
         return of_x, None, None, None
-
-
-class _GroupedProduct(torch.autograd.Function):
-    """The product of each row with the matrix of its expert."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
-        """Compute it.
-
-        Args:
-            ctx: of the function.
-            x: [rows, in], those of the first expert first.
-            weight: [experts, out, in]; [experts, in, out] if it is transposed.
-            ends: [experts] int32, where the rows of each end.
-            transposed: which of the two.
-        """
-        kind = x.device.type
-        if torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-            x, weight = x.to(dtype), weight.to(dtype)
-        else:
-            x = x.to(weight.dtype)
-        ctx.save_for_backward(x, weight, ends)
-        ctx.transposed = transposed
-        return _products(x, weight if transposed else weight.mT, ends)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, ends = ctx.saved_tensors
-        gradient = gradients[0].to(weight.dtype)
-        of_x = of_weight = None
-        if ctx.needs_input_grad[0]:
-            of_x = _products(gradient, weight.mT if ctx.transposed else weight, ends)
-        if ctx.needs_input_grad[1]:
-            left, right = (x, gradient) if ctx.transposed else (gradient, x)
-            of_weight = _sums(left, right, ends)
-        return of_x, of_weight, None, None
-
-
-def _products(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """[rows, out] of [rows, in] and [experts, in, out]."""
-    if is_fake(x):  # torch knows their shape for bfloat16 alone
-        return x.new_empty(x.size(0), weight.size(-1))
-    return F.grouped_mm(x, weight, offs=ends)
-
-
-def _sums(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """[experts, a, b] of [rows, a] and [rows, b]: the sum over the rows of each."""
-    if is_fake(left):
-        return left.new_empty(len(ends), left.size(-1), right.size(-1))
-    return F.grouped_mm(left.mT, right, offs=ends)

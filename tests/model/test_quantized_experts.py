@@ -1,4 +1,4 @@
-"""Experts whose matrices are one parameter: quantised each by itself, as a linear layer would be."""
+"""Experts whose matrices are one parameter: each is quantised by itself, as a linear layer is."""
 
 import copy
 import weakref
@@ -17,13 +17,13 @@ from transformers_models import make_transformers_model
 from ftkit.architectures.transformers_architecture import ROUTERS
 from ftkit.bodies.experts import FusedExperts, PackedMatrices, packed_in
 from ftkit.config.recipe import Quantization
-from ftkit.inference.loading import open_adapter
-from ftkit.inference.result import find_result
 from ftkit.convert.merge import Merged
 from ftkit.errors import UserError
+from ftkit.inference.loading import open_adapter
+from ftkit.inference.result import find_result
 from ftkit.model.flops import flops_per_token, parameter_count
 from ftkit.model.language_model import LanguageModel, outline
-from ftkit.model.quantization import FourBit, rounded
+from ftkit.model.quantization import rounded
 from ftkit.model.quantized_experts import quantize_experts
 from ftkit.pretrained.base_model import BaseModel, open_base, weights
 
