@@ -10,6 +10,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from ftkit.bodies.attention import AttentionKernel
+from ftkit.bodies.experts import FusedExperts
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,10 @@ class Body(nn.Module, ABC):
     @abstractmethod
     def gated_mlps(self) -> Iterator[GatedMlp]:
         """Those for which there may be a fused kernel."""
+
+    @abstractmethod
+    def fused_experts(self) -> Iterator[FusedExperts]:
+        """The experts of each layer whose matrices are one parameter of three dimensions."""
 
     @property
     @abstractmethod

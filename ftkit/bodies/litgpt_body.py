@@ -8,12 +8,14 @@ import litgpt.model
 import torch
 import torch.nn as nn
 from litgpt.config import Config
-from litgpt.model import GPT, GemmaMLP, LLaMAMLP
+from litgpt.model import GPT, GemmaMLP, LLaMAMLP, LLaMAMoE
 from torch import Tensor
 
 from ftkit.bodies.attention import AttentionKernel, AttentionLayer, Sequences
 from ftkit.bodies.body import Body, GatedMlp
+from ftkit.bodies.experts import FusedExperts
 from ftkit.bodies.litgpt_attention import Attention
+from ftkit.bodies.litgpt_experts import Experts
 from ftkit.bodies.norm import RMSNorm
 
 
@@ -38,15 +40,17 @@ class LitgptBody(GPT, Body):  # type: ignore[misc]  # litgpt declares no types
         if not config.latent_attention:
             for index, block in enumerate(self.transformer.h):
                 block.attn = Attention(plain, index)
-        self._replace_norms()
+        self._replace_modules()
 
-    def _replace_norms(self) -> None:
-        """Put our RMSNorm in place of LitGPT's; names stay."""
-        for name, norm in list(self.named_modules()):
-            if isinstance(norm, litgpt.model.RMSNorm):
-                (size,) = norm.weight.shape
-                found = RMSNorm(size, norm.eps, add_unit_offset=norm.add_unit_offset)
+    def _replace_modules(self) -> None:
+        """Put our RMSNorm and experts in place of LitGPT's; names stay."""
+        for name, module in list(self.named_modules()):
+            if isinstance(module, litgpt.model.RMSNorm):
+                (size,) = module.weight.shape
+                found = RMSNorm(size, module.eps, add_unit_offset=module.add_unit_offset)
                 self.set_submodule(name, found)
+            elif isinstance(module, LLaMAMoE):
+                self.set_submodule(name, Experts(module.config))
 
     @property
     def embedding(self) -> nn.Embedding:
@@ -72,6 +76,9 @@ class LitgptBody(GPT, Body):  # type: ignore[misc]  # litgpt declares no types
                 yield GatedMlp(module, "silu", gate="fc_1", up="fc_2", down="proj")
             elif kind is GemmaMLP and self.config.gelu_approximate == "tanh":
                 yield GatedMlp(module, "gelu tanh", gate="fc_1", up="fc_2", down="proj")
+
+    def fused_experts(self) -> Iterator[FusedExperts]:
+        yield from ()  # each has linear layers of its own
 
     @property
     def kept_in_full(self) -> frozenset[str]:

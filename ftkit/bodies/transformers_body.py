@@ -11,8 +11,9 @@ from ftkit.architectures.transformers_architecture import TransformersArchitectu
 from ftkit.architectures.transformers_outline import blocks_of, head_name
 from ftkit.bodies.attention import AttentionKernel, Sequences
 from ftkit.bodies.body import Body, GatedMlp
+from ftkit.bodies.experts import FusedExperts
 from ftkit.bodies.transformers_attention import Attended, KeyValueCache, follow
-from ftkit.bodies.transformers_experts import compute_experts
+from ftkit.bodies.transformers_experts import compute_experts, fused_experts
 from ftkit.bodies.transformers_training import compute_without_values
 
 _ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu tanh"}
@@ -95,6 +96,9 @@ class TransformersBody(Body):
             if activation and all(type(getattr(module, n, None)) is nn.Linear for n in names):
                 gate, up, down = names
                 yield GatedMlp(module, activation, gate=gate, up=up, down=down)  # type: ignore[arg-type]
+
+    def fused_experts(self) -> Iterator[FusedExperts]:
+        return fused_experts(self._model)
 
     @property
     def kept_in_full(self) -> frozenset[str]:

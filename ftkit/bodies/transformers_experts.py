@@ -2,17 +2,28 @@
 
 Transformers calls what a model's settings name for the matrices of experts, which are one parameter
 of three dimensions. Its own way computes products that predictions on fake tensors do not know in
-float32, and knows nothing of weights in a few bits.
+float32, and knows nothing of weights in a few bits: these are turned into numbers one matrix after
+the other, where its product is computed, and nothing is kept of that.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from ftkit.bodies.experts import (
+    PAIRS,
+    FusedExperts,
+    PackedMatrices,
+    count_of_each,
+    grouped_product,
+    packed_in,
+    rows_of_each,
+)
 
 EXPERTS = "ftkit"
 """By which name transformers finds what computes experts below."""
@@ -24,9 +35,21 @@ def compute_experts(model: nn.Module) -> None:
     Args:
         model: of transformers.
     """
+    for experts in fused_experts(model):
+        experts.module.config._experts_implementation = EXPERTS  # type: ignore[union-attr]
+
+
+def fused_experts(model: nn.Module) -> Iterator[FusedExperts]:
+    """Those of each layer that transformers leaves to a function of its settings.
+
+    Args:
+        model: of transformers.
+    """
     for module in model.modules():
         if hasattr(module, "is_transposed") and hasattr(module, "num_experts"):
-            module.config._experts_implementation = EXPERTS  # type: ignore[union-attr]
+            own, packed = module.named_parameters(recurse=False), packed_in(module)
+            matrices = tuple(name for name, p in own if p.ndim == 3 or name in packed)
+            yield FusedExperts(module, matrices, transposed=bool(module.is_transposed))
 
 
 def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -44,15 +67,23 @@ def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Te
     of_each = chosen.size(-1)
     experts = chosen.flatten()
     order = experts.argsort(stable=True)
-    counts = torch.zeros(module.num_experts, dtype=torch.int32, device=hidden.device)
-    counts = counts.scatter_add_(0, experts, torch.ones_like(experts, dtype=torch.int32))
+    counts = count_of_each(experts, module.num_experts)
     ends = counts.cumsum(0, dtype=torch.int32)
+    packed = packed_in(module)
+    rows = rows_of_each(counts, len(experts)) if packed else []
 
-    def product(x: Tensor, name: str) -> Tensor:
-        result = grouped_product(x, getattr(module, name), ends, module.is_transposed)
+    def product(given: Tensor, name: str) -> Tensor:
+        weight = getattr(module, name)
+        result: Tensor
+        if matrices := packed.get(name):
+            x = given.to(matrices.compute_dtype)
+            result = _PackedProduct.apply(x, weight, matrices, rows)
+        else:
+            result = grouped_product(given, weight, ends, transposed=module.is_transposed)
         if module.has_bias:
             result = result + getattr(module, f"{name}_bias")[experts[order]]
-        return result
+        pairs = getattr(module, f"{name}{PAIRS}", None)
+        return result if pairs is None else result.add_(pairs(given, ends))
 
     x = hidden[order // of_each]
     if module.has_gate:
@@ -67,65 +98,43 @@ def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Te
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _experts)
 
 
-def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
-    """The product of each row with the matrix of its expert.
+class _PackedProduct(torch.autograd.Function):
+    """The product of each row with the quantised matrix of its expert; a gradient for it alone.
 
-    Args:
-        x: [rows, in], those of the first expert first.
-        weight: [experts, out, in]; [experts, in, out] if it is transposed.
-        ends: [experts] int32, where the rows of each end.
-        transposed: which of the two.
+    Kept for the backward pass is the parameter, and no view of it, which would keep what strategies
+    gather of it alive.
     """
-    result: Tensor = _GroupedProduct.apply(x, weight, ends, transposed)
-    return result
-
-
-class _GroupedProduct(torch.autograd.Function):
-    """The product of each row with the matrix of its expert."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, matrices: PackedMatrices, rows: list[slice]
+    ) -> Tensor:
         """Compute it.
 
         Args:
             ctx: of the function.
             x: [rows, in], those of the first expert first.
-            weight: [experts, out, in]; [experts, in, out] if it is transposed.
-            ends: [experts] int32, where the rows of each end.
-            transposed: which of the two.
+            weight: what the parameter holds.
+            matrices: unpack it.
+            rows: of each expert.
         """
-        kind = x.device.type
-        if torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-            x, weight = x.to(dtype), weight.to(dtype)
-        else:
-            x = x.to(weight.dtype)
-        ctx.save_for_backward(x, weight, ends)
-        ctx.transposed = transposed
-        return _products(x, weight if transposed else weight.mT, ends)
+        if is_fake(x):
+            rows = [slice(0, len(x))]  # one after the other, they take what one takes
+        ctx.matrices, ctx.rows = matrices, rows
+        ctx.save_for_backward(weight)
+        result = x.new_empty(len(x), matrices.rows)
+        for expert, own in enumerate(rows):
+            if own.start < own.stop:
+                torch.mm(x[own], matrices.unpacked(weight, expert).t(), out=result[own])
+        return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, ends = ctx.saved_tensors
-        gradient = gradients[0].to(weight.dtype)
-        of_x = of_weight = None
-        if ctx.needs_input_grad[0]:
-            of_x = _products(gradient, weight.mT if ctx.transposed else weight, ends)
-        if ctx.needs_input_grad[1]:
-            left, right = (x, gradient) if ctx.transposed else (gradient, x)
-            of_weight = _sums(left, right, ends)
-        return of_x, of_weight, None, None
-
-
-def _products(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """[rows, out] of [rows, in] and [experts, in, out]."""
-    if is_fake(x):  # torch knows their shape for bfloat16 alone
-        return x.new_empty(x.size(0), weight.size(-1))
-    return F.grouped_mm(x, weight, offs=ends)
-
-
-def _sums(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """[experts, a, b] of [rows, a] and [rows, b]: the sum over the rows of each."""
-    if is_fake(left):
-        return left.new_empty(len(ends), left.size(-1), right.size(-1))
-    return F.grouped_mm(left.mT, right, offs=ends)
+        (weight,) = ctx.saved_tensors
+        matrices: PackedMatrices = ctx.matrices
+        gradient = gradients[0].to(matrices.compute_dtype)
+        of_x = gradient.new_empty(len(gradient), matrices.columns)
+        for expert, own in enumerate(ctx.rows):
+            if own.start < own.stop:
+                torch.mm(gradient[own], matrices.unpacked(weight, expert), out=of_x[own])
+        return of_x, None, None, None

@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from ftkit.bodies.transformers_experts import grouped_product
+from ftkit.bodies.experts import grouped_product
 
 _MASKS_OF_STATES = ("_update_mamba_mask", "_update_linear_attn_mask")
 """Methods that look whether a mask of padding is of use; there is none here."""
@@ -73,4 +73,4 @@ class _Experts:
     def __call__(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Of [rows, in], those of the first expert first, and the rows of each expert."""
         ends = counts.to(rows.device).cumsum(0).to(torch.int32)
-        return grouped_product(rows, self._module.weight, ends, self._transposed)
+        return grouped_product(rows, self._module.weight, ends, transposed=self._transposed)

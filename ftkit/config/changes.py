@@ -74,6 +74,7 @@ KIND_OF: dict[str, Kind] = {
     "lora_value": "fixed",
     "lora_projection": "fixed",
     "lora_mlp": "fixed",
+    "lora_experts": "fixed",
     "lora_head": "fixed",
     "lora_targets": "fixed",
     "lora_modules_to_save": "fixed",

@@ -163,6 +163,9 @@ def _check_lora(recipe: LoraRecipe) -> None:
             f"lora_init is {recipe.lora_init}, but lora_variant dora starts from the lengths of "
             "the base model's own rows. Try --lora_init default."
         )
+    if recipe.lora_experts:
+        _check_lora_of_experts(recipe)
+        return
     if recipe.lora_targets is not None:
         if not recipe.lora_targets:
             raise UserError(
@@ -174,3 +177,17 @@ def _check_lora(recipe: LoraRecipe) -> None:
             "No layer is adapted: every one of lora_query, lora_key, lora_value, lora_projection, "
             "lora_mlp and lora_head is false. Try --lora_query true --lora_value true."
         )
+
+
+def _check_lora_of_experts(recipe: LoraRecipe) -> None:
+    """Refuse what PEFT's adapters of experts do not know."""
+    for key, value, known in (
+        ("lora_dropout", f"{recipe.lora_dropout:g}", ["0"]),
+        ("lora_variant", recipe.lora_variant, ["lora", "rslora"]),
+        ("lora_init", recipe.lora_init, ["default"]),
+    ):
+        if value not in known:
+            raise UserError(
+                f"{key} is {value}, but lora_experts is true, and a PEFT adapter of experts knows "
+                f"{' and '.join(known)} alone. Try --{key} {known[0]}, or --lora_experts false."
+            )

@@ -23,7 +23,6 @@ _UNKNOWN = {
     "layers_to_transform": (None,),
     "exclude_modules": (None, []),
     "trainable_token_indices": (None,),
-    "target_parameters": (None, []),
     "layer_replication": (None,),
     "alora_invocation_tokens": (None,),
 }
@@ -66,9 +65,11 @@ def adapter_keys(directory: Path) -> dict[str, Any]:
         "lora_alpha": config.get("lora_alpha"),
         "lora_targets": config.get("target_modules"),
         "lora_modules_to_save": config.get("modules_to_save") or None,
+        "lora_experts": bool(config.get("target_parameters")),
     }
     keys |= {key: value for key, value in notes.items() if key != PARTS_KEY}
-    missing = [key for key in ("lora_r", "lora_alpha", "lora_targets") if not keys[key]]
+    wanted = ["lora_r", "lora_alpha", *(["lora_targets"] * (not keys["lora_experts"]))]
+    missing = [key for key in wanted if not keys[key]]
     if missing:
         raise UserError(
             f"{directory / CONFIG} does not say {', '.join(missing)}. Take the adapter from where "
@@ -77,6 +78,8 @@ def adapter_keys(directory: Path) -> dict[str, Any]:
     variant = "dora" if config.get("use_dora") else "rslora" if config.get("use_rslora") else "lora"
     if isinstance(keys["lora_targets"], list):
         keys["lora_targets"] = sorted(keys["lora_targets"])
+    elif keys["lora_targets"] is None:
+        keys["lora_targets"] = []
     return keys | {"lora_variant": variant}
 
 
@@ -110,6 +113,12 @@ def with_adapter(recipe: Recipe) -> Recipe:
             f"{recipe.adapter}. Try --lora_init default."
         )
     return dataclasses.replace(recipe, **keys)
+
+
+def target_parameters(directory: Path) -> list[str]:
+    """Names of the parameters, not layers, that an adapter adapts: those of experts."""
+    found = _config(directory).get("target_parameters") or []
+    return [str(name) for name in found]
 
 
 def _in_order(value: Any) -> Any:

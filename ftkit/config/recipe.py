@@ -262,6 +262,9 @@ class Lora:
     """Adapt the output projection of attention."""
     lora_mlp: bool = False
     """Adapt the layers of the MLP."""
+    lora_experts: bool = False
+    """Adapt the matrices of experts that are one parameter, with a low-rank pair for each expert
+    (Mixtral, Qwen3-MoE, gpt-oss and others that transformers computes). Needs lora_dropout 0."""
     lora_head: bool = False
     """Adapt the output head."""
     lora_targets: list[str] | str | None = None

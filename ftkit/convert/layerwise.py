@@ -7,6 +7,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from ftkit.bodies.experts import packed_in
 from ftkit.lora.names import our_name
 from ftkit.model.language_model import LanguageModel
 from ftkit.utils.progress import OnProgress
@@ -60,8 +61,12 @@ def _filled_when_needed(
         for module_name, module in part.named_modules(prefix=names[part]):
             for kind, parameter in list(module.named_parameters(recurse=False)):
                 value = values(our_name(f"{module_name}.{kind}"))
-                is_packed = kind == "weight" and hasattr(module, "pack")
-                value = module.pack(value) if is_packed else value.float()
+                if kind == "weight" and hasattr(module, "pack"):
+                    value = module.pack(value)
+                elif kind in packed_in(module):
+                    value = packed_in(module)[kind].pack(value)
+                else:
+                    value = value.float()
                 outlined.append((module, kind, parameter))
                 setattr(module, kind, nn.Parameter(value, requires_grad=False))
 

@@ -16,6 +16,7 @@ from rich.text import Text
 from torch import Tensor
 
 from ftkit.architectures.architecture import HEAD
+from ftkit.bodies.experts import PAIRS, packed_in
 from ftkit.config.recipe import Quantization, Recipe
 from ftkit.config.result_options import MergeOptions
 from ftkit.console.display import Display
@@ -29,6 +30,7 @@ from ftkit.errors import UserError
 from ftkit.inference.loading import OpenAdapter, open_adapter
 from ftkit.inference.prompting import prompting_of
 from ftkit.inference.result import Result
+from ftkit.lora.experts import expert_pairs, merged_experts
 from ftkit.lora.layers import lora_layers
 from ftkit.lora.names import TRAINED, our_name
 from ftkit.lora.variants import merged
@@ -151,6 +153,13 @@ class Merged:
             for name, module in model.named_modules()
             if kind is not None and hasattr(module, "pack")
         }
+        self._experts = {
+            our_name(f"{name}.{matrix}"): packed
+            for name, module in model.named_modules()
+            for matrix, packed in packed_in(module).items()
+            if kind is not None
+        }
+        self._pairs = dict(expert_pairs(model))
         self._tied = model.tied
         self._read = base_reader(base)
         shapes = base.architecture.parameter_shapes(tied=False)
@@ -177,8 +186,17 @@ class Merged:
             from ftkit.model.quantization import rounded
 
             value = rounded(value, self._kind)
+        elif name in self._experts:
+            assert self._kind is not None
+            from ftkit.model.quantization import rounded_of_each
+
+            transposed = self._experts[name].transposed
+            value = rounded_of_each(value, self._kind, transposed=transposed)
         if kind == "weight" and layer in self._layers:
             value = self._adapted(layer, value)
+        elif name in self._pairs:
+            a, b = (self._tensors[f"{name}{PAIRS}.lora_{m}.{TRAINED}.weight"] for m in "AB")
+            value = merged_experts(value, a, b, self._pairs[name])
         return as_written(name, value, dtype)
 
     def all(self, progress: OnProgress) -> Iterator[tuple[str, Tensor]]:

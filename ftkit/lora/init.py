@@ -28,7 +28,9 @@ def initial_adapter(name: str, shape: torch.Size, seed: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.float32, device="cpu")
     generator = torch.Generator(device="cpu").manual_seed(seed ^ zlib.crc32(name.encode()))
     matrix = torch.empty(shape, dtype=torch.float32, device="cpu")
-    return nn.init.kaiming_uniform_(matrix, a=math.sqrt(5), generator=generator)
+    # Those of experts are one after the other, as PEFT has them.
+    nn.init.kaiming_uniform_(matrix.flatten(0, -2), a=math.sqrt(5), generator=generator)
+    return matrix
 
 
 def follows_from_base(name: str, recipe: LoraRecipe) -> bool:

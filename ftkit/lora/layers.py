@@ -12,6 +12,7 @@ import torch.nn as nn
 
 from ftkit.config.recipe import LoraRecipe
 from ftkit.errors import UserError
+from ftkit.lora.experts import ExpertPairs, add_expert_pairs
 from ftkit.lora.names import INITIAL, TRAINED, our_name
 from ftkit.lora.targets import adapted_layers, whole_layers
 from ftkit.lora.variants import Dora, FromInitial, Magnitude, Plain
@@ -33,8 +34,11 @@ def add_adapter(model: nn.Module, base: BaseModel, recipe: LoraRecipe) -> None:
     model.requires_grad_(False)
     targets = adapted_layers(model, base, recipe)
     saved = whole_layers(model, base, recipe)
-    with _without_bitsandbytes():
-        _inject(model, recipe, targets)
+    if targets:
+        with _without_bitsandbytes():
+            _inject(model, recipe, targets)
+    if recipe.lora_experts:
+        add_expert_pairs(model, base, recipe)
     for name, layer in lora_layers(model):
         layer.cast_input_dtype_enabled = False  # the variants know of autocast
         layer.lora_variant[TRAINED] = Plain()
@@ -96,7 +100,7 @@ def _relate_to_initial(name: str, layer: Any, recipe: LoraRecipe) -> None:
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Name and module of every adapted layer."""
+    """Name and module of every adapted linear layer."""
     for name, module in model.named_modules():
-        if hasattr(module, "lora_A"):
+        if hasattr(module, "lora_A") and not isinstance(module, ExpertPairs):
             yield name, module

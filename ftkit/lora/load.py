@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ftkit.architectures.architecture import HEAD
 from ftkit.architectures.naming import Fused
+from ftkit.bodies.experts import PAIRS
 from ftkit.config.peft_adapter import (
     CONFIG,
     OLD_WEIGHTS,
@@ -18,8 +19,10 @@ from ftkit.config.peft_adapter import (
     WEIGHTS,
     adapter_keys,
     read_notes,
+    target_parameters,
 )
 from ftkit.errors import UserError
+from ftkit.lora.experts import from_peft, parameters_adapted
 from ftkit.lora.names import TRAINED, our_name
 from ftkit.lora.save import _PREFIX
 from ftkit.pretrained.base_model import BaseModel, parameter_shapes, weights
@@ -48,7 +51,16 @@ def read_adapter(directory: Path, base: BaseModel) -> Adapter:
     tensors: dict[str, Tensor] = {}
     copies: dict[str, Tensor] = {}
     holders = _holders(base)
+    shapes = parameter_shapes(base)
+    wrapped = parameters_adapted(base, target_parameters(directory))
     for name, tensor in _stored(directory).items():
+        wrapper, _, matrix = name.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
+        if wrapper in wrapped:
+            parameter = wrapped[wrapper]
+            tensors[f"{parameter}{PAIRS}.{matrix}.{TRAINED}.weight"] = from_peft(
+                tensor, matrix, shapes[parameter][0]
+            )
+            continue
         theirs, kind = _split(name)
         found = holders.get(theirs)
         if found is None:

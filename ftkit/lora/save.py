@@ -17,9 +17,11 @@ from torch import Tensor
 
 from ftkit.architectures.architecture import HEAD
 from ftkit.architectures.naming import Fused, Naming
+from ftkit.bodies.experts import PAIRS
 from ftkit.config.peft_adapter import BASE_KEY, CONFIG, NOTES_KEY, PARTS_KEY, WEIGHTS
 from ftkit.config.recipe import LoraRecipe
 from ftkit.errors import UserError
+from ftkit.lora.experts import in_peft
 from ftkit.lora.names import INITIAL, TRAINED, is_adapter, names_of
 from ftkit.pretrained.base_model import BaseModel, parameter_shapes
 from ftkit.pretrained.save import save_beside
@@ -91,7 +93,9 @@ def save_adapter(
 
     given = {name: tensor.detach().cpu() for name, tensor in parameters}
     layers = _joined_layers({name: t for name, t in given.items() if is_adapter(name)})
-    tensors: dict[str, Tensor] = {}
+    pairs = {name.removesuffix(PAIRS): layers.pop(name) for name in _of_experts(layers)}
+    of_experts = in_peft({name: (pair.a, pair.b) for name, pair in pairs.items()}, base)
+    tensors = {f"{_PREFIX}{name}": tensor for name, tensor in of_experts.items()}
     ranks: dict[str, int] = {}
     parts: dict[str, list[str]] = {}
     for theirs, ours, fused in _their_layers(base, layers):
@@ -124,6 +128,7 @@ def save_adapter(
         rank_pattern=others,
         alpha_pattern={name: _alpha(recipe, other) for name, other in others.items()},
         target_modules=list(_by_short_name(ranks, base)),
+        target_parameters=sorted({".".join(name.split(".")[-2:]) for name in pairs}) or None,
         modules_to_save=sorted({name.rpartition(".")[0] for name in whole}) or None,
         task_type="CAUSAL_LM",
         base_model_name_or_path=base.name if base.directory is None else str(base.directory),
@@ -150,6 +155,11 @@ def _joined_layers(parameters: Mapping[str, Tensor]) -> dict[str, _Layer]:
             b = torch.cat([b, -matrices[f"B.{INITIAL}"]], dim=1)
         layers[layer] = _Layer(a, b, matrices.get(f"magnitude_vector.{TRAINED}"))
     return layers
+
+
+def _of_experts(layers: Iterable[str]) -> list[str]:
+    """Those that adapt the matrices of experts."""
+    return [name for name in layers if name.endswith(PAIRS)]
 
 
 def _their_layers(

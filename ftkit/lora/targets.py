@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch.nn as nn
 
 from ftkit.architectures.architecture import HEAD
+from ftkit.bodies.experts import packed_in
 from ftkit.config.recipe import LoraRecipe
 from ftkit.errors import UserError
 from ftkit.lora.names import names_of, our_name
@@ -69,7 +70,7 @@ def whole_layers(model: nn.Module, base: BaseModel, recipe: LoraRecipe) -> list[
                     "weight may be shared with the head). Remove it from one of the two."
                 )
             module = modules[ours]
-            if hasattr(module, "unpacked"):
+            if hasattr(module, "unpacked") or packed_in(module):
                 raise UserError(
                     f"lora_modules_to_save names {target}, but quantize {recipe.quantize} keeps "
                     "it in a few bits, which cannot be trained. Try --lora_targets instead."

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.autograd.graph import saved_tensors_hooks
 
 from ftkit.bodies.attention import attention_kernel
+from ftkit.bodies.experts import packed_in
 from ftkit.config.checks import has_liger
 from ftkit.config.plan import Plan
 from ftkit.config.recipe import LoraRecipe
@@ -38,7 +39,7 @@ from ftkit.report.step_memory import MicroBatchSize
 from ftkit.strategies.precision import compute_dtype, parameter_dtype
 from ftkit.strategies.select import make_strategy
 from ftkit.strategies.simulated_step import Peaks, Simulation, Sizes, Snapshot
-from ftkit.strategies.strategy import Strategy
+from ftkit.strategies.strategy import Strategy, tensors_in
 from ftkit.strategies.zero_memory import PERSISTENT_ELEMENTS
 
 CPU = torch.device("cpu")
@@ -248,6 +249,8 @@ def _pack(model: LanguageModel) -> None:
                 module.pack(weight, at_once=weight.numel())
             else:
                 module.pack(weight)
+        for matrices in packed_in(module).values():
+            matrices.allocate(CPU)
 
 
 class _Step:
@@ -424,3 +427,5 @@ def scales(model: nn.Module) -> Iterator[Tensor]:
         scale = getattr(getattr(module, "state", None), "SCB", None)
         if isinstance(scale, Tensor):
             yield scale
+        for matrices in packed_in(module).values():
+            yield from tensors_in(vars(matrices))

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor, nn
 
+from ftkit.bodies.experts import packed_in
 from ftkit.model.quantized_layer import QuantizedLayer
 from ftkit.strategies.strategy import Strategy, tensors_in
 
@@ -16,6 +17,8 @@ def parameters(strategy: Strategy, modules: Iterable[nn.Module]) -> Iterator[Ten
         yield from module.buffers(recurse=False)
         if isinstance(module, QuantizedLayer):
             yield from tensors_in(vars(module))
+        for matrices in packed_in(module).values():
+            yield from tensors_in(vars(matrices))
 
 
 def gradients(parameters: Iterable[Tensor]) -> Iterator[Tensor]:

@@ -3,13 +3,19 @@
 import torch.nn as nn
 from torch import Tensor
 
+from ftkit.bodies.experts import packed_in
 from ftkit.model.language_model import LanguageModel
 
 
 def parameter_count(model: LanguageModel) -> int:
     """Numbers in the model, however many of them a byte holds."""
-    linear = {id(m.weight): _weights_in(m) for m in model.modules() if isinstance(m, nn.Linear)}
-    return sum(linear.get(id(p), p.numel()) for p in model.parameters())
+    known = {}
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            known[id(module.weight)] = _weights_in(module)
+        for name, matrices in packed_in(module).items():
+            known[id(module.get_parameter(name))] = matrices.numbers
+    return sum(known.get(id(p), p.numel()) for p in model.parameters())
 
 
 def _weights_in(layer: nn.Linear) -> int:
@@ -63,8 +69,12 @@ def _matrix_flops(module: nn.Module, expert_share: float) -> float:
             total += _weights_in(part) * share * _factor(part.weight)
         else:  # the matrices of experts are stacked
             share = 1.0 if isinstance(part, nn.Conv1d) else expert_share
-            stacked = [p for p in part.parameters(recurse=False) if p.ndim == 3]
-            total += sum(p.numel() * share * _factor(p) for p in stacked)
+            packed = packed_in(part)
+            for kind, parameter in part.named_parameters(recurse=False):
+                if kind in packed:
+                    total += packed[kind].numbers * share * _factor(parameter)
+                elif parameter.ndim == 3:
+                    total += parameter.numel() * share * _factor(parameter)
     return total
 
 

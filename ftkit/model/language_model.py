@@ -163,9 +163,12 @@ def outline_plain(
         model = LanguageModel(base.architecture, tied=tied)
         if kind is not None:
             from ftkit.model.quantization import quantize
+            from ftkit.model.quantized_experts import quantize_experts
 
-            body = model.body
-            quantize(body.blocks, kind, compute_dtype or dtype, body.kept_in_full)
+            body, computing = model.body, compute_dtype or dtype
+            quantize(body.blocks, kind, computing, body.kept_in_full)
+            for experts in body.fused_experts():
+                quantize_experts(experts, kind, computing)
             model.quantized = kind
     return model.to(dtype)
 

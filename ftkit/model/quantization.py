@@ -25,13 +25,16 @@ from bitsandbytes.functional import (
 from bitsandbytes.nn.modules import Linear4bit, Linear8bitLt
 from torch import Tensor
 
+from ftkit.bodies.experts import packed_in
 from ftkit.config.recipe import Quantization
 from ftkit.model.quantized_layer import QuantizedLayer
 
-_BLOCK = 64
+BLOCK = 64
 """Weights that share a scale in 4 bits, as bitsandbytes has it."""
+NESTED_BLOCK = 256
+"""Scales that share a scale themselves, where they are quantised too."""
 VALUES_AT_ONCE = 2**18
-"""Weights that are quantised at once; a multiple of _BLOCK."""
+"""Weights that are quantised at once; a multiple of BLOCK."""
 
 
 class _FrozenProduct(torch.autograd.Function):
@@ -96,7 +99,7 @@ class FourBit(QuantizedLayer, Linear4bit):
 
         Taken while weights are quantised, it would lie between temporaries and leave holes.
         """
-        blocks = -(-self.in_features * self.out_features // _BLOCK)
+        blocks = -(-self.in_features * self.out_features // BLOCK)
         dtype = torch.uint8 if self._nested else torch.float32
         self._scales = torch.empty(blocks, dtype=dtype, device=device)
 
@@ -107,7 +110,9 @@ class FourBit(QuantizedLayer, Linear4bit):
             value: [out, in] on the device of the computation.
             at_once: numbers of a piece; the result is the same.
         """
-        packed, self.quant_state = _quantize(value, self._quant_type, self._nested, at_once)
+        packed, self.quant_state = quantize_in_pieces(
+            value, self._quant_type, self._nested, at_once
+        )
         if self._scales is None:
             self.allocate(value.device)
         assert self._scales is not None
@@ -173,23 +178,32 @@ class EightBit(QuantizedLayer, Linear8bitLt):
         return _FrozenProduct.apply(x, self.weight, self.bias, self)
 
 
-def _quantize(
+def quantize_in_pieces(
     value: Tensor, quant_type: str, nested: bool, at_once: int
 ) -> tuple[Tensor, QuantState]:
-    """What bitsandbytes' quantize_4bit gives; in small pieces, as it takes several times each."""
+    """What bitsandbytes' quantize_4bit gives, which takes several times the memory of a piece.
+
+    Args:
+        value: [out, in].
+        quant_type: nf4 or fp4.
+        nested: whether the scales are quantised too.
+        at_once: numbers of a piece; the result is the same.
+    """
     numbers = value.flatten()
     count = numbers.numel()
-    scales = torch.empty(-(-count // _BLOCK), device=value.device)
+    scales = torch.empty(-(-count // BLOCK), device=value.device)
     packed = torch.empty((-(-count // 2), 1), dtype=torch.uint8, device=value.device)
     for start in range(0, count, at_once):
         piece = numbers[start : start + at_once].float()
-        part, state = quantize_4bit(piece, blocksize=_BLOCK, quant_type=quant_type)
+        part, state = quantize_4bit(piece, blocksize=BLOCK, quant_type=quant_type)
         packed[start // 2 : start // 2 + len(part)] = part
-        scales[start // _BLOCK : start // _BLOCK + len(state.absmax)] = state.absmax
+        scales[start // BLOCK : start // BLOCK + len(state.absmax)] = state.absmax
     state.shape, state.absmax = value.shape, scales
     if nested:
         state.nested, state.offset = True, scales.mean()
-        state.absmax, state.state2 = quantize_blockwise(scales - state.offset, blocksize=256)
+        state.absmax, state.state2 = quantize_blockwise(
+            scales - state.offset, blocksize=NESTED_BLOCK
+        )
     return packed, state
 
 
@@ -233,11 +247,30 @@ def rounded(weight: Tensor, kind: Quantization) -> Tensor:
     return layer.unpacked(layer.pack(weight))
 
 
+def rounded_of_each(weight: Tensor, kind: Quantization, *, transposed: bool) -> Tensor:
+    """As `rounded`, of the matrices of experts: float32, in their layout.
+
+    Args:
+        weight: [experts, out, in]; [experts, in, out] if they are transposed.
+        kind: as in recipes.
+        transposed: which of the two.
+    """
+    found = torch.empty(weight.shape, dtype=torch.float32)
+    for result, matrix in zip(found, weight, strict=True):
+        if transposed:
+            result.copy_(rounded(matrix.t(), kind).t())
+        else:
+            result.copy_(rounded(matrix, kind))
+    return found
+
+
 def allocate(model: nn.Module, device: torch.device) -> None:
     """Take memory for what turns packed weights back into numbers."""
     for layer in model.modules():
         if isinstance(layer, FourBit):
             layer.allocate(device)
+        for matrices in packed_in(layer).values():
+            matrices.allocate(device)
 
 
 def packed(model: nn.Module, name: str, value: Tensor, device: torch.device) -> Tensor:
@@ -253,4 +286,6 @@ def packed(model: nn.Module, name: str, value: Tensor, device: torch.device) -> 
     layer = model.get_submodule(owner)
     if kind == "weight" and isinstance(layer, FourBit | EightBit):
         return layer.pack(value.to(device))
+    if kind in packed_in(layer):
+        return packed_in(layer)[kind].pack(value, device)
     return value

@@ -1,6 +1,7 @@
 """Predicted memory equals that of real runs: all tensors of a rank, counted one by one."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from rank_jobs import HAS_DEEPSPEED, NO_EVALUATION, Case, write_job
 from runs import run_ranks
 from tiny import make_llama
+from transformers_models import make_transformers_model
 
 from ftkit.memory.predict import predict
 from ftkit.memory.simulate import largest_micro_batch
@@ -85,9 +87,24 @@ def write_records(file: Path, words: list[int]) -> Path:
     return file
 
 
-def errors_of_predictions(directory: Path, world_size: int, cases: list[Case]) -> dict[Case, float]:
+def make_experts(directory: Path) -> Path:
+    return make_transformers_model(
+        directory / "base",
+        "qwen3_moe",
+        hidden_size=256,
+        moe_intermediate_size=128,
+        num_experts=8,
+        head_dim=64,
+        num_hidden_layers=4,
+        vocab_size=1000,
+    )
+
+
+def errors_of_predictions(
+    directory: Path, world_size: int, cases: list[Case], make: Callable[[Path], Path]
+) -> dict[Case, float]:
     """By case: the larger one of the relative errors against what was counted and reported."""
-    base = make_base(directory)
+    base = make(directory)
     data = write_records(directory / "records.json", [LENGTH] * 40)
     jobs = {}
     for number, case in enumerate(cases):
@@ -118,8 +135,13 @@ def error_of(job: Path, base: Path, world_size: int) -> float:
     return max(errors, key=abs)
 
 
-def assert_predicted_within_2_percent(directory: Path, world_size: int, cases: list[Case]) -> None:
-    errors = errors_of_predictions(directory, world_size, cases)
+def assert_predicted_within_2_percent(
+    directory: Path,
+    world_size: int,
+    cases: list[Case],
+    make: Callable[[Path], Path] = make_base,
+) -> None:
+    errors = errors_of_predictions(directory, world_size, cases, make)
     wrong = {str(case): error for case, error in errors.items() if abs(error) >= 0.02}
     assert not wrong
 
@@ -142,6 +164,31 @@ def test_the_peak_of_a_rank_on_one_of_two_nodes_is_predicted_within_2_percent(
     nodes = (("devices", 2), ("num_nodes", 2), ("strategy.sharding", "HYBRID_SHARD"))
     case = Case("fsdp", "full", "32-true", (*nodes, ("train.micro_batch_size", 2)))
     assert_predicted_within_2_percent(tmp_path, 4, [case])
+
+
+EXPERTS = (("quantize", "bnb.nf4"), ("lora_experts", True), ("train.micro_batch_size", 4))
+
+
+@pytest.mark.slow
+def test_the_peak_of_a_step_through_quantised_experts_is_predicted_within_2_percent(
+    tmp_path: Path,
+) -> None:
+    cases = [
+        Case("single", "lora", "bf16-true", (EXPERTS[0], WHOLE_BATCH)),
+        Case("single", "lora", "32-true", (*EXPERTS, CHECKPOINTED)),
+        Case("single", "lora", "bf16-mixed", (("quantize", "bnb.int8"), *EXPERTS[1:])),
+        Case("single", "full", "bf16-true", (WHOLE_BATCH,)),
+    ]
+    assert_predicted_within_2_percent(tmp_path, 1, cases, make_experts)
+
+
+@pytest.mark.slow
+def test_the_peak_of_a_rank_with_a_share_of_quantised_experts_is_predicted_within_2_percent(
+    tmp_path: Path,
+) -> None:
+    cases = [Case("fsdp", "lora", "bf16-true", EXPERTS), Case("ddp", "lora", "bf16-true", EXPERTS)]
+    cases += [Case("deepspeed", "lora", "bf16-true", EXPERTS)] * HAS_DEEPSPEED
+    assert_predicted_within_2_percent(tmp_path, 2, cases, make_experts)
 
 
 @pytest.mark.slow
