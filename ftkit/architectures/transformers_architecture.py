@@ -25,6 +25,7 @@ from ftkit.architectures.architecture import (
     ModelLayout,
 )
 from ftkit.architectures.naming import SameNames
+from ftkit.architectures.router_loss import RouterLoss
 from ftkit.architectures.transformers_outline import (
     blocks_of,
     compute_buffers,
@@ -34,6 +35,7 @@ from ftkit.architectures.transformers_outline import (
     set_depth,
     untranspose_layers,
 )
+from ftkit.architectures.transformers_routers import find_router_loss
 from ftkit.errors import UserError
 
 _IN_ROWS = {"full_attention", "sliding_attention"}
@@ -176,6 +178,14 @@ class TransformersArchitecture(Architecture):
         experts = next((n for name in names if (n := getattr(self.config, name, None))), None)
         chosen = getattr(self.config, "num_experts_per_tok", None)
         return chosen / experts if chosen and experts else 1.0
+
+    @cached_property
+    def router_loss(self) -> RouterLoss | None:
+        return find_router_loss(self.outline)
+
+    @property
+    def asks_for_router_loss(self) -> bool:
+        return bool(getattr(self.config, "output_router_logits", False))
 
     @cached_property
     def embedding(self) -> str:

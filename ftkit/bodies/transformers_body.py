@@ -7,10 +7,13 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from ftkit.architectures.router_loss import RouterLoss
 from ftkit.architectures.transformers_architecture import ROUTERS, TransformersArchitecture
 from ftkit.architectures.transformers_outline import blocks_of, head_name
+from ftkit.architectures.transformers_routers import experts_of, router_outputs
 from ftkit.bodies.attention import AttentionKernel, Sequences
 from ftkit.bodies.body import Body, GatedMlp
+from ftkit.bodies.routing import Routing
 from ftkit.bodies.transformers_attention import Attended, KeyValueCache, follow
 from ftkit.bodies.transformers_experts import compute_experts
 
@@ -34,6 +37,13 @@ class TransformersBody(Body):
             follow(model, self._attended)
         compute_experts(model)
         self._depth = architecture.layers
+        self._routers = dict(router_outputs(model))
+        self._experts = {
+            name: (layer, experts)
+            for layer, block in enumerate(self.blocks)
+            for name, experts in experts_of(block)
+        }
+        """Their number, and in which layer, by the name in it."""
         self._max_length = architecture.context_length
         self._device = torch.device("meta")
         self._tables = {
@@ -81,6 +91,16 @@ class TransformersBody(Body):
 
     def keep_attention_apart(self) -> None:
         self._attended.attend = torch.compiler.disable(self._attended.attend)  # type: ignore[method-assign]
+
+    def watch_routing(self, loss: RouterLoss | None) -> Routing:
+        counts = [experts for _, experts in self._experts.values()]
+        layers = [layer for layer, _ in self._experts.values()]
+        routing = Routing(layers, max(counts, default=0), loss)
+        for row, (name, (layer, _)) in enumerate(self._experts.items()):
+            routing.watch_experts(self.blocks[layer].get_submodule(name), row)
+        for name, place in self._routers.items() if loss is not None else ():
+            routing.watch_router(self._model.get_submodule(name), place)
+        return routing
 
     def place_rotary_tables(self, device: torch.device, length: int) -> None:
         self._device, self._max_length = device, length

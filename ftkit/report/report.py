@@ -11,11 +11,13 @@ throughput, is of the session that is reported.
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from ftkit.errors import UserError
+from ftkit.report.answers import AnsweredExample, ExactMatch
 from ftkit.report.peak_memory import PeakMemory
 from ftkit.report.step_memory import Shortage, StepMemory
 from ftkit.utils.files import write_durably
@@ -249,34 +251,9 @@ class Loss:
     """Lowest of all validations of the run."""
     perplexity: float | None = None
     """exp(validation_last)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExactMatch:
-    """Greedy answers to validation records that equal the expected text."""
-
-    samples: int
-    """Records answered."""
-    before: float | None = None
-    """Fraction right before the first step."""
-    after: float | None = None
-    """Fraction right after the last step."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AnsweredExample:
-    """One validation record with the answers of the model."""
-
-    instruction: str
-    """What the model was asked."""
-    input: str = ""
-    """The material it was asked about."""
-    expected: str = ""
-    """The answer in the data."""
-    before: str | None = None
-    """The model's answer before training."""
-    after: str | None = None
-    """The model's answer after training."""
+    router_aux_loss: float | None = None
+    """Auxiliary loss of the routers in the last step, without its coefficient; it is in none of the
+    others. None: it is not trained with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,6 +280,11 @@ class Spread:
     """Average."""
     max: float
     """Longest."""
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Self:
+        """Of some times, at least one."""
+        return cls(mean=sum(seconds) / len(seconds), max=max(seconds))
 
 
 @dataclass(frozen=True, kw_only=True)

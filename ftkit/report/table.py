@@ -20,10 +20,10 @@ from ftkit.console.formatting import (
 )
 from ftkit.console.grid import labelled_grid
 from ftkit.console.html import block, escaped, labelled, styled
+from ftkit.report.answers import AnsweredExample
 from ftkit.report.peak_memory import PeakMemory
 from ftkit.report.report import (
     ENDED_WELL,
-    AnsweredExample,
     Checkpoints,
     DataCounts,
     Files,

@@ -13,14 +13,13 @@ import torch
 from ftkit.checkpoint.metadata import Metadata
 from ftkit.data.sources import data_source
 from ftkit.memory.meter import DevicePeak
+from ftkit.report.answers import AnsweredExample, ExactMatch
 from ftkit.report.metrics import MetricsWriter, ValidationWriter, perplexity
 from ftkit.report.peak_flops import peak_flops
 from ftkit.report.peak_memory import PeakMemory, RankMemory
 from ftkit.report.report import (
-    AnsweredExample,
     Checkpoints,
     DataCounts,
-    ExactMatch,
     Files,
     Loss,
     PhaseName,
@@ -207,8 +206,8 @@ class Recorder:
                 saved=len(self._stalls_s),
                 last=self._shown(checkpoint),
                 last_bytes=size_bytes,
-                stall_s=_spread(self._stalls_s),
-                write_s=_spread(self._writes_s),
+                stall_s=Spread.of(self._stalls_s),
+                write_s=Spread.of(self._writes_s),
             )
         )
 
@@ -235,10 +234,12 @@ class Recorder:
         """Add a line to the report's warnings."""
         self.note(warnings=[*self.report.warnings, text])
 
-    def expect(self, *, samples_per_epoch: int, flops_per_token: float) -> None:
-        """What later numbers are relative to."""
+    def expect(self, samples_per_epoch: int, flops_per_token: float, *, routers: bool) -> None:
+        """What later numbers are relative to, and whether routers have a loss."""
         self._samples_per_epoch = samples_per_epoch
         self._flops_per_token = flops_per_token
+        if routers:
+            self._metrics.add_router_loss()
 
     def on_data(self, counts: dict[str, DataCounts], sources: dict[str, Source]) -> None:
         """Note what the data came to, and each source where there are several."""
@@ -303,6 +304,7 @@ class Recorder:
             tokens=record.tokens,
             tokens_per_s=record.tokens / record.duration_s,
             of_sources=self._sources.samples,
+            router_aux_loss=record.router_aux_loss,
         )
         self._note_failures()
         if time.time() - self._written_at > STATE_INTERVAL_S:
@@ -368,7 +370,8 @@ class Recorder:
         if self._last_record is None:
             return before
         first = self._first_loss if before.first is None else before.first
-        return dataclasses.replace(before, first=first, last=self._last_record.loss)
+        last, of_routers = self._last_record.loss, self._last_record.router_aux_loss
+        return dataclasses.replace(before, first=first, last=last, router_aux_loss=of_routers)
 
     def _checkpoints(self) -> Checkpoints:
         return self.report.checkpoints or Checkpoints()
@@ -443,7 +446,3 @@ class Recorder:
     def _write(self) -> None:
         self._written_at = time.time()
         write_report(self.report, self._state.path)
-
-
-def _spread(seconds: Sequence[float]) -> Spread:
-    return Spread(mean=sum(seconds) / len(seconds), max=max(seconds))

@@ -34,7 +34,7 @@ def make_recorder(tmp_path: Path, start: Metadata | None = None, devices: int = 
     state = job.directory.rank(0)
     state.path.mkdir(parents=True, exist_ok=True)
     recorder = Recorder(job, state, start=start)
-    recorder.expect(samples_per_epoch=SAMPLES_PER_EPOCH, flops_per_token=1.0)
+    recorder.expect(SAMPLES_PER_EPOCH, flops_per_token=1.0, routers=False)
     return recorder
 
 

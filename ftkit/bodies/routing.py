@@ -1,0 +1,106 @@
+"""Routing: which experts the tokens of a micro-batch choose, and what their loss needs of it."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from ftkit.architectures.router_loss import Routed, RouterLoss
+
+
+class Routing:
+    """Looks at the routers of a model while it computes a micro-batch.
+
+    Nothing is added up by the host, and nothing is asked of the device before it is to be told.
+    """
+
+    def __init__(self, layers: Sequence[int], experts: int, loss: RouterLoss | None) -> None:
+        """Begin.
+
+        Args:
+            layers: numbers of the blocks with experts, from 0; none: their use is not known.
+            experts: of each layer.
+            loss: of the routers, with the coefficient of a run; None: none is trained with.
+        """
+        self.layers, self._experts, self.loss = list(layers), experts, loss
+        self._load: Tensor | None = None
+        self._is_real: Tensor | None = None
+        self._collects = False
+        self._routed: list[Routed] = []
+
+    @property
+    def load(self) -> list[list[int]]:
+        """How often each expert of each layer was chosen in training so far, on this rank."""
+        return [] if self._load is None else self._load.tolist()
+
+    @contextmanager
+    def of(self, is_real: Tensor) -> Iterator[None]:
+        """Look at one micro-batch: its forward pass up to `take`, and its backward pass.
+
+        Args:
+            is_real: [batch, sequence] bool, whether a token is one of a sample.
+        """
+        if self._load is None:
+            shape = len(self.layers), self._experts
+            self._load = torch.zeros(shape, dtype=torch.long, device=is_real.device)
+        self._is_real, self._collects = is_real.flatten(), True
+        try:
+            yield
+        finally:
+            self._is_real, self._collects = None, False
+            self._routed.clear()
+
+    def take(self) -> Routed | None:
+        """End of the forward pass: what the loss needs of it; None: there is no loss.
+
+        What is computed again from here on does not count.
+        """
+        self._collects = False
+        if self.loss is None:
+            return None
+        choices, probabilities = zip(*self._routed, strict=True)
+        self._routed.clear()
+        return Routed(torch.stack(choices).sum(0), torch.stack(probabilities).sum(0))
+
+    def watch_router(self, module: nn.Module, place: int) -> None:
+        """Look at what a module gives.
+
+        Args:
+            module: a router, or what holds one.
+            place: of the logits among several results.
+        """
+        loss = self.loss
+        assert loss is not None
+
+        def look(_: nn.Module, __: Any, output: Any) -> None:
+            if self._is_real is None:
+                return
+            logits: Tensor = output[place] if isinstance(output, tuple) else output
+            # Also where it is computed again: the backward pass wants all that was kept before.
+            routed = loss.routed(logits.reshape(-1, loss.experts), self._is_real)
+            if self._collects:
+                self._routed.append(routed)
+
+        module.register_forward_hook(look)
+
+    def watch_experts(self, module: nn.Module, row: int) -> None:
+        """Count what a module is asked for.
+
+        Args:
+            module: the experts of a layer; it is called with hidden states, [tokens, chosen] int64
+                experts of each, and their weights.
+            row: of the layer among those with experts.
+        """
+
+        def look(_: nn.Module, given: tuple[Any, ...]) -> None:
+            if not self._collects or not torch.is_grad_enabled():
+                return
+            assert self._load is not None and self._is_real is not None
+            chosen: Tensor = given[1]
+            counted = self._is_real[:, None].expand_as(chosen).flatten().long()
+            self._load[row].scatter_add_(0, chosen.flatten(), counted)
+
+        module.register_forward_pre_hook(look)
