@@ -28,13 +28,22 @@ class Routing:
         self.layers, self._experts, self.loss = list(layers), experts, loss
         self._load: Tensor | None = None
         self._is_real: Tensor | None = None
+        """[tokens] bool, of the micro-batch that is computed."""
+        self._counted: Tensor | None = None
+        """[tokens] int64, 1 for a token whose choices count."""
         self._collects = False
         self._routed: list[Routed] = []
 
     @property
     def load(self) -> list[list[int]]:
-        """How often each expert of each layer was chosen in training so far, on this rank."""
-        return [] if self._load is None else self._load.tolist()
+        """How often each expert of each layer was chosen in training so far, on this rank.
+
+        Empty where nothing was counted, and where the device does not answer any more.
+        """
+        try:
+            return [] if self._load is None else self._load.tolist()
+        except RuntimeError:
+            return []
 
     @contextmanager
     def of(self, is_real: Tensor) -> Iterator[None]:
@@ -47,10 +56,11 @@ class Routing:
             shape = len(self.layers), self._experts
             self._load = torch.zeros(shape, dtype=torch.long, device=is_real.device)
         self._is_real, self._collects = is_real.flatten(), True
+        self._counted = self._is_real.long() * torch.is_grad_enabled()
         try:
             yield
         finally:
-            self._is_real, self._collects = None, False
+            self._is_real = self._counted = None
             self._routed.clear()
 
     def take(self) -> Routed | None:
@@ -59,6 +69,8 @@ class Routing:
         What is computed again from here on does not count.
         """
         self._collects = False
+        if self._counted is not None:
+            self._counted.zero_()  # compiled graphs stay the same
         if self.loss is None:
             return None
         choices, probabilities = zip(*self._routed, strict=True)
@@ -84,7 +96,8 @@ class Routing:
             if self._collects:
                 self._routed.append(routed)
 
-        module.register_forward_hook(look)
+        # In eager mode it computes the same when it is done again, whatever becomes of the result.
+        module.register_forward_hook(torch.compiler.disable(look))
 
     def watch_experts(self, module: nn.Module, row: int) -> None:
         """Count what a module is asked for.
@@ -96,11 +109,10 @@ class Routing:
         """
 
         def look(_: nn.Module, given: tuple[Any, ...]) -> None:
-            if not self._collects or not torch.is_grad_enabled():
+            if self._load is None or self._counted is None:
                 return
-            assert self._load is not None and self._is_real is not None
             chosen: Tensor = given[1]
-            counted = self._is_real[:, None].expand_as(chosen).flatten().long()
+            counted = self._counted[:, None].expand_as(chosen).flatten()
             self._load[row].scatter_add_(0, chosen.flatten(), counted)
 
         module.register_forward_pre_hook(look)

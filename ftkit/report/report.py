@@ -18,6 +18,7 @@ from typing import Any, Literal, Self
 
 from ftkit.errors import UserError
 from ftkit.report.answers import AnsweredExample, ExactMatch
+from ftkit.report.expert_load import ExpertLoad
 from ftkit.report.peak_memory import PeakMemory
 from ftkit.report.step_memory import Shortage, StepMemory
 from ftkit.utils.files import write_durably
@@ -202,6 +203,13 @@ class Tokens:
     padding_fraction: float
     """padded / (real + padded)."""
 
+    def with_more(self, *, real: int, label: int, padded: int) -> Self:
+        """The same with those of further steps."""
+        real, padded = self.real + real, self.padded + padded
+        fraction = padded / (real + padded)
+        label += self.label
+        return type(self)(real=real, label=label, padded=padded, padding_fraction=fraction)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
@@ -365,6 +373,8 @@ class Report:
     """Tokens trained on."""
     throughput: Throughput | None = None
     """Speed of training."""
+    expert_load: ExpertLoad | None = None
+    """How often each expert was chosen; None: there are none, or they do not tell."""
     peak_memory: PeakMemory | None = None
     """Highest memory."""
     step_memory: StepMemory | None = None

@@ -349,7 +349,7 @@ def _tell(setup: Setup, journal: Journal) -> None:
     journal.recorder.expect(
         samples_per_epoch,
         mean_flops_per_token(model, setup.data.train, setup.data.repetitions),
-        routers=model.routing.loss is not None,
+        model.routing,
     )
     resolved = Resolved(
         base_model=setup.base.name,
