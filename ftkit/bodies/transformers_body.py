@@ -38,12 +38,12 @@ class TransformersBody(Body):
         compute_experts(model)
         self._depth = architecture.layers
         self._routers = dict(router_outputs(model))
-        self._experts = {
-            name: (layer, experts)
+        self._experts = [
+            (layer, name, experts)
             for layer, block in enumerate(self.blocks)
             for name, experts in experts_of(block)
-        }
-        """Their number, and in which layer, by the name in it."""
+        ]
+        """Layer, name in it, and number."""
         self._max_length = architecture.context_length
         self._device = torch.device("meta")
         self._tables = {
@@ -93,10 +93,10 @@ class TransformersBody(Body):
         self._attended.attend = torch.compiler.disable(self._attended.attend)  # type: ignore[method-assign]
 
     def watch_routing(self, loss: RouterLoss | None) -> Routing:
-        counts = [experts for _, experts in self._experts.values()]
-        layers = [layer for layer, _ in self._experts.values()]
-        routing = Routing(layers, max(counts, default=0), loss)
-        for row, (name, (layer, _)) in enumerate(self._experts.items()):
+        layers = [layer for layer, _, _ in self._experts]
+        count = max((experts for _, _, experts in self._experts), default=0)
+        routing = Routing(layers, count, loss)
+        for row, (layer, name, _) in enumerate(self._experts):
             routing.watch_experts(self.blocks[layer].get_submodule(name), row)
         for name, place in self._routers.items() if loss is not None else ():
             routing.watch_router(self._model.get_submodule(name), place)

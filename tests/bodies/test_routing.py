@@ -1,5 +1,6 @@
 """The oracle is transformers: the auxiliary loss of its routers, and what its experts are asked."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers_models import SIZES, VOCABULARY, transformers_model
 
 from ftkit.architectures.transformers_architecture import TransformersArchitecture
-from ftkit.config.recipe import Recipe
+from ftkit.config.recipe import Memory, Recipe
+from ftkit.errors import UserError
 from ftkit.lora.names import our_name
+from ftkit.model import compiled
 from ftkit.model.language_model import LanguageModel, outline, trained_router_loss
 from ftkit.model.load_weights import fill
 from ftkit.model.sharding import Whole
@@ -46,10 +49,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "jetmoe": _FOUR_LOCAL,
 }
 """Those whose auxiliary loss is the one that ftkit knows, by model_type and what is special."""
+QUICK = ("gpt_oss", "qwen3_moe with a dense layer")
 OTHERS: dict[str, dict[str, Any]] = {
     "llama": {},
     "granitemoe": _FOUR_LOCAL,  # its forward pass finds no logits of routers
-    "deepseek_v3": {"n_routed_experts": 4, "n_shared_experts": 1},
+    "deepseek_v3": {"n_routed_experts": 4, "num_experts_per_tok": 2},
     "doge": {"is_moe": True, "num_experts": 16, "num_experts_per_tok": 2},
 }
 
@@ -72,10 +76,26 @@ def make(directory: Path, model: str) -> Path:
     return directory
 
 
-def opened(directory: Path, **changes: Any) -> LanguageModel:
-    recipe = Recipe(checkpoint_dir=str(directory), router_aux_loss_coef=FACTOR, **changes)
+def opened(
+    directory: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    routers: Callable[[], nn.Module] | None = None,
+    **changes: Any,
+) -> LanguageModel:
+    """A model that is looked at.
+
+    Args:
+        directory: where it lies.
+        dtype: of its parameters.
+        routers: makes others in the place of its own.
+        changes: of the recipe.
+    """
+    recipe = Recipe(**{"checkpoint_dir": str(directory), "router_aux_loss_coef": FACTOR, **changes})
     base = open_base(str(directory), "transformers")
-    model = outline(base, recipe, torch.float32)
+    model = outline(base, recipe, dtype)
+    for block in model.body.blocks if routers is not None else ():
+        block.mlp.gate = routers()  # type: ignore[misc, union-attr]
     model.routing = model.body.watch_routing(trained_router_loss(base.architecture, recipe))
     fill(
         model,
@@ -139,7 +159,9 @@ def assert_gradients(model: LanguageModel, expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model", [m if m in QUICK else pytest.param(m, marks=pytest.mark.slow) for m in MODELS]
+)
 def test_the_loss_with_that_of_routers_and_its_gradients_are_those_of_transformers(
     tmp_path: Path, model: str
 ) -> None:
@@ -155,3 +177,110 @@ def test_the_loss_with_that_of_routers_and_its_gradients_are_those_of_transforme
         found = loss_of(ours, *in_a_row(), lengths=LENGTHS)
         assert float(found) == pytest.approx(float(expected), rel=1e-5)
         assert_gradients(ours, gradients)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiled_blocks_have_the_same_loss_gradients_and_choices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpointing: bool
+) -> None:
+    """In bfloat16: torch compiles products of experts in no other format."""
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    directory, memory = make(tmp_path, "gpt_oss"), Memory(activation_checkpointing=checkpointing)
+    found = []
+    for compile_ in (False, True):
+        model = opened(directory, dtype=torch.bfloat16, compile=compile_, memory=memory)
+        loss = loss_of(model, *padded(), lengths=None)
+        gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        found.append((loss, gradients, model.routing.load))
+    (loss, gradients, load), (loss_of_graphs, gradients_of_graphs, load_of_graphs) = found
+    torch.testing.assert_close(loss_of_graphs, loss)
+    torch.testing.assert_close(gradients_of_graphs, gradients)
+    assert load_of_graphs == load and sum(map(sum, load)) == 2 * 2 * sum(LENGTHS)
+
+
+def architecture_of(model: str, **changes: Any) -> TransformersArchitecture:
+    return TransformersArchitecture({"model_type": model} | settings(model) | changes)
+
+
+def asked(factor: float | None) -> Recipe:
+    return Recipe(checkpoint_dir="any", router_aux_loss_coef=factor)
+
+
+@pytest.mark.parametrize("model", OTHERS)
+def test_a_loss_that_a_model_does_not_have_is_refused_by_name(model: str) -> None:
+    architecture = architecture_of(model)
+    assert trained_router_loss(architecture, asked(None)) is None
+    assert trained_router_loss(architecture, asked(0)) is None
+    has = "no routers" if model == "llama" else "routers with another auxiliary loss, or with none"
+    with pytest.raises(UserError) as refused:
+        trained_router_loss(architecture, asked(0.01))
+    assert str(refused.value) == (
+        f"router_aux_loss_coef is 0.01, but {architecture.class_name} has {has}. "
+        "Try --router_aux_loss_coef 0."
+    )
+
+
+def test_a_model_that_asks_for_a_loss_that_is_not_known_is_refused() -> None:
+    with pytest.raises(UserError, match=r"config\.json is true, but Granite"):
+        trained_router_loss(architecture_of("granitemoe", output_router_logits=True), asked(None))
+
+
+def test_without_a_word_the_loss_is_what_config_json_says() -> None:
+    silent = architecture_of("mixtral", router_aux_loss_coef=0.02)
+    asking = architecture_of("mixtral", router_aux_loss_coef=0.02, output_router_logits=True)
+    assert trained_router_loss(silent, asked(None)) is None
+    by_model = trained_router_loss(asking, asked(None))
+    assert by_model is not None and by_model.coefficient == 0.02
+    by_recipe = trained_router_loss(asking, asked(0.5))
+    assert by_recipe is not None and by_recipe.coefficient == 0.5
+    assert trained_router_loss(asking, asked(0.0)) is None
+
+
+class InTurns(nn.Module):
+    """A router whose tokens choose two experts by their place in the micro-batch."""
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        places = torch.arange(len(hidden))
+        chosen = torch.stack([places % 3, torch.full_like(places, 3)], 1)
+        return hidden.new_full((len(hidden), 4), 0.25), hidden.new_full(chosen.shape, 0.5), chosen
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_choices_of_real_tokens_are_counted_once(tmp_path: Path, checkpointing: bool) -> None:
+    model = opened(
+        make(tmp_path, "qwen3_moe"),
+        routers=InTurns,
+        router_aux_loss_coef=None,
+        memory=Memory(activation_checkpointing=checkpointing),
+    )
+    assert model.routing.load == []
+    tokens, is_real = padded()
+    for _ in range(2):
+        with model.routing.of(is_real):
+            total = model(tokens, torch.tensor([0]), tokens[0, :1])
+            assert model.routing.take() is None
+            total.backward()
+    with torch.no_grad():  # neither an evaluation nor a look at choices alone
+        model(tokens, torch.tensor([0]))
+        with model.routing.of(is_real):
+            model(tokens, torch.tensor([0]))
+    places = [place for place, real in enumerate(is_real.flatten().tolist()) if real]
+    expected = [2 * sum(place % 3 == expert for place in places) for expert in range(3)]
+    assert model.routing.layers == [0, 1]
+    assert model.routing.load == [[*expected, 2 * sum(LENGTHS)]] * 2
+
+
+def test_fillers_are_not_counted(tmp_path: Path) -> None:
+    model = opened(make(tmp_path, "qwen3_moe"), routers=InTurns, router_aux_loss_coef=None)
+    with model.routing.of(torch.zeros(1, 1, dtype=torch.bool)):
+        model(torch.zeros(1, 1, dtype=torch.long), torch.empty(0, dtype=torch.long))
+        model.routing.take()
+    assert model.routing.load == [[0] * 4] * 2
+
+
+def test_a_model_without_experts_has_no_load(tmp_path: Path) -> None:
+    model = opened(make(tmp_path, "llama"), router_aux_loss_coef=None)
+    with model.routing.of(torch.ones(1, 3, dtype=torch.bool)):
+        model(torch.zeros(1, 3, dtype=torch.long), torch.tensor([0]))
+    assert model.routing.layers == [] and model.routing.load == []

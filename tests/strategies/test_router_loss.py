@@ -6,6 +6,10 @@ import pytest
 from rank_jobs import Case, Outcome, assert_same_maths, make_run, needs_deepspeed
 from transformers_models import make_transformers_model
 
+from ftkit.report.expert_load import ExpertLoad
+from ftkit.report.report import read_report
+from ftkit.runs.directory import RunDirectory
+
 pytestmark = pytest.mark.slow
 STRATEGIES = ("ddp", "fsdp", pytest.param("deepspeed", marks=needs_deepspeed))
 Found = dict[tuple[str, ...], Outcome]
@@ -89,6 +93,17 @@ def test_padding_and_fillers_of_two_ranks_have_no_part_in_it(found: Found) -> No
 
 def test_a_run_goes_on_under_another_strategy(found: Found) -> None:
     assert_same(found["fsdp", "resumed"], found["lora",])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_load_of_experts_on_two_ranks_adds_up_to_that_of_one(
+    strategy: str, found: Found
+) -> None:
+    directory = RunDirectory(found[strategy, "full"].out_dir)
+    parts = [read_report(directory.rank(rank).report).expert_load for rank in range(2)]
+    expected = found["full",].report
+    assert ExpertLoad.of_ranks(parts) == expected.expert_load
+    assert expected.expert_load.choices == 2 * expected.tokens.real
 
 
 def test_it_is_learned(found: Found) -> None:
