@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ftkit.architectures.naming import Fused, Naming
+from ftkit.architectures.router_loss import RouterLoss
 
 ModelLayout = Literal["hf", "litgpt"]
 """Whose directories: Hugging Face's, or LitGPT's."""
@@ -94,6 +95,16 @@ class Architecture(ABC):
     @abstractmethod
     def expert_share(self) -> float:
         """How many of the experts of a layer a token passes, as a share of all; 1 without."""
+
+    @property
+    @abstractmethod
+    def router_loss(self) -> RouterLoss | None:
+        """The auxiliary loss of its routers; None: there are none, or it is not known."""
+
+    @property
+    @abstractmethod
+    def asks_for_router_loss(self) -> bool:
+        """Whether its settings say that it is trained with that loss."""
 
     @property
     @abstractmethod

@@ -97,6 +97,14 @@ class LitgptArchitecture(Architecture):
         return config.n_expert_per_token / config.n_expert if config.n_expert else 1.0
 
     @property
+    def router_loss(self) -> None:
+        """None: LitGPT has none."""
+
+    @property
+    def asks_for_router_loss(self) -> bool:
+        return False
+
+    @property
     def embedding(self) -> str:
         return "transformer.wte.weight"
 

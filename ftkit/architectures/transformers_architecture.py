@@ -25,6 +25,7 @@ from ftkit.architectures.architecture import (
     ModelLayout,
 )
 from ftkit.architectures.naming import SameNames
+from ftkit.architectures.router_loss import RouterLoss
 from ftkit.architectures.transformers_obstacles import (
     obstacle_of_config,
     obstacle_of_model,
@@ -45,6 +46,7 @@ from ftkit.architectures.transformers_parts import (
     require_text_alone,
     whole_class_name,
 )
+from ftkit.architectures.transformers_routers import find_router_loss
 from ftkit.errors import UserError
 
 _IN_ROWS = {"full_attention", "sliding_attention"}
@@ -234,6 +236,14 @@ class TransformersArchitecture(Architecture):
             for names in (_EXPERTS, _CHOSEN_EXPERTS)
         )
         return chosen / experts if chosen and experts else 1.0
+
+    @cached_property
+    def router_loss(self) -> RouterLoss | None:
+        return find_router_loss(self.outline)
+
+    @property
+    def asks_for_router_loss(self) -> bool:
+        return bool(getattr(self.config, "output_router_logits", False))
 
     @cached_property
     def embedding(self) -> str:

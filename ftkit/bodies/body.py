@@ -9,8 +9,10 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from ftkit.architectures.router_loss import RouterLoss
 from ftkit.bodies.attention import AttentionKernel
 from ftkit.bodies.experts import FusedExperts
+from ftkit.bodies.routing import Routing
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,14 @@ class Body(nn.Module, ABC):
     @abstractmethod
     def keep_attention_apart(self) -> None:
         """Leave attention out of compiled graphs: it follows other lengths in each step."""
+
+    @abstractmethod
+    def watch_routing(self, loss: RouterLoss | None) -> Routing:
+        """Have what looks at routers and experts in place, once the model is adapted.
+
+        Args:
+            loss: of the routers; None: none is trained with.
+        """
 
     # Positions
 

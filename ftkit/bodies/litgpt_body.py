@@ -11,12 +11,14 @@ from litgpt.config import Config
 from litgpt.model import GPT, GemmaMLP, LLaMAMLP, LLaMAMoE
 from torch import Tensor
 
+from ftkit.architectures.router_loss import RouterLoss
 from ftkit.bodies.attention import AttentionKernel, AttentionLayer, Sequences
 from ftkit.bodies.body import Body, GatedMlp
 from ftkit.bodies.experts import FusedExperts
 from ftkit.bodies.litgpt_attention import Attention
 from ftkit.bodies.litgpt_experts import Experts
 from ftkit.bodies.norm import RMSNorm
+from ftkit.bodies.routing import Routing
 
 
 class LitgptBody(GPT, Body):  # type: ignore[misc]  # litgpt declares no types
@@ -88,6 +90,9 @@ class LitgptBody(GPT, Body):  # type: ignore[misc]  # litgpt declares no types
         for layer in self.modules():
             if isinstance(layer, AttentionLayer):
                 layer.attend = torch.compiler.disable(layer.attend)
+
+    def watch_routing(self, loss: RouterLoss | None) -> Routing:
+        return Routing((), 0, loss)  # LitGPT's experts do not tell who asks for them
 
     def place_rotary_tables(self, device: torch.device, length: int) -> None:
         self._max_seq_length = length

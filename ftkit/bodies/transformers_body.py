@@ -7,11 +7,14 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from ftkit.architectures.router_loss import RouterLoss
 from ftkit.architectures.transformers_architecture import TransformersArchitecture, is_router
 from ftkit.architectures.transformers_outline import blocks_of, head_name
+from ftkit.architectures.transformers_routers import experts_of, router_outputs
 from ftkit.bodies.attention import AttentionKernel, Sequences
 from ftkit.bodies.body import Body, GatedMlp
 from ftkit.bodies.experts import FusedExperts
+from ftkit.bodies.routing import Routing
 from ftkit.bodies.transformers_attention import Attended, KeyValueCache, follow
 from ftkit.bodies.transformers_experts import compute_experts, fused_experts
 from ftkit.bodies.transformers_training import compute_without_values
@@ -41,6 +44,13 @@ class TransformersBody(Body):
         compute_without_values(model)
         self._own = tuple(model.modules())
         self._depth = architecture.layers
+        self._routers = dict(router_outputs(model))
+        self._experts = [
+            (layer, name, experts)
+            for layer, block in enumerate(self.blocks)
+            for name, experts in experts_of(block)
+        ]
+        """Layer, name in it, and number."""
         self._max_length = architecture.context_length
         self._device = torch.device("meta")
         self._tables = {
@@ -106,6 +116,16 @@ class TransformersBody(Body):
 
     def keep_attention_apart(self) -> None:
         self._attended.attend = torch.compiler.disable(self._attended.attend)  # type: ignore[method-assign]
+
+    def watch_routing(self, loss: RouterLoss | None) -> Routing:
+        layers = [layer for layer, _, _ in self._experts]
+        count = max((experts for _, _, experts in self._experts), default=0)
+        routing = Routing(layers, count, loss)
+        for row, (layer, name, _) in enumerate(self._experts):
+            routing.watch_experts(self.blocks[layer].get_submodule(name), row)
+        for name, place in self._routers.items() if loss is not None else ():
+            routing.watch_router(self._model.get_submodule(name), place)
+        return routing
 
     def place_rotary_tables(self, device: torch.device, length: int) -> None:
         self._device, self._max_length = device, length

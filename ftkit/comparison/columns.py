@@ -80,6 +80,12 @@ MEASURES = (
         key="mfu", head="MFU", value=_of("throughput", "mfu"), text=percent_text, better="higher"
     ),
     Measure(
+        key="expert_load_highest",
+        head="most asked expert",
+        value=_of("expert_load", "highest"),
+        text=percent_text,
+    ),
+    Measure(
         key="time_s",
         head="time",
         value=_of("phases_s", "total"),
@@ -163,6 +169,7 @@ _WORTH = (
     "reserved_bytes",
     "training_s",
     "mfu",
+    "expert_load_highest",
     "predicted_bytes",
     "prediction_error",
     *(f"{part.name}_bytes" for part in fields(Breakdown)),

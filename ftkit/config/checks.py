@@ -45,6 +45,12 @@ def check_ranges(recipe: Recipe) -> None:
             raise UserError(
                 f"{key} is {number:g}, but must be above 0. Try --{key} null for no limit."
             )
+    factor = recipe.router_aux_loss_coef
+    if factor is not None and not 0 <= factor < math.inf:
+        raise UserError(
+            f"router_aux_loss_coef is {factor:g}, but must not be negative. "
+            "Try --router_aux_loss_coef 0.001, or 0 for none."
+        )
     if recipe.checkpoint.save_every is not None:
         parse_duration(recipe.checkpoint.save_every)
     if recipe.seed >= 2**63:

@@ -198,6 +198,10 @@ class Recipe:
     """Whose kernels compute norms, gated MLPs, rotary embeddings and the loss. liger: those of
     Liger-Kernel (CUDA; pip install 'ftkit[liger]'), in less memory. auto: torch's, until Liger's
     have been measured on a GPU with ftkit."""
+    router_aux_loss_coef: float | None = None
+    """Factor of the loss that has routers spread tokens evenly over experts, as the model defines
+    it, over all tokens of a step; 0: none. A step of several micro-batches computes them once more
+    to count choices. Default: as config.json says, where output_router_logits is true."""
     data: Component = field(
         default_factory=lambda: Component(class_path="litgpt.data.Alpaca", init_args={})
     )

@@ -10,6 +10,7 @@ from ftkit.console.display import Display
 from ftkit.console.formatting import utc_now
 from ftkit.errors import EXIT_BY_SIGNAL, EXIT_OUT_OF_MEMORY, UserError
 from ftkit.launch.preflight import find_shortage, shortage_text
+from ftkit.report.expert_load import ExpertLoad
 from ftkit.report.peak_memory import PeakMemory
 from ftkit.report.report import (
     ENDED_WELL,
@@ -48,6 +49,7 @@ def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
     report = dataclasses.replace(
         _with_outcome(reports[0], received, error, phase=reports[rank].phase),
         peak_memory=PeakMemory.of(memory) if memory else None,
+        expert_load=ExpertLoad.of_ranks([report.expert_load for report in reports]),
         step_memory=StepMemory.of([report.step_memory for report in reports]),
         warnings=_all_warnings(reports),
         phases_s=dataclasses.replace(

@@ -29,7 +29,7 @@ from ftkit.config.recipe import LoraRecipe
 from ftkit.memory.tracker import LiveTensors
 from ftkit.model import language_model
 from ftkit.model.flops import parameter_count
-from ftkit.model.language_model import LanguageModel, outline, trainable
+from ftkit.model.language_model import LanguageModel, outline, trainable, trained_router_loss
 from ftkit.model.loss import step_share
 from ftkit.optim.clipping import clip_gradients
 from ftkit.optim.in_backward import OptimizerInBackward
@@ -135,6 +135,7 @@ def _run(
     recipe = dataclasses.replace(plan.recipe, compile=False, kernels=kernels)
     model = outline(with_layers(base, layers), recipe, parameter_dtype(plan), compute_dtype(plan))
     model.kernel = attention_kernel(base.architecture.attention, plan)
+    model.routing = model.body.watch_routing(trained_router_loss(base.architecture, recipe))
     sizes = _sizes(model, plan.shards)
     strategy = make_strategy(plan)
     with (
@@ -339,18 +340,27 @@ class _Step:
         ids = torch.zeros(shape, dtype=torch.long)
         label_indices = torch.zeros(batch.targets, dtype=torch.long)
         labels = torch.zeros(batch.targets, dtype=torch.long)
+        is_real = torch.ones(shape, dtype=torch.bool)
         live.begin_forward()
-        live.assign([ids, label_indices, labels], "activations")
-        with torch.autocast("cpu", torch.bfloat16) if self._mixed else nullcontext():
-            total = self._model(ids, label_indices, labels, sequence_lengths=batch.lengths)
-        loss = step_share(total, batch.targets) * self._plan.world_size
-        del total
-        live.end_forward(self._strategy.gathered(self._model))
-        self._mark("loss, backward")
-        self._backward = True
-        loss.backward()
-        self._backward = False
-        del loss, ids, label_indices, labels
+        live.assign([ids, label_indices, labels, is_real], "activations")
+        routing = self._model.routing
+        with routing.of(is_real):
+            with torch.autocast("cpu", torch.bfloat16) if self._mixed else nullcontext():
+                total = self._model(ids, label_indices, labels, sequence_lengths=batch.lengths)
+            loss = step_share(total, batch.targets)
+            routed, of_routers = routing.take(), routing.loss
+            if routed is not None and of_routers is not None:
+                added = of_routers.share(routed.probabilities, routed.choices)
+                loss = loss + of_routers.coefficient * added
+                del added
+            loss = loss * self._plan.world_size
+            del total, routed
+            live.end_forward(self._strategy.gathered(self._model))
+            self._mark("loss, backward")
+            self._backward = True
+            loss.backward()
+            self._backward = False
+        del loss, ids, label_indices, labels, is_real
         if optimizer is not None:
             self._mark("optimizer")
             self._update(optimizer)

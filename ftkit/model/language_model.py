@@ -1,5 +1,6 @@
 """The language model: a body with the loss as its head."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -12,9 +13,12 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from ftkit.architectures.architecture import Architecture
+from ftkit.architectures.router_loss import RouterLoss
 from ftkit.bodies.attention import AttentionKernel
+from ftkit.bodies.routing import Routing
 from ftkit.bodies.select import body_of
 from ftkit.config.recipe import LoraRecipe, Quantization, Recipe
+from ftkit.errors import UserError
 from ftkit.lora.layers import add_adapter
 from ftkit.model.loss import Head
 from ftkit.pretrained.base_model import BaseModel
@@ -41,6 +45,8 @@ class LanguageModel(nn.Module):
         """How the model is adapted."""
         self.quantized: Quantization | None = None
         """How the weights of the blocks are stored, if not as numbers."""
+        self.routing = Routing((), 0, None)
+        """What its routers do in training."""
         self.tie()
 
     def tie(self) -> None:
@@ -119,6 +125,28 @@ def outline(
         for block in list(model.body.blocks)[::every]:
             block.forward = partial(_keep_the_input_alone, block.forward, offloads)
     return model.to(dtype)
+
+
+def trained_router_loss(architecture: Architecture, recipe: Recipe) -> RouterLoss | None:
+    """The auxiliary loss of routers that a recipe trains with; None: without.
+
+    Raises:
+        UserError: it is asked for, and not known.
+    """
+    asked = recipe.router_aux_loss_coef
+    if asked == 0 or (asked is None and not architecture.asks_for_router_loss):
+        return None
+    known = architecture.router_loss
+    if known is None:
+        name = architecture.class_name or architecture.name
+        has = "no routers"
+        if architecture.expert_share < 1:
+            has = "routers with another auxiliary loss, or with none"
+        asks = f"router_aux_loss_coef is {asked}"
+        if asked is None:
+            asks = "output_router_logits of config.json is true"
+        raise UserError(f"{asks}, but {name} has {has}. Try --router_aux_loss_coef 0.")
+    return known if asked is None else dataclasses.replace(known, coefficient=asked)
 
 
 def _keep_the_input_alone(

@@ -2,7 +2,7 @@
 
 Numbers are written with full precision; a value that is missing or not a number is an empty cell.
 Where the data have several sources, further columns hold the samples and the validation loss of
-each.
+each; where routers have a loss of their own, the last one holds that.
 """
 
 import csv
@@ -22,6 +22,7 @@ from ftkit.errors import UserError
 from ftkit.utils.files import write_durably
 
 METRICS_COLUMNS = ("step", "samples", "loss", "lr", "grad_norm", "tokens", "tokens_per_s")
+ROUTER_COLUMN = "router_aux_loss"
 VALIDATION_COLUMNS = ("step", "samples", "val_loss", "perplexity")
 _BLOCK_BYTES = 64 * 2**10
 _INTEGERS = frozenset({"step", "samples", "tokens"})
@@ -142,10 +143,30 @@ class MetricsWriter(_CsvWriter):
             ValueError: it has a row after ``after_step``.
         """
         columns = (*METRICS_COLUMNS, *map(samples_column, sources))
-        super().__init__(path, columns, after_step)
+        self._path = path
+        self._of_routers = after_step is not None and _last_column(path) == ROUTER_COLUMN
+        super().__init__(
+            path, (*columns, ROUTER_COLUMN) if self._of_routers else columns, after_step
+        )
 
     def __enter__(self) -> "MetricsWriter":
         return self
+
+    def add_router_loss(self) -> None:
+        """Have a last column for the loss of routers, empty in the rows so far.
+
+        Raises:
+            OSError: the file cannot be written; it is as it was.
+        """
+        if self._of_routers:
+            return
+        header, *rows = self._path.read_text(encoding="utf-8").splitlines()
+        lines = (f"{header},{ROUTER_COLUMN}", *(f"{row}," for row in rows))
+        write_durably(self._path, "".join(f"{line}\n" for line in lines))
+        self._file.close()
+        self._file = self._path.open("r+b", buffering=0)
+        self._file.seek(0, os.SEEK_END)
+        self._of_routers = True
 
     def write(
         self,
@@ -158,6 +179,7 @@ class MetricsWriter(_CsvWriter):
         tokens: int,
         tokens_per_s: float | None,
         of_sources: Sequence[int] = (),
+        router_aux_loss: float | None = None,
     ) -> None:
         """Add the row of one step.
 
@@ -170,9 +192,11 @@ class MetricsWriter(_CsvWriter):
             tokens: real tokens of this step, over all ranks.
             tokens_per_s: real tokens of this step per second of this step.
             of_sources: `samples` of each source, where there are several.
+            router_aux_loss: of this step, where there is a column for it.
         """
         before = (str(step), str(samples), *map(_cell, (loss, lr, grad_norm)))
-        self._write_cells((*before, str(tokens), _cell(tokens_per_s), *map(str, of_sources)))
+        cells = (*before, str(tokens), _cell(tokens_per_s), *map(str, of_sources))
+        self._write_cells((*cells, _cell(router_aux_loss)) if self._of_routers else cells)
 
 
 class ValidationWriter(_CsvWriter):
@@ -331,6 +355,15 @@ def _end_of_rows(path: Path, columns: tuple[str, ...], after_step: int) -> int:
                 raise ValueError(f"{path} has a row of step {step}, after {after_step}")
             return end
     return len(header)
+
+
+def _last_column(path: Path) -> str:
+    """Of a file's header; empty: there is no whole one."""
+    if not path.exists():
+        return ""
+    with path.open("rb") as file:
+        header = file.readline().decode(errors="replace")
+    return header.rstrip("\n").rpartition(",")[2] if header.endswith("\n") else ""
 
 
 def _lines_from_the_end(file: BinaryIO, first: int) -> Iterator[tuple[int, bytes]]:

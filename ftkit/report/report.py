@@ -11,11 +11,14 @@ throughput, is of the session that is reported.
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from ftkit.errors import UserError
+from ftkit.report.answers import AnsweredExample, ExactMatch
+from ftkit.report.expert_load import ExpertLoad
 from ftkit.report.peak_memory import PeakMemory
 from ftkit.report.step_memory import Shortage, StepMemory
 from ftkit.utils.files import write_durably
@@ -201,6 +204,13 @@ class Tokens:
     padding_fraction: float
     """padded / (real + padded)."""
 
+    def with_more(self, *, real: int, label: int, padded: int) -> Self:
+        """The same with those of further steps."""
+        real, padded = self.real + real, self.padded + padded
+        fraction = padded / (real + padded)
+        label += self.label
+        return type(self)(real=real, label=label, padded=padded, padding_fraction=fraction)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
@@ -250,34 +260,9 @@ class Loss:
     """Lowest of all validations of the run."""
     perplexity: float | None = None
     """exp(validation_last)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExactMatch:
-    """Greedy answers to validation records that equal the expected text."""
-
-    samples: int
-    """Records answered."""
-    before: float | None = None
-    """Fraction right before the first step."""
-    after: float | None = None
-    """Fraction right after the last step."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AnsweredExample:
-    """One validation record with the answers of the model."""
-
-    instruction: str
-    """What the model was asked."""
-    input: str = ""
-    """The material it was asked about."""
-    expected: str = ""
-    """The answer in the data."""
-    before: str | None = None
-    """The model's answer before training."""
-    after: str | None = None
-    """The model's answer after training."""
+    router_aux_loss: float | None = None
+    """Auxiliary loss of the routers in the last step, without its coefficient; it is in none of the
+    others. None: it is not trained with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,6 +289,11 @@ class Spread:
     """Average."""
     max: float
     """Longest."""
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Self:
+        """Of some times, at least one."""
+        return cls(mean=sum(seconds) / len(seconds), max=max(seconds))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -384,6 +374,8 @@ class Report:
     """Tokens trained on."""
     throughput: Throughput | None = None
     """Speed of training."""
+    expert_load: ExpertLoad | None = None
+    """How often each expert was chosen; None: there are none, or they do not tell."""
     peak_memory: PeakMemory | None = None
     """Highest memory."""
     step_memory: StepMemory | None = None

@@ -25,6 +25,8 @@ class StepRecord:
     """Forward and backward passes of one rank; all have equally many."""
     loss: float
     """Mean over the label tokens, in nats."""
+    router_aux_loss: float | None = None
+    """Of the routers, without its coefficient; None: there is none in training."""
     learning_rate: float
     """Of this step, first parameter group."""
     gradient_norm: float

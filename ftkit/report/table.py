@@ -20,10 +20,11 @@ from ftkit.console.formatting import (
 )
 from ftkit.console.grid import labelled_grid
 from ftkit.console.html import block, escaped, labelled, styled
+from ftkit.report.answers import AnsweredExample
+from ftkit.report.expert_load import ExpertLoad
 from ftkit.report.peak_memory import PeakMemory
 from ftkit.report.report import (
     ENDED_WELL,
-    AnsweredExample,
     Checkpoints,
     DataCounts,
     Files,
@@ -139,6 +140,8 @@ def _measured_rows(report: Report) -> Iterator[tuple[str, str]]:
     if report.step_s:
         parts = dataclasses.asdict(report.step_s)
         yield "step", _parts_text(parts.pop("total"), parts)
+    if report.expert_load:
+        yield "experts", _expert_load_text(report.expert_load)
     if report.tokens:
         share = f"{percent_text(report.tokens.padding_fraction)} of computed positions"
         path = report.resolved and report.resolved.attention
@@ -293,8 +296,18 @@ def _bytes_by_name(counts: dict[str, int]) -> str:
     return _joined(f"{name.replace('_', ' ')} {bytes_text(n)}" for name, n in counts.items() if n)
 
 
+def _expert_load_text(load: ExpertLoad) -> str:
+    low, high, even = map(percent_text, (load.lowest, load.highest, load.even))
+    experts = _count(len(load.fractions[0]), "expert")
+    where = f" in each of {len(load.layers)} layers" * (len(load.layers) > 1)
+    least = f"layer {load.least_even_layer} is the least even" * (len(load.layers) > 1)
+    return _joined((f"{experts}{where} had {low} to {high} of the choices (even: {even})", least))
+
+
 def _loss_rows(loss: Loss) -> Iterator[tuple[str, str]]:
     yield "loss", from_to_text(loss.first, loss.last, loss_text)
+    if loss.router_aux_loss is not None:
+        yield "router loss", f"{loss_text(loss.router_aux_loss)} in the last step"
     if validation := from_to_text(loss.validation_first, loss.validation_last, loss_text):
         best = loss.validation_best
         perplexity = loss.perplexity

@@ -33,6 +33,7 @@ def collate(
     Returns:
         input_ids: [1, tokens] int64, all but the last token of each sample; or [batch, sequence],
             padded on the right with 0.
+        is_real: like input_ids, bool: a token of a sample, no padding and no filler.
         sequence_lengths: tokens of each sample in the row, fillers included; or None.
         label_indices: [labels] int64, indices into the flattened input_ids of the tokens whose
             next token carries loss.
@@ -48,12 +49,14 @@ def collate(
     width = max(lengths)
     starts = np.cumsum([0, *lengths]) if padding_free else np.arange(len(lengths) + 1) * width
     input_ids = np.zeros(starts[-1], dtype=np.int64)
+    is_real = np.zeros(starts[-1], dtype=np.bool_)
     label_indices = [np.empty(0, dtype=np.int64)]
     labels = [np.empty(0, dtype=np.int64)]
     for sample, start, length in zip(samples, starts.tolist(), lengths, strict=False):
         if sample is None:
             continue
         input_ids[start : start + length] = sample.ids[:-1]
+        is_real[start : start + length] = True
         before = start - 1  # a token is predicted at the place of the one before it
         for first, end in sample.trained:
             first = max(first, 1)
@@ -62,6 +65,7 @@ def collate(
     fillers = sum(sample is None for sample in samples)
     return {
         "input_ids": torch.from_numpy(input_ids).view(1 if padding_free else len(lengths), -1),
+        "is_real": torch.from_numpy(is_real).view(1 if padding_free else len(lengths), -1),
         "sequence_lengths": tuple(lengths) if padding_free else None,
         "label_indices": torch.from_numpy(np.concatenate(label_indices)),
         "labels": torch.from_numpy(np.concatenate(labels)),

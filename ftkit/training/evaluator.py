@@ -4,8 +4,8 @@ import dataclasses
 import random
 
 from ftkit.errors import UserError
+from ftkit.report.answers import AnsweredExample, ExactMatch
 from ftkit.report.metrics import loss_column, perplexity
-from ftkit.report.report import AnsweredExample, ExactMatch
 from ftkit.samples.loader import validation_loader
 from ftkit.training.evaluation import answer_records, exact_matches, validation_loss
 from ftkit.training.journal import Journal

@@ -159,6 +159,8 @@ class Training:
                 "gradient_norm": record.gradient_norm,
                 "tokens_per_s": tokens_per_s,
             }
+            if record.router_aux_loss is not None:
+                values["router_aux_loss"] = record.router_aux_loss
             self._loggers.log(values, record.step)
 
     def _between_steps(self, step: int) -> bool:

@@ -10,17 +10,18 @@ from typing import Any, get_args
 
 import torch
 
+from ftkit.bodies.routing import Routing
 from ftkit.checkpoint.metadata import Metadata
 from ftkit.data.sources import data_source
 from ftkit.memory.meter import DevicePeak
+from ftkit.report.answers import AnsweredExample, ExactMatch
+from ftkit.report.expert_load import ExpertLoad
 from ftkit.report.metrics import MetricsWriter, ValidationWriter, perplexity
 from ftkit.report.peak_flops import peak_flops
 from ftkit.report.peak_memory import PeakMemory, RankMemory
 from ftkit.report.report import (
-    AnsweredExample,
     Checkpoints,
     DataCounts,
-    ExactMatch,
     Files,
     Loss,
     PhaseName,
@@ -93,6 +94,7 @@ class Recorder:
         self._tokens = Tokens(real=0, label=0, padded=0, padding_fraction=0.0)
         self._samples_per_epoch = 0
         self._flops_per_token: float | None = None
+        self._routing = Routing((), 0, None)
         run = job.directory
         tables = run if state.rank == 0 else state
         names = [part.name for part in data_source(job.recipe.data).parts()]
@@ -207,8 +209,8 @@ class Recorder:
                 saved=len(self._stalls_s),
                 last=self._shown(checkpoint),
                 last_bytes=size_bytes,
-                stall_s=_spread(self._stalls_s),
-                write_s=_spread(self._writes_s),
+                stall_s=Spread.of(self._stalls_s),
+                write_s=Spread.of(self._writes_s),
             )
         )
 
@@ -235,10 +237,13 @@ class Recorder:
         """Add a line to the report's warnings."""
         self.note(warnings=[*self.report.warnings, text])
 
-    def expect(self, *, samples_per_epoch: int, flops_per_token: float) -> None:
-        """What later numbers are relative to."""
+    def expect(self, samples_per_epoch: int, flops_per_token: float, routing: Routing) -> None:
+        """What later numbers are relative to, and what knows the load of experts."""
         self._samples_per_epoch = samples_per_epoch
         self._flops_per_token = flops_per_token
+        self._routing = routing
+        if routing.loss is not None:
+            self._metrics.add_router_loss()
 
     def on_data(self, counts: dict[str, DataCounts], sources: dict[str, Source]) -> None:
         """Note what the data came to, and each source where there are several."""
@@ -281,7 +286,9 @@ class Recorder:
         if self._last_record is None:
             self._first_loss = record.loss
         self._last_record = record
-        self._count(record)
+        self._tokens = self._tokens.with_more(
+            real=record.tokens, label=record.label_tokens, padded=record.padded_tokens
+        )
         self._meter.add(
             duration_s=record.duration_s,
             tokens=record.tokens,
@@ -303,6 +310,7 @@ class Recorder:
             tokens=record.tokens,
             tokens_per_s=record.tokens / record.duration_s,
             of_sources=self._sources.samples,
+            router_aux_loss=record.router_aux_loss,
         )
         self._note_failures()
         if time.time() - self._written_at > STATE_INTERVAL_S:
@@ -350,6 +358,7 @@ class Recorder:
             tokens=self._tokens,
             step_s=self._meter.step_times(),
             throughput=self._throughput(),
+            expert_load=ExpertLoad.of_choices(self._routing.layers, self._routing.load),
         )
 
     def _restore(self, start: Metadata) -> None:
@@ -368,7 +377,8 @@ class Recorder:
         if self._last_record is None:
             return before
         first = self._first_loss if before.first is None else before.first
-        return dataclasses.replace(before, first=first, last=self._last_record.loss)
+        last, of_routers = self._last_record.loss, self._last_record.router_aux_loss
+        return dataclasses.replace(before, first=first, last=last, router_aux_loss=of_routers)
 
     def _checkpoints(self) -> Checkpoints:
         return self.report.checkpoints or Checkpoints()
@@ -377,16 +387,6 @@ class Recorder:
         """A path relative to out_dir, if it lies in there."""
         path, out_dir = path.absolute(), self._job.recipe.out_dir.absolute()
         return str(path.relative_to(out_dir) if path.is_relative_to(out_dir) else path)
-
-    def _count(self, record: StepRecord) -> None:
-        real = self._tokens.real + record.tokens
-        padded = self._tokens.padded + record.padded_tokens
-        self._tokens = Tokens(
-            real=real,
-            label=self._tokens.label + record.label_tokens,
-            padded=padded,
-            padding_fraction=padded / (real + padded),
-        )
 
     def _throughput(self) -> Throughput | None:
         speed = self._meter.result(self._plan.world_size)
@@ -443,7 +443,3 @@ class Recorder:
     def _write(self) -> None:
         self._written_at = time.time()
         write_report(self.report, self._state.path)
-
-
-def _spread(seconds: Sequence[float]) -> Spread:
-    return Spread(mean=sum(seconds) / len(seconds), max=max(seconds))

@@ -25,7 +25,7 @@ from ftkit.lora.load import Adapter, check_shapes, read_adapter
 from ftkit.lora.names import our_name
 from ftkit.lora.save import check_adapter
 from ftkit.model.flops import attention_cost, flops_per_token, parameter_count
-from ftkit.model.language_model import LanguageModel, outline, trainable
+from ftkit.model.language_model import LanguageModel, outline, trainable, trained_router_loss
 from ftkit.model.load_weights import fill, in_checkpoint
 from ftkit.optim.muon import hidden_matrices
 from ftkit.optim.optimizers import base_learning_rate
@@ -197,6 +197,7 @@ def set_up(job: Job, start: StartingPoint, journal: Journal) -> Setup:
     )
     attention = attention_path(base.architecture.attention, plan)
     max_seq_length = checked_length(base, recipe.train.max_seq_length)
+    router_loss = trained_router_loss(base.architecture, recipe)
     with journal.display.phase("reading data") as phase:
         data = load_data(
             recipe.data,
@@ -226,6 +227,7 @@ def set_up(job: Job, start: StartingPoint, journal: Journal) -> Setup:
         journal.warn(notice)
     model = outline(base, recipe, parameter_dtype(plan), compute_dtype(plan))
     model.kernel = attention_kernel(base.architecture.attention, plan)
+    model.routing = model.body.watch_routing(router_loss)
     setup = Setup(
         job=job,
         plan=plan,
@@ -346,8 +348,9 @@ def _tell(setup: Setup, journal: Journal) -> None:
     job, plan, recipe, model = setup.job, setup.plan, setup.job.recipe, setup.model
     samples_per_epoch = setup.data.samples_per_epoch
     journal.recorder.expect(
-        samples_per_epoch=samples_per_epoch,
-        flops_per_token=mean_flops_per_token(model, setup.data.train, setup.data.repetitions),
+        samples_per_epoch,
+        mean_flops_per_token(model, setup.data.train, setup.data.repetitions),
+        model.routing,
     )
     resolved = Resolved(
         base_model=setup.base.name,

@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -88,6 +88,9 @@ class TrainStep:
         self._clock = StepClock(self._device)
         self._loss = torch.zeros((), dtype=torch.float64, device=self._device)
         """Of the step so far, this rank's share, in nats per label token."""
+        self._routing = setup.model.routing
+        self._router_loss = torch.zeros_like(self._loss)
+        """The same of the routers' auxiliary loss, without its coefficient."""
         self._graphs = compiled_graphs() if setup.job.recipe.compile else 0
 
     def run(self, step: int, batches: Iterator[Batch]) -> StepRecord:
@@ -100,34 +103,67 @@ class TrainStep:
         began = time.perf_counter()
         self._clock.restart()
         self._loss.zero_()
+        self._router_loss.zero_()
         counts = [0, 0, 0, 0]
-        seed = self._setup.job.recipe.seed
-        torch.manual_seed(seed_of_step(seed, step, rank()))
+        of_step = list(_of_step(batches))
+        self._choices = self._count_choices(step, of_step) if len(of_step) > 1 else None
+        self._draw_from(step)
         self._strategy.set_learning_rate(self._setup.schedule.share(step))
-        micro_steps, is_last = 0, False
-        while not is_last:
-            batch = move_data_to_device(next(batches), self._device)
-            is_last = batch["is_last_of_step"]
-            if not micro_steps:
+        for number, waiting in enumerate(of_step):
+            batch = move_data_to_device(waiting, self._device)
+            if not number:
                 self._meter.begin_step(step)
-            with self._strategy.micro_step(is_last=is_last):
+            with self._strategy.micro_step(is_last=batch["is_last_of_step"]):
                 self.micro_step(batch)
             counts = [old + new for old, new in zip(counts, _counts(batch), strict=True)]
-            micro_steps += 1
         self.update()
         self._clock.mark("optimizer")
-        return self._record(step, counts, micro_steps, began)
+        return self._record(step, counts, len(of_step), began)
+
+    def _draw_from(self, step: int) -> None:
+        """Have what is drawn at random follow from the step."""
+        torch.manual_seed(seed_of_step(self._setup.job.recipe.seed, step, rank()))
+
+    @torch.no_grad()
+    def _count_choices(self, step: int, batches: Sequence[Batch]) -> Tensor | None:
+        """How often each expert will be chosen in a step, over all ranks: [experts].
+
+        The routers' loss depends on it, and gradients of the first micro-batch on that loss. None:
+        there is no such loss.
+
+        Args:
+            step: optimizer steps done before.
+            batches: all of the step.
+        """
+        if self._routing.loss is None:
+            return None
+        self._draw_from(step)  # what training will draw
+        choices = torch.zeros((), dtype=torch.float64, device=self._device)
+        for waiting in batches:
+            batch = move_data_to_device(waiting, self._device)
+            with self._strategy.precision.forward_context(), self._routing.of(batch["is_real"]):
+                self._setup.model(
+                    batch["input_ids"],
+                    batch["label_indices"][:0],
+                    sequence_lengths=batch["sequence_lengths"],
+                )
+                routed = self._routing.take()
+            assert routed is not None
+            choices = choices + routed.choices
+        self._clock.mark("forward")
+        return sum_over_ranks(choices)
 
     def micro_step(self, batch: Batch) -> None:
         """The forward and backward pass of a micro-batch, whose gradients are added up."""
         self._meter.before_forward(batch)
         self._clock.mark("data")
-        loss = self._scaled_loss(batch)
-        self._meter.before_backward()
-        self._clock.mark("forward")
-        if self._in_backward:
-            self._before_update()
-        self._strategy.backward(loss)
+        with self._routing.of(batch["is_real"]):
+            loss = self._scaled_loss(batch)
+            self._meter.before_backward()
+            self._clock.mark("forward")
+            if self._in_backward:
+                self._before_update()
+            self._strategy.backward(loss)
         del loss
         self._meter.after_backward()
         self._clock.mark("backward")
@@ -136,6 +172,14 @@ class TrainStep:
         """The share of a micro-batch in the loss of the step, as its gradients need it."""
         share = step_share(self._strategy.forward(batch), batch["label_tokens_in_step"])
         self._loss += share.detach()
+        routed, loss = self._routing.take(), self._routing.loss
+        if routed is not None and loss is not None:
+            choices = self._choices
+            if choices is None:  # there is no other micro-batch
+                choices = sum_over_ranks(routed.choices)
+            of_routers = loss.share(routed.probabilities, choices)
+            self._router_loss += of_routers.detach()
+            share = share + loss.coefficient * of_routers
         return share * self._setup.plan.world_size  # gradients are a mean over the ranks
 
     def update(self) -> None:
@@ -147,9 +191,9 @@ class TrainStep:
         self._meter.end_step()
 
     def _record(self, step: int, counts: list[int], micro_steps: int, began: float) -> StepRecord:
-        sums = torch.tensor([0.0, *counts], dtype=torch.float64, device=self._device)
-        sums[0] = self._loss
-        loss, *found = sum_over_ranks(sums).tolist()
+        sums = torch.tensor([0.0, 0.0, *counts], dtype=torch.float64, device=self._device)
+        sums[0], sums[1] = self._loss, self._router_loss
+        loss, router_loss, *found = sum_over_ranks(sums).tolist()
         samples, tokens, label_tokens, padded_tokens = map(int, found)
         gradient_norm = self._strategy.gradient_norm()
         self._clock.mark("other")
@@ -163,6 +207,7 @@ class TrainStep:
             padded_tokens=padded_tokens,
             micro_steps=micro_steps,
             loss=loss,
+            router_aux_loss=None if self._routing.loss is None else router_loss,
             learning_rate=self._setup.learning_rate(step),
             gradient_norm=gradient_norm,
             duration_s=time.perf_counter() - began,
@@ -176,6 +221,14 @@ class TrainStep:
             return None
         before, self._graphs = self._graphs, compiled_graphs()
         return self._graphs - before
+
+
+def _of_step(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """The micro-batches up to the end of a step."""
+    for batch in batches:
+        yield batch
+        if batch["is_last_of_step"]:
+            return
 
 
 def _counts(batch: Batch) -> tuple[int, int, int, int]:

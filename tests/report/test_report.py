@@ -30,12 +30,11 @@ from ftkit.console.formatting import (
 from ftkit.errors import UserError
 from ftkit.report import report as report_module
 from ftkit.report import step_memory as memory_module
+from ftkit.report.answers import AnsweredExample, ExactMatch
 from ftkit.report.peak_memory import PeakMemory, RankMemory
 from ftkit.report.report import (
-    AnsweredExample,
     Checkpoints,
     DataCounts,
-    ExactMatch,
     Files,
     Loss,
     PhaseTimes,

@@ -50,6 +50,13 @@ SINGLE = [
     Case("single", "full", "32-true", (*IN_BACKWARD, EVERY_2ND_CHECKPOINTED)),
     Case("single", "full", "bf16-true", (WHOLE_BATCH, ("optimizer", "Muon"))),
 ]
+ROUTERS = ("router_aux_loss_coef", 0.1)
+WITH_EXPERTS = [
+    Case("single", "full", "bf16-true", (WHOLE_BATCH,)),
+    Case("single", "full", "bf16-true", (WHOLE_BATCH, ROUTERS)),
+    Case("single", "full", "32-true", (WHOLE_BATCH, ROUTERS, CHECKPOINTED)),
+    Case("single", "lora", "32-true", (WHOLE_BATCH, ROUTERS)),
+]
 SEVERAL = [
     Case("ddp", "full"),
     Case("ddp", "lora", "bf16-true", (("train.micro_batch_size", 4),)),
@@ -100,11 +107,22 @@ def make_experts(directory: Path) -> Path:
     )
 
 
+def make_many_experts(directory: Path) -> Path:
+    return make_transformers_model(
+        directory / "experts",
+        "olmoe",
+        hidden_size=128,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_experts=64,
+        num_experts_per_tok=4,
+    )
+
+
 def errors_of_predictions(
-    directory: Path, world_size: int, cases: list[Case], make: Callable[[Path], Path]
+    directory: Path, world_size: int, cases: list[Case], base: Path
 ) -> dict[Case, float]:
     """By case: the larger one of the relative errors against what was counted and reported."""
-    base = make(directory)
     data = write_records(directory / "records.json", [LENGTH] * 40)
     jobs = {}
     for number, case in enumerate(cases):
@@ -141,7 +159,7 @@ def assert_predicted_within_2_percent(
     cases: list[Case],
     make: Callable[[Path], Path] = make_base,
 ) -> None:
-    errors = errors_of_predictions(directory, world_size, cases, make)
+    errors = errors_of_predictions(directory, world_size, cases, make(directory))
     wrong = {str(case): error for case, error in errors.items() if abs(error) >= 0.02}
     assert not wrong
 
@@ -155,6 +173,13 @@ def test_the_peak_of_a_step_on_one_device_is_predicted_within_2_percent(tmp_path
 def test_the_peak_of_a_rank_among_several_is_predicted_within_2_percent(tmp_path: Path) -> None:
     cases = SEVERAL + (DEEPSPEED if HAS_DEEPSPEED else [])
     assert_predicted_within_2_percent(tmp_path, 2, cases)
+
+
+@pytest.mark.slow
+def test_the_peak_of_experts_and_of_what_the_loss_of_routers_keeps_is_predicted_within_2_percent(
+    tmp_path: Path,
+) -> None:
+    assert_predicted_within_2_percent(tmp_path, 1, WITH_EXPERTS, make_many_experts)
 
 
 @pytest.mark.slow

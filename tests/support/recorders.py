@@ -3,6 +3,7 @@
 import time
 from pathlib import Path
 
+from ftkit.bodies.routing import Routing
 from ftkit.checkpoint.metadata import Metadata
 from ftkit.config.devices import Devices
 from ftkit.config.parsing import read_recipe
@@ -13,7 +14,12 @@ from ftkit.training.recorder import Recorder
 SAMPLES_PER_EPOCH = 100
 
 
-def make_recorder(tmp_path: Path, start: Metadata | None = None, devices: int = 1) -> Recorder:
+def make_recorder(
+    tmp_path: Path,
+    start: Metadata | None = None,
+    devices: int = 1,
+    routing: Routing | None = None,
+) -> Recorder:
     recipe = read_recipe(
         [],
         [
@@ -34,7 +40,7 @@ def make_recorder(tmp_path: Path, start: Metadata | None = None, devices: int = 
     state = job.directory.rank(0)
     state.path.mkdir(parents=True, exist_ok=True)
     recorder = Recorder(job, state, start=start)
-    recorder.expect(samples_per_epoch=SAMPLES_PER_EPOCH, flops_per_token=1.0)
+    recorder.expect(SAMPLES_PER_EPOCH, 1.0, routing or Routing((), 0, None))
     return recorder
 
 

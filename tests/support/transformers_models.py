@@ -107,10 +107,9 @@ def settings_of(model: str) -> dict[str, Any]:
     return SIZES | MODELS[model]
 
 
-def make_transformers_model(directory: Path, model: str, **settings: Any) -> Path:
+def make_transformers_model(directory: Path, model: str, **changes: Any) -> Path:
     """A random model in Hugging Face's layout, with weights large enough to tell apart."""
-    settings = settings_of(model) | settings
-    config = transformers.AutoConfig.for_model(model_type(model), **settings)
+    config = transformers.AutoConfig.for_model(model_type(model), **settings_of(model) | changes)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         made = transformers.AutoModelForCausalLM.from_config(config)

@@ -11,15 +11,9 @@ import pytest
 from recorders import SAMPLES_PER_EPOCH, make_recorder, step_record, train
 
 from ftkit.checkpoint.metadata import BaseIdentity, DataIdentity, Layout, Metadata
+from ftkit.report.answers import AnsweredExample, ExactMatch
 from ftkit.report.metrics import read_metrics, read_validation
-from ftkit.report.report import (
-    AnsweredExample,
-    ExactMatch,
-    Report,
-    Spread,
-    read_report,
-    write_report,
-)
+from ftkit.report.report import Report, Spread, read_report, write_report
 from ftkit.report.step_record import PARTS
 from ftkit.training.recorder import Recorder
 from ftkit.utils.files import make_reserve
