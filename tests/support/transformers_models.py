@@ -107,9 +107,10 @@ def settings_of(model: str) -> dict[str, Any]:
     return SIZES | MODELS[model]
 
 
-def make_transformers_model(directory: Path, model: str) -> Path:
+def make_transformers_model(directory: Path, model: str, **changes: Any) -> Path:
     """A random model in Hugging Face's layout, with weights large enough to tell apart."""
-    config = transformers.AutoConfig.for_model(model_type(model), **settings_of(model))
+    settings = settings_of(model) | changes
+    config = transformers.AutoConfig.for_model(model_type(model), **settings)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         made = transformers.AutoModelForCausalLM.from_config(config)
