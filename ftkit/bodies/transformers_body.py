@@ -11,6 +11,7 @@ from ftkit.architectures.transformers_architecture import ROUTERS, TransformersA
 from ftkit.architectures.transformers_outline import blocks_of, head_name
 from ftkit.bodies.attention import AttentionKernel, Sequences
 from ftkit.bodies.body import Body, GatedMlp
+from ftkit.bodies.norm import replace_norms
 from ftkit.bodies.transformers_attention import Attended, KeyValueCache, follow
 from ftkit.bodies.transformers_experts import compute_experts
 
@@ -33,6 +34,7 @@ class TransformersBody(Body):
         if self._takes_rows:
             follow(model, self._attended)
         compute_experts(model)
+        replace_norms(model)
         self._depth = architecture.layers
         self._max_length = architecture.context_length
         self._device = torch.device("meta")
