@@ -3,6 +3,8 @@
 Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467.
 """
 
+import copy
+import inspect
 from typing import Any
 
 import torch
@@ -34,6 +36,48 @@ class RMSNorm(nn.Module):
             return normed
         dtype = torch.promote_types(x.dtype, weight.dtype)  # the kernel is for one number format
         return F.rms_norm(x.to(dtype), weight.shape, weight.to(dtype), self.eps).to(x.dtype)
+
+
+def replace_norms(model: nn.Module) -> None:
+    """Put our RMSNorm in place of those of transformers that compute the same; names stay.
+
+    Theirs keep several copies of their input for the backward pass, some of them in float32.
+
+    Args:
+        model: on any device; its numbers are not looked at.
+    """
+    for name, norm in list(model.named_modules()):
+        if type(norm).__name__.endswith("RMSNorm"):
+            found = _same_as(norm)
+            if found is not None:
+                model.set_submodule(name, found)
+
+
+def _same_as(norm: Any) -> RMSNorm | None:
+    """Our norm that computes what another does, on the device of that; None: there is none.
+
+    Only the norm itself knows whether it adds one to its weight, and whether it does anything else:
+    it is tried on numbers of which some are so small that what is added to the squares counts.
+    """
+    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    parameters = dict(norm.named_parameters())
+    arguments = inspect.signature(norm.forward).parameters
+    if eps is None or parameters.keys() != {"weight"} or len(arguments) != 1:
+        return None
+    (size,) = parameters["weight"].shape
+    with torch.no_grad(), torch.device("cpu"):
+        tried = copy.deepcopy(norm).to_empty(device="cpu").float()
+        weight = torch.linspace(0.5, 2.0, size)
+        tried.weight.copy_(weight)
+        x = torch.linspace(-1.0, 3.0, 2 * size).view(2, size)
+        x[0] *= eps**0.5
+        expected = tried(x)
+        for adds_one in (False, True):
+            ours = RMSNorm(size, eps, add_unit_offset=adds_one)
+            ours.weight.copy_(weight)
+            if torch.allclose(ours(x), expected, rtol=1e-5, atol=0.0):
+                return ours.to(norm.weight.device)
+    return None
 
 
 class _Normed(torch.autograd.Function):

@@ -14,6 +14,7 @@ from ftkit.architectures.transformers_routers import experts_of, router_outputs
 from ftkit.bodies.attention import AttentionKernel, Sequences
 from ftkit.bodies.body import Body, GatedMlp
 from ftkit.bodies.experts import FusedExperts
+from ftkit.bodies.norm import replace_norms
 from ftkit.bodies.routing import Routing
 from ftkit.bodies.transformers_attention import Attended, KeyValueCache, follow
 from ftkit.bodies.transformers_experts import compute_experts, fused_experts
@@ -41,6 +42,7 @@ class TransformersBody(Body):
         if self._takes_rows:
             follow(model, self._attended)
         compute_experts(model)
+        replace_norms(model)
         compute_without_values(model)
         self._own = tuple(model.modules())
         self._depth = architecture.layers

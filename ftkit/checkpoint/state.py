@@ -16,7 +16,7 @@ from ftkit.checkpoint.metadata import CheckpointError
 from ftkit.checkpoint.shards import Piece, StoredState, StoredTensor, share_of
 from ftkit.errors import UserError
 from ftkit.lora.names import our_name
-from ftkit.model.load_weights import in_checkpoint
+from ftkit.model.load_weights import kept_parameters
 from ftkit.optim.state_kinds import BLOCK
 
 PARAMETER = "parameter"
@@ -74,9 +74,7 @@ def capture(model: nn.Module, holder: Holder, rank: int, world_size: int) -> Ite
 
     What every rank holds is shared out in equal ranges.
     """
-    for name, parameter in model.named_parameters():
-        if not in_checkpoint(name, parameter):
-            continue
+    for name, parameter in kept_parameters(model).items():
         for part in holder.parts(parameter):
             first, last = 0, part.values.numel()
             which = (rank, world_size) if part.replicated else part.copy

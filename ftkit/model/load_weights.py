@@ -48,6 +48,7 @@ def fill(
     """
     names = {our_name(name): name for name, _ in model.named_parameters()}
     adapted = _adapted_weights(model)
+    kept = kept_parameters(model)
     left = dict.fromkeys(names)
     sharding.allocate(model, device)
     if model.quantized is not None:
@@ -64,7 +65,7 @@ def fill(
     with torch.no_grad():
         for ours, name in names.items():
             parameter = model.get_parameter(name)
-            if trained is not None and in_checkpoint(ours, parameter):
+            if trained is not None and name in kept:
                 put(ours, trained(ours))
             elif adapter is not None and ours in adapter:
                 put(ours, adapter[ours])
@@ -89,9 +90,15 @@ def fill(
                         put(f"{our_name(name)}.{end}", value)
 
 
-def in_checkpoint(name: str, parameter: nn.Parameter) -> bool:
-    """Whether checkpoints hold a parameter: it is trained, or no base model tells it."""
-    return parameter.requires_grad or is_adapter(name)
+def kept_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """What checkpoints and results hold, by the model's names.
+
+    Of an adapted model the adapter, and what is trained whole: the base model tells the rest. Else
+    all of it, numbers that nothing trains too.
+    """
+    named = dict(model.named_parameters())
+    is_whole = not any(is_adapter(name) for name in named)
+    return {n: p for n, p in named.items() if is_whole or p.requires_grad or is_adapter(n)}
 
 
 def _adapted_weights(model: LanguageModel) -> dict[str, list[str]]:
@@ -132,11 +139,7 @@ def _numbers(layer: Any, stored: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def trained_weights(model: LanguageModel, sharding: Sharding) -> Iterator[tuple[str, Tensor]]:
-    """What a result is written from, by our name and whole; called by every rank.
-
-    Every trained parameter, and what belongs to the adapter besides.
-    """
+    """What a result is written from, by our name and whole; called by every rank."""
     sharding.reshard(model)
-    for name, parameter in model.named_parameters():
-        if in_checkpoint(our_name(name), parameter):
-            yield our_name(name), sharding.whole(parameter)
+    for name, parameter in kept_parameters(model).items():
+        yield our_name(name), sharding.whole(parameter)

@@ -22,11 +22,10 @@ from ftkit.data.prepare import Counts
 from ftkit.errors import UserError
 from ftkit.inspection.findings import TOLD_BY_COUNTS, Evidence, findings
 from ftkit.lora.load import Adapter, check_shapes, read_adapter
-from ftkit.lora.names import our_name
 from ftkit.lora.save import check_adapter
 from ftkit.model.flops import attention_cost, flops_per_token, parameter_count
 from ftkit.model.language_model import LanguageModel, outline, trainable, trained_router_loss
-from ftkit.model.load_weights import fill, in_checkpoint
+from ftkit.model.load_weights import fill, kept_parameters
 from ftkit.optim.muon import hidden_matrices
 from ftkit.optim.optimizers import base_learning_rate
 from ftkit.optim.schedule import Schedule, make_schedule
@@ -416,7 +415,7 @@ def _require_space(setup: Setup, number_bytes: float) -> None:
     """Refuse a run whose checkpoints will not fit on the disk; their small files do not count."""
     recipe = setup.job.recipe
     itemsize = parameter_dtype(setup.plan).itemsize
-    held = [p for name, p in setup.model.named_parameters() if in_checkpoint(our_name(name), p)]
+    held = list(kept_parameters(setup.model).values())
     checkpoint_bytes = sum(
         p.numel() * (number_bytes if p.requires_grad else itemsize) for p in held
     )

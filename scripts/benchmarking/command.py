@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any, Protocol
 
+DOCUMENT = Path(__file__).parents[2] / "docs" / "performance.md"
 Figures = dict[str, Any]
 """What a command has measured, as it stands in its JSON file."""
 
@@ -38,20 +39,42 @@ def add_shared_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--go_on", action="store_true", help="keep the runs that --out has")
     parser.add_argument("--show", type=Path, metavar="FILE", help="only show these figures")
+    parser.add_argument(
+        "--write", action="store_true",
+        help=f"put the tables of --out or --show into docs/{DOCUMENT.name}, too",
+    )  # fmt: skip
 
 
 def run(benchmark: Benchmark, asked: argparse.Namespace) -> int:
     """Measure what was asked, or show what was measured; the exit code."""
-    if asked.show:
-        print(benchmark.markdown(json.loads(asked.show.read_text())))
-        return 0
-    figures = benchmark.measure(asked)
+    if asked.write and not (asked.show or asked.out):
+        raise SystemExit("--write names the file of the figures in the document. Add --out FILE.")
+    figures = json.loads(asked.show.read_text()) if asked.show else benchmark.measure(asked)
     text = benchmark.markdown(figures)
     print(text)
-    if asked.out:
+    if asked.out and not asked.show:
         asked.out.with_suffix(".md").write_text(text + "\n")
         benchmark.draw(figures, asked.out.with_suffix(".svg"))
-    return benchmark.exit_code(figures)
+    if asked.write:
+        file = (asked.show or asked.out).name
+        DOCUMENT.write_text(with_tables(DOCUMENT.read_text(), asked.command, text, file))
+    return 0 if asked.show else benchmark.exit_code(figures)
+
+
+def with_tables(document: str, command: str, text: str, file: str) -> str:
+    """The document with the tables of a command at its place.
+
+    Args:
+        document: has a mark where they begin and one where they end.
+        command: of ``scripts/benchmark``.
+        text: the tables.
+        file: name of that with the figures.
+    """
+    start, end = f"<!-- made by scripts/benchmark {command} -->\n", "<!-- end -->"
+    before, found, rest = document.partition(start)
+    _, closed, after = rest.partition(end)
+    assert found and closed, f"{DOCUMENT} has no place for the tables of {command}"
+    return f"{before}{start}{text}\n\nFigures: `{file}`.\n{end}{after}"
 
 
 def begun(asked: argparse.Namespace, empty: Figures) -> Figures:

@@ -200,7 +200,7 @@ def chosen(only: Sequence[str], methods: Sequence[str]) -> list[tuple[Lever, Met
 
 def measure(asked: argparse.Namespace) -> Figures:
     """All pairs; the file is written after each."""
-    machine = "tiny" if asked.tiny else "gpu" if is_gpu_here() else "cpu"
+    machine = machine_of(asked)
     figures = begun(asked, {"pairs": []})
     done = {(row["lever"], row["method"], row["pair"]) for row in figures["pairs"]}
     figures |= {
@@ -213,6 +213,7 @@ def measure(asked: argparse.Namespace) -> Figures:
     imports = imports_bytes()
     until_s = time.monotonic() + (asked.total_s or float("inf"))
     with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
         for pair in range(asked.pairs):
             for lever, method in chosen(asked.only, asked.methods):
                 if (lever.name, method, pair) in done or time.monotonic() > until_s:
@@ -221,7 +222,11 @@ def measure(asked: argparse.Namespace) -> Figures:
                 if lever.gpu_only and machine != "gpu":
                     row["refused"] = "needs a GPU"
                 else:
-                    runs = _pair(lever, method, asked, machine, Path(name), swap=pair % 2 == 1)
+                    scene = scene_for(asked, SCENES[machine, method])
+                    keys = keys_of(scene, method, place)
+                    keys["accelerator"] = "cuda" if machine == "gpu" else "cpu"
+                    swap = pair % 2 == 1
+                    runs = measured_pair(lever, method, keys, place, asked.limit_s, swap=swap)
                     for kind, run in runs.items():
                         run = dataclasses.replace(run, imports_bytes=imports)
                         row[kind] = dataclasses.asdict(run)
@@ -232,27 +237,35 @@ def measure(asked: argparse.Namespace) -> Figures:
     return figures
 
 
-def _pair(
-    lever: Lever,
-    method: Method,
-    asked: argparse.Namespace,
-    machine: str,
-    place: Path,
-    *,
-    swap: bool,
+def machine_of(asked: argparse.Namespace) -> str:
+    """What is measured: a tiny model, or as much as a GPU or CPUs take."""
+    return "tiny" if asked.tiny else "gpu" if is_gpu_here() else "cpu"
+
+
+def scene_for(asked: argparse.Namespace, usual: Scene) -> Scene:
+    """With as many steps as are asked for."""
+    return dataclasses.replace(usual, steps=asked.steps) if asked.steps else usual
+
+
+def measured_pair(
+    lever: Lever, method: Method, keys: dict[str, Any], place: Path, limit_s: float, *, swap: bool
 ) -> dict[str, Measured]:
-    """A run without the lever and one with it; `swap`: the other way round."""
-    scene = SCENES[machine, method]
-    if asked.steps:
-        scene = dataclasses.replace(scene, steps=asked.steps)
-    keys = keys_of(scene, method, place)
-    keys["accelerator"] = "cuda" if machine == "gpu" else "cpu"
+    """A run without the lever and one with it.
+
+    Args:
+        lever: what differs.
+        method: what is trained.
+        keys: of both runs.
+        place: for their files.
+        limit_s: of one run.
+        swap: whether the one with it comes first.
+    """
     runs: dict[str, Measured] = {}
     for kind in ("on", "off") if swap else ("off", "on"):
         out_dir = Path(tempfile.mkdtemp(dir=place)) / "out"
         with_lever = keys | (lever.on if kind == "on" else lever.off)
         how = "full" if method == "full" else "lora"
-        runs[kind] = run_ftkit(how, with_lever, out_dir, asked.limit_s)
+        runs[kind] = run_ftkit(how, with_lever, out_dir, limit_s)
     return runs
 
 

@@ -1,4 +1,4 @@
-"""The workload of the benchmarks: a random Llama, a tokenizer, and records, made on the spot.
+"""The workload of the benchmarks: random models, a tokenizer, and records, made on the spot.
 
 Nothing is downloaded, and nothing is drawn without a seed: whoever runs the benchmarks computes on
 the same weights and the same tokens. A record is a text of words "w17", each of which is one token,
@@ -23,9 +23,26 @@ SHARD_BYTES = 4 * 2**30
 Record = dict[str, str]
 
 
+_GEMMA2 = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rms_norm_eps": 1e-6,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+_QWEN3 = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True}
+FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
+    "llama": ("LlamaForCausalLM", {}),
+    "gemma2": ("Gemma2ForCausalLM", _GEMMA2),
+    "qwen3": ("Qwen3ForCausalLM", _QWEN3),
+}
+"""By model_type: Hugging Face's class, and what its config.json has beside a Llama's."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """A Llama by its sizes."""
+    """A model by its sizes."""
 
     layers: int
     width: int
@@ -34,11 +51,43 @@ class Size:
     key_value_heads: int
     positions: int = 2048
     """Longest sequence that it was made for."""
+    model_type: str = "llama"
+    """One of FAMILIES."""
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """Its config.json but for the number format."""
+        class_name, own = FAMILIES[self.model_type]
+        return {
+            "architectures": [class_name],
+            "model_type": self.model_type,
+            "vocab_size": VOCABULARY,
+            "hidden_size": self.width,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.key_value_heads,
+            "max_position_embeddings": self.positions,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "hidden_act": "silu",
+            "tie_word_embeddings": False,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            **({} if self.model_type == "llama" else {"head_dim": self.head_size}),
+            **({"query_pre_attn_scalar": self.head_size} if self.model_type == "gemma2" else {}),
+            **own,
+        }
+
+    @property
+    def head_size(self) -> int:
+        """Of attention."""
+        return self.width // self.heads
 
     @property
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Names of its weights as Hugging Face has them, and their shapes `[out, in]`."""
-        key_value = self.width // self.heads * self.key_value_heads
+        key_value = self.head_size * self.key_value_heads
         yield "model.embed_tokens.weight", (VOCABULARY, self.width)
         for layer in range(self.layers):
             block = f"model.layers.{layer}."
@@ -47,12 +96,19 @@ class Size:
             yield block + "self_attn.k_proj.weight", (key_value, self.width)
             yield block + "self_attn.v_proj.weight", (key_value, self.width)
             yield block + "self_attn.o_proj.weight", (self.width, self.width)
+            if self.model_type == "qwen3":
+                yield block + "self_attn.q_norm.weight", (self.head_size,)
+                yield block + "self_attn.k_norm.weight", (self.head_size,)
             yield block + "post_attention_layernorm.weight", (self.width,)
+            if self.model_type == "gemma2":
+                yield block + "pre_feedforward_layernorm.weight", (self.width,)
+                yield block + "post_feedforward_layernorm.weight", (self.width,)
             yield block + "mlp.gate_proj.weight", (self.intermediate, self.width)
             yield block + "mlp.up_proj.weight", (self.intermediate, self.width)
             yield block + "mlp.down_proj.weight", (self.width, self.intermediate)
         yield "model.norm.weight", (self.width,)
-        yield "lm_head.weight", (VOCABULARY, self.width)
+        if not self.settings["tie_word_embeddings"]:
+            yield "lm_head.weight", (VOCABULARY, self.width)
 
     @property
     def parameters(self) -> int:
@@ -68,8 +124,20 @@ SIZES = {
     "tinyllama-1.1b": Size(layers=22, width=2048, intermediate=5632, heads=32, key_value_heads=4),
     "llama-3b": Size(layers=26, width=3200, intermediate=8640, heads=32, key_value_heads=32),
     "llama-7b": Size(layers=32, width=4096, intermediate=11008, heads=32, key_value_heads=32),
+    "gemma2-1m": Size(
+        layers=2, width=32, intermediate=88, heads=2, key_value_heads=1, model_type="gemma2"
+    ),
+    "gemma2-34m": Size(
+        layers=12, width=384, intermediate=1152, heads=6, key_value_heads=3, model_type="gemma2"
+    ),
+    "qwen3-1m": Size(
+        layers=2, width=32, intermediate=88, heads=2, key_value_heads=1, model_type="qwen3"
+    ),
+    "qwen3-34m": Size(
+        layers=12, width=384, intermediate=1152, heads=6, key_value_heads=3, model_type="qwen3"
+    ),
 }
-"""By name; the largest ones are TinyLlama, OpenLLaMA 3B and Llama 2 7B but for their weights."""
+"""By name. The largest Llamas are TinyLlama, OpenLLaMA 3B and Llama 2 7B but for their weights."""
 
 
 def make_model(directory: Path, name: str, dtype: torch.dtype) -> int:
@@ -88,36 +156,22 @@ def make_model(directory: Path, name: str, dtype: torch.dtype) -> int:
         save_file(shard, directory / file, metadata={"format": "pt"})
         index |= dict.fromkeys(shard, file)
     _write_json(directory / "model.safetensors.index.json", {"metadata": {}, "weight_map": index})
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": VOCABULARY,
-        "hidden_size": size.width,
-        "intermediate_size": size.intermediate,
-        "num_hidden_layers": size.layers,
-        "num_attention_heads": size.heads,
-        "num_key_value_heads": size.key_value_heads,
-        "max_position_embeddings": size.positions,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "torch_dtype": str(dtype).removeprefix("torch."),
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    _write_json(directory / "config.json", config)
+    settings = size.settings | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    _write_json(directory / "config.json", settings)
     write_tokenizer(directory)
     return size.parameters
 
 
 def _shards(size: Size, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
-    """The weights, drawn on a GPU where there is one, as much at a time as a file takes."""
+    """The weights, drawn on a GPU where there is one, as much at a time as a file takes.
+
+    Norms multiply by one: by their weights, Gemma's by one more.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(0)
     shard: dict[str, torch.Tensor] = {}
     for name, shape in size.shapes:
-        weight = torch.ones(shape, dtype=dtype)
+        weight = torch.full(shape, 0.0 if size.model_type == "gemma2" else 1.0, dtype=dtype)
         if len(shape) == 2:
             drawn = torch.empty(shape, device=device).normal_(0, 0.02, generator=generator)
             weight = drawn.to(dtype).cpu()

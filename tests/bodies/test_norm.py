@@ -4,9 +4,12 @@ import litgpt
 import pytest
 import torch
 from torch import Tensor
+from transformers_models import model_type, settings_of
 
 from ftkit.architectures.litgpt_architecture import LitgptArchitecture
-from ftkit.bodies.norm import RMSNorm
+from ftkit.architectures.transformers_architecture import TransformersArchitecture
+from ftkit.bodies.norm import RMSNorm, replace_norms
+from ftkit.lora.names import our_name
 from ftkit.model.language_model import LanguageModel
 
 SIZE, EPS = 96, 1e-5
@@ -93,3 +96,43 @@ def test_every_rms_norm_of_a_model_is_replaced_under_its_name(name: str) -> None
     assert {m.add_unit_offset for m in found.values()} == {"Gemma" in name}
     assert {m.eps for m in found.values()} == {config.norm_eps}
     assert not any(isinstance(m, litgpt.model.RMSNorm) for m in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("name", "adds_one", "count"),
+    [
+        ("llama", False, 5),
+        ("qwen3", False, 9),
+        ("gemma3_text", True, 13),
+        ("olmo2", False, 9),
+        ("deepseek_v3", False, 7),
+        ("gpt_neox", False, 0),
+    ],
+)
+def test_rms_norms_of_transformers_are_replaced_under_their_names(
+    name: str, adds_one: bool, count: int
+) -> None:
+    settings = settings_of(name) | {"model_type": model_type(name)}
+    architecture = TransformersArchitecture(settings)
+    with torch.device("meta"):
+        model = LanguageModel(architecture, tied=False)
+    found = {our_name(n): m for n, m in model.named_modules() if type(m) is RMSNorm}
+    theirs = architecture.outline.named_modules()
+    assert found.keys() == {n for n, m in theirs if type(m).__name__.endswith("RMSNorm")}
+    assert len(found) == count
+    assert all(m.add_unit_offset == adds_one and m.weight.is_meta for m in found.values())
+
+
+def test_a_norm_that_computes_something_else_stays() -> None:
+    class HalfRMSNorm(RMSNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) / 2
+
+    class GatedRMSNorm(RMSNorm):
+        def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:  # type: ignore[override]
+            return super().forward(x)
+
+    kinds = (HalfRMSNorm, GatedRMSNorm)
+    model = torch.nn.Sequential(*(kind(SIZE, EPS, add_unit_offset=False) for kind in kinds))
+    replace_norms(model)
+    assert tuple(type(module) for module in model) == kinds

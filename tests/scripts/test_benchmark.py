@@ -340,14 +340,86 @@ def test_the_document_on_performance_names_every_file_of_figures_and_no_other() 
     assert named == {file.name for file in (SCRIPTS / "benchmarks").glob("*.json")}
 
 
-@pytest.mark.parametrize("command", ["peers", "levers", "scaling"])
-def test_the_tables_of_the_document_are_those_of_committed_figures(command: str) -> None:
-    from benchmarking import levers, scaling
+COMMANDS = ("peers", "levers", "scaling", "implementations")
+FIGURES = [
+    (command, file)
+    for command in COMMANDS
+    for file in (SCRIPTS / "benchmarks").glob(f"{command}-*.json")
+]
+
+
+@pytest.mark.parametrize(("command", "file"), FIGURES)
+def test_the_tables_of_the_document_are_those_of_committed_figures(
+    command: str, file: Path
+) -> None:
+    from benchmarking import implementations, levers, scaling
+    from benchmarking.command import DOCUMENT, with_tables
     from benchmarking.peers import command as peers
 
-    markdown = {"peers": peers, "levers": levers, "scaling": scaling}[command].markdown
-    (file,) = (SCRIPTS / "benchmarks").glob(f"{command}-*.json")
-    assert markdown(json.loads(file.read_text())) in (ROOT / "docs/performance.md").read_text()
+    module = dict(zip(COMMANDS, (peers, levers, scaling, implementations), strict=True))[command]
+    text = module.markdown(json.loads(file.read_text()))
+    document = DOCUMENT.read_text()
+    assert text in document
+    assert with_tables(document, command, text, file.name) == document
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_new_tables_take_the_place_of_the_old_ones_of_their_command(command: str) -> None:
+    from benchmarking.command import DOCUMENT, with_tables
+
+    document = DOCUMENT.read_text()
+    changed = with_tables(document, command, "| a table |", "new.json")
+    assert changed.count("| a table |\n\nFigures: `new.json`.") == 1
+    others = [line for line in changed.splitlines() if line in document]
+    assert [line for line in others if line.startswith("#")] == [
+        line for line in document.splitlines() if line.startswith("#")
+    ]
+    assert with_tables(changed, command, "| a table |", "new.json") == changed
+
+
+def test_a_row_of_two_implementations_has_speed_memory_and_losses_of_both() -> None:
+    from benchmarking.implementations import COLUMNS, row_cells
+
+    runs = {
+        name: dataclasses.asdict(measured(*ended_s, first_step_s=1.0))
+        for name, ended_s in (("litgpt", (1, 2, 3)), ("transformers", (1, 2, 4)))
+    }
+    scene = {"model": "llama-34m", "precision": "32-true"}
+    row = {"pair": 0, "method": "full", "scene": scene, **runs}
+    cells = dict(zip(range(len(COLUMNS)), row_cells([row]), strict=True))
+    assert [cells[n] for n in range(6)] == ["llama-34m", "full", "32-true", "100", "50", "0.50"]
+    assert [cells[n] for n in (6, 7)] == ["1,000 ms", "2,000 ms"]
+    assert [cells[n] for n in (8, 9, 10)] == ["2.00 GiB", "2.00 GiB", "1.00"]
+    assert [cells[n] for n in (13, 14, 15)] == ["9.0000", "6.0000", "2e-01"]
+    failed = row_cells([row | {"litgpt": runs["litgpt"] | {"failure": "no"}}])
+    assert failed[3] == "no" and len(failed) == len(COLUMNS)
+
+
+@pytest.mark.slow
+def test_two_implementations_are_measured_on_the_same_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benchmarking import implementations
+    from benchmarking.command import run
+
+    monkeypatch.chdir(ROOT)
+    out = tmp_path / "implementations.json"
+    asked = SimpleNamespace(
+        show=None, tiny=True, pairs=1, steps=None, limit_s=120, out=out, write=False, go_on=False
+    )
+    assert run(implementations, asked) == 0
+    pairs = json.loads(out.read_text())["pairs"]
+    assert {pair["scene"]["model"].partition("-")[0] for pair in pairs} == {
+        "llama", "gemma2", "qwen3"
+    }  # fmt: skip
+    for pair in pairs:
+        ours, theirs = ([s["loss"] for s in pair[n]["steps"]] for n in ("litgpt", "transformers"))
+        assert len(ours) == 4
+        # LoRA begins with other numbers: the implementations name its layers differently.
+        assert theirs[0] == pytest.approx(ours[0], rel=1e-5)
+        assert theirs == pytest.approx(ours, rel=1e-5 if pair["method"] == "full" else 1e-3)
+    assert (tmp_path / "implementations.md").read_text().strip() in capsys.readouterr().out
+    assert (tmp_path / "implementations.svg").exists()
 
 
 @pytest.mark.slow
@@ -368,6 +440,7 @@ def test_levers_are_measured_in_pairs(
         limit_s=120,
         total_s=None,
         out=tmp_path / "levers.json",
+        write=False,
         go_on=False,
     )
     monkeypatch.setattr(

@@ -18,6 +18,7 @@ from tiny import make_data, make_llama
 from ftkit.checkpoint.store import Store
 from ftkit.config.devices import Devices
 from ftkit.config.parsing import read_recipe
+from ftkit.config.peft_adapter import with_adapter
 from ftkit.config.recipe import Method
 from ftkit.pretrained.base_outline import keeps_rest
 from ftkit.report.metrics import Row, read_metrics, read_validation
@@ -162,6 +163,7 @@ def write_job(case: Case, world_size: int, out_dir: Path, base: Path, data: Path
         for name in ("metrics.csv", "validation.csv"):
             shutil.copyfile(case.start / name, out_dir / name)
     recipe = read_recipe([], [(k, json.dumps(v)) for k, v in values.items()], method=case.method)
+    recipe = with_adapter(recipe)
     job = Job(
         recipe=recipe,
         devices=Devices(accelerator="cpu", count=2),
