@@ -179,7 +179,8 @@ def _is_worth_a_look(recipe: Recipe, memory_bytes: int) -> bool:
     train = recipe.train
     length = min(train.max_seq_length or model.context, model.context)
     number_bytes = _FULL_BYTES if recipe.method == "full" else _LORA_BYTES
-    layer_bytes = _WIDTH_BYTES * model.width + _INNER_BYTES * model.inner_width
+    inner_width = model.inner_width * model.experts_per_token
+    layer_bytes = _WIDTH_BYTES * model.width + _INNER_BYTES * inner_width
     needed_bytes = (
         model.parameters * number_bytes
         + _most_positions(train, length) * model.layers * layer_bytes

@@ -18,7 +18,8 @@ _NAMES = {
     "context": ("max_position_embeddings", "block_size"),
 }
 """Each number in Hugging Face's config.json and in LitGPT's model_config.yaml."""
-_EXPERTS = ("num_local_experts", "num_experts", "n_expert")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "n_expert")
+_CHOSEN = ("num_experts_per_tok", "n_expert_per_token")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,9 @@ class RoughModel:
     context: int
     """Positions that the model was built for."""
     experts: int
+    """Of a layer; 1 of a model without."""
+    experts_per_token: int
+    """How many of them a token passes."""
 
     @property
     def parameters(self) -> int:
@@ -67,7 +71,9 @@ def rough_model(name: str, *, root: Path = ROOT) -> RoughModel | None:
     found = {key: _first(settings, names) for key, names in _NAMES.items()}
     if not all(found.values()):
         return None
-    return RoughModel(**found, experts=_first(settings, _EXPERTS) or 1)
+    experts = _first(settings, _EXPERTS) or 1
+    of_each = min(_first(settings, _CHOSEN) or 1, experts)
+    return RoughModel(**found, experts=experts, experts_per_token=of_each)
 
 
 def _first(settings: dict[str, Any], names: tuple[str, ...]) -> int:

@@ -82,6 +82,27 @@ def test_settings_are_enough_of_a_directory(tmp_path: Path) -> None:
     assert read_blueprint("embedded:quickstart").name == "quickstart"
 
 
+def write_mixtral(directory: Path) -> str:
+    """The settings of Mixtral-8x7B, which transformers computes."""
+    from transformers import MixtralConfig
+
+    MixtralConfig(architectures=["MixtralForCausalLM"]).save_pretrained(directory)
+    return str(directory)
+
+
+def test_experts_are_planned_in_every_implementation_and_number_format(tmp_path: Path) -> None:
+    gib = 2**30
+    for model in ("random:Mixtral-8x7B-v0.1", write_mixtral(tmp_path)):
+        for keys, low, high in (
+            ({"precision": "bf16-true"}, 86.9, 87.1),
+            ({"precision": "bf16-true", "quantize": "bnb.nf4"}, 24, 25.5),
+        ):
+            made = planned(model, **keys)
+            assert made.memory is not None
+            assert low < made.memory.breakdown_bytes["parameters"] / gib < high
+            assert made.memory.parameters == pytest.approx(46.7e9, rel=1e-3)
+
+
 def test_an_unknown_model_is_an_error_that_names_similar_ones() -> None:
     with pytest.raises(UserError, match=r"Did you mean openlm-research/open_llama_7b"):
         read_blueprint("openlm-research/open_lama_7b")

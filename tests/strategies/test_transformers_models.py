@@ -154,7 +154,9 @@ def of_others(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Found:
     cases: dict[int, dict[tuple[str, ...], Case]] = {1: {}, 2: {}}
     for model in OTHER_EXPERTS:
         made = str(make_transformers_model(directory / model, model))
-        changed = (*THEIRS, ("checkpoint_dir", made))
+        # Mixtral's router has gradients of little more than what rounding leaves, which Adam turns
+        # into whole steps below its usual eps of 1e-8.
+        changed = (*THEIRS, ("checkpoint_dir", made), ("optimizer.eps", 1e-6))
         quantized = (*changed, ("quantize", "bnb.nf4"))
         for strategy in ("single", "ddp", "fsdp", "deepspeed"):
             of = cases[1 if strategy == "single" else 2]
