@@ -592,8 +592,8 @@ class TestTable:
         report = dataclasses.replace(COMPLETED, expert_load=load, loss=loss)
         shown = " ".join(text_of(report, width=120).split())
         assert (
-            "experts 2 experts in each of 2 layers had 30.0 % to 70.0 % of the choices "
-            "(even: 50.0 %), layer 0 is the least even"
+            "experts 2 in each of 2 layers: 30 % to 70 % of choices (even: 50 %), "
+            "layer 0 is the least even"
         ) in shown
         assert "router loss 1.2500 in the last step" in shown
 
