@@ -50,7 +50,7 @@ def check_ranges(recipe: Recipe) -> None:
         rule = "be finite" if factor == math.inf else "not be negative"
         raise UserError(
             f"router_aux_loss_coef is {factor:g}, but must {rule}. "
-            "Try --router_aux_loss_coef 0.001, or 0 for none."
+            "Try --router_aux_loss_coef 0.001."
         )
     if recipe.checkpoint.save_every is not None:
         parse_duration(recipe.checkpoint.save_every)

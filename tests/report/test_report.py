@@ -588,6 +588,7 @@ class TestTable:
 
     def test_experts_and_the_loss_of_their_routers_have_a_line_each(self) -> None:
         load = ExpertLoad.of_choices([0, 2], [[30, 70], [45, 55]])
+        assert COMPLETED.loss is not None
         loss = dataclasses.replace(COMPLETED.loss, router_aux_loss=1.25)
         report = dataclasses.replace(COMPLETED, expert_load=load, loss=loss)
         shown = " ".join(text_of(report, width=120).split())

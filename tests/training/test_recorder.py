@@ -171,8 +171,8 @@ def test_the_loss_of_routers_and_the_load_of_experts_are_told_where_there_are_an
 ) -> None:
     routing = Routing([1, 3], 2, RouterLoss(experts=2, chosen=1, coefficient=0.1))
     layers = [Experts(), Experts()]
-    for row, layer in enumerate(layers):
-        routing.watch_experts(layer, row)
+    for number, layer in enumerate(layers):
+        routing.watch_experts(layer, number)
     hidden, chosen = torch.zeros(4, 8), torch.tensor([[0], [0], [0], [1]])
     with make_recorder(tmp_path, routing=routing) as recorder:
         with routing.of(torch.ones(1, 4, dtype=torch.bool)):
