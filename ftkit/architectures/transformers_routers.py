@@ -18,7 +18,7 @@ _TOKENS = 8
 """For which the two losses are compared; the last one is padding."""
 
 
-def router_outputs(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
+def router_outputs(model: nn.Module) -> Iterator[tuple[str, int]]:
     """The modules whose results have the logits of routers, by name, and the place of these.
 
     Args:
@@ -76,4 +76,4 @@ def experts_of(block: nn.Module) -> Iterator[tuple[str, int]]:
     """
     for name, module in block.named_modules():
         if hasattr(module, "is_transposed") and hasattr(module, "num_experts"):
-            yield name, int(module.num_experts)  # type: ignore[arg-type]  # no module
+            yield name, int(module.num_experts)

@@ -47,9 +47,10 @@ def check_ranges(recipe: Recipe) -> None:
             )
     factor = recipe.router_aux_loss_coef
     if factor is not None and not 0 <= factor < math.inf:
+        rule = "be finite" if factor == math.inf else "not be negative"
         raise UserError(
-            f"router_aux_loss_coef is {factor:g}, but must not be negative. "
-            "Try --router_aux_loss_coef 0.001, or 0 for none."
+            f"router_aux_loss_coef is {factor:g}, but must {rule}. "
+            "Try --router_aux_loss_coef 0.001."
         )
     if recipe.checkpoint.save_every is not None:
         parse_duration(recipe.checkpoint.save_every)

@@ -298,10 +298,10 @@ def _bytes_by_name(counts: dict[str, int]) -> str:
 
 def _expert_load_text(load: ExpertLoad) -> str:
     low, high, even = map(percent_text, (load.lowest, load.highest, load.even))
-    experts = _count(len(load.fractions[0]), "expert")
-    where = f" in each of {len(load.layers)} layers" * (len(load.layers) > 1)
-    least = f"layer {load.least_even_layer} is the least even" * (len(load.layers) > 1)
-    return _joined((f"{experts}{where} had {low} to {high} of the choices (even: {even})", least))
+    experts, layers = len(load.fractions[0]), len(load.layers)
+    where = f" in each of {layers} layers" * (layers > 1)
+    least = f"layer {load.least_even_layer} is the least even" * (layers > 1)
+    return _joined((f"{experts}{where}: {low} to {high} of choices (even: {even})", least))
 
 
 def _loss_rows(loss: Loss) -> Iterator[tuple[str, str]]:

@@ -91,6 +91,8 @@ class TrainStep:
         self._routing = setup.model.routing
         self._router_loss = torch.zeros_like(self._loss)
         """The same of the routers' auxiliary loss, without its coefficient."""
+        self._choices: Tensor | None = None
+        """What the routers' loss knows of the whole step before; None: it is one micro-batch."""
         self._graphs = compiled_graphs() if setup.job.recipe.compile else 0
 
     def run(self, step: int, batches: Iterator[Batch]) -> StepRecord:

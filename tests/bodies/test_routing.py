@@ -95,7 +95,7 @@ def opened(
     base = open_base(str(directory), "transformers")
     model = outline(base, recipe, dtype)
     for block in model.body.blocks if routers is not None else ():
-        block.mlp.gate = routers()  # type: ignore[misc, union-attr]
+        block.mlp.gate = routers()  # type: ignore[misc]
     model.routing = model.body.watch_routing(trained_router_loss(base.architecture, recipe))
     fill(
         model,

@@ -599,6 +599,8 @@ def test_whole_numbers_have_a_least_value(key: str, least: int) -> None:
             {"lora_variant": "dora", "lora_init": "pissa"},
             "lora_init is pissa, but lora_variant dora starts from the lengths",
         ),
+        ({"router_aux_loss_coef": -0.1}, "router_aux_loss_coef is -0.1, but must not be negative."),
+        ({"router_aux_loss_coef": ".inf"}, "router_aux_loss_coef is inf, but must be finite."),
         ({"train__min_lr": -1e-5}, "train.min_lr is -1e-05, but must not be negative."),
         ({"train__min_lr": ".nan"}, "train.min_lr is nan, but must not be negative."),
         ({"train__lr_warmup_fraction": 1.5}, "train.lr_warmup_fraction is 1.5, but must lie"),

@@ -45,6 +45,28 @@ def test_the_columns_of_validation_are_exactly_these(path: Path) -> None:
     assert path.read_text() == "step,samples,val_loss,perplexity\n"
 
 
+def test_the_loss_of_routers_is_a_last_column_where_there_is_one(path: Path) -> None:
+    with MetricsWriter(path, sources=["a", "b"]) as writer:
+        writer.add_router_loss()
+        writer.write(**ROW, of_sources=[1, 15], router_aux_loss=2.5)
+    assert path.read_text().splitlines()[0].endswith(",samples/a,samples/b,router_aux_loss")
+    assert read_metrics(path) == [{**ROW, "samples/a": 1, "samples/b": 15, "router_aux_loss": 2.5}]
+
+
+def test_rows_from_before_the_loss_of_routers_have_an_empty_cell(path: Path) -> None:
+    with MetricsWriter(path) as writer:
+        writer.write(**ROW)
+    with MetricsWriter(path, after_step=1) as writer:
+        writer.add_router_loss()
+        writer.add_router_loss()
+        writer.write(**ROW | {"step": 2}, router_aux_loss=2.5)
+    with MetricsWriter(path, after_step=2) as writer:  # switched off again
+        writer.write(**ROW | {"step": 3})
+    assert path.read_text().startswith("step,samples,loss,lr,grad_norm,tokens,tokens_per_s,router_")
+    assert [row["router_aux_loss"] for row in read_metrics(path)] == [None, 2.5, None]
+    assert [row["step"] for row in read_metrics(path)] == [1, 2, 3]
+
+
 def test_numbers_read_back_to_the_last_bit(path: Path) -> None:
     with MetricsWriter(path) as writer:
         writer.write(**ROW)

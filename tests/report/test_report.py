@@ -31,6 +31,7 @@ from ftkit.errors import UserError
 from ftkit.report import report as report_module
 from ftkit.report import step_memory as memory_module
 from ftkit.report.answers import AnsweredExample, ExactMatch
+from ftkit.report.expert_load import ExpertLoad
 from ftkit.report.peak_memory import PeakMemory, RankMemory
 from ftkit.report.report import (
     Checkpoints,
@@ -584,6 +585,28 @@ class TestTable:
         ):
             assert expected in shown
         assert "validation data" not in shown
+
+    def test_experts_and_the_loss_of_their_routers_have_a_line_each(self) -> None:
+        load = ExpertLoad.of_choices([0, 2], [[30, 70], [45, 55]])
+        assert COMPLETED.loss is not None
+        loss = dataclasses.replace(COMPLETED.loss, router_aux_loss=1.25)
+        report = dataclasses.replace(COMPLETED, expert_load=load, loss=loss)
+        shown = " ".join(text_of(report, width=120).split())
+        assert (
+            "experts 2 in each of 2 layers: 30 % to 70 % of choices (even: 50 %), "
+            "layer 0 is the least even"
+        ) in shown
+        assert "router loss 1.2500 in the last step" in shown
+
+    def test_choices_of_ranks_add_up(self) -> None:
+        parts = [
+            ExpertLoad.of_choices([1], [[1, 2, 4]]),
+            None,
+            ExpertLoad.of_choices([1], [[9, 0, 5]]),
+        ]
+        assert ExpertLoad.of_ranks(parts) == ExpertLoad.of_choices([1], [[10, 2, 9]])
+        assert ExpertLoad.of_ranks([None, None]) is None
+        assert ExpertLoad.of_choices([], []) is None
 
     def test_a_run_that_failed_at_once_shows_its_reason_and_nothing_empty(self) -> None:
         shown = text_of(FAILED)

@@ -8,10 +8,15 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from recorders import SAMPLES_PER_EPOCH, make_recorder, step_record, train
+from torch import Tensor
 
+from ftkit.architectures.router_loss import RouterLoss
+from ftkit.bodies.routing import Routing
 from ftkit.checkpoint.metadata import BaseIdentity, DataIdentity, Layout, Metadata
 from ftkit.report.answers import AnsweredExample, ExactMatch
+from ftkit.report.expert_load import ExpertLoad
 from ftkit.report.metrics import read_metrics, read_validation
 from ftkit.report.report import Report, Spread, read_report, write_report
 from ftkit.report.step_record import PARTS
@@ -154,6 +159,46 @@ def test_the_logs_have_every_step_once(tmp_path: Path) -> None:
         8,
         12,
     ]
+
+
+class Experts(torch.nn.Module):
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return hidden
+
+
+def test_the_loss_of_routers_and_the_load_of_experts_are_told_where_there_are_any(
+    tmp_path: Path,
+) -> None:
+    routing = Routing([1, 3], 2, RouterLoss(experts=2, chosen=1, coefficient=0.1))
+    layers = [Experts(), Experts()]
+    for number, layer in enumerate(layers):
+        routing.watch_experts(layer, number)
+    hidden, chosen = torch.zeros(4, 8), torch.tensor([[0], [0], [0], [1]])
+    with make_recorder(tmp_path, routing=routing) as recorder:
+        with routing.of(torch.ones(1, 4, dtype=torch.bool)):
+            for layer, asked in zip(layers, (chosen, chosen % 1), strict=True):
+                layer(hidden, asked, torch.ones(4, 1))
+        recorder.on_step(dataclasses.replace(step_record(1), router_aux_loss=1.5), None)
+    (row,) = read_metrics(tmp_path / "out/metrics.csv")
+    assert (row["loss"], row["router_aux_loss"]) == (10.0, 1.5)
+    assert recorder.report.loss.router_aux_loss == 1.5
+    assert recorder.report.expert_load == ExpertLoad(
+        layers=[1, 3],
+        choices=4,
+        fractions=[[0.75, 0.25], [1.0, 0.0]],
+        even=0.5,
+        lowest=0.0,
+        highest=1.0,
+        least_even_layer=3,
+    )
+
+
+def test_without_experts_there_is_neither(tmp_path: Path) -> None:
+    with make_recorder(tmp_path) as recorder:
+        train(recorder, range(1, 3))
+    assert "router_aux_loss" not in read_metrics(tmp_path / "out/metrics.csv")[0]
+    assert recorder.report.expert_load is None
+    assert recorder.report.loss.router_aux_loss is None
 
 
 def test_a_third_session_carries_all_of_the_two_before(tmp_path: Path) -> None:
