@@ -18,7 +18,7 @@ from ftkit.bodies.norm import replace_norms
 from ftkit.bodies.routing import Routing
 from ftkit.bodies.transformers_attention import Attended, KeyValueCache, follow
 from ftkit.bodies.transformers_experts import compute_experts, fused_experts
-from ftkit.bodies.transformers_training import compute_without_values
+from ftkit.bodies.transformers_values import compute_without_values
 
 _ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu tanh"}
 """By the names of their classes."""
