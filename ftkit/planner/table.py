@@ -18,8 +18,8 @@ from ftkit.console.grid import labelled_grid
 from ftkit.console.html import block, escaped, grid, labelled, styled
 from ftkit.console.terminal import REPORT_WIDTH, plain_text
 from ftkit.planner.predict import Planned
-from ftkit.pretrained.gguf.convert import Conversion
 from ftkit.planner.suggest import Change
+from ftkit.pretrained.gguf.convert import Conversion
 from ftkit.report.step_memory import CATEGORIES
 
 _ANY_WIDTH = 1000

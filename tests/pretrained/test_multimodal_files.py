@@ -146,7 +146,7 @@ def test_a_checkpoint_has_the_language_model_alone_and_says_so(gemma: Path, tmp_
     save_companions(base, tmp_path)
     outlined = open_companions(tmp_path)
     assert (tmp_path / "preprocessor_config.json").is_file()
-    with pytest.raises(UserError, match="more than its language model.*--checkpoint_dir"):
+    with pytest.raises(UserError, match=r"more than its language model.*--checkpoint_dir"):
         save_hf(outlined, tensors, tmp_path / "out")
     save_hf(dataclasses.replace(outlined, rest=base.rest), tensors, tmp_path / "out")
     assert load_file(tmp_path / "out" / WEIGHTS).keys() == load_file(gemma / WEIGHTS).keys()
@@ -261,13 +261,13 @@ def test_a_model_that_sees_its_prompt_in_both_directions_is_refused(tmp_path: Pa
     settings["text_config"] = settings["text_config"] | {"model_type": "gemma"}
     settings["vision_config"] = MODELS["gemma3"]["vision_config"]
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(UserError, match="PaliGemma.*see others that come after them"):
+    with pytest.raises(UserError, match=r"PaliGemma.*see others that come after them"):
         read_blueprint(str(tmp_path))
 
 
 def test_layers_that_text_does_not_pass_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mllama"}))
-    with pytest.raises(UserError, match="Mllama.*layers .* see images alone"):
+    with pytest.raises(UserError, match=r"Mllama.*layers .* see images alone"):
         read_blueprint(str(tmp_path))
 
 
@@ -281,14 +281,14 @@ def test_a_package_that_a_model_needs_is_named(
 
     monkeypatch.setattr(AutoModel, "from_config", lacking)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3n"}))
-    with pytest.raises(UserError, match="gemma3n.*requires the timm library"):
+    with pytest.raises(UserError, match=r"gemma3n.*requires the timm library"):
         read_blueprint(str(tmp_path))
 
 
 def test_a_language_model_without_the_rest_that_its_settings_name_is_refused(gemma: Path) -> None:
     stored = {n: t for n, t in load_file(gemma / WEIGHTS).items() if "language_model" in n}
     save_file(stored, gemma / WEIGHTS)
-    with pytest.raises(UserError, match="a language model alone.*whole Gemma3For"):
+    with pytest.raises(UserError, match=r"a language model alone.*whole Gemma3For"):
         open_base(str(gemma))
 
 
