@@ -26,7 +26,8 @@ from ftkit.optim.schedule import make_schedule
 from ftkit.planner.sequence_length import SequenceLength, sequence_length
 from ftkit.pretrained.base_model import BaseModel, checked_length
 from ftkit.pretrained.blueprint import read_blueprint
-from ftkit.pretrained.hub import fetch_settings
+from ftkit.pretrained.gguf.convert import Conversion, planned_conversion
+from ftkit.pretrained.hub import ROOT, fetch_settings, find_gguf
 from ftkit.pretrained.save import layout_of
 from ftkit.report.step_memory import MicroBatchSize
 from ftkit.strategies.precision import parameter_dtype
@@ -78,6 +79,8 @@ class Planned:
     """The device memory that it needs at least, whatever is not known of the data."""
     gpu: Gpu | None
     """What it is to run on; None: not asked."""
+    conversion: Conversion | None
+    """What has to be done before with the base model; None: nothing."""
     kept_bytes: int
     """Of what the base model has beside its language model, which is not loaded."""
     disk_bytes: int
@@ -143,6 +146,8 @@ class Planned:
             "length_source": self.length.source,
             **memory,
             "least_bytes": self.least_bytes,
+            "conversion": self.conversion
+            and dataclasses.asdict(self.conversion) | {"place": str(self.conversion.place)},
             "kept_bytes": self.kept_bytes,
             "disk_bytes": self.disk_bytes,
             "result_layout": self.result_layout,
@@ -252,6 +257,7 @@ def plan_recipe(recipe: Recipe, *, gpu: Gpu | None = None, name: str = "") -> Pl
         memory=memory,
         least_bytes=least_bytes,
         gpu=gpu,
+        conversion=_conversion(recipe),
         kept_bytes=base.rest_bytes,
         disk_bytes=_disk_bytes(made, memory, steps, base.rest_bytes) if layout else 0,
         result_layout=layout,
@@ -259,6 +265,12 @@ def plan_recipe(recipe: Recipe, *, gpu: Gpu | None = None, name: str = "") -> Pl
         samples=samples,
         steps=steps,
     )
+
+
+def _conversion(recipe: Recipe) -> Conversion | None:
+    """Of a base model in a GGUF file."""
+    file = find_gguf(recipe.checkpoint_dir)
+    return None if file is None else planned_conversion(file, ROOT)
 
 
 def _result_layout(base: BaseModel, recipe: Recipe) -> ResultLayout | None:

@@ -19,6 +19,7 @@ from ftkit.console.html import block, escaped, grid, labelled, styled
 from ftkit.console.terminal import REPORT_WIDTH, plain_text
 from ftkit.planner.predict import Planned
 from ftkit.planner.suggest import Change
+from ftkit.pretrained.gguf.convert import Conversion
 from ftkit.report.step_memory import CATEGORIES
 
 _ANY_WIDTH = 1000
@@ -172,6 +173,8 @@ def _rows(planned: Planned) -> Iterator[tuple[str, str]]:
     )
     hosted = f", of it offloaded: {hosted}" if hosted else ""
     yield "host", f"{bytes_text(memory.host_bytes)} for each rank{hosted}"
+    if (conversion := planned.conversion) is not None:
+        yield "conversion", _conversion_text(conversion)
     yield "disk", bytes_text(planned.disk_bytes) if planned.disk_bytes else "nothing is saved"
     if planned.result_layout == "litgpt":
         words = "a LitGPT directory: ftkit cannot write this architecture for Hugging Face"
@@ -190,6 +193,14 @@ def _rows(planned: Planned) -> Iterator[tuple[str, str]]:
         yield "steps", f"at most {planned.steps:,}"
     else:
         yield "steps", f"{planned.steps:,} at most, {planned.samples:,} samples per epoch at most"
+
+
+def _conversion_text(conversion: Conversion) -> str:
+    disk = f"{bytes_text(conversion.disk_bytes)} on the disk, in {conversion.place}"
+    if conversion.is_made:
+        return f"made before: {disk}"
+    memory = bytes_text(conversion.memory_bytes)
+    return f"once, before the run: {disk}, and {memory} of host memory"
 
 
 @dataclass(frozen=True)

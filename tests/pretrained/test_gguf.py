@@ -1,11 +1,14 @@
 """GGUF files as base models: the oracles are what was written, and transformers' own reader."""
 
+import io
 import json
 import re
 import shutil
 import struct
 import threading
+import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,9 @@ from ftkit.pretrained.base_model import open_base
 from ftkit.pretrained.blueprint import read_blueprint
 from ftkit.pretrained.fingerprint import fingerprint
 from ftkit.pretrained.gguf import convert as conversion
-from ftkit.pretrained.gguf.header import BLOCKS, read_header
+from ftkit.pretrained.gguf import tensors
+from ftkit.pretrained.gguf.convert import planned_conversion
+from ftkit.pretrained.gguf.header import BLOCKS, GgufHeader, GgufTensor, read_header
 from ftkit.pretrained.hub import find_here, find_or_download
 from ftkit.pretrained.size_estimate import rough_model
 from ftkit.pretrained.tokenizer import Tokenizer
@@ -170,8 +175,6 @@ def test_large_tensors_are_converted_some_rows_at_a_time(
 ) -> None:
     file = write_gguf(llama, tmp_path / "tiny.gguf", "Q8_0")
     whole = weights_in(find_or_download(str(file), root=root))
-    from ftkit.pretrained.gguf import tensors
-
     monkeypatch.setattr(tensors, "_CHUNK_NUMBERS", 1)
     in_parts = weights_in(find_or_download(str(file), root=tmp_path / "other"))
     assert all(torch.equal(in_parts[name], values) for name, values in whole.items())
@@ -206,9 +209,9 @@ def test_the_rotary_embedding_of_llama_3_is_found_from_its_factors(
     header = read_header(plain_file)
     metadata = {**header.metadata, "llama.rope.scaling.original_context_length": 64}
     metadata |= byte_level_tokenizer(original) | {"general.architecture": None}
-    tensors = {name: _values(plain_file, name) for name in header.tensors}
+    numbers = {name: _values(plain_file, name) for name in header.tensors}
     file = write_raw_gguf(
-        tmp_path / "rope.gguf", "llama", metadata, tensors | {"rope_freqs.weight": factors}
+        tmp_path / "rope.gguf", "llama", metadata, numbers | {"rope_freqs.weight": factors}
     )
     converted = find_or_download(str(file), root=root)
     settings = json.loads((converted / "config.json").read_text())
@@ -217,7 +220,7 @@ def test_the_rotary_embedding_of_llama_3_is_found_from_its_factors(
 
     factors[3] *= 1.5
     other = write_raw_gguf(
-        tmp_path / "other.gguf", "llama", metadata, tensors | {"rope_freqs.weight": factors}
+        tmp_path / "other.gguf", "llama", metadata, numbers | {"rope_freqs.weight": factors}
     )
     with pytest.raises(UserError, match="otherwise than Llama 3"):
         find_or_download(str(other), root=root)
@@ -398,6 +401,43 @@ def test_a_plan_needs_the_header_alone(llama: Path, tmp_path: Path, root: Path) 
     assert (base.name, base.tied) == (opened.name, opened.tied)
 
 
+@pytest.mark.parametrize("is_rotated", [False, True])
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q6_K", "Q2_K", "IQ4_XS"])
+def test_a_tensor_takes_no_more_memory_than_is_planned(kind: str, is_rotated: bool) -> None:
+    source = GgufTensor(name="a", shape=(512, 16384), kind=kind, start=0)
+    change = partial(tensors._halves_after_each_other, head_size=128) if is_rotated else None
+    together = 128 if is_rotated else 1
+    tensor = tensors.ConvertedTensor(
+        name="a",
+        source=source,
+        dtype=tensors._PLAIN.get(kind, "F16"),
+        change=change,
+        rows_together=together,
+    )
+    file = io.BytesIO(bytes(source.nbytes))
+    header = GgufHeader(file=Path("a"), metadata={}, tensors={})
+    next(tensor.chunks(header, file))  # which imports the package gguf
+    tracemalloc.start()
+    for _ in tensor.chunks(header, file):
+        pass
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert tensor.memory_bytes / 4 < peak <= tensor.memory_bytes + 2**16
+
+
+def test_a_plan_knows_the_disk_that_a_conversion_takes(
+    llama: Path, tmp_path: Path, root: Path
+) -> None:
+    file = write_gguf(llama, tmp_path / "tiny.gguf", "Q8_0")
+    planned = planned_conversion(file, root)
+    assert not planned.is_made and planned.memory_bytes > 0 and not root.exists()
+    assert find_or_download(str(file), root=root) == planned.place
+    made = planned_conversion(file, root)
+    assert made.is_made and made.memory_bytes == 0
+    assert made.disk_bytes == (planned.place / "model.safetensors").stat().st_size
+    assert 0 < made.disk_bytes - planned.disk_bytes < 10_000  # the header
+
+
 # What is refused
 
 
@@ -528,10 +568,14 @@ def test_commands_take_a_gguf_file_as_they_take_any_model(
     keys = ["--data", "JSON", "--data.path", data, "--train.max_steps", 1, "--accelerator", "cpu"]
     planned = ftkit("plan", "--checkpoint_dir", file, *keys)
     assert planned.returncode == 0, planned.stderr
+    words = " ".join(planned.stdout.split())
+    assert re.search("conversion once, before the run: .* on the disk, in checkpoints/gguf/", words)
     assert not (tmp_path / "checkpoints").exists()
     run = ftkit("finetune", file, *keys, "--out_dir", "out", "--precision", "32-true")
     assert run.returncode == 0, run.stderr
     assert run.stderr.count("converting") == 1
+    planned = ftkit("plan", "--checkpoint_dir", file, *keys)
+    assert "conversion made before: " in " ".join(planned.stdout.split())
     answered = ftkit("generate", "out", "--prompt", "red", "--max_new_tokens", 2)
     assert answered.returncode == 0 and "converting" not in answered.stderr, answered.stderr
     of_base = ftkit("generate", file, "--prompt", "red", "--max_new_tokens", 2, "--raw")

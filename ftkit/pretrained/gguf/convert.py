@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -36,6 +37,44 @@ _MAX_SHARD_BYTES = 5 * 10**9
 _SPARE_BYTES = 2**26
 """For tokenizer, settings and the file system's own use."""
 _LOOK_S = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """What the conversion of a GGUF file takes, before a run begins."""
+
+    place: Path
+    """Its directory."""
+    disk_bytes: int
+    """Of the weights in it."""
+    memory_bytes: int
+    """Host memory of the numbers at work, at most."""
+    is_made: bool
+    """Whether it is there already."""
+
+
+def planned_conversion(file: Path, root: Path) -> Conversion:
+    """What a GGUF file's conversion takes, or has taken; nothing is converted.
+
+    Args:
+        file: the GGUF file.
+        root: where downloads go.
+
+    Raises:
+        UserError: as `gguf_settings`.
+    """
+    place = conversion_place(file, root)
+    if place.is_dir():
+        size_bytes = sum(part.stat().st_size for part in place.glob("*.safetensors"))
+        return Conversion(place=place, disk_bytes=size_bytes, memory_bytes=0, is_made=True)
+    header = read_header(file)
+    tensors = converted_tensors(header, settings_of(header))
+    return Conversion(
+        place=place,
+        disk_bytes=_bytes_of(tensors),
+        memory_bytes=max(tensor.memory_bytes for tensor in tensors),
+        is_made=False,
+    )
 
 
 def conversion_place(file: Path, root: Path) -> Path:

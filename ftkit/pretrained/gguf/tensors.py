@@ -14,7 +14,9 @@ from ftkit.pretrained.gguf.header import BLOCKS, GgufHeader, GgufTensor
 from ftkit.pretrained.gguf.settings import ROPE_FACTORS
 
 _CHUNK_NUMBERS = 2**22
-"""How many are in memory at a time: 16 MiB of float32, and as much again to make them."""
+"""How many are in memory at a time, unless a row has more."""
+_WORK_BYTES = 16
+"""Of each of these, with what they are made of and what is made of them: at most, of all kinds."""
 _PLAIN = {"F32": "F32", "F16": "F16", "BF16": "BF16", "F64": "F32"}
 """Kinds of plain numbers, and what they are written as; all others are written as F16."""
 _BYTES = {"F32": 4, "F16": 2, "BF16": 2}
@@ -40,6 +42,18 @@ class ConvertedTensor:
         """Bytes of its numbers."""
         return math.prod(self.source.shape) * _BYTES[self.dtype]
 
+    @property
+    def memory_bytes(self) -> int:
+        """Of its conversion, at most."""
+        rows, row_numbers = _rows(self.source)
+        return min(self._chunk_rows, rows) * row_numbers * _WORK_BYTES
+
+    @property
+    def _chunk_rows(self) -> int:
+        _, row_numbers = _rows(self.source)
+        together = self.rows_together
+        return max(_CHUNK_NUMBERS // row_numbers // together, 1) * together
+
     def chunks(self, header: GgufHeader, stream: BinaryIO) -> Iterator[bytes]:
         """Its numbers, some rows at a time.
 
@@ -50,10 +64,9 @@ class ConvertedTensor:
         Raises:
             UserError: the file has become shorter, or holds what is no finite number.
         """
-        rows, row_numbers = _rows(self.source)
+        rows, _ = _rows(self.source)
         row_bytes = self.source.nbytes // rows
-        together = self.rows_together
-        step = max(_CHUNK_NUMBERS // row_numbers // together, 1) * together
+        step = self._chunk_rows
         for first in range(0, rows, step):
             count = min(step, rows - first)
             stream.seek(self.source.start + first * row_bytes)
