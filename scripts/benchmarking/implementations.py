@@ -49,7 +49,7 @@ MODELS: dict[str, tuple[tuple[str, Method], ...]] = {
         ("tinyllama-1.1b", "full"), ("tinyllama-1.1b", "lora"), ("llama-7b", "lora"),
         ("gemma2-34m", "full"), ("qwen3-34m", "full"),
     ),
-    "tiny": (("llama-1m", "full"), ("gemma2-1m", "full"), ("qwen3-1m", "lora")),
+    "tiny": (("gemma2-1m", "full"), ("qwen3-1m", "lora")),
 }  # fmt: skip
 """By machine, what is trained and how."""
 PRECISIONS = {"cpu": ("32-true", "bf16-true"), "gpu": ("bf16-true",), "tiny": ("32-true",)}
