@@ -381,7 +381,7 @@ def read_transformers_architecture(
     Raises:
         UserError: transformers has no such causal language model, or the settings are damaged.
     """
-    model_type = settings.get("model_type")
+    model_type = str(settings.get("model_type"))
     if model_type not in CONFIG_MAPPING_NAMES:
         code = " It brings code of its own, which ftkit does not run." * ("auto_map" in settings)
         raise UserError(

@@ -129,7 +129,7 @@ def test_a_norm_that_computes_something_else_stays() -> None:
             return super().forward(x) / 2
 
     class GatedRMSNorm(RMSNorm):
-        def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
             return super().forward(x)
 
     kinds = (HalfRMSNorm, GatedRMSNorm)
