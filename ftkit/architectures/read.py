@@ -46,6 +46,6 @@ def read_architecture(
             if known.window is None:
                 return known
     # It imports transformers, which takes as long as all the rest.
-    from ftkit.architectures.transformers_architecture import read_transformers_architecture
+    from ftkit.architectures.transformers.reading import read_transformers_architecture
 
     return read_transformers_architecture(settings, name)

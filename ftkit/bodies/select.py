@@ -11,8 +11,8 @@ def body_of(architecture: Architecture) -> Body:
     if isinstance(architecture, LitgptArchitecture):
         return LitgptBody(architecture.config)
     # These import transformers, which takes as long as all the rest.
-    from ftkit.architectures.transformers_architecture import TransformersArchitecture
-    from ftkit.bodies.transformers_body import TransformersBody
+    from ftkit.architectures.transformers.architecture import TransformersArchitecture
+    from ftkit.bodies.transformers.body import TransformersBody
 
     assert isinstance(architecture, TransformersArchitecture), "the other implementation"
     return TransformersBody(architecture)

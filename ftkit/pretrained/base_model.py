@@ -299,7 +299,7 @@ def storage_of(architecture: Architecture, layout: ModelLayout) -> WeightStorage
         assert naming is not None, f"{architecture.name} was found in a layout that cannot hold it"
         return NamedStorage(architecture, naming)
     # These import transformers, which takes as long as all the rest.
-    from ftkit.architectures.transformers_architecture import TransformersArchitecture
+    from ftkit.architectures.transformers.architecture import TransformersArchitecture
     from ftkit.pretrained.weights.transformers_storage import TransformersStorage
 
     assert isinstance(architecture, TransformersArchitecture), "the other implementation"

@@ -6,10 +6,8 @@ from typing import Any
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ftkit.architectures.transformers_architecture import (
-    TransformersArchitecture,
-    read_transformers_architecture,
-)
+from ftkit.architectures.transformers.architecture import TransformersArchitecture
+from ftkit.architectures.transformers.reading import read_transformers_architecture
 from ftkit.errors import UserError
 from ftkit.model.trial import try_architecture
 

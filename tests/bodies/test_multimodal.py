@@ -18,7 +18,7 @@ from computed import (
 from multimodal_models import EACH, make_multimodal_model, multimodal_model
 from torch import Tensor
 
-from ftkit.architectures.transformers_architecture import TransformersArchitecture
+from ftkit.architectures.transformers.architecture import TransformersArchitecture
 from ftkit.convert.layerwise import logits_of
 from ftkit.convert.merge import base_reader
 from ftkit.lora.names import our_name

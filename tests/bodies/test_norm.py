@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers_models import model_type, settings_of
 
 from ftkit.architectures.litgpt_architecture import LitgptArchitecture
-from ftkit.architectures.transformers_architecture import TransformersArchitecture
+from ftkit.architectures.transformers.architecture import TransformersArchitecture
 from ftkit.bodies.norm import RMSNorm, replace_norms
 from ftkit.lora.names import our_name
 from ftkit.model.language_model import LanguageModel

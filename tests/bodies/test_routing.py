@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers_models import SIZES, VOCABULARY, transformers_model
 
-from ftkit.architectures.transformers_architecture import TransformersArchitecture
+from ftkit.architectures.transformers.architecture import TransformersArchitecture
 from ftkit.config.recipe import Memory, Recipe
 from ftkit.errors import UserError
 from ftkit.lora.names import our_name

@@ -15,7 +15,7 @@ from transformers_models import (
     transformers_model,
 )
 
-from ftkit.architectures.transformers_architecture import TransformersArchitecture
+from ftkit.architectures.transformers.architecture import TransformersArchitecture
 from ftkit.config.recipe import Recipe
 from ftkit.lora.names import our_name
 from ftkit.model.language_model import LanguageModel, outline

@@ -14,7 +14,7 @@ from conversions import assert_equal
 from torch import Tensor
 from transformers_models import make_transformers_model
 
-from ftkit.architectures.transformers_architecture import is_router
+from ftkit.architectures.transformers.architecture import is_router
 from ftkit.bodies.experts import FusedExperts, PackedMatrices, packed_in
 from ftkit.config.recipe import Quantization
 from ftkit.convert.merge import Merged

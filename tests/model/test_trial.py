@@ -10,10 +10,8 @@ import pytest
 from command import command_environment
 from transformers_models import settings_of
 
-from ftkit.architectures.transformers_architecture import (
-    TransformersArchitecture,
-    read_transformers_architecture,
-)
+from ftkit.architectures.transformers.architecture import TransformersArchitecture
+from ftkit.architectures.transformers.reading import read_transformers_architecture
 from ftkit.errors import UserError
 from ftkit.model.trial import require_trainable
 from ftkit.pretrained.blueprint import read_blueprint

@@ -21,7 +21,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from ftkit.architectures.transformers_architecture import TransformersArchitecture
+from ftkit.architectures.transformers.architecture import TransformersArchitecture
 from ftkit.pretrained.weights.files import WeightTensor
 from ftkit.pretrained.weights.storage import (
     HeldParameter,

@@ -8,17 +8,17 @@ import torch.nn as nn
 from torch import Tensor
 
 from ftkit.architectures.router_loss import RouterLoss
-from ftkit.architectures.transformers_architecture import TransformersArchitecture, is_router
-from ftkit.architectures.transformers_outline import blocks_of, head_name
-from ftkit.architectures.transformers_routers import experts_of, router_outputs
+from ftkit.architectures.transformers.architecture import TransformersArchitecture, is_router
+from ftkit.architectures.transformers.outline import blocks_of, head_name
+from ftkit.architectures.transformers.routers import experts_of, router_outputs
 from ftkit.bodies.attention import AttentionKernel, Sequences
 from ftkit.bodies.body import Body, GatedMlp
 from ftkit.bodies.experts import FusedExperts
 from ftkit.bodies.norm import replace_norms
 from ftkit.bodies.routing import Routing
-from ftkit.bodies.transformers_attention import Attended, KeyValueCache, follow
-from ftkit.bodies.transformers_experts import compute_experts, fused_experts
-from ftkit.bodies.transformers_values import compute_without_values
+from ftkit.bodies.transformers.attention import Attended, KeyValueCache, follow
+from ftkit.bodies.transformers.experts import compute_experts, fused_experts
+from ftkit.bodies.transformers.values import compute_without_values
 
 _ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu tanh"}
 """By the names of their classes."""

@@ -14,7 +14,6 @@ import torch
 import torch.nn as nn
 import transformers
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
 
@@ -26,12 +25,7 @@ from ftkit.architectures.architecture import (
 )
 from ftkit.architectures.naming import SameNames
 from ftkit.architectures.router_loss import RouterLoss
-from ftkit.architectures.transformers_obstacles import (
-    obstacle_of_config,
-    obstacle_of_model,
-    obstacle_of_settings,
-)
-from ftkit.architectures.transformers_outline import (
+from ftkit.architectures.transformers.outline import (
     blocks_of,
     compute_buffers,
     finished_logits,
@@ -41,12 +35,8 @@ from ftkit.architectures.transformers_outline import (
     set_depth,
     untranspose_layers,
 )
-from ftkit.architectures.transformers_parts import (
-    language_model_name,
-    require_text_alone,
-    whole_class_name,
-)
-from ftkit.architectures.transformers_routers import find_router_loss
+from ftkit.architectures.transformers.parts import language_model_name, whole_class_name
+from ftkit.architectures.transformers.routers import find_router_loss
 from ftkit.errors import UserError
 
 _IN_ROWS = {"full_attention", "sliding_attention"}
@@ -369,61 +359,6 @@ class TransformersArchitecture(Architecture):
         return "is a model of transformers, which LitGPT's layout does not hold. Try --format hf."
 
 
-def read_transformers_architecture(
-    settings: Mapping[str, Any], name: str
-) -> TransformersArchitecture:
-    """The architecture that a config.json describes to transformers.
-
-    Args:
-        settings: its content.
-        name: of the model, for messages.
-
-    Raises:
-        UserError: transformers has no such causal language model, or the settings are damaged.
-    """
-    model_type = str(settings.get("model_type"))
-    if model_type not in CONFIG_MAPPING_NAMES:
-        code = " It brings code of its own, which ftkit does not run." * ("auto_map" in settings)
-        raise UserError(
-            f"{name} is of model_type {model_type!r}, which transformers "
-            f"{transformers.__version__} does not know.{code} Choose another model, or a newer "
-            "ftkit."
-        )
-    whole = whole_class_name(model_type)
-    if whole is None and model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise UserError(
-            f"{name} is of model_type {model_type!r}, of which transformers has no causal language "
-            "model. Choose another model."
-        )
-    obstacle = obstacle_of_settings(settings) if whole is None else None
-    if obstacle:
-        raise _refusal(name, obstacle)
-    architecture = TransformersArchitecture(settings)
-    try:
-        if whole is None:
-            obstacle = obstacle_of_config(architecture.config)
-            obstacle = obstacle or obstacle_of_model(architecture.outline)
-        if obstacle is None:
-            architecture.parameter_shapes(tied=False)
-            if whole is not None:
-                require_text_alone(architecture.build(), architecture.language_name, name)
-            architecture.logit_scale  # noqa: B018 (refuses what it does not know)
-    except UserError:
-        raise
-    except ImportError as error:
-        needed = str(error).strip().partition("\n")[0]
-        raise UserError(f"{name} is of model_type {model_type!r}: {needed}") from error
-    except Exception as error:  # of any family's code, for settings that do not fit each other
-        raise UserError(
-            f"config.json of {name} does not describe a whole model: transformers makes no "
-            f"{architecture.class_name} of it ({type(error).__name__}: {error}). Download it "
-            "again, or choose another model."
-        ) from error
-    if obstacle:
-        raise _refusal(name, obstacle)
-    return architecture
-
-
 def _decoded(value: Any) -> Any:
     """A setting, with the floats that JSON does not know: transformers writes them as objects."""
     if isinstance(value, list):
@@ -433,12 +368,6 @@ def _decoded(value: Any) -> Any:
             return float(value["__float__"])
         return {key: _decoded(one) for key, one in value.items()}
     return value
-
-
-def _refusal(name: str, obstacle: str) -> UserError:
-    return UserError(
-        f"{name} {obstacle}; ftkit trains causal language models. Choose another model."
-    )
 
 
 def is_router(name: str) -> bool:

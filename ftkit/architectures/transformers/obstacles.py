@@ -8,7 +8,7 @@ import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ftkit.architectures.transformers_outline import head_name, model_name
+from ftkit.architectures.transformers.outline import head_name, model_name
 
 _NO_OTHER_INPUT = {"text_config", "attn_config", "ffn_config"}
 """Parts of settings that need no input beside tokens."""

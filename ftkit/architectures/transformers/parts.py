@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from ftkit.architectures.transformers_outline import Called, call_apart
+from ftkit.architectures.transformers.outline import Called, call_apart
 from ftkit.errors import UserError
 
 _TOKENS = 3

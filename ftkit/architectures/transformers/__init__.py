@@ -1,0 +1,1 @@
+"""Models of transformers: what they are before they have numbers."""

@@ -1,0 +1,88 @@
+"""Reading of config.json for transformers' models: what is trained, or why a model is refused."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from ftkit.architectures.transformers.architecture import TransformersArchitecture
+from ftkit.architectures.transformers.obstacles import (
+    obstacle_of_config,
+    obstacle_of_model,
+    obstacle_of_settings,
+)
+from ftkit.architectures.transformers.parts import require_text_alone, whole_class_name
+from ftkit.errors import UserError
+
+
+def read_transformers_architecture(
+    settings: Mapping[str, Any], name: str
+) -> TransformersArchitecture:
+    """The architecture that a config.json describes to transformers.
+
+    Args:
+        settings: its content.
+        name: of the model, for messages.
+
+    Raises:
+        UserError: transformers has no such causal language model, or the settings are damaged.
+    """
+    model_type = _known_type(settings, name)
+    is_part = whole_class_name(model_type) is not None
+    if not is_part and (obstacle := obstacle_of_settings(settings)):
+        raise _refusal(name, obstacle)
+    architecture = TransformersArchitecture(settings)
+    try:
+        obstacle = None if is_part else _obstacle(architecture)
+        if obstacle is None:
+            architecture.parameter_shapes(tied=False)
+            if is_part:
+                require_text_alone(architecture.build(), architecture.language_name, name)
+            architecture.logit_scale  # noqa: B018 (refuses what it does not know)
+    except UserError:
+        raise
+    except ImportError as error:
+        needed = str(error).strip().partition("\n")[0]
+        raise UserError(f"{name} is of model_type {model_type!r}: {needed}") from error
+    except Exception as error:  # of any family's code, for settings that do not fit each other
+        raise UserError(
+            f"config.json of {name} does not describe a whole model: transformers makes no "
+            f"{architecture.class_name} of it ({type(error).__name__}: {error}). Download it "
+            "again, or choose another model."
+        ) from error
+    if obstacle:
+        raise _refusal(name, obstacle)
+    return architecture
+
+
+def _known_type(settings: Mapping[str, Any], name: str) -> str:
+    """The model_type; UserError if transformers has no causal language model of it."""
+    model_type = settings.get("model_type")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING_NAMES:
+        code = " It brings code of its own, which ftkit does not run." * ("auto_map" in settings)
+        raise UserError(
+            f"{name} is of model_type {model_type!r}, which transformers "
+            f"{transformers.__version__} does not know.{code} Choose another model, or a newer "
+            "ftkit."
+        )
+    is_causal = model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if not is_causal and whole_class_name(model_type) is None:
+        raise UserError(
+            f"{name} is of model_type {model_type!r}, of which transformers has no causal language "
+            "model. Choose another model."
+        )
+    return model_type
+
+
+def _obstacle(architecture: TransformersArchitecture) -> str | None:
+    """What its settings, with the defaults of the family, and its modules tell."""
+    found = obstacle_of_config(architecture.config)
+    return found or obstacle_of_model(architecture.outline)
+
+
+def _refusal(name: str, obstacle: str) -> UserError:
+    return UserError(
+        f"{name} {obstacle}; ftkit trains causal language models. Choose another model."
+    )

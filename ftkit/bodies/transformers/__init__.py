@@ -1,0 +1,1 @@
+"""Models of transformers below their head, with parts of ours in them."""
