@@ -25,24 +25,29 @@ from ftkit.architectures.architecture import (
     ModelLayout,
 )
 from ftkit.architectures.naming import SameNames
+from ftkit.architectures.transformers_obstacles import (
+    obstacle_of_config,
+    obstacle_of_model,
+    obstacle_of_settings,
+)
 from ftkit.architectures.transformers_outline import (
     blocks_of,
     compute_buffers,
     finished_logits,
     freeze_stored_buffers,
     head_name,
+    model_name,
     set_depth,
     untranspose_layers,
 )
-from ftkit.architectures.transformers_parts import (
-    language_model_name,
-    require_text_alone,
-    whole_class_name,
-)
+from ftkit.architectures.transformers_parts import language_model_name as part_name
+from ftkit.architectures.transformers_parts import require_text_alone, whole_class_name
 from ftkit.errors import UserError
 
 _IN_ROWS = {"full_attention", "sliding_attention"}
 """Kinds of layers in which a token sees others of its sequence alone, by their positions."""
+_OWN_MASKS = {"doge", "glm_moe_dsa"}
+"""Families in which the values of tokens tell, too, who is seen."""
 _POSITIONS_WITHOUT_LIMIT = 2048
 """Context of a model whose config.json tells none."""
 _FOLLOWING_LENGTH = {"dynamic", "longrope"}
@@ -55,8 +60,15 @@ _NO_PART = (
 )  # fmt: skip
 """Settings that change no number for a given sequence."""
 
-ROUTERS = ("gate", "router", "shared_expert_gate")
-"""What layers are called that choose experts."""
+_ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
+"""What layers are called that choose experts, or what holds them."""
+_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+_SWITCHED_OFF = ("output_router_logits", "use_mamba_kernels")
+"""Settings of what is not computed here: losses of routers, and kernels without which some models
+refuse to run."""
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_topk", "moe_k")
+"""Settings that tell how many experts a layer has, and a token passes."""
 
 _QUERY = ("q_proj", "query", "q_a_proj", "q_b_proj")
 _KEY = ("k_proj", "key")
@@ -79,7 +91,7 @@ class TransformersArchitecture(Architecture):
     @cached_property
     def whole_config(self) -> PretrainedConfig:
         """Transformers' own, of the whole model."""
-        fields = {key: value for key, value in self.settings.items() if key != "auto_map"}
+        fields = {key: _decoded(value) for key, value in self.settings.items() if key != "auto_map"}
         whole = AutoConfig.for_model(fields.pop("model_type"), **fields)
         if self.depth is not None:
             set_depth(self._of_language(whole), self.depth)
@@ -95,17 +107,17 @@ class TransformersArchitecture(Architecture):
 
     @property
     def is_part(self) -> bool:
-        """Whether it is the language model of a model that sees or hears, too."""
+        """Whether it is the language model of one that sees or hears, too."""
         return whole_class_name(self.name) is not None
 
     @cached_property
     def language_name(self) -> str:
         """The name of the language model, without its head, in the whole model."""
-        return language_model_name(self._plain) if self.is_part else self._class.base_model_prefix
+        return (part_name if self.is_part else model_name)(self._plain)
 
     def language_in(self, whole: PreTrainedModel) -> PreTrainedModel:
         """The language model, without its head."""
-        found = whole.get_submodule(self.language_name) if self.is_part else whole.base_model
+        found = whole.get_submodule(self.language_name)
         assert isinstance(found, PreTrainedModel)
         return found
 
@@ -115,8 +127,7 @@ class TransformersArchitecture(Architecture):
 
     @property
     def class_name(self) -> str:
-        whole = whole_class_name(self.name)
-        return whole or str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.name])
+        return whole_class_name(self.name) or str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.name])
 
     @property
     def context_length(self) -> int:
@@ -134,20 +145,29 @@ class TransformersArchitecture(Architecture):
     def layers(self) -> int:
         return int(self.config.num_hidden_layers)
 
-    @cached_property
+    @property
     def has_equal_layers(self) -> bool:
-        kinds = getattr(self.config, "layer_types", None) or [""]
-        first, *others = (
-            {name: p.shape for name, p in block.named_parameters()}
-            for block in blocks_of(self.language_in(self.outline), self.layers)
-        )
-        return len(set(kinds)) == 1 and all(other == first for other in others)
+        return len(set(self._kinds)) == 1
+
+    @property
+    def depth_of_all_kinds(self) -> int:
+        """The least number of the first blocks among which there is one of each kind."""
+        return max(self._kinds.index(kind) for kind in self._kinds) + 1
+
+    @cached_property
+    def _kinds(self) -> list[object]:
+        """Of each block: what it is called, and what it keeps."""
+        called = getattr(self.config, "layer_types", None) or ()
+        if len(called) != self.layers:
+            called = [""] * self.layers
+        kept = ({name: p.shape for name, p in b.named_parameters()} for b in self._blocks)
+        return [(name, frozenset(of_it.items())) for name, of_it in zip(called, kept, strict=True)]
 
     @property
     def attention(self) -> AttentionTraits:
         config = self.config
-        heads = int(config.num_attention_heads)
-        size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        heads = int(getattr(config, "num_attention_heads", 0))  # state-space models have none
+        size = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
         names = {name.rpartition(".")[2] for name in self.untied_shapes}
         return AttentionTraits(
             heads=heads,
@@ -164,8 +184,8 @@ class TransformersArchitecture(Architecture):
     def takes_rows(self) -> bool:
         """Whether its attention is an interface, and all that tokens see of each other."""
         kinds = set(getattr(self.config, "layer_types", None) or ())
-        has_interface = self.language_in(self._plain)._supports_attention_backend
-        return bool(has_interface) and kinds <= _IN_ROWS
+        is_interface = self.language_in(self._plain)._supports_attention_backend
+        return bool(is_interface) and self.name not in _OWN_MASKS and kinds <= _IN_ROWS
 
     @property
     def _class(self) -> type[PreTrainedModel]:
@@ -189,7 +209,9 @@ class TransformersArchitecture(Architecture):
         """
         products = torch.linspace(-4.0, 4.0, self.config.vocab_size, device="cpu")
         found = finished_logits(self.build(), self.language_name, products)
-        softcap = getattr(self.config, "final_logit_softcapping", None)
+        softcap = next(
+            (cap for name in _SOFTCAPS if (cap := getattr(self.config, name, None))), None
+        )
         factor = float(found[-1] / products[-1])
         for scale, bound in ((1.0, None), (1.0, softcap), (factor, None)):
             expected = products * scale
@@ -203,9 +225,10 @@ class TransformersArchitecture(Architecture):
 
     @property
     def expert_share(self) -> float:
-        names = ("num_local_experts", "num_experts", "n_routed_experts")
-        experts = next((n for name in names if (n := getattr(self.config, name, None))), None)
-        chosen = getattr(self.config, "num_experts_per_tok", None)
+        experts, chosen = (
+            next((n for name in names if (n := getattr(self.config, name, None))), None)
+            for names in (_EXPERTS, _CHOSEN_EXPERTS)
+        )
         return chosen / experts if chosen and experts else 1.0
 
     @cached_property
@@ -220,7 +243,7 @@ class TransformersArchitecture(Architecture):
     @cached_property
     def lora_layers(self) -> Mapping[str, tuple[str, ...]]:
         found: dict[str, dict[str, None]] = {}
-        for block in blocks_of(self.language_in(self.outline), self.layers):
+        for block in self._blocks:
             for name, module in block.named_modules():
                 if isinstance(module, nn.Linear):
                     for key in _lora_keys(name):
@@ -255,6 +278,10 @@ class TransformersArchitecture(Architecture):
         """The model on the meta device, to be looked at."""
         return self.build()
 
+    @property
+    def _blocks(self) -> nn.ModuleList:
+        return blocks_of(self.language_in(self.outline), self.layers)
+
     @cached_property
     def _plain(self) -> PreTrainedModel:
         """The model as transformers makes it, on the meta device."""
@@ -285,10 +312,11 @@ class TransformersArchitecture(Architecture):
             is_rate = name.endswith(("dropout", "_pdrop", "dropout_prob", "layerdrop"))
             if is_rate and isinstance(value, float):
                 setattr(config, name, 0.0)
-        if hasattr(config, "output_router_logits"):
-            config.output_router_logits = False
-        implementation = "sdpa" if self._class._supports_sdpa else "eager"
-        whole._attn_implementation = config._attn_implementation = implementation
+        for name in _SWITCHED_OFF:
+            if hasattr(config, name):
+                setattr(config, name, False)
+        sdpa = self._class._supports_sdpa and self.name not in _OWN_MASKS
+        whole._attn_implementation = config._attn_implementation = "sdpa" if sdpa else "eager"
         with torch.device("meta"):
             model = self._class(whole)
             part = self.language_in(model) if self.is_part else model
@@ -353,12 +381,18 @@ def read_transformers_architecture(
             f"{name} is of model_type {model_type!r}, of which transformers has no causal language "
             "model. Choose another model."
         )
+    if obstacle := obstacle_of_settings(settings):
+        raise _refusal(name, obstacle)
     architecture = TransformersArchitecture(settings)
     try:
-        architecture.parameter_shapes(tied=False)
-        if whole is not None:
-            require_text_alone(architecture.build(), architecture.language_name, name)
-        architecture.logit_scale  # noqa: B018 (refuses what it does not know)
+        obstacle = obstacle_of_config(architecture.config)
+        if not (obstacle or whole):
+            obstacle = obstacle_of_model(architecture.outline)
+        if obstacle is None:
+            architecture.parameter_shapes(tied=False)
+            if whole is not None:
+                require_text_alone(architecture.build(), architecture.language_name, name)
+            architecture.logit_scale  # noqa: B018 (refuses what it does not know)
     except UserError:
         raise
     except ImportError as error:
@@ -366,10 +400,35 @@ def read_transformers_architecture(
         raise UserError(f"{name} is of model_type {model_type!r}: {needed}") from error
     except Exception as error:  # of any family's code, for settings that do not fit each other
         raise UserError(
-            f"config.json of {name} makes no {architecture.class_name} "
-            f"({type(error).__name__}: {error}). Download it again, or choose another model."
+            f"config.json of {name} does not describe a whole model: transformers makes no "
+            f"{architecture.class_name} of it ({type(error).__name__}: {error}). Download it "
+            "again, or choose another model."
         ) from error
+    if obstacle:
+        raise _refusal(name, obstacle)
     return architecture
+
+
+def _decoded(value: Any) -> Any:
+    """A setting, with the floats that JSON does not know: transformers writes them as objects."""
+    if isinstance(value, list):
+        return [_decoded(one) for one in value]
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _decoded(one) for key, one in value.items()}
+    return value
+
+
+def _refusal(name: str, obstacle: str) -> UserError:
+    return UserError(
+        f"{name} {obstacle}; ftkit trains causal language models. Choose another model."
+    )
+
+
+def is_router(name: str) -> bool:
+    """Whether a layer of this name in its block chooses experts."""
+    return not _ROUTERS.isdisjoint(name.split("."))
 
 
 def _lora_keys(name: str) -> tuple[str, ...]:
@@ -379,7 +438,7 @@ def _lora_keys(name: str) -> tuple[str, ...]:
         name: in its block.
     """
     *path, last = name.split(".")
-    if last in ROUTERS:
+    if is_router(name):
         return ()
     if not any("attn" in part or "attention" in part for part in path):
         return ("lora_mlp",)

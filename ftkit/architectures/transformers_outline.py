@@ -31,6 +31,11 @@ def blocks_of(model: nn.Module, count: int) -> nn.ModuleList:
     return min(lists, key=lambda found: found[0])[1]
 
 
+def model_name(model: PreTrainedModel) -> str:
+    """The name of all that is below the output layer."""
+    return model.base_model_prefix if hasattr(model, model.base_model_prefix) else "model"
+
+
 def head_name(model: PreTrainedModel) -> str:
     """The name of the output layer in transformers' model."""
     head = model.get_output_embeddings()
@@ -44,6 +49,8 @@ def set_depth(config: PretrainedConfig, layers: int) -> None:
         if isinstance(value, list) and len(value) == before and before != layers:
             setattr(config, name, (value * layers)[:layers])
     config.num_hidden_layers = layers
+    if hasattr(config, "num_blocks"):  # xLSTM's own word
+        config.num_blocks = layers
 
 
 def untranspose_layers(model: nn.Module) -> None:
@@ -107,18 +114,19 @@ class _Outputs(tuple[Tensor]):
 class _Given(nn.Module):
     """In the place of a model: gives what it was made with, and notes what it is called with."""
 
-    def __init__(self, hidden: Tensor, embedding: nn.Embedding) -> None:
+    def __init__(self, hidden: Tensor, embedding: nn.Embedding, model: nn.Module) -> None:
         super().__init__()
         self._hidden = hidden
         self._embedding = embedding
+        self._numbers = {name: v for name, v in vars(model).items() if isinstance(v, int | float)}
         self.arguments: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
-        """Any part of the model is this one."""
+        """Numbers are the model's; any other part of it is this one."""
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return self._embedding if name == "embed_tokens" else self
+            return self._embedding if name == "embed_tokens" else self._numbers.get(name, self)
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self._embedding
@@ -126,6 +134,13 @@ class _Given(nn.Module):
     def forward(self, *_: Any, **arguments: Any) -> "_Outputs":
         self.arguments = arguments
         return _Outputs((self._hidden,))
+
+
+class _SameProducts(nn.Identity):
+    """In the place of a head: gives what it takes."""
+
+    weight = torch.ones((), device="cpu")
+    """Some models ask for its number format."""
 
 
 @dataclass(frozen=True)
@@ -153,8 +168,8 @@ def call_apart(model: PreTrainedModel, language: str, tokens: Tensor, products: 
     """
     with torch.device("cpu"), torch.no_grad():
         embedding = nn.Embedding(int(tokens.max()) + 1, 2)
-        given = _Given(products, embedding)
-        model.set_submodule(head_name(model), nn.Identity())
+        given = _Given(products, embedding, model.get_submodule(language))
+        model.set_submodule(head_name(model), _SameProducts())
         model.set_submodule(language, given)
         logits: Tensor = model.eval()(input_ids=tokens).logits
         return Called(tokens, embedding(tokens), given.arguments, logits)

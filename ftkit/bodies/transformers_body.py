@@ -1,21 +1,25 @@
 """Transformers' models as bodies: their own modules and names, with ftkit's attention in them."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from ftkit.architectures.transformers_architecture import ROUTERS, TransformersArchitecture
+from ftkit.architectures.transformers_architecture import TransformersArchitecture, is_router
 from ftkit.architectures.transformers_outline import blocks_of, head_name
 from ftkit.bodies.attention import AttentionKernel, Sequences
 from ftkit.bodies.body import Body, GatedMlp
 from ftkit.bodies.transformers_attention import Attended, KeyValueCache, follow
 from ftkit.bodies.transformers_experts import compute_experts
+from ftkit.bodies.transformers_training import compute_without_values
 
 _ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu tanh"}
 """By the names of their classes."""
+
+_LIKE_PARAMETERS = {"bias", "mup_vector"}
+"""Tables of factors, which have the number format of the parameters; others are of angles."""
 
 
 class TransformersBody(Body):
@@ -33,6 +37,8 @@ class TransformersBody(Body):
         if self._takes_rows:
             follow(model, self._attended)
         compute_experts(model)
+        compute_without_values(model)
+        self._own = tuple(model.modules())
         self._depth = architecture.layers
         self._max_length = architecture.context_length
         self._device = torch.device("meta")
@@ -41,6 +47,14 @@ class TransformersBody(Body):
         }
         """What no file holds, as the model has computed it on the CPU."""
         self._so_far: Tensor | None = None
+        self.train()
+
+    def train(self, mode: bool = True) -> Self:
+        """Switch layers of adapters alone: the model's own leave nothing out and draw no noise."""
+        super().train(mode)
+        for module in self._own:
+            module.training = False
+        return self
 
     @property
     def _model(self) -> Any:
@@ -84,9 +98,7 @@ class TransformersBody(Body):
 
     @property
     def kept_in_full(self) -> frozenset[str]:
-        return frozenset(
-            name for name, _ in self.blocks.named_modules() if name.rpartition(".")[2] in ROUTERS
-        )
+        return frozenset(name for name, _ in self.blocks.named_modules() if is_router(name))
 
     def keep_attention_apart(self) -> None:
         self._attended.attend = torch.compiler.disable(self._attended.attend)  # type: ignore[method-assign]
@@ -95,7 +107,9 @@ class TransformersBody(Body):
         self._device, self._max_length = device, length
         for name, table in self._tables.items():
             owner, _, kind = name.rpartition(".")
-            self._model.get_submodule(owner)._buffers[kind] = table.to(device, copy=True)
+            follows = kind in _LIKE_PARAMETERS and table.is_floating_point()
+            dtype = self.embedding.weight.dtype if follows else table.dtype
+            self._model.get_submodule(owner)._buffers[kind] = table.to(device, dtype, copy=True)
 
     @property
     def device(self) -> torch.device:

@@ -49,8 +49,7 @@ def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Te
     ends = counts.cumsum(0, dtype=torch.int32)
 
     def product(x: Tensor, name: str) -> Tensor:
-        weight = getattr(module, name)
-        result: Tensor = _GroupedProduct.apply(x, weight, ends, module.is_transposed)
+        result = grouped_product(x, getattr(module, name), ends, module.is_transposed)
         if module.has_bias:
             result = result + getattr(module, f"{name}_bias")[experts[order]]
         return result
@@ -66,6 +65,19 @@ def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Te
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _experts)
+
+
+def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
+    """The product of each row with the matrix of its expert.
+
+    Args:
+        x: [rows, in], those of the first expert first.
+        weight: [experts, out, in]; [experts, in, out] if it is transposed.
+        ends: [experts] int32, where the rows of each end.
+        transposed: which of the two.
+    """
+    result: Tensor = _GroupedProduct.apply(x, weight, ends, transposed)
+    return result
 
 
 class _GroupedProduct(torch.autograd.Function):

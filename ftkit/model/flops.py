@@ -58,10 +58,11 @@ def _matrix_flops(module: nn.Module, expert_share: float) -> float:
     """Of the matrices of a module, for one token."""
     total = 0.0
     for name, part in module.named_modules():
-        share = expert_share if "experts" in name.split(".") else 1.0
         if isinstance(part, nn.Linear):
+            share = expert_share if "experts" in name.split(".") else 1.0
             total += _weights_in(part) * share * _factor(part.weight)
-        else:
+        else:  # the matrices of experts are stacked
+            share = 1.0 if isinstance(part, nn.Conv1d) else expert_share
             stacked = [p for p in part.parameters(recurse=False) if p.ndim == 3]
             total += sum(p.numel() * share * _factor(p) for p in stacked)
     return total

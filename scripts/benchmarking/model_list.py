@@ -1,24 +1,35 @@
 """Which causal language models of transformers ftkit trains: each is tried on fake tensors."""
 
-import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ftkit.architectures.transformers_architecture import read_transformers_architecture
+from ftkit.architectures.transformers_architecture import (
+    TransformersArchitecture,
+    read_transformers_architecture,
+)
 from ftkit.errors import UserError
-from ftkit.model.language_model import LanguageModel
+from ftkit.model.trial import try_architecture
 
 DOCUMENT = "docs/models.md"
 START, END = "<!-- made by scripts/list_models -->", "<!-- end -->"
 LAYERS = 2
-MOST_SHOWN = 80
+"""At least; more where the layers of a family are of several kinds."""
+MOST_SHOWN = 120
 """Characters of what an error says."""
-LENGTHS = (5, 3)
-"""Tokens of the two sequences that are computed."""
+COMPLETED: Mapping[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": ["mamba", "attention"]},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "lfm2_moe": {"num_hidden_layers": 3, "layer_types": ["conv", "conv", "full_attention"]},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 8},
+}
+"""What the default configuration of a model lacks, or is too large in, as a checkpoint gives it."""
 
 
 @dataclass(frozen=True)
@@ -47,25 +58,29 @@ def types() -> list[str]:
 def tried(model_type: str) -> Tried:
     """Train a step of one on fake tensors."""
     class_name = str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+    completed = COMPLETED.get(model_type, {})
     try:
-        architecture = read_transformers_architecture({"model_type": model_type}, model_type)
-        small = architecture.with_layers(LAYERS)
-        with torch.device("meta"):
-            model = LanguageModel(small, tied=False).to(torch.bfloat16)
-        in_rows = small.takes_rows
-        _train(model, in_rows=in_rows)
+        architecture = read_transformers_architecture({"model_type": model_type, **completed}, "It")
+        small = _small(architecture)
+        try_architecture(small)
     except UserError as refusal:
         return Tried(model_type, class_name, f"refused: {_short(refusal)}")
     except Exception as error:  # of any family's code
         return Tried(model_type, class_name, f"fails: {type(error).__name__}: {_short(error)}")
-    return Tried(model_type, class_name, "works", in_rows)
+    given = f" (with {', '.join(completed)})" if completed else ""
+    return Tried(model_type, class_name, f"works{given}", small.takes_rows)
+
+
+def _small(architecture: TransformersArchitecture) -> TransformersArchitecture:
+    if "num_hidden_layers" in COMPLETED.get(architecture.name, ()):
+        return architecture
+    return architecture.with_layers(max(LAYERS, architecture.depth_of_all_kinds))
 
 
 def _short(error: Exception) -> str:
     """The beginning of what an error says, as a cell of a table."""
-    first = str(error).strip().partition("\n")[0]
-    cause = re.search(r" makes no \w+ \((.*)", first)
-    words = (cause[1] if cause else first).replace("|", " ")
+    words = str(error).strip().partition("\n")[0].replace("|", " ").removeprefix("It ")
+    words = words.partition("; ftkit trains")[0]
     return words if len(words) <= MOST_SHOWN else f"{words[:MOST_SHOWN].rstrip()} ..."
 
 
@@ -73,20 +88,3 @@ def listed(found: Iterable[Tried]) -> str:
     """All as a table."""
     head = "| model_type | class | | without padding |\n|---|---|---|---|"
     return "\n".join([head, *(one.line for one in found)])
-
-
-def _train(model: LanguageModel, *, in_rows: bool) -> None:
-    """Forward and backward; every parameter that is trained has a gradient."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        model.to_empty(device="cpu")
-        model.body.place_rotary_tables(torch.device("cpu"), max(LENGTHS))
-        model.kernel = "cpu"
-        shape = (1, sum(LENGTHS)) if in_rows else (2, max(LENGTHS))
-        tokens = torch.zeros(shape, dtype=torch.long, device="cpu")
-        labels = torch.zeros(tokens.numel(), dtype=torch.long, device="cpu")
-        places = torch.arange(tokens.numel(), device="cpu")
-        lengths = LENGTHS if in_rows else None
-        loss = model(tokens, places, labels, sequence_lengths=lengths)
-        assert loss.shape == ()
-        loss.backward()
-    assert any(parameter.grad is not None for parameter in model.body.blocks.parameters())
