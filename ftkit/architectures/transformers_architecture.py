@@ -375,7 +375,7 @@ def read_transformers_architecture(
             f"{transformers.__version__} does not know.{code} Choose another model, or a newer "
             "ftkit."
         )
-    whole = whole_class_name(model_type)
+    whole = whole_class_name(str(model_type))
     if whole is None and model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise UserError(
             f"{name} is of model_type {model_type!r}, of which transformers has no causal language "

@@ -20,6 +20,7 @@ _ONE_BY_ONE = (
 _NOT_CAUSAL = (
     f"is computed by transformers {transformers.__version__} so that tokens see later ones"
 )
+_IN_PLACE = "writes its states over those that its gradients need"
 _SHARED = "computes several blocks with the same weights"
 _FAMILIES = {
     "afmoe": _ONE_BY_ONE,
@@ -30,10 +31,11 @@ _FAMILIES = {
     "nemotron_h": _NOT_CAUSAL,
     "recurrent_gemma": _NOT_CAUSAL,
     "reformer": "sees tokens in buckets that change from step to step",
-    "rwkv": "is computed in place, which gives no gradients",
+    "rwkv": _IN_PLACE,
     "trocr": "reads what an encoder of images gives it",
     "xlm": "asks for the values of lengths and languages of its sequences",
     "xlnet": "predicts tokens in any order, each of them from those on both sides",
+    "xlstm": _IN_PLACE,
     "zamba": _SHARED,
     "zamba2": _SHARED,
 }

@@ -13,7 +13,7 @@ from ftkit.bodies.attention import AttentionKernel, Sequences
 from ftkit.bodies.body import Body, GatedMlp
 from ftkit.bodies.transformers_attention import Attended, KeyValueCache, follow
 from ftkit.bodies.transformers_experts import compute_experts
-from ftkit.bodies.transformers_training import compute_without_values
+from ftkit.bodies.transformers_values import compute_without_values
 
 _ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu tanh"}
 """By the names of their classes."""

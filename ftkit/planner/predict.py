@@ -20,6 +20,7 @@ from ftkit.lora.save import check_adapter
 from ftkit.memory.gpus import HOST, Gpu
 from ftkit.memory.predict import PredictedMemory, predict
 from ftkit.memory.simulate import largest_micro_batch
+from ftkit.model.trial import require_trainable
 from ftkit.optim.optimizers import base_learning_rate
 from ftkit.optim.schedule import make_schedule
 from ftkit.planner.sequence_length import SequenceLength, sequence_length
@@ -229,6 +230,7 @@ def plan_recipe(recipe: Recipe, *, gpu: Gpu | None = None, name: str = "") -> Pl
     check_data(recipe.data)
     made = make_plan(recipe, _devices(recipe, gpu))
     base = read_blueprint(recipe.checkpoint_dir, recipe.implementation)
+    require_trainable(base)
     layout = _result_layout(base, recipe)
     max_seq_length = checked_length(base, recipe.train.max_seq_length)
     length = sequence_length(recipe.data, base, recipe.train.max_seq_length)

@@ -27,6 +27,7 @@ from ftkit.lora.save import check_adapter
 from ftkit.model.flops import attention_cost, flops_per_token, parameter_count
 from ftkit.model.language_model import LanguageModel, outline, trainable
 from ftkit.model.load_weights import fill, in_checkpoint
+from ftkit.model.trial import require_trainable
 from ftkit.optim.muon import hidden_matrices
 from ftkit.optim.optimizers import base_learning_rate
 from ftkit.optim.schedule import Schedule, make_schedule
@@ -195,6 +196,7 @@ def set_up(job: Job, start: StartingPoint, journal: Journal) -> Setup:
         if is_outlined  # by the checkpoint, which has the weights
         else open_base(job.base, start.implementation(recipe))
     )
+    require_trainable(base)
     attention = attention_path(base.architecture.attention, plan)
     max_seq_length = checked_length(base, recipe.train.max_seq_length)
     with journal.display.phase("reading data") as phase:

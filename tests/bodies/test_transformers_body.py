@@ -7,7 +7,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers_models import MODELS, VOCABULARY, make_transformers_model, transformers_model
+from transformers_models import (
+    MODELS,
+    MORE_MODELS,
+    VOCABULARY,
+    make_transformers_model,
+    transformers_model,
+)
 
 from ftkit.architectures.transformers_architecture import TransformersArchitecture
 from ftkit.config.recipe import Recipe
@@ -20,6 +26,7 @@ from ftkit.pretrained.save import save_hf
 
 LENGTHS = (9, 14, 3)
 CPU = torch.device("cpu")
+ALL = [*MODELS, *(pytest.param(model, marks=pytest.mark.matrix) for model in MORE_MODELS)]
 Directory = Callable[[str], Path]
 
 
@@ -77,7 +84,7 @@ def padded_logits(model: LanguageModel) -> Tensor:
     return logits
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ALL)
 def test_logits_are_those_of_transformers_padded_and_in_a_row(
     directory_of: Directory, model: str
 ) -> None:
@@ -94,7 +101,7 @@ def test_logits_are_those_of_transformers_padded_and_in_a_row(
             assert_close(found, expected)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ALL)
 def test_logits_of_tokens_that_follow_others_are_those_of_whole_sequences(
     directory_of: Directory, model: str
 ) -> None:
@@ -115,7 +122,7 @@ def test_logits_of_tokens_that_follow_others_are_those_of_whole_sequences(
         assert_close(logits, torch.stack([one[step - 3] for one in expected]))
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ALL)
 def test_a_step_has_the_gradients_of_transformers(directory_of: Directory, model: str) -> None:
     base, ours = opened(directory_of(model))
     theirs = transformers_model(directory_of(model))
@@ -144,7 +151,7 @@ def test_a_step_has_the_gradients_of_transformers(directory_of: Directory, model
     assert compared > len(named) / 2
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ALL)
 def test_a_model_is_written_as_transformers_writes_it(
     directory_of: Directory, model: str, tmp_path: Path
 ) -> None:
@@ -157,3 +164,20 @@ def test_a_model_is_written_as_transformers_writes_it(
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert_close(expected_logits(tmp_path / "saved"), expected_logits(directory_of(model)))
+
+
+@pytest.mark.parametrize("model", ALL)
+def test_no_token_sees_those_that_follow(directory_of: Directory, model: str) -> None:
+    _, ours = opened(directory_of(model))
+    tokens = torch.stack([sequences()[1], sequences()[1]])
+    tokens[1, -3:] = 7
+    with torch.no_grad():
+        logits = ours(tokens, torch.arange(tokens.numel())).unflatten(0, (2, -1))[:, :-3]
+    assert_close(logits[0], logits[1])
+
+
+@pytest.mark.parametrize("model", ["opt", "phimoe", "mixtral"])
+def test_training_computes_what_inference_does(directory_of: Directory, model: str) -> None:
+    _, ours = opened(directory_of(model))
+    expected = padded_logits(ours)
+    assert torch.equal(padded_logits(ours.train()), expected)
