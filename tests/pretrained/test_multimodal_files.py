@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ftkit.architectures.architecture import HEAD
+from ftkit.architectures.transformers_architecture import TransformersArchitecture
+from ftkit.architectures.transformers_parts import require_text_alone
 from ftkit.errors import UserError
 from ftkit.lora.load import read_adapter
 from ftkit.pretrained.base_model import open_base, open_companions, save_companions, weights
@@ -261,8 +263,11 @@ def test_a_model_that_sees_its_prompt_in_both_directions_is_refused(tmp_path: Pa
     settings["text_config"] = settings["text_config"] | {"model_type": "gemma"}
     settings["vision_config"] = MODELS["gemma3"]["vision_config"]
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(UserError, match=r"PaliGemma.*see others that come after them"):
+    with pytest.raises(UserError, match="has tokens see those that follow"):
         read_blueprint(str(tmp_path))
+    architecture = TransformersArchitecture(settings)  # whatever its settings say of it
+    with pytest.raises(UserError, match=r"PaliGemma.*see others that come after them"):
+        require_text_alone(architecture.build(), architecture.language_name, "it")
 
 
 def test_layers_that_text_does_not_pass_are_refused(tmp_path: Path) -> None:
@@ -280,8 +285,8 @@ def test_a_package_that_a_model_needs_is_named(
         raise ImportError("\nTimmWrapperModel requires the timm library.\nMore words.")
 
     monkeypatch.setattr(AutoModel, "from_config", lacking)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3n"}))
-    with pytest.raises(UserError, match=r"gemma3n.*requires the timm library"):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "perception_lm"}))
+    with pytest.raises(UserError, match=r"perception_lm.*requires the timm library"):
         read_blueprint(str(tmp_path))
 
 
