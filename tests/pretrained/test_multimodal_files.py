@@ -9,13 +9,17 @@ from typing import Any
 import pytest
 import torch
 from adapters import ALL, build, export, logits, lora_recipe, train
+from command import Command
 from computed import assert_close, logits_by, opened, padded_logits, sequences
 from multimodal_models import EACH, MODELS, SOME, make_multimodal_model, multimodal_model
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from tiny import make_data
 from torch import Tensor
 
 from ftkit.architectures.architecture import HEAD
+from ftkit.architectures.transformers_architecture import TransformersArchitecture
+from ftkit.architectures.transformers_parts import require_text_alone
 from ftkit.errors import UserError
 from ftkit.lora.load import read_adapter
 from ftkit.pretrained.base_model import open_base, open_companions, save_companions, weights
@@ -261,8 +265,11 @@ def test_a_model_that_sees_its_prompt_in_both_directions_is_refused(tmp_path: Pa
     settings["text_config"] = settings["text_config"] | {"model_type": "gemma"}
     settings["vision_config"] = MODELS["gemma3"]["vision_config"]
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(UserError, match=r"PaliGemma.*see others that come after them"):
+    with pytest.raises(UserError, match="has tokens see those that follow"):
         read_blueprint(str(tmp_path))
+    architecture = TransformersArchitecture(settings)  # whatever its settings say of it
+    with pytest.raises(UserError, match=r"PaliGemma.*see others that come after them"):
+        require_text_alone(architecture.build(), architecture.language_name, "it")
 
 
 def test_layers_that_text_does_not_pass_are_refused(tmp_path: Path) -> None:
@@ -280,8 +287,8 @@ def test_a_package_that_a_model_needs_is_named(
         raise ImportError("\nTimmWrapperModel requires the timm library.\nMore words.")
 
     monkeypatch.setattr(AutoModel, "from_config", lacking)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3n"}))
-    with pytest.raises(UserError, match=r"gemma3n.*requires the timm library"):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "perception_lm"}))
+    with pytest.raises(UserError, match=r"perception_lm.*requires the timm library"):
         read_blueprint(str(tmp_path))
 
 
@@ -298,3 +305,34 @@ def test_a_tensor_that_is_no_part_of_the_language_model_is_refused(gemma: Path) 
     save_file(stored | {strange: torch.ones(1)}, gemma / WEIGHTS)
     with pytest.raises(UserError, match=f"hold {strange}, which its settings do not explain"):
         open_base(str(gemma))
+
+
+# The commands
+
+
+@pytest.mark.slow
+def test_a_full_run_that_goes_on_and_an_export_need_the_base_for_the_rest(
+    gemma: Path, tmp_path: Path, ftkit: Command
+) -> None:
+    run = [
+        *("--data", "JSON", "--data.path", make_data(tmp_path / "data.json"), "--out_dir", "out"),
+        *("--train.max_steps", "2", "--train.global_batch_size", "4", "--accelerator", "cpu"),
+        *("--precision", "32-true", "--eval.final_validation", "false"),
+    ]
+    begun = ftkit("finetune_full", gemma, *run, "--stop_after", "1")
+    assert "the language model alone is trained; " in begun.stdout, begun.stderr
+    moved = gemma.rename(tmp_path / "moved")
+    export = ("export", "out/checkpoints", "--format", "hf", "--out", "exported")
+    for refused in (ftkit("finetune_full", gemma, *run, "--resume", "auto"), ftkit(*export)):
+        assert refused.returncode == 2
+        assert "--checkpoint_dir PATH" in refused.stderr and "Traceback" not in refused.stderr
+    done = ftkit("finetune_full", moved, *run, "--resume", "auto")
+    assert done.returncode == 0, done.stderr
+    done = ftkit(*export, "--checkpoint_dir", moved)
+    assert done.returncode == 0, done.stderr
+    before = load_file(moved / WEIGHTS)
+    for directory in ("out/final", "exported"):
+        after = load_file(tmp_path / directory / WEIGHTS)
+        assert after.keys() == before.keys()
+        for name in before:
+            assert torch.equal(after[name], before[name]) == ("language_model" not in name)

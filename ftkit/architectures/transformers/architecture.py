@@ -102,7 +102,7 @@ class TransformersArchitecture(Architecture):
 
     @property
     def is_part(self) -> bool:
-        """Whether it is the language model of a model that sees or hears, too."""
+        """Whether it is the language model of one that sees or hears, too."""
         return whole_class_name(self.name) is not None
 
     @cached_property
@@ -122,8 +122,7 @@ class TransformersArchitecture(Architecture):
 
     @property
     def class_name(self) -> str:
-        whole = whole_class_name(self.name)
-        return whole or str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.name])
+        return whole_class_name(self.name) or str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.name])
 
     @property
     def context_length(self) -> int:

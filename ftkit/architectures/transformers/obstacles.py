@@ -9,6 +9,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ftkit.architectures.transformers.outline import head_name, model_name
+from ftkit.architectures.transformers.parts import whole_class_name
 
 _NO_OTHER_INPUT = {"text_config", "attn_config", "ffn_config"}
 """Parts of settings that need no input beside tokens."""
@@ -52,6 +53,8 @@ def obstacle_of_settings(settings: Mapping[str, Any]) -> str | None:
     model_type = settings["model_type"]
     if model_type in _FAMILIES:
         return _FAMILIES[model_type]
+    if whole_class_name(model_type) is not None:
+        return None
     parts = set(CONFIG_MAPPING[model_type].sub_configs)
     if "text_config" in parts:
         return "is made of a language model and others, for images or sound"

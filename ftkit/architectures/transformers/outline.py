@@ -126,9 +126,7 @@ class _Given(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "embed_tokens":
-                return self._embedding
-            return self._numbers.get(name, self)
+            return self._embedding if name == "embed_tokens" else self._numbers.get(name, self)
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self._embedding

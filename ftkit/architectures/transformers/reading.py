@@ -30,9 +30,9 @@ def read_transformers_architecture(
         UserError: transformers has no such causal language model, or the settings are damaged.
     """
     model_type = _known_type(settings, name)
-    is_part = whole_class_name(model_type) is not None
-    if not is_part and (obstacle := obstacle_of_settings(settings)):
+    if obstacle := obstacle_of_settings(settings):
         raise _refusal(name, obstacle)
+    is_part = whole_class_name(model_type) is not None
     architecture = TransformersArchitecture(settings)
     try:
         obstacle = None if is_part else _obstacle(architecture)
