@@ -43,7 +43,7 @@ class _Matrices(nn.Module):
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """As `grouped_product`."""
-        weight = self.weight
+        weight: Tensor = self.weight
         beyond = x.size(-1) - weight.size(-1)  # zeros of the other matrix
         more = -weight.size(1) % _ALIGNED if self._pads else 0
         if beyond or more:

@@ -138,7 +138,7 @@ def of_others(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Found:
             of = cases[1 if strategy == "single" else 2]
             of[model, strategy, "full"] = Case(strategy, "full", changes=changed)
             of[model, strategy, "nf4"] = Case(strategy, "lora", changes=quantized)
-    found = {}
+    found: Found = {}
     for world_size, chosen in cases.items():
         outcomes = run(world_size, list(chosen.values()))
         found |= {name: outcomes[case] for name, case in chosen.items()}
