@@ -183,7 +183,9 @@ class TransformersArchitecture(Architecture):
         """
         products = torch.linspace(-4.0, 4.0, self.config.vocab_size, device="cpu")
         found = finished_logits(self.build(), products)
-        softcap = next((cap for name in _SOFTCAPS if (cap := getattr(self.config, name, None))), None)
+        softcap = next(
+            (cap for name in _SOFTCAPS if (cap := getattr(self.config, name, None))), None
+        )
         factor = float(found[-1] / products[-1])
         for scale, bound in ((1.0, None), (1.0, softcap), (factor, None)):
             expected = products * scale

@@ -16,7 +16,9 @@ _ONE_BY_ONE = (
     "computes its experts one by one, each with the tokens that have chosen it, which a "
     "prediction of memory does not know"
 )
-_NOT_CAUSAL = f"is computed by transformers {transformers.__version__} so that tokens see later ones"
+_NOT_CAUSAL = (
+    f"is computed by transformers {transformers.__version__} so that tokens see later ones"
+)
 _IN_PLACE = "writes its states over those that its gradients need"
 _SHARED = "computes several blocks with the same weights"
 _FAMILIES = {

@@ -89,9 +89,7 @@ class TransformersBody(Body):
 
     @property
     def kept_in_full(self) -> frozenset[str]:
-        return frozenset(
-            name for name, _ in self.blocks.named_modules() if is_router(name)
-        )
+        return frozenset(name for name, _ in self.blocks.named_modules() if is_router(name))
 
     def keep_attention_apart(self) -> None:
         self._attended.attend = torch.compiler.disable(self._attended.attend)  # type: ignore[method-assign]

@@ -60,9 +60,7 @@ def tried(model_type: str) -> Tried:
     class_name = str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
     completed = COMPLETED.get(model_type, {})
     try:
-        architecture = read_transformers_architecture(
-            {"model_type": model_type, **completed}, "It"
-        )
+        architecture = read_transformers_architecture({"model_type": model_type, **completed}, "It")
         small = _small(architecture)
         try_architecture(small)
     except UserError as refusal:
