@@ -89,7 +89,7 @@ def _of_settings(
 def _of_hub(hub_name: str, architecture: Architecture) -> BaseModel:
     directory = hub.ROOT / hub_name
     return BaseModel(
-        name=f"{directory.name} (sizes as LitGPT knows them)",
+        name=directory.name,
         directory=directory,
         architecture=architecture,
         tokenizer=_any_tokenizer(),

@@ -47,7 +47,7 @@ def test_a_model_whose_code_fails_on_its_settings_is_refused(tmp_path: Path) -> 
     settings = {"model_type": "deepseek_v2", **settings_of("deepseek_v2")}
     settings["num_experts_per_tok"] = None
     base = read_blueprint(str(directory_with(settings, tmp_path / "m")), "transformers")
-    with pytest.raises(UserError, match="DeepseekV2ForCausalLM of transformers fails .*TypeError"):
+    with pytest.raises(UserError, match=r"DeepseekV2ForCausalLM of transformers fails .*TypeError"):
         require_trainable(base)
 
 
