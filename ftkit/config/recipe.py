@@ -170,8 +170,8 @@ class Recipe:
     checkpoint_dir: str
     """Base model: a directory (Hugging Face or LitGPT layout), a GGUF file (converted to
     checkpoints/gguf once), a hub name such as TinyLlama/TinyLlama_v1.1 (downloaded to checkpoints/
-    when needed), embedded:quickstart, or random:NAME for any architecture LitGPT knows, with random
-    weights."""
+    when needed), embedded:quickstart, or random:NAME with random weights, for any architecture that
+    LitGPT knows and any model type of transformers."""
     out_dir: Path = Path("out/finetune/full")
     """Where the run writes its report, metrics and result."""
     precision: Precision | None = None

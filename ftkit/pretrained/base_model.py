@@ -14,11 +14,8 @@ from torch import Tensor
 
 from ftkit import embedded
 from ftkit.architectures.architecture import HEAD, Architecture, Implementation, ModelLayout
-from ftkit.architectures.litgpt_architecture import (
-    LITGPT_SETTINGS,
-    LitgptArchitecture,
-    named_architecture,
-)
+from ftkit.architectures.known import default_architecture, known_architecture
+from ftkit.architectures.litgpt_architecture import LITGPT_SETTINGS, LitgptArchitecture
 from ftkit.architectures.naming import Naming
 from ftkit.architectures.read import read_architecture
 from ftkit.errors import UserError
@@ -101,7 +98,8 @@ def open_base(
 
     Args:
         checkpoint_dir: what `hub.find_or_download` takes, or ``random:NAME`` for random weights
-            in an architecture that LitGPT knows by this name.
+            in an architecture that LitGPT knows by this name (or its ORG/NAME), or in the
+            default one of a model type of transformers.
         implementation: whose code computes it; None: see `read_architecture`.
         token: of a Hugging Face account. Default: $HF_TOKEN.
         root: where downloads go.
@@ -308,15 +306,16 @@ def storage_of(architecture: Architecture, layout: ModelLayout) -> WeightStorage
 
 def _open_random(checkpoint_dir: str) -> BaseModel:
     name = checkpoint_dir.removeprefix("random:")
-    try:
-        architecture = named_architecture(name)
-    except ValueError as error:
-        names = hub.nearest_names(name)
+    known = known_architecture(name)
+    architecture = known[1] if known else default_architecture(name)
+    if architecture is None:
+        names = [*hub.nearest_names(name), *hub.nearest_types(name)]
         similar = f"; did you mean {' or '.join(f'random:{n}' for n in names)}?" if names else "."
         raise UserError(
-            f"checkpoint_dir {checkpoint_dir}: LitGPT knows no architecture {name}{similar} "
-            "`litgpt download list` prints all names."
-        ) from error
+            f"checkpoint_dir {checkpoint_dir}: neither LitGPT nor transformers knows an "
+            f"architecture {name}{similar} `litgpt download list` prints the names of LitGPT, "
+            "docs/models.md has the model types of transformers."
+        )
     tokenizer_directory = embedded.path("quickstart") / "model"
     return BaseModel(
         name=f"random:{architecture.name}",
@@ -326,7 +325,7 @@ def _open_random(checkpoint_dir: str) -> BaseModel:
         tokenizer_directory=tokenizer_directory,
         tied=architecture.is_usually_tied,
         dtype=torch.float32,
-        layout="litgpt",
+        layout="litgpt" if architecture.implementation == "litgpt" else "hf",
         settings={},
     )
 

@@ -7,7 +7,8 @@ import torch
 
 from ftkit import embedded
 from ftkit.architectures.architecture import Architecture, Implementation, ModelLayout
-from ftkit.architectures.litgpt_architecture import LITGPT_SETTINGS, find_by_hub_name
+from ftkit.architectures.known import known_architecture
+from ftkit.architectures.litgpt_architecture import LITGPT_SETTINGS
 from ftkit.architectures.read import read_architecture
 from ftkit.errors import UserError
 from ftkit.pretrained import hub
@@ -54,7 +55,7 @@ def read_blueprint(
     if file := hub.find_gguf(checkpoint_dir, root=root):
         return _of_settings(conversion_place(file, root), gguf_settings(file), implementation)
     name = checkpoint_dir.removeprefix("./").rstrip("/").removeprefix(f"{root}/")
-    if known := find_by_hub_name(name):
+    if known := known_architecture(name):
         return _of_hub(*known)
     near = hub.nearest_names(name)
     hint = f" Did you mean {' or '.join(near)}?" if near else ""

@@ -316,6 +316,15 @@ def nearest_names(name: str) -> list[str]:
     return list(dict.fromkeys(by_spelling[spelling] for spelling in close))[:3]
 
 
+def nearest_types(name: str) -> list[str]:
+    """Model types of transformers that are spelled like a name; up to 3."""
+    import difflib
+
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return difflib.get_close_matches(name.lower(), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, cutoff=0.7)
+
+
 def _embedded(name: str) -> Path:
     short_name = name.removeprefix("embedded:")
     if short_name not in EMBEDDED_MODELS:

@@ -33,8 +33,9 @@ def explained(
         )
     if isinstance(error, (errors.RepositoryNotFoundError, errors.HFValidationError)):
         return UserError(
-            f"There is no model {repo_id} at {hub}, or it is private. Check the spelling; for a "
-            f"private model set HF_TOKEN or --access_token.{hint()}"
+            f"There is no model {repo_id} at {hub}, or it is private; no directory here has "
+            "this name. Check the spelling; for a private model set HF_TOKEN or "
+            f"--access_token.{hint()}"
         )
     if status in (401, 403):
         return UserError(

@@ -18,8 +18,8 @@ from tiny import make_data
 from torch import Tensor
 
 from ftkit.architectures.architecture import HEAD
-from ftkit.architectures.transformers_architecture import TransformersArchitecture
-from ftkit.architectures.transformers_parts import require_text_alone
+from ftkit.architectures.transformers.architecture import TransformersArchitecture
+from ftkit.architectures.transformers.parts import require_text_alone
 from ftkit.errors import UserError
 from ftkit.lora.load import read_adapter
 from ftkit.pretrained.base_model import open_base, open_companions, save_companions, weights
