@@ -33,9 +33,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2 window", {"use_sliding_window": False}),
     "qwen3": ("qwen3", {}),
     "gemma": ("gemma", {}),
-    "gemma2": ("gemma2", {"sliding_window": 256}),
+    "gemma2": ("gemma2", {"sliding_window": 512}),
     "phi3": ("phi3", {}),
-    "gpt_neox": ("gpt_neox", {}),
+    "gpt_neox": ("gpt_neox", {"num_key_value_heads": 4}),
 }
 """With attention to their whole context: a model of tests, and what is different from that."""
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
