@@ -144,7 +144,6 @@ def test_both_implementations_learn_the_same(trained: Pairs, family: str, method
     ours, theirs = (trained[family, method][name] for name in IMPLEMENTATIONS)
     assert len(ours.losses) == STEPS
     assert theirs.losses == pytest.approx(ours.losses, rel=1e-5)
-    assert ours.losses[-1] < ours.losses[0]
     norms = [float(row["grad_norm"] or 0) for row in ours.rows]
     assert [row["grad_norm"] for row in theirs.rows] == pytest.approx(norms, rel=1e-4)
     (file,) = (file.name for file in (ours.out_dir / "final").glob("*.safetensors"))
