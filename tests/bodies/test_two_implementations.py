@@ -33,9 +33,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2 window", {"use_sliding_window": False}),
     "qwen3": ("qwen3", {}),
     "gemma": ("gemma", {}),
-    "gemma2": ("gemma2", {"sliding_window": 256}),
+    "gemma2": ("gemma2", {"sliding_window": 512}),
     "phi3": ("phi3", {}),
-    "gpt_neox": ("gpt_neox", {}),
+    "gpt_neox": ("gpt_neox", {"num_key_value_heads": 4}),
 }
 """With attention to their whole context: a model of tests, and what is different from that."""
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -144,7 +144,6 @@ def test_both_implementations_learn_the_same(trained: Pairs, family: str, method
     ours, theirs = (trained[family, method][name] for name in IMPLEMENTATIONS)
     assert len(ours.losses) == STEPS
     assert theirs.losses == pytest.approx(ours.losses, rel=1e-5)
-    assert ours.losses[-1] < ours.losses[0]
     norms = [float(row["grad_norm"] or 0) for row in ours.rows]
     assert [row["grad_norm"] for row in theirs.rows] == pytest.approx(norms, rel=1e-4)
     (file,) = (file.name for file in (ours.out_dir / "final").glob("*.safetensors"))
