@@ -316,9 +316,11 @@ def _open_random(checkpoint_dir: str) -> BaseModel:
             f"architecture {name}{similar} `litgpt download list` prints the names of LitGPT, "
             "docs/models.md has the model types of transformers."
         )
+    is_mixture = known is not None and architecture.implementation == "transformers"
+    called = known[0] if known and is_mixture else architecture.name
     tokenizer_directory = embedded.path("quickstart") / "model"
     return BaseModel(
-        name=f"random:{architecture.name}",
+        name=f"random:{called}",
         directory=None,
         architecture=architecture,
         tokenizer=Tokenizer(tokenizer_directory),

@@ -1028,3 +1028,20 @@ def test_an_old_checkpoint_with_a_stored_tied_head_is_read(
     save_file(state, directory / "model.safetensors")
     base = open_base(str(directory))
     assert base.tied and "lm_head.weight" not in dict(weights(base))
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("Mixtral-8x7B-v0.1", 46.7), ("Qwen/Qwen3-30B-A3B", 30.5), ("qwen3_moe", 15.4)],
+)
+def test_random_names_are_those_of_both_implementations(name: str, billions: float) -> None:
+    base = open_base(f"random:{name}")
+    assert base.architecture.implementation == "transformers"
+    count = sum(shape.numel() for shape in base.architecture.parameter_shapes(tied=False).values())
+    assert count / 1e9 == pytest.approx(billions, abs=0.05)
+    assert open_base(base.name).architecture == base.architecture
+
+
+def test_an_unknown_random_name_suggests_model_types() -> None:
+    with pytest.raises(UserError, match="random:qwen3_moe"):
+        open_base("random:qwen3_moes")
