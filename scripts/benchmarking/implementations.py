@@ -101,7 +101,11 @@ def measure(asked: argparse.Namespace) -> Figures:
         for pair in range(asked.pairs):
             for method, usual in scenes(machine):
                 scene = scene_for(asked, usual)
-                row = {"pair": pair, "method": method, "scene": dataclasses.asdict(scene)}
+                row: dict[str, Any] = {
+                    "pair": pair,
+                    "method": method,
+                    "scene": dataclasses.asdict(scene),
+                }
                 if (_key(row), pair) in done:
                     continue
                 keys = keys_of(scene, method, place)

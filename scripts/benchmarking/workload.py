@@ -23,7 +23,7 @@ SHARD_BYTES = 4 * 2**30
 Record = dict[str, str]
 
 
-_GEMMA2 = {
+_GEMMA2: dict[str, object] = {
     "hidden_activation": "gelu_pytorch_tanh",
     "rms_norm_eps": 1e-6,
     "attn_logit_softcapping": 50.0,
@@ -31,7 +31,7 @@ _GEMMA2 = {
     "sliding_window": 4096,
     "tie_word_embeddings": True,
 }
-_QWEN3 = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True}
+_QWEN3: dict[str, object] = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True}
 FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("LlamaForCausalLM", {}),
     "gemma2": ("Gemma2ForCausalLM", _GEMMA2),

@@ -51,7 +51,6 @@ ADAPTED: dict[tuple[str, str], Sequence[str]] = {
     )
 }
 """Families, and layers that LoRA adapts."""
-FEW = ("llama tied", "gemma2", "phi3")
 ALL = (*((family, "full") for family in FAMILIES), *ADAPTED)
 FEW = (("llama tied", "full"), ("gemma2", "full"), ("gemma2", "all"), ("phi3", "full"))
 OTHERS = tuple(one for one in ALL if one not in FEW)
