@@ -35,7 +35,7 @@ def read_transformers_architecture(
     is_part = whole_class_name(model_type) is not None
     architecture = TransformersArchitecture(settings)
     try:
-        obstacle = None if is_part else _obstacle(architecture)
+        obstacle = _obstacle(architecture)
         if obstacle is None:
             architecture.parameter_shapes(tied=False)
             if is_part:
@@ -78,8 +78,9 @@ def _known_type(settings: Mapping[str, Any], name: str) -> str:
 
 def _obstacle(architecture: TransformersArchitecture) -> str | None:
     """What its settings, with the defaults of the family, and its modules tell."""
-    found = obstacle_of_config(architecture.config)
-    return found or obstacle_of_model(architecture.outline)
+    if (found := obstacle_of_config(architecture.config)) or architecture.is_part:
+        return found
+    return obstacle_of_model(architecture.outline)
 
 
 def _refusal(name: str, obstacle: str) -> UserError:
