@@ -59,7 +59,7 @@ class Body(nn.Module, ABC):
 
     @abstractmethod
     def fused_experts(self) -> Iterator[FusedExperts]:
-        """The experts of each layer whose matrices are one parameter of three dimensions."""
+        """Experts whose matrices are one parameter of three dimensions."""
 
     @property
     @abstractmethod
@@ -67,8 +67,8 @@ class Body(nn.Module, ABC):
         """Names in the blocks of the layers that are not quantised."""
 
     @abstractmethod
-    def keep_attention_apart(self) -> None:
-        """Leave attention out of compiled graphs: it follows other lengths in each step."""
+    def keep_apart(self) -> None:
+        """Leave attention and experts out of compiled graphs: lengths are others in each step."""
 
     @abstractmethod
     def watch_routing(self, loss: RouterLoss | None) -> Routing:

@@ -29,6 +29,8 @@ class FusedExperts:
     """Names of its parameters that hold a matrix of each expert."""
     transposed: bool
     """Whether these are [experts, in, out]; else [experts, out, in]."""
+    takes_pairs: bool = True
+    """Whether low-rank pairs may stand beside the matrices."""
 
     def sizes(self, name: str) -> tuple[int, int, int]:
         """Experts, out and in of a parameter."""

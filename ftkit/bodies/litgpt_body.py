@@ -86,10 +86,12 @@ class LitgptBody(GPT, Body):  # type: ignore[misc]  # litgpt declares no types
     def kept_in_full(self) -> frozenset[str]:
         return frozenset()
 
-    def keep_attention_apart(self) -> None:
+    def keep_apart(self) -> None:
         for layer in self.modules():
             if isinstance(layer, AttentionLayer):
                 layer.attend = torch.compiler.disable(layer.attend)
+            elif isinstance(layer, Experts):
+                layer.forward = torch.compiler.disable(layer.forward)
 
     def watch_routing(self, loss: RouterLoss | None) -> Routing:
         return Routing((), 0, loss)  # LitGPT's experts do not tell who asks for them

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ BASE_KEY = "ftkit_base"
 """Key of the header of WEIGHTS with the fingerprint of the base model."""
 PARTS_KEY = "parts"
 """Among the notes: Hugging Face's names of fused layers, each with our layers in order."""
+_OF_LAYER = ".weight"
+"""What the name of a parameter that is the weight of a linear layer ends with."""
 
 _UNKNOWN = {
     "bias": ("none", None),
@@ -63,9 +67,9 @@ def adapter_keys(directory: Path) -> dict[str, Any]:
     keys = {
         "lora_r": config.get("r"),
         "lora_alpha": config.get("lora_alpha"),
-        "lora_targets": config.get("target_modules"),
+        "lora_targets": _layers(config),
         "lora_modules_to_save": config.get("modules_to_save") or None,
-        "lora_experts": bool(config.get("target_parameters")),
+        "lora_experts": bool(target_parameters(directory)),
     }
     keys |= {key: value for key, value in notes.items() if key != PARTS_KEY}
     wanted = ["lora_r", "lora_alpha", *(["lora_targets"] * (not keys["lora_experts"]))]
@@ -118,7 +122,19 @@ def with_adapter(recipe: Recipe) -> Recipe:
 def target_parameters(directory: Path) -> list[str]:
     """Names of the parameters, not layers, that an adapter adapts: those of experts."""
     found = _config(directory).get("target_parameters") or []
-    return [str(name) for name in found]
+    return [str(name) for name in found if not str(name).endswith(_OF_LAYER)]
+
+
+def _layers(config: Mapping[str, Any]) -> str | list[str] | None:
+    """The layers that an adapter adapts, by their names or by those of their weights."""
+    modules: str | list[str] | None = config.get("target_modules")
+    parameters = [str(name) for name in config.get("target_parameters") or []]
+    weights = [n.removesuffix(_OF_LAYER) for n in parameters if n.endswith(_OF_LAYER)]
+    if not weights:
+        return modules
+    if isinstance(modules, str):
+        return "|".join([f"({modules})", *(rf"(.*\.)?{re.escape(name)}" for name in weights)])
+    return [*(modules or []), *weights]
 
 
 def _in_order(value: Any) -> Any:

@@ -96,7 +96,8 @@ def add_expert_pairs(model: Any, base: BaseModel, recipe: LoraRecipe) -> None:
         UserError: it has no such experts.
     """
     root = math.sqrt(recipe.lora_r) if recipe.lora_variant == "rslora" else recipe.lora_r
-    layers: list[FusedExperts] = list(model.body.fused_experts())
+    found: Iterator[FusedExperts] = model.body.fused_experts()
+    layers = [experts for experts in found if experts.takes_pairs]
     if not layers:
         linear = base.architecture.expert_share < 1
         raise UserError(

@@ -23,6 +23,8 @@ from ftkit.config.recipe import LoraRecipe
 from ftkit.errors import UserError
 from ftkit.lora.experts import in_peft
 from ftkit.lora.names import INITIAL, TRAINED, is_adapter, names_of
+from ftkit.lora.renamed import taken_for_experts
+from ftkit.lora.targets import chosen_layers
 from ftkit.pretrained.base_model import BaseModel, parameter_shapes
 from ftkit.pretrained.save import save_beside
 from ftkit.utils.files import new_directory
@@ -36,7 +38,7 @@ def check_adapter(base: BaseModel, recipe: LoraRecipe) -> None:
     """Refuse LoRA where its result could not be written as a PEFT adapter.
 
     Raises:
-        UserError: the Hugging Face model is not known, or has no layers for a DoRA adapter.
+        UserError: the Hugging Face model is not known, or its layers have no DoRA in PEFT.
     """
     naming = base.architecture.naming_in("hf")
     if naming is None:
@@ -50,6 +52,21 @@ def check_adapter(base: BaseModel, recipe: LoraRecipe) -> None:
             f"lora_variant is dora, but Hugging Face's {base.architecture.class_name} has query, "
             "key and value in one layer, for which a DoRA adapter has one rank. "
             "Try --lora_variant rslora."
+        )
+    if recipe.lora_variant == "dora":
+        _check_dora(base, recipe)
+
+
+def _check_dora(base: BaseModel, recipe: LoraRecipe) -> None:
+    """Refuse it for layers whose weights PEFT adapts as parameters."""
+    weights = (*parameter_shapes(base), HEAD)
+    layers = [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]
+    chosen = [names_of(base, ours)[0] for ours in chosen_layers(layers, base, recipe)]
+    if taken := taken_for_experts(base, chosen):
+        raise UserError(
+            f"lora_variant is dora, but PEFT adapts {min(taken)} of {base.name} as a parameter, "
+            "because experts of such models once had this name, and knows no DoRA there. Try "
+            "--lora_variant rslora."
         )
 
 
@@ -119,16 +136,22 @@ def save_adapter(
         notes[BASE_KEY] = base_fingerprint
     rank = next((r for theirs, r in ranks.items() if theirs not in parts), recipe.lora_r)
     others = _by_short_name({theirs: r for theirs, r in ranks.items() if r != rank}, base)
+    as_parameters = taken_for_experts(base, ranks)
+    targets = _by_short_name({theirs: theirs in as_parameters for theirs in ranks}, base)
     config = LoraConfig(
         r=rank,
         lora_alpha=_alpha(recipe, rank),  # type: ignore[arg-type]
-        lora_dropout=recipe.lora_dropout,
+        lora_dropout=0 if as_parameters else recipe.lora_dropout,
         use_dora=recipe.lora_variant == "dora",
         use_rslora=recipe.lora_variant == "rslora",
         rank_pattern=others,
         alpha_pattern={name: _alpha(recipe, other) for name, other in others.items()},
-        target_modules=list(_by_short_name(ranks, base)),
-        target_parameters=sorted({".".join(name.split(".")[-2:]) for name in pairs}) or None,
+        target_modules=[name for name, is_parameter in targets.items() if not is_parameter],
+        target_parameters=sorted(
+            {".".join(name.split(".")[-2:]) for name in pairs}
+            | {f"{name}.weight" for name, is_parameter in targets.items() if is_parameter}
+        )
+        or None,
         modules_to_save=sorted({name.rpartition(".")[0] for name in whole}) or None,
         task_type="CAUSAL_LM",
         base_model_name_or_path=base.name if base.directory is None else str(base.directory),

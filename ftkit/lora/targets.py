@@ -17,6 +17,20 @@ from ftkit.pretrained.base_model import BaseModel, parameter_shapes
 def adapted_layers(model: nn.Module, base: BaseModel, recipe: LoraRecipe) -> list[str]:
     """Full names of the layers that the recipe's LoRA keys choose."""
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return chosen_layers(linear, base, recipe)
+
+
+def chosen_layers(linear: list[str], base: BaseModel, recipe: LoraRecipe) -> list[str]:
+    """Those of some linear layers that the recipe's LoRA keys choose.
+
+    Args:
+        linear: our names, or the names in a model.
+        base: tells Hugging Face's.
+        recipe: its LoRA keys.
+
+    Raises:
+        UserError: a name of `lora_targets` matches none.
+    """
     if recipe.lora_targets is None:
         endings = tuple(
             f".{ending}"

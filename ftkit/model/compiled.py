@@ -1,8 +1,9 @@
 """Compilation of the blocks and of the loss by torch.compile, once for all lengths.
 
 A block has a graph for each of a few kinds of call: one line or several, one token or more. What
-attention does follows the lengths of the sequences in a micro-batch, which are others in each step:
-it stays outside, between two graphs. So do evaluation and answers, which would need more graphs.
+attention does follows the lengths of the sequences in a micro-batch, which are others in each step,
+and what experts do follows which tokens have chosen each: both stay outside, between two graphs. So
+do evaluation and answers, which would need more graphs.
 """
 
 from collections.abc import Callable
@@ -30,7 +31,7 @@ def compile_blocks(body: Body, output_layer: nn.Module) -> None:
 
     dynamo.optimize_ddp = False  # cuts whole models at its buckets, not blocks
     inductor.fallback_random = True  # dropout draws what it draws elsewhere
-    body.keep_attention_apart()
+    body.keep_apart()
     for block in body.blocks:
         plain = block.forward
         compiled = torch.compile(plain, dynamic=True, backend=BACKEND)

@@ -17,6 +17,7 @@ from ftkit.cli.app import run
 from ftkit.config.checks import check_ranges
 from ftkit.errors import UserError
 from ftkit.lora.experts import expert_pairs
+from ftkit.lora.save import check_adapter
 from ftkit.model.flops import flops_per_token
 from ftkit.model.language_model import LanguageModel, outline
 from ftkit.pretrained.base_model import BaseModel, open_base
@@ -73,6 +74,42 @@ def test_an_adapter_of_experts_has_equal_logits_in_peft_and_merged(
     assert_equal(logits_in_peft(base, adapter), found)
     assert_equal(transformers_logits(merge(adapter, tmp_path / "merged")), found)
     assert_equal(own_logits(adapter), found)
+
+
+@pytest.mark.parametrize("experts", [False, True], ids=["layers alone", "with experts"])
+@pytest.mark.parametrize("model", ["deepseek_v3", "qwen2_moe"])
+def test_layers_called_as_experts_once_were_have_equal_logits_in_peft(
+    base_of: BaseOf, model: str, experts: bool, tmp_path: Path
+) -> None:
+    base = base_of(model)
+    keys = {"lora_experts": experts, "lora_mlp": True, "lora_r": RANK}
+    recipe = lora_recipe(base, **keys, **({} if experts else {"lora_dropout": 0.05}))
+    adapted = build(base, recipe)
+    adapter = export(train(adapted), base, recipe, tmp_path / "adapter")
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    names = [f"{kind}_proj.weight" for kind in ("down", "gate", "up")]
+    assert set(names) <= set(settings["target_parameters"])
+    assert settings["lora_dropout"] == 0
+    found = logits(adapted)
+    assert_equal(logits_in_peft(base, adapter), found)
+    assert (found - transformers_logits(base.directory)).abs().max() > 0.05
+    assert_equal(transformers_logits(merge(adapter, tmp_path / "merged")), found)
+    assert_equal(own_logits(adapter), found)
+    again = build(base, lora_recipe(base, adapter=adapter))
+    assert_equal(logits(again), found)
+
+
+def test_layers_called_as_experts_once_were_have_no_dora(base_of: BaseOf) -> None:
+    def check(model: str, **keys: Any) -> None:
+        base = base_of(model)
+        check_adapter(base, lora_recipe(base, lora_variant="dora", **keys))
+
+    check("deepseek_v3")
+    check("qwen3", lora_mlp=True)
+    chosen: list[dict[str, Any]] = [{"lora_mlp": True}, {"lora_targets": ["q_proj", "up_proj"]}]
+    for keys in chosen:
+        with pytest.raises(UserError, match=r"lora_variant is dora, .*_proj of .* rslora\."):
+            check("deepseek_v3", **keys)
 
 
 def test_experts_alone_may_be_adapted(base_of: BaseOf, tmp_path: Path) -> None:

@@ -1,12 +1,14 @@
 """Compiled blocks: the same losses, and no graph more for other lengths."""
 
+import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
 import torch._dynamo
 from torch import Tensor
+from transformers_models import make_transformers_model
 
 from ftkit.config.recipe import LoraRecipe, Memory, Recipe
 from ftkit.model import compiled
@@ -14,14 +16,25 @@ from ftkit.model.compiled import compiled_graphs
 from ftkit.model.language_model import LanguageModel, outline
 from ftkit.model.load_weights import fill
 from ftkit.model.sharding import Whole
-from ftkit.pretrained.base_model import open_base
+from ftkit.pretrained.base_model import BaseModel, open_base
 
+QUICKSTART = "embedded:quickstart"
 LENGTHS = [(7, 5, 9), (4, 4, 4, 4), (12,), (3, 30, 2), (9, 9), (17, 3, 3, 3)]
-RECIPES: dict[str, tuple[type[Recipe], dict[str, Any]]] = {
-    "full": (Recipe, {}),
-    "LoRA, checkpointed": (LoraRecipe, {"memory": Memory(activation_checkpointing=True)}),
-    "QLoRA": (LoraRecipe, {"quantize": "bnb.nf4", "lora_mlp": True}),
-    "int8": (LoraRecipe, {"quantize": "bnb.int8"}),
+RECIPES: dict[str, Recipe] = {
+    "full": Recipe(checkpoint_dir=QUICKSTART),
+    "LoRA, checkpointed": LoraRecipe(
+        checkpoint_dir=QUICKSTART, memory=Memory(activation_checkpointing=True)
+    ),
+    "QLoRA": LoraRecipe(checkpoint_dir=QUICKSTART, quantize="bnb.nf4", lora_mlp=True),
+    "int8": LoraRecipe(checkpoint_dir=QUICKSTART, quantize="bnb.int8"),
+}
+MIXTURES: dict[str, tuple[str, Recipe]] = {
+    "full": ("qwen3_moe", Recipe(checkpoint_dir="it")),
+    "QLoRA of experts": (
+        "gpt_oss",
+        LoraRecipe(checkpoint_dir="it", quantize="bnb.nf4", lora_experts=True, lora_dropout=0),
+    ),
+    "another kind": ("granitemoe", LoraRecipe(checkpoint_dir="it", quantize="bnb.nf4")),
 }
 pytestmark = pytest.mark.slow  # a few seconds of tracing, half a minute with a compiler
 
@@ -33,10 +46,8 @@ def _nothing_compiled_before() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def make_model(name: str, *, compile_: bool) -> LanguageModel:
-    kind, keys = RECIPES[name]
-    recipe = kind(checkpoint_dir="embedded:quickstart", compile=compile_, **keys)
-    base = open_base("embedded:quickstart")
+def make_model(recipe: Recipe, base: BaseModel, *, compile_: bool) -> LanguageModel:
+    recipe = dataclasses.replace(recipe, compile=compile_)
     model = outline(base, recipe, torch.float32)
     fill(
         model,
@@ -63,9 +74,12 @@ def step(model: LanguageModel, lengths: tuple[int, ...]) -> tuple[float, list[Te
     return float(loss.detach()), [p.grad for p in model.parameters() if p.grad is not None]
 
 
-def assert_same(name: str, lengths: list[tuple[int, ...]]) -> list[int]:
+def assert_same(
+    recipe: Recipe, lengths: list[tuple[int, ...]], base: BaseModel | None = None
+) -> list[int]:
     """Steps of a compiled model and of a plain one; graphs after each step."""
-    plain, fast = (make_model(name, compile_=compile_) for compile_ in (False, True))
+    base = base or open_base(QUICKSTART)
+    plain, fast = (make_model(recipe, base, compile_=compile_) for compile_ in (False, True))
     before = compiled_graphs()
     counts = []
     for some in lengths:
@@ -84,10 +98,22 @@ def assert_same(name: str, lengths: list[tuple[int, ...]]) -> list[int]:
 @pytest.mark.parametrize("name", RECIPES)
 def test_other_lengths_need_no_other_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
-    counts = assert_same(name, LENGTHS)
+    counts = assert_same(RECIPES[name], LENGTHS)
     assert counts == [counts[0]] * len(LENGTHS)
     assert 0 < counts[0] < 12
 
 
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_stay_outside_whatever_tokens_choose_them(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    model, recipe = MIXTURES[name]
+    base = open_base(str(make_transformers_model(tmp_path / model, model)), "transformers")
+    counts = assert_same(recipe, LENGTHS[:4], base)
+    assert counts[-1] == counts[-2], "lengths that are new in no way need no graph"
+    assert 0 < counts[-1] < 30
+
+
 def test_what_the_compiler_makes_computes_the_same_with_dropout() -> None:
-    assert_same("LoRA, checkpointed", LENGTHS[:2])
+    assert_same(RECIPES["LoRA, checkpointed"], LENGTHS[:2])

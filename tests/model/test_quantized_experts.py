@@ -29,6 +29,9 @@ from ftkit.pretrained.base_model import BaseModel, open_base, weights
 
 KINDS: list[Quantization] = ["bnb.nf4", "bnb.nf4-dq", "bnb.fp4", "bnb.fp4-dq", "bnb.int8"]
 MODELS = ["mixtral", "qwen3_moe", "gpt_oss", "olmoe"]
+OTHER_KINDS = ["granitemoe", "jetmoe", "llama4_text", "aria_text"]
+"""Whose experts are not those of transformers' functions of experts."""
+TRANSPOSED = ("gpt_oss", "llama4_text", "aria_text")
 BaseOf = Callable[[str], BaseModel]
 
 
@@ -75,8 +78,11 @@ def in_numbers(model: LanguageModel) -> LanguageModel:
     return plain
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("model", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [(model, kind) for model in ("qwen3_moe", "gpt_oss") for kind in KINDS]
+    + [(model, "bnb.nf4-dq") for model in OTHER_KINDS],
+)
 def test_each_matrix_has_the_numbers_of_a_quantised_linear_layer(
     base_of: BaseOf, model: str, kind: Quantization
 ) -> None:
@@ -84,21 +90,24 @@ def test_each_matrix_has_the_numbers_of_a_quantised_linear_layer(
     of_base = dict(weights(base))
     found = built(base, kind)
     matrices = packed(found)
-    assert len(matrices) == 2 * 2
+    stacked = {f"body.{name}" for name, value in of_base.items() if value.ndim == 3}
+    assert set(matrices) == stacked and len(stacked) >= 2
     for name, one in matrices.items():
         for expert, matrix in enumerate(of_base[name.removeprefix("body.")]):
-            expected = rounded(matrix.t() if model == "gpt_oss" else matrix, kind)
+            original = matrix.t() if model in TRANSPOSED else matrix
+            expected = rounded(original, kind)
             held = found.get_parameter(name)
             assert torch.equal(one.unpacked(held, expert), expected)
-            assert not torch.equal(expected, matrix.t() if model == "gpt_oss" else matrix)
+            assert not torch.equal(expected, original)
 
 
 @pytest.mark.parametrize("kind", ["bnb.nf4-dq", "bnb.int8"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [*MODELS, *OTHER_KINDS])
 def test_a_step_is_that_of_experts_with_the_same_numbers(
     base_of: BaseOf, model: str, kind: Quantization
 ) -> None:
-    found = train(built(base_of(model), kind))
+    keys = {"lora_targets": ["kv_proj"]} if model == "jetmoe" else {}  # its query is of experts
+    found = train(built(base_of(model), kind, **keys))
     expected = in_numbers(found)
     assert not packed(expected) and packed(found)
     losses, gradients = zip(*(step(one) for one in (found, expected)), strict=True)
@@ -207,7 +216,7 @@ def test_one_matrix_is_in_numbers_at_a_time(
     assert len(made) == 2 * forward
 
 
-@pytest.mark.parametrize("model", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("model", ["qwen3_moe", "gpt_oss", "granitemoe", "llama4_text"])
 def test_a_merged_qlora_result_has_the_numbers_that_training_saw(
     base_of: BaseOf, model: str, tmp_path: Path
 ) -> None:

@@ -44,8 +44,6 @@ VARIED = ("qwen3", "gemma3_text")
 EACH = pytest.mark.parametrize(
     "model", [*FEW, *(pytest.param(model, marks=pytest.mark.matrix) for model in OTHERS)]
 )
-SHARED_EXPERTS = ("qwen2_moe", "deepseek_v2", "deepseek_v3")
-"""Models with linear layers called as the experts that lie in one tensor beside them."""
 METHODS: tuple[Method, ...] = ("full", "lora")
 STEPS, CUT = 5, 2
 COMMON: dict[str, Any] = {
@@ -181,11 +179,8 @@ def test_a_run_goes_on_in_two_shards(trained: Found, model: str, method: Method)
 
 @EACH
 def test_an_adapter_loads_in_peft_with_equal_logits(
-    trained: Found, base_of: Directory, model: str, request: pytest.FixtureRequest
+    trained: Found, base_of: Directory, model: str
 ) -> None:
-    if model in SHARED_EXPERTS:
-        reason = "PEFT 0.21 takes layers of the names that experts once had for the stacked ones"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     outcome = trained[model, "lora", "whole"]
     found = logits_of_theirs(base_of(model), outcome.out_dir / "final")
     assert_close(logits(as_it_was_trained(outcome, "lora")), found)

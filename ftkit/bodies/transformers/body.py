@@ -116,8 +116,10 @@ class TransformersBody(Body):
     def kept_in_full(self) -> frozenset[str]:
         return frozenset(name for name, _ in self.blocks.named_modules() if is_router(name))
 
-    def keep_attention_apart(self) -> None:
+    def keep_apart(self) -> None:
         self._attended.attend = torch.compiler.disable(self._attended.attend)  # type: ignore[method-assign]
+        for experts in self.fused_experts():
+            experts.module.forward = torch.compiler.disable(experts.module.forward)
 
     def watch_routing(self, loss: RouterLoss | None) -> Routing:
         layers = [layer for layer, _, _ in self._experts]

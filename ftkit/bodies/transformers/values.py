@@ -9,8 +9,6 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from ftkit.bodies.experts import grouped_product
-
 _MASKS_OF_STATES = ("_update_mamba_mask", "_update_linear_attn_mask")
 """Methods that look whether a mask of padding is of use; there is none here."""
 
@@ -25,11 +23,8 @@ def compute_without_values(model: nn.Module) -> None:
         for name in _MASKS_OF_STATES:
             if hasattr(module, name):
                 setattr(module, name, _same_mask)
-        kind = type(module).__name__
-        if kind.endswith("TopKGating"):
+        if type(module).__name__.endswith("TopKGating"):
             module.forward = _Gating(module)
-        elif kind.endswith(("ParallelExperts", "GroupedExpertsGemm")):
-            module.forward = _Experts(module, transposed=kind.endswith("Gemm"))
 
 
 def _same_mask(attention_mask: Tensor | None, *_: Any) -> Tensor | None:
@@ -62,15 +57,3 @@ class _Gating:
         counts = torch.zeros(module.num_experts, dtype=torch.int64, device=hidden.device)
         counts = counts.scatter_add_(0, experts, torch.ones_like(experts))
         return order, order // module.top_k, weights[order], counts, logits
-
-
-class _Experts:
-    """The product of each row with the matrix of its expert."""
-
-    def __init__(self, module: Any, *, transposed: bool) -> None:
-        self._module, self._transposed = module, transposed
-
-    def __call__(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Of [rows, in], those of the first expert first, and the rows of each expert."""
-        ends = counts.to(rows.device).cumsum(0).to(torch.int32)
-        return grouped_product(rows, self._module.weight, ends, transposed=self._transposed)
