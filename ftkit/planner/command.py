@@ -22,7 +22,6 @@ from ftkit.planner.predict import Planned, plan_files  # noqa: E402
 from ftkit.planner.suggest import Change, changes_that_fit  # noqa: E402
 from ftkit.planner.table import show, show_changes  # noqa: E402
 
-
 ANNOUNCED_AFTER_S = 2.0
 """A prediction that takes longer is told where there is no terminal, too."""
 

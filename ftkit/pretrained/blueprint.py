@@ -46,7 +46,7 @@ def read_blueprint(
             config.json or model_config.yaml, and a hub name that LitGPT knows need not be on this
             machine.
         implementation: whose code computes it; None: see `read_architecture`.
-        unreached: what has kept `hub.fetch_settings` from fetching its config.json, for the message.
+        unreached: what has kept `hub.fetch_settings` from it, for the message.
         root: where downloads are.
 
     Raises:
