@@ -142,20 +142,10 @@ def huggingface_settings(config: Config, family: Family) -> dict[str, Any] | Non
     yarn = bool(rope) and "beta_fast" in rope
     if family.model_type not in ("llama", "mistral", "qwen2", "qwen3") or yarn:
         return None
-    settings: dict[str, Any] = {
+    settings = shared_settings(config) | {
         "architectures": [family.class_name],
         "model_type": family.model_type,
-        "vocab_size": config.padded_vocab_size,
-        "hidden_size": config.n_embd,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.n_layer,
-        "num_attention_heads": config.n_head,
-        "num_key_value_heads": config.n_query_groups,
-        "head_dim": config.head_size,
-        "max_position_embeddings": config.block_size,
-        "rms_norm_eps": config.norm_eps,
         "hidden_act": "silu",
-        "rope_theta": float(config.rope_base),
     }
     if family.model_type == "llama":
         settings |= {"attention_bias": config.bias, "mlp_bias": config.bias}
@@ -171,6 +161,22 @@ def huggingface_settings(config: Config, family: Family) -> dict[str, Any] | Non
         factor = (rope or {}).get("factor", 1.0) * config.rope_condense_ratio
         settings["rope_scaling"] = {"rope_type": "linear", "factor": float(factor)}
     return settings
+
+
+def shared_settings(config: Config) -> dict[str, Any]:
+    """What config.json says in the same words for many families."""
+    return {
+        "vocab_size": config.padded_vocab_size,
+        "hidden_size": config.n_embd,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.n_layer,
+        "num_attention_heads": config.n_head,
+        "num_key_value_heads": config.n_query_groups,
+        "head_dim": config.head_size,
+        "max_position_embeddings": config.block_size,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": float(config.rope_base),
+    }
 
 
 class _Unsupported(Exception):

@@ -1,30 +1,50 @@
 """Architectures that are known by a name alone: LitGPT's, and the defaults of transformers."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from litgpt.config import Config
 
-from ftkit.architectures.architecture import Architecture
+from ftkit.architectures import families
+from ftkit.architectures.architecture import Architecture, Implementation
 from ftkit.architectures.litgpt_architecture import LitgptArchitecture, find_by_hub_name
+from ftkit.errors import UserError
 
 
-def known_architecture(name: str) -> tuple[str, Architecture] | None:
+def known_architecture(
+    name: str, implementation: Implementation | None = None
+) -> tuple[str, Architecture] | None:
     """ORG/NAME of a model on the hub, and its architecture, if LitGPT has its sizes.
 
-    Mixtures of experts are run by transformers: LitGPT's own asks for values of tensors.
+    Whose code computes it is as for the same model in Hugging Face's layout: transformers' for
+    mixtures of experts, windows and OLMo 2, of a config.json that is made of LitGPT's sizes. Of
+    what LitGPT alone describes well enough (Falcon, Phi 1 and 2, OLMo 1, StableLM 3B), its own.
 
     Args:
         name: that one, or LitGPT's own, in any case of letters.
+        implementation: whose code computes it; None: as above.
+
+    Raises:
+        UserError: that implementation cannot be had by this name.
     """
     found = find_by_hub_name(name)
-    if found is None or not found[1].config.n_expert:
+    if found is None or implementation == "litgpt":
         return found
+    hub_name, known = found
+    if implementation is None and known.family is not None and known.window is None:
+        return found
+    settings = _settings_of(known)
+    if settings is None:
+        if implementation is None:
+            return found
+        raise UserError(
+            f"model_implementation is transformers, but {hub_name} is known to LitGPT by this "
+            "name, without a config.json. Try --model_implementation litgpt, or give the directory "
+            "of the model."
+        )
     # It imports transformers, which takes as long as all the rest.
     from ftkit.architectures.transformers.reading import read_transformers_architecture
 
-    settings = _settings_of_experts(found[1])
-    return found[0], read_transformers_architecture(settings, found[1].name)
+    return hub_name, read_transformers_architecture(settings, known.name)
 
 
 def default_architecture(model_type: str) -> Architecture | None:
@@ -42,25 +62,52 @@ def default_architecture(model_type: str) -> Architecture | None:
     return read_transformers_architecture({"model_type": model_type}, f"random:{model_type}")
 
 
-def _settings_of_experts(architecture: LitgptArchitecture) -> Mapping[str, Any]:
-    """The config.json of LitGPT's mixtures of experts: Mixtral and Qwen3."""
-    config: Config = architecture.config
-    settings: dict[str, Any] = {
-        "vocab_size": config.padded_vocab_size,
-        "hidden_size": config.n_embd,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.n_layer,
-        "num_attention_heads": config.n_head,
-        "num_key_value_heads": config.n_query_groups,
-        "head_dim": config.head_size,
-        "max_position_embeddings": config.block_size,
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": float(config.rope_base),
-        "num_experts_per_tok": config.n_expert_per_token,
-    }
+def _settings_of(known: LitgptArchitecture) -> dict[str, Any] | None:
+    """The config.json of a model of LitGPT's; None: its settings do not tell all of it."""
+    config = Config.from_name(known.name)  # with its whole context
+    sizes = families.shared_settings(config)
+    if config.n_expert:
+        return sizes | _of_experts(config)
+    if config.norm_qk_type == "olmo2":
+        return sizes | {"model_type": "olmo2"}
+    if config.mlp_class_name == "GemmaMLP" and config.sliding_window_size:
+        return sizes | _of_gemma(config)
+    family = known.family
+    if family is not None and family.model_type == "phi3" and config.sliding_window_size:
+        return sizes | {"model_type": "phi3", "sliding_window": config.sliding_window_size}
+    return None if family is None else families.huggingface_settings(config, family)
+
+
+def _of_experts(config: Config) -> dict[str, Any]:
+    """Mixtral and Qwen3."""
+    chosen = {"num_experts_per_tok": config.n_expert_per_token}
     if config.norm_qk:
         of_experts = {"moe_intermediate_size": config.moe_intermediate_size}
         named = {"model_type": "qwen3_moe", "num_experts": config.n_expert}
-        return settings | named | of_experts
+        return chosen | named | of_experts
     named = {"model_type": "mixtral", "num_local_experts": config.n_expert}
-    return settings | named | {"sliding_window": None}
+    return chosen | named | {"sliding_window": None}
+
+
+def _of_gemma(config: Config) -> dict[str, Any]:
+    """Gemma 2, and the language model of Gemma 3."""
+    kinds = ("full_attention", "sliding_attention")
+    settings = {
+        "layer_types": [kinds[is_sliding] for is_sliding in config.sliding_window_indices],
+        "sliding_window": config.sliding_window_size,
+        "query_pre_attn_scalar": config.attention_scores_scalar,
+        "attn_logit_softcapping": config.attention_logit_softcapping,
+        "final_logit_softcapping": config.final_logit_softcapping,
+    }
+    if config.rope_local_base_freq is None:
+        return settings | {"model_type": "gemma2"}
+    scaling = config.rope_adjustments
+    kind = {"rope_type": "linear", "factor": scaling["factor"]} if scaling else _PLAIN_ROPE
+    rope = {
+        "full_attention": kind | {"rope_theta": float(config.rope_base)},
+        "sliding_attention": _PLAIN_ROPE | {"rope_theta": float(config.rope_local_base_freq)},
+    }
+    return settings | {"model_type": "gemma3_text", "rope_parameters": rope}
+
+
+_PLAIN_ROPE = {"rope_type": "default"}

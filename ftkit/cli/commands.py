@@ -197,7 +197,9 @@ FTKIT = Group(
             name="plan",
             summary="predict memory, disk and steps before anything is loaded",
             text="Predict what recipes need: memory of each rank with its parts, host memory, "
-            "disk, steps. No weights are loaded or downloaded, and no GPU is needed. Several "
+            "disk, steps. No weights are loaded or downloaded, and no GPU is needed. Of a hub name "
+            "config.json and the tokenizer are fetched if the hub answers; without them the sizes "
+            "are those that LitGPT knows by this name. Several "
             "recipes, the runs of a sweep and variations become one table. Any LoRA key or "
             "quantize means LoRA, else full fine-tuning. The exit code is 3 if it does not fit on "
             f"the GPU; of several, if none does. GPUs by name: {', '.join(GPUS)}.",

@@ -170,8 +170,8 @@ class Recipe:
     checkpoint_dir: str
     """Base model: a directory (Hugging Face or LitGPT layout), a GGUF file (converted to
     checkpoints/gguf once), a hub name such as TinyLlama/TinyLlama_v1.1 (downloaded to checkpoints/
-    when needed), embedded:quickstart, or random:NAME with random weights, for any architecture that
-    LitGPT knows and any model type of transformers."""
+    when needed), embedded:quickstart, or random:NAME with random weights, for any model that LitGPT
+    knows, by its own or its hub name, and any model type of transformers, in its default size."""
     out_dir: Path = Path("out/finetune/full")
     """Where the run writes its report, metrics and result."""
     precision: Precision | None = None

@@ -48,6 +48,10 @@ class Phase:
         """Whether it takes so long that it is worth a line."""
         return self.elapsed_s >= LINE_INTERVAL_S
 
+    def announce(self) -> None:
+        """Show that it goes on, where there is no live line."""
+        self._write_line(self.start_line)
+
     def advance(self, done: float, total: float) -> None:
         """Show how much is done, in any unit."""
         self._fraction = min(done / total, 1.0) if total > 0 else None

@@ -60,8 +60,8 @@ def inspect_data(
         UserError: as a run would; or the tokenizer is not here and cannot be fetched.
     """
     recipe = with_adapter(read_recipe(files, overrides))
-    fetch_settings(recipe.checkpoint_dir, token=recipe.access_token)
-    base = read_blueprint(recipe.checkpoint_dir)
+    unreached = fetch_settings(recipe.checkpoint_dir, token=recipe.access_token)
+    base = read_blueprint(recipe.checkpoint_dir, unreached=unreached)
     directory = base.tokenizer_directory
     if find_gguf(recipe.checkpoint_dir):  # its tokenizer comes with the conversion
         directory = find_or_download(recipe.checkpoint_dir)

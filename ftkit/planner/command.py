@@ -1,13 +1,17 @@
 """`ftkit plan`: one recipe, several, variations of them, or the runs of a sweep."""
 
-from collections.abc import Iterator, Sequence
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ftkit.config.command_options import PlanOptions
 from ftkit.config.parsing import Override
 from ftkit.config.recipe import FINETUNE, Method
 from ftkit.config.sweep import is_sweep, runs_of_file, variations
+from ftkit.console.display import Display
 from ftkit.errors import DoesNotFit, UserError
 from ftkit.memory.gpus import find_gpu
 from ftkit.utils.imports import silence_libraries
@@ -15,12 +19,28 @@ from ftkit.utils.imports import silence_libraries
 silence_libraries()  # before they are imported
 
 from ftkit.planner.predict import Planned, plan_files  # noqa: E402
-from ftkit.planner.suggest import changes_that_fit  # noqa: E402
+from ftkit.planner.suggest import Change, changes_that_fit  # noqa: E402
 from ftkit.planner.table import show, show_changes  # noqa: E402
+
+ANNOUNCED_AFTER_S = 2.0
+"""A prediction that takes longer is told where there is no terminal, too."""
 
 
 def plan_all(options: PlanOptions) -> int:
     """Plan every recipe in every variation and show them; the exit code."""
+    with Display(None, stream=sys.stderr) as display:
+        found, changes = _plan_and_fit(options, display)
+    if changes is None:
+        show(found, options.format)
+    else:
+        show_changes(found[0], changes, options.format)
+    return _exit_code(found)
+
+
+def _plan_and_fit(
+    options: PlanOptions, display: Display
+) -> tuple[list[Planned], list[tuple[Change, str]] | None]:
+    """The plans, and with --fit what makes the one fit, each with its command line."""
     device = None if options.gpu is None else find_gpu(options.gpu)
     found: list[Planned] = []
     given: list[Override] = []
@@ -29,23 +49,41 @@ def plan_all(options: PlanOptions) -> int:
             varied = [f"{key.rpartition('.')[2]} {value}" for key, value in variation]
             given = [*recipe.overrides, *options.keys, *variation]
             name = ", ".join([*recipe.names, *varied])
-            found.append(
-                plan_files(recipe.files, given, method=recipe.method, gpu=device, name=name)
-            )
+            what = name or dict(given).get("checkpoint_dir", "it")
+            plan = partial(plan_files, recipe.files, method=recipe.method, gpu=device, name=name)
+            title = f"predicting what {what} needs"
+            found.append(_shown(display, title, partial(plan, given)))
     if not options.fit:
-        show(found, options.format)
-        return _exit_code(found)
+        return found, None
     if device is None or len(found) != 1:
         raise UserError(
             "--fit is for one plan and one GPU. Try ftkit plan RECIPE.yaml --gpu a100-80gb --fit."
         )
     method = recipe.method if recipe.method == "lora" else None  # a change may make it LoRA
-    changes = changes_that_fit(
-        found[0],
-        lambda changed: plan_files(recipe.files, [*given, *changed], method=method, gpu=device),
-    )
-    show_changes(found[0], [(c, c.command(recipe.files, given)) for c in changes], options.format)
-    return _exit_code(found)
+
+    def attempt(changed: Sequence[Override]) -> Planned:
+        keys = " ".join(f"--{key} {value}" for key, value in changed)
+        plan = partial(plan_files, recipe.files, [*given, *changed], method=method, gpu=device)
+        return _shown(display, f"trying {keys}", plan)
+
+    changes = changes_that_fit(found[0], attempt)
+    return found, [(change, change.command(recipe.files, given)) for change in changes]
+
+
+def _shown(display: Display, title: str, plan: Callable[[], Planned]) -> Planned:
+    """A plan, shown while it is made."""
+    refused: UserError
+    with display.phase(title, brief=True) as phase:
+        late = threading.Timer(ANNOUNCED_AFTER_S, phase.announce)
+        late.daemon = True
+        late.start()
+        try:
+            return plan()
+        except UserError as error:  # which says all there is to say
+            refused = error
+        finally:
+            late.cancel()
+    raise refused
 
 
 @dataclass(frozen=True)

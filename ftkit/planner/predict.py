@@ -69,6 +69,8 @@ class Planned:
     """Which one it is, among several."""
     plan: Plan
     base_model: str
+    known_as: str | None
+    """ORG/NAME by which LitGPT has told its sizes, for want of its config.json; None: not so."""
     max_seq_length: int
     """What longer samples are cut to."""
     length: SequenceLength
@@ -127,6 +129,7 @@ class Planned:
             "gpu": self.gpu and self.gpu.name,
             "gpu_memory_bytes": self.gpu and self.gpu.memory_bytes,
             "base_model": self.base_model,
+            "known_as": self.known_as,
             "method": plan.recipe.method,
             "accelerator": plan.accelerator,
             "devices": plan.devices,
@@ -178,7 +181,6 @@ def plan_files(
         UserError: as a run would.
     """
     recipe = with_adapter(read_recipe(files, overrides, method=method))
-    fetch_settings(recipe.checkpoint_dir, token=recipe.access_token)
     name = name or (Path(files[-1]).stem if files else "")
     key = recipe.train.filled
     if key is None:
@@ -229,7 +231,8 @@ def plan_recipe(recipe: Recipe, *, gpu: Gpu | None = None, name: str = "") -> Pl
     """Predict what a recipe will need; see `plan_files`."""
     check_data(recipe.data)
     made = make_plan(recipe, _devices(recipe, gpu))
-    base = read_blueprint(recipe.checkpoint_dir, recipe.implementation)
+    unreached = fetch_settings(recipe.checkpoint_dir, token=recipe.access_token)
+    base = read_blueprint(recipe.checkpoint_dir, recipe.implementation, unreached=unreached)
     require_trainable(base)
     layout = _result_layout(base, recipe)
     max_seq_length = checked_length(base, recipe.train.max_seq_length)
@@ -252,6 +255,7 @@ def plan_recipe(recipe: Recipe, *, gpu: Gpu | None = None, name: str = "") -> Pl
         name=name,
         plan=made,
         base_model=base.name,
+        known_as=base.known_as,
         max_seq_length=max_seq_length,
         length=length,
         memory=memory,

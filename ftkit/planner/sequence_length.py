@@ -42,18 +42,23 @@ class SequenceLength:
     """The longest training sample; None: the data are not known."""
     train_samples: int | None = None
     """That an epoch takes; records that become none are known only once they are tokenised."""
+    lacks: Literal["data", "tokenizer"] = "data"
+    """What is not here, where nothing is known of the samples."""
 
     @property
     def words(self) -> str:
         """The same for people."""
         count = f"{self.tokens:,} tokens"
+        lacking = "the data are not known"
+        if self.lacks == "tokenizer":
+            lacking = "the tokenizer is not here"
         return {
             "data": f"{count}: the longest sample",
             "largest_samples": f"about {count} at most, by the largest samples",
             "bytes": f"at most {count}, by the bytes of the longest sample (no tokenizer here)",
-            "max_seq_length": f"at most {count} by train.max_seq_length; the data are not known",
-            "model_context": f"at most {count} by the model; the data are not known",
-            "assumed": f"{count} assumed, because the data are not known before the run; "
+            "max_seq_length": f"at most {count} by train.max_seq_length; {lacking}",
+            "model_context": f"at most {count} by the model; {lacking}",
+            "assumed": f"{count} assumed, because {lacking} before the run; "
             "--train.max_seq_length N cuts them to N",
         }[self.source]
 
@@ -79,7 +84,8 @@ def sequence_length(data: Component, base: BaseModel, asked: int | None) -> Sequ
     found = _longest(json.dumps(data, default=str), stamps, directory, limit)
     train, val, count = found or (None, None, 0)
     if train is None:  # the run will say so
-        return _unknown(asked, context)
+        lacks: Literal["data", "tokenizer"] = "tokenizer" if found is None else "data"
+        return dataclasses.replace(_unknown(asked, context), lacks=lacks)
     tokens = max(train.at_most, val.at_most if val else 0)
     source: LengthSource = "data"
     if directory is None:

@@ -139,6 +139,8 @@ def _rows(planned: Planned) -> Iterator[tuple[str, str]]:
     share = percent_text(memory.trained_parameters / memory.parameters)
     counts = f"{memory.trained_parameters:,} of {memory.parameters:,}"
     yield "parameters", f"{counts} trained ({share})"
+    if planned.known_as:
+        yield "sizes", f"LitGPT's of {planned.known_as}; its config.json is not here"
     if planned.kept_bytes:
         yield "kept", f"{bytes_text(planned.kept_bytes)} beside the language model, not loaded"
     device = "CPU" if plan.accelerator == "cpu" else "GPU"

@@ -55,6 +55,8 @@ class BaseModel:
     companions: Mapping[str, bytes] | None = None
     """Files beside the weights, by name: held where there are no weights, because a checkpoint
     that a run started from may be deleted before it ends. None: they are read when needed."""
+    known_as: str | None = None
+    """ORG/NAME by which LitGPT has told its sizes; None: its own settings tell, or it is random."""
     rest: Mapping[str, WeightTensor] = field(default_factory=dict)
     """What its files hold beside the language model, by their names: the result has it again. The
     files are open from the start, so that nothing is lost if they are deleted meanwhile."""
@@ -108,7 +110,7 @@ def open_base(
         UserError: not found, not complete, not supported, or not of the shapes in its settings.
     """
     if checkpoint_dir.startswith("random:"):
-        return _open_random(checkpoint_dir)
+        return _open_random(checkpoint_dir, implementation)
     directory = hub.find_or_download(checkpoint_dir, token=token, root=root)
     name = short_name(directory)
     settings = hub.read_json(directory / "config.json")
@@ -181,7 +183,7 @@ def open_companions(directory: Path) -> BaseModel:
             "checkpoint is unknown. Continue from another checkpoint of the run."
         )
     if name.startswith("random:"):
-        return _open_random(name)
+        return _open_random(name, implementation)
     settings = hub.read_json(directory / "config.json")
     layout: ModelLayout = "litgpt" if (directory / LITGPT_SETTINGS).is_file() else "hf"
     return BaseModel(
@@ -304,9 +306,9 @@ def storage_of(architecture: Architecture, layout: ModelLayout) -> WeightStorage
     return TransformersStorage(architecture)
 
 
-def _open_random(checkpoint_dir: str) -> BaseModel:
+def _open_random(checkpoint_dir: str, implementation: Implementation | None) -> BaseModel:
     name = checkpoint_dir.removeprefix("random:")
-    known = known_architecture(name)
+    known = known_architecture(name, implementation)
     architecture = known[1] if known else default_architecture(name)
     if architecture is None:
         names = [*hub.nearest_names(name), *hub.nearest_types(name)]
@@ -316,8 +318,13 @@ def _open_random(checkpoint_dir: str) -> BaseModel:
             f"architecture {name}{similar} `litgpt download list` prints the names of LitGPT, "
             "docs/models.md has the model types of transformers."
         )
-    is_mixture = known is not None and architecture.implementation == "transformers"
-    called = known[0] if known and is_mixture else architecture.name
+    if implementation == "litgpt" and architecture.implementation != "litgpt":
+        raise UserError(
+            f"model_implementation is litgpt, but {name} is a model type of transformers. Leave "
+            "model_implementation out."
+        )
+    is_litgpt = architecture.implementation == "litgpt"
+    called = known[0] if known and not is_litgpt else architecture.name
     tokenizer_directory = embedded.path("quickstart") / "model"
     return BaseModel(
         name=f"random:{called}",
@@ -327,7 +334,7 @@ def _open_random(checkpoint_dir: str) -> BaseModel:
         tokenizer_directory=tokenizer_directory,
         tied=architecture.is_usually_tied,
         dtype=torch.float32,
-        layout="litgpt" if architecture.implementation == "litgpt" else "hf",
+        layout="litgpt" if is_litgpt else "hf",
         settings={},
     )
 

@@ -33,7 +33,11 @@ _TIED = (
 
 
 def read_blueprint(
-    checkpoint_dir: str, implementation: Implementation | None = None, *, root: Path = hub.ROOT
+    checkpoint_dir: str,
+    implementation: Implementation | None = None,
+    *,
+    unreached: UserError | None = None,
+    root: Path = hub.ROOT,
 ) -> BaseModel:
     """A base model as far as its settings tell; it has no weights.
 
@@ -42,6 +46,7 @@ def read_blueprint(
             config.json or model_config.yaml, and a hub name that LitGPT knows need not be on this
             machine.
         implementation: whose code computes it; None: see `read_architecture`.
+        unreached: what has kept `hub.fetch_settings` from it, for the message.
         root: where downloads are.
 
     Raises:
@@ -55,14 +60,17 @@ def read_blueprint(
     if file := hub.find_gguf(checkpoint_dir, root=root):
         return _of_settings(conversion_place(file, root), gguf_settings(file), implementation)
     name = checkpoint_dir.removeprefix("./").rstrip("/").removeprefix(f"{root}/")
-    if known := known_architecture(name):
+    if known := known_architecture(name, implementation):
         return _of_hub(*known)
-    near = hub.nearest_names(name)
+    wanted = unreached or (
+        f"Put its config.json into {root / name}, or give a directory with config.json or "
+        "model_config.yaml."
+    )
+    near = [*hub.nearest_names(name), *(f"random:{t}" for t in hub.nearest_types(Path(name).name))]
     hint = f" Did you mean {' or '.join(near)}?" if near else ""
     raise UserError(
-        f"checkpoint_dir {checkpoint_dir}: its architecture is unknown, because it is neither a "
-        "directory with config.json or model_config.yaml nor a model that LitGPT knows by name."
-        f"{hint} Put its config.json into {root / name}, or download the model."
+        f"checkpoint_dir {checkpoint_dir}: its architecture is unknown, because LitGPT knows no "
+        f"model of this name and its config.json is not here. {wanted}{hint}"
     )
 
 
@@ -99,6 +107,7 @@ def _of_hub(hub_name: str, architecture: Architecture) -> BaseModel:
         layout="litgpt" if architecture.naming_in("hf") is None else "hf",
         settings={},
         companions={},
+        known_as=hub_name,
     )
 
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -188,29 +187,32 @@ def download(repo_id: str, *, token: str | None = None, root: Path = ROOT) -> Pa
 
 
 @lru_cache
-def fetch_settings(name: str, *, token: str | None = None, root: Path = ROOT) -> None:
+def fetch_settings(name: str, *, token: str | None = None, root: Path = ROOT) -> UserError | None:
     """Have the settings and the tokenizer of a hub model here, a few MB, if the hub answers.
 
-    They lie where a download finds them. Without them less is known of the model, and what keeps
-    them away is told by the download, so nothing is said here.
+    They lie where a download finds them. Without them less is known of the model, which may be
+    enough, so what has kept them away is no failure here.
 
     Args:
         name: as `find_or_download` takes it; nothing is done for one that is no hub name.
         token: of a Hugging Face account, for gated models. Default: $HF_TOKEN.
         root: where downloads go.
+
+    Returns:
+        What has kept them away, and what to do; None: nothing has.
     """
     repo_id = _repository(name, root)
     if repo_id is None or Path(name).expanduser().is_dir() or find_gguf(name, root=root):
-        return
+        return None
     directory = root / repo_id
     if (directory / "config.json").is_file() and has_tokenizer(directory):
-        return
+        return None
     import httpx
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HFValidationError
 
     token = token or None
-    with suppress(httpx.HTTPError, HFValidationError, OSError, RuntimeError):
+    try:
         info = HfApi(token=token).model_info(repo_id, timeout=_SETTINGS_TIMEOUT_S)
         snapshot_download(
             repo_id,
@@ -220,6 +222,9 @@ def fetch_settings(name: str, *, token: str | None = None, root: Path = ROOT) ->
             allow_patterns=list(_SETTINGS_FILES),
             etag_timeout=_SETTINGS_TIMEOUT_S,
         )
+    except (httpx.HTTPError, HFValidationError, OSError, RuntimeError) as error:
+        return explained(error, repo_id, directory, str)
+    return None
 
 
 def settings_directory(name: str, *, root: Path = ROOT) -> Path | None:

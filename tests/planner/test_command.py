@@ -400,6 +400,7 @@ def test_of_conversations_without_the_tokenizer_nothing_is_known(
     chats.write_text(json.dumps([{"messages": turns}] * 20))
     length = planned(str(tmp_path), train__max_seq_length=60, **of(str(chats))).length
     assert (length.source, length.tokens) == ("max_seq_length", 60)
+    assert length.words.endswith("the tokenizer is not here")
 
 
 def test_without_the_tokenizer_the_bytes_are_the_bound(
