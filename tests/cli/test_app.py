@@ -111,7 +111,7 @@ class TestHelpOfFinetune:
         assert "--resume {true,false}|N|TEXT Continue from a checkpoint." in words
         assert "--checkpoint.save_every TEXT" in words and "Default: 15min." in words
         assert "--stop_after N|DURATION Save and stop" in words
-        assert "with random weights. Required." in words
+        assert "random:NAME with random weights" in words and "default size. Required." in words
         if command != "finetune_full":
             choices = "bnb.nf4,bnb.nf4-dq,bnb.fp4,bnb.fp4-dq,bnb.int8"
             assert f"--quantize {{{choices}}}" in words

@@ -420,7 +420,7 @@ def test_random_weights_and_plans_have_the_positions_of_the_window(
     name: str, positions: int, quickstart: Path
 ) -> None:
     assert open_base(f"random:{name}").architecture.context_length == positions
-    assert read_blueprint(name).architecture.context_length == positions
+    assert read_blueprint(name, "litgpt").architecture.context_length == positions
 
 
 @pytest.mark.parametrize(
@@ -1035,11 +1035,11 @@ def test_an_old_checkpoint_with_a_stored_tied_head_is_read(
     [("Mixtral-8x7B-v0.1", 46.7), ("Qwen/Qwen3-30B-A3B", 30.5), ("qwen3_moe", 15.4)],
 )
 def test_random_names_are_those_of_both_implementations(name: str, billions: float) -> None:
-    base = open_base(f"random:{name}")
+    base = base_model.open_base(f"random:{name}")
     assert base.architecture.implementation == "transformers"
     count = sum(shape.numel() for shape in base.architecture.parameter_shapes(tied=False).values())
     assert count / 1e9 == pytest.approx(billions, abs=0.05)
-    assert open_base(base.name).architecture == base.architecture
+    assert base_model.open_base(base.name).architecture == base.architecture
 
 
 def test_an_unknown_random_name_suggests_model_types() -> None:
