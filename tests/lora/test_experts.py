@@ -1,10 +1,12 @@
 """LoRA of fused experts: a pair for each, in a file that PEFT reads."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import litgpt
 import pytest
 import torch
 from adapters import TOKENS, build, export, logits, lora_recipe, train
@@ -13,6 +15,7 @@ from tiny import make_llama
 from torch import Tensor
 from transformers_models import make_transformers_model
 
+from ftkit.architectures.litgpt_architecture import LitgptArchitecture
 from ftkit.cli.app import run
 from ftkit.config.checks import check_ranges
 from ftkit.errors import UserError
@@ -189,9 +192,10 @@ def test_models_without_such_experts_are_refused(tmp_path: Path) -> None:
     base = open_base(str(make_llama(tmp_path / "tiny")))
     with pytest.raises(UserError, match=r"tiny has no experts .* Try --lora_experts false\."):
         outline(base, lora_recipe(base, lora_experts=True), torch.float32)
-    base = open_base("random:Mixtral-8x7B-v0.1", "litgpt")
+    config = litgpt.Config.from_name("Mixtral-8x7B-v0.1", n_layer=1)
+    of_layers = dataclasses.replace(base, architecture=LitgptArchitecture(config))
     with pytest.raises(UserError, match=r"linear layers: try .* --lora_mlp true\."):
-        outline(base, lora_recipe(base, checkpoint_dir=base.name, lora_experts=True), torch.float32)
+        outline(of_layers, lora_recipe(of_layers, lora_experts=True), torch.float32)
 
 
 def test_an_adapter_of_other_parameters_is_refused(base_of: BaseOf, tmp_path: Path) -> None:
