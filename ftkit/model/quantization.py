@@ -29,12 +29,12 @@ from ftkit.bodies.experts import packed_in
 from ftkit.config.recipe import Quantization
 from ftkit.model.quantized_layer import QuantizedLayer
 
-BLOCK = 64
+WEIGHT_BLOCK = 64
 """Weights that share a scale in 4 bits, as bitsandbytes has it."""
 NESTED_BLOCK = 256
 """Scales that share a scale themselves, where they are quantised too."""
 VALUES_AT_ONCE = 2**18
-"""Weights that are quantised at once; a multiple of BLOCK."""
+"""Weights that are quantised at once; a multiple of WEIGHT_BLOCK."""
 
 
 class _FrozenProduct(torch.autograd.Function):
@@ -99,7 +99,7 @@ class FourBit(QuantizedLayer, Linear4bit):
 
         Taken while weights are quantised, it would lie between temporaries and leave holes.
         """
-        blocks = -(-self.in_features * self.out_features // BLOCK)
+        blocks = -(-self.in_features * self.out_features // WEIGHT_BLOCK)
         dtype = torch.uint8 if self._nested else torch.float32
         self._scales = torch.empty(blocks, dtype=dtype, device=device)
 
@@ -191,13 +191,13 @@ def quantize_in_pieces(
     """
     numbers = value.flatten()
     count = numbers.numel()
-    scales = torch.empty(-(-count // BLOCK), device=value.device)
+    scales = torch.empty(-(-count // WEIGHT_BLOCK), device=value.device)
     packed = torch.empty((-(-count // 2), 1), dtype=torch.uint8, device=value.device)
     for start in range(0, count, at_once):
         piece = numbers[start : start + at_once].float()
-        part, state = quantize_4bit(piece, blocksize=BLOCK, quant_type=quant_type)
+        part, state = quantize_4bit(piece, blocksize=WEIGHT_BLOCK, quant_type=quant_type)
         packed[start // 2 : start // 2 + len(part)] = part
-        scales[start // BLOCK : start // BLOCK + len(state.absmax)] = state.absmax
+        scales[start // WEIGHT_BLOCK : start // WEIGHT_BLOCK + len(state.absmax)] = state.absmax
     state.shape, state.absmax = value.shape, scales
     if nested:
         state.nested, state.offset = True, scales.mean()

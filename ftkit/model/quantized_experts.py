@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ftkit.bodies.experts import FusedExperts, PackedMatrices, hold_packed
 from ftkit.config.recipe import Quantization
-from ftkit.model.quantization import BLOCK, NESTED_BLOCK, VALUES_AT_ONCE, quantize_in_pieces
+from ftkit.model.quantization import NESTED_BLOCK, VALUES_AT_ONCE, WEIGHT_BLOCK, quantize_in_pieces
 
 
 class FourBitMatrices(PackedMatrices):
@@ -42,7 +42,7 @@ class FourBitMatrices(PackedMatrices):
         return torch.empty(size, dtype=torch.uint8, device="meta")
 
     def allocate(self, device: torch.device) -> None:
-        blocks = -(-self.rows * self.columns // BLOCK)
+        blocks = -(-self.rows * self.columns // WEIGHT_BLOCK)
         dtype = torch.uint8 if self._nested else torch.float32
         self._scales = torch.empty(self.experts, blocks, dtype=dtype, device=device)
         if self._nested:
@@ -66,7 +66,7 @@ class FourBitMatrices(PackedMatrices):
         state = QuantState(
             absmax=self._scales[expert],
             shape=torch.Size((self.rows, self.columns)),
-            blocksize=BLOCK,
+            blocksize=WEIGHT_BLOCK,
             quant_type=self._quant_type,
             dtype=self.compute_dtype,
         )
