@@ -536,5 +536,6 @@ def test_native_code_of_a_hub_is_neither_fetched_nor_run(ftkit: Command, tmp_pat
     end = ftkit("plan", "--checkpoint_dir", *recipe, "--format", "json")
     assert end.returncode == 0, end.stderr
     assert json.loads(end.stdout)["quantize"] == "bnb.nf4"
-    assert end.stderr == ""
+    told = [line for line in end.stderr.splitlines() if not line.startswith("predicting what ")]
+    assert told == []
     assert not (tmp_path / "was-run").exists()
