@@ -5,27 +5,30 @@ from pathlib import Path
 
 import pytest
 import torch
+from computed import (
+    LENGTHS,
+    assert_close,
+    cached_logits,
+    logits_by,
+    opened,
+    padded_logits,
+    row_logits,
+    sequences,
+)
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers_models import (
     MODELS,
     MORE_MODELS,
-    VOCABULARY,
     make_transformers_model,
     transformers_model,
 )
 
 from ftkit.architectures.transformers.architecture import TransformersArchitecture
-from ftkit.config.recipe import Recipe
 from ftkit.lora.names import our_name
-from ftkit.model.language_model import LanguageModel, outline
-from ftkit.model.load_weights import fill
-from ftkit.model.sharding import Whole
-from ftkit.pretrained.base_model import BaseModel, open_base, weights
+from ftkit.pretrained.base_model import open_base, weights
 from ftkit.pretrained.save import save_hf
 
-LENGTHS = (9, 14, 3)
-CPU = torch.device("cpu")
 ALL = [*MODELS, *(pytest.param(model, marks=pytest.mark.matrix) for model in MORE_MODELS)]
 Directory = Callable[[str], Path]
 
@@ -43,45 +46,8 @@ def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Directory:
     return directory
 
 
-def opened(directory: Path) -> tuple[BaseModel, LanguageModel]:
-    base = open_base(str(directory), "transformers")
-    model = outline(base, Recipe(checkpoint_dir=str(directory)), torch.float32)
-    fill(
-        model,
-        base,
-        sharding=Whole(),
-        device=CPU,
-        rope_length=64,
-        seed=0,
-        progress=lambda *_: None,
-    )
-    return base, model.eval()
-
-
-def sequences() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(2, VOCABULARY, (length,), generator=generator) for length in LENGTHS]
-
-
 def expected_logits(directory: Path) -> Tensor:
-    model = transformers_model(directory)
-    with torch.no_grad():
-        found = [model(sequence[None]).logits[0] for sequence in sequences()]
-    return torch.cat(found).float()
-
-
-def assert_close(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-
-
-def padded_logits(model: LanguageModel) -> Tensor:
-    tokens = torch.nn.utils.rnn.pad_sequence(sequences(), batch_first=True)
-    real = torch.nn.utils.rnn.pad_sequence(
-        [torch.ones_like(sequence) for sequence in sequences()], batch_first=True
-    )
-    with torch.no_grad():
-        logits: Tensor = model(tokens, real.flatten().nonzero()[:, 0])
-    return logits
+    return logits_by(transformers_model(directory), sequences())
 
 
 @pytest.mark.parametrize("model", ALL)
@@ -90,15 +56,12 @@ def test_logits_are_those_of_transformers_padded_and_in_a_row(
 ) -> None:
     expected = expected_logits(directory_of(model))
     _, ours = opened(directory_of(model))
-    assert_close(padded_logits(ours), expected)
+    assert_close(padded_logits(ours, sequences()), expected)
     assert isinstance(ours.architecture, TransformersArchitecture)
     if ours.architecture.takes_rows:
-        row = torch.cat(sequences())[None]
         for kernel in ("cpu", "sdpa"):
             ours.kernel = kernel
-            with torch.no_grad():
-                found = ours(row, torch.arange(row.size(1)), sequence_lengths=LENGTHS)
-            assert_close(found, expected)
+            assert_close(row_logits(ours, sequences()), expected)
 
 
 @pytest.mark.parametrize("model", ALL)
@@ -107,18 +70,7 @@ def test_logits_of_tokens_that_follow_others_are_those_of_whole_sequences(
 ) -> None:
     _, ours = opened(directory_of(model))
     expected = expected_logits(directory_of(model)).split(LENGTHS)
-    ours.body.start_cache(len(LENGTHS), max(LENGTHS))
-    prompts = torch.nn.utils.rnn.pad_sequence([s[:-2] for s in sequences()], batch_first=True)
-    ends = torch.tensor([len(s) - 3 for s in sequences()])
-    rows = torch.arange(len(LENGTHS))
-    with torch.no_grad():
-        places = torch.arange(prompts.size(1)).expand_as(prompts)
-        found = [ours(prompts, ends + rows * prompts.size(1), positions=places)]
-        for back in (2, 1):
-            newest = torch.stack([s[-back] for s in sequences()])[:, None]
-            found.append(ours(newest, rows, positions=(ends + 3 - back)[:, None]))
-    ours.body.end_cache()
-    for step, logits in enumerate(found):
+    for step, logits in enumerate(cached_logits(ours, sequences())):
         assert_close(logits, torch.stack([one[step - 3] for one in expected]))
 
 
