@@ -8,10 +8,9 @@ import pytest
 import torch
 import torch.nn as nn
 import transformers
-from tiny import make_tokenizer
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers_models import SIZES, VOCABULARY, transformers_model
+from transformers_models import SIZES, VOCABULARY, save_random, transformers_model
 
 from ftkit.architectures.transformers.architecture import TransformersArchitecture
 from ftkit.config.recipe import Memory, Recipe
@@ -64,16 +63,7 @@ def settings(model: str) -> dict[str, Any]:
 
 def make(directory: Path, model: str) -> Path:
     config = transformers.AutoConfig.for_model(model.split()[0], **settings(model))
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        made = transformers.AutoModelForCausalLM.from_config(config)
-        with torch.no_grad():
-            for parameter in made.parameters():
-                noise = torch.randn_like(parameter) * 0.1
-                parameter.copy_(noise if parameter.ndim > 1 else parameter + noise)
-    made.save_pretrained(directory)
-    make_tokenizer(directory)
-    return directory
+    return save_random(directory, transformers.AutoModelForCausalLM, config)
 
 
 def opened(

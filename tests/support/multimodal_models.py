@@ -4,10 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
-from tiny import make_tokenizer
-from transformers_models import SIZES
+from transformers_models import SIZES, save_random
 
 _TEXT = SIZES | {"head_dim": 8}
 _SLIDING = ["sliding_attention", "full_attention"]
@@ -139,18 +137,9 @@ EACH = tuple(
 
 
 def make_multimodal_model(directory: Path, model: str) -> Path:
-    """A random model in Hugging Face's layout, with weights large enough to tell apart."""
+    """A random model in Hugging Face's layout."""
     config = transformers.AutoConfig.for_model(model, **MODELS[model])
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        made = transformers.AutoModelForImageTextToText.from_config(config)
-        with torch.no_grad():
-            for parameter in made.parameters():
-                noise = torch.randn_like(parameter) * 0.1
-                parameter.copy_(noise if parameter.ndim > 1 else parameter + noise)
-    directory.mkdir(parents=True, exist_ok=True)
-    made.save_pretrained(directory)
-    make_tokenizer(directory)
+    save_random(directory, transformers.AutoModelForImageTextToText, config)
     (directory / "preprocessor_config.json").write_text('{"image_processor_type": "Any"}\n')
     return directory
 

@@ -175,11 +175,16 @@ def settings_of(model: str) -> dict[str, Any]:
 
 
 def make_transformers_model(directory: Path, model: str, **changes: Any) -> Path:
-    """A random model in Hugging Face's layout, with weights large enough to tell apart."""
+    """A random model in Hugging Face's layout."""
     config = transformers.AutoConfig.for_model(model_type(model), **settings_of(model) | changes)
+    return save_random(directory, transformers.AutoModelForCausalLM, config)
+
+
+def save_random(directory: Path, kind: Any, config: transformers.PretrainedConfig) -> Path:
+    """Save a model of one of transformers' Auto classes; weights are large enough to tell apart."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        made = transformers.AutoModelForCausalLM.from_config(config)
+        made = kind.from_config(config)
         with torch.no_grad():
             for parameter in made.parameters():
                 noise = torch.randn_like(parameter) * 0.1
