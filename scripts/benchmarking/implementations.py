@@ -150,9 +150,10 @@ def markdown(figures: Figures) -> str:
     machine = figures["hardware"]
     on = ", ".join(one["name"] for one in machine["gpus"]) or machine["cpu"]
     count = 1 + max((row["pair"] for row in figures["pairs"]), default=-1)
+    of = "One pair of runs" if count == 1 else f"Medians of {count} pairs of runs"
     return (
         f"{table(COLUMNS, rows)}\n\n"
-        f"Medians of {count} pairs on {on}; ratios are transformers / litgpt; tokens without "
+        f"{of} on {on}; ratios are transformers / litgpt; tokens without "
         f"padding; the first {figures['warm_up_steps']} steps are not counted. Memory: allocated "
         "on the GPU, or of the largest process less what its imports hold. The losses are "
         "transformers'."

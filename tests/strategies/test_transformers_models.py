@@ -3,13 +3,16 @@
 And the language model of one that sees, whose rest is with every result.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from adapters import TOKENS
+from computed import logits_by
 from conversions import assert_equal, merge, own_logits, transformers_logits
-from multimodal_models import make_multimodal_model
+from multimodal_models import make_multimodal_model, multimodal_model
 from rank_jobs import (
     METHODS,
     Case,
@@ -30,7 +33,9 @@ MODELS = {
     "tied": "gemma",
 }
 OTHER_EXPERTS = ("mixtral", "gpt_oss", "olmoe")
-THEIRS: tuple[tuple[str, Any], ...] = (
+Keys = tuple[tuple[str, Any], ...]
+"""Of a recipe, with what they are."""
+THEIRS: Keys = (
     ("model_implementation", "transformers"),
     # A tied model says the last token of its prompt again: a word, not the end of a line.
     ("data.prompt_style", "litgpt.prompts.Default"),
@@ -41,7 +46,7 @@ STRATEGIES = ("ddp", "fsdp", pytest.param("deepspeed", marks=needs_deepspeed))
 
 
 @pytest.fixture(scope="module")
-def changes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[tuple[str, Any], ...]]:
+def changes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Keys]:
     directory = tmp_path_factory.mktemp("transformers")
     made = {name: make_transformers_model(directory / name, m) for name, m in MODELS.items()}
     made[SEES] = make_multimodal_model(directory / SEES, "gemma3")
@@ -56,8 +61,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 Found = dict[tuple[str, ...], Outcome]
 
 
+def quantized(keys: Keys) -> Keys:
+    return (*keys, ("quantize", "bnb.nf4"))
+
+
 @pytest.fixture(scope="module")
-def alone(run: Run, changes: dict[str, tuple[tuple[str, Any], ...]]) -> Found:
+def alone(run: Run, changes: dict[str, Keys]) -> Found:
     cases: dict[tuple[str, ...], Case] = {}
     for model in MODELS:
         changed = changes[model]
@@ -66,34 +75,35 @@ def alone(run: Run, changes: dict[str, tuple[tuple[str, Any], ...]]) -> Found:
         cases |= {
             (model, "full"): Case("single", "full", changes=changed),
             (model, "lora"): Case("single", "lora", changes=changed),
-            (model, "nf4"): Case("single", "lora", changes=(*changed, ("quantize", "bnb.nf4"))),
+            (model, "nf4"): Case("single", "lora", changes=quantized(changed)),
             (model, "one by one"): Case("single", "full", changes=one),
             (model, "padded"): Case("single", "full", changes=padded),
             (model, "half"): Case("single", "lora", changes=changed, stop_after=2),
         }
         if model == "experts":
-            adapted = (*changed, ("quantize", "bnb.nf4"), ("lora_experts", True))
+            adapted = (*quantized(changed), ("lora_experts", True))
             cases[model, "adapted"] = Case("single", "lora", changes=adapted)
             half = Case("single", "lora", changes=adapted, stop_after=2)
             cases[model, "half of adapted"] = half
     for method in METHODS:
         cases[SEES, method] = Case("single", method, changes=changes[SEES])
         cases[SEES, method, "half"] = Case("single", method, changes=changes[SEES], stop_after=2)
+    cases[SEES, "nf4"] = Case("single", "lora", changes=quantized(changes[SEES]))
     found = run(1, list(cases.values()))
     return {name: found[case] for name, case in cases.items()}
 
 
 @pytest.fixture(scope="module")
-def in_two(run: Run, changes: dict[str, tuple[tuple[str, Any], ...]], alone: Found) -> Found:
+def in_two(run: Run, changes: dict[str, Keys], alone: Found) -> Found:
     cases: dict[tuple[str, ...], Case] = {}
     for model in MODELS:
         changed = changes[model]
-        quantized = (*changed, ("quantize", "bnb.nf4"))
+        packed = quantized(changed)
         for strategy in ("ddp", "fsdp", "deepspeed"):
             cases[model, strategy, "full"] = Case(strategy, "full", changes=changed)
-            cases[model, strategy, "nf4"] = Case(strategy, "lora", changes=quantized)
+            cases[model, strategy, "nf4"] = Case(strategy, "lora", changes=packed)
         if model == "experts":
-            adapted = (*quantized, ("lora_experts", True))
+            adapted = (*packed, ("lora_experts", True))
             for strategy in ("ddp", "fsdp", "deepspeed"):
                 cases[model, strategy, "adapted"] = Case(strategy, "lora", changes=adapted)
             half = alone[model, "half of adapted"].out_dir
@@ -105,6 +115,7 @@ def in_two(run: Run, changes: dict[str, tuple[tuple[str, Any], ...]], alone: Fou
     for method in METHODS:
         half = alone[SEES, method, "half"].out_dir
         cases[SEES, method, "resumed"] = Case("fsdp", method, changes=changes[SEES], start=half)
+    cases[SEES, "nf4"] = Case("fsdp", "lora", changes=quantized(changes[SEES]))
     found = run(2, list(cases.values()))
     return {name: found[case] for name, case in cases.items()}
 
@@ -157,11 +168,11 @@ def of_others(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Found:
         # Mixtral's router has gradients of little more than what rounding leaves, which Adam turns
         # into whole steps below its usual eps of 1e-8.
         changed = (*THEIRS, ("checkpoint_dir", made), ("optimizer.eps", 1e-6))
-        quantized = (*changed, ("quantize", "bnb.nf4"))
+        packed = quantized(changed)
         for strategy in ("single", "ddp", "fsdp", "deepspeed"):
             of = cases[1 if strategy == "single" else 2]
             of[model, strategy, "full"] = Case(strategy, "full", changes=changed)
-            of[model, strategy, "nf4"] = Case(strategy, "lora", changes=quantized)
+            of[model, strategy, "nf4"] = Case(strategy, "lora", changes=packed)
     found: Found = {}
     for world_size, chosen in cases.items():
         outcomes = run(world_size, list(chosen.values()))
@@ -195,17 +206,44 @@ def test_the_language_model_of_one_that_sees_goes_on_under_another_strategy(
     assert_same_maths(in_two[SEES, method, "resumed"], alone[SEES, method])
 
 
+def base_of(changes: dict[str, Keys]) -> str:
+    """Directory of the model that sees."""
+    return str(dict(changes[SEES])["checkpoint_dir"])
+
+
+def rest_of(weights: Iterable[str]) -> list[str]:
+    """What lies beside the language model."""
+    return [name for name in weights if "language_model" not in name]
+
+
 def test_results_of_one_that_sees_hold_what_was_not_trained_as_it_was(
-    changes: dict[str, tuple[tuple[str, Any], ...]], in_two: Found, alone: Found
+    changes: dict[str, Keys], in_two: Found, alone: Found
 ) -> None:
-    before = load_file(f"{dict(changes[SEES])['checkpoint_dir']}/model.safetensors")
-    rest = [name for name in before if "language_model" not in name]
+    before = load_file(f"{base_of(changes)}/model.safetensors")
+    rest = rest_of(before)
     assert len(rest) > 20
     for outcome in (alone[SEES, "full"], in_two[SEES, "full", "resumed"]):
         after = load_file(outcome.out_dir / "final/model.safetensors")
         assert after.keys() == before.keys()
         assert all(torch.equal(after[name], before[name]) for name in rest)
         assert not any(torch.equal(after[name], before[name]) for name in before.keys() - set(rest))
+
+
+def test_one_that_sees_is_quantised_and_merged_as_others_are_but_for_its_rest(
+    changes: dict[str, Keys], in_two: Found, alone: Found, tmp_path: Path
+) -> None:
+    outcome = alone[SEES, "nf4"]
+    assert outcome.losses[-1] < outcome.losses[0] and outcome.losses != alone[SEES, "lora"].losses
+    assert_same_maths(in_two[SEES, "nf4"], outcome)
+    outcome.complete()
+    merged = merge(outcome.out_dir, tmp_path / "merged")
+    logits = logits_by(multimodal_model(merged), [TOKENS[0]])
+    assert_equal(logits, own_logits(outcome.out_dir)[0])
+    assert (logits - own_logits(outcome.out_dir, quantize=None)[0]).abs().max() > 1e-3
+    before, after = (load_file(f"{d}/model.safetensors") for d in (base_of(changes), merged))
+    # The head is adapted, so it is the embedding no longer.
+    assert after.keys() == before.keys() | {"language_model.lm_head.weight"}
+    assert all(torch.equal(after[name], before[name]) for name in rest_of(before))
 
 
 @pytest.mark.parametrize("model", MODELS)
