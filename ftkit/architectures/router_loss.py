@@ -10,12 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ftkit.accelerators.use import sum_dtype
+
 
 class Routed(NamedTuple):
     """What routers did with some tokens, summed over these and over layers."""
 
     choices: Tensor
-    """[experts] float64, how often each expert was chosen."""
+    """[experts] float64 (where a device has it), how often each expert was chosen."""
     probabilities: Tensor
     """[experts] float32, which have gradients."""
 
@@ -45,7 +47,7 @@ class RouterLoss:
         probabilities = torch.softmax(logits, -1, dtype=torch.float32)
         chosen = probabilities.topk(self.chosen, -1).indices
         counted = is_real[:, None]
-        choices = torch.zeros(self.experts, dtype=torch.float64, device=logits.device)
+        choices = torch.zeros(self.experts, dtype=sum_dtype(logits.device), device=logits.device)
         choices.scatter_add_(0, chosen.flatten(), counted.expand_as(chosen).flatten().double())
         return Routed(choices, (probabilities * counted).sum(0))
 

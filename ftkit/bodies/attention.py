@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ftkit.accelerators.use import pinned
 from ftkit.architectures.architecture import AttentionTraits
 from ftkit.config.plan import Plan
 from ftkit.errors import UserError
@@ -136,8 +137,7 @@ class Scores:
 
 def _copied(values: npt.NDArray[Any], device: torch.device) -> Tensor:
     """On a device, without waiting for it."""
-    found = torch.from_numpy(values)
-    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
+    return pinned(torch.from_numpy(values), device).to(device, non_blocking=True)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores: Scores) -> Tensor:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ftkit.accelerators.kinds import device_kind
+from ftkit.accelerators.use import accelerator_in_use
 from ftkit.checkpoint.shards import Piece
 
 COPIES_BESIDE_TRAINING = False
@@ -30,7 +32,7 @@ class HostCopies:
         self._is_registered = False
         self._stream: Any = None
         self._done: Any = None
-        """CUDA event after the newest copies; None: the host has waited for them."""
+        """Event of the device after the newest copies; None: the host has waited for them."""
         self._sources: list[Piece] = []
         """Of copies that no update waits for yet; their memory must not be given to others."""
         self.refusal: str | None = None
@@ -50,15 +52,15 @@ class HostCopies:
         _synchronize()  # the host itself copies paged state, which the device may be writing
         tensors = [t for piece in pieces for t in (piece.values, piece.scales) if t is not None]
         copies = iter(self._places(tensors))
-        if not (_on_cuda() and COPIES_BESIDE_TRAINING):
+        if not ((device := accelerator_in_use()) and COPIES_BESIDE_TRAINING):
             copied = [_copied(piece, copies) for piece in pieces]
             _synchronize()
             return copied
-        self._stream = self._stream or torch.cuda.Stream()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        self._stream = self._stream or torch.Stream(device)
+        self._stream.wait_stream(torch.accelerator.current_stream())
+        with self._stream:
             copied = [_copied(piece, copies) for piece in pieces]
-            self._done = torch.cuda.Event()
+            self._done = torch.Event(device)
             self._done.record(self._stream)
         self._sources = pieces
         return copied
@@ -71,7 +73,7 @@ class HostCopies:
     def before_update(self) -> None:
         """Have the device update nothing before it has copied; the host goes on."""
         if self._sources:
-            torch.cuda.current_stream().wait_event(self._done)
+            torch.accelerator.current_stream().wait_event(self._done)
             self._sources = []
 
     def release(self) -> None:
@@ -79,7 +81,7 @@ class HostCopies:
         self.wait()
         if self._is_registered:
             assert self._memory is not None
-            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+            _runtime().cudaHostUnregister(self._memory.data_ptr())
         self._memory, self._is_registered = None, False
         self._done, self._sources = None, []
 
@@ -106,8 +108,9 @@ class HostCopies:
             return
         pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._memory = torch.frombuffer(pages, dtype=torch.uint8)
-        if _on_cuda():
-            self.refusal = _register(self._memory)
+        device = accelerator_in_use()
+        if device is not None and device_kind(device.type).registers_host_memory:
+            self.refusal = _register(self._memory, device)
             self._is_registered = self.refusal is None
 
 
@@ -131,22 +134,23 @@ def copied_to_host(piece: Piece) -> Piece:
     )
 
 
-def _on_cuda() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_initialized()
-
-
 def _synchronize() -> None:
-    if _on_cuda():
-        torch.cuda.synchronize()
+    if accelerator_in_use() is not None:
+        torch.accelerator.synchronize()
 
 
-def _register(memory: Tensor) -> str | None:
+def _runtime() -> Any:
+    """The library of CUDA (or HIP) under torch, for what torch itself does not offer."""
+    return torch.cuda.cudart()
+
+
+def _register(memory: Tensor, device: torch.device) -> str | None:
     """Page-lock memory; why not, if it cannot be."""
-    cudart: Any = torch.cuda.cudart()
-    code = cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+    runtime = _runtime()
+    code = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
     if int(code) == 0:
         return None
     # CUDA keeps the error for whoever asks next, and torch asks after each kernel: after this one.
     with suppress(RuntimeError):
-        torch.zeros(1, device="cuda")
-    return str(cudart.cudaGetErrorString(code))
+        torch.zeros(1, device=device)
+    return str(runtime.cudaGetErrorString(code))

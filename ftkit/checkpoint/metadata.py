@@ -74,7 +74,7 @@ class Layout:
     micro_batch_size: int
     """Sequences per forward pass on one rank."""
     accelerator: str
-    """cpu or cuda."""
+    """Kind of device, as torch calls it: cpu, cuda, ..."""
 
 
 @dataclass(frozen=True, kw_only=True)

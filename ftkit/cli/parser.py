@@ -204,7 +204,7 @@ def _typed(item: Declared, text: str) -> Any:
     least, most = item.rules.get("least"), item.rules.get("most")
     try:
         if words:
-            if text not in words:
+            if text not in words and str not in accepted_types(item.kind):
                 raise ValueError
             return text
         value = accepted(text)

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ftkit.accelerators.kinds import HOST_KIND
 from ftkit.config.recipe import LoraRecipe
 from ftkit.errors import UserError
 from ftkit.report.metrics import Row, read_metrics, read_validation
@@ -140,7 +141,7 @@ class ComparedRun:
     def memory_limit_bytes(self) -> int | None:
         """Memory of the device; on CPU, the share of a rank in the memory of the machine."""
         hardware = self.report.hardware or Hardware()
-        if self.resolved.accelerator == "cuda":
+        if self.resolved.accelerator != HOST_KIND:
             sizes = [
                 gpu.memory_bytes
                 for gpu in hardware.gpus

@@ -6,6 +6,7 @@ import os
 import shutil
 from dataclasses import fields
 
+from ftkit.accelerators.kinds import device_kind
 from ftkit.config.devices import Devices
 from ftkit.config.recipe import LAYER_SWITCHES, LoraRecipe, Recipe
 from ftkit.errors import UserError
@@ -95,9 +96,10 @@ def check_kernels(recipe: Recipe, devices: Devices, strategy: str, *, compiles: 
         strategy: what it came to.
         compiles: whether blocks may be compiled under it.
     """
-    if recipe.kernels == "liger" and devices.accelerator == "cpu":
+    if recipe.kernels == "liger" and not device_kind(devices.accelerator).has_triton:
         raise UserError(
-            "kernels is liger, but the accelerator is cpu and these kernels are for CUDA. "
+            f"kernels is liger, but the accelerator is {devices.accelerator} and these kernels are "
+            "for CUDA. "
             "Try --kernels torch."
         )
     if recipe.kernels == "liger" and recipe.compile:

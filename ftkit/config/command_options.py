@@ -108,7 +108,7 @@ class Declared:
 
     @property
     def choices(self) -> list[str]:
-        """The words that it takes; [] if it takes any."""
+        """The words that it takes, or knows where it takes others too; [] if it takes any."""
         literals = [k for k in accepted_types(self.kind) if typing.get_origin(k) is Literal]
         return [str(choice) for kind in literals for choice in typing.get_args(kind)]
 

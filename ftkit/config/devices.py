@@ -1,5 +1,8 @@
 """Devices: what this machine has, and whether the installed torch can use it; a child asks torch.
 
+What is asked of CUDA alone (driver, builds of torch, MIG, what is hidden) is here; every other kind
+of device is asked in the words that torch.accelerator has for all. AMD's GPUs are CUDA's to torch.
+
 A process that asks CUDA may be left with a context: half a gigabyte on each GPU, and nobody else's
 turn where GPUs are in exclusive-process mode. The child ends with its contexts; no torch here.
 """
@@ -16,8 +19,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from ftkit.accelerators.kinds import USUAL_KIND, device_kind
 from ftkit.config.recipe import Recipe
 from ftkit.errors import UserError
 from ftkit.utils.hardware import hardware
@@ -60,22 +64,39 @@ class Cuda:
     """Why it cannot use any; empty: it can."""
 
 
-Accelerator = Literal["cpu", "cuda"]
+@dataclass(frozen=True, kw_only=True)
+class Current:
+    """What the installed torch calls its accelerator on this machine."""
+
+    torch: str
+    """Its version."""
+    name: str | None = None
+    """Kind of device; None: this torch has none but the CPU, or cannot use it here."""
+    devices: tuple[str, ...] = ()
+    """Name of each."""
+    memory_bytes: tuple[int, ...] = ()
+    """Of each; empty: torch does not say."""
+    bf16: bool = False
+    """Whether products of bfloat16 can be computed."""
+    error: str = ""
+    """What was said when it was asked."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
     """What one machine offers."""
 
-    accelerator: Accelerator
+    accelerator: str
+    """Kind of device, as torch calls it."""
     count: int
-    """Visible GPUs, or the CPU's logical cores."""
+    """Visible devices of that kind, or the CPU's logical cores."""
     names: tuple[str, ...] = ()
-    """Product name of each GPU."""
+    """Product name of each device, but of CPUs."""
     memory_bytes: tuple[int, ...] = ()
-    """What CUDA offers to programs on each GPU; empty: not known."""
+    """What each offers to programs; empty: not known."""
     bf16_native: bool = True
-    """Whether bfloat16 runs in hardware (CUDA compute capability 8.0 and later; CPUs count)."""
+    """Whether bfloat16 runs in hardware (CUDA compute capability 8.0 and later; CPUs count, and
+    other kinds that compute it at all)."""
     deepspeed: bool = True
     """Whether DeepSpeed is installed."""
 
@@ -92,10 +113,16 @@ def find_devices(
         on_asking: called before a child is asked, which takes seconds.
 
     Raises:
-        UserError: there is a GPU that the installed torch cannot use, or has no kernels for.
+        UserError: there is a GPU that the installed torch cannot use, or has no kernels for; or it
+            has no device of the kind that was asked for.
     """
+    if recipe.accelerator not in ("auto", "cpu", "cuda"):
+        if not here:
+            on_asking()
+        return _of_another_kind(recipe, _current() if here else _current_once())
     cpu = Devices(accelerator="cpu", count=os.cpu_count() or 1)
     native, windows = (Path(node).exists() for node in ("/dev/nvidiactl", "/dev/dxg"))
+    native = native or (is_for_rocm() and Path("/dev/kfd").exists())
     asked_for = recipe.accelerator == "cuda"
     if recipe.accelerator == "cpu" or not (asked_for or native or windows):
         return cpu
@@ -135,17 +162,18 @@ def visible_gpus() -> tuple[VisibleGpu, ...]:
     return cuda.gpus
 
 
-def free_bytes(count: int) -> list[int]:
-    """Memory that nobody has taken, of the first so many visible GPUs.
+def free_bytes(count: int, accelerator: str = USUAL_KIND) -> list[int]:
+    """Memory that nobody has taken, of the first so many visible devices.
 
     One context, such as a rank will have, is taken off already: that of the child that looks.
 
     Raises:
-        UserError: CUDA does not say.
+        UserError: torch does not say.
     """
-    answer = _child("free", str(count))
+    answer = _child("free", str(count), accelerator)
     if "error" in answer:
-        raise UserError(f"The free memory of the GPUs is not known: {answer['error']}")
+        noun = device_kind(accelerator).noun
+        raise UserError(f"The free memory of the {noun}s is not known: {answer['error']}")
     return [int(number) for number in answer["free_bytes"]]
 
 
@@ -154,10 +182,19 @@ def has_deepspeed() -> bool:
     return importlib.util.find_spec("deepspeed") is not None
 
 
+def is_for_rocm() -> bool:
+    """Whether the installed torch is a build for AMD's GPUs, by its version: 2.13.0+rocm7.2."""
+    return "+rocm" in metadata.version("torch")
+
+
 def gpus_are_hidden() -> bool:
-    """Whether CUDA_VISIBLE_DEVICES hides every GPU: it is "", -1, NoDevFiles, ..."""
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return shown is not None and re.match(r"\s*\+?\d|GPU-|MIG-", shown) is None
+    """Whether a variable hides every GPU, as CUDA_VISIBLE_DEVICES with "", -1, NoDevFiles, ..."""
+    names = ["CUDA_VISIBLE_DEVICES"]
+    names += ["HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"] if is_for_rocm() else []
+    return any(
+        name in os.environ and re.match(r"\s*\+?\d|GPU-|MIG-", os.environ[name]) is None
+        for name in names
+    )
 
 
 def require_kernels(gpu: VisibleGpu, cuda: Cuda) -> None:
@@ -213,12 +250,39 @@ def _unusable(cuda: Cuda, *, asked_for: bool) -> str:
     elif asked_for:
         start = f"accelerator is cuda, but torch {cuda.torch} sees no GPU"
     else:
-        start = f"This machine has NVIDIA's driver, but torch {cuda.torch} cannot use a GPU"
-    advice = "Look at nvidia-smi, or try --accelerator cpu."
+        maker = "AMD" if is_for_rocm() else "NVIDIA"
+        start = f"This machine has {maker}'s driver, but torch {cuda.torch} cannot use a GPU"
+    tool = "rocm-smi" if is_for_rocm() else "nvidia-smi"
+    advice = f"Look at {tool}, or try --accelerator cpu."
     build = _build_for_driver(found.cuda)
     if build and re.search("not compiled with CUDA|driver.* too old", cuda.error):
         advice = f"{_install(cuda.torch, build)} is for this driver. Or try --accelerator cpu."
     return f"{start}: {cuda.error}\n{advice}"
+
+
+def _of_another_kind(recipe: Recipe, current: Current) -> Devices:
+    """The devices of a kind that is neither the CPU nor CUDA.
+
+    Raises:
+        UserError: the installed torch has none, or can use none here.
+    """
+    asked = recipe.accelerator
+    if current.name != asked or not current.devices:
+        has = "cpu alone" if current.name in (None, asked) else f"cpu and {current.name}"
+        why = f": {current.error}" if current.error else ""
+        other = "cpu" if current.name in (None, asked) else f"{current.name} or cpu"
+        raise UserError(
+            f"accelerator is {asked}, but torch {current.torch} has no such device here: it has "
+            f"{has}{why}. Install a build of torch for it, or try --accelerator {other}."
+        )
+    return Devices(
+        accelerator=asked,
+        count=len(current.devices),
+        names=current.devices,
+        memory_bytes=current.memory_bytes,
+        bf16_native=current.bf16,
+        deepspeed=has_deepspeed(),
+    )
 
 
 def _build_for_driver(newest_cuda: str | None) -> str | None:
@@ -247,6 +311,48 @@ def ask_torch() -> Cuda:
         ),
         architectures=tuple(torch.cuda.get_arch_list()),
     )
+
+
+def _current() -> Current:
+    """What torch says of its accelerator, whichever it is, asked in this process."""
+    import torch
+
+    version = str(torch.__version__)
+    kind = torch.accelerator.current_accelerator()
+    if kind is None:
+        return Current(torch=version)
+    try:
+        module: Any = torch.get_device_module(kind)
+        devices = [torch.device(kind.type, i) for i in range(torch.accelerator.device_count())]
+        name = getattr(module, "get_device_name", lambda device: kind.type)
+        names = tuple(str(name(device)) for device in devices)
+        bf16 = bool(devices) and _computes_bf16(devices[0])
+    except Exception as error:  # a broken driver may bring any
+        return Current(torch=version, name=kind.type, error=" ".join(str(error).split()))
+    try:
+        sizes = tuple(int(module.get_device_properties(d).total_memory) for d in devices)
+    except Exception:  # not every kind tells
+        sizes = ()
+    return Current(torch=version, name=kind.type, devices=names, memory_bytes=sizes, bf16=bf16)
+
+
+def _computes_bf16(device: Any) -> bool:
+    import torch
+
+    try:
+        ones = torch.ones(2, 2, dtype=torch.bfloat16, device=device)
+        return bool((ones @ ones).sum().item() == 8)
+    except (RuntimeError, TypeError):
+        return False
+
+
+@functools.cache
+def _current_once() -> Current:
+    """The same asked in a child."""
+    answer = {"torch": metadata.version("torch"), "devices": (), "memory_bytes": ()}
+    answer |= _child("current")
+    lists = {key: tuple(answer[key]) for key in ("devices", "memory_bytes")}
+    return Current(**answer | lists)
 
 
 @functools.cache
@@ -281,7 +387,10 @@ def _answer(words: Sequence[str]) -> dict[str, Any]:
         import torch
     if words[0] == "gpus":
         return dataclasses.asdict(ask_torch())
-    return {"free_bytes": [torch.cuda.mem_get_info(i)[0] for i in range(int(words[1]))]}
+    if words[0] == "current":
+        return dataclasses.asdict(_current())
+    free = torch.cuda.mem_get_info if words[2] == "cuda" else torch.accelerator.get_memory_info
+    return {"free_bytes": [free(i)[0] for i in range(int(words[1]))]}
 
 
 if __name__ == "__main__":

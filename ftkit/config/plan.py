@@ -6,10 +6,10 @@ downloaded or started.
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
+from ftkit.accelerators.kinds import HOST_KIND, DeviceKind, device_kind
 from ftkit.config.checks import check_kernels, check_ranges, ignored_layers
-from ftkit.config.devices import Accelerator, Devices
+from ftkit.config.devices import Devices
 from ftkit.config.recipe import MicroBatchKey, Precision, Recipe, Train
 from ftkit.config.strategies import (
     RULES,
@@ -27,7 +27,8 @@ class Plan:
     """A recipe resolved on given devices."""
 
     recipe: Recipe
-    accelerator: Accelerator
+    accelerator: str
+    """Kind of device, as torch calls it."""
     precision: Precision
     strategy: StrategyName
     options: StrategyOptions
@@ -64,11 +65,14 @@ class Plan:
         return self.rules.sharding(self.options)
 
     @property
-    def communication(self) -> Literal["nccl", "gloo"] | None:
+    def kind(self) -> DeviceKind:
+        """What is known of its kind of device."""
+        return device_kind(self.accelerator)
+
+    @property
+    def communication(self) -> str | None:
         """The library that carries messages between ranks."""
-        if not self.rules.connects_ranks:
-            return None
-        return "nccl" if self.accelerator == "cuda" else "gloo"
+        return self.kind.communication if self.rules.connects_ranks else None
 
     @property
     def micro_steps(self) -> int | None:
@@ -116,14 +120,16 @@ def make_plan(recipe: Recipe, devices: Devices, *, trains: bool = True) -> Plan:
     """
     check_ranges(recipe)
     count = devices.count if recipe.devices == "auto" else recipe.devices
-    if recipe.devices == "auto" and devices.accelerator == "cpu":
+    if recipe.devices == "auto" and devices.accelerator == HOST_KIND:
         count = 1
-    if devices.accelerator == "cuda" and count > devices.count:
+    if devices.accelerator != HOST_KIND and count > devices.count:
+        noun = device_kind(devices.accelerator).noun
         raise UserError(
-            f"devices is {count}, but this machine shows {devices.count} GPU(s). "
+            f"devices is {count}, but this machine shows {devices.count} {noun}(s). "
             f"Try --devices {devices.count} or --accelerator cpu."
         )
     strategy, options, precision, notices = resolve_strategy(recipe, devices, count)
+    notices += _check_kind(devices, strategy)
     RULES[strategy].check(recipe, precision, devices)
     RULES[strategy].shards(options, count, recipe.num_nodes)
     if trains and precision == "16-true" and not RULES[strategy].keeps_masters:
@@ -142,7 +148,7 @@ def make_plan(recipe: Recipe, devices: Devices, *, trains: bool = True) -> Plan:
         devices=count,
         micro_batch_size=size,
         micro_batch_tokens=tokens,
-        has_flash=devices.accelerator == "cuda"
+        has_flash=device_kind(devices.accelerator).has_flash
         and devices.bf16_native  # in the same generation of GPUs
         and precision != "32-true",
         notices=tuple(notices),
@@ -189,6 +195,23 @@ def _micro_batch(train: Train, notices: list[str]) -> tuple[int, int | None]:
     return min(size, batch), tokens
 
 
+def _check_kind(devices: Devices, strategy: StrategyName) -> list[str]:
+    """Refuse what does not run on a kind of device; say so where nobody has tried it."""
+    kind = device_kind(devices.accelerator)
+    if strategy not in kind.strategies:
+        known = " or ".join(kind.strategies)
+        advice = f"--strategy {kind.strategies[-1]}"
+        if kind.strategies == ("single",):
+            advice = "--devices 1 --strategy single"
+        raise UserError(
+            f"strategy is {strategy}, but accelerator is {kind.name}, on which {known} alone runs. "
+            f"Try {advice}, or --accelerator cpu."
+        )
+    if kind.tried:
+        return []
+    return [f"accelerator is {kind.name}: ftkit has not been tried on such devices."]
+
+
 def _check_offloading(recipe: Recipe, devices: Devices) -> list[str]:
     if not recipe.memory.activation_checkpointing:
         raise UserError(
@@ -196,7 +219,7 @@ def _check_offloading(recipe: Recipe, devices: Devices) -> list[str]:
             "what goes to host memory are the inputs that it keeps. Try "
             "--memory.activation_checkpointing true."
         )
-    on_cpu = devices.accelerator == "cpu"
+    on_cpu = devices.accelerator == HOST_KIND
     return ["memory.offload_activations has no effect: this is host memory."] * on_cpu
 
 

@@ -13,6 +13,7 @@ Precision = Literal["32-true", "bf16-true", "bf16-mixed", "16-true", "16-mixed"]
 Quantization = Literal["bnb.nf4", "bnb.nf4-dq", "bnb.fp4", "bnb.fp4-dq", "bnb.int8"]
 Method = Literal["full", "lora"]
 Kernels = Literal["auto", "torch", "liger"]
+AcceleratorKey = Literal["auto", "cpu", "cuda"] | str
 LoraVariant = Literal["lora", "dora", "rslora"]
 LoraInit = Literal["default", "pissa", "olora"]
 MicroBatchKey = Literal["micro_batch_size", "micro_batch_tokens"]
@@ -177,8 +178,10 @@ class Recipe:
     precision: Precision | None = None
     """Number format. Default: bf16-mixed, or 16-mixed on GPUs without bfloat16. 16-true trains
     under deepspeed alone, which keeps weights in 32 bits beside it."""
-    accelerator: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device kind. Default: cuda where there is one, else cpu."""
+    accelerator: AcceleratorKey = "auto"
+    """Device kind. Default: cuda (GPUs of NVIDIA, and of AMD with torch for ROCm) where there is
+    one, else cpu. Any other that torch.accelerator names, such as xpu or mps, is taken too: ftkit
+    has not been tried on it."""
     devices: int | Literal["auto"] = 1
     """Devices per node."""
     num_nodes: int = 1

@@ -6,7 +6,7 @@ from typing import Literal
 
 from ftkit.config.command_options import OutputFormat, keys_beside, option, word
 from ftkit.config.parsing import Override
-from ftkit.config.recipe import Precision, Quantization
+from ftkit.config.recipe import AcceleratorKey, Precision, Quantization
 from ftkit.errors import UserError
 from ftkit.utils.units import SIZE_UNITS, parse_size
 
@@ -36,8 +36,9 @@ class UseOptions:
     """How the weights of the base model are stored; none: as numbers. Default: as in the run."""
     precision: Precision | None = option(None, example="bf16-true")
     """Number format. Default: that of the run; without one, 16 bits on GPUs and 32 on CPUs."""
-    accelerator: Literal["auto", "cpu", "cuda"] = option("auto", example="cpu")
-    """Device kind. Default: cuda where there is one, else cpu."""
+    accelerator: AcceleratorKey = option("auto", example="cpu")
+    """Device kind. Default: cuda where there is one, else cpu. Any other that torch.accelerator
+    names, such as xpu or mps, is taken too: ftkit has not been tried on it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, cast, get_args, get_type_hints
 
+from ftkit.accelerators.kinds import HOST_KIND, USUAL_KIND
 from ftkit.config.devices import Devices, has_deepspeed
 from ftkit.config.recipe import LoraRecipe, Precision, Recipe
 from ftkit.errors import UserError
@@ -308,15 +309,16 @@ def _name(devices: Devices) -> str:
 
 def _check_precision(precision: Precision, strategy: StrategyName, devices: Devices) -> list[str]:
     """Refuse what the devices cannot compute, and tell what is slow there."""
-    if precision.startswith("16") and devices.accelerator == "cpu":
+    if precision.startswith("16") and devices.accelerator == HOST_KIND:
         raise UserError(
             f"precision is {precision}, but float16 training needs a CUDA GPU: CPUs lack its fast "
             f"kernels and its range underflows. Try --precision {precision.replace('16', 'bf16')}."
         )
     if precision.startswith("bf16") and not devices.bf16_native:
         others = "16-mixed or 32-true" if RULES[strategy].scales_loss else "32-true"
+        why = " (compute capability below 8.0)" if devices.accelerator == USUAL_KIND else ""
         notice = (
-            f"{_name(devices)} has no bfloat16 hardware (compute capability below 8.0): it is "
+            f"{_name(devices)} has no bfloat16 hardware{why}: it is "
             f"emulated and slow. Try --precision {others}."
         )
         return [notice]

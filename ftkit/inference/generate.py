@@ -9,10 +9,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from rich.table import Table
 from rich.text import Text
 
+from ftkit.accelerators.use import free_cached_memory
 from ftkit.config.result_options import GenerateOptions
 from ftkit.console.display import Display
 from ftkit.console.formatting import printable
@@ -99,8 +99,7 @@ def _answer_all(
     print(f"{result.name}: {total.speed_text}", file=sys.stderr)
     del speaker
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    free_cached_memory()
     return answers
 
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ftkit.accelerators.kinds import HOST_KIND
 from ftkit.architectures.architecture import HEAD
 from ftkit.checkpoint.files import BASE
 from ftkit.checkpoint.metadata import CheckpointError
 from ftkit.checkpoint.shards import StoredState
 from ftkit.checkpoint.state import PARAMETER, stored_name, trained_parameter
-from ftkit.config.devices import Accelerator, find_devices
+from ftkit.config.devices import find_devices
 from ftkit.config.peft_adapter import CONFIG
 from ftkit.config.plan import Plan, make_plan
 from ftkit.config.recipe import Component, LoraRecipe, Precision, Quantization, Recipe, Train
@@ -50,13 +51,13 @@ class Loaded:
 
 
 def plan_use(
-    result: Result, accelerator: Accelerator | None = None, precision: Precision | None = None
+    result: Result, accelerator: str | None = None, precision: Precision | None = None
 ) -> Plan:
     """How a result computes on this machine, on one device: as its run did, where that is possible.
 
     Args:
         result: what is to be used.
-        accelerator: default: cuda where there is one.
+        accelerator: kind of device. Default: GPUs of NVIDIA or AMD where there are any.
         precision: default: that of its run; of what no run made, 16 bits on GPUs and 32 on CPUs.
 
     Raises:
@@ -74,7 +75,7 @@ def plan_use(
     )
     devices = find_devices(recipe, here=True)
     half: Precision = "bf16-true" if devices.bf16_native else "16-true"
-    default = result.precision or (half if devices.accelerator == "cuda" else "32-true")
+    default = result.precision or ("32-true" if devices.accelerator == HOST_KIND else half)
     if devices.accelerator == "cpu" and default.startswith("16"):
         default = "32-true"
     recipe = dataclasses.replace(recipe, precision=precision or default)

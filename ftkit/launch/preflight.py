@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ftkit.accelerators.kinds import HOST_KIND
 from ftkit.config.devices import Devices, free_bytes
 from ftkit.config.parsing import to_yaml
 from ftkit.config.recipe import Recipe, Train
@@ -222,7 +223,7 @@ def _ranks(recipe: Recipe, devices: Devices) -> int:
     """Ranks on this machine; there is no plan yet."""
     if isinstance(recipe.devices, int):
         return recipe.devices
-    return devices.count if devices.accelerator == "cuda" else 1
+    return 1 if devices.accelerator == HOST_KIND else devices.count
 
 
 def _gpu_bytes(devices: Devices, ranks: int) -> int | None:
@@ -235,7 +236,7 @@ def _free_bytes(recipe: Recipe, devices: Devices) -> int:
     ranks = _ranks(recipe, devices)
     if devices.accelerator == "cpu":
         return available_host_bytes(ranks)
-    return min(free_bytes(min(ranks, devices.count)))
+    return min(free_bytes(min(ranks, devices.count), devices.accelerator))
 
 
 def _ask(

@@ -243,7 +243,7 @@ def rank_environment(job: Job, placement: dict[str, str]) -> dict[str, str]:
     environment = os.environ | placement | plan.rules.environment(plan.accelerator)
     if job.recipe.access_token:
         environment["HF_TOKEN"] = job.recipe.access_token
-    if plan.accelerator == "cuda" and not environment.keys() & ALLOCATOR_SETTINGS:
+    if plan.kind.grows_segments and not environment.keys() & ALLOCATOR_SETTINGS:
         environment[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
     if plan.accelerator == "cpu":
         for name in MATMUL_CACHES:

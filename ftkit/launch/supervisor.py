@@ -227,7 +227,7 @@ def _go_on(
 
 
 def _say_that_torch_is_asked() -> None:
-    print("asking torch about the GPUs ...", flush=True)  # in a child that imports it
+    print("asking torch about the devices ...", flush=True)  # in a child that imports it
 
 
 def _beginning(job: Job) -> str:

@@ -8,6 +8,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from ftkit.accelerators.kinds import device_kind
 from ftkit.memory.state_tensors import gradients, parameters
 from ftkit.memory.tracker import LiveTensors, Stretch, highest
 from ftkit.report.step_memory import Breakdown, MicroBatchSize, RankStepMemory, StepMoments
@@ -16,9 +17,6 @@ from ftkit.strategies.distributed import rank
 from ftkit.strategies.simulated_step import Snapshot
 from ftkit.strategies.strategy import Strategy
 from ftkit.utils.out_of_memory import is_out_of_memory
-
-CUDA_GRANULARITY_BYTES = 512
-"""torch's allocator rounds every size up to a multiple (c10/cuda/CUDACachingAllocator.h)."""
 
 STEPS_LOOKED_AT = 100
 """The step with the largest micro-batch is looked for among this many."""
@@ -46,40 +44,45 @@ class DevicePeak:
     """The highest device memory since the start, though single steps are measured on their own."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._counts = device_kind(device.type).counts_memory
         self._requested = self._allocated = self._reserved = 0
 
     def restart(self) -> None:
         """From here on, `within` counts; the highest before is kept."""
-        if self._cuda:
+        if self._counts:
             self._requested = self.requested_bytes or 0
             self._allocated, self._reserved = self.allocated_bytes or 0, self.reserved_bytes or 0
-            torch.cuda.reset_peak_memory_stats()
+            torch.accelerator.reset_peak_memory_stats()
 
     def within(self) -> int | None:
-        """Highest allocated bytes since `restart`; None on CPU."""
-        return torch.cuda.max_memory_allocated() if self._cuda else None
+        """Highest allocated bytes since `restart`; None: they are not counted, as on CPUs."""
+        return torch.accelerator.max_memory_allocated() if self._counts else None
 
     def now(self) -> int | None:
-        """Allocated bytes; None on CPU."""
-        return torch.cuda.memory_allocated() if self._cuda else None
+        """Allocated bytes; None: they are not counted."""
+        return torch.accelerator.memory_allocated() if self._counts else None
 
     @property
     def requested_bytes(self) -> int | None:
-        """Highest memory that was asked for, before the allocator rounds it; None on CPU."""
-        if not self._cuda:
+        """Highest memory that was asked for, before the allocator rounds it; None: not counted."""
+        if not self._counts:
             return None
-        return max(self._requested, torch.cuda.memory_stats().get("requested_bytes.all.peak", 0))
+        stats = torch.accelerator.memory_stats()
+        return max(self._requested, stats.get("requested_bytes.all.peak", 0))
 
     @property
     def allocated_bytes(self) -> int | None:
-        """Highest memory in tensors, as torch counts it; None on CPU."""
-        return max(self._allocated, torch.cuda.max_memory_allocated()) if self._cuda else None
+        """Highest memory in tensors, as torch counts it; None: it does not."""
+        if not self._counts:
+            return None
+        return max(self._allocated, torch.accelerator.max_memory_allocated())
 
     @property
     def reserved_bytes(self) -> int | None:
-        """Highest memory that torch took from the driver; None on CPU."""
-        return max(self._reserved, torch.cuda.max_memory_reserved()) if self._cuda else None
+        """Highest memory that torch took from the driver; None: it is not counted."""
+        if not self._counts:
+            return None
+        return max(self._reserved, torch.accelerator.max_memory_reserved())
 
 
 class MemoryMeter:
@@ -107,11 +110,12 @@ class MemoryMeter:
         """
         self._strategy, self._model = strategy, model
         self._steps = steps
-        self._on_cuda = strategy.device.type == "cuda"
+        self._kind = device_kind(strategy.device.type)
         self._device_peak = device_peak
         self._on_measured = on_measured
-        granularity = CUDA_GRANULARITY_BYTES if self._on_cuda else 1
-        self._live = LiveTensors(strategy.device, granularity_bytes=granularity)
+        self._live = LiveTensors(
+            strategy.device, granularity_bytes=self._kind.allocator_block_bytes
+        )
         self._step = 0
         self._entered = False
         self._has_looked_around = False
@@ -190,7 +194,8 @@ class MemoryMeter:
         self._parameters = list(self._model.parameters())
         self._assign_changed()
         self._live.assign(parameters(self._strategy, self._modules), "parameters")
-        if not self._on_cuda and not self._has_looked_around:  # no allocator tells what is taken
+        if not self._kind.counts_memory and not self._has_looked_around:
+            # No allocator tells what is taken.
             kinds = set(_with_subclasses(Tensor))
             self._live.assign_unknown(item for item in gc.get_objects() if type(item) in kinds)
             self._has_looked_around = True  # what it found is followed from here on

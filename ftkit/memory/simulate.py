@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.autograd.graph import saved_tensors_hooks
 
+from ftkit.accelerators.kinds import HOST_KIND
 from ftkit.bodies.attention import attention_kernel
 from ftkit.bodies.experts import packed_in
 from ftkit.config.checks import has_liger
@@ -43,8 +44,6 @@ from ftkit.strategies.strategy import Strategy, tensors_in
 from ftkit.strategies.zero_memory import PERSISTENT_ELEMENTS
 
 CPU = torch.device("cpu")
-CUDA_BLOCK_BYTES = 512
-"""What torch's CUDA allocator rounds sizes up to (kMinBlockSize in c10/cuda)."""
 LEAST_DEPTH = 3
 """Layers of the smaller model: enough that both ends have blocks of their own."""
 
@@ -209,7 +208,7 @@ def _in_host_memory(plan: Plan) -> Iterator[_HostMemory]:
     """Count what is kept beside a GPU; on CPUs all of it is host memory."""
     usual = language_model.in_host_memory
     host = _HostMemory()
-    if plan.accelerator == "cuda":
+    if plan.accelerator != HOST_KIND:
         language_model.in_host_memory = host
     try:
         yield host
@@ -264,8 +263,7 @@ class _Step:
         self._plan = plan = strategy.plan
         self._accumulates = accumulates
         self._mixed = plan.precision.endswith("-mixed") and strategy.mixes_by_autocast
-        granularity_bytes = CUDA_BLOCK_BYTES if plan.accelerator == "cuda" else 1
-        self._live = LiveTensors(CPU, granularity_bytes=granularity_bytes)
+        self._live = LiveTensors(CPU, granularity_bytes=plan.kind.allocator_block_bytes)
         self._trained = trainable(model)
         self._buckets: dict[Tensor, Tensor] = {}
         """Of DDP: where the gradient of a parameter lies after the last micro-step."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
+from ftkit.accelerators.kinds import device_kind
 from ftkit.architectures.architecture import Architecture
 from ftkit.architectures.router_loss import RouterLoss
 from ftkit.bodies.attention import AttentionKernel
@@ -166,8 +167,14 @@ def _keep_the_input_alone(
 
 
 def in_host_memory(hidden: Tensor) -> AbstractContextManager[Any]:
-    """What this context saves for the backward pass of a GPU is in page-locked host memory."""
-    return save_on_cpu(pin_memory=True) if hidden.is_cuda else nullcontext()
+    """What this context saves for the backward pass of a device is in host memory.
+
+    It is page-locked where that makes copies faster.
+    """
+    if hidden.is_cpu:
+        return nullcontext()
+    kind = device_kind(hidden.device.type)
+    return save_on_cpu(pin_memory=kind.pins_host_memory, device_type=kind.name)
 
 
 def outline_plain(

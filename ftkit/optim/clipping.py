@@ -60,7 +60,7 @@ def clip_gradients(parameters: Sequence[torch.nn.Parameter], limit: float | None
         return norm
     known = norm.full_tensor() if isinstance(norm, DTensor) else norm
     factor = (limit / (known + 1e-6)).clamp(max=1.0)
-    if factor.device.type == "cuda":  # there a scalar is rounded to the format of what it scales
+    if factor.device.type != "cpu":  # there a scalar is rounded to the format of what it scales
         factor = factor[None]
     for gradient in gradients:
         (gradient.to_local() if isinstance(gradient, DTensor) else gradient).mul_(factor)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ftkit.accelerators.kinds import USUAL_KIND
 from ftkit.architectures.architecture import ModelLayout
 from ftkit.bodies.attention import attention_path
 from ftkit.config.devices import Devices, has_deepspeed
@@ -297,7 +298,7 @@ def _devices(recipe: Recipe, gpu: Gpu | None) -> Devices:
             f"accelerator is cpu, but --gpu is {gpu.name if gpu else ''}. Leave one of them out."
         )
     return Devices(
-        accelerator="cuda",
+        accelerator=USUAL_KIND if recipe.accelerator == "auto" else recipe.accelerator,
         count=max(count, 1),
         names=(gpu.name,) if gpu else (),
         bf16_native=gpu is None or gpu.bf16,

@@ -167,7 +167,7 @@ def _rows(planned: Planned) -> Iterator[tuple[str, str]]:
             yield f"  {words}", bytes_text(memory.breakdown_bytes[category])
     if memory.is_more_because:
         yield "at most", f"it will be less: {memory.is_more_because}"
-    if plan.accelerator == "cuda":
+    if plan.kind.counts_memory:
         yield "reserved", f"about {bytes_text(memory.reserved_bytes)}, with torch's cache"
     hosted = ", ".join(
         f"{category.replace('_', ' ')} {bytes_text(count)}"

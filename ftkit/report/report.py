@@ -43,7 +43,7 @@ class Resolved:
     base_model: str | None = None
     """Name or directory of the base model."""
     accelerator: str | None = None
-    """cpu or cuda."""
+    """Kind of device, as torch calls it: cpu, cuda, ..."""
     device: str | None = None
     """Name of the device of rank 0, as its maker calls it."""
     devices: int | None = None

@@ -12,6 +12,7 @@ from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
 from torch.nn.parallel import DistributedDataParallel
 
+from ftkit.accelerators.kinds import USUAL_KIND
 from ftkit.strategies.strategy import Strategy
 
 _SYNC_BUFFERS = next(  # torch 2.13 warns of the older name
@@ -21,6 +22,13 @@ _SYNC_BUFFERS = next(  # torch 2.13 warns of the older name
 )
 
 
+class _OnAnyKind(DDPStrategy):
+    """Fabric's strategy, which takes every device with an index for one of CUDA."""
+
+    def _determine_ddp_device_ids(self) -> list[int] | None:
+        return super()._determine_ddp_device_ids() if self.root_device.type == USUAL_KIND else None
+
+
 class Ddp(Strategy):
     """torch's DistributedDataParallel."""
 
@@ -28,7 +36,7 @@ class Ddp(Strategy):
 
     def _fabric_strategy(self, model: nn.Module) -> FabricStrategy:
         tables: dict[str, Any] = {_SYNC_BUFFERS: False}  # every rank computes them
-        return DDPStrategy(
+        return _OnAnyKind(
             process_group_backend=self.plan.communication,
             gradient_as_bucket_view=True,  # saves a copy of the gradients
             **tables,

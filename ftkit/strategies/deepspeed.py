@@ -194,9 +194,9 @@ def deepspeed_config(plan: Plan, module: torch.nn.Module) -> dict[str, Any]:
     bucket = min(trained, REDUCE_BUCKET_ELEMENTS)
     zero: dict[str, Any] = {"stage": options.stage, "reduce_bucket_size": bucket}
     if options.offload_optimizer:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": plan.accelerator == "cuda"}
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": plan.kind.pins_host_memory}
     if options.offload_parameters and options.stage == 3:
-        zero["offload_param"] = {"device": "cpu", "pin_memory": plan.accelerator == "cuda"}
+        zero["offload_param"] = {"device": "cpu", "pin_memory": plan.kind.pins_host_memory}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": plan.micro_batch_size,
         # Tells whether there are several; which one is the last is said in each step.

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ftkit.accelerators.kinds import HOST_KIND, kind_of_backend
 from ftkit.config.plan import Plan
 
 
@@ -13,8 +14,7 @@ def of_rank_0(*values: int) -> list[int]:
     """What rank 0 says, in one message; every rank calls this."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return list(values)
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    said = torch.tensor(values, device=device)
+    said = torch.tensor(values, device=kind_of_backend(dist.get_backend()))
     dist.broadcast(said, src=0)
     return [int(value) for value in said.tolist()]
 
@@ -38,6 +38,6 @@ def rank() -> int:
 
 def make_device(plan: Plan) -> torch.device:
     """The device of this rank."""
-    if plan.accelerator == "cuda":
-        return torch.device("cuda", local_rank())
-    return torch.device("cpu")
+    if plan.accelerator == HOST_KIND:
+        return torch.device(HOST_KIND)
+    return torch.device(plan.accelerator, local_rank())

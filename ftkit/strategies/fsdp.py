@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ftkit.accelerators.kinds import HOST_KIND, device_kind
 from ftkit.checkpoint.state import Holder, StatePart
 from ftkit.config.plan import Plan
 from ftkit.config.strategies import FsdpOptions
@@ -36,10 +37,6 @@ from ftkit.strategies.simulated_step import OnDevice, Simulation
 from ftkit.strategies.strategy import Strategy
 from ftkit.strategies.torch_state import TorchState
 
-_BOTH = "cpu:gloo,cuda:nccl"
-"""Backends of a process group whose ranks also reduce what is offloaded to host memory: gradients
-for their norm, and parameters that are gathered for a result. NCCL alone takes no CPU tensors
-(https://github.com/pytorch/pytorch/issues/148532)."""
 _FUSED = ("torch.optim.Adam", "torch.optim.AdamW")
 """torch has fused steps over DTensors for these alone."""
 
@@ -64,8 +61,12 @@ class Fsdp(Strategy):
 
     def _fabric_strategy(self, model: nn.Module) -> FabricStrategy:
         backend: str | None = self.plan.communication
-        if self._options.cpu_offload and backend == "nccl":
-            backend = _BOTH
+        if self._options.cpu_offload and self.plan.accelerator != HOST_KIND:
+            # Ranks also reduce what is in host memory: gradients for their norm, and parameters
+            # that are gathered for a result. NCCL alone takes no CPU tensors
+            # (https://github.com/pytorch/pytorch/issues/148532).
+            on_host = f"{HOST_KIND}:{device_kind(HOST_KIND).communication}"
+            backend = f"{on_host},{self.plan.accelerator}:{backend}"
             atexit.register(_leave_process_group)  # Fabric does so for "nccl" alone
         return ModelParallelStrategy(
             parallelize_fn=lambda model, _: model,  # its sharding has done so
@@ -128,7 +129,7 @@ class Fsdp(Strategy):
         return True  # FSDP prepares memory in its first pass
 
     def on_device(self, simulation: Simulation) -> OnDevice:
-        if not self._options.cpu_offload or self.plan.accelerator == "cpu":
+        if not self._options.cpu_offload or self.plan.accelerator == HOST_KIND:
             return super().on_device(simulation)
         kinds: tuple[Category, ...] = ("parameters", "gradients", "optimizer_state")
         found = simulation.without(kinds)

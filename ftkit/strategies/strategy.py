@@ -20,6 +20,7 @@ from lightning.fabric.plugins.precision import MixedPrecision, Precision
 from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
 from torch import Tensor
 
+from ftkit.accelerators.fabric import fabric_accelerator
 from ftkit.checkpoint.state import Holder
 from ftkit.config.plan import Plan
 from ftkit.model.language_model import LanguageModel, trainable
@@ -71,7 +72,7 @@ class Strategy(ABC):
         if self.plan.communication is not None:
             plugins.append(TorchElasticEnvironment())  # reads torchrun's variables, as we set them
         self._fabric = Fabric(
-            accelerator=self.plan.accelerator,
+            accelerator=fabric_accelerator(self.plan.accelerator),
             devices=self.plan.devices,
             num_nodes=self.plan.recipe.num_nodes,
             strategy=self._fabric_strategy(model),
@@ -263,7 +264,7 @@ class Strategy(ABC):
         kinds: list[Category] = []
         if self.plan.recipe.optimizer["class_path"].rpartition(".")[2].startswith("Paged"):
             kinds = ["optimizer_state"]  # the driver moves it to the host when it is short
-        return simulation.without(kinds if self.plan.accelerator == "cuda" else [])
+        return simulation.without(kinds if self.plan.kind.pages_optimizer_state else [])
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from lightning.fabric.utilities import move_data_to_device
 
+from ftkit.accelerators.use import sum_dtype
 from ftkit.model.generation import Context, answer_greedily
 from ftkit.model.language_model import LanguageModel
 from ftkit.pretrained.tokenizer import Tokenizer
@@ -55,7 +56,7 @@ def validation_loss(
     Returns:
         The losses; None if it was stopped early.
     """
-    sums = torch.zeros(2, sources, dtype=torch.float64, device=device)
+    sums = torch.zeros(2, sources, dtype=sum_dtype(device), device=device)
     for done, batch in enumerate(batches, start=1):
         if done % STOP_INTERVAL == 1 and stopped():
             return None

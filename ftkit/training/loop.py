@@ -102,7 +102,7 @@ class Training:
                 self._order,
                 start_step=first,
                 end_step=end,
-                pin_memory=self._setup.strategy.device.type == "cuda",
+                pin_memory=self._setup.plan.kind.pins_host_memory,
             )
         )
         ends = self.signal_number is not None

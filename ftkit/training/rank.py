@@ -29,6 +29,7 @@ if __name__ == "__main__":  # before the slow imports: a supervisor may die at a
 
 import torch
 
+from ftkit.accelerators.use import take_device
 from ftkit.checkpoint.metadata import Metadata, read_metadata
 from ftkit.checkpoint.saver import SavingFailed
 from ftkit.config.recipe import LoraRecipe
@@ -70,9 +71,7 @@ def run_job(job: Job, metadata: Metadata | None, stop: StopRequest, journal: Jou
     torch.manual_seed(recipe.seed + rank())  # for dropout: every rank has masks of its own
     set_arithmetic(recipe)
     device = make_device(plan)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        torch.cuda.reset_peak_memory_stats()
+    take_device(device)
     start = StartingPoint.of(job, metadata)
     setup = set_up(job, start, journal)
     run_ids = dict(metadata.loggers) if metadata is not None and start.in_place else {}

@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import torch
 
+from ftkit.accelerators.use import product_name
 from ftkit.bodies.routing import Routing
 from ftkit.checkpoint.metadata import Metadata
 from ftkit.data.sources import data_source
@@ -106,7 +107,8 @@ class Recorder:
         self._stalls_s: list[float] = []
         self._writes_s: list[float] = []
         self.device_peak = DevicePeak(device)
-        self._utilization = DeviceUtilization(device.index if device.type == "cuda" else None)
+        told = self._plan.kind.nvml_tells_use
+        self._utilization = DeviceUtilization(device.index if told else None)
         self._cpu = CpuUtilization()
         self._host_bytes = 0
         self.report = dataclasses.replace(
@@ -404,9 +406,9 @@ class Recorder:
 
     def _mfu(self, speed: Throughput) -> float | None:
         """Model FLOPs utilization: floating-point operations per second against the peak."""
-        if self._device.type != "cuda" or self._flops_per_token is None:
+        name, precision = product_name(self._device), self._plan.precision
+        if name is None or self._flops_per_token is None:
             return None
-        name, precision = torch.cuda.get_device_name(self._device), self._plan.precision
         tf32 = torch.get_float32_matmul_precision() != "highest"
         peak = peak_flops(name, precision.partition("-")[0], tf32=tf32)
         return peak and speed.tokens_per_s_per_device * self._flops_per_token / peak

@@ -9,6 +9,8 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
+from ftkit.accelerators.kinds import HOST_KIND, device_kind
+from ftkit.accelerators.use import sum_dtype
 from ftkit.memory.meter import MemoryMeter
 from ftkit.model.compiled import compiled_graphs
 from ftkit.model.loss import step_share
@@ -32,12 +34,13 @@ def seed_of_step(seed: int, step: int, rank: int) -> int:
 class StepClock:
     """Seconds of a step by part.
 
-    On CUDA the parts are timed by events on the device's own clock, because a Python line
-    returns before its kernels have run.
+    Where a Python line returns before its kernels have run, the parts are timed by events on the
+    device's own clock.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._device = device
+        self._has_events = device_kind(device.type).times_events
         self._marks: list[tuple[StepPart, Any]] = []
         self._start: Any = self._now()
 
@@ -50,7 +53,7 @@ class StepClock:
         parts: dict[StepPart, float] = dict.fromkeys(PARTS, 0.0)
         before = self._start
         for part, moment in self._marks:
-            elapsed = before.elapsed_time(moment) / 1000 if self._cuda else moment - before
+            elapsed = before.elapsed_time(moment) / 1000 if self._has_events else moment - before
             parts[part] += elapsed
             before = moment
         self.restart()
@@ -62,9 +65,9 @@ class StepClock:
         self._start = self._now()
 
     def _now(self) -> Any:
-        if not self._cuda:
+        if not self._has_events:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.Event(self._device, enable_timing=True)
         event.record()
         return event
 
@@ -86,7 +89,7 @@ class TrainStep:
         self._in_backward = setup.job.recipe.train.optimizer_in_backward
         self._device = setup.strategy.device
         self._clock = StepClock(self._device)
-        self._loss = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._loss = torch.zeros((), dtype=sum_dtype(self._device), device=self._device)
         """Of the step so far, this rank's share, in nats per label token."""
         self._routing = setup.model.routing
         self._router_loss = torch.zeros_like(self._loss)
@@ -140,7 +143,7 @@ class TrainStep:
         if self._routing.loss is None:
             return None
         self._draw_from(step)  # what training will draw
-        choices = torch.zeros((), dtype=torch.float64, device=self._device)
+        choices = torch.zeros((), dtype=sum_dtype(self._device), device=self._device)
         for waiting in batches:
             batch = move_data_to_device(waiting, self._device)
             with self._strategy.precision.forward_context(), self._routing.of(batch["is_real"]):
@@ -193,14 +196,15 @@ class TrainStep:
         self._meter.end_step()
 
     def _record(self, step: int, counts: list[int], micro_steps: int, began: float) -> StepRecord:
-        sums = torch.tensor([0.0, 0.0, *counts], dtype=torch.float64, device=self._device)
+        kind = sum_dtype(self._device)
+        sums = torch.tensor([0.0, 0.0, *counts], dtype=kind, device=self._device)
         sums[0], sums[1] = self._loss, self._router_loss
         loss, router_loss, *found = sum_over_ranks(sums).tolist()
         samples, tokens, label_tokens, padded_tokens = map(int, found)
         gradient_norm = self._strategy.gradient_norm()
         self._clock.mark("other")
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
+        if self._device.type != HOST_KIND:
+            torch.accelerator.synchronize()
         return StepRecord(
             step=step + 1,
             samples=samples,

@@ -14,7 +14,7 @@ from simulated_card.machine import cards, with_cards
 from simulated_card.machine import machine as process_with
 
 from ftkit.config import devices
-from ftkit.config.devices import Cuda, VisibleGpu, find_devices, free_bytes, runs_on
+from ftkit.config.devices import Cuda, Current, VisibleGpu, find_devices, free_bytes, runs_on
 from ftkit.config.parsing import read_recipe
 from ftkit.config.recipe import Recipe
 from ftkit.errors import UserError
@@ -190,6 +190,67 @@ def test_cuda_that_was_asked_for_and_is_not_there_is_refused(machine: Machine) -
     machine.has(CPU_BUILD, files=(), nvml=())
     message = machine.refusal(accelerator="cuda")
     assert message.startswith("accelerator is cuda, but torch 2.13.0+cpu sees no GPU: Torch not")
+
+
+# --- Kinds that are neither ----------------------------------------------------------------------
+
+XPU = Current(
+    torch="2.13.0+xpu", name="xpu", devices=("Intel Arc B580",), memory_bytes=(12 * GIB,), bf16=True
+)
+
+
+def test_another_kind_is_what_torch_calls_its_accelerator(machine: Machine) -> None:
+    machine.patch.setattr(devices, "_current_once", lambda: XPU)
+    found = find_devices(recipe(accelerator="xpu"))
+    assert (found.accelerator, found.count, found.names) == ("xpu", 1, ("Intel Arc B580",))
+    assert (found.memory_bytes, found.bf16_native) == ((12 * GIB,), True)
+    assert machine.asked == 0
+
+
+@pytest.mark.parametrize(
+    ("current", "has", "others"),
+    [
+        (Current(torch="2.13.0+cpu"), "cpu alone", "cpu"),
+        (dataclasses.replace(XPU, torch="2.13.0+cpu"), "cpu and xpu", "xpu or cpu"),
+        (
+            Current(torch="2.13.0+cpu", name="mps", error="the driver is too old"),
+            "cpu alone: the driver is too old",
+            "cpu",
+        ),
+    ],
+)
+def test_a_kind_that_this_torch_does_not_have_is_refused_with_those_that_it_has(
+    machine: Machine, current: Current, has: str, others: str
+) -> None:
+    machine.patch.setattr(devices, "_current_once", lambda: current)
+    assert machine.refusal(accelerator="mps") == (
+        f"accelerator is mps, but torch 2.13.0+cpu has no such device here: it has {has}. Install "
+        f"a build of torch for it, or try --accelerator {others}."
+    )
+
+
+def test_a_kind_is_looked_for_by_the_installed_torch() -> None:
+    """In this process, which computes itself; the name is a slip of the pen."""
+    with pytest.raises(UserError, match=r"accelerator is gpu, but torch .* no such device here"):
+        find_devices(recipe(accelerator="gpu"), here=True)
+
+
+def test_amds_gpus_are_cudas_to_a_torch_for_rocm(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    amd = VisibleGpu(name="AMD Instinct MI300X", capability=(9, 4), memory_bytes=192 * GIB)
+    machine.has(here(amd, architectures=("gfx942",)), files=("/dev/kfd",), nvml=())
+    assert find_devices(recipe()).accelerator == "cpu"  # nothing was installed for it
+    monkeypatch.setattr(devices.metadata, "version", lambda _: "2.13.0+rocm7.2")
+    found = find_devices(recipe())
+    assert (found.accelerator, found.names, found.bf16_native) == ("cuda", (amd.name,), True)
+    machine.has(Cuda(torch="2.13.0+rocm7.2", error="no device"), files=("/dev/kfd",), nvml=())
+    assert machine.refusal() == (
+        "This machine has AMD's driver, but torch 2.13.0+rocm7.2 cannot use a GPU: no device\n"
+        "Look at rocm-smi, or try --accelerator cpu."
+    )
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "-1")
+    assert find_devices(recipe()).accelerator == "cpu"
 
 
 # --- Kernels ------------------------------------------------------------------------------------

@@ -258,11 +258,11 @@ def test_the_highest_of_each_kind_of_device_memory_outlives_a_measured_step(
     def reset() -> None:
         peaks.update(dict.fromkeys(peaks, 10))
 
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peaks["allocated"])
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: peaks["reserved"])
+    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", reset)
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda: peaks["allocated"])
+    monkeypatch.setattr(torch.accelerator, "max_memory_reserved", lambda: peaks["reserved"])
     stats = "requested_bytes.all.peak"
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {stats: peaks["requested"]})
+    monkeypatch.setattr(torch.accelerator, "memory_stats", lambda: {stats: peaks["requested"]})
     peak = DevicePeak(torch.device("cuda", 0))
     peak.restart()
     assert peak.within() == 10

@@ -30,8 +30,11 @@ def _obstacle() -> str:
 needs_card = pytest.mark.skipif(bool(_obstacle()), reason=_obstacle())
 
 
-def library() -> Path:
+def library(*, private: bool = False) -> Path:
     """The compiled cards; several processes may ask at once, and one compiles them.
+
+    Args:
+        private: whether they are of a kind that torch has no build for, instead of CUDA's.
 
     Raises:
         RuntimeError: g++ does not compile them.
@@ -40,7 +43,8 @@ def library() -> Path:
     digest = hashlib.sha256((installed / "version.py").read_bytes() + str(installed).encode())
     for name in (*SOURCES, *HEADERS):
         digest.update((HERE / name).read_bytes())
-    digest.update(" ".join(FLAGS).encode())
+    flags = (*FLAGS, "-DCARD_IS_PRIVATE") if private else FLAGS
+    digest.update(" ".join(flags).encode())
     cache = Path(tempfile.gettempdir()) / f"simulated-card-{os.getuid()}"
     cache.mkdir(mode=0o700, exist_ok=True)
     found = cache / f"card-{digest.hexdigest()[:16]}.so"
@@ -48,17 +52,17 @@ def library() -> Path:
         if not found.exists():
             with tempfile.TemporaryDirectory(dir=cache) as directory:
                 made = Path(directory) / "card.so"
-                _compile(installed, Path(directory), made)
+                _compile(installed, Path(directory), made, flags)
                 made.rename(found)
     return found
 
 
-def _compile(installed: Path, directory: Path, made: Path) -> None:
+def _compile(installed: Path, directory: Path, made: Path, flags: tuple[str, ...]) -> None:
     includes = [f"-I{installed / 'include'}", f"-I{installed / 'include/torch/csrc/api/include'}"]
     objects = [directory / f"{name}.o" for name in SOURCES]
     compilers = [
         subprocess.Popen(
-            ["g++", *FLAGS, *includes, "-c", HERE / name, "-o", target],
+            ["g++", *flags, *includes, "-c", HERE / name, "-o", target],
             stderr=subprocess.PIPE,
             text=True,
         )

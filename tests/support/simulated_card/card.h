@@ -2,11 +2,21 @@
 #pragma once
 #include <ATen/core/Generator.h>
 #include <c10/core/Device.h>
+#include <c10/core/DispatchKey.h>
 #include <c10/core/Storage.h>
 
 #include <cstdint>
 
 namespace card {
+
+// The kind of device that cards are: CUDA's, or one that torch has no build for.
+#ifdef CARD_IS_PRIVATE
+constexpr c10::DeviceType kCard = c10::DeviceType::PrivateUse1;
+constexpr c10::DispatchKey kCardKey = c10::DispatchKey::PrivateUse1;
+#else
+constexpr c10::DeviceType kCard = c10::DeviceType::CUDA;
+constexpr c10::DispatchKey kCardKey = c10::DispatchKey::CUDA;
+#endif
 
 // What Python is told of, so that it can count it and say which line caused it.
 enum class Kind : int {
@@ -36,6 +46,9 @@ c10::Storage adopt(const c10::Storage& host, c10::DeviceIndex device);
 // Fresh memory of a card.
 c10::DataPtr allocate(size_t bytes, c10::DeviceIndex device);
 c10::Allocator* allocator();
+
+// Other memory for a storage of a card, with what it holds.
+void set_bytes(c10::StorageImpl* storage, size_t bytes);
 
 // The generator of the host that stands behind one of a card.
 at::Generator host_generator(const at::Generator& of_card);

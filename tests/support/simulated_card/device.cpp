@@ -7,12 +7,15 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <map>
 #include <mutex>
 #include <string>
@@ -22,6 +25,7 @@ namespace {
 
 constexpr int kMost = 16;        // cards that a machine may have
 constexpr size_t kBlock = 512;   // torch's allocator rounds every size up to a multiple of it
+constexpr int64_t kSegment = 2 << 20;  // and takes memory from the driver in multiples of this
 
 using Callback = void (*)(int kind, const char* what, int64_t bytes);
 std::atomic<Callback> callback{nullptr};
@@ -84,6 +88,13 @@ void give_back(c10::DeviceIndex device, int64_t bytes) {
   memories[device].requested -= bytes;
 }
 
+void forget_peak(c10::DeviceIndex device) {
+  std::lock_guard<std::mutex> lock(memory_mutex);
+  Memory& memory = memories.at(device);
+  memory.most = memory.allocated;
+  memory.most_requested = memory.requested;
+}
+
 // --- Memory --------------------------------------------------------------------------------------
 
 struct Block {
@@ -99,12 +110,36 @@ void free_block(void* context) {
   delete block;
 }
 
-struct Allocator final : c10::Allocator {
+c10::CachingAllocator::Stat counted(int64_t now, int64_t most) {
+  c10::CachingAllocator::Stat stat;
+  stat.current = now;
+  stat.peak = most;
+  return stat;
+}
+
+struct Allocator final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t bytes) override { return card::allocate(bytes, current); }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void* target, const void* source, size_t bytes) const override {
     memcpy(to_host_address(target), to_host_address(source), bytes);
   }
+  bool initialized() override { return true; }
+  void emptyCache(c10::MempoolId_t) override {}
+  void recordStream(const c10::DataPtr&, c10::Stream) override {}
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
+    std::lock_guard<std::mutex> lock(memory_mutex);
+    const Memory& memory = memories.at(device);
+    const int64_t reserved = (memory.most + kSegment - 1) / kSegment * kSegment;
+    c10::CachingDeviceAllocator::DeviceStats stats;
+    stats.allocation[0].allocated = memory.allocations;
+    stats.allocated_bytes[0] = counted(memory.allocated, memory.most);
+    stats.active_bytes[0] = counted(memory.allocated, memory.most);
+    stats.requested_bytes[0] = counted(memory.requested, memory.most_requested);
+    stats.reserved_bytes[0] = counted(reserved, reserved);
+    return stats;
+  }
+  void resetAccumulatedStats(c10::DeviceIndex) override {}
+  void resetPeakStats(c10::DeviceIndex device) override { forget_peak(device); }
 };
 Allocator the_allocator;
 
@@ -163,8 +198,8 @@ PinnedAllocator the_pinned_allocator;
 struct CardGenerator final : at::CPUGeneratorImpl {
   explicit CardGenerator(c10::DeviceIndex device)
       : host(at::make_generator<at::CPUGeneratorImpl>(c10::default_rng_seed_val)) {
-    device_ = c10::Device(c10::kCUDA, device);
-    key_set_ = c10::DispatchKeySet(c10::DispatchKey::CUDA);
+    device_ = c10::Device(kCard, device);
+    key_set_ = c10::DispatchKeySet(kCardKey);
   }
   void set_current_seed(uint64_t seed) override { host.set_current_seed(seed); }
   uint64_t current_seed() const override { return host.current_seed(); }
@@ -181,8 +216,10 @@ bool hands_out_defaults = false;  // Python has no other way to them
 
 // --- What torch asks of a device -----------------------------------------------------------------
 
+using Moment = std::chrono::steady_clock::time_point;  // what an event is
+
 struct Guard final : c10::impl::DeviceGuardImplInterface {
-  static constexpr c10::DeviceType static_type = c10::DeviceType::CUDA;
+  static constexpr c10::DeviceType static_type = kCard;
   Guard() = default;
   explicit Guard(c10::DeviceType) {}
   c10::DeviceType type() const override { return static_type; }
@@ -215,11 +252,16 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void record(void** event, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag)
       const override {
-    *event = const_cast<Guard*>(this);
+    if (*event == nullptr) {
+      *event = new Moment;
+    }
+    *static_cast<Moment*>(*event) = std::chrono::steady_clock::now();
   }
   void block(void*, const c10::Stream&) const override {}
   bool queryEvent(void*) const override { return true; }
-  void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    delete static_cast<Moment*>(event);
+  }
   bool queryStream(const c10::Stream&) const override { return true; }
   void synchronizeStream(const c10::Stream&) const override {
     report(Kind::kSynchronize, "stream", 0);
@@ -228,7 +270,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeDevice(const c10::DeviceIndex) const override {
     report(Kind::kSynchronize, "device", 0);
   }
-  double elapsedTime(void*, void*, const c10::DeviceIndex) const override { return 1.0; }
+  double elapsedTime(void* begin, void* end, const c10::DeviceIndex) const override {
+    return std::chrono::duration<double, std::milli>(
+               *static_cast<Moment*>(end) - *static_cast<Moment*>(begin))
+        .count();
+  }
 
  private:
   static c10::Stream stream(c10::Device device) {
@@ -236,18 +282,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
         c10::Stream::DEFAULT, device.has_index() ? device : c10::Device(static_type, current));
   }
 };
-C10_REGISTER_GUARD_IMPL(CUDA, Guard)
-
-struct CUDAHooks final : at::CUDAHooksInterface {
-  explicit CUDAHooks(at::CUDAHooksArgs) {}
+// What torch asks of every kind of device.
+template <typename Interface>
+struct Hooks : Interface {
   void init() const override {}
-  bool hasCUDA() const override { return cards > 0; }
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return cards > 0; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   c10::DeviceIndex deviceCount() const override { return device_count(); }
-  int getNumGPUs() const override { return device_count(); }
-  c10::DeviceIndex current_device() const override { return current; }
   c10::DeviceIndex getCurrentDevice() const override { return current; }
   void setCurrentDevice(c10::DeviceIndex device) const override { current = device; }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override {
@@ -258,8 +300,7 @@ struct CUDAHooks final : at::CUDAHooksInterface {
   }
   bool isPinnedPtr(const void* pointer) const override { return is_pinned(pointer); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &the_pinned_allocator; }
-  c10::Allocator* getCUDADeviceAllocator() const override { return &the_allocator; }
-  c10::Device getDeviceFromPtr(void*) const override { return {c10::kCUDA, current}; }
+  c10::Device getDeviceFromPtr(void*) const override { return {kCard, current}; }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override {
     return default_generator(device < 0 ? current : device);
   }
@@ -269,6 +310,29 @@ struct CUDAHooks final : at::CUDAHooksInterface {
     }
     return at::make_generator<CardGenerator>(device < 0 ? current : device);
   }
+};
+
+#ifdef CARD_IS_PRIVATE
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
+
+struct PrivateHooks final : Hooks<at::PrivateUse1HooksInterface> {
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
+    set_bytes(storage.unsafeGetStorageImpl(), bytes);
+  }
+};
+const bool is_registered = [] {
+  at::RegisterPrivateUse1HooksInterface(new PrivateHooks);
+  return true;
+}();
+#else
+C10_REGISTER_GUARD_IMPL(CUDA, Guard)
+
+struct CUDAHooks final : Hooks<at::CUDAHooksInterface> {
+  explicit CUDAHooks(at::CUDAHooksArgs) {}
+  bool hasCUDA() const override { return cards > 0; }
+  int getNumGPUs() const override { return device_count(); }
+  c10::DeviceIndex current_device() const override { return current; }
+  c10::Allocator* getCUDADeviceAllocator() const override { return &the_allocator; }
   void deviceSynchronize(c10::DeviceIndex) const override {
     report(Kind::kSynchronize, "device", 0);
   }
@@ -276,6 +340,7 @@ struct CUDAHooks final : at::CUDAHooksInterface {
 using at::CUDAHooksRegistry;
 using at::RegistererCUDAHooksRegistry;
 C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, CUDAHooks)
+#endif
 
 // The gradient buckets of DistributedDataParallel time themselves with one of these.
 struct BucketTimer final : c10d::Timer {
@@ -284,7 +349,7 @@ struct BucketTimer final : c10d::Timer {
 };
 using c10d::RegistererTimerRegistry;
 using c10d::TimerRegistry;
-C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, BucketTimer)
+C10_REGISTER_TYPED_CLASS(TimerRegistry, kCard, BucketTimer)
 
 }  // namespace
 
@@ -311,7 +376,7 @@ c10::DataPtr allocate(size_t bytes, c10::DeviceIndex device) {
   take(device, static_cast<int64_t>(bytes));
   auto* block = new Block{
       c10::GetDefaultCPUAllocator()->allocate(bytes), {}, device, static_cast<int64_t>(bytes)};
-  return {to_device_address(block->host.get()), block, &free_block, c10::Device(c10::kCUDA, device)};
+  return {to_device_address(block->host.get()), block, &free_block, c10::Device(kCard, device)};
 }
 
 c10::Storage adopt(const c10::Storage& host, c10::DeviceIndex device) {
@@ -319,7 +384,7 @@ c10::Storage adopt(const c10::Storage& host, c10::DeviceIndex device) {
   take(device, bytes);
   auto* block = new Block{{}, host, device, bytes};
   c10::DataPtr data(
-      to_device_address(host.mutable_data()), block, &free_block, c10::Device(c10::kCUDA, device));
+      to_device_address(host.mutable_data()), block, &free_block, c10::Device(kCard, device));
   return c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(), bytes, std::move(data), &the_allocator, true);
 }
@@ -377,8 +442,8 @@ extern "C" {
 
 void card_set_count(int count) {
   card::cards = count;
-  c10::SetAllocator(c10::kCUDA, card::allocator());
-  at::setHostAllocator(c10::kCUDA, &card::the_pinned_allocator);
+  c10::SetAllocator(card::kCard, card::allocator());
+  at::setHostAllocator(card::kCard, &card::the_pinned_allocator);
 }
 
 void card_hand_out_defaults(int on) { card::hands_out_defaults = on != 0; }
@@ -403,12 +468,7 @@ void card_memory(int device, int64_t* values) {
   values[4] = memory.allocations;
 }
 
-void card_forget_peak(int device) {
-  std::lock_guard<std::mutex> lock(card::memory_mutex);
-  card::Memory& memory = card::memories.at(device);
-  memory.most = memory.allocated;
-  memory.most_requested = memory.requested;
-}
+void card_forget_peak(int device) { card::forget_peak(static_cast<c10::DeviceIndex>(device)); }
 
 // Memory of the host that is page-locked from now on: cudaErrorHostMemoryAlreadyRegistered (712) if
 // a part of it is.

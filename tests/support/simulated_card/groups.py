@@ -18,8 +18,8 @@ class _Options(SimpleNamespace):
         super().__init__(_timeout=timedelta(minutes=10), **values)
 
 
-class ProcessGroupNCCL(ProcessGroupGloo):
-    """NCCL in name."""
+class GlooInName(ProcessGroupGloo):
+    """A backend of another name."""
 
     Options = _Options
 
@@ -39,6 +39,17 @@ class ProcessGroupNCCL(ProcessGroupGloo):
         """There is nothing under way."""
 
 
+class ProcessGroupNCCL(GlooInName):
+    """NCCL in name."""
+
+
+def make_in_name(store: Any, rank: int, size: int, timeout: timedelta) -> GlooInName:
+    """As torch makes a backend that others have registered."""
+    options = _Options()
+    options._timeout = timeout
+    return GlooInName(store, rank, size, options)
+
+
 def install() -> None:
     """Make torch.distributed believe that it was built with NCCL."""
     if not dist.is_available():
@@ -46,11 +57,15 @@ def install() -> None:
     for module in (dist, distributed_c10d):
         module.ProcessGroupNCCL = ProcessGroupNCCL  # type: ignore[attr-defined]
     distributed_c10d._NCCL_AVAILABLE = True
+    never_split()
+    distributed_c10d.default_pg_nccl_timeout = timedelta(minutes=10)  # type: ignore[attr-defined]
+
+
+def never_split() -> None:
+    """Have a group of some ranks made anew, as gloo cannot split one."""
     make = distributed_c10d._new_process_group_helper
 
     def without_splitting(*args: Any, **kwargs: Any) -> Any:
-        # A group of some ranks is made anew, as gloo cannot split one.
         return make(*args, **kwargs | {"device_id": None})
 
     distributed_c10d._new_process_group_helper = without_splitting
-    distributed_c10d.default_pg_nccl_timeout = timedelta(minutes=10)  # type: ignore[attr-defined]

@@ -5,6 +5,7 @@
 #include "card.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/copy.h>
 #include <ATen/ops/empty.h>
@@ -21,6 +22,8 @@ namespace {
 using at::Tensor;
 using torch::jit::Stack;
 
+std::string kind_name() { return c10::DeviceTypeName(kCard, /*lower_case=*/true); }
+
 // --- Tensors of the host that share a card's memory ----------------------------------------------
 
 void release(void* storage) { delete static_cast<c10::Storage*>(storage); }
@@ -29,7 +32,7 @@ class Aliases {
  public:
   // The tensor itself if it is on the host.
   Tensor of(const Tensor& tensor) {
-    if (!tensor.defined() || !tensor.is_cuda()) {
+    if (!tensor.defined() || tensor.device().type() != kCard) {
       return tensor;
     }
     for (const auto& [known, alias] : tensors_) {
@@ -98,7 +101,7 @@ class Aliases {
 
   static Tensor like(const Tensor& result, const c10::Storage& storage) {
     Tensor made = at::detail::make_tensor<c10::TensorImpl>(
-        c10::Storage(storage), c10::DispatchKeySet(c10::DispatchKey::CUDA), result.dtype());
+        c10::Storage(storage), c10::DispatchKeySet(kCardKey), result.dtype());
     made.unsafeGetTensorImpl()->set_sizes_and_strides(result.sizes(), result.strides());
     made.unsafeGetTensorImpl()->set_storage_offset(result.storage_offset());
     return made;
@@ -123,7 +126,7 @@ class Placement {
     if (!tensor.defined()) {
       return;
     }
-    if (!tensor.is_cuda()) {
+    if (tensor.device().type() != kCard) {
       host_is_written_ |= written && tensor.device().is_cpu();
       if (tensor.device().is_cpu() && (tensor.dim() > 0 || written)) {
         on_host_ = true;
@@ -131,7 +134,7 @@ class Placement {
     } else if (device_ < 0) {
       device_ = tensor.device().index();
     } else if (device_ != tensor.device().index()) {
-      refuse("cuda:" + std::to_string(tensor.device().index()));
+      refuse(kind_name() + ":" + std::to_string(tensor.device().index()));
     }
   }
 
@@ -147,8 +150,8 @@ class Placement {
  private:
   [[noreturn]] void refuse(const std::string& other) const {
     TORCH_CHECK(
-        false, "Expected all tensors to be on the same device, but found at least two devices, "
-        "cuda:", static_cast<int>(device_), " and ", other, "! (in ", op_.operator_name(), ")");
+        false, "Expected all tensors to be on the same device, but found at least two devices, ",
+        kind_name(), ":", static_cast<int>(device_), " and ", other, "! (in ", op_.operator_name(), ")");
     abort();
   }
 
@@ -259,8 +262,8 @@ void compute(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
       at::Generator given = value.isNone() ? default_generator(std::max<int>(device, 0))
                                            : value.toGenerator();
       TORCH_CHECK(
-          given.device().is_cuda(), "Expected a 'cuda' device type for generator but found '",
-          given.device().type(), "'");
+          given.device().type() == kCard, "Expected a '", kind_name(),
+          "' device type for generator but found '", given.device().type(), "'");
       value = host_generator(given);
     } else {
       value = with_tensors(value, [&](const Tensor& t) { return aliases.of(t); });
@@ -299,7 +302,7 @@ void communicate(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack*
       auto group = value.toCustomClass<c10d::ProcessGroup>();
       auto twin = c10::make_intrusive<c10d::ProcessGroup>(group->getRank(), group->getSize());
       twin->setBackend(
-          c10::kCPU, c10d::ProcessGroup::BackendType::GLOO, group->getBackend(c10::kCUDA));
+          c10::kCPU, c10d::ProcessGroup::BackendType::GLOO, group->getBackend(kCard));
       value = c10::IValue(std::move(twin));
     }
   }
@@ -318,9 +321,9 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   if (target.const_data_ptr() == from.const_data_ptr() && self.strides() == source.strides()) {
     return self;  // what gloo has worked on, and returns as its result
   }
-  if (bytes > 0 && self.is_cuda() && source.device().is_cpu()) {
+  if (bytes > 0 && self.device().type() == kCard && source.device().is_cpu()) {
     report(Kind::kToDevice, source.is_pinned() ? "pinned" : "pageable", bytes);
-  } else if (bytes > 0 && source.is_cuda() && self.device().is_cpu()) {
+  } else if (bytes > 0 && source.device().type() == kCard && self.device().is_cpu()) {
     const bool is_pinned = self.is_pinned();
     report(
         non_blocking && is_pinned ? Kind::kToHostAsync : Kind::kToHost,
@@ -336,16 +339,6 @@ at::Scalar local_scalar(const Tensor& self) {
   Aliases aliases;
   at::AutoDispatchBelowADInplaceOrView below;
   return aliases.of(self).item();
-}
-
-void set_bytes(c10::StorageImpl* storage, size_t bytes) {
-  const size_t kept = std::min(bytes, storage->nbytes());
-  c10::DataPtr data = allocate(bytes, storage->device().index());
-  if (kept > 0) {
-    memcpy(to_host_address(data.get()), to_host_address(storage->data()), kept);
-  }
-  storage->set_data_ptr_noswap(std::move(data));
-  storage->set_nbytes(bytes);
 }
 
 void make_room(const Tensor& self) {
@@ -377,7 +370,7 @@ Tensor& set_storage(
     at::IntArrayRef stride) {
   auto* impl = self.unsafeGetTensorImpl();
   TORCH_CHECK(
-      source.device_type() == c10::kCUDA, "Attempted to set the storage of a tensor on device ",
+      source.device_type() == kCard, "Attempted to set the storage of a tensor on device ",
       self.device(), " to a storage on different device ", source.device());
   impl->set_storage_keep_dtype(std::move(source));
   impl->set_storage_offset(offset);
@@ -419,11 +412,33 @@ struct Quiet final : c10::WarningHandler {
 
 torch::Library* library(const char* name) {
   return new torch::Library(
-      torch::Library::IMPL, name, c10::DispatchKey::CUDA, __FILE__, __LINE__);
+      torch::Library::IMPL, name, kCardKey, __FILE__, __LINE__);
 }
 
 }  // namespace
+
+void set_bytes(c10::StorageImpl* storage, size_t bytes) {
+  const size_t kept = std::min(bytes, storage->nbytes());
+  c10::DataPtr data = allocate(bytes, storage->device().index());
+  if (kept > 0) {
+    memcpy(to_host_address(data.get()), to_host_address(storage->data()), kept);
+  }
+  storage->set_data_ptr_noswap(std::move(data));
+  storage->set_nbytes(bytes);
+}
+
 }  // namespace card
+
+#ifdef CARD_IS_PRIVATE
+// Mixed precision is a backend's own to switch on: what is computed in which format is CUDA's list.
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+#define LOWER(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
+#define SINGLE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
+  AT_FORALL_LOWER_PRECISION_FP(LOWER)
+  AT_FORALL_FP32(SINGLE)
+}
+#endif
 
 // --- For Python, by ctypes -----------------------------------------------------------------------
 
@@ -458,7 +473,7 @@ void card_register_kernels() {
   aten->impl("set_", &set_nothing);
   aten->impl("record_stream", &record_stream);
   torch::Library* every = new torch::Library(
-      torch::Library::IMPL, "_", c10::DispatchKey::CUDA, __FILE__, __LINE__);
+      torch::Library::IMPL, "_", kCardKey, __FILE__, __LINE__);
   every->fallback(torch::CppFunction::makeFromBoxedFunction<&compute>());
 }
 

@@ -18,7 +18,8 @@ from simulated_card.settings import START, Cards
 
 def cards(*kinds: str, **settings: Any) -> Cards:
     """Cards of a machine, compiled if need be."""
-    return Cards(kinds=kinds, library=str(library()), **settings)
+    compiled = library(private=settings.get("kind", "cuda") != "cuda")
+    return Cards(kinds=kinds, library=str(compiled), **settings)
 
 
 def with_cards(environment: dict[str, str], machine: Cards) -> dict[str, str]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 
-from simulated_card import driver
+from simulated_card import driver, private
 from simulated_card.settings import Cards
 
 
@@ -17,8 +17,9 @@ def prepare() -> None:
     """Put the cards of the environment into this process; before torch is imported."""
     cards = Cards.here()
     assert cards is not None and "torch" not in sys.modules
-    sys.modules["pynvml"] = driver.module(cards)
-    _show_device_nodes()
+    if cards.kind == "cuda":
+        sys.modules["pynvml"] = driver.module(cards)
+        _show_device_nodes()
     if cards.usable:
         sys.meta_path.insert(0, _Finder(cards))
 
@@ -42,12 +43,16 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name not in ("torch", "bitsandbytes"):
+        around = {
+            "torch": self._around_torch,
+            "bitsandbytes": self._around_bitsandbytes,
+            "ftkit.accelerators.kinds": self._around_kinds,
+        }.get(name)
+        if around is None:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
-            around = self._around_torch if name == "torch" else self._around_bitsandbytes
             spec.loader.exec_module = lambda module: around(load, module)
         return spec
 
@@ -56,7 +61,16 @@ class _Finder(importlib.abc.MetaPathFinder):
 
         library = device.load(self._cards)
         load(module)
-        device.install(self._cards, library)
+        if self._cards.kind == "cuda":
+            device.install(self._cards, library)
+        else:
+            private.install(self._cards, library)
+
+    def _around_kinds(self, load: Callable[[ModuleType], None], module: ModuleType) -> None:
+        """What ftkit knows of a kind of device is a row in its table."""
+        load(module)
+        if self._cards.kind != "cuda":
+            module.KINDS[self._cards.kind] = module.DeviceKind(name=self._cards.kind, **private.ROW)
 
     def _around_bitsandbytes(self, load: Callable[[ModuleType], None], module: ModuleType) -> None:
         """Its kernels for CPUs are taken, as it would have none for these cards."""

@@ -50,6 +50,8 @@ class Cards:
     counts: str | None = None
     """Directory for what is counted, a file for each process that used a card."""
     shortage: Shortage | None = None
+    kind: str = "cuda"
+    """What torch calls them. Any other is one that torch has no build for: see `private`."""
 
     def environment(self) -> dict[str, str]:
         """What puts the cards into a process and those that it starts, but for its PYTHONPATH."""

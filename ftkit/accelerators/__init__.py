@@ -1,0 +1,1 @@
+"""Kinds of devices, and what is asked of them."""
