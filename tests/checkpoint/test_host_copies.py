@@ -1,7 +1,6 @@
 """Copies of the state of training take no more memory than they must, and hold one step's."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +57,10 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[Runtime], None]:
     """Makes this process one that uses CUDA, as far as copies see."""
 
     def on_cuda(runtime: Runtime) -> None:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        device = torch.device("cuda")
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: device)
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
         monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
 
     return on_cuda
@@ -130,8 +130,17 @@ def test_memory_that_cannot_be_registered_is_used_as_it_is(
 class Queue:
     """A stream of a device that does nothing before it must."""
 
-    def __init__(self) -> None:
+    current: "Queue"
+    """The one that work is given to."""
+
+    def __init__(self, device: object = None) -> None:
         self.work: list[Callable[[], object]] = []
+
+    def __enter__(self) -> None:
+        self.before, Queue.current = Queue.current, self
+
+    def __exit__(self, *_: object) -> None:
+        Queue.current = self.before
 
     def wait_stream(self, other: "Queue") -> None:
         other.run()
@@ -147,6 +156,9 @@ class Queue:
 class Moment:
     """An event in a queue."""
 
+    def __init__(self, device: object) -> None:
+        self.synchronize: Callable[[], None]
+
     def record(self, queue: Queue) -> None:
         self.synchronize = queue.run
 
@@ -155,29 +167,20 @@ class Moment:
 def queues(on_cuda: Callable[[Runtime], None], monkeypatch: pytest.MonkeyPatch) -> Queue:
     """The queue in which training works; copies on another one are put off as long as allowed."""
     on_cuda(Runtime())
-    training = Queue()
-    current = training
-
-    @contextmanager
-    def stream(queue: Queue) -> Iterator[None]:
-        nonlocal current
-        before, current = current, queue
-        yield
-        current = before
+    training = Queue.current = Queue()
 
     copy = torch.Tensor.copy_
 
     def copy_later(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> Any:
         if not non_blocking:
             return copy(self, source)
-        current.work.append(lambda: copy(self, source))
+        Queue.current.work.append(lambda: copy(self, source))
         return self
 
-    monkeypatch.setattr(torch.cuda, "Stream", Queue)
-    monkeypatch.setattr(torch.cuda, "Event", Moment)
-    monkeypatch.setattr(torch.cuda, "stream", stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: training)
-    monkeypatch.setattr(torch.cuda, "synchronize", training.run)
+    monkeypatch.setattr(torch, "Stream", Queue)
+    monkeypatch.setattr(torch, "Event", Moment)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda: training)
+    monkeypatch.setattr(torch.accelerator, "synchronize", training.run)
     monkeypatch.setattr(torch.Tensor, "copy_", copy_later)
     return training
 

@@ -174,7 +174,8 @@ def test_the_memory_is_that_of_the_smallest_gpu_that_is_used(
     gpu.answer["fits"] = True
     preflight.require_room(recipe(devices=devices), three, COMMAND)
     assert gpu.memory_bytes == gib * 2**30
-    monkeypatch.setattr(preflight, "free_bytes", lambda count: [n // 2 for n in sizes[:count]])
+    half = [size // 2 for size in sizes]
+    monkeypatch.setattr(preflight, "free_bytes", lambda count, kind: half[:count])
     preflight.with_micro_batch(recipe(devices=devices, train__micro_batch_size="auto"), three)
     assert gpu.memory_bytes == gib * 2**29
 
