@@ -52,7 +52,7 @@ class DeviceKind:
     """Whether the kernels of Liger run on it."""
 
 
-KINDS = {
+DEVICE_KINDS = {
     kind.name: kind
     for kind in (
         DeviceKind(
@@ -100,7 +100,7 @@ KINDS = {
 
 def device_kind(name: str) -> DeviceKind:
     """What is known of a kind; of one without a row, what holds for all."""
-    return KINDS.get(name) or DeviceKind(name=name)
+    return DEVICE_KINDS.get(name) or DeviceKind(name=name)
 
 
 def kind_of_backend(backend: str) -> str:
@@ -108,4 +108,6 @@ def kind_of_backend(backend: str) -> str:
 
     One that takes those of several kinds takes those of the host.
     """
-    return next((kind.name for kind in KINDS.values() if kind.communication == backend), HOST_KIND)
+    return next(
+        (kind.name for kind in DEVICE_KINDS.values() if kind.communication == backend), HOST_KIND
+    )

@@ -70,7 +70,9 @@ class _Finder(importlib.abc.MetaPathFinder):
         """What ftkit knows of a kind of device is a row in its table."""
         load(module)
         if self._cards.kind != "cuda":
-            module.KINDS[self._cards.kind] = module.DeviceKind(name=self._cards.kind, **private.ROW)
+            module.DEVICE_KINDS[self._cards.kind] = module.DeviceKind(
+                name=self._cards.kind, **private.ROW
+            )
 
     def _around_bitsandbytes(self, load: Callable[[ModuleType], None], module: ModuleType) -> None:
         """Its kernels for CPUs are taken, as it would have none for these cards."""
