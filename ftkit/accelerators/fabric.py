@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from lightning.fabric.accelerators import Accelerator as FabricAccelerator
+from lightning.fabric.accelerators.accelerator import Accelerator as FabricAccelerator
 
 from ftkit.accelerators.kinds import HOST_KIND, USUAL_KIND
 

@@ -349,8 +349,8 @@ def _computes_bf16(device: Any) -> bool:
 @functools.cache
 def _current_once() -> Current:
     """The same asked in a child."""
-    answer = {"torch": metadata.version("torch"), "devices": (), "memory_bytes": ()}
-    answer |= _child("current")
+    answer: dict[str, Any] = {"torch": metadata.version("torch"), "devices": ()}
+    answer |= {"memory_bytes": ()} | _child("current")
     lists = {key: tuple(answer[key]) for key in ("devices", "memory_bytes")}
     return Current(**answer | lists)
 
