@@ -241,7 +241,7 @@ def test_amds_gpus_are_cudas_to_a_torch_for_rocm(
     amd = VisibleGpu(name="AMD Instinct MI300X", capability=(9, 4), memory_bytes=192 * GIB)
     machine.has(here(amd, architectures=("gfx942",)), files=("/dev/kfd",), nvml=())
     assert find_devices(recipe()).accelerator == "cpu"  # nothing was installed for it
-    monkeypatch.setattr(devices.metadata, "version", lambda _: "2.13.0+rocm7.2")
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "2.13.0+rocm7.2")
     found = find_devices(recipe())
     assert (found.accelerator, found.names, found.bf16_native) == ("cuda", (amd.name,), True)
     machine.has(Cuda(torch="2.13.0+rocm7.2", error="no device"), files=("/dev/kfd",), nvml=())

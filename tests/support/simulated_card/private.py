@@ -37,9 +37,10 @@ def install(cards: Cards, library: Any) -> None:
     for index, kind in enumerate(cards.shown()):
         library.card_set_capacity(index, kind.memory_bytes)
     counts.install(cards, library)
-    torch.utils.rename_privateuse1_backend(cards.kind)
+    registration = torch.utils.backend_registration
+    registration.rename_privateuse1_backend(cards.kind)
     torch._register_device_module(cards.kind, _module(cards, library))
-    torch.utils.generate_methods_for_privateuse1_backend()
+    registration.generate_methods_for_privateuse1_backend()
     torch._C._set_only_lift_cpu_tensors(True)
     _communicate(cards)
 
