@@ -135,6 +135,9 @@ def side_by_side(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Side
     failing = raising("ftkit.training.step:TrainStep.micro_step", "RuntimeError('a bug')")
     failing += "import atexit, time\natexit.register(time.sleep, 600)\n"
     speaking = SPEAKING_OF_ALL + on_rank(1, SPEAKING_OF_ONE)
+    both = directory / "both"  # there when both runs have been seen
+    speaking += f"import pathlib, time\nwhile not pathlib.Path({str(both)!r}).exists():\n"
+    speaking += "    time.sleep(0.05)\n"
     with (
         start(directory / "good", in_ranks=speaking, cold=True, **TWO_RANKS) as good,
         start(directory / "bad", in_ranks=on_rank(1, failing), **TWO_RANKS | FSDP) as bad,
@@ -142,6 +145,7 @@ def side_by_side(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Side
         for run in (good, bad):
             run.wait_for(lambda run=run: len(run.processes()) == 3)  # type: ignore[misc]
         ranks = [rank.environ() for run in (good, bad) for rank in run.ranks()]
+        both.touch()
         return good, good.end(), bad, bad.end(), ranks
 
 
