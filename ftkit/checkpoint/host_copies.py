@@ -65,6 +65,10 @@ class HostCopies:
         self._sources = pieces
         return copied
 
+    def settle(self) -> None:
+        """Until the device has computed all that it was asked to."""
+        _synchronize()
+
     def wait(self) -> None:
         """Until the copies are complete; in any thread."""
         if (done := self._done) is not None:

@@ -19,8 +19,8 @@ from typing import Any
 from ftkit.checkpoint.files import shard_name
 from ftkit.checkpoint.host_copies import HostCopies, copied_to_host
 from ftkit.checkpoint.metadata import FileEntry, Metadata
-from ftkit.checkpoint.shards import Piece, write_shard
-from ftkit.checkpoint.store import Store, hash_file
+from ftkit.checkpoint.shards import Piece, write_shard, write_shard_in_portions
+from ftkit.checkpoint.store import KeepEvery, Store, hash_file
 from ftkit.utils.files import sync, write_json
 
 _PATIENCE_S = 600.0
@@ -59,7 +59,7 @@ class Retention:
     """Which checkpoints are kept."""
 
     keep_last: int
-    keep_every: int | None
+    keep_every: KeepEvery
     keep_best: int
 
 
@@ -72,6 +72,7 @@ class Saver:
         rank: this rank.
         retention: which ones rank 0 keeps.
         asynchronous: write in a thread, from a copy; else training waits.
+        max_staged_bytes: how large that copy may be; None: as large as need be.
     """
 
     def __init__(
@@ -82,10 +83,14 @@ class Saver:
         retention: Retention,
         *,
         asynchronous: bool,
+        max_staged_bytes: int | None = None,
     ) -> None:
         self.store = store
         self._receipts, self._rank, self._retention = receipts, rank, retention
         self._asynchronous = asynchronous
+        self._max_staged_bytes = max_staged_bytes
+        self.unstaged_bytes = 0
+        """What the copy would take, once it was too large to be made."""
         self._thread: threading.Thread | None = None
         self._finished: list[Saved] = []
         self._failures: list[str] = []
@@ -118,12 +123,24 @@ class Saver:
         """
         self.wait()
         asynchronous = self._asynchronous and not wait
+        most = self._max_staged_bytes
+        if most is not None:
+            pieces = list(pieces)
+            needed = sum(piece.size_bytes for piece in pieces)
+            if needed > most:
+                self.unstaged_bytes = needed
+                asynchronous = False
         if asynchronous:
             held = self.copies.take(pieces)
+        elif most is not None:
+            self.copies.settle()
+            held = list(pieces)
         else:
             held = [copied_to_host(piece) for piece in pieces]
         work = threading.Thread(
-            target=self._write, args=(metadata, held, companions, started), daemon=True
+            target=self._write,
+            args=(metadata, held, companions, started, asynchronous),
+            daemon=True,
         )
         self._stall_s = None if not asynchronous else time.perf_counter() - started
         self._thread = work
@@ -168,6 +185,7 @@ class Saver:
         pieces: list[Piece],
         companions: Callable[[Path], list[Path]] | None,
         started: float,
+        asynchronous: bool,
     ) -> None:
         """In the thread: this rank's files, and on rank 0 the commit."""
         step = metadata.step
@@ -178,7 +196,10 @@ class Saver:
             self.copies.wait()
             partial.mkdir(parents=True, exist_ok=True)
             shard = partial / shard_name(self._rank, len(self._receipts))
-            write_shard(shard, pieces)
+            if asynchronous or self._max_staged_bytes is None:
+                write_shard(shard, pieces)
+            else:
+                write_shard_in_portions(shard, pieces, self._max_staged_bytes)
             # Not what else is there: other ranks are at work in the same directory.
             written = [shard, *(companions(partial) if companions is not None else [])]
             for path in written:

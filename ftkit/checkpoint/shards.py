@@ -8,7 +8,7 @@ copies from whatever pieces overlap it, without a word between ranks.
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,10 +19,14 @@ from torch import Tensor
 from ftkit.checkpoint.files import is_shard
 from ftkit.checkpoint.metadata import CheckpointError, Metadata
 from ftkit.optim.state_kinds import BLOCK
-from ftkit.utils.safetensors_files import save_tensors
+from ftkit.remote.objects import StorageError
+from ftkit.remote.ranges import RangedSafetensors, lies_elsewhere
+from ftkit.remote.urls import spelt
+from ftkit.utils.safetensors_files import save_in_portions, save_tensors
 
 _PIECES = "pieces"
 _SCALES = ".scales"
+_NOT_AS_EXPECTED = (KeyError, TypeError, AttributeError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +46,11 @@ class Piece:
     code: Tensor | None = None
     """[256], what the codes stand for, relative to their block's scale."""
 
+    @property
+    def size_bytes(self) -> int:
+        """Of its numbers and scales."""
+        return self.values.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
 
 def share_of(rank: int, world_size: int, numel: int) -> tuple[int, int]:
     """First number and last + 1 that a rank writes of a tensor which all ranks hold whole.
@@ -59,6 +68,22 @@ def write_shard(path: Path, pieces: Iterable[Piece]) -> None:
     Raises:
         OSError, SafetensorError: it cannot be written.
     """
+    tensors, metadata = _named(pieces)
+    save_tensors(tensors, path, metadata)
+
+
+def write_shard_in_portions(path: Path, pieces: Iterable[Piece], portion_bytes: int) -> None:
+    """The same file, byte by byte, for which no more than a portion is copied to the host at once.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    tensors, metadata = _named(pieces)
+    save_in_portions(tensors, path, metadata, portion_bytes)
+
+
+def _named(pieces: Iterable[Piece]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a shard by their keys, and its metadata."""
     tensors: dict[str, Tensor] = {}
     places = {}
     for piece in pieces:
@@ -68,13 +93,14 @@ def write_shard(path: Path, pieces: Iterable[Piece]) -> None:
         if piece.scales is not None and piece.code is not None:
             tensors[key + _SCALES] = piece.scales
             places[key]["code"] = piece.code.tolist()
-    save_tensors(tensors, path, {_PIECES: json.dumps(places)})
+    return tensors, {_PIECES: json.dumps(places)}
 
 
 class StoredState:
     """The tensors in the shards of a checkpoint, by name.
 
-    The files are mapped into memory: pages are read when touched and are free to be dropped.
+    Files that are here are mapped into memory: pages are read when touched and are free to be
+    dropped. Of files that lie at a url the ranges that are asked are fetched, and not kept.
     """
 
     def __init__(self, shards: Iterable[Path]) -> None:
@@ -161,7 +187,7 @@ class StoredTensor:
         A view of the file where one piece holds them all, else a copy.
         """
         if start == stop:
-            return self._pieces[0].values[:0]
+            return self._pieces[0].values[0:0]
         parts = [
             piece.numbers(max(start, piece.start), min(stop, piece.end))
             for piece in self._overlapping(start, stop)
@@ -192,11 +218,51 @@ class StoredTensor:
         return found
 
 
+class _RangedNumbers:
+    """The numbers of a tensor in a file that lies elsewhere; a slice of them is fetched."""
+
+    def __init__(self, file: RangedSafetensors, key: str) -> None:
+        entry = file.entries[key]
+        self._file, self._key = file, key
+        self._dtype = _DTYPES[entry["dtype"]]
+        self._numel = math.prod(entry["shape"])
+        begin, end = entry["data_offsets"]
+        if end - begin != self._numel * self._dtype.itemsize:
+            raise ValueError(f"{key} has {end - begin:,} bytes for {self._numel:,} numbers")
+
+    def numel(self) -> int:
+        return self._numel
+
+    def __getitem__(self, part: slice) -> Tensor:
+        first, last, _ = part.indices(self._numel)
+        if first >= last:
+            return torch.empty(0, dtype=self._dtype)
+        width = self._dtype.itemsize
+        try:
+            content = self._file.read(self._key, first * width, last * width)
+        except StorageError as error:
+            raise CheckpointError(str(error)) from error
+        return torch.frombuffer(content, dtype=self._dtype)
+
+
+_DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "U8": torch.uint8,
+}
+"""Names in headers of safetensors files."""
+
+
 @dataclass(frozen=True)
 class _StoredPiece:
     start: int
-    values: Tensor
-    scales: Tensor | None
+    values: Tensor | _RangedNumbers
+    scales: Tensor | _RangedNumbers | None
     code: Tensor | None
 
     @property
@@ -216,21 +282,31 @@ class _StoredPiece:
 
 def _pieces_in(path: Path) -> Iterable[tuple[str, torch.Size, _StoredPiece]]:
     try:
-        with safe_open(path, "pt") as file:
-            places = json.loads((file.metadata() or {})[_PIECES])
-            for key, place in places.items():
-                code = place.get("code")
-                if type(place["start"]) is not int or place["start"] < 0:
-                    raise ValueError(f"{key} starts at {place['start']!r}")
-                yield (
-                    place["name"],
-                    torch.Size(place["shape"]),
-                    _StoredPiece(
-                        place["start"],
-                        file.get_tensor(key),
-                        None if code is None else file.get_tensor(key + _SCALES),
-                        None if code is None else torch.tensor(code),
-                    ),
-                )
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is missing or damaged: {error}") from error
+        if lies_elsewhere(path):
+            file = RangedSafetensors(path)
+            yield from _placed(file.metadata, lambda key: _RangedNumbers(file, key))
+        else:
+            with safe_open(path, "pt") as mapped:
+                yield from _placed(mapped.metadata() or {}, mapped.get_tensor)
+    except (OSError, SafetensorError, StorageError, ValueError, *_NOT_AS_EXPECTED) as error:
+        raise CheckpointError(f"{spelt(path)} is missing or damaged: {error}") from error
+
+
+def _placed(
+    metadata: dict[str, str], numbers: Callable[[str], Tensor | _RangedNumbers]
+) -> Iterable[tuple[str, torch.Size, _StoredPiece]]:
+    """The pieces of a file with their places, by its metadata."""
+    for key, place in json.loads(metadata[_PIECES]).items():
+        code = place.get("code")
+        if type(place["start"]) is not int or place["start"] < 0:
+            raise ValueError(f"{key} starts at {place['start']!r}")
+        yield (
+            place["name"],
+            torch.Size(place["shape"]),
+            _StoredPiece(
+                place["start"],
+                numbers(key),
+                None if code is None else numbers(key + _SCALES),
+                None if code is None else torch.tensor(code),
+            ),
+        )

@@ -11,7 +11,7 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -23,12 +23,18 @@ from ftkit.checkpoint.metadata import (
     read_metadata,
     write_metadata,
 )
+from ftkit.remote.objects import StorageError
+from ftkit.remote.ranges import lies_elsewhere, remote_blocks, remote_size_bytes
+from ftkit.remote.urls import url_of
 from ftkit.utils.files import remove, sync, write_durably
 from ftkit.utils.progress import OnProgress
 
 LATEST = "latest"
 """Names the newest checkpoint, for people and scripts; never read here."""
 PROGRESS_INTERVAL_S = 0.2
+
+KeepEvery = int | Mapping[int, int] | None
+"""Which steps are kept for good; see `is_milestone`."""
 
 _STEP = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")
 _BLOCK_BYTES = 4 * 2**20
@@ -59,6 +65,23 @@ def step_of(name: str) -> int | None:
     return int(found.group(1)) if found else None
 
 
+def is_milestone(step: int, keep_every: KeepEvery) -> bool:
+    """Whether the checkpoint of a step is kept for good.
+
+    Args:
+        step: of the checkpoint.
+        keep_every: an interval of steps, or intervals by the step up to which each of them holds;
+            the last one holds beyond its step, too. None: none is kept.
+    """
+    if not keep_every:
+        return False
+    if isinstance(keep_every, int):
+        return step % keep_every == 0
+    ends = sorted(keep_every)
+    end = next((end for end in ends if step <= end), ends[-1])
+    return step % keep_every[end] == 0
+
+
 def check_files(directory: Path) -> list[str]:
     """What is wrong with a checkpoint as far as names and sizes tell; empty: nothing."""
     try:
@@ -69,12 +92,15 @@ def check_files(directory: Path) -> list[str]:
     return [problem for problem in found if problem]
 
 
-def verify(directory: Path, progress: OnProgress | None = None) -> list[str]:
+def verify(
+    directory: Path, progress: OnProgress | None = None, *, fetching: bool = True
+) -> list[str]:
     """What is wrong with a checkpoint, checksums and files that it does not list included.
 
     Args:
         directory: of the checkpoint.
         progress: called now and then, by the calling thread.
+        fetching: read files that lie at a url as a whole, too; else only their sizes are compared.
     """
     try:
         files = read_metadata(directory).files
@@ -90,7 +116,7 @@ def verify(directory: Path, progress: OnProgress | None = None) -> list[str]:
             if stopped.is_set():
                 raise InterruptedError
 
-        return problem_of(directory, name, files[name], count)
+        return problem_of(directory, name, files[name], count, fetching=fetching)
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         largest_first = sorted(files, key=lambda name: -files[name].size_bytes)
@@ -117,7 +143,12 @@ def verify(directory: Path, progress: OnProgress | None = None) -> list[str]:
 
 
 def problem_of(
-    directory: Path, name: str, entry: FileEntry, on_block: Callable[[int], None] | None = None
+    directory: Path,
+    name: str,
+    entry: FileEntry,
+    on_block: Callable[[int], None] | None = None,
+    *,
+    fetching: bool = True,
 ) -> str | None:
     """What is wrong with one file of a checkpoint, its checksum included; None: nothing.
 
@@ -126,10 +157,13 @@ def problem_of(
         name: of the file, relative to it.
         entry: what the file must be.
         on_block: told the length of each block that is done.
+        fetching: read a file that lies at a url as a whole, too; else only its size is compared.
     """
     if problem := _problem(directory, name, entry):
         return problem
     path = directory / name
+    if lies_elsewhere(path):
+        return _problem_elsewhere(path, entry, on_block, fetching=fetching)
     try:
         if hash_file(path, on_block) != entry:
             return f"{path} is damaged: its checksum is another."
@@ -138,8 +172,33 @@ def problem_of(
     return None
 
 
+def _problem_elsewhere(
+    path: Path, entry: FileEntry, on_block: Callable[[int], None] | None, *, fetching: bool
+) -> str | None:
+    """What is wrong with a file that lies at a url."""
+    url = url_of(path)
+    try:
+        size = remote_size_bytes(path)
+        if size is None:
+            return f"{url} is missing."
+        if size != entry.size_bytes:
+            return f"{url} has {size:,} bytes instead of {entry.size_bytes:,}."
+        if not fetching:
+            return None
+        digest = hashlib.sha256()
+        for block in remote_blocks(path, size):
+            digest.update(block)
+            if on_block:
+                on_block(len(block))
+    except StorageError as error:
+        return f"{error}."
+    return (
+        None if digest.hexdigest() == entry.sha256 else f"{url} is damaged: its checksum differs."
+    )
+
+
 def _problem(directory: Path, name: str, entry: FileEntry) -> str | None:
-    """What is wrong with a file without reading it."""
+    """What is wrong with a file without reading it; one that lies at a url is not looked at."""
     path = directory / name
     try:
         found = path.lstat()
@@ -147,7 +206,7 @@ def _problem(directory: Path, name: str, entry: FileEntry) -> str | None:
         if not stat.S_ISREG(found.st_mode) or any(folder.is_symlink() for folder in folders):
             return f"{path} is not a regular file of the checkpoint."
     except FileNotFoundError:
-        return f"{path} is missing."
+        return None if lies_elsewhere(path) else f"{path} is missing."
     except OSError as error:
         return f"{path} cannot be read ({error.strerror})."
     if found.st_size != entry.size_bytes:
@@ -295,14 +354,14 @@ class Store:
         self._point_to_newest()
         remove(deleted)
 
-    def kept(self, keep_last: int, keep_every: int | None, keep_best: int) -> set[int]:
+    def kept(self, keep_last: int, keep_every: KeepEvery, keep_best: int) -> set[int]:
         """The steps that a rule keeps.
 
         A damaged checkpoint counts for nothing and is kept: somebody may want to look at it.
 
         Args:
             keep_last: how many of the newest.
-            keep_every: every step that this divides.
+            keep_every: see `is_milestone`.
             keep_best: how many of the lowest validation loss; of equal ones the newer.
         """
         steps = self.steps()
@@ -313,11 +372,11 @@ class Store:
         return {
             *damaged,
             *sound[max(len(sound) - keep_last, 0) :],
-            *(step for step in sound if keep_every and step % keep_every == 0),
+            *(step for step in sound if is_milestone(step, keep_every)),
             *(-negative for _, negative in sorted(measured)[:keep_best]),
         }
 
-    def prune(self, *, keep_last: int, keep_every: int | None, keep_best: int) -> list[int]:
+    def prune(self, *, keep_last: int, keep_every: KeepEvery, keep_best: int) -> list[int]:
         """Delete every checkpoint that the rule of `kept` does not keep; their steps."""
         kept = self.kept(keep_last, keep_every, keep_best)
         deleted = [step for step in self.steps() if step not in kept]

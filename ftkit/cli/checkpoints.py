@@ -21,7 +21,7 @@ from rich.text import Text
 from ftkit.checkpoint import store as checks
 from ftkit.checkpoint.files import RECIPE
 from ftkit.checkpoint.metadata import CheckpointError, Layout, Metadata, read_metadata
-from ftkit.checkpoint.store import step_of
+from ftkit.checkpoint.store import KeepEvery, step_of
 from ftkit.config.command_options import (
     CheckpointOptions,
     CheckpointsOptions,
@@ -42,6 +42,7 @@ from ftkit.console.formatting import (
 from ftkit.console.grid import labelled_grid
 from ftkit.console.progress import Phase
 from ftkit.errors import UserError
+from ftkit.remote.urls import spelt, url_of
 from ftkit.runs.checkpoints import (
     CheckpointEntry,
     RunCheckpoints,
@@ -52,6 +53,7 @@ from ftkit.runs.checkpoints import (
     misnamed,
     size_of,
 )
+from ftkit.runs.fetching import fetch_companions
 from ftkit.runs.lock import claimed, is_at_work
 from ftkit.utils.files import remove
 
@@ -70,7 +72,7 @@ def list_checkpoints(options: CheckpointsOptions) -> int:
     if options.format == "json":
         return _print_json([entry.as_dict() for entry in entries])
     if not entries:
-        return _print(f"{options.out_dir} holds no checkpoint")
+        return _print(f"{spelt(options.out_dir)} holds no checkpoint")
     table = _table("step", "epoch", "loss", "val loss", "size", "age", "written under", "state")
     for entry in entries:
         table.add_row(*_cells(entry, time.time()))
@@ -94,7 +96,7 @@ def show_checkpoint(options: CheckpointOptions) -> int:
     if options.format == "json":
         return _print_json(entry.as_dict())
     title = Rule(
-        Text(printable(str(entry.path)), "bold"), characters="-", align="left", style="dim"
+        Text(printable(spelt(entry.path)), "bold"), characters="-", align="left", style="dim"
     )
     grid = labelled_grid(_rows(entry, entry.metadata))
     files = _table("file", "size", "sha256")
@@ -127,7 +129,7 @@ def verify_checkpoints(options: CheckpointOptions) -> int:
             [
                 {
                     "step": step_of(directory.name),
-                    "path": str(directory),
+                    "path": spelt(directory),
                     "sound": not found,
                     "problems": found,
                 }
@@ -151,14 +153,21 @@ def clean_checkpoints(options: CleanOptions) -> int:
     Raises:
         UserError: the run is at work, or something cannot be deleted.
     """
+    if url_of(options.out_dir) is not None:
+        raise UserError(
+            f"{spelt(options.out_dir)} is a url, whose checkpoints a run at work keeps as its "
+            "recipe says. Try --resume auto with --checkpoint.keep_last "
+            f"{options.keep_last}, which deletes the others."
+        )
     place, dry_run = find_all(options.out_dir), options.dry_run
     store = place.store
     verb = "would remove" if dry_run else "removed"
     with claimed(place, hold=not dry_run):
         if not dry_run:
             store.restore_replaced()
-        rule = _kept_for_good(place)
-        kept = store.kept(options.keep_last, rule["keep_every"], rule["keep_best"] or 0)
+        every, best = _kept_for_good(place)
+        rule = {"keep_every": every, "keep_best": best}
+        kept = store.kept(options.keep_last, every, best)
         steps = store.steps()
         damaged = {step: found for step in steps if (found := store.check_files(step))}
         freed = 0
@@ -201,14 +210,14 @@ def compare_recipes(options: DiffOptions) -> int:
     if options.format == "json":
         return _print_json(
             {
-                "a": str(directories[0]),
-                "b": str(directories[1]),
+                "a": spelt(directories[0]),
+                "b": spelt(directories[1]),
                 "differences": [
                     {"key": key, "a": left.get(key), "b": right.get(key)} for key in different
                 ],
             }
         )
-    heads = [f"{name}: {path}" for name, path in zip("AB", directories, strict=True)]
+    heads = [f"{name}: {spelt(path)}" for name, path in zip("AB", directories, strict=True)]
     if not different:
         return _print(*heads, "their recipes are equal")
     table = _table("field", "A", "B")
@@ -251,27 +260,27 @@ class _Verifying:
         self._now = 0
 
 
-def _kept_for_good(place: RunCheckpoints) -> dict[str, int | None]:
+def _kept_for_good(place: RunCheckpoints) -> tuple[KeepEvery, int]:
     """What the recorded recipe says about checkpoints that stay."""
     newest = place.store.newest()
     candidates = [run.recipe for run in place.runs]
     if newest is not None:
         candidates.append(place.store.path(newest) / RECIPE)
     recipe = next((read_keys(path) for path in candidates if path.is_file()), {})
-    found = {}
-    for name in ("keep_every", "keep_best"):
-        value = recipe.get(f"checkpoint.{name}")
-        if value is not None and (type(value) is not int or value < 0):
+    every, best = (recipe.get(f"checkpoint.{name}") for name in ("keep_every", "keep_best"))
+    numbers = [n for pair in every.items() for n in pair] if isinstance(every, dict) else [every]
+    for name, value, parts in (("keep_every", every, numbers), ("keep_best", best, [best])):
+        if any(part is not None and (type(part) is not int or part < 0) for part in parts):
             raise UserError(
-                f"checkpoint.{name} in the recipe of {place.path} is {value!r}, but must be a "
-                "whole number. Mend its recipe.yaml, or delete checkpoints by hand."
+                f"checkpoint.{name} in the recipe of {spelt(place.path)} is {value!r}, but must be "
+                "a whole number. Mend its recipe.yaml, or delete checkpoints by hand."
             )
-        found[name] = value
-    return found
+    return every, best or 0
 
 
 def _recipe_of(directory: Path) -> dict[str, Any]:
     """The dotted keys of the recipe that a checkpoint records."""
+    fetch_companions(directory)
     try:
         expected = read_metadata(directory).files.get(RECIPE)
     except CheckpointError as error:
@@ -340,7 +349,7 @@ def _layout_text(layout: Layout) -> str:
     return layout.strategy + (f" x{layout.world_size}" if layout.world_size > 1 else "")
 
 
-def _cleaned_text(kept: list[int], freed: int, rule: dict[str, int | None], dry_run: bool) -> str:
+def _cleaned_text(kept: list[int], freed: int, rule: dict[str, KeepEvery], dry_run: bool) -> str:
     """The last line of cleaning."""
     verb = "would free" if dry_run else "freed"
     rules = " and ".join(f"{name} {value}" for name, value in rule.items() if value)

@@ -6,6 +6,7 @@ Values are texts as they were typed: keys of recipes are merged with files befor
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from ftkit.cli.commands import Command
@@ -13,6 +14,7 @@ from ftkit.config.command_options import Declared, components_of, declared, head
 from ftkit.config.parsing import Override
 from ftkit.config.recipe_keys import SPELLINGS, accepted_types, describe
 from ftkit.errors import UserError
+from ftkit.remote.urls import is_url, local_path
 from ftkit.utils.nearest import nearest
 
 
@@ -207,6 +209,13 @@ def _typed(item: Declared, text: str) -> Any:
             if text not in words and str not in accepted_types(item.kind):
                 raise ValueError
             return text
+        if accepted is Path and is_url(text):
+            if item.rules.get("takes_url"):
+                return local_path(text)
+            raise UserError(
+                f"{item.placeholder or item.name} is {text}, but must be a path of this machine. "
+                f"Try {item.placeholder or item.name} {Path(text).name or 'out'}."
+            )
         value = accepted(text)
         if isinstance(value, int | float) and not (
             (least is None or value >= least) and (most is None or value <= most)

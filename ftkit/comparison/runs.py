@@ -11,10 +11,12 @@ from typing import Any
 from ftkit.accelerators.kinds import HOST_KIND
 from ftkit.config.recipe import LoraRecipe
 from ftkit.errors import UserError
+from ftkit.remote.urls import local_path
 from ftkit.report.metrics import Row, read_metrics, read_validation
 from ftkit.report.peak_memory import RankMemory
 from ftkit.report.report import Report, Resolved
 from ftkit.runs.directory import RunDirectory
+from ftkit.runs.fetching import refresh
 from ftkit.runs.state import StateName, look
 from ftkit.utils.dotted_keys import leaves
 from ftkit.utils.hardware import Hardware
@@ -163,7 +165,8 @@ def read_runs(
     """
     found: dict[Path, Path] = {}
     left_out: list[LeftOutRun] = []
-    for path in map(Path, paths):
+    for path in map(local_path, paths):
+        refresh(path)
         directories = list(_find(path.expanduser()))
         for directory in directories:
             found.setdefault(directory.resolve(), directory)

@@ -58,6 +58,7 @@ KIND_OF: dict[str, Kind] = {
     "checkpoint.keep_every": "hardware",
     "checkpoint.keep_best": "hardware",
     "checkpoint.asynchronous": "hardware",
+    "checkpoint.max_staged_bytes": "hardware",
     "memory.activation_checkpointing": "hardware",
     "memory.offload_activations": "hardware",
     "optimizer": "tunable",  # within a family: see carries_over

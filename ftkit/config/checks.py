@@ -27,7 +27,8 @@ def check_ranges(recipe: Recipe) -> None:
         ("train.save_interval", train.save_interval, 1),
         ("train.log_interval", train.log_interval, 1),
         ("checkpoint.keep_last", recipe.checkpoint.keep_last, 1),
-        ("checkpoint.keep_every", recipe.checkpoint.keep_every, 1),
+        *_intervals(recipe.checkpoint.keep_every),
+        ("checkpoint.max_staged_bytes", recipe.checkpoint.max_staged_bytes, 2**20),
         ("checkpoint.keep_best", recipe.checkpoint.keep_best, 0),
         ("memory.activation_checkpointing", recipe.memory.activation_checkpointing or 1, 1),
         ("eval.interval", evaluation.interval, 0),
@@ -85,6 +86,19 @@ def check_ranges(recipe: Recipe) -> None:
         )
     if isinstance(recipe, LoraRecipe):
         _check_lora(recipe)
+
+
+def _intervals(keep_every: int | dict[int, int] | None) -> list[tuple[str, int | None, int]]:
+    """The numbers of `checkpoint.keep_every` with their smallest values."""
+    if not isinstance(keep_every, dict):
+        return [("checkpoint.keep_every", keep_every, 1)]
+    numbers = [number for pair in keep_every.items() for number in pair]
+    if not numbers or min(numbers) < 1:
+        raise UserError(
+            f"checkpoint.keep_every is {keep_every}, but must have steps and intervals of at least "
+            'one step. Try --checkpoint.keep_every "{1000: 100, 10000: 1000}".'
+        )
+    return []
 
 
 def check_kernels(recipe: Recipe, devices: Devices, strategy: str, *, compiles: bool) -> None:

@@ -46,7 +46,13 @@ def option(
     return field(default=default, metadata=metadata)
 
 
-def word(placeholder: str, default: Any = dataclasses.MISSING, *, ask: str = "") -> Any:
+def word(
+    placeholder: str,
+    default: Any = dataclasses.MISSING,
+    *,
+    ask: str = "",
+    takes_url: bool = False,
+) -> Any:
     """What stands on its own, without ``--``; a tuple takes all words that are left.
 
     Args:
@@ -54,8 +60,10 @@ def word(placeholder: str, default: Any = dataclasses.MISSING, *, ask: str = "")
         default: its value where it is not given; without one it has to be.
         ask: what is asked where it is missing, with what works, or a question alone; "": its
             explanation is shown.
+        takes_url: whether a path may be a url of object storage; else it is refused.
     """
-    return field(default=default, metadata={"word": True, "placeholder": placeholder, "ask": ask})
+    metadata = {"word": True, "placeholder": placeholder, "ask": ask, "takes_url": takes_url}
+    return field(default=default, metadata=metadata)
 
 
 def keys_beside(*heads: str) -> Any:
@@ -269,7 +277,8 @@ class CompareOptions:
     """Of ftkit compare."""
 
     runs: tuple[str, ...] = word("RUN")
-    """Runs (each its out_dir), or directories that hold runs at any depth."""
+    """Runs (each its out_dir, or its s3:// or gs:// url), or directories that hold runs at any
+    depth."""
     sort: str | None = option(None, placeholder="KEY")
     """Sort by a result such as tokens_per_s, best first, or by a setting such as
     train.micro_batch_size; JSON and CSV have all keys. Default: runs that ended well first, by
@@ -297,8 +306,8 @@ class WatchOptions:
 class CheckpointsOptions:
     """Of ftkit checkpoints list."""
 
-    out_dir: Path = word("OUT_DIR")
-    """The run: its out_dir, or the checkpoints in it."""
+    out_dir: Path = word("OUT_DIR", takes_url=True)
+    """The run: its out_dir, or the checkpoints in it; a directory, s3:// or gs://."""
     format: OutputFormat = "table"
     """json: nothing else is written to standard output."""
 
@@ -307,8 +316,8 @@ class CheckpointsOptions:
 class CheckpointOptions:
     """Of ftkit checkpoints show and verify."""
 
-    out_dir: Path = word("OUT_DIR")
-    """The run: its out_dir, the checkpoints in it, or one of these."""
+    out_dir: Path = word("OUT_DIR", takes_url=True)
+    """The run: its out_dir, the checkpoints in it, or one of these; a directory, s3:// or gs://."""
     step: str | None = word("STEP", None)
     """Which checkpoint, by its step."""
     format: OutputFormat = "table"
@@ -331,9 +340,9 @@ class CleanOptions:
 class DiffOptions:
     """Of ftkit checkpoints diff."""
 
-    a: Path = word("A")
+    a: Path = word("A", takes_url=True)
     """A checkpoint, or a run."""
-    b: Path = word("B")
+    b: Path = word("B", takes_url=True)
     """Another one."""
     format: OutputFormat = "table"
     """json: nothing else is written to standard output."""

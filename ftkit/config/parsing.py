@@ -24,6 +24,7 @@ from ftkit.config.recipe_keys import (
     COMPONENTS,
     GROUPS,
     LORA_KEYS,
+    MAPPINGS,
     ONE_OF,
     SPELLINGS,
     accepted_types,
@@ -39,6 +40,8 @@ from ftkit.config.recipe_keys import (
     shown_value,
 )
 from ftkit.errors import UserError
+from ftkit.remote.fetch import fetch_missing
+from ftkit.remote.urls import is_url, local_path
 from ftkit.utils.dotted_keys import leaves
 from ftkit.utils.json_values import for_json
 from ftkit.utils.yaml_files import dump_yaml, load_yaml, parse_yaml
@@ -60,7 +63,7 @@ def read_recipe(
     """Merge recipe files (later ones win) and overrides (they win over files) into a Recipe.
 
     Args:
-        files: YAML recipes in LitGPT's finetune format.
+        files: YAML recipes in LitGPT's finetune format; paths or urls.
         overrides: dotted key and YAML text, such as ``("train.epochs", "2")``. Their order
             matters only where one key is given twice: the last one wins.
         method: what the command says; None reads it from the keys (any LoRA key means LoRA).
@@ -71,7 +74,11 @@ def read_recipe(
     """
     merged: dict[str, Any] = {}
     for file in files:
-        for key, value in flatten(load_yaml(Path(file), "--config ")):
+        path = local_path(file)
+        if is_url(file):
+            path.unlink(missing_ok=True)
+            fetch_missing(path.parent, [path.name])
+        for key, value in flatten(load_yaml(path, "--config ")):
             _assign(merged, key, value)
     return _overridden(merged, overrides, method)
 
@@ -173,7 +180,7 @@ def read_keys(path: Path) -> dict[str, Any]:
     Raises:
         UserError: it cannot be read, or is no recipe.
     """
-    return dict(leaves(load_yaml(path)))
+    return dict(leaves(load_yaml(path), whole=MAPPINGS))
 
 
 def as_text(value: Any) -> str:
@@ -222,7 +229,7 @@ def _assign(merged: dict[str, Any], key: str, value: Any) -> None:
     if head in COMPONENTS:
         merged[head] = _merge_component(head, merged.get(head), rest, value)
         return
-    if isinstance(value, dict):
+    if isinstance(value, dict) and key not in MAPPINGS:
         for leaf, item in flatten(value, f"{key}."):
             _assign(merged, leaf, item)
         return
@@ -325,6 +332,8 @@ def _instantiate(merged: dict[str, Any], method: Method) -> Recipe:
     parser = _parser(method)
     given = _without_empty(merged, method)
     components = {key: given.pop(key) for key in COMPONENTS if key in given}
+    if isinstance(out_dir := given.get("out_dir"), str):
+        given["out_dir"] = str(local_path(out_dir))
     if "checkpoint_dir" not in given:
         raise UserError(
             "checkpoint_dir is not set: which base model? "

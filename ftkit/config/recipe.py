@@ -135,12 +135,18 @@ class Checkpoint:
     """Time between two checkpoints, such as 60s, 15min or 2h; empty: none by time."""
     keep_last: int = 3
     """Keep this many of the newest checkpoints."""
-    keep_every: int | None = None
-    """Also keep every checkpoint whose step is a multiple of this."""
+    keep_every: int | dict[int, int] | None = None
+    """Also keep every checkpoint whose step is a multiple of this. Several numbers thin out what is
+    older: {1000: 100, 10000: 1000} keeps every 100th step up to step 1000 and every 1000th after
+    it, where the last one goes on beyond step 10000."""
     keep_best: int = 0
     """Also keep this many checkpoints with the lowest validation loss."""
     asynchronous: bool = True
-    """Train on while a checkpoint is being written."""
+    """Train on while a checkpoint is being written, from a copy in host memory."""
+    max_staged_bytes: int | None = None
+    """Bytes of host memory that this copy may take on each rank. A rank that would need more makes
+    none: training waits while its numbers go through this much memory to the disk. Empty: what the
+    copy needs, see ftkit plan."""
 
     def most_at_once(self, steps: int | None) -> int:
         """Checkpoints on the disk at one time, at most; those of `keep_every` are not counted.
@@ -174,7 +180,7 @@ class Recipe:
     when needed), embedded:quickstart, or random:NAME with random weights, for any model that LitGPT
     knows, by its own or its hub name, and any model type of transformers, in its default size."""
     out_dir: Path = Path("out/finetune/full")
-    """Where the run writes its report, metrics and result."""
+    """Where the run writes its report, metrics and result: a directory, s3:// or gs://."""
     precision: Precision | None = None
     """Number format. Default: bf16-mixed, or 16-mixed on GPUs without bfloat16. 16-true trains
     under deepspeed alone, which keeps weights in 32 bits beside it."""
@@ -230,8 +236,8 @@ class Recipe:
     resume: bool | int | str = False
     """Continue from a checkpoint. auto: the newest one of out_dir; without one, start. true: the
     newest one, which has to be there. A number: that step of out_dir; later checkpoints are moved
-    to out_dir/set_aside. A path: a run, its checkpoints or one of them; the run goes on in a new
-    out_dir, unless the checkpoint is its own. Other hardware settings may be given."""
+    to out_dir/set_aside. A path or url: a run, its checkpoints or one of them; the run goes on in a
+    new out_dir, unless the checkpoint is its own. Other hardware settings may be given."""
     access_token: str | None = None
     """Hugging Face token for gated models. Default: $HF_TOKEN. Never written anywhere."""
 

@@ -12,6 +12,7 @@ import yaml
 
 from ftkit.config.recipe import RECIPE_OF, Component, Lora, Method, Recipe
 from ftkit.errors import UserError
+from ftkit.remote.urls import spelt
 from ftkit.utils.dotted_keys import leaves
 from ftkit.utils.nearest import nearest
 
@@ -27,6 +28,9 @@ ALLOWED_PACKAGES = {
 ONE_OF = {"data": ("path", "json_path", "sources")}
 """Arguments of a class that say one thing in several ways: the one that is set later replaces the
 others."""
+
+MAPPINGS = ("checkpoint.keep_every",)
+"""Keys whose value may be a mapping, and not a group of keys."""
 
 SPELLINGS = {"quantize": {"bnb.int8-training": "bnb.int8"}}
 """Values of LitGPT that have another name here."""
@@ -83,6 +87,8 @@ def describe(kind: Any) -> str:
         return " or ".join(describe(k) for k in accepted_types(kind))
     if typing.get_origin(kind) is list:
         return "a list of names"
+    if typing.get_origin(kind) is dict:
+        return "a mapping of whole numbers"
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     return words.get(kind, "a path" if kind is Path else "a name, or class_path with init_args")
 
@@ -201,9 +207,9 @@ def plain(value: Any) -> Any:
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
+    return spelt(value) if isinstance(value, Path) else value
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Leaves as dotted keys; class choices stay whole, as they are to be merged."""
-    return leaves(values, prefix, whole=COMPONENTS)
+    return leaves(values, prefix, whole={*COMPONENTS, *MAPPINGS})

@@ -30,14 +30,13 @@ from ftkit.data.renderers import make_renderer
 from ftkit.data.spec import Content, Part, Rules
 from ftkit.records.record import Record
 from ftkit.samples.sample_set import SampleArrays, SampleSet
-from ftkit.utils.files import new_directory, write_json
+from ftkit.utils.files import cache_root, new_directory, write_json
 from ftkit.utils.json_values import from_json
 
 if TYPE_CHECKING:
     from litgpt.prompts import PromptStyle
     from litgpt.tokenizer import Tokenizer
 
-VARIABLE = "FTKIT_CACHE_DIR"
 CACHE_FORMAT = 1
 _LIBRARIES = ("litgpt", "sentencepiece", "tokenizers")
 """Which make texts and tokens, beside ftkit."""
@@ -59,7 +58,7 @@ class Damaged(Exception):
 
 def cache_directory() -> Path:
     """Where tokenised samples are kept."""
-    return Path(os.environ.get(VARIABLE) or "~/.cache/ftkit").expanduser() / "samples"
+    return cache_root() / "samples"
 
 
 def file_digest(path: Path) -> str:

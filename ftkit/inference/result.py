@@ -28,9 +28,11 @@ from ftkit.pretrained.hub import (
     read_json,
     weight_files,
 )
+from ftkit.remote.urls import is_url
 from ftkit.report.report import Report, read_report
 from ftkit.runs.checkpoints import find, misnamed
 from ftkit.runs.directory import RunDirectory
+from ftkit.runs.fetching import fetch_companions, opened_url
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,14 +89,16 @@ def find_result(name: str) -> Result:
     Raises:
         UserError: it is nothing of these, or damaged.
     """
-    path = Path(name).expanduser()
+    path = opened_url(name) if is_url(name) else Path(name).expanduser()
     if path.is_dir():
         return _in_directory(name, path.resolve() if path.name in ("", "..") else path)
     if path.suffix.lower() == ".gguf" and path.is_file():
         return Result(name=name, kind="model", directory=find_or_download(name))
     is_local = path.exists() or path.is_absolute() or Path(path.parts[0]).is_dir()
     if is_local and not _is_downloaded(name):
-        what = "is a file" if path.exists() else "does not exist"
+        what = (
+            "holds nothing" if is_url(name) else "is a file" if path.exists() else "does not exist"
+        )
         raise UserError(
             f"{name} {what}. Name the out_dir of a run, such as out/finetune/lora, one of its "
             "checkpoints, an adapter, or a model."
@@ -199,6 +203,7 @@ def _model(name: str, directory: Path, run: Path | None) -> Result:
 
 def _checkpoint(name: str, directory: Path) -> Result:
     """A checkpoint, whole as far as names and sizes tell, its small files also by checksum."""
+    fetch_companions(directory)
     problems = misnamed(directory) or check_files(directory)
     if not problems:
         problems = [

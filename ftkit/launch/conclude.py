@@ -51,7 +51,7 @@ def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
         peak_memory=PeakMemory.of(memory) if memory else None,
         expert_load=ExpertLoad.of_ranks([report.expert_load for report in reports]),
         step_memory=StepMemory.of([report.step_memory for report in reports]),
-        warnings=_all_warnings(reports),
+        warnings=[*_all_warnings(reports), *_notices(job.directory)],
         phases_s=dataclasses.replace(
             reports[0].phases_s or PhaseTimes(), total=time.time() - job.started_at_s
         ),
@@ -112,6 +112,14 @@ def _all_warnings(reports: Sequence[Report]) -> list[str]:
         for text in report.warnings:
             found.setdefault(text, rank)
     return [f"rank {rank}: {text}" if rank else text for text, rank in found.items()]
+
+
+def _notices(run: RunDirectory) -> list[str]:
+    """What the supervisor has noted while the ranks were at work."""
+    try:
+        return run.notices.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return []
 
 
 def _collect_output(run: RunDirectory, world_size: int) -> None:

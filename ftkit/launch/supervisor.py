@@ -28,11 +28,16 @@ from ftkit.launch.preflight import require_room, with_micro_batch
 from ftkit.launch.ranks import Ranks
 from ftkit.pretrained.base_outline import keeps_rest
 from ftkit.pretrained.hub import find_or_download
+from ftkit.remote.objects import require_extra
+from ftkit.remote.urls import spelt, url_of
+from ftkit.report.report import read_report
 from ftkit.runs.backup import copy_rows, ready_to_go_on
 from ftkit.runs.checkpoints import RunCheckpoints
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import Job, StopAfter
 from ftkit.runs.lock import claim, is_at_work, unwritable
+from ftkit.runs.mirror import NotCarried
+from ftkit.runs.remote_run import mirrored, require_unclaimed
 from ftkit.runs.resume import (
     Completed,
     Start,
@@ -43,6 +48,7 @@ from ftkit.runs.resume import (
 )
 from ftkit.utils.files import make_reserve, write_durably
 from ftkit.utils.json_values import without_tokens
+from ftkit.utils.process import print_line
 
 
 def launch(
@@ -100,6 +106,9 @@ def launch(
     except Completed as completed:
         print(completed, flush=True)
         return 0
+    except NotCarried as error:
+        print_line(f"ftkit: {error}")
+        return 1
 
 
 @contextmanager
@@ -120,6 +129,8 @@ def prepare_run(
         UserError: and everything is as it was.
         Completed: the run that was to go on is complete.
     """
+    if (url := url_of(recipe.out_dir)) is not None:
+        require_extra(url.partition(":")[0])
     check_data(recipe.data)
     devices = find_devices(recipe, on_asking=_say_that_torch_is_asked)
     if placed is not None:
@@ -138,18 +149,21 @@ def prepare_run(
     with ExitStack() as stack:
         if in_place:  # locked first: a run at work may be writing what is looked at here
             run = stack.enter_context(claim(wanted, "go_on"))
+            mirror = stack.enter_context(mirrored(run, _say, received, goes_on=True))
             run.store.remove_leftovers()
         start = find_start(dataclasses.replace(recipe, precision=plan.precision))
         if not force:
             require_room(recipe, devices, command)
         base = _find_base(recipe, start)
         if not in_place:
+            require_unclaimed(wanted, _say)
             place = RunCheckpoints(path=wanted, store=RunDirectory(wanted).store)
             if not overwrite and not is_at_work(place):  # which is left alone like a complete one
                 require_free(wanted, recipe.method)
             run = stack.enter_context(claim(wanted, "overwrite" if overwrite else "new"))
             if run.path != wanted:
-                print(f"{wanted} holds another run: this one goes to {run.path}", flush=True)
+                _say(f"{spelt(wanted)} holds another run: this one goes to {spelt(run.path)}")
+            mirror = stack.enter_context(mirrored(run, _say, received, goes_on=False))
         job = Job(
             recipe=dataclasses.replace(recipe, out_dir=run.path),
             devices=devices,
@@ -172,6 +186,8 @@ def prepare_run(
             write_durably(run.recipe, to_yaml(written))
             job.write(run.job)
             make_reserve(run.reserve)
+            if mirror is not None:
+                mirror.begin(lambda: _has_begun(job), overwrites=not in_place)
         except OSError as error:
             raise unwritable(run.path, error) from None
         yield job
@@ -221,13 +237,29 @@ def _go_on(
     if not start.in_place:
         copy_rows(start, job.directory)
     step = start.metadata.step
-    display.message(f"going on from step {step:,}: {start.checkpoint}")
+    display.message(f"going on from step {step:,}: {spelt(start.checkpoint)}")
     for change in start.changes:
         display.message(f"changed: {change}")
 
 
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
 def _say_that_torch_is_asked() -> None:
-    print("asking torch about the devices ...", flush=True)  # in a child that imports it
+    _say("asking torch about the devices ...")  # in a child that imports it
+
+
+def _has_begun(job: Job) -> bool:
+    """Whether a step was done: until then a mistake leaves everything as it was."""
+    run = job.directory
+    if (run.store.newest() or 0) > job.start_step:
+        return True
+    try:
+        progress = read_report(run.rank(0).report).progress
+    except UserError:  # not there yet
+        return False
+    return progress is not None and progress.steps > job.start_step
 
 
 def _beginning(job: Job) -> str:
@@ -238,5 +270,5 @@ def _beginning(job: Job) -> str:
     return (
         f"starting {ranks} on {device} ({plan.strategy}, {plan.precision})\n"
         f"{recipe.method} fine-tuning of {recipe.checkpoint_dir}\n"
-        f"into {recipe.out_dir}"
+        f"into {spelt(recipe.out_dir)}"
     )

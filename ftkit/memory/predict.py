@@ -100,7 +100,8 @@ def predict(
     saved_bytes = round(trained * number_bytes)
     host_bytes = PROCESS_BYTES + sum(offloaded.values())
     if plan.recipe.checkpoint.save and plan.recipe.checkpoint.asynchronous:
-        host_bytes += math.ceil(saved_bytes / plan.world_size)
+        staged_bytes = math.ceil(saved_bytes / plan.world_size)
+        host_bytes += min(staged_bytes, plan.recipe.checkpoint.max_staged_bytes or staged_bytes)
     if plan.accelerator == "cpu":
         host_bytes += peak_bytes
         low = high = host_bytes

@@ -11,6 +11,8 @@ from ftkit.architectures.quantized import quantized_weights, require_plain_weigh
 from ftkit.errors import UserError
 from ftkit.pretrained.hub_errors import explained
 from ftkit.pretrained.licences import is_licence
+from ftkit.remote.fetch import fetch_whole
+from ftkit.remote.urls import is_url, local_path
 from ftkit.utils.files import free_disk_bytes
 
 ROOT = Path("checkpoints")
@@ -73,6 +75,11 @@ def find_or_download(name: str, *, token: str | None = None, root: Path = ROOT) 
     """
     if found := find_here(name, root=root):
         return found
+    if is_url(name):
+        raise UserError(
+            f"checkpoint_dir {name} holds no complete base model. Name the url below which "
+            "config.json, a tokenizer and the weights lie, such as s3://BUCKET/models/NAME."
+        )
     if file := find_gguf(name, root=root):
         return _convert(file, root)
     path = Path(name).expanduser()
@@ -104,6 +111,10 @@ def find_here(name: str, *, root: Path = ROOT) -> Path | None:
     """
     if name.startswith("embedded:"):
         return _embedded(name)
+    if is_url(name):
+        directory = local_path(name)
+        fetch_whole(directory)
+        name = str(directory)
     for candidate in _places(name, root):
         if candidate.is_dir() and not missing_files(candidate):
             _require_plain_weights(candidate)

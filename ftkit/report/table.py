@@ -20,6 +20,7 @@ from ftkit.console.formatting import (
 )
 from ftkit.console.grid import labelled_grid
 from ftkit.console.html import block, escaped, labelled, styled
+from ftkit.remote.urls import spelt
 from ftkit.report.answers import AnsweredExample
 from ftkit.report.expert_load import ExpertLoad
 from ftkit.report.peak_memory import PeakMemory
@@ -175,7 +176,7 @@ def _text_rows(report: Report, out_dir: Path | None) -> Iterator[tuple[str, str]
     if report.files:
         yield from _file_rows(report.files, out_dir)
     if report.checkpoints and (last := report.checkpoints.last):
-        yield "checkpoint", str(out_dir / last) if out_dir else last
+        yield "checkpoint", spelt(out_dir / last) if out_dir else last
 
 
 def _resolved_rows(resolved: Resolved) -> Iterator[tuple[str, str]]:
@@ -391,12 +392,12 @@ def _source_text(source: Source) -> str:
 
 
 def _file_rows(files: Files, out_dir: Path | None) -> Iterator[tuple[str, str]]:
-    def shown(name: str) -> str:
-        return str(out_dir / name) if out_dir else name
+    def place(name: str) -> str:
+        return spelt(out_dir / name) if out_dir else name
 
     if files.final:
-        yield "result", shown(files.final)
-    logs = [shown(name) for name in (files.metrics, files.validation, files.log) if name]
+        yield "result", place(files.final)
+    logs = [place(name) for name in (files.metrics, files.validation, files.log) if name]
     if logs:
         yield "logs", _joined(logs)
 

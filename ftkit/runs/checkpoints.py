@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -12,7 +13,9 @@ from ftkit.checkpoint.files import METADATA
 from ftkit.checkpoint.metadata import CheckpointError, Metadata, read_metadata
 from ftkit.checkpoint.store import Store, check_files, step_of
 from ftkit.errors import UserError
+from ftkit.remote.urls import spelt, url_of
 from ftkit.runs.directory import RunDirectory
+from ftkit.runs.fetching import refresh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,18 +50,22 @@ class RunCheckpoints:
         """
         directories = self.directories()
         if not directories:
-            raise UserError(f"{self.path} holds no checkpoint. Name a run that has saved one.")
+            raise UserError(
+                f"{spelt(self.path)} holds no checkpoint. Name a run that has saved one."
+            )
         if step is None:
             return directories[-1]
         if self.single:
-            raise UserError(f"{self.path} is one checkpoint already. Leave the step {step} out.")
+            raise UserError(
+                f"{spelt(self.path)} is one checkpoint already. Leave the step {step} out."
+            )
         number = int(step) if step.isascii() and step.isdecimal() else step_of(step)
         steps = self.store.steps()
         if number is None:
             raise UserError(f"STEP is {step!r}, but must be a number. Try {steps[-1]}.")
         if number not in steps:
             raise UserError(
-                f"{self.path} holds no checkpoint of step {number}. "
+                f"{spelt(self.path)} holds no checkpoint of step {number}. "
                 f"Try one of {', '.join(map(str, steps))}."
             )
         return self.store.path(number)
@@ -71,7 +78,13 @@ def find(path: Path) -> RunCheckpoints:
         UserError: it is none of a run.
     """
     path = path.expanduser()
+    refresh(path)
     if not path.is_dir():
+        if url_of(path) is not None:
+            raise UserError(
+                f"{spelt(path)} holds no run and no checkpoint. Name the out_dir of a run, such as "
+                "s3://BUCKET/out/lora."
+            )
         raise UserError(
             f"{path} is not a directory. Name the out_dir of a run, such as out/finetune/lora."
         )
@@ -103,7 +116,9 @@ def find_all(path: Path) -> RunCheckpoints:
     """
     place = find(path)
     if place.single:
-        raise UserError(f"{path} is one checkpoint, not a run. Try ftkit checkpoints show {path}.")
+        raise UserError(
+            f"{spelt(path)} is one checkpoint, not a run. Try ftkit checkpoints show {spelt(path)}."
+        )
     return place
 
 
@@ -129,7 +144,7 @@ class CheckpointEntry:
         """Ready for JSON."""
         return {
             "step": self.step,
-            "path": str(self.path),
+            "path": spelt(self.path),
             "state": self.state.replace(" ", "_"),
             "problems": self.problems,
             "size_bytes": self.size_bytes,
@@ -183,8 +198,15 @@ def misnamed(directory: Path) -> list[str]:
 
 
 def size_of(path: Path) -> int:
-    """Bytes of all files in a directory, or of one file; what vanishes meanwhile counts nothing."""
+    """Bytes of all files in a directory, or of one file; what vanishes meanwhile counts nothing.
+
+    Files of a checkpoint that lie at its url are counted, too.
+    """
     found = 0
+    if url_of(path) is not None:
+        with suppress(CheckpointError):
+            files = read_metadata(path).files.items()
+            found = sum(e.size_bytes for name, e in files if not (path / name).exists())
     for file in [path, *path.rglob("*")]:
         try:
             found += file.lstat().st_size if not file.is_dir() else 0

@@ -161,6 +161,11 @@ class RunDirectory:
         return self.state / "reserve"
 
     @property
+    def notices(self) -> Path:
+        """Lines for the report's warnings, of what no rank knows."""
+        return self.state / "notices.txt"
+
+    @property
     def base(self) -> Path:
         """What a full fine-tune that goes on needs of its base model but weights."""
         return self.state / BASE

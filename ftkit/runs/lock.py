@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Literal
 
 from ftkit.errors import UserError
+from ftkit.remote.urls import spelt
 from ftkit.runs.checkpoints import RunCheckpoints
 from ftkit.runs.directory import RunDirectory
+from ftkit.runs.fetching import refresh
 from ftkit.utils.files import remove
 
 Use = Literal["new", "overwrite", "go_on"]
@@ -34,8 +36,11 @@ def claim(wanted: Path, use: Use) -> Iterator[RunDirectory]:
     out_dir = wanted
     number = 2
     try:
+        if use == "new":
+            refresh(out_dir)
         while use == "new" and out_dir.is_dir() and any(out_dir.iterdir()):
             out_dir = wanted.with_name(f"{wanted.name}-{number}")
+            refresh(out_dir)
             number += 1
         run = RunDirectory(out_dir)
         created = [path for path in (out_dir, *out_dir.parents) if not path.exists()]
@@ -48,7 +53,7 @@ def claim(wanted: Path, use: Use) -> Iterator[RunDirectory]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
-                f"out_dir {out_dir} belongs to a run that is still at work. "
+                f"out_dir {spelt(out_dir)} belongs to a run that is still at work. "
                 "Wait for it, or try another --out_dir."
             ) from None
         lock.truncate(0)

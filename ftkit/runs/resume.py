@@ -5,7 +5,6 @@ checkpoint says about itself, and every file of it is checked.
 """
 
 import dataclasses
-import re
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,8 +21,10 @@ from ftkit.config.recipe import Method, Precision, Recipe
 from ftkit.console.display import Display
 from ftkit.errors import UserError
 from ftkit.optim.schedule import make_schedule
+from ftkit.remote.urls import local_path, spelt
 from ftkit.report.report import Progress, Report, read_report
 from ftkit.runs.directory import RunDirectory
+from ftkit.runs.fetching import fetch_companions, refresh
 from ftkit.utils.files import free_disk_bytes
 
 _LIMITS = ("epochs", "max_steps", "max_time")
@@ -52,7 +53,7 @@ class Completed(Exception):
 def continue_command(out_dir: Path, method: Method) -> str:
     """The command that goes on with the run in out_dir."""
     name = "finetune" if method == "lora" else "finetune_full"
-    return f"ftkit {name} --config {shlex.quote(str(RunDirectory(out_dir).recipe))} --resume auto"
+    return f"ftkit {name} --config {shlex.quote(spelt(RunDirectory(out_dir).recipe))} --resume auto"
 
 
 def last_words(out_dir: Path, method: Method, steps: int) -> str:
@@ -71,7 +72,7 @@ def last_words(out_dir: Path, method: Method, steps: int) -> str:
     saved = "saved to" if newest == steps else f"the newest checkpoint is of step {newest:,}:"
     separator = ", " if newest == steps else "; "
     return (
-        f"{stopped}{separator}{saved} {store.path(newest)}\n"
+        f"{stopped}{separator}{saved} {spelt(store.path(newest))}\n"
         f"continue with: {continue_command(out_dir, method)}"
     )
 
@@ -80,7 +81,7 @@ def resumes_in_place(recipe: Recipe) -> bool:
     """Whether the run belongs into out_dir itself, whatever is there: it goes on, not anew."""
     if not isinstance(recipe.resume, str) or recipe.resume == "auto":
         return recipe.resume is not False
-    path, run = Path(recipe.resume).expanduser().resolve(), _run(recipe)
+    path, run = local_path(recipe.resume).expanduser().resolve(), _run(recipe)
     run = RunDirectory(run.path.resolve())
     return path == run.path or path.is_relative_to(run.store.directory)
 
@@ -113,9 +114,9 @@ def require_free(out_dir: Path, method: Method) -> None:
     if newest is None or (report is not None and report.outcome == "completed"):
         return
     raise UserError(
-        f"out_dir {out_dir} holds a run that stopped at step {newest:,} and can be continued. "
-        f"Try {continue_command(out_dir, method)}, or replace it with --overwrite, or try another "
-        "--out_dir."
+        f"out_dir {spelt(out_dir)} holds a run that stopped at step {newest:,} and can be "
+        f"continued. Try {continue_command(out_dir, method)}, or replace it with --overwrite, or "
+        "try another --out_dir."
     )
 
 
@@ -140,7 +141,7 @@ def find_start(recipe: Recipe) -> Start | None:
     if isinstance(resume, int):
         if resume not in store.steps():
             raise UserError(
-                f"resume is {resume}, but {run.path} has no checkpoint of this step. "
+                f"resume is {resume}, but {spelt(run.path)} has no checkpoint of this step. "
                 f"{_there_are(store)}"
             )
         return _start(recipe, store.path(resume), in_place=True)
@@ -151,6 +152,8 @@ def verify_start(
     start: Start, display: Display, interrupted: Callable[[], bool] = lambda: False
 ) -> None:
     """Read all files of the checkpoint: compare their checksums, and look at their formats.
+
+    Of files that lie at a url, size and header are looked at: ranks read what they need of them.
 
     Args:
         start: what `find_start` found.
@@ -168,7 +171,7 @@ def verify_start(
             phase.advance(done, total)
 
         try:
-            problems = verify(start.checkpoint, advance) or [
+            problems = verify(start.checkpoint, advance, fetching=False) or [
                 problem
                 for name in sorted(start.metadata.files)
                 if (problem := format_problem(start.checkpoint / name))
@@ -238,29 +241,26 @@ def _newest_start(recipe: Recipe, run: RunDirectory) -> Start | None:
         return start
     if recipe.resume is True:
         raise UserError(
-            f"resume is true, but {run.path} has no checkpoint. "
+            f"resume is true, but {spelt(run.path)} has no checkpoint. "
             "Try --resume auto, which starts a new run then."
         )
     report = _report(run)
     if report is not None and report.outcome == "completed":
         raise Completed(
-            f"{run.path} is complete ({report.exit_reason}), and has no checkpoint to train on from"
+            f"{spelt(run.path)} is complete ({report.exit_reason}), and has no checkpoint to train "
+            "on from"
         )
     return None
 
 
 def _checkpoint_at(text: str) -> Path:
     """The directory of the checkpoint that a path names: itself, or the newest one of a run."""
-    if found := re.match(r"\w[\w+.-]*://", text):
-        raise UserError(
-            f"resume is {text}, but checkpoints can only be read from a file system, not from "
-            f"{found[0]}. Copy the checkpoint here and try --resume PATH."
-        )
-    path = Path(text).expanduser()
+    path = local_path(text).expanduser()
+    refresh(path)
     if not text or not path.is_dir():
         raise UserError(
             f"resume is {text!r}, but there is no such directory. Give auto, true, false, a step, "
-            "or the path of a run, of its checkpoints or of one of them. Try --resume auto."
+            "or the path or url of a run, of its checkpoints or of one of them. Try --resume auto."
         )
     if step_of(path.resolve().name) is not None or (path / METADATA).exists():
         return path
@@ -278,6 +278,7 @@ def _checkpoint_at(text: str) -> Path:
 def _start(recipe: Recipe, checkpoint: Path, *, in_place: bool) -> Start:
     """The checkpoint as a start, once it is whole as far as names and sizes tell, and fits."""
     checkpoint = checkpoint.resolve()
+    fetch_companions(checkpoint)
     problems = check_files(checkpoint) or _content_problems(checkpoint)
     if problems:
         raise _damaged(checkpoint, problems, in_place=in_place)
@@ -286,10 +287,10 @@ def _start(recipe: Recipe, checkpoint: Path, *, in_place: bool) -> Start:
     if refusals:
         differing = ", ".join(refusals)
         raise UserError(
-            f"The checkpoint {checkpoint} is of a run that learns something else: {differing}. "
-            f"{'This value' if len(refusals) == 1 else 'These values'} cannot change on the way. "
-            "Go back to the first value of each, or start a new run: try --resume false with "
-            "another --out_dir."
+            f"The checkpoint {spelt(checkpoint)} is of a run that learns something else: "
+            f"{differing}. {'This value' if len(refusals) == 1 else 'These values'} cannot change "
+            "on the way. Go back to the first value of each, or start a new run: try --resume "
+            "false with another --out_dir."
         )
     return Start(
         checkpoint=checkpoint, metadata=metadata, in_place=in_place, changes=tuple(changes)
@@ -342,9 +343,9 @@ def _damaged(checkpoint: Path, problems: list[str], *, in_place: bool) -> UserEr
     if sound is None:
         advice = "There is no other before it: try --overwrite without --resume to start again."
     else:
-        option = sound if in_place else shlex.quote(str(store.path(sound)))
+        option = sound if in_place else shlex.quote(spelt(store.path(sound)))
         advice = f"Try the one before it: --resume {option}."
-    return UserError(f"{checkpoint} cannot be continued from: {' '.join(problems)} {advice}")
+    return UserError(f"{spelt(checkpoint)} cannot be continued from: {' '.join(problems)} {advice}")
 
 
 def _there_are(store: Store) -> str:
@@ -376,9 +377,9 @@ def _refuse_completed(recipe: Recipe, start: Start) -> None:
     saved = _saved_recipe(recipe, start.checkpoint, metadata)
     if left and _grew(saved, recipe):
         return
-    where = f"; the result is in {run.final}" if run.final.is_dir() else ""
+    where = f"; the result is in {spelt(run.final)}" if run.final.is_dir() else ""
     raise Completed(
-        f"{run.path} is complete at step {metadata.step:,}{where}\n"
+        f"{spelt(run.path)} is complete at step {metadata.step:,}{where}\n"
         f"train on with: {continue_command(run.path, recipe.method)} {_more(recipe, metadata)}"
     )
 

@@ -13,9 +13,10 @@ from ftkit.checkpoint.files import ADAPTER, BASE, RECIPE
 from ftkit.checkpoint.metadata import Layout, Metadata, write_metadata
 from ftkit.checkpoint.saver import Retention, Saver
 from ftkit.checkpoint.state import capture, restore
+from ftkit.checkpoint.store import is_milestone
 from ftkit.config.parsing import to_yaml
 from ftkit.config.recipe import LoraRecipe
-from ftkit.console.formatting import utc_now
+from ftkit.console.formatting import bytes_text, utc_now
 from ftkit.lora.save import save_adapter
 from ftkit.model.load_weights import trained_weights
 from ftkit.pretrained.base_model import save_companions
@@ -57,13 +58,14 @@ class Checkpointing:
             rank(),
             self._retention,
             asynchronous=settings.asynchronous,
+            max_staged_bytes=settings.max_staged_bytes,
         )
         self.before_update = self._saver.copies.before_update
         """To be called before the first update of a step."""
         every = settings.save_every
         self._interval_s = parse_duration(every) if every is not None else float("inf")
         self._versions = versions()  # looking them up takes time that training would stand still
-        self._refusal_is_told = False
+        self._refusal_is_told = self._bound_is_told = False
         self._saved_at = time.monotonic()
         self._saved_step = start.step if start.in_place else None
         self._holder = setup.strategy.holder()
@@ -77,8 +79,8 @@ class Checkpointing:
     def due(self, step: int) -> bool:
         """Whether the step is one of those that are saved; the same on all ranks."""
         train, settings = self._setup.job.recipe.train, self._setup.job.recipe.checkpoint
-        intervals = (train.save_interval, settings.keep_every)
-        return any(interval and step % interval == 0 for interval in intervals)
+        rules = (train.save_interval, settings.keep_every)
+        return any(is_milestone(step, rule) for rule in rules)
 
     def overdue(self) -> bool:
         """Whether the last checkpoint is too old, by the clock of this rank."""
@@ -107,9 +109,21 @@ class Checkpointing:
                     f"Host memory for checkpoints cannot be page-locked ({refusal}): training "
                     "stands still longer for each."
                 )
+            self._warn_of_bound()
         elif wait:
             self._saver.wait()
         self.report()
+
+    def _warn_of_bound(self) -> None:
+        """Say once that a copy was too large to be made."""
+        needed, settings = self._saver.unstaged_bytes, self._setup.job.recipe.checkpoint
+        if needed and settings.asynchronous and not self._bound_is_told:
+            self._bound_is_told = True
+            self._journal.warn(
+                f"The host copy of a checkpoint would take {bytes_text(needed)} on this rank, and "
+                f"checkpoint.max_staged_bytes allows {bytes_text(settings.max_staged_bytes or 0)}: "
+                "training waits for each checkpoint."
+            )
 
     def report(self) -> None:
         """Tell what became of the checkpoints that were being written.

@@ -11,6 +11,12 @@ from pathlib import Path
 from typing import Any
 
 RESERVE_BYTES = 2**18
+CACHE_VARIABLE = "FTKIT_CACHE_DIR"
+
+
+def cache_root() -> Path:
+    """Where everything lies that is kept between runs and may be deleted between them."""
+    return Path(os.environ.get(CACHE_VARIABLE) or "~/.cache/ftkit").expanduser()
 
 
 def write_durably(path: Path, text: str) -> None:

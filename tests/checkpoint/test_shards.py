@@ -15,7 +15,13 @@ from safetensors.torch import load_file, save_file
 
 from ftkit.checkpoint.files import shard_name
 from ftkit.checkpoint.metadata import CheckpointError
-from ftkit.checkpoint.shards import Piece, StoredState, share_of, write_shard
+from ftkit.checkpoint.shards import (
+    Piece,
+    StoredState,
+    share_of,
+    write_shard,
+    write_shard_in_portions,
+)
 from ftkit.optim.state_kinds import BLOCK
 from ftkit.utils.safetensors_files import save_tensors
 
@@ -201,3 +207,20 @@ def _umask() -> int:
     value = os.umask(0)
     os.umask(value)
     return value
+
+
+def test_a_shard_that_goes_through_little_memory_is_the_same_file(tmp_path: Path) -> None:
+    dtypes = (torch.float32, torch.bfloat16, torch.uint8, torch.float64)
+    pieces = []
+    for number, dtype in enumerate(dtypes):
+        values = torch.arange(1000).to(dtype)
+        is_coded = dtype is torch.uint8
+        scales, code = (torch.ones(4), torch.ones(256)) if is_coded else (None, None)
+        name = f"exp_avg/é{9 - number}"
+        pieces.append(
+            Piece(name=name, shape=values.shape, start=0, values=values, scales=scales, code=code)
+        )
+    write_shard(tmp_path / "whole", pieces)
+    for portion_bytes in (1, 100, 10**9):
+        write_shard_in_portions(tmp_path / "rolled", pieces, portion_bytes)
+        assert (tmp_path / "rolled").read_bytes() == (tmp_path / "whole").read_bytes()

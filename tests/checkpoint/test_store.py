@@ -26,7 +26,7 @@ from ftkit.checkpoint.metadata import (  # type: ignore[attr-defined]
     read_metadata,
     write_metadata,
 )
-from ftkit.checkpoint.store import Store, check_files, hash_file, verify
+from ftkit.checkpoint.store import KeepEvery, Store, check_files, hash_file, is_milestone, verify
 
 
 @pytest.fixture
@@ -665,3 +665,22 @@ def test_later_checkpoints_are_set_aside_and_stay_whole(store: Store, tmp_path: 
     assert [backup.verify(step) for step in backup.steps()] == [[], []]
     assert store.move_later(5, tmp_path / "run/set_aside/2") == []
     assert not (tmp_path / "run/set_aside/2").exists()
+
+
+@pytest.mark.parametrize(
+    ("rule", "kept"),
+    [
+        (None, []),
+        (40, [40, 80, 120, 160, 200, 240]),
+        ({100: 20, 200: 100}, [20, 40, 60, 80, 100, 200]),
+        ({200: 100, 100: 50}, [50, 100, 200]),
+    ],
+    ids=str,
+)
+def test_steps_that_stay_are_thinned_out_by_ranges_of_steps(
+    rule: KeepEvery, kept: list[int]
+) -> None:
+    """The last interval goes on beyond its step."""
+    assert [step for step in range(10, 250, 10) if is_milestone(step, rule)] == kept
+    if isinstance(rule, dict):
+        assert is_milestone(1000, rule) and not is_milestone(1050, {100: 20, 200: 100})

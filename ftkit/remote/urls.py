@@ -1,0 +1,70 @@
+"""Urls of object storage, and the working directory that stands for each of them.
+
+A url is turned into a path once, where it is read: s3://BUCKET/KEY is the directory
+runs/s3/BUCKET/KEY below the cache. From there on it is a directory like any other; whoever wants
+to know whether it belongs to a url asks its path (`url_of`). So what lies beside and below a url
+lies there on the disk, too, and a path is always local.
+"""
+
+import os
+import re
+from pathlib import Path
+
+from ftkit.errors import UserError
+from ftkit.utils.files import cache_root
+
+EXTRAS = {"s3": ("s3", "s3fs"), "gs": ("gs", "gcsfs")}
+"""For each kind of url, what installs what reads it: extra of ftkit and module."""
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_KEY_PART = re.compile(r"[^\x00-\x1f\x7f*?\[\]#\\:@]{1,200}")
+
+
+def working_root() -> Path:
+    """Where the directories that stand for urls lie; no link on the way."""
+    return cache_root().resolve() / "runs"
+
+
+def is_url(text: str | os.PathLike[str]) -> bool:
+    """Whether a text is a url, of any kind."""
+    return isinstance(text, str) and _URL.match(text) is not None
+
+
+def local_path(text: str | os.PathLike[str]) -> Path:
+    """The directory that stands for a url; for anything else, the path that it is.
+
+    Raises:
+        UserError: no such url is read, or it names no place.
+    """
+    if not isinstance(text, str) or (found := _URL.fullmatch(text)) is None:
+        return Path(text)
+    scheme, place = found[1].lower(), found[2].rstrip("/")
+    if scheme not in EXTRAS:
+        raise UserError(
+            f"{text} is a url of the kind {scheme}://, but ftkit reads and writes "
+            f"{' and '.join(f'{name}://' for name in EXTRAS)} and directories. "
+            f"Try s3://BUCKET/PREFIX, or copy it here and give its path."
+        )
+    bucket, *parts = place.split("/")
+    sound = all(_KEY_PART.fullmatch(part) and part not in (".", "..") for part in parts)
+    if not _BUCKET.fullmatch(bucket) or not parts or not sound:
+        raise UserError(
+            f"{scheme}://{place} names no place in a bucket: after its name come one or more words "
+            "between single slashes, without any of * ? [ ] # \\ : @. Credentials are found in the "
+            f"environment. Try {scheme}://BUCKET/out/lora."
+        )
+    return working_root().joinpath(scheme, bucket, *parts)
+
+
+def url_of(path: Path) -> str | None:
+    """The url that a directory stands for, or a file in it; None: it is no more than itself."""
+    try:
+        scheme, *parts = path.absolute().relative_to(working_root()).parts
+    except ValueError:
+        return None
+    return f"{scheme}://{'/'.join(parts)}" if scheme in EXTRAS and len(parts) > 1 else None
+
+
+def spelt(path: Path) -> str:
+    """A path as a person knows it: the url, if it stands for one."""
+    return url_of(path) or str(path)

@@ -1,0 +1,290 @@
+"""Runs whose out_dir is a url: the same run as in a directory, and any machine goes on with it."""
+
+import csv
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import warm
+from command import command_environment, command_line
+from object_servers import EXPIRED, SECRET, Bucket, Proxy, writes
+from rank_jobs import needs_deepspeed
+from runs import TIMEOUT_S, options, wait_for
+
+from ftkit.checkpoint.store import Store
+from ftkit.report.report import read_report
+
+LEARNED = ("step", "samples", "loss", "lr", "tokens")
+LAYOUTS = {
+    "single": (),
+    "ddp": ("--devices", "2", "--strategy", "ddp"),
+    "fsdp": ("--devices", "2", "--strategy", "fsdp"),
+    "deepspeed": ("--devices", "2", "--strategy", "deepspeed"),
+}
+Attempt = warm.Process
+Ftkit = Callable[..., Attempt]
+
+
+def learned(directory: Path) -> list[tuple[str, ...]]:
+    """What metrics.csv says about each step, times left out."""
+    with (directory / "metrics.csv").open() as file:
+        return [tuple(row[name] for name in LEARNED) for row in csv.DictReader(file)]
+
+
+@pytest.fixture
+def begin(common: list[str], tmp_path: Path, s3: Proxy) -> Ftkit:
+    """Starts a run that saves every two steps on a machine: `begin("a", url, "--devices", "2")`."""
+
+    def start(machine: str, out_dir: object, *more: object, command: str = "finetune") -> Attempt:
+        words = [command, *common, "--out_dir", out_dir, *more]
+        if "--train.save_interval" not in words:
+            words += options(train__save_interval=2, eval__interval=0)
+        environment = command_environment() | {"FTKIT_CACHE_DIR": str(tmp_path / machine)}
+        environment["DS_ACCELERATOR"] = "cpu"
+        return warm.SERVER.start(command_line(*words), environment, cwd=tmp_path)
+
+    return start
+
+
+def ended(attempt: Attempt) -> tuple[int, str]:
+    """Exit code and all that was said."""
+    out, err = attempt.communicate(timeout=TIMEOUT_S)
+    assert attempt.returncode is not None
+    return attempt.returncode, out + err
+
+
+@pytest.fixture
+def run(begin: Ftkit) -> Callable[..., str]:
+    """The same to its end, which is a good one; what was said."""
+
+    def run(*arguments: object, **keys: str) -> str:
+        code, said = ended(begin(*arguments, **keys))
+        assert code == 0, said
+        return said
+
+    return run
+
+
+def test_a_run_at_a_url_is_the_run_in_a_directory(
+    run: Callable[..., str], bucket: Bucket, tmp_path: Path
+) -> None:
+    """All its files are there, the losses are the same, and no secret is in any."""
+    said = run("a", "s3://bucket/same/run")
+    run("a", tmp_path / "local")
+    copy = bucket.fetch("same/run", tmp_path / "copy")
+    local = {path.relative_to(tmp_path / "local") for path in (tmp_path / "local").rglob("*")}
+    assert {path.relative_to(copy) for path in copy.rglob("*")} == local
+    assert learned(copy) == learned(tmp_path / "local")
+    store = Store(copy / "checkpoints")
+    assert [store.verify(step) for step in (2, 4, 5)] == [[], [], []]
+    for name in ("final/adapter_model.safetensors", "checkpoints/latest"):
+        assert (copy / name).read_bytes() == (tmp_path / "local" / name).read_bytes()
+    assert read_report(copy).outcome == "completed"
+    assert "out_dir: s3://bucket/same/run\n" in (copy / "recipe.yaml").read_text()
+    assert "s3://bucket/same/run/final" in said and str(tmp_path / "a") not in said
+    everything = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    assert not any(SECRET.encode() in content for content in [*everything, said.encode()])
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param("single", "single"),
+        pytest.param("fsdp", "single", marks=pytest.mark.slow),
+        pytest.param("single", "fsdp", marks=pytest.mark.slow),
+        pytest.param("ddp", "fsdp", marks=pytest.mark.matrix),
+        pytest.param("fsdp", "deepspeed", marks=[pytest.mark.matrix, needs_deepspeed]),
+        pytest.param("deepspeed", "ddp", marks=[pytest.mark.matrix, needs_deepspeed]),
+        pytest.param("deepspeed", "deepspeed", marks=[pytest.mark.matrix, needs_deepspeed]),
+    ],
+)
+def test_another_machine_goes_on_with_a_run_and_ends_as_if_nothing_had_stopped_it(
+    run: Callable[..., str], bucket: Bucket, tmp_path: Path, before: str, after: str
+) -> None:
+    """It fetches small files whole, and of shards what its ranks need; nothing is lost."""
+    url = f"s3://bucket/on/{before}-{after}"
+    full = {"command": "finetune_full"}
+    said = run("a", url, "--stop_after", "2", *LAYOUTS[before], **full)
+    assert f"--config {url}/recipe.yaml --resume auto" in said
+    assert bucket.steps(url.removeprefix("s3://bucket/")) == [2]
+    said = run("b", url, "--resume", "auto", *LAYOUTS[after], **full)
+    assert f"going on from step 2: {url}/checkpoints/step-00000002" in said
+    shards = (tmp_path / "b").rglob("step-00000002/shard-*")
+    assert list(shards) == []  # they were read by ranges
+    run("b", tmp_path / "whole", *LAYOUTS[after], **full)
+    copy = bucket.fetch(f"on/{before}-{after}", tmp_path / "copy")
+    found, expected = learned(copy), learned(tmp_path / "whole")
+    assert [row[0] for row in found] == [row[0] for row in expected] == list("12345")
+    losses = [[float(row[2]) for row in rows] for rows in (found, expected)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    store = Store(copy / "checkpoints")
+    assert [store.verify(step) for step in store.steps()] == [[], [], []]
+    assert store.steps() == [2, 4, 5]
+
+
+def test_a_complete_run_is_said_to_be_complete_on_any_machine(run: Callable[..., str]) -> None:
+    run("a", "s3://bucket/complete")
+    named = "s3://bucket/complete/recipe.yaml"
+    assert "is complete at step 5" in run(
+        "c", "s3://bucket/complete", "--config", named, "--resume", "auto"
+    )
+    said = run("b", "s3://bucket/complete", "--resume", "auto")
+    assert "s3://bucket/complete is complete at step 5" in said
+    assert "the result is in s3://bucket/complete/final" in said
+
+
+def test_a_run_branches_off_a_checkpoint_at_a_url(run: Callable[..., str], tmp_path: Path) -> None:
+    run("a", "s3://bucket/trunk")
+    said = run("b", tmp_path / "branch", "--resume", "s3://bucket/trunk/checkpoints/step-00000002")
+    assert "going on from step 2: s3://bucket/trunk/checkpoints/step-00000002" in said
+    assert [row[0] for row in learned(tmp_path / "branch")] == list("12345")
+
+
+def test_going_back_moves_later_checkpoints_aside_at_the_url(
+    run: Callable[..., str], bucket: Bucket
+) -> None:
+    run("a", "s3://bucket/back")
+    assert bucket.steps("back") == [2, 4, 5]
+    run("b", "s3://bucket/back", "--resume", "2", "--stop_after", "1")
+    assert bucket.steps("back") == [2, 3]
+    aside = bucket.names("back/set_aside/1")
+    for step in (4, 5):
+        assert f"checkpoints/step-0000000{step}/shard-00000-of-00001.safetensors" in aside
+        assert f"checkpoints/step-0000000{step}/metadata.json" in aside
+    assert "final/adapter_model.safetensors" in aside
+    assert not any(name.startswith("final/") for name in bucket.names("back"))
+
+
+def test_a_new_run_takes_another_url_or_replaces_what_is_there_when_it_is_told_to(
+    run: Callable[..., str], bucket: Bucket
+) -> None:
+    run("a", "s3://bucket/taken")
+    before = bucket.read("taken/report.json")
+    said = run("b", "s3://bucket/taken")
+    assert "s3://bucket/taken holds another run: this one goes to s3://bucket/taken-2" in said
+    assert bucket.read("taken/report.json") == before
+    run("b", "s3://bucket/taken", "--overwrite", "--train.max_steps", "2")
+    assert bucket.steps("taken") == [2]
+    assert bucket.read("taken/report.json") != before
+
+
+def test_a_mistake_leaves_the_url_as_it_was(
+    begin: Ftkit, run: Callable[..., str], bucket: Bucket
+) -> None:
+    run("a", "s3://bucket/kept", "--stop_after", "2")
+    before = {name: bucket.read(f"kept/{name}") for name in bucket.names("kept")}
+    for words in (
+        ("--overwrite", "--data.json_path", "nowhere.json"),
+        ("--resume", "auto", "--optimizer.lr", "1", "--seed", "3"),
+        (),
+    ):
+        code, said = ended(begin("b", "s3://bucket/kept", *words))
+        assert code == 2, said
+    assert "holds a run that stopped at step 2 and can be continued" in said
+    assert {name: bucket.read(f"kept/{name}") for name in bucket.names("kept")} == before
+
+
+def test_a_second_run_is_refused_while_one_is_at_work_and_goes_on_once_that_was_killed(
+    begin: Ftkit, run: Callable[..., str], bucket: Bucket
+) -> None:
+    endless = ("--train.max_steps", "1000000", "--train.epochs", "null")
+    first = begin("a", "s3://bucket/claimed", *endless)
+    try:
+        wait_for(lambda: bool(bucket.steps("claimed")))
+        for words in (("--resume", "auto"), (), ("--overwrite",)):
+            code, said = ended(begin("b", "s3://bucket/claimed", *words))
+            assert code == 2
+            assert "s3://bucket/claimed belongs to a run that is still at work: process" in said
+    finally:
+        os.kill(first.pid, signal.SIGKILL)
+        first.communicate()
+    newest = max(bucket.steps("claimed"))
+    said = run("b", "s3://bucket/claimed", "--resume", "auto", *endless, "--stop_after", "1")
+    assert f"going on from step {newest:,}" in said
+    assert newest + 1 in bucket.steps("claimed")
+    assert not any(name.startswith(".run/") for name in bucket.names("claimed"))
+
+
+def test_training_goes_on_without_the_storage_and_what_could_not_be_sent_is_kept_and_sent_later(
+    begin: Ftkit, run: Callable[..., str], s3: Proxy, bucket: Bucket, tmp_path: Path
+) -> None:
+    met = s3.fails(EXPIRED, writes("checkpoints/"))
+    first = begin(
+        "a", "s3://bucket/later", "--train.max_steps", "1000000", "--train.epochs", "null"
+    )
+    log = tmp_path / "a/runs/s3/bucket/later/run.log"
+    wait_for(lambda: log.exists() and "is not sent yet" in log.read_text())
+    store = Store(log.parent / "checkpoints")
+    newest = store.newest()
+    assert met and newest is not None
+    wait_for(lambda: (store.newest() or 0) > newest)  # training goes on
+    assert bucket.steps("later") == []
+    s3.works()
+    wait_for(lambda: bool(bucket.steps("later")))
+    first.send_signal(signal.SIGINT)
+    code, said = ended(first)
+    assert code == 130
+    assert "the checkpoint of step" in said and "ExpiredToken" in said and SECRET not in said
+    assert "s3://bucket/later takes files again" in said
+    copy = bucket.fetch("later", tmp_path / "copy")
+    report = read_report(copy)
+    assert any("is not sent yet" in warning for warning in report.warnings)
+    assert Store(copy / "checkpoints").newest() == report.progress.steps
+
+
+def test_what_was_not_sent_in_the_end_is_said_and_sent_by_the_next_start(
+    begin: Ftkit, run: Callable[..., str], s3: Proxy, bucket: Bucket, tmp_path: Path
+) -> None:
+    s3.fails(EXPIRED, writes("unsent/checkpoints/"))
+    first = begin("a", "s3://bucket/unsent")
+    final = tmp_path / "a/runs/s3/bucket/unsent/report.json"
+    wait_for(final.exists)
+
+    def ends_when_told_to() -> bool:
+        first.send_signal(signal.SIGINT)
+        time.sleep(1)
+        return first.poll() is not None
+
+    wait_for(ends_when_told_to)
+    code, said = ended(first)
+    assert code == 1, said
+    assert "s3://bucket/unsent does not have all of this run" in said
+    s3.works()
+    assert bucket.steps("unsent") == []
+    said = run("a", "s3://bucket/unsent", "--resume", "auto")
+    assert "s3://bucket/unsent is complete at step 5" in said
+    assert bucket.steps("unsent") == [2, 4, 5]
+    assert "final/adapter_config.json" in bucket.names("unsent")
+
+
+def test_a_missing_extra_and_urls_that_cannot_be_are_told_before_anything_begins(
+    begin: Ftkit, tmp_path: Path
+) -> None:
+    for url, said in {
+        "s3://bucket": "names no place in a bucket",
+        "s3://key:secret@bucket/run": "Credentials are found in the environment",
+        "az://bucket/run": "ftkit reads and writes s3:// and gs:// and directories",
+        "s3://no-such-bucket/run": "there is no such bucket",
+    }.items():
+        code, text = ended(begin("a", url))
+        assert code == 2 and said in text, text
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    (hidden / "gcsfs.py").write_text("raise ImportError('not here')")
+    environment = command_environment()
+    environment["PYTHONPATH"] += f":{hidden}"
+    environment["FTKIT_CACHE_DIR"] = str(tmp_path / "a")
+    words = command_line("finetune", "embedded:quickstart", "--out_dir", "gs://bucket/run")
+    result = subprocess.run(words, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert result.returncode == 2
+    assert "pip install 'ftkit[gs]'" in result.stderr
+
+
+def test_local_runs_ask_no_storage(run: Callable[..., str], s3: Proxy, tmp_path: Path) -> None:
+    run("a", tmp_path / "out")
+    assert s3.requests == []
+    assert not (tmp_path / "a/runs").exists()

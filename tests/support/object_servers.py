@@ -1,0 +1,280 @@
+"""Object storage on loopback: real servers, and what goes wrong between them and their users.
+
+A server runs in a process of its own. Between it and those who ask stands a proxy in the process of
+the test, which breaks off, delays or answers in its place what the test wants.
+"""
+
+import http.client
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+BUCKET = "bucket"
+SECRET = "a-secret-of-the-tests"
+_SERVER = """
+import sys, logging
+logging.getLogger("werkzeug").setLevel(logging.ERROR)
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+sys.stdin.read()
+"""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What somebody asks of the storage."""
+
+    method: str
+    path: str
+    """With bucket and key, decoded."""
+    query: str
+    headers: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to requests instead of an answer."""
+
+    status: int = 0
+    """Answer with this status; 0: break the connection off."""
+    body: bytes = b""
+    delay_s: float = 0.0
+    """Wait before the request is passed on; then it is answered as ever."""
+
+
+Decide = Callable[[Request], Fault | None]
+"""Which fault a request meets; None: none."""
+
+
+def s3_error(code: str) -> bytes:
+    """The body of an error of S3."""
+    return f"<Error><Code>{code}</Code><Message>{code} happened</Message></Error>".encode()
+
+
+INTERNAL = Fault(500, s3_error("InternalError"))
+SLOW_DOWN = Fault(503, s3_error("SlowDown"))
+EXPIRED = Fault(400, s3_error("ExpiredToken"))
+FULL = Fault(507, s3_error("XMinioStorageFull"))
+BROKEN = Fault()
+
+
+@dataclass
+class Proxy:
+    """A server of storage as its users see it."""
+
+    port: int
+    decide: Decide = lambda _: None
+    """Set by a test."""
+    requests: list[Request] = field(default_factory=list)
+    """All so far."""
+
+    @property
+    def url(self) -> str:
+        """Its address."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a process needs to know of it."""
+        return {
+            "AWS_ENDPOINT_URL": self.url,
+            "AWS_ACCESS_KEY_ID": "key-of-the-tests",
+            "AWS_SECRET_ACCESS_KEY": SECRET,
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
+
+    def fails(
+        self, fault: Fault, when: Callable[[Request], bool], times: int = 10**9
+    ) -> list[Request]:
+        """Let requests meet a fault from now on; those that have met it."""
+        met: list[Request] = []
+
+        def decide(request: Request) -> Fault | None:
+            if len(met) < times and when(request):
+                met.append(request)
+                return fault
+            return None
+
+        self.decide = decide
+        return met
+
+    def works(self) -> None:
+        """Let nothing fail any more."""
+        self.decide = lambda _: None
+
+
+def is_write(request: Request) -> bool:
+    return request.method in ("PUT", "POST")
+
+
+def writes(part: str) -> Callable[[Request], bool]:
+    """Requests that write an object with this in its name."""
+    return lambda request: is_write(request) and part in request.path
+
+
+def _handler(proxy: Proxy, port: int) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def _pass_on(self) -> None:
+            split = urlsplit(self.path)
+            request = Request(
+                self.command, unquote(split.path), split.query, dict(self.headers.items())
+            )
+            proxy.requests.append(request)
+            fault = proxy.decide(request)
+            if fault is not None and not fault.status and not fault.delay_s:
+                self.rfile.read(min(1000, int(self.headers.get("Content-Length") or 0)))
+                self.close_connection = True
+                self.connection.close()
+                return
+            if self.headers.get("Expect", "").lower() == "100-continue":
+                self.send_response_only(100)
+                self.end_headers()
+            body = self._body()
+            if fault is not None and fault.status:
+                self._answer(fault.status, {"Content-Type": "application/xml"}, fault.body)
+                return
+            if fault is not None:
+                time.sleep(fault.delay_s)
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+            headers = {
+                k: v
+                for k, v in self.headers.items()
+                if k.lower() not in ("expect", "transfer-encoding", "content-length")
+            }
+            connection.request(self.command, self.path, body, headers)
+            answer = connection.getresponse()
+            content = answer.read()
+            self._answer(answer.status, dict(answer.getheaders()), content)
+            connection.close()
+
+        def _body(self) -> bytes:
+            if "chunked" not in self.headers.get("Transfer-Encoding", ""):
+                return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            body = b""
+            while size := int(self.rfile.readline().split(b";")[0], 16):
+                body += self.rfile.read(size)
+                self.rfile.readline()
+            self.rfile.readline()
+            return body
+
+        def _answer(self, status: int, headers: dict[str, str], content: bytes) -> None:
+            self.send_response_only(status)
+            for name, value in headers.items():
+                if name.lower() not in ("transfer-encoding", "connection", "content-length"):
+                    self.send_header(name, value)
+            is_head = self.command == "HEAD"
+            size = headers.get("Content-Length", "0") if is_head else str(len(content))
+            if status not in (204, 304):
+                self.send_header("Content-Length", size)
+            self.end_headers()
+            if not is_head:
+                self.wfile.write(content)
+
+        do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = do_PATCH = _pass_on
+
+    return Handler
+
+
+@contextmanager
+def behind_proxy(port: int) -> Iterator[Proxy]:
+    """A proxy before the server at a port."""
+    proxy = Proxy(0)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(proxy, port))
+    server.daemon_threads = True
+    server.handle_error = lambda *_: None
+    proxy.port = server.server_address[1]
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield proxy
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@contextmanager
+def s3_server() -> Iterator[Proxy]:
+    """S3 with an empty bucket."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _SERVER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"MOTO_S3_CUSTOM_ENDPOINTS": ""},
+    )
+    try:
+        assert process.stdout is not None
+        with behind_proxy(int(process.stdout.readline())) as proxy:
+            connection = http.client.HTTPConnection("127.0.0.1", proxy.port)
+            connection.request("PUT", f"/{BUCKET}")
+            assert connection.getresponse().status == 200
+            connection.close()
+            yield proxy
+    finally:
+        process.kill()
+        process.communicate()
+
+
+class Bucket:
+    """The objects in the bucket of a server, as somebody else sees them."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        import s3fs
+
+        self._fs: Any = s3fs.S3FileSystem(
+            key=environment["AWS_ACCESS_KEY_ID"],
+            secret=environment["AWS_SECRET_ACCESS_KEY"],
+            endpoint_url=environment["AWS_ENDPOINT_URL"],
+            skip_instance_cache=True,
+            use_listings_cache=False,
+        )
+
+    def names(self, prefix: str) -> list[str]:
+        """Names of all objects below a prefix, relative to it."""
+        self._fs.invalidate_cache()
+        root = f"{BUCKET}/{prefix}/"
+        return sorted(name.removeprefix(root) for name in self._fs.find(f"{BUCKET}/{prefix}"))
+
+    def read(self, name: str) -> bytes:
+        content: bytes = self._fs.cat_file(f"{BUCKET}/{name}")
+        return content
+
+    def write(self, name: str, content: bytes) -> None:
+        self._fs.pipe_file(f"{BUCKET}/{name}", content)
+
+    def delete(self, name: str) -> None:
+        self._fs.rm_file(f"{BUCKET}/{name}")
+
+    def fetch(self, prefix: str, target: Path) -> Path:
+        """All objects below a prefix as files."""
+        for name in self.names(prefix):
+            path = target / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(self.read(f"{prefix}/{name}"))
+        return target
+
+    def steps(self, prefix: str) -> list[int]:
+        """Steps of the checkpoints that are complete."""
+        found = [name.split("/") for name in self.names(prefix)]
+        return [
+            int(parts[1].removeprefix("step-"))
+            for parts in found
+            if len(parts) == 3 and parts[0] == "checkpoints" and parts[2] == "metadata.json"
+        ]
