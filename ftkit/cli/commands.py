@@ -12,6 +12,7 @@ from ftkit.config.command_options import (
     DiffOptions,
     DownloadOptions,
     FinetuneOptions,
+    ImportOptions,
     PlanOptions,
     SweepOptions,
     WatchOptions,
@@ -238,6 +239,24 @@ FTKIT = Group(
             options=DownloadOptions,
             function="ftkit.cli.download:download_model",
             examples=("TinyLlama/TinyLlama_v1.1",),
+        ),
+        Command(
+            name="import",
+            summary="make a run of a checkpoint that another program has written, to go on from it",
+            text="Make a run of a checkpoint of another program: of transformers' Trainer, TRL or "
+            "axolotl, of DeepSpeed (ZeRO 1 to 3, any number of ranks), of "
+            "torch.distributed.checkpoint, or a .ckpt file of Lightning. Weights and the state of "
+            "the optimizer are placed by their names; step, "
+            "learning rate and position in the data are taken over, and what cannot be is said. "
+            "Nothing in the checkpoint is executed. The run goes on with --resume auto, on any "
+            "hardware.",
+            options=ImportOptions,
+            function="ftkit.foreign.command:import_run",
+            usage=("SOURCE --out DIR [--config RECIPE.yaml] [--KEY VALUE ...]",),
+            examples=(
+                "trl-out/checkpoint-500 --out out/imported --config RECIPE.yaml",
+                "trl-out/checkpoint-500 --out out/imported --data JSON --data.path FILE",
+            ),
         ),
         Command(
             name="compare",

@@ -231,6 +231,23 @@ class DataOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ImportOptions:
+    """Of ftkit import."""
+
+    source: Path = word("SOURCE", ask="which checkpoint is to be imported?")
+    """The checkpoint of the other program: its directory, or its file."""
+    out: Path = option(ask="where is the run to lie? Try --out out/imported.", placeholder="DIR")
+    """Where the run goes: a directory that is not there yet."""
+    config: tuple[str, ...] = option((), placeholder="RECIPE.yaml")
+    """What is learned from here on: data, and what the checkpoint does not tell; later ones win,
+    and keys given as options win over all of them."""
+    overwrite: bool = False
+    """Replace what is in DIR."""
+    keys: tuple[Override, ...] = keys_beside()
+    """Of the recipe; what neither says is as the checkpoint tells."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SweepOptions:
     """Of ftkit sweep."""
 

@@ -45,15 +45,31 @@ def read_adapter(directory: Path, base: BaseModel) -> Adapter:
         UserError: it is no adapter, damaged, of a kind that ftkit does not train, or of another
             model; names the tensor.
     """
-    changes = adapter_keys(directory)
+    stored = stored_adapter(directory)
+    return Adapter(adapter_keys(directory), adapter_tensors(stored, directory, base))
+
+
+def adapter_tensors(
+    stored: Mapping[str, Tensor], directory: Path, base: BaseModel
+) -> dict[str, Tensor]:
+    """Tensors of a PEFT adapter by our names of the parameters.
+
+    Args:
+        stored: by PEFT's names, as its files have them.
+        directory: of the adapter's settings.
+        base: the model that is adapted.
+
+    Raises:
+        UserError: they are those of another model, or differ from what they are copies of.
+    """
     parts = read_notes(directory).get(PARTS_KEY, {})
-    whole = tuple(changes["lora_modules_to_save"] or ())
+    whole = tuple(adapter_keys(directory)["lora_modules_to_save"] or ())
     tensors: dict[str, Tensor] = {}
     copies: dict[str, Tensor] = {}
     holders = _holders(base)
     shapes = parameter_shapes(base)
     wrapped = parameters_adapted(base, target_parameters(directory))
-    for name, tensor in _stored(directory).items():
+    for name, tensor in stored.items():
         wrapper, _, matrix = name.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
         if wrapper in wrapped:
             parameter = wrapped[wrapper]
@@ -92,7 +108,7 @@ def read_adapter(directory: Path, base: BaseModel) -> Adapter:
                 f"{base.name}. Merge the adapter where it was made, and start from the result."
             )
     _check_copies(copies, base, directory)
-    return Adapter(changes, tensors)
+    return tensors
 
 
 def _check_copies(copies: Mapping[str, Tensor], base: BaseModel, directory: Path) -> None:
@@ -139,7 +155,12 @@ def check_shapes(adapter: Adapter, model: nn.Module, directory: Path) -> None:
             )
 
 
-def _stored(directory: Path) -> dict[str, Tensor]:
+def stored_adapter(directory: Path) -> dict[str, Tensor]:
+    """The tensors of an adapter's file, by PEFT's names.
+
+    Raises:
+        UserError: there is none, or it is damaged or holds something else.
+    """
     try:
         if (directory / WEIGHTS).is_file():
             return load_file(directory / WEIGHTS)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -175,8 +175,7 @@ class Checkpointing:
 
     def _companions(self) -> Callable[[Path], list[Path]] | None:
         """What writes the files beside the shards, on rank 0."""
-        setup, recipe, base = self._setup, self._setup.job.recipe, self._setup.base
-        fingerprint = setup.identities[0].fingerprint
+        setup, recipe = self._setup, self._setup.job.recipe
         adapter: list[tuple[str, Tensor]] = []
         if isinstance(recipe, LoraRecipe):
             weights = trained_weights(setup.model, setup.strategy.sharding)
@@ -186,19 +185,7 @@ class Checkpointing:
 
         def write(directory: Path) -> list[Path]:
             self._journal.recorder.sync_rows()
-            own, others = directory / RECIPE, directory / BASE
-            text = to_yaml(dataclasses.replace(recipe, resume=False))
-            own.write_text(text, encoding="utf-8")
-            if isinstance(recipe, LoraRecipe):
-                others = directory / ADAPTER
-                save_adapter(adapter, base, recipe, others, fingerprint, setup.chat_files)
-                return [own, *others.iterdir()]
-            others.mkdir()
-            save_companions(base, others)
-            asked = [directory / name for name in (CHAT_TEMPLATE, GENERATION)]
-            for file in asked:
-                file.write_bytes(setup.chat_files[file.name])
-            return [own, *asked, *others.iterdir()]
+            return write_companions(setup, adapter, directory)
 
         return write
 
@@ -243,3 +230,29 @@ class Checkpointing:
     def _loss_scale(self) -> dict[str, float]:
         found = self._setup.strategy.loss_scale()
         return {} if found is None else dict(zip((LOSS_SCALE, LOSS_SCALE_AGE), found, strict=True))
+
+
+def write_companions(
+    setup: Setup, adapter: Iterable[tuple[str, Tensor]], directory: Path
+) -> list[Path]:
+    """Write what a checkpoint holds beside the shards; the files.
+
+    Args:
+        setup: of the run.
+        adapter: of LoRA: our names and values of what is trained.
+        directory: of the checkpoint.
+    """
+    recipe, base = setup.job.recipe, setup.base
+    own, others = directory / RECIPE, directory / BASE
+    own.write_text(to_yaml(dataclasses.replace(recipe, resume=False)), encoding="utf-8")
+    if isinstance(recipe, LoraRecipe):
+        others = directory / ADAPTER
+        fingerprint = setup.identities[0].fingerprint
+        save_adapter(adapter, base, recipe, others, fingerprint, setup.chat_files)
+        return [own, *others.iterdir()]
+    others.mkdir()
+    save_companions(base, others)
+    asked = [directory / name for name in (CHAT_TEMPLATE, GENERATION)]
+    for file in asked:
+        file.write_bytes(setup.chat_files[file.name])
+    return [own, *asked, *others.iterdir()]

@@ -1,0 +1,326 @@
+"""Checkpoints of DeepSpeed under ZeRO 1 to 3, of any number of ranks.
+
+Every rank has written its part of masters and optimizer state, flat. Under ZeRO 1 and 2 the
+parameters of a group lie one after another, and each rank has a range of the whole; under ZeRO 3
+each parameter is cut into as many equal parts as there are ranks, the last one padded, and a rank
+has its parts one after another. So every parameter is put together from ranges of all files, which
+are mapped into memory and read when it is asked for.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ftkit.errors import UserError
+from ftkit.foreign.names import plain_names
+from ftkit.foreign.state import ForeignRun, ForeignState, Group, Tensors, TrainedModel
+from ftkit.foreign.unpickling import IN_DEEPSPEED, held, load_torch_file, mapping_in
+from ftkit.pretrained.weights.files import WeightTensor
+
+LATEST = "latest"
+_OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
+_MODEL = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
+_MASTER = "master"
+"""Beside the kinds of optimizer state: the parameters themselves."""
+
+
+def zero_directory(source: Path) -> Path | None:
+    """The directory of a checkpoint of DeepSpeed that a path means; None: it means none.
+
+    Raises:
+        UserError: `latest` names one that is not there.
+    """
+    if not source.is_dir():
+        return None
+    if any(_OPTIMIZER.fullmatch(file.name) for file in source.iterdir()):
+        return source
+    if not (source / LATEST).is_file():
+        return None
+    name = (source / LATEST).read_text(encoding="utf-8", errors="replace").strip()
+    if Path(name).name != name or not (source / name).is_dir():
+        raise UserError(
+            f"{source / LATEST} names {name!r}, which is not there. Copy the whole checkpoint, or "
+            "give the directory of another step."
+        )
+    return source / name
+
+
+@dataclass(frozen=True)
+class _Range:
+    """Numbers of a parameter in a flat tensor of a rank."""
+
+    rank: int
+    flat: int
+    """Which flat tensor of the rank."""
+    start: int
+    numel: int
+
+
+class ZeroState:
+    """What DeepSpeed's engine has saved."""
+
+    def __init__(self, directory: Path) -> None:
+        """Map the files of all ranks into memory.
+
+        Raises:
+            UserError: one is missing, damaged, unsafe, or of a model that is cut otherwise.
+        """
+        self._directory = directory
+        found = [file for name in _MODEL if (file := directory / name).is_file()]
+        if not found:
+            raise UserError(f"{directory} has no {_MODEL[0]}. Copy the whole checkpoint.")
+        self._model_file = found[0]
+        self._model = load_torch_file(self._model_file, IN_DEEPSPEED)
+        if self._model.get("mp_world_size", 1) != 1:
+            raise UserError(
+                f"{directory} was written with tensor or pipeline parallelism "
+                f"(mp_world_size {self._model['mp_world_size']}), whose parts ftkit cannot join. "
+                "Convert it with the program that wrote it first."
+            )
+        numbered = {
+            int(match[1]): file
+            for file in directory.iterdir()
+            if (match := _OPTIMIZER.fullmatch(file.name))
+        }
+        world = self._model.get("dp_world_size", len(numbered))
+        missing = sorted(set(range(world)) - numbered.keys())
+        if missing or len(numbered) != world:
+            raise UserError(
+                f"{directory} has the optimizer state of {len(numbered)} of {world} ranks"
+                f"{f': that of rank {missing[0]} is missing' if missing else ''}. Each rank has "
+                "written its own; copy those of all machines."
+            )
+        self._ranks = [
+            mapping_in(
+                load_torch_file(numbered[rank], IN_DEEPSPEED),
+                "optimizer_state_dict",
+                numbered[rank],
+            )
+            for rank in range(world)
+        ]
+        shapes = self._model.get("param_shapes")
+        if not isinstance(shapes, list):
+            raise UserError(f"{self._model_file} has no param_shapes: it is not one of ZeRO.")
+        self._shapes: list[Mapping[str, torch.Size]] = shapes
+        self._is_cut_by_parameter = "fp32_flat_groups" in self._ranks[0]
+        self._flat = [self._flat_of(state) for state in self._ranks]
+        self._settings = self._groups_of(self._ranks[0])
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return int(self._model.get("global_steps", 0))
+
+    @property
+    def samples(self) -> int | None:
+        """Samples that they consumed."""
+        found = self._model.get("global_samples")
+        return int(found) if isinstance(found, int) and found > 0 else None
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that wrote it."""
+        return len(self._ranks)
+
+    def tensors(self) -> dict[str, dict[str, WeightTensor]]:
+        """By kind and by DeepSpeed's names; the parameters themselves under `_MASTER`."""
+        places = dict(self._places())
+        found: dict[str, dict[str, WeightTensor]] = {}
+        for kind in self._flat[0]:
+            if any(kind not in flat for flat in self._flat):
+                raise self._incomplete(f"the {kind} of some ranks")
+            found[kind] = {}
+            for name, (shape, ranges) in places.items():
+                dtype = self._flat[0][kind][0].dtype
+                read = partial(self._read, kind, name, shape, ranges)
+                found[kind][name] = WeightTensor(shape, dtype, read)
+        module = self._model.get("module")
+        if isinstance(module, dict):  # with what is not trained
+            for name, tensor in module.items():
+                if isinstance(tensor, Tensor) and tensor.numel():
+                    found[_MASTER].setdefault(name, held(tensor))
+        return found
+
+    def state(self, model: TrainedModel, **progress: Any) -> ForeignState:
+        """As ftkit knows states of training.
+
+        Args:
+            model: that is trained.
+            progress: what another file tells better.
+        """
+        kinds = self.tensors()
+        known = [parameter.name for parameter in model.parameters]
+        names = plain_names(kinds[_MASTER], known)
+
+        def renamed(tensors: Tensors) -> Tensors:
+            return {names[name]: tensor for name, tensor in tensors.items() if name in names}
+
+        masters = renamed(kinds.pop(_MASTER))
+        groups = [
+            Group(names=tuple(names.get(name, name) for name in shapes), settings=settings)
+            for shapes, settings in zip(self._shapes, self._settings, strict=True)
+        ]
+        told: dict[str, Any] = {"step": self.step, "samples": self.samples}
+        return ForeignState(
+            **told | progress,
+            parameters=masters,
+            moments={kind: renamed(tensors) for kind, tensors in kinds.items()},
+            scalars={"step": self._updates()},
+            groups=groups,
+            notes=[f"put together from the files of {self.world_size} ranks"],
+        )
+
+    def _flat_of(self, state: Mapping[str, Any]) -> dict[str, list[Tensor]]:
+        """The flat tensors of a rank by kind; [groups] or, under ZeRO 3, [groups of parameters]."""
+        masters = state.get(
+            "fp32_flat_groups" if self._is_cut_by_parameter else "single_partition_of_fp32_groups"
+        )
+        states = self._states_of(state)
+        if not isinstance(masters, list) or len(states) != len(masters):
+            raise self._incomplete("as many optimizer states as groups of parameters")
+        found: dict[str, list[Tensor]] = {_MASTER: [tensor.detach() for tensor in masters]}
+        for of_group in states:
+            for kind, value in of_group.items():
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    found.setdefault(kind, []).append(value)
+        return found
+
+    def _optimizer_of(self, state: Mapping[str, Any]) -> Any:
+        key = "optimizer_state_dict" if self._is_cut_by_parameter else "base_optimizer_state"
+        return state.get(key)
+
+    def _states_of(self, state: Mapping[str, Any]) -> list[dict[str, Any]]:
+        optimizer = self._optimizer_of(state)
+        if isinstance(optimizer, list):  # of an "elastic" checkpoint
+            return optimizer
+        states = optimizer.get("state") if isinstance(optimizer, dict) else None
+        if not isinstance(states, dict):
+            raise self._incomplete("the state of its optimizer")
+        return [states[number] for number in sorted(states)]
+
+    def _groups_of(self, state: Mapping[str, Any]) -> list[dict[str, Any]]:
+        optimizer = self._optimizer_of(state)
+        groups = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
+        if not isinstance(groups, list) or len(groups) != len(self._shapes):
+            return [{} for _ in self._shapes]
+        return groups
+
+    def _updates(self) -> float:
+        """Updates of the optimizer, which may be fewer than steps."""
+        steps = [state["step"] for state in self._states_of(self._ranks[0]) if "step" in state]
+        steps += [group["step"] for group in self._settings if "step" in group]
+        return float(steps[0]) if steps else float(self.step)
+
+    def _places(self) -> Iterator[tuple[str, tuple[torch.Size, list[_Range]]]]:
+        """Where each parameter lies."""
+        if self._is_cut_by_parameter:
+            yield from self._cut_by_parameter()
+            return
+        for number, shapes in enumerate(self._shapes):
+            mapped = [_mapping(state, number) for state in self._ranks]
+            if all(mapping is not None for mapping in mapped):
+                for name, shape in shapes.items():
+                    yield (
+                        name,
+                        (
+                            shape,
+                            [
+                                _Range(rank, number, address["start"], address["numel"])
+                                for rank, mapping in enumerate(mapped)
+                                if mapping is not None
+                                and (address := mapping.get(name)) is not None
+                            ],
+                        ),
+                    )
+                continue
+            yield from self._one_after_another(number, shapes)
+
+    def _one_after_another(
+        self, number: int, shapes: Mapping[str, torch.Size]
+    ) -> Iterator[tuple[str, tuple[torch.Size, list[_Range]]]]:
+        """Of a group under ZeRO 1 and 2, whose files do not say where each parameter lies."""
+        sizes = [flat[_MASTER][number].numel() for flat in self._flat]
+        position = 0
+        for name, shape in shapes.items():
+            yield name, (shape, _ranges(sizes, position, shape.numel(), number))
+            position += shape.numel()
+
+    def _cut_by_parameter(self) -> Iterator[tuple[str, tuple[torch.Size, list[_Range]]]]:
+        """Under ZeRO 3."""
+        sizes = [tensor.numel() for tensor in self._flat[0][_MASTER]]
+        position = 0
+        for shapes in self._shapes:
+            for name, shape in shapes.items():
+                part = math.ceil(shape.numel() / self.world_size)
+                ranges = []
+                for rank in range(self.world_size):
+                    for found in _ranges(sizes, position, part, 0):
+                        ranges.append(_Range(rank, found.rank, found.start, found.numel))
+                yield name, (shape, ranges)
+                position += part
+
+    def _read(self, kind: str, name: str, shape: torch.Size, ranges: Sequence[_Range]) -> Tensor:
+        parts = []
+        for where in ranges:
+            flat = self._flat[where.rank][kind][where.flat].view(-1)
+            if where.start + where.numel > flat.numel():
+                raise self._incomplete(f"all of {name} ({kind})")
+            parts.append(flat[where.start : where.start + where.numel])
+        values = torch.cat(parts) if parts else torch.empty(0)
+        if values.numel() < shape.numel():
+            raise self._incomplete(f"all of {name} ({kind})")
+        return values[: shape.numel()].view(shape)
+
+    def _incomplete(self, what: str) -> UserError:
+        return UserError(
+            f"{self._directory} does not hold {what}. Copy the checkpoint again, with the files of "
+            "all ranks."
+        )
+
+
+def _mapping(state: Mapping[str, Any], number: int) -> Mapping[str, Any] | None:
+    """Where the parameters of a group lie in a rank's flat tensor, if it says so."""
+    mappings = state.get("param_slice_mappings")
+    if not isinstance(mappings, list) or number >= len(mappings):
+        return None
+    return mappings[number] if isinstance(mappings[number], dict) else None
+
+
+def _ranges(sizes: Sequence[int], start: int, numel: int, flat: int) -> list[_Range]:
+    """A range of tensors that lie one after another, as ranges of each; `rank` counts them."""
+    found = []
+    before = 0
+    for number, size in enumerate(sizes):
+        first, last = max(start, before), min(start + numel, before + size)
+        if first < last:
+            found.append(_Range(number, flat, first - before, last - first))
+        before += size
+    return found
+
+
+class DeepSpeedRun(ForeignRun):
+    """A checkpoint that DeepSpeed's engine has written."""
+
+    program = "DeepSpeed"
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        found = zero_directory(directory)
+        assert found is not None, "it was looked at before"
+        self._zero = ZeroState(found)
+
+    def told(self) -> dict[str, Any]:
+        if self._zero.samples is None or not self._zero.step:
+            return {}
+        batch = self._zero.samples / self._zero.step
+        return {"train": {"global_batch_size": int(batch)}} if batch.is_integer() else {}
+
+    def state(self, model: TrainedModel) -> ForeignState:
+        return self._zero.state(model)

@@ -1,0 +1,39 @@
+"""Kinds of foreign checkpoints, told by the files that a directory holds."""
+
+from pathlib import Path
+
+from ftkit.errors import UserError
+from ftkit.foreign.formats.distributed import METADATA, DistributedRun
+from ftkit.foreign.formats.lightning import LightningRun
+from ftkit.foreign.formats.trainer import STATE, TrainerRun
+from ftkit.foreign.formats.zero import DeepSpeedRun, zero_directory
+from ftkit.foreign.state import ForeignRun
+
+KNOWN = (
+    "a checkpoint-N of transformers' Trainer, TRL or axolotl; a directory of DeepSpeed or of "
+    "torch.distributed.checkpoint; or a .ckpt file of Lightning"
+)
+"""What can be imported, in words."""
+
+
+def open_run(source: Path) -> ForeignRun:
+    """The foreign checkpoint in a directory or file.
+
+    Raises:
+        UserError: there is none of a kind that is known, or its small files are damaged.
+    """
+    if not source.exists():
+        raise UserError(f"{source} does not exist. Give {KNOWN}.")
+    if source.is_file():
+        if source.suffix == ".ckpt":
+            return LightningRun(source)
+    elif (source / STATE).is_file():
+        return TrainerRun(source)
+    elif zero_directory(source) is not None:
+        return DeepSpeedRun(source)
+    elif (source / METADATA).is_file():
+        return DistributedRun(source)
+    elif inside := list(source.glob(f"*/{STATE}")):
+        newest = max(inside, key=lambda file: file.stat().st_mtime).parent
+        raise UserError(f"{source} holds checkpoints, and is none itself. Try {newest}.")
+    raise UserError(f"{source} is no checkpoint that ftkit knows. Give {KNOWN}.")

@@ -1,0 +1,23 @@
+"""Checkpoints of other programs, and the recipe with which their runs go on."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+KEPT = Path(__file__).parents[1] / "foreign" / "checkpoints"
+BASE = KEPT / "base"
+
+
+def recipe(directory: Path, **train: Any) -> Path:
+    """What a person says of a run that goes on: base model, data, batch, clipping."""
+    file = directory / "recipe.yaml"
+    content = {
+        "checkpoint_dir": str(BASE),
+        "precision": "32-true",
+        "accelerator": "cpu",
+        "data": {"class_path": "litgpt.data.JSON", "init_args": {"path": str(BASE / "data")}},
+        "train": {"global_batch_size": 6, "micro_batch_size": 6, "max_norm": 0.5} | train,
+        "eval": {"final_validation": False, "max_new_tokens": 0},
+    }
+    file.write_text(json.dumps(content))
+    return file
