@@ -27,7 +27,7 @@ from ftkit.convert.output_files import check_apart, check_space
 from ftkit.data.dataset import load_data
 from ftkit.data.sources import check_data
 from ftkit.errors import UserError
-from ftkit.foreign.placing import PlacedTensor, place
+from ftkit.foreign.placing import PlacedTensor, placed_tensors
 from ftkit.foreign.recipe import ImportRecipe, continued_rate, optimizer_told
 from ftkit.foreign.sources import open_run
 from ftkit.foreign.state import ForeignRun, ForeignState, TrainedModel
@@ -123,7 +123,7 @@ def _read(run: ForeignRun, asked: ImportRecipe, display: Display) -> _Imported:
     _check_optimizer(recipe, state, run)
     plan = make_plan(_alone(recipe), Devices(accelerator="cpu", count=1), trains=False)
     model = outline(base, recipe, parameter_dtype(plan), compute_dtype(plan))
-    placed = place(state, model, base, adapter, run.directory)
+    placed = placed_tensors(state, model, base, adapter, run.directory)
     schedule, notices = make_schedule(
         recipe, of_epoch, base_learning_rate(recipe), start_step=state.step, start_samples=samples
     )

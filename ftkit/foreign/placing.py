@@ -10,7 +10,7 @@ from torch import Tensor
 from ftkit.architectures.architecture import ModelLayout
 from ftkit.checkpoint.state import PARAMETER, stored_name
 from ftkit.errors import UserError
-from ftkit.foreign.state import ForeignState, Tensors
+from ftkit.foreign.state import ForeignState, ForeignTensors
 from ftkit.lora.load import adapter_tensors
 from ftkit.lora.names import our_name
 from ftkit.model.language_model import LanguageModel
@@ -30,7 +30,7 @@ class PlacedTensor:
     """Of this shape, or UserError."""
 
 
-def place(
+def placed_tensors(
     state: ForeignState, model: LanguageModel, base: BaseModel, adapter: Path | None, source: Path
 ) -> list[PlacedTensor]:
     """All of our checkpoint, out of a foreign one; full tensors are read when they are asked.
@@ -71,7 +71,7 @@ def place(
 
 
 def _of_model(
-    tensors: Tensors, base: BaseModel, layout: ModelLayout
+    tensors: ForeignTensors, base: BaseModel, layout: ModelLayout
 ) -> dict[str, tuple[torch.dtype, Callable[[], Tensor]]]:
     """By our names; the files' own rules split and join what the model has otherwise."""
     holders = storage_of(base.architecture, layout).holders(tensors)
@@ -79,7 +79,7 @@ def _of_model(
 
 
 def _of_adapter(
-    tensors: Tensors, base: BaseModel, adapter: Path
+    tensors: ForeignTensors, base: BaseModel, adapter: Path
 ) -> dict[str, tuple[torch.dtype, Callable[[], Tensor]]]:
     """By our names.
 

@@ -74,7 +74,9 @@ class ImportRecipe:
         if not isinstance(recipe, LoraRecipe):
             return recipe
         self.adapter = recipe.adapter or self.adapter
-        return dataclasses.replace(with_adapter(recipe), adapter=None)
+        resolved = with_adapter(recipe)
+        assert isinstance(resolved, LoraRecipe), "as it was"
+        return dataclasses.replace(resolved, adapter=None)
 
     def gives(self, *names: str) -> bool:
         """Whether the user sets a key that ends with one of these words."""

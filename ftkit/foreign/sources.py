@@ -3,13 +3,13 @@
 from pathlib import Path
 
 from ftkit.errors import UserError
-from ftkit.foreign.formats.distributed import METADATA, DistributedRun
+from ftkit.foreign.formats.distributed import DCP_METADATA, DistributedRun
 from ftkit.foreign.formats.lightning import LightningRun
 from ftkit.foreign.formats.trainer import STATE, TrainerRun
 from ftkit.foreign.formats.zero import DeepSpeedRun, zero_directory
 from ftkit.foreign.state import ForeignRun
 
-KNOWN = (
+IMPORTABLE = (
     "a checkpoint-N of transformers' Trainer, TRL or axolotl; a directory of DeepSpeed or of "
     "torch.distributed.checkpoint; or a .ckpt file of Lightning"
 )
@@ -23,7 +23,7 @@ def open_run(source: Path) -> ForeignRun:
         UserError: there is none of a kind that is known, or its small files are damaged.
     """
     if not source.exists():
-        raise UserError(f"{source} does not exist. Give {KNOWN}.")
+        raise UserError(f"{source} does not exist. Give {IMPORTABLE}.")
     if source.is_file():
         if source.suffix == ".ckpt":
             return LightningRun(source)
@@ -31,9 +31,9 @@ def open_run(source: Path) -> ForeignRun:
         return TrainerRun(source)
     elif zero_directory(source) is not None:
         return DeepSpeedRun(source)
-    elif (source / METADATA).is_file():
+    elif (source / DCP_METADATA).is_file():
         return DistributedRun(source)
     elif inside := list(source.glob(f"*/{STATE}")):
         newest = max(inside, key=lambda file: file.stat().st_mtime).parent
         raise UserError(f"{source} holds checkpoints, and is none itself. Try {newest}.")
-    raise UserError(f"{source} is no checkpoint that ftkit knows. Give {KNOWN}.")
+    raise UserError(f"{source} is no checkpoint that ftkit knows. Give {IMPORTABLE}.")

@@ -14,12 +14,12 @@ from ftkit.foreign.parameter_order import TrainedParameter, trained_parameters
 from ftkit.pretrained.base_model import BaseModel
 from ftkit.pretrained.weights.files import WeightTensor
 
-Tensors = Mapping[str, WeightTensor]
+ForeignTensors = Mapping[str, WeightTensor]
 """By Hugging Face's names, of adapters by PEFT's, or by LitGPT's: as `ForeignState.layout` says."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class ParameterGroup:
     """Parameters with the same settings of the optimizer."""
 
     names: tuple[str, ...]
@@ -42,13 +42,13 @@ class ForeignState:
     """Of the newest step that was logged."""
     layout: ModelLayout = "hf"
     """Whose names the tensors have."""
-    parameters: Tensors
+    parameters: ForeignTensors
     """Trained parameters, in the highest precision that is there."""
-    moments: Mapping[str, Tensors]
+    moments: Mapping[str, ForeignTensors]
     """State of the optimizer, by torch's names of its kinds (exp_avg, ...)."""
     scalars: Mapping[str, float]
     """State that is one number for all parameters, such as Adam's step."""
-    groups: Sequence[Group]
+    groups: Sequence[ParameterGroup]
     """All parameters that the optimizer updates."""
     notes: Sequence[str] = ()
     """What was not taken over, and what that means."""

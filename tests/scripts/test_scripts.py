@@ -102,7 +102,7 @@ def test_every_name_of_the_package_in_text_is_of_something_that_lives() -> None:
         if path.suffix not in ("", ".ipynb", ".md", ".py", ".toml", ".yaml") or not path.is_file():
             continue
         for name in re.findall(
-            r"(?<![\w./@~-])ftkit(?:[.:][A-Za-z_]\w*)+", path.read_text("utf-8")
+            r"(?<![\w./@~-])ftkit(?:[.:][A-Za-z_]\w*)+", path.read_text("utf-8", "replace")
         ):
             if name not in NO_MODULES and not _lives(package, re.split("[.:]", name)[1:]):
                 dead.append(f"{file}: {name}")

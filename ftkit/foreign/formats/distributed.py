@@ -16,11 +16,11 @@ from torch import Tensor
 
 from ftkit.errors import UserError
 from ftkit.foreign.names import plain_names
-from ftkit.foreign.state import ForeignRun, ForeignState, Group, TrainedModel
+from ftkit.foreign.state import ForeignRun, ForeignState, ParameterGroup, TrainedModel
 from ftkit.foreign.unpickling import Inert, load_metadata, load_torch_bytes
 from ftkit.pretrained.weights.files import WeightTensor
 
-METADATA = ".metadata"
+DCP_METADATA = ".metadata"
 _STATE, _GROUPS = "state", "param_groups"
 Place = tuple[Any, ...]
 """Keys that led to a value in the state that was saved."""
@@ -60,10 +60,10 @@ class DistributedFiles:
         """
         self._directory = directory
         try:
-            self._read(load_metadata(directory / METADATA))
+            self._read(load_metadata(directory / DCP_METADATA))
         except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
             raise UserError(
-                f"{directory / METADATA} is not as torch.distributed.checkpoint writes it "
+                f"{directory / DCP_METADATA} is not as torch.distributed.checkpoint writes it "
                 f"({type(error).__name__}: {error}). Copy the checkpoint again."
             ) from None
 
@@ -78,7 +78,7 @@ class DistributedFiles:
             name = str(info["relative_path"])
             if Path(name).name != name:
                 raise UserError(
-                    f"{self._directory / METADATA} names the file {name!r}, which does not lie "
+                    f"{self._directory / DCP_METADATA} names the file {name!r}, which does not lie "
                     "beside it. Give a checkpoint as its program has written it."
                 )
             corner = tuple(index["offset"] or ())
@@ -119,7 +119,7 @@ class DistributedFiles:
             part = box.read()
             if not isinstance(part, Tensor) or tuple(part.shape) != box.sizes:
                 raise UserError(
-                    f"{box.file} holds something else than the part of {name} that {METADATA} "
+                    f"{box.file} holds something else than the part of {name} that {DCP_METADATA} "
                     "says. Copy the checkpoint again."
                 )
             where = tuple(
@@ -196,7 +196,7 @@ def _is_state(place: Place) -> bool:
 
 def _groups(
     tensors: Mapping[Place, WeightTensor], values: Mapping[Place, Any], known: list[str]
-) -> list[Group]:
+) -> list[ParameterGroup]:
     """The settings of each group, whether they were saved as one value or one by one."""
     found: dict[Any, dict[str, Any]] = {}
     for place, value in values.items():
@@ -213,10 +213,10 @@ def _groups(
             if len(after) == 2:
                 found.setdefault(after[0], {})[after[1]] = float(tensor.read())
     groups = [
-        Group(names=tuple(map(str, settings.get("params") or ())), settings=settings)
+        ParameterGroup(names=tuple(map(str, settings.get("params") or ())), settings=settings)
         for settings in found.values()
     ]
-    return groups or [Group(names=tuple(known), settings={})]
+    return groups or [ParameterGroup(names=tuple(known), settings={})]
 
 
 class DistributedRun(ForeignRun):

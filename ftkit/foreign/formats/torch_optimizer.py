@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ftkit.errors import UserError
 from ftkit.foreign.parameter_order import TrainedParameter
-from ftkit.foreign.state import Group, Tensors
+from ftkit.foreign.state import ForeignTensors, ParameterGroup
 from ftkit.foreign.unpickling import held, mapping_in
 from ftkit.optim.state_kinds import is_scalar_state
 
@@ -33,10 +33,10 @@ class NamedState:
         states = mapping_in(content, "state", file)
         moments: dict[str, dict[str, Tensor]] = {}
         self.scalars: dict[str, float] = {}
-        self.groups: list[Group] = []
+        self.groups: list[ParameterGroup] = []
         """All parameters."""
         for group, of_group in zip(groups_in(content, file), names, strict=True):
-            self.groups.append(Group(names=tuple(of_group), settings=group))
+            self.groups.append(ParameterGroup(names=tuple(of_group), settings=group))
             for number, name in zip(group["params"], of_group, strict=True):
                 for kind, value in states.get(number, {}).items():
                     if kind in _IN_8_BITS:
@@ -49,7 +49,7 @@ class NamedState:
                         self._note(kind, float(value), file)
                     elif isinstance(value, Tensor):
                         moments.setdefault(kind, {})[name] = value
-        self.moments: Mapping[str, Tensors] = {
+        self.moments: Mapping[str, ForeignTensors] = {
             kind: {name: held(tensor) for name, tensor in tensors.items()}
             for kind, tensors in moments.items()
         }

@@ -12,8 +12,9 @@ from ftkit.config.peft_adapter import CONFIG, adapter_keys
 from ftkit.config.recipe import Method
 from ftkit.errors import UserError
 from ftkit.foreign.formats.torch_optimizer import NamedState, names_by_shape
-from ftkit.foreign.formats.zero import ZeroState, zero_directory
-from ftkit.foreign.state import ForeignRun, ForeignState, Tensors, TrainedModel
+from ftkit.foreign.formats.zero import ZeroFiles, zero_directory
+from ftkit.foreign.parameter_order import TrainedParameter
+from ftkit.foreign.state import ForeignRun, ForeignState, ForeignTensors, TrainedModel
 from ftkit.foreign.unpickling import held, load_torch_file
 from ftkit.lora.load import stored_adapter
 from ftkit.pretrained.hub import has_tokenizer, read_json, weight_files
@@ -58,7 +59,7 @@ class TrainerRun(ForeignRun):
 
     def state(self, model: TrainedModel) -> ForeignState:
         if (directory := zero_directory(self.directory)) is not None:
-            return ZeroState(directory).state(model, **self._progress())
+            return ZeroFiles(directory).state(model, **self._progress())
         return self._plain(model)
 
     def _plain(self, model: TrainedModel) -> ForeignState:
@@ -75,7 +76,13 @@ class TrainerRun(ForeignRun):
         others = [p for p in parameters if not p.is_decayed]
         matrices = [p for p in parameters if len(p.shape) > 1]
         vectors = [p for p in parameters if len(p.shape) <= 1]
-        orders = [[decayed, others], [matrices, vectors], [parameters], [parameters, []]]
+        everything = list(parameters)
+        orders: list[list[list[TrainedParameter]]] = [
+            [decayed, others],
+            [matrices, vectors],
+            [everything],
+            [everything, []],
+        ]
         found = NamedState(content, names_by_shape(content, orders, file), file)
         return ForeignState(
             **self._progress(),
@@ -85,7 +92,7 @@ class TrainerRun(ForeignRun):
             groups=found.groups,
         )
 
-    def _weights(self) -> Tensors:
+    def _weights(self) -> ForeignTensors:
         if self.adapter is not None:
             stored = stored_adapter(self.adapter)
             return {name: held(tensor) for name, tensor in stored.items()}

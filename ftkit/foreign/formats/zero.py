@@ -20,11 +20,17 @@ from torch import Tensor
 
 from ftkit.errors import UserError
 from ftkit.foreign.names import plain_names
-from ftkit.foreign.state import ForeignRun, ForeignState, Group, Tensors, TrainedModel
+from ftkit.foreign.state import (
+    ForeignRun,
+    ForeignState,
+    ForeignTensors,
+    ParameterGroup,
+    TrainedModel,
+)
 from ftkit.foreign.unpickling import IN_DEEPSPEED, held, load_torch_file, mapping_in
 from ftkit.pretrained.weights.files import WeightTensor
 
-LATEST = "latest"
+NEWEST_TAG = "latest"
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 _MODEL = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 _MASTER = "master"
@@ -41,12 +47,12 @@ def zero_directory(source: Path) -> Path | None:
         return None
     if any(_OPTIMIZER.fullmatch(file.name) for file in source.iterdir()):
         return source
-    if not (source / LATEST).is_file():
+    if not (source / NEWEST_TAG).is_file():
         return None
-    name = (source / LATEST).read_text(encoding="utf-8", errors="replace").strip()
+    name = (source / NEWEST_TAG).read_text(encoding="utf-8", errors="replace").strip()
     if Path(name).name != name or not (source / name).is_dir():
         raise UserError(
-            f"{source / LATEST} names {name!r}, which is not there. Copy the whole checkpoint, or "
+            f"{source / NEWEST_TAG} names {name!r}, which is not there. Copy all of it, or "
             "give the directory of another step."
         )
     return source / name
@@ -63,7 +69,7 @@ class _Range:
     numel: int
 
 
-class ZeroState:
+class ZeroFiles:
     """What DeepSpeed's engine has saved."""
 
     def __init__(self, directory: Path) -> None:
@@ -159,12 +165,12 @@ class ZeroState:
         known = [parameter.name for parameter in model.parameters]
         names = plain_names(kinds[_MASTER], known)
 
-        def renamed(tensors: Tensors) -> Tensors:
+        def renamed(tensors: ForeignTensors) -> ForeignTensors:
             return {names[name]: tensor for name, tensor in tensors.items() if name in names}
 
         masters = renamed(kinds.pop(_MASTER))
         groups = [
-            Group(names=tuple(names.get(name, name) for name in shapes), settings=settings)
+            ParameterGroup(names=tuple(names.get(name, name) for name in shapes), settings=settings)
             for shapes, settings in zip(self._shapes, self._settings, strict=True)
         ]
         told: dict[str, Any] = {"step": self.step, "samples": self.samples}
@@ -314,7 +320,7 @@ class DeepSpeedRun(ForeignRun):
         super().__init__(directory)
         found = zero_directory(directory)
         assert found is not None, "it was looked at before"
-        self._zero = ZeroState(found)
+        self._zero = ZeroFiles(found)
 
     def told(self) -> dict[str, Any]:
         if self._zero.samples is None or not self._zero.step:
