@@ -160,14 +160,16 @@ def _settle_own(run: RunDirectory, known: Known, listing: Listing, steps: set[in
 def _fetch_checkpoint(
     run: RunDirectory, step: int, objects: Objects, known: Known, listing: Listing
 ) -> None:
-    """A checkpoint with its small files; another one of the same step goes."""
+    """A checkpoint with its small files but shards; another one of the same step goes."""
     store, name = run.store, checkpoint_name(run, step)
     partial = store.partial(step)
     remove(partial)
     small = {
         file: entry
         for file, entry in listing.items()
-        if file.startswith(f"{name}/") and entry.size_bytes <= SMALL_BYTES
+        if file.startswith(f"{name}/")
+        and entry.size_bytes <= SMALL_BYTES
+        and not is_shard(file.removeprefix(f"{name}/"))
     }
     for file in small:
         objects.download(file, partial / file.removeprefix(f"{name}/"))
