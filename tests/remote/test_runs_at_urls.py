@@ -209,6 +209,7 @@ def test_a_second_run_is_refused_while_one_is_at_work_and_goes_on_once_that_was_
     assert not any(name.startswith(".run/") for name in bucket.names("claimed"))
 
 
+@pytest.mark.matrix  # an end may insist for as long as a test waits, on a busy machine
 def test_training_goes_on_without_the_storage_and_what_could_not_be_sent_is_kept_and_sent_later(
     begin: Ftkit, run: Callable[..., str], s3: Proxy, bucket: Bucket, tmp_path: Path
 ) -> None:
@@ -236,6 +237,7 @@ def test_training_goes_on_without_the_storage_and_what_could_not_be_sent_is_kept
     assert Store(copy / "checkpoints").newest() == report.progress.steps
 
 
+@pytest.mark.matrix  # an end may insist for as long as a test waits, on a busy machine
 def test_what_was_not_sent_in_the_end_is_said_and_sent_by_the_next_start(
     begin: Ftkit, run: Callable[..., str], s3: Proxy, bucket: Bucket, tmp_path: Path
 ) -> None:
