@@ -25,4 +25,5 @@ EXIT_BY_SIGNAL = {
     signal.SIGINT: (130, "Ctrl+C"),
     signal.SIGTERM: (143, "SIGTERM"),
     signal.SIGHUP: (129, "SIGHUP"),
+    signal.SIGUSR1: (138, "SIGUSR1"),
 }

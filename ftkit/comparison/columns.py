@@ -54,6 +54,12 @@ def _of_prediction(name: str) -> Callable[[Report], float | None]:
 
 MEASURES = (
     Measure(key="steps", head="steps", value=_of("progress", "steps"), text=number_text),
+    Measure(
+        key="restarts",
+        head="restarts",
+        value=lambda report: len(report.restarts),
+        text=number_text,
+    ),
     Measure(key="loss", head="loss", value=_of("loss", "last"), text=loss_text),
     Measure(
         key="validation_loss",

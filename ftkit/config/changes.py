@@ -54,6 +54,7 @@ KIND_OF: dict[str, Kind] = {
     "log.group": "hardware",
     "checkpoint.save": "hardware",
     "checkpoint.save_every": "hardware",
+    "checkpoint.time_between_losses": "hardware",
     "checkpoint.keep_last": "hardware",
     "checkpoint.keep_every": "hardware",
     "checkpoint.keep_best": "hardware",

@@ -54,8 +54,9 @@ def check_ranges(recipe: Recipe) -> None:
             f"router_aux_loss_coef is {factor:g}, but must {rule}. "
             "Try --router_aux_loss_coef 0.001."
         )
-    if recipe.checkpoint.save_every is not None:
+    if recipe.checkpoint.save_every not in (None, "auto"):
         parse_duration(recipe.checkpoint.save_every)
+    parse_duration(recipe.checkpoint.time_between_losses, "checkpoint.time_between_losses")
     if recipe.seed >= 2**63:
         raise UserError(f"seed is {recipe.seed}, but must be below 2**63. Try --seed 1337.")
     if not train.min_lr >= 0:

@@ -34,6 +34,8 @@ class Plan:
     options: StrategyOptions
     devices: int
     """Ranks on this machine."""
+    num_nodes: int
+    """Machines."""
     micro_batch_size: int
     """Most sequences per forward pass on one rank; never more than the global batch."""
     micro_batch_tokens: int | None = None
@@ -47,12 +49,12 @@ class Plan:
     @property
     def world_size(self) -> int:
         """Ranks in all."""
-        return self.devices * self.recipe.num_nodes
+        return self.devices * self.num_nodes
 
     @property
     def shards(self) -> int:
         """Ranks that have parts of one model, if the strategy shards parameters."""
-        return self.rules.shards(self.options, self.devices, self.recipe.num_nodes)
+        return self.rules.shards(self.options, self.devices, self.num_nodes)
 
     @property
     def rules(self) -> StrategyRules:
@@ -128,10 +130,11 @@ def make_plan(recipe: Recipe, devices: Devices, *, trains: bool = True) -> Plan:
             f"devices is {count}, but this machine shows {devices.count} {noun}(s). "
             f"Try --devices {devices.count} or --accelerator cpu."
         )
-    strategy, options, precision, notices = resolve_strategy(recipe, devices, count)
+    nodes = 1 if recipe.num_nodes == "auto" else recipe.num_nodes
+    strategy, options, precision, notices = resolve_strategy(recipe, devices, count, nodes)
     notices += _check_kind(devices, strategy)
     RULES[strategy].check(recipe, precision, devices)
-    RULES[strategy].shards(options, count, recipe.num_nodes)
+    RULES[strategy].shards(options, count, nodes)
     if trains and precision == "16-true" and not RULES[strategy].keeps_masters:
         raise untrainable_float16(strategy, devices)
     notices += ignored_layers(recipe)
@@ -146,6 +149,7 @@ def make_plan(recipe: Recipe, devices: Devices, *, trains: bool = True) -> Plan:
         strategy=strategy,
         options=options,
         devices=count,
+        num_nodes=nodes,
         micro_batch_size=size,
         micro_batch_tokens=tokens,
         has_flash=device_kind(devices.accelerator).has_flash

@@ -132,7 +132,11 @@ class Checkpoint:
     """Write checkpoints to out_dir/checkpoints and the result to out_dir/final. Switch off to
     study time and memory only."""
     save_every: str | None = "15min"
-    """Time between two checkpoints, such as 60s, 15min or 2h; empty: none by time."""
+    """Time between two checkpoints, such as 60s, 15min or 2h; empty: none by time. auto: what loses
+    the least time, by the measured cost of a save and checkpoint.time_between_losses."""
+    time_between_losses: str = "24h"
+    """For save_every auto: how long the run is expected to train between two losses of a machine.
+    Losses of the run itself count beside it."""
     keep_last: int = 3
     """Keep this many of the newest checkpoints."""
     keep_every: int | dict[int, int] | None = None
@@ -190,8 +194,9 @@ class Recipe:
     has not been tried on it."""
     devices: int | Literal["auto"] = 1
     """Devices per node."""
-    num_nodes: int = 1
-    """Machines."""
+    num_nodes: int | Literal["auto"] = 1
+    """Machines. auto: as many as torchrun or srun has started ftkit on, anew at each start;
+    without them 1."""
     strategy: Component = field(default_factory=lambda: Component(class_path="auto", init_args={}))
     """How the work is spread: auto, single, ddp, fsdp or deepspeed; options as
     --strategy.NAME VALUE."""

@@ -268,7 +268,7 @@ def _check_8bit_base(rules: StrategyRules, recipe: Recipe) -> None:
 
 
 def resolve_strategy(
-    recipe: Recipe, devices: Devices, count: int
+    recipe: Recipe, devices: Devices, count: int, nodes: int
 ) -> tuple[StrategyName, StrategyOptions, Precision, list[str]]:
     """Strategy, its options and the precision, and what to tell of the choice.
 
@@ -276,7 +276,7 @@ def resolve_strategy(
     only, FSDP would have to do without 16-bit arithmetic (it has no loss scaling here), which is
     what makes such GPUs fast: DeepSpeed takes its place, if it is there and can.
     """
-    strategy, precision = _strategy(recipe, count), recipe.precision
+    strategy, precision = _strategy(recipe, count * nodes), recipe.precision
     options = _options(recipe, strategy)
     if precision is None:
         precision = "bf16-mixed" if devices.bf16_native else "16-mixed"
@@ -325,9 +325,8 @@ def _check_precision(precision: Precision, strategy: StrategyName, devices: Devi
     return []
 
 
-def _strategy(recipe: Recipe, count: int) -> StrategyName:
+def _strategy(recipe: Recipe, world_size: int) -> StrategyName:
     name = recipe.strategy["class_path"]
-    world_size = count * recipe.num_nodes
     if name == "auto":
         if world_size == 1:
             return "single"

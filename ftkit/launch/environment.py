@@ -21,12 +21,27 @@ class ExternalRanks:
     local_world_size: int
     """Ranks on this machine."""
 
+    @property
+    def num_nodes(self) -> int:
+        """Machines."""
+        return self.world_size // self.local_world_size
+
     def applied_to(self, recipe: Recipe) -> Recipe:
         """The recipe with the devices and machines that there are."""
-        return dataclasses.replace(
-            recipe,
-            devices=self.local_world_size,
-            num_nodes=self.world_size // self.local_world_size,
+        return dataclasses.replace(recipe, devices=self.local_world_size, num_nodes=self.num_nodes)
+
+    def notice(self, recipe: Recipe) -> str | None:
+        """What a person should know if there are other machines than a recipe names.
+
+        A number of the recipe gives way to what is there: an elastic launcher starts a run again
+        on fewer machines after it has lost one, and the losses are the same on any number.
+        """
+        asked = recipe.num_nodes
+        if asked in ("auto", 1, self.num_nodes):  # 1 is what recipes say that name none
+            return None
+        return (
+            f"num_nodes is {asked}, but ranks were started on {self.num_nodes}: these are used. "
+            "num_nodes auto takes what there is."
         )
 
     def on(self, recipe: Recipe, devices: Devices) -> Recipe:

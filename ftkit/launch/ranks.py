@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -68,9 +68,17 @@ class Ranks:
     more than once and kill by themselves what takes too long, so there the second does nothing.
     """
 
-    def __init__(self, placed: ExternalRanks | None = None) -> None:
+    def __init__(
+        self, placed: ExternalRanks | None = None, variables: Mapping[str, str] | None = None
+    ) -> None:
+        """Prepare.
+
+        Args:
+            placed: this process, if torchrun or SLURM has started it.
+            variables: of the environment of its rank, besides theirs.
+        """
         self.received: list[signal.Signals] = []
-        self._placed = placed
+        self._placed, self._variables = placed, dict(variables or {})
         self._started = False
         self._killing = False
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -103,8 +111,8 @@ class Ranks:
             if self._placed is None:
                 port = stack.enter_context(_free_port())
                 placements = {rank: _placement(job, rank, port) for rank in range(world_size)}
-            else:  # torchrun's variables are there, and a store under their address
-                placement = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+            else:  # torchrun's variables are there, and the supervisors' store
+                placement = {"TORCHELASTIC_USE_AGENT_STORE": "True"} | self._variables
                 placements = {self._placed.rank: placement | self._placed.placement(job.plan)}
             stack.callback(self._end)
             for rank, placement in placements.items():

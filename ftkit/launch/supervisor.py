@@ -24,8 +24,10 @@ from ftkit.data.sources import check_data
 from ftkit.errors import UserError
 from ftkit.launch.conclude import conclude
 from ftkit.launch.environment import ExternalRanks, external_ranks
+from ftkit.launch.interfaces import check_interfaces
 from ftkit.launch.preflight import require_room, with_micro_batch
 from ftkit.launch.ranks import Ranks
+from ftkit.launch.requeue import requeue_if_out_of_time
 from ftkit.pretrained.base_outline import keeps_rest
 from ftkit.pretrained.hub import find_or_download
 from ftkit.remote.objects import require_extra
@@ -38,6 +40,7 @@ from ftkit.runs.job import Job, StopAfter
 from ftkit.runs.lock import claim, is_at_work, unwritable
 from ftkit.runs.mirror import NotCarried
 from ftkit.runs.remote_run import mirrored, require_unclaimed
+from ftkit.runs.restarts import restarts_of
 from ftkit.runs.resume import (
     Completed,
     Start,
@@ -48,7 +51,11 @@ from ftkit.runs.resume import (
 )
 from ftkit.utils.files import make_reserve, write_durably
 from ftkit.utils.json_values import without_tokens
-from ftkit.utils.process import print_line
+from ftkit.utils.process import launcher_starts_again, print_line
+
+_LOST_S = 150.0
+"""How long a run that is started again waits for its former self, which needs up to two minutes to
+notice that a machine is gone."""
 
 
 def launch(
@@ -86,6 +93,11 @@ def launch(
             placed=placed,
         )
 
+    def ended(job: Job, received: Sequence[signal.Signals]) -> int:
+        code = conclude(job, received)
+        requeue_if_out_of_time(code, received)
+        return code
+
     started_at_s = time.time()
     placed = external_ranks()
     try:
@@ -93,16 +105,15 @@ def launch(
         if placed is not None:
             from ftkit.launch.torchrun import take_part
 
-            recipe = placed.applied_to(recipe)
-            return take_part(placed, prepared, conclude)
-        if recipe.num_nodes > 1:
+            return take_part(placed, prepared, ended)
+        if recipe.num_nodes not in ("auto", 1):
             raise UserError(
                 f"num_nodes is {recipe.num_nodes}, but this command starts ranks on one machine "
                 "only. Start it on every machine with torchrun or srun, or try --num_nodes 1."
             )
         with Ranks() as ranks, prepared(ranks.received) as job:
             ranks.run(job)
-            return conclude(job, ranks.received)
+            return ended(job, ranks.received)
     except Completed as completed:
         print(completed, flush=True)
         return 0
@@ -132,6 +143,9 @@ def prepare_run(
     if (url := url_of(recipe.out_dir)) is not None:
         require_extra(url.partition(":")[0])
     check_data(recipe.data)
+    asked = recipe
+    if placed is not None:
+        recipe = placed.applied_to(recipe)
     devices = find_devices(recipe, on_asking=_say_that_torch_is_asked)
     if placed is not None:
         recipe = placed.on(recipe, devices)
@@ -139,6 +153,7 @@ def prepare_run(
     plan = make_plan(recipe, devices)
     plan.rules.check_installed()
     check_kernels_installed(recipe, plan.accelerator)
+    check_interfaces(plan.communication)
     if overwrite and recipe.resume is not False:
         raise UserError(
             f"resume is {recipe.resume}, but --overwrite would remove what the run is to continue "
@@ -148,7 +163,9 @@ def prepare_run(
     in_place = resumes_in_place(recipe)
     with ExitStack() as stack:
         if in_place:  # locked first: a run at work may be writing what is looked at here
-            run = stack.enter_context(claim(wanted, "go_on"))
+            # What is lost may take a while to end: a machine that was cut off notices it, too.
+            patience_s = _LOST_S if launcher_starts_again() else 0.0
+            run = stack.enter_context(claim(wanted, "go_on", patience_s=patience_s))
             mirror = stack.enter_context(mirrored(run, _say, received, goes_on=True))
             run.store.remove_leftovers()
         start = find_start(dataclasses.replace(recipe, precision=plan.precision))
@@ -175,14 +192,23 @@ def prepare_run(
             stop_after=stop_after,
             changes=start.changes if start else (),
         )
+        if in_place or start is not None:
+            restarts = restarts_of(
+                run, start, world_size=plan.world_size, started_at_s=started_at_s
+            )
+            job = dataclasses.replace(job, restarts=restarts)
         try:
             if in_place:
                 stack.enter_context(ready_to_go_on(run, start))
             with Display(run.path) as display:
                 if start is not None:
                     _go_on(start, job, received, display, copy_base=base is None)
+                if placed is not None and (notice := placed.notice(asked)):
+                    display.message(notice)
                 display.message(_beginning(job))
             written = dataclasses.replace(job.recipe, resume=False)
+            if asked.num_nodes == "auto":  # also at the next start, wherever that is
+                written = dataclasses.replace(written, num_nodes="auto")
             write_durably(run.recipe, to_yaml(written))
             job.write(run.job)
             make_reserve(run.reserve)

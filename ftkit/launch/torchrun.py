@@ -5,11 +5,13 @@ writes the report. They find each other through a store in the process of rank 0
 their heartbeats when one of them vanishes with its machine.
 """
 
+import dataclasses
+import json
 import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +21,15 @@ import torch.distributed as dist
 from ftkit.errors import EXIT_BY_SIGNAL, EXIT_OUT_OF_MEMORY, UserError
 from ftkit.launch.environment import ExternalRanks
 from ftkit.launch.heartbeats import Heartbeats, SharedStore, farewell
+from ftkit.launch.interfaces import (
+    GLOO,
+    Endpoint,
+    address_towards,
+    chosen_interface,
+    is_loopback,
+    listening,
+    problem_reaching,
+)
 from ftkit.launch.ranks import POLL_S, Ranks, StoppedEarly
 from ftkit.report.report import ENDED_WELL, read_report
 from ftkit.runs.directory import RankDirectory
@@ -32,6 +43,8 @@ JOB = "job"
 """Key: the path of the job's file; empty if the run cannot begin."""
 COMPLETE = "complete"
 """In its place: the run that was to go on is complete."""
+PROBLEM = "problem"
+"""Key: why the machines do not reach each other; empty if they do."""
 CONNECT_S = 300.0
 """How long the processes wait for each other to start."""
 PATIENCE_S = 10.0
@@ -55,14 +68,27 @@ def take_part(
     """
     die_with_parent(os.getppid())
     store, watched = _meet(placed)
+    variables = {"MASTER_PORT": str(store.port), "TORCHELASTIC_RESTART_COUNT": "0"}
+    if placed.num_nodes > 1:
+        try:
+            found = _connected(placed, store)
+        except dist.DistError as error:
+            raise UserError(
+                f"rank {placed.rank} has lost the connection with rank 0, at {store.host}, before "
+                f"the run began: {error}. Start it again, with --resume auto."
+            ) from None
+        if found is None:
+            _let_rank_0_tell(store)
+            return UserError.exit_code
+        variables |= found
     if placed.rank > 0:
         with Heartbeats(store, placed.rank, watched, _leave):
-            code = _follow(placed, store)
+            code = _follow(placed, store, variables)
         if code == UserError.exit_code:
             _let_rank_0_tell(store)
         return code
     with (
-        Ranks(placed) as ranks,
+        Ranks(placed, variables) as ranks,
         Heartbeats(store, placed.rank, watched, ranks.end_without),
         ExitStack() as stack,
     ):
@@ -100,10 +126,11 @@ def _meet(placed: ExternalRanks) -> tuple[SharedStore, dict[int, str]]:
             return store, {rank: store.get(_machine(rank)).decode() for rank in watched}
         reason = f"rank {', '.join(missing)} did not come in {CONNECT_S:g} s"
     except dist.DistError as error:
-        reason = str(error)
+        reason = str(error).partition("\n")[0]  # a stack of C++ follows
     raise UserError(
         f"The {placed.world_size} processes of this run do not find each other at "
-        f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {reason}. Start all of them "
+        f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {reason}. Every machine "
+        "must reach this address (MASTER_ADDR, MASTER_PORT). Start all of them "
         "with torchrun or srun; inside a SLURM job without srun, try "
         "SLURM_JOB_NAME=interactive ftkit ..."
     )
@@ -142,13 +169,84 @@ def _open_store(address: str, port: int, *, serves: bool) -> SharedStore:
     )
 
 
+def _connected(placed: ExternalRanks, store: SharedStore) -> dict[str, str] | None:
+    """Find out by which network interface each machine reaches rank 0's, and whether it does.
+
+    The first rank of each machine tries: all others reach that of rank 0, and it reaches them.
+
+    Returns:
+        Variables for the rank: the interface, unless it was named. None: rank 0 tells what is
+        wrong.
+
+    Raises:
+        UserError: on rank 0.
+    """
+    of_machine = placed.local_world_size
+    leaders = range(0, placed.world_size, of_machine)
+    own = address_towards(store.host)
+    if placed.rank in leaders:
+        store.set(_address(placed.rank), own or "")
+    if own is not None and is_loopback(own):  # this is the machine of rank 0
+        _wait_for(store, [_address(of_machine)], patience_s=PATIENCE_S)
+        if store.check([_address(of_machine)]):
+            own = address_towards(store.get(_address(of_machine)).decode())
+    problem, interface = None, ""
+    try:
+        interface, address = chosen_interface(own)
+        if placed.rank in leaders:
+            with listening(interface, address) as endpoint:
+                problem = _try(placed.rank, leaders, store, endpoint)
+    except UserError as error:
+        problem = str(error)
+    problem = _agreed(placed, store, leaders, problem)
+    if problem:
+        if placed.rank == 0:
+            raise UserError(problem)
+        return None
+    return {GLOO: interface} if interface and GLOO not in os.environ else {}
+
+
+def _try(rank: int, leaders: range, store: SharedStore, endpoint: Endpoint) -> str | None:
+    """Connect with rank 0, or as rank 0 with all others, while they do so; what went wrong."""
+    store.set(_endpoint(rank), json.dumps(dataclasses.asdict(endpoint)))
+    others = leaders[1:] if rank == 0 else leaders[:1]
+    problem = None
+    for other in others:
+        _wait_for(store, [_endpoint(other)], patience_s=PATIENCE_S)
+        if problem is None and store.check([_endpoint(other)]):
+            problem = problem_reaching(Endpoint(**json.loads(store.get(_endpoint(other)))))
+    store.set(_tried(rank), "")
+    _wait_for(store, [_tried(other) for other in others], patience_s=3 * PATIENCE_S)
+    return problem
+
+
+def _agreed(
+    placed: ExternalRanks, store: SharedStore, leaders: range, problem: str | None
+) -> str | None:
+    """What goes wrong on any machine; the same on all ranks."""
+    if placed.rank in leaders:
+        store.set(_problem(placed.rank), problem or "")
+    if placed.rank == 0:
+        keys = [_problem(leader) for leader in leaders]
+        _wait_for(store, keys, patience_s=6 * PATIENCE_S)
+        found = [store.get(key).decode() for key in keys if store.check([key])]
+        store.set(PROBLEM, next(filter(None, found), ""))
+    _wait_for(store, [PROBLEM])
+    found_by_all = store.get(PROBLEM).decode()
+    store.set(_knows(placed.rank), "")
+    if placed.rank == 0 and found_by_all:  # the store ends with this process
+        everyone = [_knows(rank) for rank in range(placed.world_size)]
+        _wait_for(store, everyone, patience_s=PATIENCE_S)
+    return found_by_all or None
+
+
 def _leave(rank: int, reason: str) -> None:
     """End this process at once, and its rank with it: whatever it waits for will not come."""
     print_line(f"ftkit: rank {rank}: {reason}")
     os._exit(1)
 
 
-def _follow(placed: ExternalRanks, store: SharedStore) -> int:
+def _follow(placed: ExternalRanks, store: SharedStore, variables: Mapping[str, str]) -> int:
     """Run a rank other than 0; errors are told by rank 0."""
     try:
         _wait_for(store, [JOB])
@@ -160,7 +258,7 @@ def _follow(placed: ExternalRanks, store: SharedStore) -> int:
         return UserError.exit_code
     if job_file == COMPLETE:
         return 0
-    with Ranks(placed) as ranks:
+    with Ranks(placed, variables) as ranks:
         job = Job.read(Path(job_file))
         ranks.run(job)
         return _exit_code(job.directory.rank(placed.rank))
@@ -175,6 +273,26 @@ def _let_rank_0_tell(store: SharedStore) -> None:
 
 def _machine(rank: int) -> str:
     return f"machine-{rank}"
+
+
+def _address(rank: int) -> str:
+    return f"address-{rank}"
+
+
+def _endpoint(rank: int) -> str:
+    return f"endpoint-{rank}"
+
+
+def _tried(rank: int) -> str:
+    return f"tried-{rank}"
+
+
+def _problem(rank: int) -> str:
+    return f"problem-{rank}"
+
+
+def _knows(rank: int) -> str:
+    return f"knows-{rank}"
 
 
 def _wait_for_the_end(store: SharedStore, watched: Collection[int], ranks: Ranks) -> None:

@@ -134,7 +134,7 @@ class Planned:
             "method": plan.recipe.method,
             "accelerator": plan.accelerator,
             "devices": plan.devices,
-            "num_nodes": plan.recipe.num_nodes,
+            "num_nodes": plan.num_nodes,
             "world_size": plan.world_size,
             "strategy": plan.strategy,
             "precision": plan.precision,
@@ -197,7 +197,8 @@ def plan_files(
         return plan_recipe(dataclasses.replace(recipe, train=train), gpu=gpu, name=name)
 
     least = 1 if key == "micro_batch_size" else with_bound(1).micro_batch.least
-    ranks = recipe.num_nodes * (recipe.devices if isinstance(recipe.devices, int) else 1)
+    nodes, devices = recipe.num_nodes, recipe.devices
+    ranks = (1 if nodes == "auto" else nodes) * (1 if devices == "auto" else devices)
     whole = with_bound(math.ceil(recipe.train.global_batch_size / ranks) * least)
     return whole if whole.fits else largest_that_fits(whole, with_bound) or with_bound(least)
 

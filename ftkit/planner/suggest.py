@@ -116,7 +116,7 @@ def _single(planned: Planned, gpu: Gpu) -> Iterator[_Step]:
     if gpu.name == HOST:  # which more ranks would share
         return
     for count in _DEVICES:
-        if recipe.num_nodes == 1 and count > plan.devices:
+        if plan.num_nodes == 1 and count > plan.devices:
             yield _Step(f"FSDP on {count} GPUs", (("devices", str(count)), ("strategy", "fsdp")))
     if not plan.rules.offloads(plan.options):
         yield _Step(

@@ -3,10 +3,10 @@
 A report is written for every run, also one that failed or was stopped: what it did not reach is
 None. The keys of the file are the names of the fields below.
 
-A run that goes on from a checkpoint has several sessions and a report of each. `Report.progress`,
-`Report.loss`, `Report.exact_match`, `Report.examples` and samples and losses of `Report.sources`
-cover the whole run, from its very first step; everything else, such as times, tokens and
-throughput, is of the session that is reported.
+A run that goes on from a checkpoint has several sessions and a report of each. `Report.restarts`,
+`Report.progress`, `Report.loss`, `Report.exact_match`, `Report.examples` and samples and losses of
+`Report.sources` cover the whole run, from its very first step; everything else, such as times,
+tokens and throughput, is of the session that is reported.
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ from ftkit.errors import UserError
 from ftkit.report.answers import AnsweredExample, ExactMatch
 from ftkit.report.expert_load import ExpertLoad
 from ftkit.report.peak_memory import PeakMemory
+from ftkit.report.restarts import Restart
 from ftkit.report.step_memory import Shortage, StepMemory
 from ftkit.utils.files import write_durably
 from ftkit.utils.hardware import Hardware
@@ -312,6 +313,8 @@ class Checkpoints:
     """Time that training stood still for a checkpoint."""
     write_s: Spread | None = None
     """Time from the request to the completed checkpoint; training goes on for most of it."""
+    advised_every_s: float | None = None
+    """Time between two that would lose the least; None: the run is not expected to lose any."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -368,6 +371,8 @@ class Report:
     """The same and more for each source of the data by its name, where there are several."""
     resumed: Resumed | None = None
     """Where this session went on from; None: it is the first."""
+    restarts: list[Restart] = field(default_factory=list)
+    """Sessions that went on after one that was lost or interrupted."""
     progress: Progress | None = None
     """How far training came."""
     tokens: Tokens | None = None

@@ -40,6 +40,7 @@ from ftkit.report.report import (
     Throughput,
     Tokens,
 )
+from ftkit.report.restarts import Restart
 from ftkit.report.step_memory import StepMemory
 
 
@@ -171,6 +172,8 @@ def _text_rows(report: Report, out_dir: Path | None) -> Iterator[tuple[str, str]
     if report.resumed:
         for change in report.resumed.changes:
             yield "changed", change
+    for restart in report.restarts:
+        yield "restarted", restart_text(restart)
     for warning in report.warnings:
         yield "warning", warning
     if report.files:
@@ -195,6 +198,16 @@ def _resolved_rows(resolved: Resolved) -> Iterator[tuple[str, str]]:
         yield "sharded", _joined((resolved.sharding, f"over {resolved.communication}"))
 
 
+def restart_text(restart: Restart) -> str:
+    """2026-11-20T21:30:00Z from step 40 on 1 rank (2 before), 7 steps again: why."""
+    before = restart.world_size_before
+    changed = before is not None and before != restart.world_size
+    ranks = _count(restart.world_size, "rank") + f" ({before} before)" * changed
+    again = f"{_count(restart.steps_lost, 'step')} again" if restart.steps_lost else None
+    head = _joined((f"{restart.started_at} from step {restart.from_step:,} on {ranks}", again))
+    return f"{head}: {shortened(restart.reason, 160)}"
+
+
 def _resumed_text(resumed: Resumed) -> str:
     written = f"{resumed.strategy} on {_count(resumed.world_size, 'rank')}"
     return f"from step {resumed.from_step:,}, written by {written}, {resumed.checkpoint}"
@@ -208,6 +221,7 @@ def _checkpoints_text(checkpoints: Checkpoints) -> str:
         return f"{duration_text(spread.mean)}{longest}"
 
     size, stall, write = checkpoints.last_bytes, checkpoints.stall_s, checkpoints.write_s
+    advised = checkpoints.advised_every_s
     return _joined(
         (
             f"{checkpoints.saved:,} saved",
@@ -215,6 +229,7 @@ def _checkpoints_text(checkpoints: Checkpoints) -> str:
             size is not None and f"{bytes_text(size)} each",
             stall and f"training stood still for {times(stall)}",
             write and f"written in {times(write)}",
+            advised and f"one every {duration_text(advised)} would lose the least time",
         )
     )
 

@@ -34,11 +34,14 @@ class RankDirectory:
     """The run's."""
     rank: int
     """Global rank."""
+    of_killed: bool = False
+    """Whether it is a rank of a session that was killed, as the next one finds it."""
 
     @property
     def path(self) -> Path:
         """Receipts of saved shards lie here too; see `ftkit.checkpoint.saver`."""
-        return self.run.state / f"rank-{self.rank}"
+        state = self.run.killed if self.of_killed else self.run.state
+        return state / f"rank-{self.rank}"
 
     @property
     def report(self) -> Path:
@@ -174,6 +177,25 @@ class RunDirectory:
     def replaced(self) -> Path:
         """What is overwritten, until that is certain."""
         return self.state / "replaced"
+
+    @property
+    def killed(self) -> Path:
+        """What was here of a session that was killed with its supervisor."""
+        return self.state / "killed"
+
+    @property
+    def job_of_killed(self) -> Path:
+        """Its job."""
+        return self.killed / self.job.name
+
+    @property
+    def lock_of_killed(self) -> Path:
+        """What stood in its lock."""
+        return self.killed / self.lock.name
+
+    def rank_of_killed(self, rank: int) -> RankDirectory:
+        """What one of its ranks has left."""
+        return RankDirectory(self, rank, of_killed=True)
 
     @property
     def before(self) -> Path:

@@ -14,9 +14,11 @@ from ftkit.config.recipe import Method, Recipe
 from ftkit.console.formatting import utc_now, utc_text
 from ftkit.errors import UserError
 from ftkit.report.report import Progress, Report
+from ftkit.report.restarts import Restart
 from ftkit.runs.directory import RankDirectory, RunDirectory
 from ftkit.utils.files import insist, write_json
 from ftkit.utils.hardware import hardware, versions
+from ftkit.utils.json_values import from_json
 from ftkit.utils.units import parse_duration
 
 ErrorKind = Literal["user", "out_of_memory", "interrupted", "failed", "died", "died_for_memory"]
@@ -79,6 +81,8 @@ class Job:
     """When to stop gracefully before the run is done."""
     changes: tuple[str, ...] = ()
     """What differs from the checkpoint's recipe in how it is learned, one line each."""
+    restarts: tuple[Restart, ...] = ()
+    """Of the run, up to the beginning of this session."""
 
     @property
     def directory(self) -> RunDirectory:
@@ -105,6 +109,7 @@ class Job:
             versions=versions(),
             hardware=hardware(),
             progress=Progress(),
+            restarts=list(self.restarts),
         )
 
     def write(self, path: Path) -> None:
@@ -120,6 +125,7 @@ class Job:
             "start_step": self.start_step,
             "stop_after": dataclasses.asdict(self.stop_after) if self.stop_after else None,
             "changes": self.changes,
+            "restarts": [dataclasses.asdict(restart) for restart in self.restarts],
         }
         write_json(path, values)
 
@@ -141,6 +147,7 @@ class Job:
             start_step=values["start_step"],
             stop_after=StopAfter(**values["stop_after"]) if values["stop_after"] else None,
             changes=tuple(values["changes"]),
+            restarts=tuple(from_json(list[Restart], values["restarts"])),
         )
 
 

@@ -6,11 +6,12 @@ import json
 import os
 import shutil
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
 
 from ftkit.errors import UserError
 from ftkit.remote.urls import spelt
@@ -19,16 +20,22 @@ from ftkit.runs.directory import RunDirectory
 from ftkit.runs.fetching import refresh
 from ftkit.utils.files import remove
 
+_LOOK_S = 0.2
 Use = Literal["new", "overwrite", "go_on"]
 """What a run wants of its directory: an empty one, this one emptied, or this one as it is."""
 
 
 @contextmanager
-def claim(wanted: Path, use: Use) -> Iterator[RunDirectory]:
+def claim(wanted: Path, use: Use, *, patience_s: float = 0.0) -> Iterator[RunDirectory]:
     """A run directory of one's own, locked while the run lasts.
 
     For a new run, a directory that holds anything is left alone and WANTED-2, WANTED-3, ... is
     taken. What is overwritten is put back after a mistake; a run that goes on finds all as it was.
+
+    Args:
+        wanted: the directory.
+        use: what for.
+        patience_s: how long to wait for a run that is at work there.
 
     Raises:
         UserError: another run is at work there, or it cannot be written.
@@ -50,19 +57,22 @@ def claim(wanted: Path, use: Use) -> Iterator[RunDirectory]:
         raise unwritable(out_dir, error) from None
     with lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _wait_for_lock(lock, out_dir, patience_s)
         except BlockingIOError:
             raise UserError(
                 f"out_dir {spelt(out_dir)} belongs to a run that is still at work. "
                 "Wait for it, or try another --out_dir."
             ) from None
+        was_killed = _keep_what_was_killed(run) if use == "go_on" else False
         lock.truncate(0)
         lock.write(Supervisor.here().to_json())
         lock.flush()
-        _remove_all_but(run.lock)  # of a run that was killed with its supervisor
+        if use != "go_on":
+            _remove_all_but(run.lock)  # of a run that was killed with its supervisor
         run.replaced.mkdir()
         if use != "go_on":
             _move_all_but(run.state, run.replaced)
+        stays = False
         try:
             yield run
         except UserError:  # nothing has run: leave the directory as it was
@@ -70,13 +80,66 @@ def claim(wanted: Path, use: Use) -> Iterator[RunDirectory]:
                 _remove_all_but(run.state)
                 for entry in run.replaced.iterdir():
                     entry.rename(out_dir / entry.name)
+            elif was_killed:
+                _put_back_what_was_killed(run)
+                stays = True
             raise
         finally:
-            shutil.rmtree(run.state, ignore_errors=True)
+            if not stays:
+                shutil.rmtree(run.state, ignore_errors=True)
             for path in created:
                 if any(path.iterdir()):
                     break
                 path.rmdir()
+
+
+def _wait_for_lock(lock: IO[str], out_dir: Path, patience_s: float) -> None:
+    """Lock a run.
+
+    Raises:
+        BlockingIOError: another process has it for all that time.
+    """
+    deadline, told = time.monotonic() + patience_s, False
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+        if not told:
+            holder, told = Supervisor.in_file(Path(lock.name)), True
+            where = f" on {holder.host}" if holder else ""
+            print(f"waiting for the end of the run{where} that is at work in {out_dir}", flush=True)
+        time.sleep(_LOOK_S)
+
+
+def _keep_what_was_killed(run: RunDirectory) -> bool:
+    """Move aside what a session has left that was killed; whether there is anything."""
+    if run.killed.exists():  # by one that was killed while it looked at it
+        for entry in run.killed.iterdir():
+            remove(run.state / entry.name)
+            entry.rename(run.state / entry.name)
+        run.killed.rmdir()
+    if not run.job.exists():
+        _remove_all_but(run.lock)
+        return False
+    run.killed.mkdir()
+    shutil.copyfile(run.lock, run.lock_of_killed)
+    for entry in run.state.iterdir():
+        if entry not in (run.lock, run.killed):
+            entry.rename(run.killed / entry.name)
+    return True
+
+
+def _put_back_what_was_killed(run: RunDirectory) -> None:
+    """Leave it as it was found."""
+    for entry in run.state.iterdir():
+        if entry not in (run.lock, run.killed):
+            remove(entry)
+    for entry in run.killed.iterdir():
+        entry.replace(run.state / entry.name)
+    run.killed.rmdir()
 
 
 def unwritable(out_dir: Path, error: OSError) -> UserError:
@@ -117,8 +180,13 @@ class Supervisor:
     @classmethod
     def of(cls, out_dir: Path) -> "Supervisor | None":
         """That of a run; None: it has none now, or it cannot be read."""
+        return cls.in_file(RunDirectory(out_dir).lock)
+
+    @classmethod
+    def in_file(cls, lock: Path) -> "Supervisor | None":
+        """As `of`, from the file of a lock."""
         try:
-            found = json.loads(RunDirectory(out_dir).lock.read_text(encoding="utf-8"))
+            found = json.loads(lock.read_text(encoding="utf-8"))
             return cls(host=found["host"], process=found["process"])
         except (OSError, ValueError, KeyError, TypeError):
             return None

@@ -56,7 +56,7 @@ class Fsdp(Strategy):
         strategy: Any = self._fabric.strategy
         mesh = strategy.device_mesh["data_parallel"]
         if self.plan.shards < self.plan.world_size:
-            mesh = _mesh_of_nodes(self.plan.accelerator, self.plan.recipe.num_nodes)
+            mesh = _mesh_of_nodes(self.plan.accelerator, self.plan.num_nodes)
         self.sharding = FullyShard(self.plan, mesh)
 
     def _fabric_strategy(self, model: nn.Module) -> FabricStrategy:
@@ -308,7 +308,7 @@ def _one_of_many(plan: Plan) -> Iterator[Sharding]:
     if not connected:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.shards)
     if connected and plan.shards < plan.world_size:
-        nodes = _mesh_of_nodes(plan.accelerator, plan.recipe.num_nodes)
+        nodes = _mesh_of_nodes(plan.accelerator, plan.num_nodes)
         mesh = DeviceMesh.from_group(nodes.get_group("shards"), "cpu")
     else:
         mesh = init_device_mesh("cpu", (plan.shards,))

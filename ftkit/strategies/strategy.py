@@ -74,7 +74,7 @@ class Strategy(ABC):
         self._fabric = Fabric(
             accelerator=fabric_accelerator(self.plan.accelerator),
             devices=self.plan.devices,
-            num_nodes=self.plan.recipe.num_nodes,
+            num_nodes=self.plan.num_nodes,
             strategy=self._fabric_strategy(model),
             plugins=plugins,  # type: ignore[arg-type]
         )

@@ -10,13 +10,19 @@ from torch import Tensor
 
 from ftkit.chat_templates.template import CHAT_TEMPLATE
 from ftkit.checkpoint.files import ADAPTER, BASE, RECIPE
+from ftkit.checkpoint.interval import (
+    FIRST_S,
+    best_interval_s,
+    mean_between_losses_s,
+    usual_save_s,
+)
 from ftkit.checkpoint.metadata import Layout, Metadata, write_metadata
-from ftkit.checkpoint.saver import Retention, Saver
+from ftkit.checkpoint.saver import Retention, Saved, Saver
 from ftkit.checkpoint.state import capture, restore
 from ftkit.checkpoint.store import is_milestone
 from ftkit.config.parsing import to_yaml
 from ftkit.config.recipe import LoraRecipe
-from ftkit.console.formatting import bytes_text, utc_now
+from ftkit.console.formatting import bytes_text, duration_text, utc_now
 from ftkit.lora.save import save_adapter
 from ftkit.model.load_weights import trained_weights
 from ftkit.pretrained.base_model import save_companions
@@ -25,6 +31,7 @@ from ftkit.strategies.distributed import rank
 from ftkit.training.journal import Journal
 from ftkit.training.setup import Setup
 from ftkit.utils.hardware import versions
+from ftkit.utils.process import launcher_starts_again
 from ftkit.utils.units import parse_duration
 
 LOSS_SCALE, LOSS_SCALE_AGE = "loss_scale", "loss_scale_age"
@@ -62,8 +69,10 @@ class Checkpointing:
         )
         self.before_update = self._saver.copies.before_update
         """To be called before the first update of a step."""
-        every = settings.save_every
-        self._interval_s = parse_duration(every) if every is not None else float("inf")
+        self._between_losses_s = parse_duration(settings.time_between_losses)
+        self._stalls_s: list[float] = []
+        self._advised_s: float | None = None
+        """Time between two checkpoints that loses the least, once a save was measured."""
         self._versions = versions()  # looking them up takes time that training would stand still
         self._refusal_is_told = self._bound_is_told = False
         self._saved_at = time.monotonic()
@@ -84,7 +93,14 @@ class Checkpointing:
 
     def overdue(self) -> bool:
         """Whether the last checkpoint is too old, by the clock of this rank."""
-        return time.monotonic() - self._saved_at > self._interval_s and not self._saver.busy
+        return time.monotonic() - self._saved_at > self._interval_s() and not self._saver.busy
+
+    def _interval_s(self) -> float:
+        """Time between two checkpoints."""
+        every = self._setup.job.recipe.checkpoint.save_every
+        if every == "auto":
+            return FIRST_S if self._advised_s is None else self._advised_s
+        return float("inf") if every is None else parse_duration(every)
 
     def save(self, step: int, *, validation_loss: float | None, wait: bool) -> None:
         """Save after an optimizer step; every rank calls this.
@@ -139,6 +155,7 @@ class Checkpointing:
                     stall_s=saved.stall_s,
                     write_s=saved.write_s,
                 )
+                self._advise(saved)
             else:
                 self._journal.recorder.on_failed_save()
                 self._journal.warn(
@@ -148,6 +165,29 @@ class Checkpointing:
             if saved.note is not None:
                 self._journal.warn(f"After the checkpoint of step {saved.step}: {saved.note}.")
         self._saver.require_success()
+
+    def _advise(self, saved: Saved) -> None:
+        """What the cost of a save means for the interval, where losses are to be expected."""
+        job, recorder = self._setup.job, self._journal.recorder
+        chosen = job.recipe.checkpoint.save_every == "auto"
+        if not (chosen or job.restarts or launcher_starts_again()):
+            return
+        self._stalls_s.append(saved.stall_s)
+        cost_s = usual_save_s(self._stalls_s)
+        between_s = mean_between_losses_s(
+            self._between_losses_s, recorder.training_s, len(job.restarts)
+        )
+        # The next one begins when this one is complete.
+        advised_s = max(best_interval_s(cost_s, between_s), saved.write_s)
+        if len(self._stalls_s) == 2 and not chosen:  # the first takes longer
+            self._journal.display.message(
+                f"a checkpoint costs {duration_text(cost_s)}: one every {duration_text(advised_s)} "
+                f"loses the least time, if a machine is lost every {duration_text(between_s)} "
+                "(checkpoint.save_every auto)"
+            )
+        self._advised_s = advised_s
+        if (noted := recorder.report.checkpoints) is not None:
+            recorder.note(checkpoints=dataclasses.replace(noted, advised_every_s=advised_s))
 
     def finish(self) -> None:
         """Wait for what is being written."""
@@ -215,7 +255,7 @@ class Checkpointing:
                 strategy=plan.strategy,
                 world_size=plan.world_size,
                 devices=plan.devices,
-                num_nodes=recipe.num_nodes,
+                num_nodes=plan.num_nodes,
                 precision=plan.precision,
                 micro_batch_size=plan.micro_batch_size,
                 accelerator=plan.accelerator,

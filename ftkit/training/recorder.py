@@ -171,6 +171,7 @@ class Recorder:
             "exact_match": match and dataclasses.asdict(match),
             "examples": [dataclasses.asdict(example) for example in self.report.examples],
             "sources": {name: dataclasses.asdict(source) for name, source in sources},
+            "restarts": [dataclasses.asdict(restart) for restart in self.report.restarts],
         }
 
     def resumed(self, checkpoint: Path, changes: Sequence[str] = ()) -> None:

@@ -3,6 +3,7 @@
 import signal
 from types import FrameType
 
+from ftkit.errors import EXIT_BY_SIGNAL
 from ftkit.strategies.distributed import of_rank_0
 
 
@@ -21,7 +22,7 @@ class StopRequest:
     Anywhere else it raises `Interrupted` at once.
     """
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    SIGNALS = tuple(EXIT_BY_SIGNAL)
 
     def __init__(self) -> None:
         self.signal_number: int | None = None

@@ -43,6 +43,14 @@ def start_command(words: Sequence[str], output: IO[bytes] | None = None) -> subp
     )
 
 
+def launcher_starts_again() -> bool:
+    """Whether the launcher of this process starts a run anew after it has lost it."""
+    variables = os.environ
+    return int(variables.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0 or (
+        "SLURM_RESTART_COUNT" in variables
+    )
+
+
 def print_line(text: str) -> None:
     """Print on stderr in one write: `print` makes two, and another process's line gets between."""
     sys.stderr.write(f"{text}\n")

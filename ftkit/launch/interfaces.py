@@ -1,0 +1,172 @@
+"""Network interfaces: by which the machines of a run reach each other, and whether they do.
+
+Gloo takes the interface of GLOO_SOCKET_IFNAME, or else the one with the address that the machine's
+own name stands for, which is often 127.0.0.1. What it says if that leads nowhere is a stack of
+C++, on some rank, after a while. So the supervisors try it first, as gloo will do it.
+"""
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import psutil
+
+from ftkit.errors import UserError
+
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+_CONNECT_S = 10.0
+"""How long an address may take to answer."""
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """Where a machine listens while it is tried."""
+
+    host: str
+    """Its name."""
+    interface: str
+    """What the address belongs to; empty: not known."""
+    address: str
+    """IP address."""
+    port: int
+    """TCP port."""
+
+    @property
+    def text(self) -> str:
+        """10.0.0.1:4711 (eth0 of node1)."""
+        of = f"{self.interface} of {self.host}" if self.interface else self.host
+        return f"{self.address}:{self.port} ({of})"
+
+
+def interfaces() -> dict[str, list[str]]:
+    """The IP addresses of every network interface of this machine."""
+    found = {
+        name: [entry.address.partition("%")[0] for entry in entries if entry.family in _FAMILIES]
+        for name, entries in psutil.net_if_addrs().items()
+    }
+    return {name: found.get(name, []) for _, name in socket.if_nameindex()}
+
+
+def address_towards(host: str) -> str | None:
+    """The address of this machine from which packets to a host go; None: none would.
+
+    It may be a loopback address, if the host is this machine. Nothing is sent.
+    """
+    with suppress(OSError):
+        family, _, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    return None
+
+
+def interface_with(address: str) -> str | None:
+    """The interface that has an address; None: none has."""
+    return next((name for name, found in interfaces().items() if address in found), None)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether no other machine can reach it."""
+    return address.startswith("127.") or address == "::1"
+
+
+def check_interfaces(communication: str | None) -> None:
+    """Refuse interfaces that the environment names and this machine does not have.
+
+    Args:
+        communication: what carries messages between ranks; gloo does so beside nccl, too.
+
+    Raises:
+        UserError: names those that there are.
+    """
+    there = interfaces()
+    shown = ", ".join(f"{name} ({', '.join(found)})" for name, found in there.items() if found)
+    for name in filter(None, os.environ.get(GLOO, "").split(",")):
+        if communication is not None and not there.get(name):
+            what = "no address" if name in there else "no such network interface"
+            raise UserError(
+                f"${GLOO} is {os.environ[GLOO]}, but {socket.gethostname()} has {what}. "
+                f"There are: {shown}. Set it to the one that reaches the other machines, or unset "
+                "it: ftkit then takes the one with the route to rank 0."
+            )
+    if communication == "nccl" and not _nccl_finds(os.environ.get(NCCL, ""), list(there)):
+        raise UserError(
+            f"${NCCL} is {os.environ[NCCL]}, but {socket.gethostname()} has no network interface "
+            f"that it names. There are: {shown}. Set it to the beginning of the name of one that "
+            "reaches the other machines (or =NAME, or ^NAME for any but that), or unset it."
+        )
+
+
+def _nccl_finds(rule: str, names: list[str]) -> bool:
+    """Whether NCCL finds an interface: beginnings of names, =names, or ^those that it is not."""
+    if not rule:
+        return True
+    excludes, rule = rule.startswith("^"), rule.removeprefix("^")
+    exact, rule = rule.startswith("="), rule.removeprefix("=")
+    words = rule.split(",")
+
+    def is_named(name: str) -> bool:
+        return name in words if exact else name.startswith(tuple(words))
+
+    return any(is_named(name) != excludes for name in names)
+
+
+def chosen_interface(address: str | None) -> tuple[str, str]:
+    """The interface that gloo is to take, and its address.
+
+    Args:
+        address: of this machine, which others reach.
+
+    Raises:
+        UserError: there is no way to the other machines, or the variable names none of them.
+    """
+    check_interfaces("gloo")
+    named = os.environ.get(GLOO, "").partition(",")[0]
+    if named:
+        return named, interfaces()[named][0]
+    if address is None:
+        raise UserError(
+            f"{socket.gethostname()} has no route to {os.environ['MASTER_ADDR']}, the address of "
+            f"rank 0 (MASTER_ADDR). Set MASTER_ADDR to one that every machine reaches, or ${GLOO} "
+            "to the network interface that does."
+        )
+    return interface_with(address) or "", address
+
+
+@contextmanager
+def listening(interface: str, address: str) -> Iterator[Endpoint]:
+    """Inside the block connections to an address of this machine are taken.
+
+    Raises:
+        UserError: it cannot be listened on.
+    """
+    host = socket.gethostname()
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        listener = socket.create_server((address, 0), family=family, backlog=128)
+    except OSError as error:
+        raise UserError(
+            f"{host} cannot listen on {address}: {error.strerror}. Set ${GLOO} to another "
+            "network interface."
+        ) from None
+    with listener:
+        port = listener.getsockname()[1]
+        yield Endpoint(host=host, interface=interface, address=address, port=port)
+
+
+def problem_reaching(endpoint: Endpoint) -> str | None:
+    """Why this machine does not reach another one, and what to set; None: it does."""
+    try:
+        with socket.create_connection((endpoint.address, endpoint.port), timeout=_CONNECT_S):
+            return None
+    except OSError as error:
+        why = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
+    where = " Other machines never reach a loopback address." * is_loopback(endpoint.address)
+    return (
+        f"{socket.gethostname()} does not reach {endpoint.text}: {why}.{where} Set ${GLOO} (and "
+        f"${NCCL} with GPUs) on {endpoint.host} to the network interface with an address that the "
+        "other machines reach, and let its ports through."
+    )

@@ -1,0 +1,147 @@
+"""Restarts of a run: how sessions ended is known to those that go on, however they ended."""
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from saved_runs import ended, recipe, save_run
+
+from ftkit.config.devices import Devices
+from ftkit.config.recipe import Recipe
+from ftkit.errors import UserError
+from ftkit.report.report import Progress, Resolved, read_report, write_report
+from ftkit.report.restarts import Restart
+from ftkit.report.table import restart_text
+from ftkit.runs.directory import RunDirectory
+from ftkit.runs.job import Job, RankError
+from ftkit.runs.lock import claim
+from ftkit.runs.restarts import restarts_of
+from ftkit.runs.resume import find_start
+from ftkit.runs.state import look
+
+NOW_S = 1_800_000_000.0
+EARLIER = Restart(
+    reason="rank 1: node2 has not been heard of for 90 s",
+    ended_at="2026-01-01T00:00:00Z",
+    started_at="2026-01-01T00:01:00Z",
+    from_step=5,
+    steps_lost=2,
+    world_size=1,
+    world_size_before=2,
+)
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> Recipe:
+    return recipe(tmp_path / "out", resume="auto", accelerator="cpu", precision="bf16-mixed")
+
+
+def killed(asked: Recipe, *, steps: int, error: str | None = None) -> None:
+    """A session of two ranks was killed with its supervisor; rank 0 had noted its steps."""
+    run = RunDirectory(asked.out_dir)
+    job = Job(
+        recipe=dataclasses.replace(asked, devices=2),
+        devices=Devices(accelerator="cpu", count=2),
+        base="base",
+        command=("ftkit",),
+        started_at_s=NOW_S - 1000,
+        restarts=(EARLIER,),
+    )
+    for rank in (0, 1):
+        run.rank(rank).path.mkdir(parents=True)
+    report = dataclasses.replace(job.new_report(), progress=Progress(steps=steps))
+    write_report(report, run.rank(0).path)
+    run.lock.write_text('{"host": "node1", "process": 4711}')
+    if error is not None:
+        RankError(kind="failed", message=error, happened_at_s=NOW_S).write(run.rank(1))
+    job.write(run.job)
+
+
+@contextmanager
+def going_on(asked: Recipe, world_size: int = 1) -> Iterator[tuple[Restart, ...]]:
+    """The restarts as a session that goes on finds them."""
+    with claim(asked.out_dir, "go_on") as run:
+        yield restarts_of(run, find_start(asked), world_size=world_size, started_at_s=NOW_S)
+
+
+def found(asked: Recipe, world_size: int = 1) -> tuple[Restart, ...]:
+    with going_on(asked, world_size) as restarts:
+        return restarts
+
+
+def test_a_session_that_failed_is_told_with_what_it_cost(asked: Recipe) -> None:
+    save_run(asked, 5, 10)
+    ended(asked.out_dir, "failed", 12)
+    failed = dataclasses.replace(
+        read_report(asked.out_dir), exit_reason="rank 1: gone", resolved=Resolved(world_size=2)
+    )
+    write_report(failed, asked.out_dir)
+    (restart,) = found(asked)
+    assert (restart.reason, restart.ended_at) == ("rank 1: gone", "2026-01-02T03:04:05Z")
+    assert restart.started_at == "2027-01-15T08:00:00Z"
+    assert (restart.from_step, restart.steps_lost) == (10, 2)
+    assert (restart.world_size_before, restart.world_size) == (2, 1)
+    assert restart_text(restart) == (
+        "2027-01-15T08:00:00Z from step 10 on 1 rank (2 before), 2 steps again: rank 1: gone"
+    )
+
+
+@pytest.mark.parametrize("outcome", ["completed", "stopped"])
+def test_a_session_that_did_what_was_asked_is_no_restart(asked: Recipe, outcome: str) -> None:
+    save_run(asked, 5)
+    ended(asked.out_dir, outcome, 5)
+    assert found(asked) == ()
+
+
+def test_a_session_that_was_killed_is_known_by_what_it_left(asked: Recipe) -> None:
+    """It knew of the restarts before it, which no checkpoint may know yet."""
+    save_run(asked, 5, 10)
+    killed(asked, steps=14)
+    before, restart = found(asked, world_size=3)
+    assert before == EARLIER
+    assert (
+        restart.reason == "rank 0 on node1 was killed with its supervisor, or its machine is gone"
+    )
+    assert (restart.from_step, restart.steps_lost) == (10, 4)
+    assert (restart.world_size_before, restart.world_size) == (2, 3)
+
+
+def test_what_another_rank_said_of_it_is_told_too(asked: Recipe) -> None:
+    save_run(asked, 5)
+    killed(asked, steps=7, error="connection closed by peer")
+    *_, restart = found(asked)
+    assert restart.reason.endswith("its machine is gone (rank 1: connection closed by peer)")
+
+
+def test_a_mistake_leaves_what_a_killed_session_left(asked: Recipe) -> None:
+    save_run(asked, 5)
+    killed(asked, steps=7)
+    run = RunDirectory(asked.out_dir)
+    before = {path: path.read_bytes() for path in run.state.rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match="a mistake"), going_on(asked):
+        raise UserError("a mistake")
+    assert {path: path.read_bytes() for path in run.state.rglob("*") if path.is_file()} == before
+    assert look(asked.out_dir).state == "killed"
+    assert len(found(asked)) == 2
+    assert not run.state.exists()
+
+
+def test_restarts_go_with_checkpoints_into_copies_and_branches(
+    asked: Recipe, tmp_path: Path
+) -> None:
+    carried = {"restarts": [dataclasses.asdict(EARLIER)]}
+    store = save_run(asked, 5, carried=carried)
+    assert found(asked) == (EARLIER,)
+    ended(asked.out_dir, "failed", 7)
+    branch = dataclasses.replace(asked, out_dir=tmp_path / "b", resume=str(store.path(5)))
+    assert found(branch) == (EARLIER,)
+    assert len(found(asked)) == 2
+
+
+def test_a_run_that_had_saved_nothing_starts_over(asked: Recipe) -> None:
+    save_run(asked)
+    killed(asked, steps=3)
+    *_, restart = found(asked)
+    assert (restart.from_step, restart.steps_lost) == (0, 3)
