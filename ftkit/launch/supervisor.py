@@ -25,6 +25,7 @@ from ftkit.errors import UserError
 from ftkit.launch.conclude import conclude
 from ftkit.launch.environment import ExternalRanks, external_ranks
 from ftkit.launch.interfaces import check_interfaces
+from ftkit.launch.last_session import restarts_of
 from ftkit.launch.preflight import require_room, with_micro_batch
 from ftkit.launch.ranks import Ranks
 from ftkit.launch.requeue import requeue_if_out_of_time
@@ -40,7 +41,6 @@ from ftkit.runs.job import Job, StopAfter
 from ftkit.runs.lock import claim, is_at_work, unwritable
 from ftkit.runs.mirror import NotCarried
 from ftkit.runs.remote_run import mirrored, require_unclaimed
-from ftkit.runs.restarts import restarts_of
 from ftkit.runs.resume import (
     Completed,
     Start,
