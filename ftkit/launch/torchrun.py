@@ -261,7 +261,23 @@ def _follow(placed: ExternalRanks, store: SharedStore, variables: Mapping[str, s
     with Ranks(placed, variables) as ranks:
         job = Job.read(Path(job_file))
         ranks.run(job)
-        return _exit_code(job.directory.rank(placed.rank))
+    code = _exit_code(job.directory.rank(placed.rank))
+    if code and not _answers(store):
+        print_line(
+            f"ftkit: rank 0 at {store.host} was lost before the run was done. If torchrun does not "
+            "start it again (its rendezvous store may have been there, too), start it with "
+            "--resume auto."
+        )
+    return code
+
+
+def _answers(store: SharedStore) -> bool:
+    """Whether the process of rank 0 is there still."""
+    try:
+        store.check([JOB])
+    except dist.DistError:
+        return False
+    return True
 
 
 def _let_rank_0_tell(store: SharedStore) -> None:
