@@ -22,7 +22,7 @@ from ftkit.report.restarts import Restart
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import Job
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.matrix]  # minutes, and its hosts need a quiet machine
 
 STEPS = 48
 SAVED = 4
