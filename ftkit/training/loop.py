@@ -127,8 +127,8 @@ class Training:
             loss = self._evaluator.validation_loss(step)
             if self._checkpointing is not None and loss is not None:
                 self._checkpointing.amend(step, loss)
-        self._recorder.enter("training")
         self.signal_number = self._stop.requested() or None
+        self._recorder.enter("training")  # whoever reads this knows that the step will be finished
 
     def _tell(self, record: StepRecord) -> None:
         """Report, show and log a step."""

@@ -185,7 +185,8 @@ def stop_with_parent(parent: int) -> None:
     """Send this process one SIGTERM when its parent ends, however the parent ends.
 
     The kernel tells of the end of each thread of the parent to which this process falls; only when
-    all have ended it has another parent. A second SIGTERM would end a run at once.
+    all have ended it has another parent. A second SIGTERM would end a run at once. SIGUSR2 is not
+    among the signals that a run takes for a request to end.
 
     Args:
         parent: its process id, as the parent itself gave it: it may have ended before this call.
@@ -195,11 +196,11 @@ def stop_with_parent(parent: int) -> None:
 
     def stop_if_orphaned(*_: object) -> None:
         if os.getppid() != parent:
-            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+            signal.signal(signal.SIGUSR2, signal.SIG_IGN)
             os.kill(os.getpid(), signal.SIGTERM)
 
-    signal.signal(signal.SIGUSR1, stop_if_orphaned)
-    _ask_for_signal(signal.SIGUSR1)
+    signal.signal(signal.SIGUSR2, stop_if_orphaned)
+    _ask_for_signal(signal.SIGUSR2)
     stop_if_orphaned()
 
 
