@@ -119,15 +119,23 @@ def test_what_is_wrong_stands_below_the_table(suite: ModuleType) -> None:
     assert not suite.is_wrong(result("needs 2 GPUs"))
 
 
-@pytest.mark.slow
-def test_all_parts_run_through_on_a_cpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "parts",
+    [
+        pytest.param(["saves", "peers_1"], marks=pytest.mark.slow),
+        pytest.param([], marks=pytest.mark.matrix),
+    ],
+    ids=["some", "all"],
+)
+def test_parts_run_through_on_a_cpu(tmp_path: Path, parts: list[str]) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     words = [sys.executable, str(SUITE), "--dry_run", "--out", str(tmp_path)]
+    words += ["--parts", *parts] if parts else []
     done = subprocess.run(words, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    parts = json.loads((tmp_path / "results.json").read_text())["parts"]
-    ran = {name for name, part in parts.items() if part["outcome"] == "done"}
-    assert parts.keys() - ran == {
-        "strategies", "dead_rank", "peers_1", "peers_2", "peers_3"
-    }  # fmt: skip
+    found = json.loads((tmp_path / "results.json").read_text())["parts"]
+    cannot = {"strategies", "dead_rank", "peers_1", "peers_2", "peers_3"}
+    ran = {name for name, part in found.items() if part["outcome"] == "done"}
+    assert found.keys() - ran == cannot & found.keys()
+    assert not parts or sorted(found) == sorted(parts)
     assert (tmp_path / "results.md").read_text().strip() in done.stdout

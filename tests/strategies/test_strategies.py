@@ -205,6 +205,24 @@ QUICK = {
     "fsdp, tokens",
     "ZeRO-2 with offload, tokens",
 }
+REPEATS = {
+    "fsdp that adds up once in a step, tied",
+    "ZeRO-2 with SGD",
+    "ddp, padded",
+    "ZeRO-3, padded",
+    "ddp, tied",
+    "fsdp, tied",
+    "ZeRO-2, tied",
+    "ddp, tied, LoRA",
+    "ZeRO-3, tied, LoRA",
+    "ddp, compiled",
+    "fsdp, compiled",
+    "ddp, checkpointed",
+    "ddp, tokens",
+    "ZeRO-3, tokens",
+    "ZeRO-2, checkpointed",
+}
+"""What others show too, of another strategy or with less."""
 LEARNED = (*SGD, *MUON, *ONE_MICRO_STEP)
 SINGLE = [
     Case("single", "full", changes=MUON),
@@ -245,7 +263,14 @@ def other_single(run: Run) -> dict[Case, Outcome]:
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in OPTIONS],
+    [
+        *sorted(QUICK),
+        *(pytest.param(name, marks=pytest.mark.matrix) for name in sorted(REPEATS)),
+        *(
+            pytest.param(n, marks=pytest.mark.slow)
+            for n in sorted(OPTIONS.keys() - QUICK - REPEATS)
+        ),
+    ],
 )
 def test_options_of_a_strategy_change_no_result(
     options: dict[Case, Outcome],
