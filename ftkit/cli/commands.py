@@ -24,6 +24,7 @@ from ftkit.config.result_options import (
     ExportOptions,
     GenerateOptions,
     MergeOptions,
+    PushOptions,
 )
 from ftkit.memory.gpus import GPUS
 
@@ -349,6 +350,21 @@ FTKIT = Group(
                 "out/finetune/full --format litgpt --out out/for-litgpt",
                 "out/full/checkpoints/step-00001500 --format hf --out out/hf",
                 "out/lora --format peft --out out/adapter",
+            ),
+        ),
+        Command(
+            name="push",
+            summary="upload a result with its model card to the Hugging Face hub",
+            text="Upload the adapter or model of a run, or what merge and export have written, "
+            "with its model card, in one commit. A new repository is private unless --public is "
+            "given. An upload that broke off goes on where it stopped. Edit README.md beside the "
+            "result, not on the hub: it is sent each time.",
+            options=PushOptions,
+            opens=FIND_RESULT,
+            function="ftkit.convert.push:push",
+            examples=(
+                "out/finetune/lora me/my-adapter",
+                "out/merged me/my-model --public",
             ),
         ),
     ),

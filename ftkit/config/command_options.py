@@ -138,7 +138,11 @@ def declared(options: type) -> tuple[Declared, ...]:
         if not f.metadata.keys() & {"keys", "line"}
     ]
     own = options.__annotations__
-    return tuple(sorted(found, key=lambda item: (not item.is_word, item.name not in own)))
+    return tuple(
+        sorted(
+            found, key=lambda item: (not item.is_word, not item.is_word and item.name not in own)
+        )
+    )
 
 
 def heads_of(options: type) -> tuple[str, ...] | None:

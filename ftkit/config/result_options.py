@@ -1,5 +1,6 @@
-"""Options of the commands that use a result: generate, chat, evaluate, merge, export."""
+"""Options of the commands that use a result: generate, chat, evaluate, merge, export, push."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,6 +14,7 @@ from ftkit.utils.units import SIZE_UNITS, parse_size
 Storage = Quantization | Literal["none"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _MODEL_FILES = ("config.json", "model_config.yaml", "adapter_config.json")
 """What tells a model or an adapter."""
 
@@ -224,6 +226,28 @@ class ExportOptions(OutputOptions):
                 "--dtype: an adapter is exported as it is. Leave it out, or try --format hf."
             )
         super().__post_init__()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushOptions(ResultOptions):
+    """Of ftkit push."""
+
+    repo_id: str = word("REPO_ID", ask="where to?")
+    """The repository on the hub, such as me/my-model; made if it is not there."""
+    public: bool = False
+    """Let everybody see it. Default: it is private."""
+    base: str | None = option(None, example="TinyLlama/TinyLlama_v1.1")
+    """From which repository others take the base model of an adapter. Default: from which the run
+    has taken it."""
+    message: str | None = None
+    """Of the commit."""
+    access_token: str | None = option(None, placeholder="TOKEN")
+    """Hugging Face token that may write. Default: $HF_TOKEN, or that of hf auth login."""
+
+    def __post_init__(self) -> None:
+        for key, name in {"REPO_ID": self.repo_id, "--base": self.base}.items():
+            if name is not None and not _REPOSITORY.fullmatch(name):
+                raise UserError(f"{key} is {name}, but must be ORG/NAME. Try me/my-model.")
 
 
 def _size_bytes(text: str) -> int:

@@ -12,14 +12,15 @@ from ftkit.config.peft_adapter import CONFIG, OLD_WEIGHTS, WEIGHTS, adapter_keys
 from ftkit.config.result_options import ExportOptions
 from ftkit.console.display import Display
 from ftkit.console.formatting import bytes_text
-from ftkit.convert.output_files import as_written, check_apart, check_space
+from ftkit.convert.output_files import as_written, card_files, check_apart, check_space
 from ftkit.errors import UserError
 from ftkit.inference.loading import full_weights, open_result, with_rest
 from ftkit.inference.prompting import prompting_of
 from ftkit.inference.result import Result
+from ftkit.model_card.card import CardKind
 from ftkit.pretrained.base_model import parameter_shapes
 from ftkit.pretrained.chat_files import GENERATION
-from ftkit.pretrained.hub import TOKENIZER_FILES
+from ftkit.pretrained.hub import CARD, TOKENIZER_FILES
 from ftkit.pretrained.save import save_hf, save_litgpt
 from ftkit.utils.files import new_directory
 from ftkit.utils.process import cleaning_up_on_signals
@@ -71,8 +72,9 @@ def _write_model(result: Result, options: ExportOptions, progress: OnProgress) -
     numbers = sum(shape.numel() for shape in shapes.values())
     check_space(out, numbers * (dtype or first.dtype).itemsize + base.rest_bytes)
     tensors = _converted(full_weights(result, base), dtype, len(shapes), progress)
-    others = prompting_of(result, base).files(base)
-    if options.format == "hf":
+    kind: CardKind = "hf" if options.format == "hf" else "litgpt"
+    others = prompting_of(result, base).files(base) | card_files(result, result.directory, kind)
+    if kind == "hf":
         save_hf(
             base,
             tensors,
@@ -99,7 +101,7 @@ def _converted(
 def _copy_adapter(directory: Path, out: Path, *, overwrite: bool) -> None:
     """An adapter is PEFT's already; as it is, with its tokenizer, without what else is there."""
     adapter_keys(directory)  # refuses what is none
-    names = (CONFIG, WEIGHTS, OLD_WEIGHTS, GENERATION, *TOKENIZER_FILES)
+    names = (CONFIG, WEIGHTS, OLD_WEIGHTS, GENERATION, CARD, *TOKENIZER_FILES)
     files = [directory / name for name in names]
     found = [file for file in files if file.is_file()]
     check_space(out, sum(file.stat().st_size for file in found))

@@ -23,7 +23,7 @@ from ftkit.console.display import Display
 from ftkit.console.formatting import bytes_text, number_text, percent_text
 from ftkit.console.grid import labelled_grid
 from ftkit.convert.layerwise import logits_of
-from ftkit.convert.output_files import as_written, check_apart, check_space
+from ftkit.convert.output_files import as_written, card_files, check_apart, check_space
 from ftkit.data.dataset import load_held_out
 from ftkit.data.sources import data_source
 from ftkit.errors import UserError
@@ -114,7 +114,8 @@ def _merge(result: Result, adapter: OpenAdapter, options: MergeOptions, display:
             out,
             max_shard_bytes=options.max_shard_bytes,
             overwrite=options.overwrite,
-            others=prompting_of(result, base).files(base),
+            others=prompting_of(result, base).files(base)
+            | card_files(result, base.directory, "hf"),
         )
     differences: dict[str, _Difference] = {}
     with display.phase("comparing logits", brief=True) as phase:

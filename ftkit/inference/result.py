@@ -106,6 +106,12 @@ def find_result(name: str) -> Result:
     return Result(name=name, kind="model", directory=find_or_download(name))
 
 
+def report_of(result: Result) -> Report | None:
+    """What was measured in the run that has made a result; None: it does not lie in a run."""
+    run = _run_around(result.directory)
+    return None if run is None else _report(run)
+
+
 def base_result(result: Result, base: str | None = None) -> Result:
     """The base model of a result, as a result of its own; it answers as its run would have.
 

@@ -5,11 +5,13 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from ftkit.console.display import Display
 from ftkit.console.formatting import utc_now
 from ftkit.errors import EXIT_BY_SIGNAL, EXIT_OUT_OF_MEMORY, UserError
 from ftkit.launch.preflight import find_shortage, shortage_text
+from ftkit.model_card.card import write_card
 from ftkit.report.expert_load import ExpertLoad
 from ftkit.report.peak_memory import PeakMemory
 from ftkit.report.report import (
@@ -67,6 +69,9 @@ def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
             report = dataclasses.replace(report, shortage=shortage)
             with suppress(OSError):
                 write_report(report, out_dir)
+        if job.directory.final.is_dir():
+            with suppress(OSError):  # the result is complete without it
+                write_card(report, Path(job.base), job.directory.final)
         with suppress(OSError):
             _collect_output(job.directory, job.plan.world_size)
         display.show(render(report, out_dir))

@@ -21,6 +21,7 @@ from ftkit.architectures.read import read_architecture
 from ftkit.errors import UserError
 from ftkit.pretrained import hub
 from ftkit.pretrained.base_outline import KEEPS_REST, OUTLINE
+from ftkit.pretrained.hub_errors import nearest_names, nearest_types
 from ftkit.pretrained.licences import is_licence, licence_files
 from ftkit.pretrained.tokenizer import Tokenizer
 from ftkit.pretrained.weights.files import DTYPES, WeightTensor, stored_tensors, write_settings
@@ -311,7 +312,7 @@ def _open_random(checkpoint_dir: str, implementation: Implementation | None) -> 
     known = known_architecture(name, implementation)
     architecture = known[1] if known else default_architecture(name)
     if architecture is None:
-        names = [*hub.nearest_names(name), *hub.nearest_types(name)]
+        names = [*nearest_names(name), *nearest_types(name)]
         similar = f"; did you mean {' or '.join(f'random:{n}' for n in names)}?" if names else "."
         raise UserError(
             f"checkpoint_dir {checkpoint_dir}: neither LitGPT nor transformers knows an "

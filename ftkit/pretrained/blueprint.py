@@ -14,6 +14,7 @@ from ftkit.errors import UserError
 from ftkit.pretrained import hub
 from ftkit.pretrained.base_model import BaseModel, is_tied, open_base, short_name
 from ftkit.pretrained.gguf.convert import conversion_place, gguf_settings
+from ftkit.pretrained.hub_errors import nearest_names, nearest_types
 from ftkit.pretrained.tokenizer import Tokenizer
 
 _TIED = (
@@ -66,7 +67,7 @@ def read_blueprint(
         f"Put its config.json into {root / name}, or give a directory with config.json or "
         "model_config.yaml."
     )
-    near = [*hub.nearest_names(name), *(f"random:{t}" for t in hub.nearest_types(Path(name).name))]
+    near = [*nearest_names(name), *(f"random:{t}" for t in nearest_types(Path(name).name))]
     hint = f" Did you mean {' or '.join(near)}?" if near else ""
     raise UserError(
         f"checkpoint_dir {checkpoint_dir}: its architecture is unknown, because LitGPT knows no "

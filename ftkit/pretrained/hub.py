@@ -9,7 +9,7 @@ from typing import Any
 from ftkit import embedded
 from ftkit.architectures.quantized import quantized_weights, require_plain_weights
 from ftkit.errors import UserError
-from ftkit.pretrained.hub_errors import explained
+from ftkit.pretrained.hub_errors import explained, nearest_names
 from ftkit.pretrained.licences import is_licence
 from ftkit.remote.fetch import fetch_whole
 from ftkit.remote.urls import is_url, local_path
@@ -39,6 +39,9 @@ PROCESSOR_FILES = (
 )
 """How images and sounds become what a model takes, of models that see or hear."""
 
+CARD = "README.md"
+"""A model card; its head names the licence of a base model."""
+
 LITGPT_FILES = ("model_config.yaml", "lit_model.pth")
 
 _SETTINGS_FILES = (
@@ -48,6 +51,8 @@ _SETTINGS_FILES = (
 )
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 """In the order of transformers: the first that is there, alone or in shards, is the model."""
+_DOWNLOADED = Path(".cache/huggingface")
+"""What huggingface_hub leaves in a directory that it has filled."""
 _SETTINGS_TIMEOUT_S = 5.0
 """For an answer of the hub to what can be done without."""
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -257,6 +262,20 @@ def settings_directory(name: str, *, root: Path = ROOT) -> Path | None:
     return None
 
 
+def hub_name(name: str, *, root: Path = ROOT) -> str | None:
+    """ORG/NAME of a base model that comes from the hub; None: it is known here alone.
+
+    Args:
+        name: as `find_or_download` takes it.
+        root: where downloads are.
+    """
+    path = Path(name).expanduser()
+    if not path.is_dir():
+        return _repository(name, root)
+    *_, owner, model = path.resolve().parts
+    return f"{owner}/{model}" if (path / _DOWNLOADED).is_dir() else None
+
+
 def has_tokenizer(directory: Path) -> bool:
     """Whether a tokenizer lies in a directory."""
     return any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
@@ -318,29 +337,6 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def nearest_names(name: str) -> list[str]:
-    """Hub names of models that LitGPT knows and that are spelled like the given one; up to 3."""
-    import difflib
-
-    from litgpt.config import configs
-
-    hub_names = [f"{c['hf_config']['org']}/{c['hf_config']['name']}" for c in configs]
-    by_spelling = {known.lower(): known for known in hub_names}
-    by_spelling |= {known.split("/")[-1].lower(): known for known in hub_names}
-    by_spelling |= {c["name"].lower(): known for c, known in zip(configs, hub_names, strict=True)}
-    close = difflib.get_close_matches(name.lower(), by_spelling, n=6, cutoff=0.7)
-    return list(dict.fromkeys(by_spelling[spelling] for spelling in close))[:3]
-
-
-def nearest_types(name: str) -> list[str]:
-    """Model types of transformers that are spelled like a name; up to 3."""
-    import difflib
-
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    return difflib.get_close_matches(name.lower(), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, cutoff=0.7)
-
-
 def _embedded(name: str) -> Path:
     short_name = name.removeprefix("embedded:")
     if short_name not in EMBEDDED_MODELS:
@@ -391,11 +387,11 @@ def _repository(name: str, root: Path) -> str | None:
 
 def _incomplete_files(directory: Path) -> list[Path]:
     """Files that huggingface_hub began to download into the directory and did not finish."""
-    return sorted((directory / ".cache/huggingface/download").rglob("*.incomplete"))
+    return sorted((directory / _DOWNLOADED / "download").rglob("*.incomplete"))
 
 
 def _files_to_fetch(repo_id: str, files: list[str]) -> list[str]:
-    beside = [file for file in files if file in _SETTINGS_FILES or is_licence(file)]
+    beside = [f for f in files if f in (*_SETTINGS_FILES, CARD) or is_licence(f)]
     for name in _WEIGHTS:
         if name in files:
             return [*beside, name]

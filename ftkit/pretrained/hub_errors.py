@@ -1,4 +1,4 @@
-"""Failures of downloads, in words that say what to do."""
+"""Failures of downloads and uploads, in words that say what to do; names that may be meant."""
 
 import errno
 from collections.abc import Callable
@@ -72,3 +72,61 @@ def explained(
         f"The download of {repo_id} broke off ({type(error).__name__}). Run the command again: "
         f"it goes on where it stopped. If that fails too, remove {directory} first."
     )
+
+
+def explained_upload(error: Exception, repo_id: str) -> UserError:
+    """A failure of an upload in words that say what to do. Never quotes requests or tokens.
+
+    Args:
+        error: of httpx, huggingface_hub or the operating system.
+        repo_id: where to.
+    """
+    import httpx
+    from huggingface_hub import constants, errors
+
+    hub = constants.ENDPOINT
+    status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
+    again = "Run the command again: what has arrived is not sent again."
+    if isinstance(error, errors.HFValidationError):
+        return UserError(
+            f"{repo_id} is no name of a repository. Try ORG/NAME, such as me/my-model."
+        )
+    if status in (401, 403, 404):
+        return UserError(
+            f"{hub} refused to write {repo_id} (HTTP {status}): the token is wrong, may only read, "
+            "or belongs to an account without a say there. Make one that may write at "
+            "https://huggingface.co/settings/tokens, and give it as HF_TOKEN or --access_token."
+        )
+    if status is not None:
+        return UserError(f"{hub} did not take {repo_id} (HTTP {status}). {again}")
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return UserError(f"{repo_id} is not written: HF_HUB_OFFLINE forbids it. Unset it.")
+    if isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError)):
+        return UserError(
+            f"{hub} cannot be reached from this machine. Check the network, or push from another "
+            "machine that has the files."
+        )
+    return UserError(f"The upload of {repo_id} broke off ({type(error).__name__}). {again}")
+
+
+def nearest_names(name: str) -> list[str]:
+    """Hub names of models that LitGPT knows and that are spelled like the given one; up to 3."""
+    import difflib
+
+    from litgpt.config import configs
+
+    hub_names = [f"{c['hf_config']['org']}/{c['hf_config']['name']}" for c in configs]
+    by_spelling = {known.lower(): known for known in hub_names}
+    by_spelling |= {known.split("/")[-1].lower(): known for known in hub_names}
+    by_spelling |= {c["name"].lower(): known for c, known in zip(configs, hub_names, strict=True)}
+    close = difflib.get_close_matches(name.lower(), by_spelling, n=6, cutoff=0.7)
+    return list(dict.fromkeys(by_spelling[spelling] for spelling in close))[:3]
+
+
+def nearest_types(name: str) -> list[str]:
+    """Model types of transformers that are spelled like a name; up to 3."""
+    import difflib
+
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return difflib.get_close_matches(name.lower(), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, cutoff=0.7)

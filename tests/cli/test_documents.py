@@ -45,7 +45,7 @@ LINES = sorted({line for file in DOCUMENTS for line in command_lines(file.read_t
 def test_documents_show_every_kind_of_command() -> None:
     shown = {line.split()[1] for line in LINES}
     assert shown >= {"finetune", "finetune_full", "plan", "sweep", "compare", "checkpoints"}
-    assert shown >= {"download", "generate", "evaluate", "merge", "export"}
+    assert shown >= {"download", "generate", "evaluate", "merge", "export", "push"}
 
 
 @pytest.mark.parametrize("line", LINES)
@@ -94,7 +94,7 @@ BEFORE = [
     "ftkit finetune_full recipes/tiny-llama-full.yaml --out_dir out/finetune/full --stop_after 1",
 ]
 """What the documents take for done: runs that their lines name."""
-OF_A_HUB = ("ftkit download", "openai/gsm8k")
+OF_A_HUB = ("ftkit download", "ftkit push", "openai/gsm8k")
 READS_RUNS = {"generate", "evaluate", "merge", "export", "compare", "checkpoints"}
 
 
@@ -121,8 +121,8 @@ def make_place(place: Path, tiny_base: Path) -> None:
 def test_the_command_lines_of_documents_run(tmp_path: Path, tiny_base: Path) -> None:
     """Every line as it stands there; what reads runs comes when there are some.
 
-    Lines that need a hub are shown with one in tests/pretrained/test_hub.py and
-    tests/records/test_hub.py.
+    Lines that need a hub are shown with one in tests/pretrained/test_hub.py,
+    tests/records/test_hub.py and tests/convert/test_push.py.
     """
     make_place(tmp_path, tiny_base)
     lines = [*BEFORE, *(line for file in DOCUMENTS for line in command_lines(file.read_text()))]

@@ -45,6 +45,7 @@ def test_a_run_leaves_exactly_its_results(completed: tuple[Run, End]) -> None:
     assert (code, err) == (0, "")
     assert sorted(path.name for path in run.out_dir.iterdir()) == FILES
     assert sorted(path.name for path in (run.out_dir / "final").iterdir()) == [
+        "README.md",
         "adapter_config.json",
         "adapter_model.safetensors",
         "chat_template.jinja",

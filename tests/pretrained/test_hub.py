@@ -21,7 +21,8 @@ from stand_in_hub import HubHandler, serving
 from ftkit import embedded
 from ftkit.errors import UserError
 from ftkit.pretrained import hub
-from ftkit.pretrained.hub import download, find_or_download, missing_files, nearest_names
+from ftkit.pretrained.hub import download, find_or_download, missing_files
+from ftkit.pretrained.hub_errors import nearest_names
 
 REPOSITORY = "org/tiny-model"
 COMMIT = "a" * 40
@@ -33,7 +34,8 @@ SAFE = {
     "generation_config.json": b"{}",
     "tokenizer.json": b"{}",
     "model.safetensors": WEIGHTS,
-    "README.md": b"not needed",
+    "README.md": b"---\nlicense: mit\n---\n",
+    "pictures.md": b"not needed",
 }
 SHARDED = {
     "config.json": b"{}",
@@ -141,8 +143,8 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in directory.iterdir() if file.is_file()}
 
 
-def without_readme(files: dict[str, bytes]) -> dict[str, bytes]:
-    return {name: content for name, content in files.items() if name != "README.md"}
+def needed(files: dict[str, bytes]) -> dict[str, bytes]:
+    return {name: content for name, content in files.items() if name != "pictures.md"}
 
 
 # Downloading
@@ -155,7 +157,7 @@ def test_settings_tokenizer_and_weights_are_fetched_and_nothing_else(
     served.files = {**files, "consolidated.safetensors": b"x", "flax_model.msgpack": b"x"}
     directory = download(REPOSITORY, root=root)
     assert directory == root / REPOSITORY
-    assert contents(directory) == without_readme(files)
+    assert contents(directory) == needed(files)
     assert missing_files(directory) == []
 
 
@@ -180,7 +182,7 @@ def test_settings_are_fetched_without_weights_and_a_download_goes_on_from_there(
     asked = len(served.requests)
     hub.fetch_settings(f"{root}/{REPOSITORY}", root=root)
     assert len(served.requests) == asked
-    assert contents(download(REPOSITORY, root=root)) == without_readme(served.files)
+    assert contents(download(REPOSITORY, root=root)) == needed(served.files)
 
 
 @pytest.mark.parametrize("status", [None, 401, 404, 503])
@@ -258,7 +260,7 @@ def test_the_command_downloads_from_the_hub_that_the_environment_names(
         text=True,
     )
     assert done.returncode == 0 and f"checkpoints/{REPOSITORY}" in done.stdout, done.stderr
-    assert contents(tmp_path / "checkpoints" / REPOSITORY) == without_readme(SAFE)
+    assert contents(tmp_path / "checkpoints" / REPOSITORY) == needed(SAFE)
 
 
 # What goes wrong
@@ -459,7 +461,7 @@ def test_importing_the_module_is_cheap() -> None:
 def test_licences_are_fetched_with_the_model(served: Hub, root: Path) -> None:
     terms = {"LICENSE.txt": b"terms", "NOTICE": b"of somebody", "USE_POLICY.md": b"for good"}
     served.files |= {**terms, "docs/LICENSE": b"of the documents"}
-    assert contents(download(REPOSITORY, root=root)) == without_readme(SAFE) | terms
+    assert contents(download(REPOSITORY, root=root)) == needed(SAFE) | terms
 
 
 def test_weights_that_are_quantised_are_not_downloaded(served: Hub, root: Path) -> None:
@@ -471,7 +473,7 @@ def test_weights_that_are_quantised_are_not_downloaded(served: Hub, root: Path) 
 def test_the_only_gguf_file_of_a_repository_is_fetched(served: Hub, root: Path) -> None:
     served.files = {"model-Q8_0.gguf": b"GGUF", "README.md": b"", "LICENSE": b"terms"}
     directory = download(REPOSITORY, root=root)
-    assert contents(directory) == without_readme(served.files)
+    assert contents(directory) == needed(served.files)
     with pytest.raises(UserError, match=r"model-Q8_0.gguf is no sound GGUF file"):
         find_or_download(REPOSITORY, root=root)
 

@@ -17,7 +17,7 @@ FILES = {
     "NOTICE.md": "© somebody\n".encode(),
     "USE_POLICY.md": b"for good",
 }
-OTHERS = {"README.md": b"not this one", "licensed.py": b"nor this"}
+OTHERS = {"LICENSING.txt": b"not this one", "licensed.py": b"nor this"}
 TRAINED = [
     *("--data", "JSON", "--train.max_steps", "2", "--train.global_batch_size", "4"),
     *("--accelerator", "cpu", "--precision", "32-true", "--train.max_seq_length", "128"),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from rank_jobs import Case, Outcome, make_run
 
+from ftkit.model_card.card import write_card
 from ftkit.report.report import Report
 
 CASES = {
@@ -54,6 +55,8 @@ def train_all(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     for name, case in CASES.items():
         outcome = outcomes[case]
         outcome.complete()
+        base = Path(outcome.report.recipe["checkpoint_dir"])
+        write_card(outcome.report, base, outcome.out_dir / "final")
         ended[name] = Ended(outcome.out_dir, outcome.report)
         shutil.rmtree(outcome.out_dir / ".run")
     return ended

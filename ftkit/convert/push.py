@@ -1,0 +1,102 @@
+"""`ftkit push`: a result and its model card, onto the Hugging Face hub."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from ftkit.config.peft_adapter import CONFIG as ADAPTER_CONFIG
+from ftkit.config.result_options import PushOptions
+from ftkit.console.formatting import bytes_text
+from ftkit.convert.output_files import card_files
+from ftkit.errors import UserError
+from ftkit.inference.result import Result
+from ftkit.model_card.card import with_name
+from ftkit.pretrained.hub import CARD, hub_name, read_json
+from ftkit.pretrained.upload import upload
+
+_BASE = "base_model_name_or_path"
+"""Where an adapter says of what it is one."""
+
+
+def push(result: Result, options: PushOptions) -> int:
+    """Put a result onto the hub, all of it in one commit; the exit code.
+
+    Args:
+        result: an adapter or a model.
+        options: where to, and who may see it.
+
+    Raises:
+        UserError: it cannot be used by others as it is, or the hub refuses it.
+    """
+    _require_result(result, options)
+    directory = result.directory
+    files: dict[str, Path | bytes] = {
+        file.name: file
+        for file in sorted(directory.iterdir())
+        if file.is_file() and not file.name.startswith(".")
+    }
+    base = _base_on_hub(result, options) if result.kind == "adapter" else None
+    if base is not None:
+        settings = read_json(directory / ADAPTER_CONFIG) | {_BASE: base}
+        files[ADAPTER_CONFIG] = (json.dumps(settings, indent=2) + "\n").encode()
+    files |= _card(result, options.repo_id, base)
+    size = bytes_text(sum(_size(content) for content in files.values()))
+    print(f"sending {len(files)} files, {size}", flush=True)
+    url = upload(
+        files,
+        options.repo_id,
+        public=options.public,
+        message=options.message or f"{result.kind}, trained with ftkit",
+        token=options.access_token,
+    )
+    print(f"{url} has it")
+    return 0
+
+
+def _require_result(result: Result, options: PushOptions) -> None:
+    """UserError for what is no result, or none that others can read."""
+    if result.kind == "checkpoint":
+        raise UserError(
+            f"{result.name} is a checkpoint of a full fine-tune, in shards that ftkit alone reads. "
+            f"Try ftkit export {result.name} --format hf --out out/hf, then "
+            f"ftkit push out/hf {options.repo_id}."
+        )
+    is_base = result.name.startswith("embedded:") or hub_name(result.name) is not None
+    if result.kind == "model" and result.recipe is None and is_base:
+        raise UserError(
+            f"{result.name} is a base model that nothing was trained in. Name a run, such as "
+            "out/finetune/lora, or what ftkit merge or ftkit export has written."
+        )
+
+
+def _base_on_hub(result: Result, options: PushOptions) -> str:
+    """ORG/NAME from which others take the base model.
+
+    Raises:
+        UserError: it is known on this machine alone.
+    """
+    known = options.base or (hub_name(result.base) if result.base else None)
+    if known is None:
+        raise UserError(
+            f"{result.name} is an adapter of {result.base}, which others do not have. Name it as "
+            "it is on the hub with --base ORG/NAME, or make one model of both with "
+            f"ftkit merge {result.name} --out out/merged, and push that."
+        )
+    return known
+
+
+def _card(result: Result, repo_id: str, base: str | None) -> Mapping[str, bytes]:
+    """The model card by its name, with the name that the result gets."""
+    file = result.directory / CARD
+    if file.is_file():
+        text = file.read_text(encoding="utf-8")
+    else:  # of a run of an earlier version
+        found = card_files(result, None, "adapter" if result.kind == "adapter" else "hf")
+        if not found:
+            return {}
+        text = found[CARD].decode()
+    return {CARD: with_name(text, repo_id, base).encode()}
+
+
+def _size(content: Path | bytes) -> int:
+    return len(content) if isinstance(content, bytes) else content.stat().st_size

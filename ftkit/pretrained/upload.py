@@ -1,0 +1,76 @@
+"""Uploads to the Hugging Face hub: files of a result, in one commit."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ftkit.errors import UserError
+from ftkit.pretrained.hub_errors import explained_upload
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+_WEIGHTS = re.compile(r"(model|adapter_model)(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+"""Files that an earlier upload may have left, and that would be read beside the new ones."""
+
+
+def upload(
+    files: Mapping[str, Path | bytes],
+    repo_id: str,
+    *,
+    public: bool,
+    message: str,
+    token: str | None = None,
+) -> str:
+    """Make a model repository, if there is none, and commit files to it; its address.
+
+    All of them appear at once. What an upload that broke off has sent is not sent again.
+
+    Args:
+        files: by their names; contents, or where they are.
+        repo_id: ``ORG/NAME``.
+        public: anyone may see it. A repository that is there keeps what it is.
+        message: of the commit.
+        token: of a Hugging Face account that may write. Default: $HF_TOKEN, or that of
+            ``hf auth login``.
+
+    Raises:
+        UserError: there is no token, the hub refuses, or it cannot be reached.
+    """
+    import httpx
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
+    from huggingface_hub.errors import HFValidationError
+
+    token = token or get_token()
+    if not token:
+        raise UserError(
+            f"{repo_id} cannot be written without a token. Make one that may write at "
+            "https://huggingface.co/settings/tokens, and give it as HF_TOKEN, or by hf auth login."
+        )
+    api = HfApi(token=token)
+    try:
+        url = api.create_repo(repo_id, private=not public, exist_ok=True)
+        there = _files_there(api, repo_id, public=public)
+        additions = [CommitOperationAdd(name, content) for name, content in files.items()]
+        stale = [n for n in there if _WEIGHTS.fullmatch(n) and n not in files]
+        deletions = [CommitOperationDelete(name) for name in stale]
+        api.create_commit(repo_id, [*additions, *deletions], commit_message=message)
+    except (httpx.HTTPError, HFValidationError, OSError, RuntimeError) as error:
+        raise explained_upload(error, repo_id) from error
+    return str(url)
+
+
+def _files_there(api: "HfApi", repo_id: str, *, public: bool) -> list[str]:
+    """Names of the files in a repository.
+
+    Raises:
+        UserError: everybody sees it, and that was not asked for.
+    """
+    info = api.model_info(repo_id)
+    if not info.private and not public:
+        raise UserError(
+            f"{repo_id} is public: everybody would see this result. Say that it may be with "
+            "--public, or choose another name."
+        )
+    return [file.rfilename for file in info.siblings or []]
