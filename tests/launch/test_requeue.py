@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,14 @@ def test_a_job_that_slurm_does_not_requeue_is_told(
     assert "job 7 was not requeued (scontrol requeue 7:" in capsys.readouterr().err
 
 
+def of_session(number: int, called: Path) -> Callable[[int], dict[str, str]]:
+    """Variables of every task of a job that was requeued so often."""
+    variables = {"PATH": f"{called.parent / 'bin'}:{os.environ['PATH']}"}
+    if number:
+        variables["SLURM_RESTART_COUNT"] = str(number)
+    return lambda _: variables
+
+
 def wait_for_more_rows(out_dir: Path, task: Process) -> None:
     done = len(rows(out_dir))
     wait_for(lambda: len(rows(out_dir)) >= done + 2 or task.poll() is not None)
@@ -83,17 +92,16 @@ def test_a_run_near_its_time_limit_saves_and_goes_on_in_the_requeued_job(
     keys = FOREVER | {"devices": 2, "strategy": "ddp", "eval__interval": 0, "resume": "auto"}
     keys |= {"checkpoint__save_every": "auto", "train__micro_batch_size": 1}
     words = command_of(out_dir, common, **keys)
-    path = {"PATH": f"{file.parent / 'bin'}:{os.environ['PATH']}"}
     steps = []
     for session in range(2):
-        again = {"SLURM_RESTART_COUNT": str(session)} if session else {}
-        of_task = path | again
-        with slurm(
-            out_dir, words, tmp_path, before=DEFAULT_SIGNALS, of_task=lambda _, v=of_task: v
-        ) as (
-            zero,
-            one,
-        ):
+        tasks = slurm(
+            out_dir,
+            words,
+            tmp_path,
+            before=DEFAULT_SIGNALS,
+            of_task=of_session(session, file),
+        )
+        with tasks as (zero, one):
             wait_for_more_rows(out_dir, zero)
             for task in (zero, one):
                 task.send_signal(USR1)
