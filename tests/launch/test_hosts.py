@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from command import ROOT, command_environment, command_line
-from hosts import IMPATIENT, INTERFACE, PATIENCE_S, STORE, Host, network
+from hosts import HUB, IMPATIENT, INTERFACE, PATIENCE_S, STORE, Host, network
 from rank_jobs import needs_deepspeed
 from runs import TIMEOUT_S, Process, command_of, rows, wait_for, watched
 
@@ -22,9 +22,9 @@ from ftkit.report.restarts import Restart
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import Job
 
-pytestmark = [pytest.mark.slow, pytest.mark.matrix]  # minutes, and its hosts need a quiet machine
+pytestmark = pytest.mark.slow
 
-STEPS = 48
+STEPS = 36
 SAVED = 4
 """Steps between two checkpoints."""
 KEYS: dict[str, object] = {
@@ -46,11 +46,7 @@ def run(self, *arguments, real=step.TrainStep.run):
     return real(self, *arguments)
 step.TrainStep.run = run
 """
-STRATEGIES = [
-    pytest.param("ddp", marks=pytest.mark.matrix),
-    "fsdp",
-    pytest.param("deepspeed", marks=needs_deepspeed),
-]
+STRATEGIES = ["ddp", "fsdp", pytest.param("deepspeed", marks=needs_deepspeed)]
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +61,11 @@ def hosts(machines: tuple[Host, Host, Host]) -> Iterator[tuple[Host, Host]]:
     """Two hosts with nothing on them, before and after."""
     hub, *two = machines
     yield two[0], two[1]
+    left = [process for host in two for process in host.processes()]
     for host in (hub, *two):
         host.kill()
         host.mend()
+    assert left == []
 
 
 @pytest.fixture
@@ -93,19 +91,72 @@ def alone(common: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[f
     return losses(out_dir)
 
 
+class ElasticRun:
+    """A run under an elastic torchrun on each of two hosts."""
+
+    def __init__(self, directory: Path, common: list[str]) -> None:
+        """Prepare.
+
+        Args:
+            directory: empty; its steps take their time, and its supervisors have little patience.
+            common: the smallest run there is.
+        """
+        self.out_dir = directory / "out"
+        self.common = common
+        self.words: list[str] = []
+        """After `ftkit`."""
+        self.endpoint = HUB
+        """Where the rendezvous store is."""
+        self.torchruns: dict[Host, Process] = {}
+        start_up = directory / "start-up"
+        start_up.mkdir()
+        (start_up / "sitecustomize.py").write_text(
+            "import sys\n"
+            'if "ftkit.training.rank" in sys.orig_argv:\n'
+            f"{textwrap.indent(SLOW, '    ')}"
+            'elif "torch.distributed.run" not in str(sys.orig_argv):\n'
+            f"{textwrap.indent(IMPATIENT, '    ')}"
+        )
+        self.variables = {"PYTHONPATH": f"{ROOT}:{start_up}"}
+
+    def begin(self, hosts: tuple[Host, Host], strategy: str) -> tuple[Host, Host]:
+        """Start it on both hosts; they, by rank, when there is a checkpoint and more."""
+        self.words = command_of(self.out_dir, self.common, **KEYS, strategy=strategy)
+        for host in hosts:
+            self.start_on(host)
+        zero, one = by_rank(*hosts)
+        self.wait_for_steps(SAVED + 2, zero, one)
+        return zero, one
+
+    def start_on(self, host: Host) -> None:
+        self.torchruns[host] = host.torchrun(self.words, self.endpoint, **self.variables)
+
+    def wait_for_steps(self, count: int, *hosts: Host) -> None:
+        """Wait until so many are done, while torchrun is at work on these hosts."""
+
+        def met() -> bool:
+            for host in hosts:
+                process = self.torchruns[host]
+                assert process.poll() is None, process.communicate()
+            return len(rows(self.out_dir)) >= count
+
+        wait_for(met)
+
+    def wait_for_ranks(self, count: int) -> int:
+        """Wait until it goes on with so many; the step it went on from."""
+        wait_for(lambda: read_job(self.out_dir).plan.world_size == count)
+        return read_job(self.out_dir).start_step
+
+    def end_on(self, host: Host) -> tuple[int, str, str]:
+        """How it ended there; nothing is left of it."""
+        ended = end(self.torchruns[host])
+        host.ends()
+        return ended
+
+
 @pytest.fixture
-def slowly(tmp_path: Path) -> dict[str, str]:
-    """Variables with which steps take their time, and supervisors have little patience."""
-    start_up = tmp_path / "start-up"
-    start_up.mkdir()
-    (start_up / "sitecustomize.py").write_text(
-        "import sys\n"
-        'if "ftkit.training.rank" in sys.orig_argv:\n'
-        f"{textwrap.indent(SLOW, '    ')}"
-        'elif "torch.distributed.run" not in str(sys.orig_argv):\n'
-        f"{textwrap.indent(IMPATIENT, '    ')}"
-    )
-    return {"PYTHONPATH": f"{ROOT}:{start_up}"}
+def elastic(tmp_path: Path, common: list[str]) -> ElasticRun:
+    return ElasticRun(tmp_path, common)
 
 
 def losses(out_dir: Path) -> list[float]:
@@ -119,15 +170,6 @@ def assert_complete(out_dir: Path, alone: list[float]) -> Report:
     assert [int(row["step"]) for row in rows(out_dir)] == list(range(1, len(alone) + 1))
     assert losses(out_dir) == pytest.approx(alone, rel=1e-5)
     return report
-
-
-def wait_for_steps(out_dir: Path, count: int, *processes: Process) -> None:
-    def met() -> bool:
-        for process in processes:
-            assert process.poll() is None, process.communicate()
-        return len(rows(out_dir)) >= count
-
-    wait_for(met)
 
 
 def by_rank(*hosts: Host) -> list[Host]:
@@ -165,6 +207,7 @@ def ranks_of(restarts: list[Restart]) -> list[tuple[int | None, int]]:
 # --- Two hosts ------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_two_hosts_give_the_losses_of_one_device(
     strategy: str,
@@ -190,101 +233,82 @@ def test_two_hosts_give_the_losses_of_one_device(
 # --- Hosts that die -------------------------------------------------------------------------------
 
 
-def test_a_run_goes_on_without_a_host_with_it_again_and_without_that_of_rank_0(
-    hosts: tuple[Host, Host],
-    store: None,
-    slowly: dict[str, str],
-    alone: list[float],
-    common: list[str],
-    tmp_path: Path,
+def test_a_run_goes_on_without_a_host_that_is_lost_and_with_it_again(
+    hosts: tuple[Host, Host], store: None, alone: list[float], elastic: ElasticRun
 ) -> None:
-    out_dir = tmp_path / "out"
-    words = command_of(out_dir, common, **KEYS, strategy="fsdp")
-    torchruns = {host: host.torchrun(words, **slowly) for host in hosts}
-    stays, lost = by_rank(*hosts)
-    wait_for_steps(out_dir, SAVED + 2, torchruns[stays])
+    stays, lost = elastic.begin(hosts, "fsdp")
     lost.kill()
-    wait_for(lambda: read_job(out_dir).plan.world_size == 1)
-    wait_for_steps(out_dir, 2 * SAVED + 2, torchruns[stays])
+    resumed = elastic.wait_for_ranks(1)
+    elastic.wait_for_steps(resumed + SAVED, stays)
+    elastic.start_on(lost)
+    resumed_again = elastic.wait_for_ranks(2)
+    ended = [elastic.end_on(host) for host in hosts]
+    assert [code for code, _, _ in ended] == [0, 0], ended
 
-    torchruns[lost] = lost.torchrun(words, **slowly)
-    zero, left = by_rank(*hosts)
-    wait_for(lambda: read_job(out_dir).plan.world_size == 2)
-    resumed = read_job(out_dir).start_step
-    wait_for_steps(out_dir, resumed + SAVED + 2, *torchruns.values())
-    zero.kill()
-
-    code, out, err = end(torchruns[left])
-    assert code == 0, out + err
-    left.ends()
-    assert zero.processes() == []
-    report = assert_complete(out_dir, alone)
-    first, second, third = report.restarts
-    assert ranks_of(report.restarts) == [(2, 1), (1, 2), (2, 1)]
+    report = assert_complete(elastic.out_dir, alone)
+    assert ranks_of(report.restarts) == [(2, 1), (1, 2)]
+    first, second = report.restarts
     assert first.reason.startswith("rank 1: ")
+    assert (first.from_step, first.from_step % SAVED) == (resumed, 0)
     assert second.reason == "SIGTERM, for machines that have joined"
-    assert f"rank 0 on {zero.name} was killed with its supervisor" in third.reason
-    assert [r.from_step % SAVED for r in (first, third)] == [0, 0]
-    assert second.steps_lost == 0 and third.from_step >= resumed + SAVED
-    assert f"from step {third.from_step:,} on 1 rank (2 before)" in out
+    assert (second.from_step, second.steps_lost) == (resumed_again, 0)
+    told = "".join(out for _, out, _ in ended)
+    assert f"from step {second.from_step:,} on 2 ranks (1 before)" in told
 
 
+@pytest.mark.matrix
+def test_a_run_goes_on_without_the_host_of_rank_0(
+    hosts: tuple[Host, Host], store: None, alone: list[float], elastic: ElasticRun
+) -> None:
+    zero, left = elastic.begin(hosts, "fsdp")
+    zero.kill()
+    code, out, err = elastic.end_on(left)
+    assert code == 0, out + err
+    report = assert_complete(elastic.out_dir, alone)
+    (restart,) = report.restarts
+    assert ranks_of([restart]) == [(2, 1)]
+    assert f"rank 0 on {zero.name} was killed with its supervisor" in restart.reason
+    assert restart.from_step >= SAVED and restart.from_step % SAVED == 0
+    assert f"from step {restart.from_step:,} on 1 rank (2 before)" in out
+
+
+@pytest.mark.matrix
 def test_a_run_goes_on_without_a_host_whose_cable_is_pulled(
-    hosts: tuple[Host, Host],
-    store: None,
-    slowly: dict[str, str],
-    alone: list[float],
-    common: list[str],
-    tmp_path: Path,
+    hosts: tuple[Host, Host], store: None, alone: list[float], elastic: ElasticRun
 ) -> None:
     """Of rank 0: it ends the run there, and the other one goes on with it."""
-    out_dir = tmp_path / "out"
-    words = command_of(out_dir, common, **KEYS, strategy="ddp")
-    torchruns = {host: host.torchrun(words, **slowly) for host in hosts}
-    zero, left = by_rank(*hosts)
-    wait_for_steps(out_dir, SAVED + 2, *torchruns.values())
+    zero, left = elastic.begin(hosts, "ddp")
     zero.cut()
-    code, out, err = end(torchruns[left])
+    code, out, err = elastic.end_on(left)
     assert code == 0, out + err
     wait_for(lambda: len(zero.processes()) == 1)  # torchrun waits for an answer of its store
     zero.mend()
-    end(torchruns[zero])
-    for host in hosts:
-        host.ends()
-    report = assert_complete(out_dir, alone)
+    elastic.end_on(zero)
+    report = assert_complete(elastic.out_dir, alone)
     (restart,) = report.restarts
     assert ranks_of([restart]) == [(2, 1)]
     gone = f"{left.name} has not been heard of for {PATIENCE_S} s"
     assert restart.reason.startswith(f"rank 1: {gone}")
 
 
+@pytest.mark.matrix
 def test_the_loss_of_the_rendezvous_store_ends_a_run_that_goes_on_elsewhere(
-    hosts: tuple[Host, Host],
-    slowly: dict[str, str],
-    alone: list[float],
-    common: list[str],
-    tmp_path: Path,
+    hosts: tuple[Host, Host], alone: list[float], elastic: ElasticRun
 ) -> None:
     """Torchrun ends with its store; what it started says why, and how to go on."""
     first, second = hosts
-    out_dir = tmp_path / "out"
-    words = command_of(out_dir, common, **KEYS, strategy="ddp")
-    torchruns = {host: host.torchrun(words, first.address, **slowly) for host in hosts}
-    by_rank(*hosts)
-    wait_for_steps(out_dir, SAVED + 2, *torchruns.values())
+    elastic.endpoint = first.address
+    elastic.begin(hosts, "ddp")
     first.kill()
-    code, out, err = end(torchruns[second])
-    second.ends()
+    code, _, err = elastic.end_on(second)
     assert code != 0
     assert err.count("ftkit: ") == 1, err
     assert "--resume auto" in err
 
     program = "sys.path.insert(0, '')\nfrom ftkit.cli.app import main\nmain()"
-    alone_now = second.run(program, words, **slowly)
-    code, out, err = end(alone_now)
+    code, out, err = end(second.run(program, elastic.words, **elastic.variables))
     assert (code, err) == (0, ""), out
-    second.ends()
-    report = assert_complete(out_dir, alone)
+    report = assert_complete(elastic.out_dir, alone)
     (restart,) = report.restarts
     assert ranks_of([restart]) == [(2, 1)] and restart.from_step % SAVED == 0
 

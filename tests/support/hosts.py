@@ -151,6 +151,18 @@ class Host:
         options = [word for key, value in of_torchrun.items() for word in (f"--{key}", value)]
         return self.run(_TORCHRUN, [*options, "-m", "ftkit", *words], **variables)
 
+    def shell(
+        self, script: str, directory: Path, words: Sequence[str], **variables: str
+    ) -> Process:
+        """Start a script of bash in a directory, with arguments, as `run` does a program."""
+        program = 'os.chdir(sys.argv[1])\nos.execvp("bash", ["bash", "-c", *sys.argv[2:]])'
+        return self.run(program, [directory, script, "bash", *words], **variables)
+
+    def knows(self, name: str, address: str) -> None:
+        """Have it find an address by a name, from the next program on."""
+        with (self._files / "hosts").open("a") as file:
+            file.write(f"{address} {name}\n")
+
     def processes(self) -> list[psutil.Process]:
         """All that run on it."""
         inode = Path(f"/run/netns/{self.namespace}").stat().st_ino
