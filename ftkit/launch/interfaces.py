@@ -7,7 +7,8 @@ C++, on some rank, after a while. So the supervisors try it first, as gloo will 
 
 import os
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from ftkit.errors import UserError
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 _CONNECT_S = 10.0
 """How long an address may take to answer."""
+_BETWEEN_TRIES_S = 0.5
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
@@ -159,14 +161,47 @@ def listening(interface: str, address: str) -> Iterator[Endpoint]:
 
 def problem_reaching(endpoint: Endpoint) -> str | None:
     """Why this machine does not reach another one, and what to set; None: it does."""
-    try:
-        with socket.create_connection((endpoint.address, endpoint.port), timeout=_CONNECT_S):
-            return None
-    except OSError as error:
-        why = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
+    why = _reason_not_reached(endpoint.address, endpoint.port)
+    if why is None:
+        return None
     where = " Other machines never reach a loopback address." * is_loopback(endpoint.address)
     return (
         f"{socket.gethostname()} does not reach {endpoint.text}: {why}.{where} Set ${GLOO} (and "
         f"${NCCL} with GPUs) on {endpoint.host} to the network interface with an address that the "
         "other machines reach, and let its ports through."
     )
+
+
+def reached_within(
+    patience_s: float, address: str, port: int, on_wait: Callable[[str], None]
+) -> str | None:
+    """Wait until something listens at an address; None, or why nothing was reached.
+
+    torch's stores wait for each other too, but write a stack of C++ for every attempt.
+
+    Args:
+        patience_s: how long, in seconds.
+        address: name or IP address.
+        port: TCP port.
+        on_wait: called with the reason when it has taken longer than usual, once.
+    """
+    begin_s = time.monotonic()
+    told = False
+    while (why := _reason_not_reached(address, port)) is not None:
+        waited_s = time.monotonic() - begin_s
+        if waited_s >= patience_s:
+            return why
+        if waited_s >= _CONNECT_S and not told:
+            told = True
+            on_wait(why)
+        time.sleep(_BETWEEN_TRIES_S)
+    return None
+
+
+def _reason_not_reached(address: str, port: int) -> str | None:
+    """Try to connect once."""
+    try:
+        with socket.create_connection((address, port), timeout=_CONNECT_S):
+            return None
+    except OSError as error:
+        return "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)

@@ -23,12 +23,14 @@ from ftkit.launch.environment import ExternalRanks
 from ftkit.launch.heartbeats import Heartbeats, SharedStore, farewell
 from ftkit.launch.interfaces import (
     GLOO,
+    NCCL,
     Endpoint,
     address_towards,
     chosen_interface,
     is_loopback,
     listening,
     problem_reaching,
+    reached_within,
 )
 from ftkit.launch.ranks import POLL_S, Ranks, StoppedEarly
 from ftkit.report.report import ENDED_WELL, read_report
@@ -125,14 +127,17 @@ def _meet(placed: ExternalRanks) -> tuple[SharedStore, dict[int, str]]:
         if not missing:
             return store, {rank: store.get(_machine(rank)).decode() for rank in watched}
         reason = f"rank {', '.join(missing)} did not come in {CONNECT_S:g} s"
+    except ConnectionError as error:
+        reason = f"{socket.gethostname()} did not get through in {CONNECT_S:g} s ({error})"
     except dist.DistError as error:
-        reason = str(error).partition("\n")[0]  # a stack of C++ follows
+        reason = str(error).partition("\n")[0].rstrip(".")  # a stack of C++ follows
     raise UserError(
         f"The {placed.world_size} processes of this run do not find each other at "
         f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {reason}. Every machine "
-        "must reach this address (MASTER_ADDR, MASTER_PORT). Start all of them "
-        "with torchrun or srun; inside a SLURM job without srun, try "
-        "SLURM_JOB_NAME=interactive ftkit ..."
+        "must reach this address: set MASTER_ADDR to one of rank 0's machine that they do, and "
+        f"${GLOO} (and ${NCCL} with GPUs) to its network interface. Start all of them with "
+        "torchrun or srun; inside a SLURM job without srun, try SLURM_JOB_NAME=interactive "
+        "ftkit ..."
     )
 
 
@@ -143,6 +148,7 @@ def _connect(placed: ExternalRanks) -> SharedStore:
     stands still when Ctrl+Z stops torchrun, while the ranks go on.
 
     Raises:
+        ConnectionError: rank 0 is not reached.
         DistError: rank 0 does not come.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -160,6 +166,11 @@ def _connect(placed: ExternalRanks) -> SharedStore:
 
 
 def _open_store(address: str, port: int, *, serves: bool) -> SharedStore:
+    def tell(why: str) -> None:
+        print(f"waiting for rank 0 at {address}:{port} ({why})", flush=True)
+
+    if not serves and (why := reached_within(CONNECT_S, address, port, tell)) is not None:
+        raise ConnectionError(why)
     return dist.TCPStore(  # type: ignore[attr-defined]
         address,
         port,

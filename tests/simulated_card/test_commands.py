@@ -411,6 +411,17 @@ def test_a_card_that_torch_has_no_kernels_for_is_refused_before_anything_starts(
 
 
 @pytest.mark.slow
+def test_the_interface_that_nccl_is_to_take_is_looked_for_before_anything_starts(
+    machine: OnCard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth9")
+    words = machine.words("finetune", *DDP, "--out_dir", str(tmp_path / "run"))
+    ended = whole_command(command_line(), *words)
+    assert ended.returncode == 2 and not (tmp_path / "run").exists()
+    assert ended.stderr.startswith("ftkit: $NCCL_SOCKET_IFNAME is eth9, but ")
+
+
+@pytest.mark.slow
 def test_several_cards_without_bfloat16_fine_tune_fully_by_default(
     machine: OnCard, tmp_path: Path
 ) -> None:
