@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ftkit.checkpoint.files import shard_name
+from ftkit.checkpoint.files import receipt_name, shard_name
 from ftkit.checkpoint.host_copies import HostCopies, copied_to_host
 from ftkit.checkpoint.metadata import FileEntry, Metadata
 from ftkit.checkpoint.shards import Piece, write_shard, write_shard_in_portions
@@ -266,7 +266,7 @@ class Saver:
 
 
 def _receipt(directory: Path, step: int) -> Path:
-    return directory / f"saved-{step}.json"
+    return directory / receipt_name(step)
 
 
 def _leave_receipt(

@@ -38,8 +38,8 @@ from ftkit.runs.backup import copy_rows, ready_to_go_on
 from ftkit.runs.checkpoints import RunCheckpoints
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import Job, StopAfter
-from ftkit.runs.lock import claim, is_at_work, unwritable
-from ftkit.runs.mirror import NotCarried
+from ftkit.runs.lock import LOST_S, claim, is_at_work, unwritable
+from ftkit.runs.mirror import NotCarried, Others
 from ftkit.runs.remote_run import mirrored, require_unclaimed
 from ftkit.runs.resume import (
     Completed,
@@ -52,10 +52,6 @@ from ftkit.runs.resume import (
 from ftkit.utils.files import make_reserve, write_durably
 from ftkit.utils.json_values import without_tokens
 from ftkit.utils.process import launcher_starts_again, print_line
-
-_LOST_S = 150.0
-"""How long a run that is started again waits for its former self, which needs up to two minutes to
-notice that a machine is gone."""
 
 
 def launch(
@@ -81,7 +77,9 @@ def launch(
         UserError: before anything has started, and nothing is left behind.
     """
 
-    def prepared(received: Sequence[signal.Signals]) -> AbstractContextManager[Job]:
+    def prepared(
+        received: Sequence[signal.Signals], others: Others | None = None
+    ) -> AbstractContextManager[Job]:
         return prepare_run(
             recipe,
             command,
@@ -91,6 +89,7 @@ def launch(
             received,
             force=force,
             placed=placed,
+            others=others,
         )
 
     def ended(job: Job, received: Sequence[signal.Signals]) -> int:
@@ -133,6 +132,7 @@ def prepare_run(
     *,
     force: bool = False,
     placed: ExternalRanks | None = None,
+    others: Others | None = None,
 ) -> Iterator[Job]:
     """A job whose every setting is checked, with its base model at hand and its directory claimed.
 
@@ -164,9 +164,11 @@ def prepare_run(
     with ExitStack() as stack:
         if in_place:  # locked first: a run at work may be writing what is looked at here
             # What is lost may take a while to end: a machine that was cut off notices it, too.
-            patience_s = _LOST_S if launcher_starts_again() else 0.0
+            patience_s = LOST_S if launcher_starts_again() else 0.0
             run = stack.enter_context(claim(wanted, "go_on", patience_s=patience_s))
-            mirror = stack.enter_context(mirrored(run, _say, received, goes_on=True))
+            mirror = stack.enter_context(
+                mirrored(run, _say, received, goes_on=True, several=others is not None)
+            )
             run.store.remove_leftovers()
         start = find_start(dataclasses.replace(recipe, precision=plan.precision))
         if not force:
@@ -213,7 +215,7 @@ def prepare_run(
             job.write(run.job)
             make_reserve(run.reserve)
             if mirror is not None:
-                mirror.begin(lambda: _has_begun(job), overwrites=not in_place)
+                mirror.begin(lambda: _has_begun(job), overwrites=not in_place, others=others)
         except OSError as error:
             raise unwritable(run.path, error) from None
         yield job

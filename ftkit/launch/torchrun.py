@@ -19,6 +19,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ftkit.errors import EXIT_BY_SIGNAL, EXIT_OUT_OF_MEMORY, UserError
+from ftkit.launch.apart.host import job_here
+from ftkit.launch.apart.lead import LeadRelay, ToldJob
+from ftkit.launch.apart.texts import JOB_TEXT, over
 from ftkit.launch.environment import ExternalRanks
 from ftkit.launch.heartbeats import Heartbeats, SharedStore, farewell
 from ftkit.launch.interfaces import (
@@ -33,6 +36,7 @@ from ftkit.launch.interfaces import (
     reached_within,
 )
 from ftkit.launch.ranks import POLL_S, Ranks, StoppedEarly
+from ftkit.remote.urls import url_of
 from ftkit.report.report import ENDED_WELL, read_report
 from ftkit.runs.directory import RankDirectory
 from ftkit.runs.job import FOR_MEMORY, Job, RankError
@@ -55,14 +59,15 @@ PATIENCE_S = 10.0
 
 def take_part(
     placed: ExternalRanks,
-    prepare: Callable[[Sequence[signal.Signals]], AbstractContextManager[Job]],
+    prepare: Callable[[Sequence[signal.Signals], LeadRelay | None], AbstractContextManager[Job]],
     conclude: Callable[[Job, Sequence[signal.Signals]], int],
 ) -> int:
     """Run this rank; on rank 0 also prepare the run and write the report.
 
     Args:
         placed: which rank this is.
-        prepare: checks the recipe and claims the run's directory; given the signals received.
+        prepare: checks the recipe and claims the run's directory; given the signals received, and
+            who sees to other hosts.
         conclude: writes the report and gives the exit code.
 
     Raises:
@@ -94,16 +99,25 @@ def take_part(
         Heartbeats(store, placed.rank, watched, ranks.end_without),
         ExitStack() as stack,
     ):
+        relay = None
+        if placed.num_nodes > 1:
+            relay = LeadRelay(store, placed.world_size, placed.local_world_size)
+            stack.enter_context(relay)
         try:
-            job = stack.enter_context(prepare(ranks.received))
+            job = stack.enter_context(prepare(ranks.received, relay))
         except BaseException as end:
             store.set(JOB, COMPLETE if isinstance(end, Completed) else "")
             if not isinstance(end, StoppedEarly):  # the signal may have ended the others
                 _wait_for_the_end(store, watched, ranks)
             raise
+        if relay is not None and url_of(job.directory.path) is not None:
+            store.set(JOB_TEXT, ToldJob.of(job).to_text())
+            relay.begin(job)
         store.set(JOB, str(job.directory.job))
         ranks.run(job)
         _wait_for_the_end(store, watched, ranks)
+        if relay is not None:
+            relay.collect()
         return conclude(job, ranks.received)
 
 
@@ -270,9 +284,14 @@ def _follow(placed: ExternalRanks, store: SharedStore, variables: Mapping[str, s
     if job_file == COMPLETE:
         return 0
     with Ranks(placed, variables) as ranks:
-        job = Job.read(Path(job_file))
-        ranks.run(job)
-    code = _exit_code(job.directory.rank(placed.rank))
+        try:
+            with job_here(placed, store, Path(job_file), ranks.received) as job:
+                ranks.run(job)
+                code = _exit_code(job.directory.rank(placed.rank))
+                if placed.rank % placed.local_world_size:  # else once all of this host are through
+                    store.set(over(placed.rank), "")
+        except UserError:
+            return UserError.exit_code
     if code and not _answers(store):
         print_line(
             f"ftkit: rank 0 at {store.host} was lost before the run was done. If torchrun does not "
@@ -325,7 +344,11 @@ def _knows(rank: int) -> str:
 def _wait_for_the_end(store: SharedStore, watched: Collection[int], ranks: Ranks) -> None:
     """Let the others end before the store does."""
     gone = ranks.gone[0] if ranks.gone is not None else None
-    _wait_for(store, [farewell(r) for r in watched if r != gone], patience_s=PATIENCE_S)
+    deadline_s = time.monotonic() + PATIENCE_S
+    left = set(watched) - {gone}
+    while left and time.monotonic() < deadline_s:
+        left = {r for r in left if not (store.check([farewell(r)]) or store.check([over(r)]))}
+        time.sleep(POLL_S)
 
 
 def _wait_for(store: SharedStore, keys: list[str], *, patience_s: float = float("inf")) -> None:

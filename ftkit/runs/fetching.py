@@ -129,13 +129,21 @@ def opened_url(name: str) -> Path:
 def _settle_own(run: RunDirectory, known: Known, listing: Listing, steps: set[int]) -> bool:
     """Decide about checkpoints that are here alone; whether this machine is ahead of the url.
 
-    One that was there and is no more has been deleted. One that was never sent is kept if nobody
-    else has gone on meanwhile; else it goes to set_aside.
+    One that was there and is no more has been deleted, and so is one of which this machine has a
+    part. One that was never sent is kept if nobody else has gone on meanwhile; else it goes to
+    set_aside.
     """
     store = run.store
     own = sorted(set(store.steps()) - steps)
     metadata_name = {step: f"{checkpoint_name(run, step)}/{METADATA}" for step in [*own, *steps]}
     unsent = [step for step in own if known.version(metadata_name[step]) is None]
+    halves = {step for step in unsent if not _is_whole(store.path(step))}
+    for step in sorted(halves):
+        print_line(
+            f"ftkit: the checkpoint of step {step} is not at {spelt(run.path)} and not whole on "
+            "this machine: others had shards of it, and did not come to send them. It is deleted"
+        )
+    unsent = [step for step in unsent if step not in halves]
     for step in set(own) - set(unsent):
         store.delete(step)
         for name in known.names():
@@ -155,6 +163,14 @@ def _settle_own(run: RunDirectory, known: Known, listing: Listing, steps: set[in
         f"{', '.join(map(str, unsent))}, which are only on this machine, are in {target} now"
     )
     return False
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    """Whether all files of a checkpoint are here, or it is damaged, which others say."""
+    try:
+        return all((checkpoint / name).exists() for name in read_metadata(checkpoint).files)
+    except CheckpointError:
+        return True
 
 
 def _fetch_checkpoint(

@@ -162,6 +162,10 @@ class RankError:
     happened_at_s: float
     """Seconds since the epoch: the first error of several ranks is the cause."""
 
+    def to_text(self) -> str:
+        """What its file holds."""
+        return json.dumps(dataclasses.asdict(self))
+
     def write(self, directory: RankDirectory) -> None:
         """Leave the error for the supervisor, even if the disk is full."""
         insist(lambda: write_json(directory.error, dataclasses.asdict(self)), directory.run.reserve)

@@ -20,6 +20,9 @@ from ftkit.runs.directory import RunDirectory
 from ftkit.runs.fetching import refresh
 from ftkit.utils.files import remove
 
+LOST_S = 150.0
+"""How long a run that is started again waits for its former self, which needs up to two minutes to
+notice that a machine is gone."""
 _LOOK_S = 0.2
 Use = Literal["new", "overwrite", "go_on"]
 """What a run wants of its directory: an empty one, this one emptied, or this one as it is."""

@@ -8,7 +8,7 @@ here as every checkpoint does, and is tried again until newer ones have taken it
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,12 +16,12 @@ from tempfile import TemporaryDirectory
 
 from ftkit.checkpoint.files import METADATA
 from ftkit.checkpoint.metadata import CheckpointError, Metadata, read_metadata
-from ftkit.checkpoint.store import LATEST
 from ftkit.console.display import Display
 from ftkit.console.formatting import utc_now
 from ftkit.remote.fetch import Known, Listing
 from ftkit.remote.objects import Objects, StorageError
 from ftkit.remote.urls import spelt
+from ftkit.runs.carrying.files import Others, files_of
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.fetching import checkpoint_name, committed_steps
 from ftkit.runs.remote_claim import RemoteClaim, is_claim
@@ -37,8 +37,7 @@ LONGEST_WAIT_S = 60.0
 LAST_ATTEMPTS_S = 120.0
 """How long the end of a run insists on a storage that does not take anything."""
 _FILES_AT_ONCE = 4
-_NOT_CARRIED = ("wandb",)
-"""Which has a service of its own."""
+_POLL_S = 0.1
 
 
 class NotCarried(Exception):
@@ -70,17 +69,37 @@ class Mirror:
         self._ends = threading.Event()
         self._thread: threading.Thread | None = None
         self._has_begun: Callable[[], bool] = lambda: True
+        self._others: Others | None = None
+        self._insists_until_s: float | None = None
 
-    def begin(self, has_begun: Callable[[], bool], *, overwrites: bool = False) -> None:
+    def begin(
+        self,
+        has_begun: Callable[[], bool],
+        *,
+        overwrites: bool = False,
+        others: Others | None = None,
+    ) -> None:
         """Carry from now on, in a thread.
 
         Args:
             has_begun: whether the run has done anything; the url stays as it is until then.
             overwrites: whether what lies at the url goes then.
+            others: who sends what is not here.
         """
-        self._has_begun, self._overwrites = has_begun, overwrites
+        self._has_begun, self._overwrites, self._others = has_begun, overwrites, others
         self._thread = threading.Thread(target=self._carry, daemon=True)
         self._thread.start()
+
+    def send_unsent(self) -> None:
+        """Send checkpoints of former sessions, before other hosts go on from one of them.
+
+        Raises:
+            StorageError: the storage does not take it.
+        """
+        for step in self._run.store.steps():
+            if step not in self._there:
+                self._send_checkpoint(step, self._run.store.path(step))
+        self._known.save()
 
     def stop(self) -> None:
         """Carry nothing more."""
@@ -100,6 +119,7 @@ class Mirror:
         self.stop()
         before = len(received)
         deadline_s, wait_s, problem = time.monotonic() + LAST_ATTEMPTS_S, 1.0, ""
+        self._insists_until_s = deadline_s
         with (
             Display(None) as display,
             display.phase(f"sending the rest to {spelt(self._run.path)}", brief=True) as phase,
@@ -123,6 +143,11 @@ class Mirror:
                 self._tell(problem)
                 time.sleep(wait_s)
                 wait_s = min(2 * wait_s, 10.0)
+        if problem and self._others is not None:
+            raise NotCarried(
+                f"{spelt(self._run.path)} does not have all of this run: {problem}. --resume auto "
+                "goes on from the newest checkpoint that it has."
+            )
         if problem:
             raise NotCarried(
                 f"{spelt(self._run.path)} does not have all of this run: {problem}. All of it is "
@@ -170,6 +195,7 @@ class Mirror:
         if not self._is_tidy:
             self._tidy(here)
         for step in reversed(new):  # the newest is worth most
+            self._lead(step, new, here)
             try:
                 with self._held(step) as held:
                     self._send_checkpoint(step, held)
@@ -178,6 +204,7 @@ class Mirror:
                     f"the checkpoint of step {step} is not sent yet and stays in "
                     f"{store.path(step)}: {error}"
                 ) from error
+        self._lead(None, [step for step in new if step not in self._there], here)
         self._seen |= here
         for step in sorted(gone):
             self._delete_checkpoint(step)
@@ -297,7 +324,9 @@ class Mirror:
         unsent = [
             file
             for file, entry in sorted(metadata.files.items(), key=lambda item: -item[1].size_bytes)
-            if step not in self._there and (step, file, entry.sha256) not in self._sent
+            if step not in self._there
+            and (step, file, entry.sha256) not in self._sent
+            and (self._others is None or (directory / file).exists())
         ]
 
         def send(file: str) -> None:
@@ -306,6 +335,15 @@ class Mirror:
 
         with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
             list(pool.map(send, unsent))
+        if step not in self._there:
+            elsewhere = {
+                file: entry.sha256
+                for file, entry in metadata.files.items()
+                if (step, file, entry.sha256) not in self._sent
+            }
+            if elsewhere and not self._await_others(step, elsewhere):
+                return
+            self._send_files(everything=False)  # rows reach as far as the checkpoint
         self._objects.write(f"{name}/{METADATA}", content)
         self._there.add(step)
         self._seen.add(step)
@@ -314,6 +352,27 @@ class Mirror:
                 self._note(f"{name}/{METADATA}")
         for file, entry in metadata.files.items():
             self._sent.discard((step, file, entry.sha256))
+
+    def _lead(self, current: int | None, kept: Iterable[int], here: Iterable[int]) -> None:
+        if self._others is not None:
+            self._others.lead(current, kept, max(here, default=0))
+
+    def _await_others(self, step: int, elsewhere: Mapping[str, str]) -> bool:
+        """Wait until other hosts have sent their files of a checkpoint; False: the run ends first.
+
+        Raises:
+            StorageError: they cannot send them now.
+        """
+        assert self._others is not None
+        while not elsewhere.items() <= self._others.sent(step).items():
+            if problem := self._others.problem():
+                raise StorageError(problem)
+            if self._insists_until_s is None and self._ends.is_set():
+                return False
+            if time.monotonic() > (self._insists_until_s or float("inf")):
+                raise StorageError("other machines have not sent their shards")
+            time.sleep(_POLL_S)
+        return True
 
     def _has_files_of(self, step: int, metadata: Metadata) -> bool:
         """Whether the checkpoint at the url consists of the same files."""
@@ -344,7 +403,9 @@ class Mirror:
     def _send_files(self, everything: bool) -> None:
         """Send what has changed of all other files; the result before the report."""
         files = [
-            path for path in self._files(everything) if not self._known.is_equal(self._name(path))
+            path
+            for path in files_of(self._run, everything)
+            if not self._known.is_equal(self._name(path))
         ]
         for path in files:
             name = self._name(path)
@@ -367,30 +428,6 @@ class Mirror:
     def _objects_known_whole(self) -> set[str]:
         """Files that are here whenever they are at the url."""
         return {path.name for path in (self._run.report, *self._run.rows)}
-
-    def _files(self, everything: bool) -> Iterator[Path]:
-        """All but checkpoints and what is being written, settings of the result after its weights.
-
-        While the run is at work, what is only there once is left for the end.
-        """
-        run = self._run
-        left_out = {run.state.name, run.store.directory.name, *_NOT_CARRIED}
-        latest = run.store.directory / LATEST
-        if latest.exists():
-            yield latest
-        for top in sorted(run.path.iterdir(), key=lambda path: (path == run.report, path.name)):
-            if top.name in left_out or top.name.startswith("."):
-                continue
-            if top.is_file():
-                yield top
-            elif everything or top != run.final:
-                found = [
-                    path for path in top.rglob("*") if path.is_file() and not path.is_symlink()
-                ]
-                inside = [
-                    p for p in found if not any(part[0] == "." for part in p.relative_to(top).parts)
-                ]
-                yield from sorted(inside, key=lambda path: (path.suffix == ".json", path.name))
 
     def _name(self, path: Path) -> str:
         return path.relative_to(self._run.path).as_posix()

@@ -21,6 +21,7 @@ def mirrored(
     received: Sequence[object],
     *,
     goes_on: bool,
+    several: bool = False,
 ) -> Iterator[Mirror | None]:
     """The mirror of a run whose directory stands for a url; None: of another, which needs none.
 
@@ -32,6 +33,7 @@ def mirrored(
         on_message: told what takes long.
         received: signals so far; one more ends what is done at the end.
         goes_on: whether the run there is to go on; its files are fetched then.
+        several: whether other machines take part, which see of it what is at the url.
 
     Raises:
         UserError: another run holds the url, or it cannot be reached.
@@ -54,6 +56,8 @@ def mirrored(
             )
         try:
             mirror = Mirror(run, claim, fetch_run(run) if goes_on else objects.listing())
+            if goes_on and several:
+                mirror.send_unsent()
         except StorageError as error:
             raise unreachable(error) from error
         try:

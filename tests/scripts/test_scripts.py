@@ -51,7 +51,13 @@ LIGHT_MODULES = [
     "pretrained.hub",
     "pretrained.size_estimate",
 ]
-NOT_LIGHT = ["cli.child", "launch.heartbeats", "launch.torchrun", "utils.safetensors_files"]
+NOT_LIGHT = [
+    "cli.child",
+    *(f"launch.apart.{name}" for name in ("host", "lead", "outgoing", "texts")),
+    "launch.heartbeats",
+    "launch.torchrun",
+    "utils.safetensors_files",
+]
 """In light packages: a program of its own, and what processes use that have torch anyway."""
 HEAVY_PACKAGES = [
     "bitsandbytes",

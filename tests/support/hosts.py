@@ -4,12 +4,15 @@ They are connected by a bridge in a further namespace, the hub, where something 
 none of them, such as a rendezvous store. All of it is made for a test and removed after it.
 """
 
+import ctypes
 import itertools
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -31,6 +34,7 @@ IMPATIENT = """
 from ftkit.launch import heartbeats
 heartbeats.BEAT_S, heartbeats.MISSED_BEATS = 0.5, 12
 """
+_CLONE_NEWNET = 0x40000000
 _NUMBERS = itertools.count()
 _RENDEZVOUS = {
     "last_call_timeout": 8,
@@ -162,6 +166,22 @@ class Host:
         """Have it find an address by a name, from the next program on."""
         with (self._files / "hosts").open("a") as file:
             file.write(f"{address} {name}\n")
+
+    def listening(self) -> socket.socket:
+        """A socket that takes connections on its address, for a server outside of it."""
+        made: list[socket.socket] = []
+
+        def listen() -> None:  # namespaces are a thread's, and sockets stay where they were made
+            libc = ctypes.CDLL(None, use_errno=True)
+            with Path(f"/run/netns/{self.namespace}").open() as file:
+                if libc.setns(file.fileno(), _CLONE_NEWNET):
+                    raise OSError(ctypes.get_errno(), "no such namespace")
+            made.append(socket.create_server((self.address, 0), backlog=128))
+
+        thread = threading.Thread(target=listen)
+        thread.start()
+        thread.join()
+        return made[0]
 
     def processes(self) -> list[psutil.Process]:
         """All that run on it."""

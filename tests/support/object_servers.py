@@ -6,6 +6,7 @@ the test, which breaks off, delays or answers in its place what the test wants.
 
 import http.client
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -74,6 +75,7 @@ class Proxy:
     """A server of storage as its users see it."""
 
     port: int
+    address: str = "127.0.0.1"
     decide: Decide = lambda _: None
     """Set by a test."""
     requests: list[Request] = field(default_factory=list)
@@ -82,7 +84,7 @@ class Proxy:
     @property
     def url(self) -> str:
         """Its address."""
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.address}:{self.port}"
 
     @property
     def environment(self) -> dict[str, str]:
@@ -193,10 +195,21 @@ def _handler(proxy: Proxy, port: int) -> type[BaseHTTPRequestHandler]:
 
 
 @contextmanager
-def behind_proxy(port: int) -> Iterator[Proxy]:
-    """A proxy before the server at a port."""
+def behind_proxy(port: int, listening: socket.socket | None = None) -> Iterator[Proxy]:
+    """A proxy before the server at a port.
+
+    Args:
+        port: of the server, on loopback.
+        listening: where the proxy takes connections; None: on loopback, too.
+    """
     proxy = Proxy(0)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(proxy, port))
+    if listening is None:
+        server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(proxy, port))
+    else:
+        where = listening.getsockname()
+        server = ThreadingHTTPServer(where, _handler(proxy, port), bind_and_activate=False)
+        server.socket.close()
+        server.socket, server.server_address, proxy.address = listening, where, where[0]
     server.daemon_threads = True
     server.handle_error = lambda *_: None
     proxy.port = server.server_address[1]
