@@ -5,7 +5,10 @@ needs them: a checkpoint here whose metadata are here is complete, and what it l
 lies at its url (`ftkit.remote.ranges`). What a run of this machine could not send is kept.
 """
 
+import json
+import os
 from contextlib import suppress
+from datetime import datetime
 from fcntl import LOCK_NB, LOCK_SH, flock
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +19,7 @@ from ftkit.checkpoint.store import step_of
 from ftkit.remote.fetch import Known, Listing, fetch_missing, fetch_whole, unreachable
 from ftkit.remote.objects import Objects, StorageError
 from ftkit.remote.urls import local_path, spelt, url_of
+from ftkit.runs.carrying.files import is_state
 from ftkit.runs.directory import RunDirectory
 from ftkit.utils.files import remove
 from ftkit.utils.process import print_line
@@ -165,6 +169,35 @@ def _settle_own(run: RunDirectory, known: Known, listing: Listing, steps: set[in
     return False
 
 
+def fetch_killed(run: RunDirectory, listing: Listing, *, heard_at: str) -> None:
+    """Bring here what a session left that was killed on another machine, as if it were this one.
+
+    Args:
+        run: its directory, locked.
+        listing: what lies at the url.
+        heard_at: when the session renewed its claim for the last time; ISO 8601.
+
+    Raises:
+        StorageError: the url cannot be read.
+    """
+    inside = _below(run.state)
+    job = f"{inside}{run.job.name}"
+    if job not in listing:
+        return
+    objects = Objects.of(run.path)
+    with suppress(OSError, ValueError, KeyError):
+        own = json.loads(run.job_of_killed.read_bytes())["started_at_s"]
+        if own >= json.loads(objects.read(job))["started_at_s"]:  # it was this machine
+            return
+    remove(run.killed)
+    heard_s = datetime.fromisoformat(heard_at).timestamp()
+    for name, entry in listing.items():
+        if is_state(run, name) and entry.size_bytes <= SMALL_BYTES:
+            path = run.killed / name.removeprefix(inside)
+            objects.download(name, path)
+            os.utime(path, (heard_s, heard_s))
+
+
 def _is_whole(checkpoint: Path) -> bool:
     """Whether all files of a checkpoint are here, or it is damaged, which others say."""
     try:
@@ -201,9 +234,9 @@ def _fetch_rest(run: RunDirectory, objects: Objects, known: Known, listing: List
     wanted = {
         name: entry for name, entry in listing.items() if "/" not in name or name.startswith(final)
     }
-    inside = f"{run.store.directory.name}/"
+    elsewhere = (f"{run.store.directory.name}/", _below(run.state))
     for name in known.names():
-        if name not in listing and not name.startswith(inside):
+        if name not in listing and not name.startswith(elsewhere):
             path = run.path / name
             path.unlink(missing_ok=True)
             known.forget(name)

@@ -8,9 +8,9 @@ here as every checkpoint does, and is tried again until newer ones have taken it
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -21,11 +21,10 @@ from ftkit.console.formatting import utc_now
 from ftkit.remote.fetch import Known, Listing
 from ftkit.remote.objects import Objects, StorageError
 from ftkit.remote.urls import spelt
-from ftkit.runs.carrying.files import Others, files_of
+from ftkit.runs.carrying.files import Others, files_of, held, is_state
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.fetching import checkpoint_name, committed_steps
 from ftkit.runs.remote_claim import RemoteClaim, is_claim
-from ftkit.utils.files import remove
 from ftkit.utils.process import print_line
 
 LOOKS_EVERY_S = 1.0
@@ -138,17 +137,24 @@ class Mirror:
                 problem = found[0] if found else "it was interrupted"
                 if not found:
                     break
-                if not problem or self._claim.lost_to or time.monotonic() > deadline_s:
+                is_over = self._claim.lost_to or (self._others and self._others.gone())
+                if not problem or is_over or time.monotonic() > deadline_s:
                     break
                 self._tell(problem)
                 time.sleep(wait_s)
                 wait_s = min(2 * wait_s, 10.0)
-        if problem and self._others is not None:
+        if not problem:
+            with suppress(StorageError):  # the next session removes it
+                self._delete(
+                    [name for name in self._objects.listing() if is_state(self._run, name)]
+                )
+                self._known.save()
+        elif self._others is not None:
             raise NotCarried(
                 f"{spelt(self._run.path)} does not have all of this run: {problem}. --resume auto "
                 "goes on from the newest checkpoint that it has."
             )
-        if problem:
+        else:
             raise NotCarried(
                 f"{spelt(self._run.path)} does not have all of this run: {problem}. All of it is "
                 f"in {self._run.path}; --resume auto on this machine sends it."
@@ -197,8 +203,8 @@ class Mirror:
         for step in reversed(new):  # the newest is worth most
             self._lead(step, new, here)
             try:
-                with self._held(step) as held:
-                    self._send_checkpoint(step, held)
+                with held(self._run, step) as directory:
+                    self._send_checkpoint(step, directory)
             except StorageError as error:
                 raise StorageError(
                     f"the checkpoint of step {step} is not sent yet and stays in "
@@ -285,26 +291,6 @@ class Mirror:
             self._listing.pop(name, None)
             self._known.forget(name)
 
-    @contextmanager
-    def _held(self, step: int) -> Iterator[Path]:
-        """The files of a checkpoint under other names, so that they last while they are sent.
-
-        A run that saves faster than it can send would otherwise delete each before it is there.
-        """
-        directory, held = self._run.store.path(step), self._run.state / "sending"
-        remove(held)
-        try:
-            for path in sorted(directory.rglob("*")):
-                if path.is_file():
-                    link = held / path.relative_to(directory)
-                    link.parent.mkdir(parents=True, exist_ok=True)
-                    link.hardlink_to(path)
-            yield held if held.exists() else directory
-        except FileNotFoundError:  # deleted just now: newer ones have taken its place
-            yield directory
-        finally:
-            remove(held)
-
     def _send_checkpoint(self, step: int, directory: Path) -> None:
         """Send a checkpoint, or only its metadata if they alone have changed.
 
@@ -365,7 +351,7 @@ class Mirror:
         """
         assert self._others is not None
         while not elsewhere.items() <= self._others.sent(step).items():
-            if problem := self._others.problem():
+            if problem := self._others.gone() or self._others.problem():
                 raise StorageError(problem)
             if self._insists_until_s is None and self._ends.is_set():
                 return False

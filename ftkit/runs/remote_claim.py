@@ -108,6 +108,8 @@ class RemoteClaim:
         self._thread: threading.Thread | None = None
         self.lost_to: str | None = None
         """Who has taken it over, if somebody has: nothing more may be written then."""
+        self.former: ClaimHolder | None = None
+        """Whose claim it was, if that has ended without giving it back."""
         self.is_certain = True
         """Whether the storage keeps two runs apart; else nothing but luck does."""
 
@@ -125,6 +127,7 @@ class RemoteClaim:
             number, content = self._newest()
             if content is not None:
                 self._refuse_living(number, content, on_waiting)
+                self.former = ClaimHolder.parse(content)
             name = _name_of(number + 1)
             if self._create(name):
                 break

@@ -8,7 +8,7 @@ from ftkit.remote.fetch import unreachable
 from ftkit.remote.objects import Objects, StorageError
 from ftkit.remote.urls import url_of
 from ftkit.runs.directory import RunDirectory
-from ftkit.runs.fetching import fetch_run
+from ftkit.runs.fetching import fetch_killed, fetch_run
 from ftkit.runs.mirror import Mirror
 from ftkit.runs.remote_claim import RemoteClaim
 from ftkit.runs.resume import Completed
@@ -55,7 +55,10 @@ def mirrored(
                 "from it that begins at the same moment"
             )
         try:
-            mirror = Mirror(run, claim, fetch_run(run) if goes_on else objects.listing())
+            listing = fetch_run(run) if goes_on else objects.listing()
+            if goes_on and claim.former is not None:
+                fetch_killed(run, listing, heard_at=claim.former.renewed_at)
+            mirror = Mirror(run, claim, listing)
             if goes_on and several:
                 mirror.send_unsent()
         except StorageError as error:

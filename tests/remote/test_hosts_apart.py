@@ -3,20 +3,21 @@
 The hosts are network namespaces; torchrun, ftkit and its ranks are real processes in them.
 """
 
-import json
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 from command import ROOT, command_environment, command_line
-from hosts import HUB, IMPATIENT, STORE, Host, network
-from object_servers import Bucket, Proxy, behind_proxy
+from hosts import IMPATIENT, STORE, Host, network
+from object_servers import INTERNAL, Bucket, Proxy, behind_proxy, is_write
 from runs import TIMEOUT_S, Process, command_of, rows, wait_for, watched
 
 from ftkit.checkpoint.store import Store
 from ftkit.report.report import read_report
+from ftkit.runs.directory import RunDirectory
+from ftkit.runs.job import Job
 
 URL = "s3://bucket"
 KEYS: dict[str, object] = {
@@ -31,6 +32,19 @@ KEYS: dict[str, object] = {
     "eval__interval": 0,
     "eval__final_validation": "false",
 }
+SLOW = """
+import time
+from ftkit.training import step
+def run(self, *arguments, real=step.TrainStep.run):
+    time.sleep(0.3)
+    return real(self, *arguments)
+step.TrainStep.run = run
+"""
+EXPIRES_SOON = """
+from ftkit.runs import remote_claim
+remote_claim.RENEWED_EVERY_S, remote_claim.EXPIRES_S = 1.0, 5.0
+"""
+STEPS = 40
 ALONE = "sys.path.insert(0, '')\nfrom ftkit.cli.app import main\nmain()"
 
 
@@ -68,6 +82,38 @@ def alone(common: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[f
         code, out, _ = run.end()
     assert code == 0, out
     return losses(out_dir)
+
+
+@pytest.fixture
+def slowly(tmp_path: Path) -> dict[str, str]:
+    """Variables with which steps take their time, and supervisors and claims have no patience."""
+    start_up = tmp_path / "start-up"
+    start_up.mkdir()
+    (start_up / "sitecustomize.py").write_text(
+        "import sys\n"
+        'if "ftkit.training.rank" in sys.orig_argv:\n'
+        f"{textwrap.indent(SLOW, '    ')}"
+        'elif "torch.distributed.run" not in str(sys.orig_argv):\n'
+        f"{textwrap.indent(IMPATIENT + EXPIRES_SOON, '    ')}"
+    )
+    return {"PYTHONPATH": f"{ROOT}:{start_up}"}
+
+
+@pytest.fixture
+def store(machines: tuple[Host, Host, Host], hosts: tuple[Host, Host]) -> Iterator[None]:
+    """A rendezvous store on a host that does not train."""
+    hub = machines[0]
+    process = hub.run(STORE)
+    wait_for(lambda: hub.listens() or process.poll() is not None)
+    yield
+    process.kill()
+    process.communicate()
+
+
+def by_rank(*hosts: Host) -> list[Host]:
+    """The hosts in the order of their ranks, once all have one."""
+    wait_for(lambda: all(host.rank() is not None for host in hosts))
+    return sorted(hosts, key=lambda host: host.rank() or 0)
 
 
 def losses(out_dir: Path) -> list[float]:
@@ -128,3 +174,91 @@ def test_two_hosts_without_a_common_disk_make_one_run_at_a_url_and_one_goes_on_w
     assert losses(copy) == pytest.approx(alone, rel=1e-5)
     store = Store(copy / "checkpoints")
     assert {step: store.verify(step) for step in store.steps()} == {4: [], 8: [], 12: []}
+
+
+@pytest.mark.slow
+@pytest.mark.matrix  # minutes
+def test_a_run_without_a_common_disk_goes_on_without_a_host_and_without_that_of_rank_0(
+    hosts: tuple[Host, Host],
+    store: None,
+    reached: Proxy,
+    bucket: Bucket,
+    slowly: dict[str, str],
+    common: list[str],
+    tmp_path: Path,
+) -> None:
+    """Shards that were lost with a host make no checkpoint; a claim of a lost host expires."""
+    keys = KEYS | {"train__max_steps": STEPS}
+    out_dir = tmp_path / "alone"
+    with watched(
+        out_dir, command_line(*command_of(out_dir, common, **keys)), tmp_path, command_environment()
+    ) as run:
+        assert run.end()[0] == 0
+    expected = losses(out_dir)
+
+    words = command_of(f"{URL}/lost", common, **keys, strategy="fsdp")
+    variables = {host: variables_of(host, reached, tmp_path) | slowly for host in hosts}
+    reached.fails(
+        INTERNAL,
+        lambda request: (
+            is_write(request)
+            and "00001-of-00002" in request.path
+            and "step-00000004" not in request.path
+        ),
+    )
+    torchruns = {host: host.torchrun(words, **variables[host]) for host in hosts}
+
+    def wait_until(met: Callable[[], bool], *living: Host) -> None:
+        def look() -> bool:
+            for host in living:
+                assert torchruns[host].poll() is None, torchruns[host].communicate()
+            return met()
+
+        wait_for(look)
+
+    def job(host: Host) -> Job | None:
+        with suppress(OSError, ValueError):
+            return Job.read(RunDirectory(tmp_path / host.name / "runs/s3/bucket/lost").job)
+        return None
+
+    # The other host's shard of a checkpoint never comes: rank 0's host has it, the url has not.
+    stays, lost = by_rank(*hosts)
+    wait_until(lambda: 4 in bucket.steps("lost"), *hosts)
+    committed = tmp_path / stays.name / "runs/s3/bucket/lost/checkpoints/step-00000008"
+    wait_until(committed.exists, *hosts)
+    wait_until(
+        lambda: "lost/checkpoints/step-00000008/shard-00000" in str(reached.requests), *hosts
+    )
+    lost.kill()
+    assert 8 not in bucket.steps("lost")
+    reached.works()
+    wait_until(lambda: (found := job(stays)) is not None and found.plan.world_size == 1, stays)
+    resumed = job(stays)
+    assert resumed and resumed.start_step == 4
+    wait_until(lambda: 8 in bucket.steps("lost"), stays)
+
+    torchruns[lost] = lost.torchrun(words, **variables[lost])
+    zero, left = by_rank(*hosts)
+    wait_until(lambda: (found := job(zero)) is not None and found.plan.world_size == 2, *hosts)
+    resumed = job(zero)
+    assert resumed
+    wait_until(lambda: max(bucket.steps("lost")) > resumed.start_step, *hosts)
+    zero.kill()
+
+    code, said = end(torchruns[left])
+    assert code == 0, said
+    left.ends()
+    copy = bucket.fetch("lost", tmp_path / "copy")
+    report = read_report(copy)
+    assert (report.outcome, report.exit_code) == ("completed", 0), report.exit_reason
+    assert [int(row["step"]) for row in rows(copy)] == list(range(1, STEPS + 1))
+    assert losses(copy) == pytest.approx(expected, rel=1e-5)
+    checkpoints = Store(copy / "checkpoints")
+    assert all(checkpoints.verify(step) == [] for step in checkpoints.steps())
+    sizes = [(restart.world_size_before, restart.world_size) for restart in report.restarts]
+    assert sizes == [(2, 1), (1, 2), (2, 1)]
+    first, second, third = report.restarts
+    assert first.reason.startswith("rank 1: ") and first.from_step == 4
+    assert second.reason == "SIGTERM, for machines that have joined"
+    assert f"rank 0 on {zero.name} was killed with its supervisor" in third.reason
+    assert not any(name.startswith(".run/") for name in bucket.names("lost"))

@@ -182,6 +182,7 @@ class HostRelay:
         self._lead = Lead()
         self._heard_s = time.monotonic()
         self._problem = self._told = ""
+        self._beats = 0
         self._lock = threading.Lock()
         self._ends = threading.Event()
         self._threads = [
@@ -269,7 +270,9 @@ class HostRelay:
                 versions=dict(self._versions),
                 sent={str(step): files for step, files in dict(self._outgoing.sent).items()},
                 problem=self._problem,
+                beats=self._beats,
             )
+            self._beats += 1
             self._texts.put(index_of(self._ranks[0]), index.to_text())
 
     def _pass_on_file(self, rank: int, file: Path) -> None:

@@ -20,6 +20,8 @@ from ftkit.launch.heartbeats import farewell
 from ftkit.remote.urls import spelt, url_of
 from ftkit.runs.job import Job
 
+_SILENT_LOOKS = 40
+"""In a row, without a new word of a host, after which nothing is waited for that it should send."""
 _LEAVING_S = 10.0
 """How long others have to see that all is sent, before the store ends."""
 
@@ -62,6 +64,8 @@ class HostIndex:
     """Checksums of the files of its ranks that are at the url, by step and name."""
     problem: str = ""
     """Why it cannot send; empty: it can."""
+    beats: int = 0
+    """How often it has told this."""
 
     def to_text(self) -> str:
         """For the store."""
@@ -117,6 +121,7 @@ class LeadRelay:
         self._store, self._texts = store, SharedTexts(store)
         self._world_size, self._of_host = world_size, local_world_size
         self._indices: dict[int, HostIndex] = {}
+        self._silent: dict[int, int] = {}
         self._seen: dict[str, int] = {}
         self._lead = Lead()
         self._told = ""
@@ -168,6 +173,9 @@ class LeadRelay:
                     if self._seen.get(key) != version:
                         self._take(key)
                         self._seen[key] = version
+                before = self._indices.get(first)
+                is_new = before is None or index.beats != before.beats
+                self._silent[first] = 0 if is_new else self._silent[first] + 1
                 self._indices[first] = index
         self._tell()
 
@@ -196,6 +204,14 @@ class LeadRelay:
         with self._lock:
             found = [f"{i.host}: {i.problem}" for i in self._indices.values() if i.problem]
         return "; ".join(found)
+
+    def gone(self) -> str:
+        """Which other host will send nothing any more; empty: none."""
+        with self._lock:
+            found = [
+                self._indices[f].host for f, looks in self._silent.items() if looks > _SILENT_LOOKS
+            ]
+        return f"nothing is heard of {', '.join(found)}" if found else ""
 
     def _collect(self) -> None:
         while not self._ends.wait(POLL_S):
