@@ -41,8 +41,10 @@ def run(self, *arguments, real=step.TrainStep.run):
 step.TrainStep.run = run
 """
 EXPIRES_SOON = """
+import socket
 from ftkit.runs import remote_claim
 remote_claim.RENEWED_EVERY_S, remote_claim.EXPIRES_S = 1.0, 5.0
+remote_claim._machine = socket.gethostname
 """
 STEPS = 40
 ALONE = "sys.path.insert(0, '')\nfrom ftkit.cli.app import main\nmain()"
