@@ -229,6 +229,8 @@ class Objects:
         while True:
             try:
                 return ask(self._fs())
+            except UserError:  # no answer of the storage, but a signal that came meanwhile
+                raise
             except Exception as error:
                 if ends():
                     raise FileNotFoundError(what) from error

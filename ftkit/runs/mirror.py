@@ -9,7 +9,6 @@ here as every checkpoint does, and is tried again until newer ones have taken it
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,6 +17,7 @@ from ftkit.checkpoint.files import METADATA
 from ftkit.checkpoint.metadata import CheckpointError, Metadata, read_metadata
 from ftkit.console.display import Display
 from ftkit.console.formatting import utc_now
+from ftkit.remote.background import begun, each, ends, pause
 from ftkit.remote.fetch import Known, Listing
 from ftkit.remote.objects import Objects, StorageError
 from ftkit.remote.urls import spelt
@@ -86,8 +86,7 @@ class Mirror:
             others: who sends what is not here.
         """
         self._has_begun, self._overwrites, self._others = has_begun, overwrites, others
-        self._thread = threading.Thread(target=self._carry, daemon=True)
-        self._thread.start()
+        self._thread = begun(self._carry)
 
     def send_unsent(self) -> None:
         """Send checkpoints of former sessions, before other hosts go on from one of them.
@@ -100,11 +99,14 @@ class Mirror:
                 self._send_checkpoint(step, self._run.store.path(step))
         self._known.save()
 
-    def stop(self) -> None:
-        """Carry nothing more."""
+    def stop(self, unless: Callable[[], bool]) -> bool:
+        """Carry nothing more; whether what was on its way has ended.
+
+        Args:
+            unless: what ends the waiting for it.
+        """
         self._ends.set()
-        if self._thread is not None:
-            self._thread.join()
+        return self._thread is None or ends(self._thread, unless)
 
     def finish(self, received: Sequence[object] = ()) -> None:
         """Carry what is left, once nobody writes here any more.
@@ -115,33 +117,31 @@ class Mirror:
         Raises:
             NotCarried: something is left.
         """
-        self.stop()
         before = len(received)
-        deadline_s, wait_s, problem = time.monotonic() + LAST_ATTEMPTS_S, 1.0, ""
+        deadline_s, wait_s = time.monotonic() + LAST_ATTEMPTS_S, 1.0
         self._insists_until_s = deadline_s
-        with (
-            Display(None) as display,
-            display.phase(f"sending the rest to {spelt(self._run.path)}", brief=True) as phase,
-        ):
-            while True:
+
+        def interrupted() -> bool:
+            return len(received) > before
+
+        title = f"sending the rest to {spelt(self._run.path)} (Ctrl+C leaves it here)"
+        with Display(None) as display, display.phase(title, brief=True) as phase:
+            problem = "it was interrupted"
+            has_stopped = self.stop(interrupted)
+            while has_stopped and not interrupted():
                 found: list[str] = []
 
                 def work(found: list[str] = found) -> None:
                     found.append(self._problem_of(lambda: self._round(everything=True)))
 
-                worker = threading.Thread(target=work, daemon=True)
-                worker.start()
-                while worker.is_alive() and len(received) == before:
-                    worker.join(0.1)
-                    phase.advance(0, 0)
-                problem = found[0] if found else "it was interrupted"
-                if not found:
+                if not ends(begun(work), interrupted, lambda: phase.advance(0, 0)):
                     break
+                (problem,) = found
                 is_over = self._claim.lost_to or (self._others and self._others.gone())
                 if not problem or is_over or time.monotonic() > deadline_s:
                     break
                 self._tell(problem)
-                time.sleep(wait_s)
+                pause(wait_s, interrupted)
                 wait_s = min(2 * wait_s, 10.0)
         if not problem:
             with suppress(StorageError):  # the next session removes it
@@ -183,6 +183,8 @@ class Mirror:
             work()
         except (StorageError, OSError) as error:
             return str(error)
+        except Exception as error:  # a mistake here is said, too, and training goes on
+            return f"{type(error).__name__}: {error}"
         return ""
 
     def _round(self, *, everything: bool) -> None:
@@ -319,8 +321,7 @@ class Mirror:
             self._objects.upload(directory / file, f"{name}/{file}")
             self._sent.add((step, file, metadata.files[file].sha256))
 
-        with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
-            list(pool.map(send, unsent))
+        each(send, unsent, _FILES_AT_ONCE)
         if step not in self._there:
             elsewhere = {
                 file: entry.sha256

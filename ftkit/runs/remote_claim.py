@@ -24,6 +24,7 @@ import psutil
 
 from ftkit.console.formatting import utc_now
 from ftkit.errors import UserError
+from ftkit.remote.background import begun, ends
 from ftkit.remote.objects import Objects, StorageError
 
 RENEWED_EVERY_S = 15.0
@@ -31,6 +32,8 @@ EXPIRES_S = 60.0
 """A claim that was not renewed for as long has no holder any more."""
 _CERTAINLY_OLD_S = 3600.0
 """One with a time so long ago need not be watched, whatever the clocks say."""
+_GIVEN_BACK_WITHIN_S = 10.0
+"""Then it is left to expire: the command ends."""
 _PREFIX = ".run/claim-"
 _NAME = re.compile(rf"{re.escape(_PREFIX)}([0-9]{{6}})\.json")
 
@@ -134,16 +137,19 @@ class RemoteClaim:
         self._name = name
         older = [n for n in self._objects.listing() if _NAME.fullmatch(n) and n < name]
         self._objects.delete(older)
-        self._thread = threading.Thread(target=self._renew, daemon=True)
-        self._thread.start()
+        self._thread = begun(self._renew)
 
     def release(self) -> None:
-        """Give the claim back."""
+        """Give the claim back; where the storage does not answer soon, it expires."""
         self._ends.set()
+        deadline_s = time.monotonic() + _GIVEN_BACK_WITHIN_S
+        ends(begun(self._give_back), lambda: time.monotonic() > deadline_s)
+
+    def _give_back(self) -> None:
         if self._thread is not None:
             self._thread.join()
         if self._name and self.lost_to is None:
-            with suppress(StorageError):  # it expires
+            with suppress(StorageError):
                 self._objects.delete([self._name])
 
     def check(self) -> bool:

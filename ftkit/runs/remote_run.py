@@ -68,10 +68,10 @@ def mirrored(
         except Completed:
             mirror.finish(received)
             raise
-        else:
-            mirror.finish(received)
-        finally:
-            mirror.stop()
+        except BaseException:
+            mirror.stop(lambda: True)
+            raise
+        mirror.finish(received)
     finally:
         claim.release()
 

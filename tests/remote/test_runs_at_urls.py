@@ -4,8 +4,7 @@ import csv
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ import warm
 from command import command_environment, command_line
 from object_servers import EXPIRED, SECRET, Bucket, Proxy, writes
 from rank_jobs import needs_deepspeed
-from runs import TIMEOUT_S, options, wait_for
+from runs import DEFAULT_SIGNALS, TIMEOUT_S, options, wait_for
 
 from ftkit.checkpoint.store import Store
 from ftkit.report.report import read_report
@@ -36,8 +35,12 @@ def learned(directory: Path) -> list[tuple[str, ...]]:
 
 
 @pytest.fixture
-def begin(common: list[str], tmp_path: Path, s3: Proxy) -> Ftkit:
-    """Starts a run that saves every two steps on a machine: `begin("a", url, "--devices", "2")`."""
+def begin(common: list[str], tmp_path: Path, s3: Proxy) -> Iterator[Ftkit]:
+    """Starts a run that saves every two steps on a machine: `begin("a", url, "--devices", "2")`.
+
+    None outlives the test.
+    """
+    begun: list[Attempt] = []
 
     def start(machine: str, out_dir: object, *more: object, command: str = "finetune") -> Attempt:
         words = [command, *common, "--out_dir", out_dir, *more]
@@ -45,9 +48,14 @@ def begin(common: list[str], tmp_path: Path, s3: Proxy) -> Ftkit:
             words += options(train__save_interval=2, eval__interval=0)
         environment = command_environment() | {"FTKIT_CACHE_DIR": str(tmp_path / machine)}
         environment["DS_ACCELERATOR"] = "cpu"
-        return warm.SERVER.start(command_line(*words), environment, cwd=tmp_path)
+        line = command_line(*words, before=DEFAULT_SIGNALS)
+        begun.append(warm.SERVER.start(line, environment, cwd=tmp_path))
+        return begun[-1]
 
-    return start
+    yield start
+    for attempt in begun:
+        attempt.kill()
+        attempt.wait()
 
 
 def ended(attempt: Attempt) -> tuple[int, str]:
@@ -209,7 +217,6 @@ def test_a_second_run_is_refused_while_one_is_at_work_and_goes_on_once_that_was_
     assert not any(name.startswith(".run/") for name in bucket.names("claimed"))
 
 
-@pytest.mark.matrix  # an end may insist for as long as a test waits, on a busy machine
 def test_training_goes_on_without_the_storage_and_what_could_not_be_sent_is_kept_and_sent_later(
     begin: Ftkit, run: Callable[..., str], s3: Proxy, bucket: Bucket, tmp_path: Path
 ) -> None:
@@ -237,21 +244,15 @@ def test_training_goes_on_without_the_storage_and_what_could_not_be_sent_is_kept
     assert Store(copy / "checkpoints").newest() == report.progress.steps
 
 
-@pytest.mark.matrix  # an end may insist for as long as a test waits, on a busy machine
 def test_what_was_not_sent_in_the_end_is_said_and_sent_by_the_next_start(
     begin: Ftkit, run: Callable[..., str], s3: Proxy, bucket: Bucket, tmp_path: Path
 ) -> None:
-    s3.fails(EXPIRED, writes("unsent/checkpoints/"))
+    met = s3.fails(EXPIRED, writes("unsent/checkpoints/"))
     first = begin("a", "s3://bucket/unsent")
-    final = tmp_path / "a/runs/s3/bucket/unsent/report.json"
-    wait_for(final.exists)
-
-    def ends_when_told_to() -> bool:
-        first.send_signal(signal.SIGINT)
-        time.sleep(1)
-        return first.poll() is not None
-
-    wait_for(ends_when_told_to)
+    wait_for((tmp_path / "a/runs/s3/bucket/unsent/report.json").exists)
+    beside_training = len(met) + 4  # files at once
+    wait_for(lambda: len(met) > beside_training)
+    first.send_signal(signal.SIGINT)
     code, said = ended(first)
     assert code == 1, said
     assert "s3://bucket/unsent does not have all of this run" in said
