@@ -5,6 +5,7 @@ Credentials come from where the provider's own programs look for them, and are n
 
 import functools
 import importlib
+import logging
 import os
 import re
 import time
@@ -247,18 +248,35 @@ _EXISTS = ("PreconditionFailed", "ConditionalRequestConflict", "412")
 
 def _open(scheme: str) -> Any:
     """A file system without any memory of what it has seen."""
-    import fsspec
-
     options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
-    if scheme == "s3":
-        options["config_kwargs"] = {
-            "connect_timeout": _CONNECT_TIMEOUT_S,
-            "read_timeout": _READ_TIMEOUT_S,
-            "retries": {"mode": "standard", "max_attempts": 2},  # the rest is done here
-        }
-    elif os.environ.get("STORAGE_EMULATOR_HOST"):
+    return _open_s3(options) if scheme == "s3" else _open_gs(options)
+
+
+def _open_s3(options: dict[str, Any]) -> Any:
+    import s3fs
+
+    retries = {"mode": "standard", "max_attempts": 2}  # the rest is done here
+    config = {
+        "connect_timeout": _CONNECT_TIMEOUT_S,
+        "read_timeout": _READ_TIMEOUT_S,
+        "retries": retries,
+    }
+    fs = s3fs.S3FileSystem(config_kwargs=config, **options)
+    fs.retries = 1
+    return fs
+
+
+def _open_gs(options: dict[str, Any]) -> Any:
+    import aiohttp
+    from gcsfs.core import GCSFileSystem  # gcsfs's own asks over gRPC what kind a bucket is
+
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it would print a stack of each error
+    if os.environ.get("STORAGE_EMULATOR_HOST"):
         options["token"] = "anon"  # it has no accounts, and looking for one takes long
-    return fsspec.filesystem(scheme, **options)
+    timeout = aiohttp.ClientTimeout(
+        total=None, sock_connect=_CONNECT_TIMEOUT_S, sock_read=_READ_TIMEOUT_S
+    )
+    return GCSFileSystem(requests_timeout=timeout, consistency="md5", **options)
 
 
 def _version_of(entry: dict[str, Any]) -> str:
@@ -290,7 +308,8 @@ def in_words(error: BaseException) -> str:
     """What went wrong, on one short line, without what the environment keeps secret."""
     text = " ".join(str(error).split()) or type(error).__name__
     code = _code_of(error)
-    if isinstance(error, FileNotFoundError) and code == "NoSuchBucket":
+    is_written = "/upload/storage/" in text  # by Google's interface
+    if isinstance(error, FileNotFoundError) and (code == "NoSuchBucket" or is_written):
         text = "there is no such bucket"
     elif isinstance(error, OSError) and error.strerror:
         text = error.strerror

@@ -1,10 +1,14 @@
-"""The object storage that these tests share."""
+"""The object storage that these tests share, and runs there."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from object_servers import Bucket, Proxy, s3_server
+import warm
+from command import command_environment, command_line
+from object_servers import Bucket, Proxy, gs_server, s3_server
+from remote_runs import Attempt, Ftkit, ended
+from runs import DEFAULT_SIGNALS, options
 
 
 @pytest.fixture(scope="session")
@@ -15,19 +19,76 @@ def storage() -> Iterator[Proxy]:
         yield proxy
 
 
+@pytest.fixture(scope="session")
+def google() -> Iterator[Proxy]:
+    """Google Cloud Storage, as an emulator has it."""
+    pytest.importorskip("gcp_storage_emulator", reason="the extra dev is not installed")
+    with gs_server() as proxy:
+        yield proxy
+
+
+def _used(proxy: Proxy, patch: pytest.MonkeyPatch, cache: Path) -> Iterator[Proxy]:
+    for name, value in proxy.environment.items():
+        patch.setenv(name, value)
+    patch.setenv("FTKIT_CACHE_DIR", str(cache))
+    proxy.works()
+    proxy.requests.clear()
+    yield proxy
+    proxy.works()
+
+
 @pytest.fixture
 def s3(storage: Proxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Proxy]:
-    """The same for this process and those that it starts, and a cache of its own."""
-    for name, value in storage.environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("FTKIT_CACHE_DIR", str(tmp_path / "cache"))
-    storage.works()
-    storage.requests.clear()
-    yield storage
-    storage.works()
+    """S3 for this process and those that it starts, and a cache of its own."""
+    yield from _used(storage, monkeypatch, tmp_path / "cache")
+
+
+@pytest.fixture
+def gs(google: Proxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Proxy]:
+    """The same of Google's."""
+    yield from _used(google, monkeypatch, tmp_path / "cache")
 
 
 @pytest.fixture
 def bucket(s3: Proxy) -> Bucket:
     """What lies there."""
-    return Bucket(s3.environment)
+    return Bucket(s3)
+
+
+@pytest.fixture
+def begin(common: list[str], tmp_path: Path) -> Iterator[Ftkit]:
+    """Starts a command on a machine: `begin("a", url, "--devices", "2")`.
+
+    It is a run that saves every two steps, or what `command` says, then with these words only.
+    None outlives the test.
+    """
+    begun: list[Attempt] = []
+
+    def start(machine: str, *more: object, command: str = "finetune") -> Attempt:
+        words = [*command.split(), *more]
+        if command.startswith("finetune"):
+            words = [command, *common, "--out_dir", *more]
+            if "--train.save_interval" not in words:
+                words += options(train__save_interval=2, eval__interval=0)
+        environment = command_environment() | {"FTKIT_CACHE_DIR": str(tmp_path / machine)}
+        environment["DS_ACCELERATOR"] = "cpu"
+        line = command_line(*words, before=DEFAULT_SIGNALS)
+        begun.append(warm.SERVER.start(line, environment, cwd=tmp_path))
+        return begun[-1]
+
+    yield start
+    for attempt in begun:
+        attempt.kill()
+        attempt.wait()
+
+
+@pytest.fixture
+def run(begin: Ftkit) -> Callable[..., str]:
+    """The same to its end, which is a good one; what was said."""
+
+    def run(*arguments: object, **keys: str) -> str:
+        code, said = ended(begin(*arguments, **keys))
+        assert code == 0, said
+        return said
+
+    return run

@@ -70,7 +70,7 @@ def hosts(machines: tuple[Host, Host, Host]) -> Iterator[tuple[Host, Host]]:
 @pytest.fixture
 def reached(s3: Proxy, machines: tuple[Host, Host, Host]) -> Iterator[Proxy]:
     """The storage as the hosts reach it."""
-    with behind_proxy(s3.port, machines[0].listening()) as proxy:
+    with behind_proxy(s3.port, "s3", machines[0].listening()) as proxy:
         yield proxy
 
 

@@ -1,80 +1,28 @@
 """Runs whose out_dir is a url: the same run as in a directory, and any machine goes on with it."""
 
-import csv
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import warm
 from command import command_environment, command_line
 from object_servers import EXPIRED, SECRET, Bucket, Proxy, writes
 from rank_jobs import needs_deepspeed
-from runs import DEFAULT_SIGNALS, TIMEOUT_S, options, wait_for
+from remote_runs import Ftkit, ended, learned
+from runs import wait_for
 
 from ftkit.checkpoint.store import Store
 from ftkit.report.report import read_report
 
-LEARNED = ("step", "samples", "loss", "lr", "tokens")
 LAYOUTS = {
     "single": (),
     "ddp": ("--devices", "2", "--strategy", "ddp"),
     "fsdp": ("--devices", "2", "--strategy", "fsdp"),
     "deepspeed": ("--devices", "2", "--strategy", "deepspeed"),
 }
-Attempt = warm.Process
-Ftkit = Callable[..., Attempt]
-
-
-def learned(directory: Path) -> list[tuple[str, ...]]:
-    """What metrics.csv says about each step, times left out."""
-    with (directory / "metrics.csv").open() as file:
-        return [tuple(row[name] for name in LEARNED) for row in csv.DictReader(file)]
-
-
-@pytest.fixture
-def begin(common: list[str], tmp_path: Path, s3: Proxy) -> Iterator[Ftkit]:
-    """Starts a run that saves every two steps on a machine: `begin("a", url, "--devices", "2")`.
-
-    None outlives the test.
-    """
-    begun: list[Attempt] = []
-
-    def start(machine: str, out_dir: object, *more: object, command: str = "finetune") -> Attempt:
-        words = [command, *common, "--out_dir", out_dir, *more]
-        if "--train.save_interval" not in words:
-            words += options(train__save_interval=2, eval__interval=0)
-        environment = command_environment() | {"FTKIT_CACHE_DIR": str(tmp_path / machine)}
-        environment["DS_ACCELERATOR"] = "cpu"
-        line = command_line(*words, before=DEFAULT_SIGNALS)
-        begun.append(warm.SERVER.start(line, environment, cwd=tmp_path))
-        return begun[-1]
-
-    yield start
-    for attempt in begun:
-        attempt.kill()
-        attempt.wait()
-
-
-def ended(attempt: Attempt) -> tuple[int, str]:
-    """Exit code and all that was said."""
-    out, err = attempt.communicate(timeout=TIMEOUT_S)
-    assert attempt.returncode is not None
-    return attempt.returncode, out + err
-
-
-@pytest.fixture
-def run(begin: Ftkit) -> Callable[..., str]:
-    """The same to its end, which is a good one; what was said."""
-
-    def run(*arguments: object, **keys: str) -> str:
-        code, said = ended(begin(*arguments, **keys))
-        assert code == 0, said
-        return said
-
-    return run
+pytestmark = pytest.mark.usefixtures("s3")
 
 
 def test_a_run_at_a_url_is_the_run_in_a_directory(

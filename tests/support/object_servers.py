@@ -5,6 +5,7 @@ the test, which breaks off, delays or answers in its place what the test wants.
 """
 
 import http.client
+import json
 import os
 import socket
 import subprocess
@@ -12,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -21,13 +22,21 @@ from urllib.parse import unquote, urlsplit
 
 BUCKET = "bucket"
 SECRET = "a-secret-of-the-tests"
-_SERVER = """
+_S3_SERVER = """
 import sys, logging
 logging.getLogger("werkzeug").setLevel(logging.ERROR)
 from moto.server import ThreadedMotoServer
 server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
 server.start()
 print(server.get_host_and_port()[1], flush=True)
+sys.stdin.read()
+"""
+_GS_SERVER = f"""
+import sys
+from gcp_storage_emulator.server import create_server
+server = create_server("127.0.0.1", 0, in_memory=True, default_bucket="{BUCKET}")
+server.start()
+print(server._api._httpd.server_port, flush=True)
 sys.stdin.read()
 """
 
@@ -63,6 +72,12 @@ def s3_error(code: str) -> bytes:
     return f"<Error><Code>{code}</Code><Message>{code} happened</Message></Error>".encode()
 
 
+def gs_error(status: int, reason: str) -> bytes:
+    """The body of an error of Google's."""
+    errors = [{"reason": reason, "message": f"{reason} happened"}]
+    return json.dumps({"error": {"code": status, **errors[0], "errors": errors}}).encode()
+
+
 INTERNAL = Fault(500, s3_error("InternalError"))
 SLOW_DOWN = Fault(503, s3_error("SlowDown"))
 EXPIRED = Fault(400, s3_error("ExpiredToken"))
@@ -75,6 +90,8 @@ class Proxy:
     """A server of storage as its users see it."""
 
     port: int
+    scheme: str
+    """Of the urls that it answers for."""
     address: str = "127.0.0.1"
     decide: Decide = lambda _: None
     """Set by a test."""
@@ -89,6 +106,8 @@ class Proxy:
     @property
     def environment(self) -> dict[str, str]:
         """What a process needs to know of it."""
+        if self.scheme == "gs":
+            return {"STORAGE_EMULATOR_HOST": self.url}
         return {
             "AWS_ENDPOINT_URL": self.url,
             "AWS_ACCESS_KEY_ID": "key-of-the-tests",
@@ -195,14 +214,15 @@ def _handler(proxy: Proxy, port: int) -> type[BaseHTTPRequestHandler]:
 
 
 @contextmanager
-def behind_proxy(port: int, listening: socket.socket | None = None) -> Iterator[Proxy]:
+def behind_proxy(port: int, scheme: str, listening: socket.socket | None = None) -> Iterator[Proxy]:
     """A proxy before the server at a port.
 
     Args:
         port: of the server, on loopback.
+        scheme: of the urls that it answers for.
         listening: where the proxy takes connections; None: on loopback, too.
     """
-    proxy = Proxy(0)
+    proxy = Proxy(0, scheme)
     if listening is None:
         server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(proxy, port))
     else:
@@ -223,10 +243,9 @@ def behind_proxy(port: int, listening: socket.socket | None = None) -> Iterator[
 
 
 @contextmanager
-def s3_server() -> Iterator[Proxy]:
-    """S3 with an empty bucket."""
+def _served(program: str, scheme: str) -> Iterator[Proxy]:
     process = subprocess.Popen(
-        [sys.executable, "-c", _SERVER],
+        [sys.executable, "-c", program],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -234,30 +253,47 @@ def s3_server() -> Iterator[Proxy]:
     )
     try:
         assert process.stdout is not None
-        with behind_proxy(int(process.stdout.readline())) as proxy:
-            connection = http.client.HTTPConnection("127.0.0.1", proxy.port)
-            connection.request("PUT", f"/{BUCKET}")
-            assert connection.getresponse().status == 200
-            connection.close()
+        with behind_proxy(int(process.stdout.readline()), scheme) as proxy:
             yield proxy
     finally:
         process.kill()
         process.communicate()
 
 
+@contextmanager
+def s3_server() -> Iterator[Proxy]:
+    """S3 with an empty bucket."""
+    with _served(_S3_SERVER, "s3") as proxy:
+        connection = http.client.HTTPConnection("127.0.0.1", proxy.port)
+        connection.request("PUT", f"/{BUCKET}")
+        assert connection.getresponse().status == 200
+        connection.close()
+        yield proxy
+
+
+def gs_server() -> AbstractContextManager[Proxy]:
+    """Google Cloud Storage with an empty bucket; it knows no conditions."""
+    return _served(_GS_SERVER, "gs")
+
+
 class Bucket:
     """The objects in the bucket of a server, as somebody else sees them."""
 
-    def __init__(self, environment: dict[str, str]) -> None:
+    def __init__(self, proxy: Proxy) -> None:
         import s3fs
+        from gcsfs.core import GCSFileSystem
 
-        self._fs: Any = s3fs.S3FileSystem(
-            key=environment["AWS_ACCESS_KEY_ID"],
-            secret=environment["AWS_SECRET_ACCESS_KEY"],
-            endpoint_url=environment["AWS_ENDPOINT_URL"],
-            skip_instance_cache=True,
-            use_listings_cache=False,
-        )
+        options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
+        self._fs: Any
+        if proxy.scheme == "s3":
+            self._fs = s3fs.S3FileSystem(
+                key=proxy.environment["AWS_ACCESS_KEY_ID"],
+                secret=proxy.environment["AWS_SECRET_ACCESS_KEY"],
+                endpoint_url=proxy.url,
+                **options,
+            )
+        else:
+            self._fs = GCSFileSystem(token="anon", endpoint_url=proxy.url, **options)
 
     def names(self, prefix: str) -> list[str]:
         """Names of all objects below a prefix, relative to it."""

@@ -37,6 +37,7 @@ LIBRARIES = (
     "cpuinfo",
     "deepspeed",
     "peft",
+    "s3fs",
     "torch._dynamo",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
