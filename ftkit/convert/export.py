@@ -73,7 +73,10 @@ def _write_model(result: Result, options: ExportOptions, progress: OnProgress) -
     check_space(out, numbers * (dtype or first.dtype).itemsize + base.rest_bytes)
     tensors = _converted(full_weights(result, base), dtype, len(shapes), progress)
     kind: CardKind = "hf" if options.format == "hf" else "litgpt"
-    others = prompting_of(result, base).files(base) | card_files(result, result.directory, kind)
+    others = {
+        **prompting_of(result, base).files(base),
+        **card_files(result, result.directory, kind),
+    }
     if kind == "hf":
         save_hf(
             base,

@@ -114,8 +114,10 @@ def _merge(result: Result, adapter: OpenAdapter, options: MergeOptions, display:
             out,
             max_shard_bytes=options.max_shard_bytes,
             overwrite=options.overwrite,
-            others=prompting_of(result, base).files(base)
-            | card_files(result, base.directory, "hf"),
+            others={
+                **prompting_of(result, base).files(base),
+                **card_files(result, base.directory, "hf"),
+            },
         )
     differences: dict[str, _Difference] = {}
     with display.phase("comparing logits", brief=True) as phase:
