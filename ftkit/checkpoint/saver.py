@@ -255,7 +255,7 @@ class Saver:
                 if time.monotonic() > deadline:
                     return (
                         f"rank {rank} has not written its shard; {self.store.directory} must be "
-                        "on a disk that all machines share"
+                        "on a disk that all machines share, or out_dir a url"
                     ), {}
                 time.sleep(_POLL_S)
             content = _take_receipt(directory, step)

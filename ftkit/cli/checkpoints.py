@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ from ftkit.console.formatting import (
 from ftkit.console.grid import labelled_grid
 from ftkit.console.progress import Phase
 from ftkit.errors import UserError
-from ftkit.remote.urls import spelt, url_of
+from ftkit.remote.urls import spelt
 from ftkit.runs.checkpoints import (
     CheckpointEntry,
     RunCheckpoints,
@@ -55,6 +56,7 @@ from ftkit.runs.checkpoints import (
 )
 from ftkit.runs.fetching import fetch_companions
 from ftkit.runs.lock import claimed, is_at_work
+from ftkit.runs.remote_run import url_checkpoints
 from ftkit.utils.files import remove
 
 PROGRESS_AFTER_S = 2.0
@@ -153,16 +155,13 @@ def clean_checkpoints(options: CleanOptions) -> int:
     Raises:
         UserError: the run is at work, or something cannot be deleted.
     """
-    if url_of(options.out_dir) is not None:
-        raise UserError(
-            f"{spelt(options.out_dir)} is a url, whose checkpoints a run at work keeps as its "
-            "recipe says. Try --resume auto with --checkpoint.keep_last "
-            f"{options.keep_last}, which deletes the others."
-        )
-    place, dry_run = find_all(options.out_dir), options.dry_run
-    store = place.store
+    path, dry_run = options.out_dir.expanduser(), options.dry_run
     verb = "would remove" if dry_run else "removed"
-    with claimed(place, hold=not dry_run):
+    with ExitStack() as stack:
+        at_url = stack.enter_context(url_checkpoints(path, print, hold=not dry_run))
+        place = find_all(path)
+        store = place.store
+        stack.enter_context(claimed(place, hold=not dry_run))
         if not dry_run:
             store.restore_replaced()
         every, best = _kept_for_good(place)
@@ -171,22 +170,32 @@ def clean_checkpoints(options: CleanOptions) -> int:
         steps = store.steps()
         damaged = {step: found for step in steps if (found := store.check_files(step))}
         freed = 0
-        removals: list[tuple[Path, Callable[[], object]]] = [
-            *((path, lambda path=path: remove(path)) for path in store.leftovers()),
+
+        def delete(step: int) -> None:
+            if at_url is not None:
+                at_url.delete(step)
+            store.delete(step)
+
+        removals: list[tuple[Path, int, Callable[[], object]]] = [
+            *((path, size_of(path), partial(remove, path)) for path in store.leftovers()),
             *(
-                (store.path(step), lambda step=step: store.delete(step))
+                (store.path(step), size_of(store.path(step)), partial(delete, step))
                 for step in steps
                 if step not in kept
             ),
         ]
-        for path, remove_one in removals:
-            size = size_of(path)
+        if at_url is not None:
+            removals += [
+                (store.directory / name, size, partial(at_url.delete_half, name))
+                for name, size in at_url.halves().items()
+            ]
+        for path, size, remove_one in removals:
             try:
                 if not dry_run:
                     remove_one()
             except OSError as error:
                 raise UserError(
-                    f"{path} cannot be removed ({error.strerror}). Check who owns it."
+                    f"{spelt(path)} cannot be removed ({error.strerror}). Check who owns it."
                 ) from None
             freed += size
             print(f"{verb} {path.name} ({bytes_text(size)})")

@@ -315,8 +315,8 @@ class CompareOptions:
 class WatchOptions:
     """Of ftkit watch."""
 
-    out_dir: Path = word("OUT_DIR")
-    """The run: its out_dir."""
+    out_dir: Path = word("OUT_DIR", takes_url=True)
+    """The run: its out_dir; a directory, s3:// or gs://."""
     once: bool = False
     """Show how the run is now, and end."""
     interval: str = option("2s", placeholder="DURATION")
@@ -349,8 +349,8 @@ class CheckpointOptions:
 class CleanOptions:
     """Of ftkit checkpoints clean."""
 
-    out_dir: Path = word("OUT_DIR")
-    """The run: its out_dir, or the checkpoints in it."""
+    out_dir: Path = word("OUT_DIR", takes_url=True)
+    """The run: its out_dir, or the checkpoints in it; a directory, s3:// or gs://."""
     keep_last: int = option(ask="how many of the newest stay?", example=1, least=1)
     """How many of the newest stay."""
     dry_run: bool = False

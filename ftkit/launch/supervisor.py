@@ -35,11 +35,12 @@ from ftkit.remote.objects import require_extra
 from ftkit.remote.urls import spelt, url_of
 from ftkit.report.report import read_report
 from ftkit.runs.backup import copy_rows, ready_to_go_on
+from ftkit.runs.carrying.files import Others
 from ftkit.runs.checkpoints import RunCheckpoints
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import Job, StopAfter
 from ftkit.runs.lock import LOST_S, claim, is_at_work, unwritable
-from ftkit.runs.mirror import NotCarried, Others
+from ftkit.runs.mirror import NotCarried
 from ftkit.runs.remote_run import mirrored, require_unclaimed
 from ftkit.runs.resume import (
     Completed,

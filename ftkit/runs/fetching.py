@@ -52,7 +52,7 @@ def refresh(path: Path) -> None:
     if url_of(path) is None:
         return
     run = run_around(path)
-    if not _is_at_work_here(run):
+    if not is_at_work_here(run):
         try:
             fetch_run(run)
         except StorageError as error:
@@ -260,7 +260,8 @@ def _below(directory: Path) -> str:
     return f"{directory.name}/"
 
 
-def _is_at_work_here(run: RunDirectory) -> bool:
+def is_at_work_here(run: RunDirectory) -> bool:
+    """Whether a process of this machine holds the directory of a run."""
     try:
         with run.lock.open() as lock:
             flock(lock, LOCK_SH | LOCK_NB)

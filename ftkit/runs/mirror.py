@@ -21,7 +21,7 @@ from ftkit.remote.background import begun, each, ends, pause
 from ftkit.remote.fetch import Known, Listing
 from ftkit.remote.objects import Objects, StorageError
 from ftkit.remote.urls import spelt
-from ftkit.runs.carrying.files import Others, files_of, held, is_state
+from ftkit.runs.carrying.files import Others, carried_files, is_state, linked_checkpoint
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.fetching import checkpoint_name, committed_steps
 from ftkit.runs.remote_claim import RemoteClaim, is_claim
@@ -205,7 +205,7 @@ class Mirror:
         for step in reversed(new):  # the newest is worth most
             self._lead(step, new, here)
             try:
-                with held(self._run, step) as directory:
+                with linked_checkpoint(self._run, step) as directory:
                     self._send_checkpoint(step, directory)
             except StorageError as error:
                 raise StorageError(
@@ -391,7 +391,7 @@ class Mirror:
         """Send what has changed of all other files; the result before the report."""
         files = [
             path
-            for path in files_of(self._run, everything)
+            for path in carried_files(self._run, everything)
             if not self._known.is_equal(self._name(path))
         ]
         for path in files:

@@ -25,6 +25,7 @@ import psutil
 from ftkit.console.formatting import utc_now
 from ftkit.errors import UserError
 from ftkit.remote.background import begun, ends
+from ftkit.remote.fetch import Listing
 from ftkit.remote.objects import Objects, StorageError
 
 RENEWED_EVERY_S = 15.0
@@ -34,6 +35,9 @@ _CERTAINLY_OLD_S = 3600.0
 """One with a time so long ago need not be watched, whatever the clocks say."""
 _GIVEN_BACK_WITHIN_S = 10.0
 """Then it is left to expire: the command ends."""
+_SURELY_SILENT_S = 5 * EXPIRES_S
+"""One that is as old when it is first seen is not shown as that of a run at work; clocks may
+differ by minutes."""
 _PREFIX = ".run/claim-"
 _NAME = re.compile(rf"{re.escape(_PREFIX)}([0-9]{{6}})\.json")
 
@@ -232,6 +236,44 @@ class RemoteClaim:
                     return
                 if not self._ends.is_set():
                     self._objects.write(self._name, self._holder.to_bytes())
+
+
+class ClaimWatch:
+    """Whether somebody holds a url, as others see it who look again and again."""
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+        self._seen: str | None = None
+        self._changed_s = 0.0
+        self._is_alive = False
+
+    def look(self, listing: Listing) -> tuple[bool, bool]:
+        """Whether there is a claim, and whether its holder is there still.
+
+        Args:
+            listing: what lies at the url.
+
+        Raises:
+            StorageError: the storage does not answer.
+        """
+        names = [name for name in listing if is_claim(name)]
+        if not names:
+            self._seen = None
+            return False, False
+        newest = max(names)
+        version = f"{newest} {listing[newest].version}"
+        if version != self._seen:
+            holder = ClaimHolder.parse(self._objects.read(newest))
+            is_first, self._seen, self._changed_s = self._seen is None, version, time.monotonic()
+            is_old = is_first and holder is not None and holder.age_s > _SURELY_SILENT_S
+            self._is_alive = holder is not None and not holder.is_dead and not is_old
+        elif time.monotonic() - self._changed_s > EXPIRES_S or self._holder_died(newest):
+            self._is_alive = False
+        return True, self._is_alive
+
+    def _holder_died(self, name: str) -> bool:
+        holder = ClaimHolder.parse(self._objects.read(name))
+        return holder is not None and holder.is_dead
 
 
 def is_claim(name: str) -> bool:

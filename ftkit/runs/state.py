@@ -11,8 +11,12 @@ from pathlib import Path
 from typing import Literal
 
 from ftkit.errors import UserError
+from ftkit.remote.fetch import unreachable
+from ftkit.remote.objects import StorageError
+from ftkit.remote.urls import spelt
 from ftkit.report.peak_memory import PeakMemory
 from ftkit.report.report import OutcomeName, Report, read_report
+from ftkit.runs.carrying.seen import UrlCopy
 from ftkit.runs.checkpoints import RunCheckpoints
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.lock import is_at_work
@@ -40,27 +44,43 @@ class RunState:
         return self.state in AT_WORK
 
 
-def look(out_dir: Path) -> RunState:
+def look(out_dir: Path, copy: UrlCopy | None = None) -> RunState:
     """The state of a run.
+
+    Args:
+        out_dir: its directory.
+        copy: of a run that is not at work on this machine, but at a url: what there is of it.
 
     Raises:
         UserError: the directory is none of a run, or its report is damaged.
     """
-    run = RunDirectory(out_dir)
+    is_at_work_elsewhere = copy is not None and _look_at(copy)
+    run = RunDirectory(out_dir if copy is None else copy.directory)
     if not run.is_run():
         raise UserError(
-            f"{out_dir} holds no run. Name the out_dir of a run, such as out/finetune/lora."
+            f"{spelt(out_dir)} holds no run. Name the out_dir of a run, such as out/finetune/lora."
         )
-    at_work = is_at_work(RunCheckpoints(path=out_dir, store=run.store))
+    at_work = is_at_work_elsewhere or (
+        copy is None and is_at_work(RunCheckpoints(path=out_dir, store=run.store))
+    )
     # A run that ends writes its report, then removes its state, and only then lets go of the lock.
     if at_work or run.lock.exists():
         noted = _noted(run)
         at_work_state: StateName = "running" if noted else "starting"
         return RunState(out_dir=out_dir, state=at_work_state if at_work else "killed", report=noted)
     if not run.report.exists():
-        raise UserError(f"{out_dir} holds no report: its run left none, or has not begun yet.")
-    report = read_report(out_dir)
+        raise UserError(
+            f"{spelt(out_dir)} holds no report: its run left none, or has not begun yet."
+        )
+    report = read_report(run.path)
     return RunState(out_dir=out_dir, state=report.outcome, report=report)
+
+
+def _look_at(copy: UrlCopy) -> bool:
+    try:
+        return copy.look()
+    except StorageError as error:
+        raise unreachable(error) from error
 
 
 def _noted(run: RunDirectory) -> Report | None:

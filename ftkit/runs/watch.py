@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
@@ -28,11 +29,14 @@ from ftkit.console.formatting import (
 from ftkit.console.grid import labelled_grid
 from ftkit.console.html import bar, block, curve_picture, escaped, labelled, styled
 from ftkit.console.terminal import terminal_of
+from ftkit.remote.urls import spelt, url_of
 from ftkit.report.metrics import Row, RowsReader
 from ftkit.report.report import Progress, Report, Resolved
 from ftkit.report.table import STYLE_OF_OUTCOME, memory_text
+from ftkit.runs.carrying.seen import UrlCopy
 from ftkit.runs.checkpoints import entry_of
 from ftkit.runs.directory import RunDirectory
+from ftkit.runs.fetching import is_at_work_here
 from ftkit.runs.state import RunState, StateName, look
 from ftkit.utils.process import Interrupts
 from ftkit.utils.units import parse_duration
@@ -135,8 +139,15 @@ class Sight:
 class Watcher:
     """Looks at a run again and again."""
 
-    def __init__(self, out_dir: Path) -> None:
-        self._directory = RunDirectory(out_dir)
+    def __init__(self, out_dir: Path, copy: UrlCopy | None = None) -> None:
+        """Prepare.
+
+        Args:
+            out_dir: of the run.
+            copy: where to look instead, if it is at work elsewhere and out_dir stands for its url.
+        """
+        self._out_dir, self._copy = out_dir, copy
+        self._directory = RunDirectory(out_dir if copy is None else copy.directory)
         self._rows = RowsReader(self._directory.metrics)
         self._validations = RowsReader(self._directory.validation)
 
@@ -147,7 +158,7 @@ class Watcher:
             UserError: the directory holds no run.
         """
         # Before the rows: then those of a run that has ended are all.
-        run = look(self._directory.path)
+        run = look(self._out_dir, self._copy)
         rows = self._rows.read_on()
         step, age_s = self._newest_checkpoint()
         return Sight(
@@ -157,7 +168,7 @@ class Watcher:
             checkpoint_step=step,
             checkpoint_age_s=age_s,
             elapsed_s=_elapsed_s(run),
-            silent_s=_age_s(self._directory.metrics) if rows else None,
+            silent_s=_age_s(self._directory.metrics) if rows and self._copy is None else None,
         )
 
     def _newest_checkpoint(self) -> tuple[int | None, float | None]:
@@ -177,7 +188,7 @@ class View:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         sight = self._sight
         yield Text.assemble(
-            (printable(str(sight.run.out_dir)), "bold"),
+            (printable(spelt(sight.run.out_dir)), "bold"),
             "  ",
             (sight.run.state.replace("_", " "), _style_of(sight.run.state)),
             printable(f"  {_why(sight)}"),
@@ -229,7 +240,15 @@ def watch(options: WatchOptions) -> int:
         UserError: the directory holds no run.
     """
     interval_s = parse_duration(options.interval, "interval")
-    watcher = Watcher(options.out_dir.expanduser())
+    out_dir = options.out_dir.expanduser()
+    with TemporaryDirectory(prefix="ftkit-watch-") as name:
+        is_elsewhere = url_of(out_dir) is not None and not is_at_work_here(RunDirectory(out_dir))
+        copy = UrlCopy(out_dir, Path(name)) if is_elsewhere else None
+        _show(Watcher(out_dir, copy), options, interval_s)
+    return 0
+
+
+def _show(watcher: Watcher, options: WatchOptions, interval_s: float) -> None:
     sight = watcher.look()
     terminal = terminal_of(sys.stdout)
     if options.once or not sight.run.at_work:
@@ -246,7 +265,6 @@ def watch(options: WatchOptions) -> int:
                 interrupts.sleep(interval_s)
                 sight = watcher.look()
                 live.update(View(sight), refresh=True)
-    return 0
 
 
 def _print_lines(watcher: Watcher, sight: Sight, interval_s: float) -> None:
@@ -269,7 +287,7 @@ class Lines:
     def show(self, sight: Sight) -> None:
         """Print what is new, if anything is."""
         if self._shown is None:
-            print(printable(f"{sight.run.out_dir}: {_why(sight)}"), flush=True)
+            print(printable(f"{spelt(sight.run.out_dir)}: {_why(sight)}"), flush=True)
             self._shown = _phase(sight)
         text = _line(sight)
         if text != self._shown:

@@ -159,7 +159,10 @@ def test_nothing_is_written(said: Callable[..., list[str]], out: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said_"),
     [
-        ([], "OUT_DIR is missing: The run: its out_dir. Try ftkit watch out/finetune/lora."),
+        (
+            [],
+            "OUT_DIR is missing: The run: its out_dir; a directory, s3:// or gs://. Try ftkit watch out/finetune/lora.",
+        ),
         (["none"], "none holds no run. Name the out_dir of a run, such as out/finetune/lora."),
         (
             [".", "--interval", "2"],

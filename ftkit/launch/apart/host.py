@@ -22,14 +22,14 @@ from ftkit.launch.apart.outgoing import Outgoing
 from ftkit.launch.apart.texts import (
     JOB_TEXT,
     LEAD,
-    LOST,
     POLL_S,
+    STORE_GONE,
     SharedTexts,
+    end_of_text,
     file_of,
     index_of,
     over,
     ready,
-    shortened,
 )
 from ftkit.launch.environment import ExternalRanks
 from ftkit.pretrained.hub import find_or_download
@@ -157,7 +157,7 @@ def _fetched_start(run: RunDirectory, told: ToldJob, named: str) -> Path:
 
 
 def _put_file(texts: SharedTexts, rank: int, name: str, text: str, key: str | None = None) -> None:
-    content = {"rank": rank, "name": name, "text": shortened(text)}
+    content = {"rank": rank, "name": name, "text": end_of_text(text)}
     texts.put(file_of(rank, key or name), json.dumps(content))
 
 
@@ -208,7 +208,7 @@ class HostRelay:
             self._texts.put(over(self._ranks[0]), "")
             while not self._lead.done and len(self._received) == before and self._is_heard():
                 time.sleep(POLL_S)
-        except LOST:
+        except STORE_GONE:
             pass  # with rank 0
         finally:
             self._ends.set()
@@ -225,7 +225,7 @@ class HostRelay:
 
     def _talk(self) -> None:
         """The thread that listens to the host of rank 0 and tells it what there is."""
-        with suppress(LOST):
+        with suppress(STORE_GONE):
             while not self._ends.wait(POLL_S):
                 self._listen()
                 with suppress(OSError):

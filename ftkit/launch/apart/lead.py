@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ftkit.launch.apart.texts import LEAD, LOST, POLL_S, SharedTexts, index_of
+from ftkit.launch.apart.texts import LEAD, POLL_S, STORE_GONE, SharedTexts, index_of
 from ftkit.launch.heartbeats import farewell
 from ftkit.remote.urls import spelt, url_of
 from ftkit.runs.job import Job
@@ -138,7 +138,7 @@ class LeadRelay:
         if self._thread is None:
             return
         self._thread.join()
-        with suppress(LOST):
+        with suppress(STORE_GONE):
             self._tell(done=True)
             deadline_s = time.monotonic() + _LEAVING_S
             ranks = [
@@ -215,7 +215,7 @@ class LeadRelay:
 
     def _collect(self) -> None:
         while not self._ends.wait(POLL_S):
-            with suppress(LOST, OSError):  # heartbeats tell of hosts that are gone
+            with suppress(STORE_GONE, OSError):  # heartbeats tell of hosts that are gone
                 self.collect()
 
     def _take(self, key: str) -> None:

@@ -41,13 +41,13 @@ class Outgoing:
             StorageError: the url does not take it.
         """
         wanted = {lead.current, *lead.kept}
-        for step in [s for s in list(self._checksums) if s not in wanted and s <= lead.newest]:
-            shutil.rmtree(self._directory / str(step), ignore_errors=True)
-            self._checksums.pop(step)
-            self.sent.pop(step, None)
-        step = lead.current
-        if step is None or step not in self._checksums:
+        for old in [s for s in list(self._checksums) if s not in wanted and s <= lead.newest]:
+            shutil.rmtree(self._directory / str(old), ignore_errors=True)
+            self._checksums.pop(old)
+            self.sent.pop(old, None)
+        if lead.current is None or lead.current not in self._checksums:
             return
+        step = lead.current
         for name, checksum in list(self._checksums[step].items()):
             if self.sent.get(step, {}).get(name) != checksum:
                 prefix = checkpoint_name(self._run, step)

@@ -9,7 +9,7 @@ JOB_TEXT = "job-text"
 """Key: the job of a run at a url, for hosts that do not see its file (`ToldJob`)."""
 LEAD = "lead"
 """Key: what the host of rank 0 tells all others (`Lead`)."""
-LOST = dist.DistError
+STORE_GONE = dist.DistError
 """What the store raises when rank 0's supervisor, which holds it, is gone."""
 POLL_S = 0.25
 _PATIENCE_S = 60.0
@@ -42,7 +42,7 @@ class SharedTexts:
         return found
 
 
-def shortened(text: str) -> str:
+def end_of_text(text: str) -> str:
     """A text that the store takes: its end, if it is too long."""
     return text[-_MOST_CHARACTERS:]
 

@@ -45,7 +45,7 @@ def is_state(run: RunDirectory, name: str) -> bool:
     return name.startswith(f"{run.state.name}/") and not is_claim(name)
 
 
-def files_of(run: RunDirectory, everything: bool) -> Iterator[Path]:
+def carried_files(run: RunDirectory, everything: bool) -> Iterator[Path]:
     """All but checkpoints and what is being written, settings of the result after its weights.
 
     While the run is at work, what is only there once is left for the end.
@@ -69,7 +69,7 @@ def files_of(run: RunDirectory, everything: bool) -> Iterator[Path]:
 
 
 @contextmanager
-def held(run: RunDirectory, step: int) -> Iterator[Path]:
+def linked_checkpoint(run: RunDirectory, step: int) -> Iterator[Path]:
     """The files of a checkpoint under other names, so that they last while they are sent.
 
     A run that saves faster than it can send would otherwise delete each before it is there.
