@@ -56,6 +56,11 @@ _OWN_ORDER = (
     "not taken over: the order of the samples. ftkit goes on at that place of its own order: until "
     "the epoch ends, some samples come again and others not at all"
 )
+_NO_OPTIMIZER = (
+    "not taken over: the optimizer's state, which its program has not kept here. The optimizer "
+    "begins anew, so its first steps are those of a new run; a few steps of warm-up "
+    "(train.lr_warmup_steps) keep them small"
+)
 _UNUSUAL = 0.05
 """Relative difference of batch sizes that is worth a word."""
 
@@ -105,7 +110,7 @@ def _read(run: ForeignRun, asked: ImportRecipe, display: Display) -> _Imported:
     adapter = asked.adapter if isinstance(recipe, LoraRecipe) else None
     if isinstance(recipe, LoraRecipe):
         check_adapter(base, recipe)
-        if adapter is None:
+        if adapter is None and run.method is None:
             raise run.broken("it does not say how its adapter is made (--adapter DIR has to)")
     with display.phase("reading the checkpoint", brief=True):
         state = run.state(TrainedModel(base, adapter))
@@ -120,10 +125,10 @@ def _read(run: ForeignRun, asked: ImportRecipe, display: Display) -> _Imported:
     of_epoch = data.samples_per_epoch
     samples, lines = _position(state, recipe, of_epoch)
     recipe, rate, words = continued_rate(asked, state, of_epoch, samples)
-    _check_optimizer(recipe, state, run)
+    begun = _begun(recipe, state, run)
     plan = make_plan(_alone(recipe), Devices(accelerator="cpu", count=1), trains=False)
     model = outline(base, recipe, parameter_dtype(plan), compute_dtype(plan))
-    placed = placed_tensors(state, model, base, adapter, run.directory)
+    placed = placed_tensors(state, model, base, adapter, run.directory, begun)
     schedule, notices = make_schedule(
         recipe, of_epoch, base_learning_rate(recipe), start_step=state.step, start_samples=samples
     )
@@ -161,7 +166,7 @@ def _read(run: ForeignRun, asked: ImportRecipe, display: Display) -> _Imported:
         validation_loss=None,
         max_seq_length=setup.max_seq_length,
         optimizer=recipe.optimizer["class_path"],
-        optimizer_scalars=dict(state.scalars),
+        optimizer_scalars=dict(state.scalars) if state.moments is not None else {"step": 0.0},
         rng={"seed": recipe.seed, "rule": "every step seeds from (seed, step, rank)"},
         base=of_base,
         data=of_data,
@@ -179,12 +184,15 @@ def _read(run: ForeignRun, asked: ImportRecipe, display: Display) -> _Imported:
         changes=[f"began with {run.program}; its checkpoint was {run.directory.name}"],
     )
     taken = f"taken over: {len(placed):,} tensors by name, step, the optimizer's state"
+    if state.moments is None:
+        taken = f"taken over: {len(state.parameters):,} tensors by name"
     return _Imported(
         setup=setup,
         metadata=metadata,
         placed=placed,
         lines=[taken, f"learning rate of the next step: {rate:.6g}"]
         + [line for line in (words, *lines, *_decay_lines(state, recipe)) if line]
+        + [_NO_OPTIMIZER] * (state.moments is None)
         + [*state.notes, *notices],
     )
 
@@ -222,16 +230,30 @@ def _decay_lines(state: ForeignState, recipe: Recipe) -> list[str]:
     return [words]
 
 
-def _check_optimizer(recipe: Recipe, state: ForeignState, run: ForeignRun) -> None:
-    """Refuse an optimizer that keeps another state than the checkpoint has."""
+def _begun(recipe: Recipe, state: ForeignState, run: ForeignRun) -> list[str]:
+    """Kinds of optimizer state that begin at zero, as the checkpoint has none.
+
+    Raises:
+        UserError: the optimizer keeps another state than the checkpoint has, or one that does not
+            begin at zero.
+    """
     chosen, arguments = resolve_optimizer(recipe, may_fuse=False)
     kinds = state_kinds(chosen, arguments, torch.device("cpu"))
+    if state.moments is None:
+        if not all(kinds.values()):
+            raise UserError(
+                f"{run.directory} has no state of an optimizer, and that of "
+                f"{recipe.optimizer['class_path']} cannot be begun at a step of a run. Try "
+                "--optimizer AdamW."
+            )
+        return list(kinds)
     if kinds.keys() != state.moments.keys():
         raise UserError(
             f"optimizer {recipe.optimizer['class_path']} keeps {', '.join(sorted(kinds)) or 'none'}"
             f", but {run.directory} has {', '.join(sorted(state.moments)) or 'no state'}. Give the "
             "optimizer that this run had, as --optimizer NAME."
         )
+    return []
 
 
 def _alone(recipe: Recipe) -> Recipe:

@@ -1,7 +1,8 @@
 """Placing of foreign tensors: each goes to the parameter of ours that it belongs to."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,7 +32,12 @@ class PlacedTensor:
 
 
 def placed_tensors(
-    state: ForeignState, model: LanguageModel, base: BaseModel, adapter: Path | None, source: Path
+    state: ForeignState,
+    model: LanguageModel,
+    base: BaseModel,
+    adapter: Path | None,
+    source: Path,
+    begun: Iterable[str] = (),
 ) -> list[PlacedTensor]:
     """All of our checkpoint, out of a foreign one; full tensors are read when they are asked.
 
@@ -41,6 +47,7 @@ def placed_tensors(
         base: that it is made of.
         adapter: directory of PEFT's settings, where an adapter is trained.
         source: the foreign checkpoint, for messages.
+        begun: kinds of optimizer state that begin at zero.
 
     Raises:
         UserError: a tensor is missing, or of another shape or another model.
@@ -48,13 +55,15 @@ def placed_tensors(
     kept = {our_name(name): parameter for name, parameter in kept_parameters(model).items()}
     trained = {name: p for name, p in kept.items() if p.requires_grad}
     placed = []
-    for kind, tensors in {PARAMETER: state.parameters, **state.moments}.items():
+    dtypes: dict[str, torch.dtype] = {}
+    for kind, tensors in {PARAMETER: state.parameters, **(state.moments or {})}.items():
         wanted = kept if kind == PARAMETER else trained
-        found = (
-            _of_model(tensors, base, state.layout)
-            if adapter is None
-            else _of_adapter(tensors, base, adapter)
-        )
+        if state.layout == "ftkit":
+            found = {name: (tensor.dtype, tensor.read) for name, tensor in tensors.items()}
+        elif adapter is None:
+            found = _of_model(tensors, base, state.layout)
+        else:
+            found = _of_adapter(tensors, base, adapter)
         for ours, parameter in wanted.items():
             if ours not in found:
                 what = "weights" if kind == PARAMETER else f"optimizer state ({kind})"
@@ -63,10 +72,16 @@ def placed_tensors(
                     "model, the method and the adapter's settings of this very run."
                 )
             dtype, read = found[ours]
+            dtypes.setdefault(ours, dtype)
             name = stored_name(kind, ours)
             placed.append(
                 PlacedTensor(name, parameter.shape, dtype, _checked(read, name, parameter, source))
             )
+    for kind in begun:
+        for ours, parameter in trained.items():
+            shape, dtype = parameter.shape, dtypes[ours]
+            zeros = partial(torch.zeros, shape, dtype=dtype)
+            placed.append(PlacedTensor(stored_name(kind, ours), shape, dtype, zeros))
     return placed
 
 

@@ -91,8 +91,9 @@ def optimizer_told(state: ForeignState) -> dict[str, Any]:
         for key in _OF_ADAM
         if isinstance(value := settings.get(key), int | float | tuple | list)
     }
-    if "exp_avg" not in state.moments:
-        if "momentum_buffer" in state.moments:
+    moments = state.moments or {}
+    if "exp_avg" not in moments:
+        if "momentum_buffer" in moments:
             momentum = {"momentum": settings.get("momentum", 0.9)}
             return {"optimizer": {"class_path": "torch.optim.SGD", "init_args": momentum}}
         return {}

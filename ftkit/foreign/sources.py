@@ -4,14 +4,15 @@ from pathlib import Path
 
 from ftkit.errors import UserError
 from ftkit.foreign.formats.distributed import DCP_METADATA, DistributedRun
-from ftkit.foreign.formats.lightning import LightningRun
+from ftkit.foreign.formats.lightning import LightningRun, is_sharded
+from ftkit.foreign.formats.litgpt import LITGPT_ADAPTER, LITGPT_WEIGHTS, LitgptRun
 from ftkit.foreign.formats.trainer import STATE, TrainerRun
 from ftkit.foreign.formats.zero import DeepSpeedRun, zero_directory
 from ftkit.foreign.state import ForeignRun
 
 IMPORTABLE = (
     "a checkpoint-N of transformers' Trainer, TRL or axolotl; a directory of DeepSpeed or of "
-    "torch.distributed.checkpoint; or a .ckpt file of Lightning"
+    "torch.distributed.checkpoint; a .ckpt of Lightning; or a step-N of LitGPT"
 )
 """What can be imported, in words."""
 
@@ -27,12 +28,18 @@ def open_run(source: Path) -> ForeignRun:
     if source.is_file():
         if source.suffix == ".ckpt":
             return LightningRun(source)
+        if source.name in (LITGPT_WEIGHTS, LITGPT_ADAPTER):
+            return LitgptRun(source.parent)
     elif (source / STATE).is_file():
         return TrainerRun(source)
     elif zero_directory(source) is not None:
         return DeepSpeedRun(source)
+    elif is_sharded(source):
+        return LightningRun(source)
     elif (source / DCP_METADATA).is_file():
         return DistributedRun(source)
+    elif any((source / name).is_file() for name in (LITGPT_WEIGHTS, LITGPT_ADAPTER)):
+        return LitgptRun(source)
     elif inside := list(source.glob(f"*/{STATE}")):
         newest = max(inside, key=lambda file: file.stat().st_mtime).parent
         raise UserError(f"{source} holds checkpoints, and is none itself. Try {newest}.")

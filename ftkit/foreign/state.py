@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ftkit.architectures.architecture import ModelLayout
 from ftkit.config.recipe import Method
@@ -15,7 +15,7 @@ from ftkit.pretrained.base_model import BaseModel
 from ftkit.pretrained.weights.files import WeightTensor
 
 ForeignTensors = Mapping[str, WeightTensor]
-"""By Hugging Face's names, of adapters by PEFT's, or by LitGPT's: as `ForeignState.layout` says."""
+"""By Hugging Face's names, of adapters by PEFT's, or by others: as `ForeignState.layout` says."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +40,13 @@ class ForeignState:
     """Passes over the data; None: the program does not say."""
     loss: float | None = None
     """Of the newest step that was logged."""
-    layout: ModelLayout = "hf"
-    """Whose names the tensors have."""
+    layout: ModelLayout | Literal["ftkit"] = "hf"
+    """Whose names the tensors have; ftkit: those of our checkpoints."""
     parameters: ForeignTensors
     """Trained parameters, in the highest precision that is there."""
-    moments: Mapping[str, ForeignTensors]
-    """State of the optimizer, by torch's names of its kinds (exp_avg, ...)."""
+    moments: Mapping[str, ForeignTensors] | None
+    """State of the optimizer, by torch's names of its kinds (exp_avg, ...). None: the program has
+    kept none, so that the optimizer begins anew."""
     scalars: Mapping[str, float]
     """State that is one number for all parameters, such as Adam's step."""
     groups: Sequence[ParameterGroup]
@@ -56,7 +57,8 @@ class ForeignState:
     @property
     def settings(self) -> Mapping[str, Any]:
         """Of the group with the most parameters."""
-        return max(self.groups, key=lambda group: len(group.names)).settings
+        largest = max(self.groups, key=lambda group: len(group.names), default=None)
+        return {} if largest is None else largest.settings
 
     @property
     def learning_rate(self) -> float | None:

@@ -11,7 +11,7 @@ WORDS = [
 SAMPLES, LENGTH = 6, 12
 
 
-def make_base(directory: Path) -> None:
+def make_base(directory: Path, layers: int) -> None:
     """A tiny Llama, its tokenizer, six texts of one length, and their tokens as ftkit has them."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -35,7 +35,7 @@ def make_base(directory: Path) -> None:
         vocab_size=len(vocabulary) + 1,
         hidden_size=16,
         intermediate_size=24,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,

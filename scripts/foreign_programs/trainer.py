@@ -1,6 +1,10 @@
 """transformers' Trainer and TRL's SFTTrainer: full or LoRA.
 
 python trainer.py BASE OUT --trainer transformers --schedule constant [--lora]
+torchrun --nproc_per_node N trainer.py BASE OUT --deepspeed STAGE | --fsdp STATE_DICT_TYPE
+
+The Trainer takes its DeepSpeed and its FSDP on GPUs only. What makes it take them on the CPU is in
+`_as_on_gpus`; all else, and so what it writes, is its own.
 """
 
 import argparse
@@ -38,10 +42,14 @@ def main() -> None:
     parser.add_argument("--trainer", choices=["transformers", "trl"], default="transformers")
     parser.add_argument("--schedule", default="constant")
     parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--deepspeed", type=int, help="stage of ZeRO")
+    parser.add_argument("--fsdp", choices=["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
     asked = parser.parse_args()
     samples = read_samples(asked.base)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     torch.manual_seed(0)
+    if asked.deepspeed is not None or asked.fsdp:
+        _as_on_gpus()
     model = AutoModelForCausalLM.from_pretrained(asked.base, dtype=torch.float32)
     settings: dict[str, Any] = {
         "output_dir": str(asked.out),
@@ -55,10 +63,25 @@ def main() -> None:
         "save_steps": STEPS,
         "logging_steps": 1,
         "report_to": "none",
-        "use_cpu": True,
+        "use_cpu": asked.deepspeed is None and not asked.fsdp,
         "seed": 0,
         "optim": "adamw_torch",
     }
+    if asked.deepspeed is not None:
+        settings["deepspeed"] = {
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
+            "zero_optimization": {"stage": asked.deepspeed},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+        }
+    if asked.fsdp:
+        settings["fsdp"] = True
+        settings["fsdp_config"] = {
+            "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+            "state_dict_type": asked.fsdp,
+        }
     watch = _Watch()
     # A label of the first token is never used, but would be counted.
     data = Dataset.from_list([{"input_ids": ids, "labels": [-100, *ids[1:]]} for ids in samples])
@@ -103,6 +126,20 @@ class _StopAfterNext(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **known: Any) -> None:
         control.should_training_stop = state.global_step > STEPS
+
+
+def _as_on_gpus() -> None:
+    """Have accelerate distribute the CPU as it does GPUs: by gloo, with FSDP and DeepSpeed."""
+    import accelerate
+    from accelerate.utils import DistributedType
+
+    os.environ.pop("ACCELERATE_USE_CPU", None)
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+
+    def backend_of(*_: Any, **__: Any) -> Any:
+        return "gloo", DistributedType.MULTI_GPU
+
+    accelerate.state.PartialState._prepare_backend = backend_of
 
 
 def _adapter() -> Any:

@@ -7,17 +7,27 @@ The checkpoints in tests/foreign/checkpoints were written by these programs them
 import csv
 import hashlib
 import json
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
 from command import Command
-from foreign_checkpoints import KEPT, recipe
+from foreign_checkpoints import BASE, KEPT, SHALLOW, recipe
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
+from ftkit.architectures.architecture import ModelLayout
 from ftkit.checkpoint.metadata import read_metadata
+from ftkit.checkpoint.shards import StoredState
 from ftkit.checkpoint.store import Store
+from ftkit.config.command_options import ImportOptions
+from ftkit.config.parsing import read_recipe
+from ftkit.foreign.command import import_run
+from ftkit.foreign.unpickling import held
+from ftkit.pretrained.base_model import open_base, storage_of
 
 CLOSE = 1e-5
 
@@ -33,14 +43,41 @@ def go_on(ftkit: Command, run: Path, method: str) -> dict[str, str]:
     return row
 
 
-def weights_of(ftkit: Command, run: Path, method: str) -> dict[str, torch.Tensor]:
-    """Those of the newest checkpoint, by Hugging Face's names."""
-    if method == "lora":
-        return load_file(Store(run / "checkpoints").path(4) / "adapter/adapter_model.safetensors")
-    out = run.with_name("exported")
-    ended = ftkit("export", Store(run / "checkpoints").path(4), "--format", "hf", "--out", out)
-    assert ended.returncode == 0, ended.stderr
-    return load_file(out / "model.safetensors")
+def weights_of(run: Path, kept: "Kept") -> dict[str, torch.Tensor]:
+    """Those of the newest checkpoint, by the names that the other program gives them."""
+    checkpoint = Store(run / "checkpoints").path(4)
+    if kept.method == "lora" and kept.layout == "hf":
+        return load_file(checkpoint / "adapter/adapter_model.safetensors")
+    ours = stored_of(checkpoint, "parameter")
+    return _joined(ours) if kept.method == "lora" else named_in(kept, ours, kept.layout)
+
+
+def stored_of(checkpoint: Path, kind: str) -> dict[str, torch.Tensor]:
+    """Parameters in a checkpoint of ours, or their optimizer state of a kind, by our names."""
+    stored = StoredState.in_checkpoint(checkpoint, read_metadata(checkpoint))
+    return {
+        name.removeprefix(f"{kind}/"): stored[name].read(0, shape.numel()).view(shape)
+        for name in stored.names()
+        if name.startswith(f"{kind}/")
+        for shape in [stored[name].shape]
+    }
+
+
+def named_in(
+    kept: "Kept", ours: Mapping[str, torch.Tensor], layout: ModelLayout
+) -> dict[str, torch.Tensor]:
+    """The same by the names of a layout."""
+    architecture = open_base(str(kept.base), None).architecture
+    return dict(storage_of(architecture, layout).written(ours.items()))
+
+
+def _joined(adapter: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """An adapter by LitGPT's names, where query and value are one layer."""
+    parts: dict[str, list[torch.Tensor]] = {}
+    for name, tensor in adapter.items():
+        theirs = re.sub(r"\.[qkv]_proj(?=\.)", "", name).removesuffix(".default.weight")
+        parts.setdefault(theirs, []).append(tensor)
+    return {name: torch.cat(tensors) for name, tensors in parts.items()}
 
 
 def differences(found: Mapping[str, torch.Tensor], noted: Mapping[str, list[float]]) -> float:
@@ -54,39 +91,121 @@ def differences(found: Mapping[str, torch.Tensor], noted: Mapping[str, list[floa
     return worst
 
 
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """A checkpoint of another program."""
+
+    inside: str = ""
+    """What is imported, in its directory."""
+    method: str = "full"
+    layout: ModelLayout = "hf"
+    base: Path = BASE
+    train: Mapping[str, float | None] = field(default_factory=dict)
+    """What the recipe says, as the checkpoint does not."""
+
+
 CASES = {
-    "trainer": ("checkpoint-3", "full"),
-    "trl-lora": ("checkpoint-3", "lora"),
-    "deepspeed-zero1": ("", "full"),
-    "deepspeed-zero3": ("", "full"),
-    "distributed": ("checkpoint", "full"),
-    "lightning": ("checkpoint.ckpt", "full"),
+    "trainer": Kept(inside="checkpoint-3"),
+    "trainer-deepspeed": Kept(inside="checkpoint-3"),
+    "trainer-fsdp": Kept(inside="checkpoint-3", base=SHALLOW),
+    "trainer-fsdp-gathered": Kept(inside="checkpoint-3"),
+    "trl-lora": Kept(inside="checkpoint-3", method="lora"),
+    "deepspeed-zero1": Kept(),
+    "deepspeed-zero3": Kept(),
+    "distributed": Kept(inside="checkpoint", base=SHALLOW),
+    "lightning": Kept(inside="checkpoint.ckpt"),
+    "lightning-sharded": Kept(inside="checkpoint.ckpt", base=SHALLOW),
+    "litgpt": Kept(inside="step-000003", layout="litgpt", train={"max_norm": None}),
+    "litgpt-lora": Kept(
+        inside="step-000003",
+        method="lora",
+        layout="litgpt",
+        train={"max_norm": None, "min_lr": 3e-3, "lr_warmup_steps": 0},
+    ),
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+SLOW = {"trl-lora", "deepspeed-zero1", "litgpt-lora"}
+"""Whose runs go on in a process of their own; those of the others do so in the matrix."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.matrix)
+        for name in CASES
+    ],
+)
 def test_the_step_after_an_import_is_the_one_that_the_other_program_did(
     ftkit: Command, tmp_path: Path, case: str
 ) -> None:
-    inside, method = CASES[case]
-    source, run = KEPT / case / inside, tmp_path / "run"
+    kept = CASES[case]
+    source, run = KEPT / case / kept.inside, tmp_path / "run"
     theirs = json.loads((KEPT / case / "next.json").read_text())
-    imported = ftkit("import", source, "--out", run, "--config", recipe(tmp_path))
+    asked = recipe(tmp_path, kept.base, **kept.train)
+    imported = ftkit("import", source, "--out", run, "--config", asked)
     assert imported.returncode == 0, imported.stderr
     assert "not taken over: the order of the samples" in imported.stdout
     (step,) = Store(run / "checkpoints").steps()
     assert step == theirs["step"] - 1
     metadata = read_metadata(Store(run / "checkpoints").path(step))
-    assert metadata.samples == 18 and metadata.method == method
+    assert metadata.samples == 18 and metadata.method == kept.method
     assert metadata.learning_rate == pytest.approx(theirs["learning_rate"], rel=1e-6)
 
-    row = go_on(ftkit, run, method)
+    row = go_on(ftkit, run, kept.method)
     assert float(row["lr"]) == pytest.approx(theirs["learning_rate"], rel=1e-6)
     assert float(row["loss"]) == pytest.approx(theirs["loss"], abs=CLOSE)
-    found = weights_of(ftkit, run, method)
+    found = weights_of(run, kept)
     assert found.keys() == {name.replace(".default.", ".") for name in theirs["weights"]}
     assert differences(found, theirs["weights"]) < CLOSE
+
+
+@pytest.mark.parametrize("case", [name for name, kept in CASES.items() if kept.method == "full"])
+def test_what_was_imported_is_all_that_the_next_step_of_the_other_program_needed(
+    tmp_path: Path, case: str
+) -> None:
+    """Done here by transformers and torch with what lies in our checkpoint."""
+    kept = CASES[case]
+    source, run = KEPT / case / kept.inside, tmp_path / "run"
+    theirs = json.loads((KEPT / case / "next.json").read_text())
+    asked = recipe(tmp_path, kept.base, **kept.train)
+    import_run(ImportOptions(source=source, out=run, config=(str(asked),)))
+    checkpoint = Store(run / "checkpoints").path(theirs["step"] - 1)
+    settings = read_recipe([run / "recipe.yaml"], [], method="full").optimizer["init_args"]
+    metadata = read_metadata(checkpoint)
+
+    model = AutoModelForCausalLM.from_pretrained(kept.base, dtype=torch.float32)
+    model.load_state_dict(named_in(kept, stored_of(checkpoint, "parameter"), "hf"))
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=metadata.learning_rate,
+        betas=settings["betas"],
+        weight_decay=settings["weight_decay"],
+    )
+    for kind in ("exp_avg", "exp_avg_sq"):
+        moments = named_in(kept, stored_of(checkpoint, kind), "hf")
+        for name, parameter in model.named_parameters():
+            state = optimizer.state[parameter]
+            state["step"] = torch.tensor(metadata.optimizer_scalars["step"])
+            state[kind] = moments[name].clone()
+    ids = torch.tensor(json.loads((kept.base / "samples.json").read_text()))
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    max_norm = dict({"max_norm": 0.5} | kept.train)["max_norm"]
+    if max_norm is not None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    optimizer.step()
+
+    assert loss.item() == pytest.approx(theirs["loss"], abs=CLOSE)
+    after = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    if kept.layout == "litgpt":
+        architecture = open_base(str(kept.base), None).architecture
+        holders = storage_of(architecture, "hf").holders(
+            {name: held(tensor) for name, tensor in after.items()}
+        )
+        after = named_in(kept, {name: found.read() for name, found in holders.items()}, "litgpt")
+    assert after.keys() == theirs["weights"].keys()
+    assert differences(after, theirs["weights"]) < CLOSE
 
 
 def test_the_checkpoints_are_as_their_programs_wrote_them() -> None:

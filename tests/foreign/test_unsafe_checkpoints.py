@@ -31,6 +31,12 @@ FILES = {
     "deepspeed-zero3": "global_step3/zero_pp_rank_0_mp_rank_00_model_states.pt",
     "distributed": "checkpoint/.metadata",
     "lightning": "checkpoint.ckpt",
+    "lightning-sharded": "checkpoint.ckpt/meta.pt",
+    "litgpt": "step-000003/lit_model.pth",
+    "litgpt-lora": "step-000003/lit_model.pth.lora",
+    "trainer-deepspeed": "checkpoint-3/global_step3/mp_rank_00_model_states.pt",
+    "trainer-fsdp": "checkpoint-3/optimizer_0/.metadata",
+    "trainer-fsdp-gathered": "checkpoint-3/optimizer.bin",
 }
 
 

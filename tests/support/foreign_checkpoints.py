@@ -6,16 +6,17 @@ from typing import Any
 
 KEPT = Path(__file__).parents[1] / "foreign" / "checkpoints"
 BASE = KEPT / "base"
+SHALLOW = KEPT / "base-shallow"
 
 
-def recipe(directory: Path, **train: Any) -> Path:
+def recipe(directory: Path, base: Path = BASE, **train: Any) -> Path:
     """What a person says of a run that goes on: base model, data, batch, clipping."""
     file = directory / "recipe.yaml"
     content = {
-        "checkpoint_dir": str(BASE),
+        "checkpoint_dir": str(base),
         "precision": "32-true",
         "accelerator": "cpu",
-        "data": {"class_path": "litgpt.data.JSON", "init_args": {"path": str(BASE / "data")}},
+        "data": {"class_path": "litgpt.data.JSON", "init_args": {"path": str(base / "data")}},
         "train": {"global_batch_size": 6, "micro_batch_size": 6, "max_norm": 0.5} | train,
         "eval": {"final_validation": False, "max_new_tokens": 0},
     }

@@ -1,15 +1,18 @@
-"""Checkpoints of Lightning's Trainer that are one file."""
+"""Checkpoints of Lightning's Trainer: one file, or a directory that is sharded."""
 
 from pathlib import Path
 
 from torch import Tensor
 
+from ftkit.foreign.formats.distributed import DCP_METADATA, distributed_state
 from ftkit.foreign.formats.torch_optimizer import NamedState, names_by_shape
 from ftkit.foreign.names import plain_names
 from ftkit.foreign.parameter_order import TrainedParameter
 from ftkit.foreign.state import ForeignRun, ForeignState, TrainedModel
 from ftkit.foreign.unpickling import IN_LIGHTNING, held, load_torch_file, mapping_in
 
+_REST = "meta.pt"
+"""Of a directory: what is neither model nor optimizer."""
 _STEP = "global_step"
 
 
@@ -20,13 +23,16 @@ class LightningRun(ForeignRun):
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
-        self._file = directory
+        self._is_sharded = directory.is_dir()
+        self._file = directory / _REST if self._is_sharded else directory
         self._content = load_torch_file(self._file, IN_LIGHTNING)
         if not isinstance(self._content, dict) or not isinstance(self._content.get(_STEP), int):
             raise self.broken(f"{self._file.name} has no {_STEP}")
 
     def state(self, model: TrainedModel) -> ForeignState:
         step = self._content[_STEP]
+        if self._is_sharded:
+            return distributed_state([self.directory], model, step=step)
         weights = mapping_in(self._content, "state_dict", self._file)
         optimizers = self._content.get("optimizer_states")
         if not isinstance(optimizers, list) or len(optimizers) != 1:
@@ -58,3 +64,8 @@ def _orders(order: list[TrainedParameter]) -> list[list[list[TrainedParameter]]]
     decayed = [p for p in order if p.is_decayed]
     others = [p for p in order if not p.is_decayed]
     return [[order], [matrices, vectors], [decayed, others]]
+
+
+def is_sharded(directory: Path) -> bool:
+    """Whether Lightning has written a directory."""
+    return (directory / _REST).is_file() and (directory / DCP_METADATA).is_file()

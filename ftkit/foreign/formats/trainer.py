@@ -1,18 +1,22 @@
 """Checkpoints of transformers' Trainer, which TRL and axolotl write too.
 
 checkpoint-N holds the model or the adapter in Hugging Face's layout, and beside it
-`trainer_state.json` and `optimizer.pt`, or what DeepSpeed writes. `training_args.bin` is a
+`trainer_state.json` and `optimizer.pt`, or what DeepSpeed or FSDP write. `training_args.bin` is a
 pickle of objects and is not read.
 """
 
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from ftkit.config.peft_adapter import CONFIG, adapter_keys
 from ftkit.config.recipe import Method
 from ftkit.errors import UserError
-from ftkit.foreign.formats.torch_optimizer import NamedState, names_by_shape
+from ftkit.foreign.formats.distributed import DCP_METADATA, distributed_state
+from ftkit.foreign.formats.torch_optimizer import NamedState, groups_in, names_by_shape
 from ftkit.foreign.formats.zero import ZeroFiles, zero_directory
+from ftkit.foreign.names import plain_names
 from ftkit.foreign.parameter_order import TrainedParameter
 from ftkit.foreign.state import ForeignRun, ForeignState, ForeignTensors, TrainedModel
 from ftkit.foreign.unpickling import held, load_torch_file
@@ -22,6 +26,10 @@ from ftkit.pretrained.weights.files import stored_tensors
 
 STATE = "trainer_state.json"
 _OPTIMIZER = "optimizer.pt"
+_SHARDED = ("pytorch_model_fsdp_0", "optimizer_0")
+"""Directories with model and optimizer under FSDP, as accelerate writes them."""
+_GATHERED = ("pytorch_model_fsdp.bin", "optimizer.bin")
+"""Files with the same, where FSDP's state was gathered (FULL_STATE_DICT)."""
 
 
 class TrainerRun(ForeignRun):
@@ -60,6 +68,11 @@ class TrainerRun(ForeignRun):
     def state(self, model: TrainedModel) -> ForeignState:
         if (directory := zero_directory(self.directory)) is not None:
             return ZeroFiles(directory).state(model, **self._progress())
+        if (self.directory / _SHARDED[1] / DCP_METADATA).is_file():
+            parts = [self.directory / name for name in _SHARDED]
+            return distributed_state(parts, model, **self._progress())
+        if (self.directory / _GATHERED[1]).is_file():
+            return self._gathered(model)
         return self._plain(model)
 
     def _plain(self, model: TrainedModel) -> ForeignState:
@@ -87,6 +100,32 @@ class TrainerRun(ForeignRun):
         return ForeignState(
             **self._progress(),
             parameters=self._weights(),
+            moments=found.moments,
+            scalars=found.scalars,
+            groups=found.groups,
+        )
+
+    def _gathered(self, model: TrainedModel) -> ForeignState:
+        """What one rank of FSDP has written of all; the optimizer's state is by names."""
+        of_model, of_optimizer = (self.directory / name for name in _GATHERED)
+        weights, content = load_torch_file(of_model), load_torch_file(of_optimizer)
+        if not isinstance(weights, dict):
+            raise self.broken(f"{of_model.name} holds no tensors by name")
+        numbered = [group["params"] for group in groups_in(content, of_optimizer)]
+        given = {*weights, *(name for of_group in numbered for name in of_group)}
+        if not all(isinstance(name, str) for name in given):
+            raise self.broken(f"{of_optimizer.name} numbers its parameters, and names none")
+        names = plain_names(given, [parameter.name for parameter in model.parameters])
+        found = NamedState(
+            content, [[names[name] for name in of_group] for of_group in numbered], of_optimizer
+        )
+        return ForeignState(
+            **self._progress(),
+            parameters={
+                names[name]: held(tensor)
+                for name, tensor in weights.items()
+                if isinstance(tensor, Tensor)
+            },
             moments=found.moments,
             scalars=found.scalars,
             groups=found.groups,
