@@ -58,8 +58,14 @@ IN_DEEPSPEED = (
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
+    "numpy.ndarray",
+    "numpy.dtype",
+    "numpy.core.multiarray._reconstruct",
+    "numpy._core.multiarray._reconstruct",
+    "_codecs.encode",
 )
-"""Classes whose objects DeepSpeed's files hold."""
+"""Classes whose objects DeepSpeed's files hold; the last ones are of GPT-NeoX, which has them hold
+the states of random generators."""
 IN_LIGHTNING = (
     "lightning.fabric.utilities.data.AttributeDict",
     "lightning_fabric.utilities.data.AttributeDict",

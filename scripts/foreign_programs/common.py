@@ -15,7 +15,7 @@ RATE = 3e-3
 """Learning rate at the start."""
 MAX_NORM = 0.5
 """To which gradients are clipped."""
-SHOWN = 16
+SHOWN = 8
 """Values of each parameter that are noted, at equal distances."""
 PACKAGES = (
     "torch",
@@ -56,7 +56,8 @@ def note_next(out: Path, loss: float, rate: float, weights: Mapping[str, Any]) -
         "weights": values,
         "versions": installed(PACKAGES),
     }
-    (out / "next.json").write_text(json.dumps(content, indent=1) + "\n")
+    rows = [f" {json.dumps(name)}: {json.dumps(content[name])}" for name in sorted(content)]
+    (out / "next.json").write_text("{\n" + ",\n".join(rows) + "\n}\n")
 
 
 def installed(packages: Iterable[str]) -> dict[str, str]:

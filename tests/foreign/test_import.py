@@ -15,13 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 from command import Command
-from foreign_checkpoints import BASE, KEPT, SHALLOW, recipe
+from foreign_checkpoints import BASE, KEPT, SHALLOW, recipe, stored_of
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from ftkit.architectures.architecture import ModelLayout
 from ftkit.checkpoint.metadata import read_metadata
-from ftkit.checkpoint.shards import StoredState
 from ftkit.checkpoint.store import Store
 from ftkit.config.command_options import ImportOptions
 from ftkit.config.parsing import read_recipe
@@ -50,17 +49,6 @@ def weights_of(run: Path, kept: "Kept") -> dict[str, torch.Tensor]:
         return load_file(checkpoint / "adapter/adapter_model.safetensors")
     ours = stored_of(checkpoint, "parameter")
     return _joined(ours) if kept.method == "lora" else named_in(kept, ours, kept.layout)
-
-
-def stored_of(checkpoint: Path, kind: str) -> dict[str, torch.Tensor]:
-    """Parameters in a checkpoint of ours, or their optimizer state of a kind, by our names."""
-    stored = StoredState.in_checkpoint(checkpoint, read_metadata(checkpoint))
-    return {
-        name.removeprefix(f"{kind}/"): stored[name].read(0, shape.numel()).view(shape)
-        for name in stored.names()
-        if name.startswith(f"{kind}/")
-        for shape in [stored[name].shape]
-    }
 
 
 def named_in(
@@ -112,6 +100,7 @@ CASES = {
     "trl-lora": Kept(inside="checkpoint-3", method="lora"),
     "deepspeed-zero1": Kept(),
     "deepspeed-zero3": Kept(),
+    "gpt-neox": Kept(),
     "distributed": Kept(inside="checkpoint", base=SHALLOW),
     "lightning": Kept(inside="checkpoint.ckpt"),
     "lightning-sharded": Kept(inside="checkpoint.ckpt", base=SHALLOW),
@@ -191,7 +180,7 @@ def test_what_was_imported_is_all_that_the_next_step_of_the_other_program_needed
     ids = torch.tensor(json.loads((kept.base / "samples.json").read_text()))
     loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     loss.backward()
-    max_norm = dict({"max_norm": 0.5} | kept.train)["max_norm"]
+    max_norm = kept.train.get("max_norm", 0.5)
     if max_norm is not None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     optimizer.step()

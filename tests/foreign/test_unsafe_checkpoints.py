@@ -29,6 +29,8 @@ FILES = {
     "trainer": "checkpoint-3/optimizer.pt",
     "deepspeed-zero1": "global_step3/zero_pp_rank_1_mp_rank_00_optim_states.pt",
     "deepspeed-zero3": "global_step3/zero_pp_rank_0_mp_rank_00_model_states.pt",
+    "deepspeed-bf16": "global_step3/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
+    "gpt-neox": "global_step3/mp_rank_00_model_states.pt",
     "distributed": "checkpoint/.metadata",
     "lightning": "checkpoint.ckpt",
     "lightning-sharded": "checkpoint.ckpt/meta.pt",
@@ -53,7 +55,7 @@ def copied(case: str, tmp_path: Path) -> tuple[Path, Path]:
     copy = tmp_path / case
     shutil.copytree(KEPT / case, copy)
     inside = Path(FILES[case])
-    is_whole = case.startswith("deepspeed")
+    is_whole = case.startswith(("deepspeed", "gpt-neox"))
     return copy if is_whole else copy / inside.parts[0], copy / inside
 
 

@@ -4,6 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from ftkit.checkpoint.metadata import read_metadata
+from ftkit.checkpoint.shards import StoredState
+
 KEPT = Path(__file__).parents[1] / "foreign" / "checkpoints"
 BASE = KEPT / "base"
 SHALLOW = KEPT / "base-shallow"
@@ -22,3 +27,14 @@ def recipe(directory: Path, base: Path = BASE, **train: Any) -> Path:
     }
     file.write_text(json.dumps(content))
     return file
+
+
+def stored_of(checkpoint: Path, kind: str) -> dict[str, Tensor]:
+    """Parameters in a checkpoint of ours, or their optimizer state of a kind, by our names."""
+    stored = StoredState.in_checkpoint(checkpoint, read_metadata(checkpoint))
+    return {
+        name.removeprefix(f"{kind}/"): stored[name].read(0, shape.numel()).view(shape)
+        for name in stored.names()
+        if name.startswith(f"{kind}/")
+        for shape in [stored[name].shape]
+    }

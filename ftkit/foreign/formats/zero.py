@@ -19,14 +19,9 @@ import torch
 from torch import Tensor
 
 from ftkit.errors import UserError
+from ftkit.foreign.formats.neox import NeoxNames, is_neox
 from ftkit.foreign.names import plain_names
-from ftkit.foreign.state import (
-    ForeignRun,
-    ForeignState,
-    ForeignTensors,
-    ParameterGroup,
-    TrainedModel,
-)
+from ftkit.foreign.state import ForeignRun, ForeignState, ParameterGroup, TrainedModel
 from ftkit.foreign.unpickling import IN_DEEPSPEED, held, load_torch_file, mapping_in
 from ftkit.pretrained.weights.files import WeightTensor
 
@@ -113,7 +108,11 @@ class ZeroFiles:
         ]
         shapes = self._model.get("param_shapes")
         if not isinstance(shapes, list):
-            raise UserError(f"{self._model_file} has no param_shapes: it is not one of ZeRO.")
+            raise UserError(
+                f"{self._model_file} has no param_shapes, by which the files of ranks are put "
+                "together: it is not one of ZeRO, or of a DeepSpeed too old to write them. Load it "
+                "with its own program, and save it once with a newer DeepSpeed."
+            )
         self._shapes: list[Mapping[str, torch.Size]] = shapes
         self._is_cut_by_parameter = "fp32_flat_groups" in self._ranks[0]
         self._flat = [self._flat_of(state) for state in self._ranks]
@@ -162,22 +161,27 @@ class ZeroFiles:
             progress: what another file tells better.
         """
         kinds = self.tensors()
-        known = [parameter.name for parameter in model.parameters]
-        names = plain_names(kinds[_MASTER], known)
-
-        def renamed(tensors: ForeignTensors) -> ForeignTensors:
-            return {names[name]: tensor for name, tensor in tensors.items() if name in names}
-
-        masters = renamed(kinds.pop(_MASTER))
+        if is_neox(kinds[_MASTER]):
+            of_neox = NeoxNames(model.base)
+            kinds = {kind: of_neox.held(tensors) for kind, tensors in kinds.items()}
+            named = [[plain for name in of for plain in of_neox.names(name)] for of in self._shapes]
+        else:
+            names = plain_names(kinds[_MASTER], [parameter.name for parameter in model.parameters])
+            kinds = {
+                kind: {names[name]: tensor for name, tensor in tensors.items() if name in names}
+                for kind, tensors in kinds.items()
+            }
+            named = [[names.get(name, name) for name in shapes] for shapes in self._shapes]
+        masters = kinds.pop(_MASTER)
         groups = [
-            ParameterGroup(names=tuple(names.get(name, name) for name in shapes), settings=settings)
-            for shapes, settings in zip(self._shapes, self._settings, strict=True)
+            ParameterGroup(names=tuple(of_group), settings=settings)
+            for of_group, settings in zip(named, self._settings, strict=True)
         ]
         told: dict[str, Any] = {"step": self.step, "samples": self.samples}
         return ForeignState(
             **told | progress,
             parameters=masters,
-            moments={kind: renamed(tensors) for kind, tensors in kinds.items()},
+            moments=kinds,
             scalars={"step": self._updates()},
             groups=groups,
             notes=[f"put together from the files of {self.world_size} ranks"],
