@@ -29,7 +29,13 @@ _MOST_WORDS = 300
 _Answer = TypeVar("_Answer")
 _SECRET = re.compile(r"SECRET|TOKEN|PASSWORD|ACCESS_KEY", re.IGNORECASE)
 """In names of environment variables whose values are not repeated."""
-_FINAL_CODES = ("ExpiredToken", "InvalidAccessKeyId", "NoSuchBucket", "SignatureDoesNotMatch")
+_FINAL_CODES = (
+    "401",
+    "ExpiredToken",
+    "InvalidAccessKeyId",
+    "NoSuchBucket",
+    "SignatureDoesNotMatch",
+)
 
 
 class StorageError(Exception):

@@ -61,6 +61,8 @@ class Mirror:
         self._seen: set[int] = set()
         self._sent: set[tuple[int, str, str]] = set()
         """Step, name and checksum of the files that this process has sent."""
+        self._begun: set[int] = set()
+        """Steps of which something may be there."""
         self._overwrites = False
         self._is_tidy = False
         self._files_at_s = -FILES_EVERY_S
@@ -144,11 +146,7 @@ class Mirror:
                 pause(wait_s, interrupted)
                 wait_s = min(2 * wait_s, 10.0)
         if not problem:
-            with suppress(StorageError):  # the next session removes it
-                self._delete(
-                    [name for name in self._objects.listing() if is_state(self._run, name)]
-                )
-                self._known.save()
+            ends(begun(self._remove_state), interrupted)
         elif self._others is not None:
             raise NotCarried(
                 f"{spelt(self._run.path)} does not have all of this run: {problem}. --resume auto "
@@ -159,6 +157,11 @@ class Mirror:
                 f"{spelt(self._run.path)} does not have all of this run: {problem}. All of it is "
                 f"in {self._run.path}; --resume auto on this machine sends it."
             )
+
+    def _remove_state(self) -> None:
+        with suppress(StorageError):  # the next session removes it
+            self._delete([name for name in self._objects.listing() if is_state(self._run, name)])
+            self._known.save()
 
     def _carry(self) -> None:
         """The thread: look, send, and wait longer the more often that fails."""
@@ -196,7 +199,7 @@ class Mirror:
         store = self._run.store
         here = set(store.steps())
         new = [step for step in sorted(here) if not self._is_sent(step)]
-        gone = (self._seen - here) & self._there
+        gone = ((self._seen & self._there) | self._begun) - here
         due = everything or time.monotonic() - self._files_at_s >= FILES_EVERY_S
         if new or gone or due or not self._is_tidy:
             self._require_claim()
@@ -321,6 +324,7 @@ class Mirror:
             self._objects.upload(directory / file, f"{name}/{file}")
             self._sent.add((step, file, metadata.files[file].sha256))
 
+        self._begun.add(step)
         each(send, unsent, _FILES_AT_ONCE)
         if step not in self._there:
             elsewhere = {
@@ -386,6 +390,7 @@ class Mirror:
         self._delete([f"{name}/{METADATA}"])
         self._there.discard(step)
         self._delete(names)
+        self._begun.discard(step)
 
     def _send_files(self, everything: bool) -> None:
         """Send what has changed of all other files; the result before the report."""

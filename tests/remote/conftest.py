@@ -59,12 +59,12 @@ def bucket(s3: Proxy) -> Bucket:
 def begin(common: list[str], tmp_path: Path) -> Iterator[Ftkit]:
     """Starts a command on a machine: `begin("a", url, "--devices", "2")`.
 
-    It is a run that saves every two steps, or what `command` says, then with these words only.
-    None outlives the test.
+    It is a run that saves every two steps, or what `command` says, then with these words only;
+    `before` has statements that its supervisor runs first. None outlives the test.
     """
     begun: list[Attempt] = []
 
-    def start(machine: str, *more: object, command: str = "finetune") -> Attempt:
+    def start(machine: str, *more: object, command: str = "finetune", before: str = "") -> Attempt:
         words = [*command.split(), *more]
         if command.startswith("finetune"):
             words = [command, *common, "--out_dir", *more]
@@ -72,7 +72,7 @@ def begin(common: list[str], tmp_path: Path) -> Iterator[Ftkit]:
                 words += options(train__save_interval=2, eval__interval=0)
         environment = command_environment() | {"FTKIT_CACHE_DIR": str(tmp_path / machine)}
         environment["DS_ACCELERATOR"] = "cpu"
-        line = command_line(*words, before=DEFAULT_SIGNALS)
+        line = command_line(*words, before=f"{DEFAULT_SIGNALS}\n{before}")
         begun.append(warm.SERVER.start(line, environment, cwd=tmp_path))
         return begun[-1]
 

@@ -3,12 +3,26 @@
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from command import command_environment, command_line
-from object_servers import EXPIRED, SECRET, Bucket, Proxy, writes
+from object_servers import (
+    BROKEN,
+    EXPIRED,
+    FULL,
+    HANGS,
+    INTERNAL,
+    SECRET,
+    SLOW_DOWN,
+    Bucket,
+    Fault,
+    Proxy,
+    is_write,
+    writes,
+)
 from rank_jobs import needs_deepspeed
 from remote_runs import Ftkit, ended, learned
 from runs import wait_for
@@ -165,31 +179,85 @@ def test_a_second_run_is_refused_while_one_is_at_work_and_goes_on_once_that_was_
     assert not any(name.startswith(".run/") for name in bucket.names("claimed"))
 
 
-def test_training_goes_on_without_the_storage_and_what_could_not_be_sent_is_kept_and_sent_later(
-    begin: Ftkit, run: Callable[..., str], s3: Proxy, bucket: Bucket, tmp_path: Path
+IMPATIENT = """
+from ftkit.remote import objects
+from ftkit.runs import mirror
+objects.Objects.__init__.__defaults__ = (0.5,)
+mirror.LONGEST_WAIT_S = 2.0
+"""
+"""What fails is given up, and tried again, sooner than a person would wait."""
+
+
+def test_training_goes_on_whatever_the_storage_does_and_what_could_not_be_sent_is_sent_later(
+    begin: Ftkit, s3: Proxy, bucket: Bucket, tmp_path: Path
 ) -> None:
-    met = s3.fails(EXPIRED, writes("checkpoints/"))
-    first = begin(
-        "a", "s3://bucket/later", "--train.max_steps", "1000000", "--train.epochs", "null"
-    )
-    log = tmp_path / "a/runs/s3/bucket/later/run.log"
-    wait_for(lambda: log.exists() and "is not sent yet" in log.read_text())
-    store = Store(log.parent / "checkpoints")
-    newest = store.newest()
-    assert met and newest is not None
-    wait_for(lambda: (store.newest() or 0) > newest)  # training goes on
-    assert bucket.steps("later") == []
-    s3.works()
+    """And whenever somebody looks, what is there for a checkpoint is whole."""
+    endless = ("--train.max_steps", "1000000", "--train.epochs", "null")
+    s3.fails(INTERNAL, writes("/shard-"))
+    first = begin("a", "s3://bucket/later", *endless, before=IMPATIENT)
+    here = tmp_path / "a/runs/s3/bucket/later"
+    log, store = here / "run.log", Store(here / "checkpoints")
+
+    def trains_on_and_says(code: str) -> None:
+        wait_for(lambda: log.exists() and f"{code} happened" in log.read_text())
+        newest = store.newest() or 0
+        wait_for(lambda: (store.newest() or 0) > newest)
+        text = log.read_text()
+        assert "the checkpoint of step" in text and "is not sent yet and stays in" in text
+
+    trains_on_and_says("InternalError")
+    assert bucket.names("later/checkpoints")  # other files of checkpoints are there
+    for fault, code in ((SLOW_DOWN, "SlowDown"), (FULL, "XMinioStorageFull")):
+        s3.fails(fault, writes("/metadata.json"))
+        trains_on_and_says(code)
+        assert bucket.steps("later") == []
+    met = s3.fails(BROKEN, writes("checkpoints/"))
+    wait_for(lambda: len(met) > 10)
+    s3.fails(Fault(delay_s=0.5), is_write, times=4)
     wait_for(lambda: bool(bucket.steps("later")))
+    wait_for(lambda: "s3://bucket/later takes files again" in log.read_text())
+    sent = max(bucket.steps("later"))
+    s3.fails(EXPIRED, writes("checkpoints/"))
+    trains_on_and_says("ExpiredToken")
+    amid = Store(bucket.fetch("later", tmp_path / "amid") / "checkpoints")
+    steps = bucket.steps("later")
+    assert steps and [amid.verify(step) for step in steps] == [[] for _ in steps]
+    s3.works()
+    wait_for(lambda: max(bucket.steps("later"), default=0) > sent)
     first.send_signal(signal.SIGINT)
     code, said = ended(first)
     assert code == 130
-    assert "the checkpoint of step" in said and "ExpiredToken" in said and SECRET not in said
-    assert "s3://bucket/later takes files again" in said
+    assert "the checkpoint of step" in said and SECRET not in said and "Traceback" not in said
     copy = bucket.fetch("later", tmp_path / "copy")
     report = read_report(copy)
     assert any("is not sent yet" in warning for warning in report.warnings)
-    assert Store(copy / "checkpoints").newest() == report.progress.steps
+    found = Store(copy / "checkpoints")
+    assert found.newest() == report.progress.steps
+    assert [found.verify(step) for step in found.steps()] == [[], [], []]  # halves are gone
+    assert SECRET not in log.read_text()
+
+
+def test_a_run_ends_when_it_is_told_to_though_the_storage_never_answers(
+    begin: Ftkit, s3: Proxy, tmp_path: Path
+) -> None:
+    """The first Ctrl+C ends training, the next one what is done at the end."""
+    endless = ("--train.max_steps", "1000000", "--train.epochs", "null")
+    first = begin("a", "s3://bucket/silent", *endless)
+    met = s3.fails(HANGS, writes("checkpoints/"))
+    wait_for(lambda: bool(met))
+    first.send_signal(signal.SIGINT)
+    wait_for((tmp_path / "a/runs/s3/bucket/silent/report.json").exists)
+
+    def ends_when_told_to() -> bool:
+        first.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        return first.poll() is not None
+
+    wait_for(ends_when_told_to)
+    code, said = ended(first)
+    assert code in (1, 130)
+    assert "s3://bucket/silent does not have all of this run: it was interrupted" in said
+    assert "Traceback" not in said
 
 
 def test_what_was_not_sent_in_the_end_is_said_and_sent_by_the_next_start(

@@ -61,6 +61,8 @@ class Fault:
     body: bytes = b""
     delay_s: float = 0.0
     """Wait before the request is passed on; then it is answered as ever."""
+    breaks_off: bool = False
+    """Pass it on, and break the connection off in the middle of the answer."""
 
 
 Decide = Callable[[Request], Fault | None]
@@ -83,6 +85,9 @@ SLOW_DOWN = Fault(503, s3_error("SlowDown"))
 EXPIRED = Fault(400, s3_error("ExpiredToken"))
 FULL = Fault(507, s3_error("XMinioStorageFull"))
 BROKEN = Fault()
+"""The connection, while the body of a request is read."""
+CUT = Fault(breaks_off=True)
+HANGS = Fault(delay_s=1000.0)
 
 
 @dataclass
@@ -159,7 +164,7 @@ def _handler(proxy: Proxy, port: int) -> type[BaseHTTPRequestHandler]:
             )
             proxy.requests.append(request)
             fault = proxy.decide(request)
-            if fault is not None and not fault.status and not fault.delay_s:
+            if fault == BROKEN:
                 self.rfile.read(min(1000, int(self.headers.get("Content-Length") or 0)))
                 self.close_connection = True
                 self.connection.close()
@@ -182,8 +187,12 @@ def _handler(proxy: Proxy, port: int) -> type[BaseHTTPRequestHandler]:
             connection.request(self.command, self.path, body, headers)
             answer = connection.getresponse()
             content = answer.read()
-            self._answer(answer.status, dict(answer.getheaders()), content)
             connection.close()
+            breaks_off = fault is not None and fault.breaks_off
+            self._answer(answer.status, dict(answer.getheaders()), content, breaks_off)
+            if breaks_off:
+                self.close_connection = True
+                self.connection.close()
 
         def _body(self) -> bytes:
             if "chunked" not in self.headers.get("Transfer-Encoding", ""):
@@ -195,7 +204,9 @@ def _handler(proxy: Proxy, port: int) -> type[BaseHTTPRequestHandler]:
             self.rfile.readline()
             return body
 
-        def _answer(self, status: int, headers: dict[str, str], content: bytes) -> None:
+        def _answer(
+            self, status: int, headers: dict[str, str], content: bytes, breaks_off: bool = False
+        ) -> None:
             self.send_response_only(status)
             for name, value in headers.items():
                 if name.lower() not in ("transfer-encoding", "connection", "content-length"):
@@ -206,7 +217,8 @@ def _handler(proxy: Proxy, port: int) -> type[BaseHTTPRequestHandler]:
                 self.send_header("Content-Length", size)
             self.end_headers()
             if not is_head:
-                self.wfile.write(content)
+                self.wfile.write(content[: len(content) // 2] if breaks_off else content)
+                self.wfile.flush()
 
         do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = do_PATCH = _pass_on
 
