@@ -58,7 +58,8 @@ class Mirror:
         self._objects = Objects.of(run.path)
         self._known = Known(run.path)
         self._there = committed_steps(listing)
-        self._seen: set[int] = set()
+        self._seen = set(self._there)
+        """Steps that were here and there: what of them is here no more goes there, too."""
         self._sent: set[tuple[int, str, str]] = set()
         """Step, name and checksum of the files that this process has sent."""
         self._begun: set[int] = set()
@@ -199,12 +200,12 @@ class Mirror:
         store = self._run.store
         here = set(store.steps())
         new = [step for step in sorted(here) if not self._is_sent(step)]
-        gone = ((self._seen & self._there) | self._begun) - here
         due = everything or time.monotonic() - self._files_at_s >= FILES_EVERY_S
-        if new or gone or due or not self._is_tidy:
+        if new or self._gone(here) or due or not self._is_tidy:
             self._require_claim()
         if not self._is_tidy:
             self._tidy(here)
+        gone = self._gone(here)
         for step in reversed(new):  # the newest is worth most
             self._lead(step, new, here)
             try:
@@ -224,6 +225,9 @@ class Mirror:
             self._files_at_s = time.monotonic()
         if new or gone or due:
             self._known.save()
+
+    def _gone(self, here: set[int]) -> set[int]:
+        return ((self._seen & self._there) | self._begun) - here
 
     def _require_claim(self) -> None:
         if self._claim.lost_to or not self._claim.check():

@@ -198,8 +198,8 @@ def test_training_goes_on_whatever_the_storage_does_and_what_could_not_be_sent_i
     here = tmp_path / "a/runs/s3/bucket/later"
     log, store = here / "run.log", Store(here / "checkpoints")
 
-    def trains_on_and_says(code: str) -> None:
-        wait_for(lambda: log.exists() and f"{code} happened" in log.read_text())
+    def trains_on_and_says(name: str) -> None:
+        wait_for(lambda: log.exists() and f"{name} happened" in log.read_text())
         newest = store.newest() or 0
         wait_for(lambda: (store.newest() or 0) > newest)
         text = log.read_text()
@@ -207,9 +207,9 @@ def test_training_goes_on_whatever_the_storage_does_and_what_could_not_be_sent_i
 
     trains_on_and_says("InternalError")
     assert bucket.names("later/checkpoints")  # other files of checkpoints are there
-    for fault, code in ((SLOW_DOWN, "SlowDown"), (FULL, "XMinioStorageFull")):
+    for fault, name in ((SLOW_DOWN, "SlowDown"), (FULL, "XMinioStorageFull")):
         s3.fails(fault, writes("/metadata.json"))
-        trains_on_and_says(code)
+        trains_on_and_says(name)
         assert bucket.steps("later") == []
     met = s3.fails(BROKEN, writes("checkpoints/"))
     wait_for(lambda: len(met) > 10)

@@ -102,6 +102,8 @@ class Proxy:
     """Set by a test."""
     requests: list[Request] = field(default_factory=list)
     """All so far."""
+    under_way: list[Request] = field(default_factory=list)
+    """Those that are not answered yet."""
 
     @property
     def url(self) -> str:
@@ -163,7 +165,13 @@ def _handler(proxy: Proxy, port: int) -> type[BaseHTTPRequestHandler]:
                 self.command, unquote(split.path), split.query, dict(self.headers.items())
             )
             proxy.requests.append(request)
-            fault = proxy.decide(request)
+            proxy.under_way.append(request)
+            try:
+                self._treat(request, proxy.decide(request))
+            finally:
+                proxy.under_way.remove(request)
+
+        def _treat(self, request: Request, fault: Fault | None) -> None:
             if fault == BROKEN:
                 self.rfile.read(min(1000, int(self.headers.get("Content-Length") or 0)))
                 self.close_connection = True
