@@ -95,7 +95,7 @@ class Heartbeats:
             while not self._leaving.is_set():
                 store.add(_beats(self._rank), 1)
                 self._heard = {
-                    rank: store.add(_beats(rank), 0)
+                    rank: beats_of(store, rank)
                     for rank in self._watched
                     if not store.check([farewell(rank)])
                 }
@@ -107,15 +107,24 @@ class Heartbeats:
         while not self._leaving.wait(BEAT_S):
             rank = silence.look(self._heard)
             if rank is not None:
-                seconds = f"{MISSED_BEATS * BEAT_S:g} s"
-                text = f"{self._watched[rank]} has not been heard of for {seconds}: the machine is "
-                self._on_silence(rank, text + "gone, frozen or cut off from the others")
+                self._on_silence(rank, silence_text(self._watched[rank], MISSED_BEATS * BEAT_S))
                 return
 
 
 def farewell(rank: int) -> str:
     """The key that a supervisor sets when it ends in an orderly way."""
     return f"ended-{rank}"
+
+
+def silence_text(host: str, seconds: float) -> str:
+    """What is said of a machine that has been silent for so long."""
+    silent = f"{host} has not been heard of for {seconds:g} s"
+    return f"{silent}: the machine is gone, frozen or cut off from the others"
+
+
+def beats_of(store: SharedStore, rank: int) -> int:
+    """Heartbeats of a supervisor so far."""
+    return int(store.add(_beats(rank), 0))
 
 
 def _beats(rank: int) -> str:

@@ -23,7 +23,13 @@ from ftkit.launch.apart.host import job_here
 from ftkit.launch.apart.lead import LeadRelay, ToldJob
 from ftkit.launch.apart.texts import JOB_TEXT, over
 from ftkit.launch.environment import ExternalRanks
-from ftkit.launch.heartbeats import Heartbeats, SharedStore, farewell
+from ftkit.launch.heartbeats import (
+    Heartbeats,
+    SharedStore,
+    beats_of,
+    farewell,
+    silence_text,
+)
 from ftkit.launch.interfaces import (
     GLOO,
     NCCL,
@@ -115,9 +121,13 @@ def take_part(
             relay.begin(job)
         store.set(JOB, str(job.directory.job))
         ranks.run(job)
-        _wait_for_the_end(store, watched, ranks)
+        heard = {rank: beats_of(store, rank) for rank in watched}
+        left = _wait_for_the_end(store, watched, ranks)
         if relay is not None:
             relay.collect()
+        for rank in left:
+            if beats_of(store, rank) == heard[rank]:  # else it is busy with its own end
+                ranks.end_without(rank, silence_text(watched[rank], PATIENCE_S))
         return conclude(job, ranks.received)
 
 
@@ -341,14 +351,15 @@ def _knows(rank: int) -> str:
     return f"knows-{rank}"
 
 
-def _wait_for_the_end(store: SharedStore, watched: Collection[int], ranks: Ranks) -> None:
-    """Let the others end before the store does."""
+def _wait_for_the_end(store: SharedStore, watched: Collection[int], ranks: Ranks) -> set[int]:
+    """Let the others end before the store does; those that have not, but for one that is gone."""
     gone = ranks.gone[0] if ranks.gone is not None else None
     deadline_s = time.monotonic() + PATIENCE_S
     left = set(watched) - {gone}
     while left and time.monotonic() < deadline_s:
         left = {r for r in left if not (store.check([farewell(r)]) or store.check([over(r)]))}
         time.sleep(POLL_S)
+    return left
 
 
 def _wait_for(store: SharedStore, keys: list[str], *, patience_s: float = float("inf")) -> None:

@@ -3,24 +3,20 @@
 The hosts are network namespaces; torchrun, ftkit and its ranks are real processes in them.
 """
 
-import re
-import textwrap
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from command import ROOT, command_environment, command_line
-from hosts import HUB, IMPATIENT, INTERFACE, PATIENCE_S, STORE, Host, network
+from command import command_environment, command_line
+from elastic import ElasticRun, end
+from hosts import INTERFACE, PATIENCE_S, STORE, Host, network
 from rank_jobs import needs_deepspeed
-from runs import TIMEOUT_S, Process, command_of, rows, wait_for, watched
+from runs import command_of, rows, wait_for, watched
 
 from ftkit.config.parsing import read_recipe
 from ftkit.launch.interfaces import GLOO
 from ftkit.report.report import Report, read_report
 from ftkit.report.restarts import Restart
-from ftkit.runs.directory import RunDirectory
-from ftkit.runs.job import Job
 
 pytestmark = pytest.mark.slow
 
@@ -38,14 +34,6 @@ KEYS: dict[str, object] = {
     "eval__interval": 0,
     "eval__final_validation": "false",
 }
-SLOW = """
-import time
-from ftkit.training import step
-def run(self, *arguments, real=step.TrainStep.run):
-    time.sleep(0.3)
-    return real(self, *arguments)
-step.TrainStep.run = run
-"""
 STRATEGIES = ["ddp", "fsdp", pytest.param("deepspeed", marks=needs_deepspeed)]
 
 
@@ -91,72 +79,15 @@ def alone(common: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[f
     return losses(out_dir)
 
 
-class ElasticRun:
-    """A run under an elastic torchrun on each of two hosts."""
-
-    def __init__(self, directory: Path, common: list[str]) -> None:
-        """Prepare.
-
-        Args:
-            directory: empty; its steps take their time, and its supervisors have little patience.
-            common: the smallest run there is.
-        """
-        self.out_dir = directory / "out"
-        self.common = common
-        self.words: list[str] = []
-        """After `ftkit`."""
-        self.endpoint = HUB
-        """Where the rendezvous store is."""
-        self.torchruns: dict[Host, Process] = {}
-        start_up = directory / "start-up"
-        start_up.mkdir()
-        (start_up / "sitecustomize.py").write_text(
-            "import sys\n"
-            'if "ftkit.training.rank" in sys.orig_argv:\n'
-            f"{textwrap.indent(SLOW, '    ')}"
-            'elif "torch.distributed.run" not in str(sys.orig_argv):\n'
-            f"{textwrap.indent(IMPATIENT, '    ')}"
-        )
-        self.variables = {"PYTHONPATH": f"{ROOT}:{start_up}"}
-
-    def begin(self, hosts: tuple[Host, Host], strategy: str) -> tuple[Host, Host]:
-        """Start it on both hosts; they, by rank, when there is a checkpoint and more."""
-        self.words = command_of(self.out_dir, self.common, **KEYS, strategy=strategy)
-        for host in hosts:
-            self.start_on(host)
-        zero, one = by_rank(*hosts)
-        self.wait_for_steps(SAVED + 2, zero, one)
-        return zero, one
-
-    def start_on(self, host: Host) -> None:
-        self.torchruns[host] = host.torchrun(self.words, self.endpoint, **self.variables)
-
-    def wait_for_steps(self, count: int, *hosts: Host) -> None:
-        """Wait until so many are done, while torchrun is at work on these hosts."""
-
-        def met() -> bool:
-            for host in hosts:
-                process = self.torchruns[host]
-                assert process.poll() is None, process.communicate()
-            return len(rows(self.out_dir)) >= count
-
-        wait_for(met)
-
-    def wait_for_ranks(self, count: int) -> int:
-        """Wait until it goes on with so many; the step it went on from."""
-        wait_for(lambda: read_job(self.out_dir).plan.world_size == count)
-        return read_job(self.out_dir).start_step
-
-    def end_on(self, host: Host) -> tuple[int, str, str]:
-        """How it ended there; nothing is left of it."""
-        ended = end(self.torchruns[host])
-        host.ends()
-        return ended
+@pytest.fixture
+def strategy() -> str:
+    return "ddp"
 
 
 @pytest.fixture
-def elastic(tmp_path: Path, common: list[str]) -> ElasticRun:
-    return ElasticRun(tmp_path, common)
+def elastic(tmp_path: Path, common: list[str], strategy: str) -> ElasticRun:
+    out_dir = tmp_path / "out"
+    return ElasticRun(out_dir, command_of(out_dir, common, **KEYS, strategy=strategy))
 
 
 def losses(out_dir: Path) -> list[float]:
@@ -170,34 +101,6 @@ def assert_complete(out_dir: Path, alone: list[float]) -> Report:
     assert [int(row["step"]) for row in rows(out_dir)] == list(range(1, len(alone) + 1))
     assert losses(out_dir) == pytest.approx(alone, rel=1e-5)
     return report
-
-
-def by_rank(*hosts: Host) -> list[Host]:
-    """The hosts in the order of their ranks, once all have one."""
-    wait_for(lambda: all(host.rank() is not None for host in hosts))
-    return sorted(hosts, key=lambda host: host.rank() or 0)
-
-
-def end(process: Process) -> tuple[int, str, str]:
-    process.wait(timeout=2 * TIMEOUT_S)
-    out, err = process.communicate()
-    assert process.returncode is not None
-    of_torch = re.compile(r"\[?[WEI]\d{4} ")  # its log
-    lines = [line for line in err.splitlines(keepends=True) if not of_torch.match(line)]
-    return process.returncode, out, "".join(lines)
-
-
-def read_job(out_dir: Path) -> Job:
-    """What the ranks do now, once there are some."""
-    found: list[Job] = []
-
-    def read() -> bool:
-        with suppress(OSError, ValueError):
-            found.append(Job.read(RunDirectory(out_dir).job))
-        return bool(found)
-
-    wait_for(read)
-    return found[0]
 
 
 def ranks_of(restarts: list[Restart]) -> list[tuple[int | None, int]]:
@@ -219,7 +122,7 @@ def test_two_hosts_give_the_losses_of_one_device(
     """Gloo finds the way between them by itself, although their names stand for 127.0.1.1."""
     out_dir = tmp_path / "out"
     words = command_of(out_dir, common, **KEYS, strategy=strategy)
-    started = [host.torchrun(words, hosts[0].address, nnodes="2", restarts=0) for host in hosts]
+    started = [host.torchrun(words, hosts[0].address, nnodes="2", restarts="0") for host in hosts]
     ended = [end(process) for process in started]
     assert [code for code, _, _ in ended] == [0, 0], ended
     for host in hosts:
@@ -233,10 +136,11 @@ def test_two_hosts_give_the_losses_of_one_device(
 # --- Hosts that die -------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("strategy", ["fsdp"])
 def test_a_run_goes_on_without_a_host_that_is_lost_and_with_it_again(
     hosts: tuple[Host, Host], store: None, alone: list[float], elastic: ElasticRun
 ) -> None:
-    stays, lost = elastic.begin(hosts, "fsdp")
+    stays, lost = elastic.begin(hosts, SAVED + 2)
     lost.kill()
     resumed = elastic.wait_for_ranks(1)
     elastic.wait_for_steps(resumed + SAVED, stays)
@@ -257,10 +161,11 @@ def test_a_run_goes_on_without_a_host_that_is_lost_and_with_it_again(
 
 
 @pytest.mark.matrix
+@pytest.mark.parametrize("strategy", ["fsdp"])
 def test_a_run_goes_on_without_the_host_of_rank_0(
     hosts: tuple[Host, Host], store: None, alone: list[float], elastic: ElasticRun
 ) -> None:
-    zero, left = elastic.begin(hosts, "fsdp")
+    zero, left = elastic.begin(hosts, SAVED + 2)
     zero.kill()
     code, out, err = elastic.end_on(left)
     assert code == 0, out + err
@@ -277,7 +182,7 @@ def test_a_run_goes_on_without_a_host_whose_cable_is_pulled(
     hosts: tuple[Host, Host], store: None, alone: list[float], elastic: ElasticRun
 ) -> None:
     """Of rank 0: it ends the run there, and the other one goes on with it."""
-    zero, left = elastic.begin(hosts, "ddp")
+    zero, left = elastic.begin(hosts, SAVED + 2)
     zero.cut()
     code, out, err = elastic.end_on(left)
     assert code == 0, out + err
@@ -298,7 +203,7 @@ def test_the_loss_of_the_rendezvous_store_ends_a_run_that_goes_on_elsewhere(
     """Torchrun ends with its store; what it started says why, and how to go on."""
     first, second = hosts
     elastic.endpoint = first.address
-    elastic.begin(hosts, "ddp")
+    elastic.begin(hosts, SAVED + 2)
     first.kill()
     code, _, err = elastic.end_on(second)
     assert code != 0

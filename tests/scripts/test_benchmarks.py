@@ -61,6 +61,23 @@ def test_the_chart_that_is_shown_keeps_what_is_promised() -> None:
     assert chart.OUT.with_suffix(".svg").stat().st_size < 200_000
 
 
+def test_the_chart_of_lost_hosts_is_that_of_its_figures_and_keeps_what_is_promised(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("matplotlib")
+    chart = script("plot_lost_host")
+    found = json.loads(chart.DATA.read_text())
+    one, other = found["one_device"], found["losing_hosts"]
+    assert len(one) == len(other) == chart.STEPS
+    assert other == pytest.approx(one, rel=chart.TOLERANCE)
+    hosts = [count for _, _, count in chart.sessions(found["restarts"])]
+    assert hosts == [2, 1, 2, 1] and len(found["lost_at"]) == 2
+    chart.draw(found, tmp_path / "chart.svg")
+    assert (tmp_path / "chart.svg").stat().st_size == pytest.approx(
+        chart.DRAWING.stat().st_size, rel=0.01
+    )
+
+
 def test_steps_are_beside_writing_while_a_save_lasts() -> None:
     benchmark = script("benchmark_checkpoints")
     steps = dict.fromkeys(range(1, 13), 1.0)

@@ -173,7 +173,9 @@ def _lives(package: Path, names: list[str]) -> bool:
     return True
 
 
-@pytest.mark.parametrize("script", [*BASH_SCRIPTS, ROOT / ".ci/run"], ids=relative)
+@pytest.mark.parametrize(
+    "script", [*BASH_SCRIPTS, ROOT / ".ci/run", ROOT / "docs/launchers/slurm.sbatch"], ids=relative
+)
 def test_a_shell_script_is_clean(script: Path) -> None:
     beside = Path(sys.executable).with_name("shellcheck")
     checker = [beside] if beside.exists() else ["bash", "-n"]

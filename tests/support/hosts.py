@@ -129,7 +129,7 @@ class Host:
         words: Sequence[object],
         endpoint: str = HUB,
         nnodes: str = "1:2",
-        restarts: int = 3,
+        restarts: str = "3",
         **variables: str,
     ) -> Process:
         """Start torchrun with one rank of `ftkit WORDS`.
