@@ -72,6 +72,11 @@ def of_kubernetes(node: int, recipe: Path, out_dir: Path) -> tuple[str, list[str
     return script, [], own | {"JOB_COMPLETION_INDEX": str(node)}
 
 
+def make_program(path: Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(0o755)
+
+
 CASES = pytest.mark.parametrize("case", [of_slurm, of_skypilot, of_kubernetes])
 
 
@@ -84,8 +89,7 @@ def test_a_launcher_starts_a_command_that_is_understood(
     bin_dir.mkdir(parents=True)
     (bin_dir / "activate").write_text('PATH="$PWD/.venv/bin:$PATH"\n')
     for program in ("srun", "torchrun"):
-        (bin_dir / program).write_text(STAND_IN)
-        (bin_dir / program).chmod(0o755)
+        make_program(bin_dir / program, STAND_IN)
     recipe = ROOT / "recipes/tiny-llama-lora.yaml"
     script, words, variables = case(1, recipe, tmp_path / "out")
     command = ["bash", "-c", script, "bash", *words]
@@ -115,6 +119,39 @@ def test_slurm_gives_a_run_time_to_save_and_starts_it_again() -> None:
     assert f"--signal={name}@180" in options  # to the processes of srun, not to the script
     assert {"--requeue", "--open-mode=append", "--nodes=2"} <= set(options)
     assert len(options) == SLURM.count("#SBATCH")
+
+
+@pytest.mark.parametrize(
+    ("code", "newest", "again"),
+    [
+        (0, "200", False),
+        (1, "200", True),
+        (137, "200", True),  # of srun, which gave up a node
+        (1, "100", False),  # it would fail there again
+        (1, "", False),
+        (2, "200", False),
+        (3, "200", False),
+        (138, "200", False),  # the run itself has seen to it
+    ],
+)
+def test_a_run_that_was_lost_after_a_save_is_requeued(
+    code: int, newest: str, again: bool, tmp_path: Path
+) -> None:
+    bin_dir = tmp_path / ".venv/bin"
+    bin_dir.mkdir(parents=True)
+    (bin_dir / "activate").write_text('PATH="$PWD/.venv/bin:$PATH"\n')
+    table = "step  epoch  state\n  50   1.0  damaged\n {step}   2.0  complete\n"
+    (tmp_path / "table").write_text(table.format(step=100) if newest else "")
+    (tmp_path / "later").write_text(table.format(step=newest) if newest else "")
+    make_program(bin_dir / "ftkit", "#!/bin/bash\ncat table\n")
+    make_program(bin_dir / "srun", f"#!/bin/bash\nmv later table\nexit {code}\n")
+    make_program(bin_dir / "scontrol", '#!/bin/bash\necho "$@" >requeued\n')
+    command = ["bash", "-c", SLURM, "bash", "recipe.yaml", "out"]
+    environment = os.environ | {"SLURM_JOB_ID": "7"}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (code, "", "")
+    requeued = tmp_path / "requeued"
+    assert (requeued.read_text() if requeued.exists() else "") == "requeue 7\n" * again
 
 
 def test_the_parts_of_the_file_for_kubernetes_belong_together() -> None:
@@ -160,8 +197,7 @@ def test_what_a_launcher_starts_on_two_hosts_is_one_run(
     (tmp_path / ".venv").symlink_to(sys.prefix)
     srun = tmp_path / "bin/srun"
     srun.parent.mkdir()
-    srun.write_text('#!/bin/bash\nexec "${@:2}"\n')  # on each node its own, after the option
-    srun.chmod(0o755)
+    make_program(srun, '#!/bin/bash\nexec "${@:2}"\n')  # on each node its own, after the option
     recipe = tmp_path / "recipe.yaml"
     small = {
         "checkpoint_dir": str(tiny_base),
