@@ -102,6 +102,9 @@ def make_place(place: Path, tiny_base: Path) -> None:
     """A directory as the reader has it, but with small models, few data and short recipes."""
     for name in BASES:
         shutil.copytree(tiny_base, place / "checkpoints" / name)
+    kept = ROOT / "tests/foreign/checkpoints"
+    shutil.copytree(kept / "gpt-neox", place / "neox")
+    shutil.copytree(kept / "base", place / "neox-hf")
     make_data(place / "my.json", 20)
     chat = [{"role": "user", "content": "red?"}, {"role": "assistant", "content": "blue"}]
     (place / "chats.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 20)

@@ -8,13 +8,15 @@ import csv
 import hashlib
 import json
 import re
+import shlex
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
-from command import Command
+from command import ROOT, Command
 from foreign_checkpoints import BASE, KEPT, SHALLOW, recipe, stored_of
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -22,6 +24,7 @@ from transformers import AutoModelForCausalLM
 from ftkit.architectures.architecture import ModelLayout
 from ftkit.checkpoint.metadata import read_metadata
 from ftkit.checkpoint.store import Store
+from ftkit.cli.app import run as run_command
 from ftkit.config.command_options import ImportOptions
 from ftkit.config.parsing import read_recipe
 from ftkit.foreign.command import import_run
@@ -114,7 +117,7 @@ CASES = {
 }
 
 
-SLOW = {"trl-lora", "deepspeed-zero1", "litgpt-lora"}
+SLOW = {"trl-lora", "gpt-neox", "litgpt-lora"}
 """Whose runs go on in a process of their own; those of the others do so in the matrix."""
 
 
@@ -195,6 +198,19 @@ def test_what_was_imported_is_all_that_the_next_step_of_the_other_program_needed
         after = named_in(kept, {name: found.read() for name, found in holders.items()}, "litgpt")
     assert after.keys() == theirs["weights"].keys()
     assert differences(after, theirs["weights"]) < CLOSE
+
+
+def test_the_document_shows_what_the_import_of_its_example_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (ROOT / "docs/import.md").read_text()
+    shown = re.search(r"^\$ ftkit (import .*)\n((?:.*\n)*?)\$ ", text, re.MULTILINE)
+    assert shown is not None
+    shutil.copytree(KEPT / "gpt-neox", tmp_path / "neox")
+    shutil.copytree(KEPT / "base", tmp_path / "neox-hf")
+    monkeypatch.chdir(tmp_path)
+    assert run_command(shlex.split(shown[1])) == 0
+    assert capsys.readouterr().out == shown[2]
 
 
 def test_the_checkpoints_are_as_their_programs_wrote_them() -> None:
