@@ -7,6 +7,7 @@ lies at its url (`ftkit.remote.ranges`). What a run of this machine could not se
 
 import json
 import os
+import time
 from contextlib import suppress
 from datetime import datetime
 from fcntl import LOCK_NB, LOCK_SH, flock
@@ -169,13 +170,14 @@ def _settle_own(run: RunDirectory, known: Known, listing: Listing, steps: set[in
     return False
 
 
-def fetch_killed(run: RunDirectory, listing: Listing, *, heard_at: str) -> None:
+def fetch_killed(run: RunDirectory, listing: Listing, *, heard_at: str | None) -> None:
     """Bring here what a session left that was killed on another machine, as if it were this one.
 
     Args:
         run: its directory, locked.
         listing: what lies at the url.
-        heard_at: when the session renewed its claim for the last time; ISO 8601.
+        heard_at: when the session renewed its claim for the last time; ISO 8601. None: its claim is
+            gone.
 
     Raises:
         StorageError: the url cannot be read.
@@ -190,7 +192,7 @@ def fetch_killed(run: RunDirectory, listing: Listing, *, heard_at: str) -> None:
         if own >= json.loads(objects.read(job))["started_at_s"]:  # it was this machine
             return
     remove(run.killed)
-    heard_s = datetime.fromisoformat(heard_at).timestamp()
+    heard_s = time.time() if heard_at is None else datetime.fromisoformat(heard_at).timestamp()
     for name, entry in listing.items():
         if is_state(run, name) and entry.size_bytes <= SMALL_BYTES:
             path = run.killed / name.removeprefix(inside)

@@ -64,8 +64,9 @@ def mirrored(
             )
         try:
             listing = fetch_run(run) if goes_on else objects.listing()
-            if goes_on and claim.former is not None:
-                fetch_killed(run, listing, heard_at=claim.former.renewed_at)
+            if goes_on:
+                heard_at = None if claim.former is None else claim.former.renewed_at
+                fetch_killed(run, listing, heard_at=heard_at)
             mirror = Mirror(run, claim, listing)
             if goes_on and several:
                 mirror.send_unsent()
