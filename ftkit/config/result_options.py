@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from ftkit.config.command_options import OutputFormat, keys_beside, option, word
 from ftkit.config.parsing import Override
@@ -13,9 +13,11 @@ from ftkit.utils.units import SIZE_UNITS, parse_size
 
 Storage = Quantization | Literal["none"]
 Dtype = Literal["float32", "bfloat16", "float16"]
+GgufNumbers = Literal["f32", "f16", "bf16", "q8_0"]
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_MODEL_FILES = ("config.json", "model_config.yaml", "adapter_config.json")
+_GGUF_FILES = tuple(f"{k}-{n}.gguf" for k in ("model", "adapter") for n in get_args(GgufNumbers))
+_MODEL_FILES = ("config.json", "model_config.yaml", "adapter_config.json", *_GGUF_FILES)
 """What tells a model or an adapter."""
 
 
@@ -214,8 +216,11 @@ class MergeOptions(OutputOptions):
 class ExportOptions(OutputOptions):
     """Of ftkit export."""
 
-    format: Literal["hf", "litgpt", "peft"] = option(ask="for which program?")
-    """hf: Hugging Face's layout; litgpt: LitGPT's; peft: the adapter of a LoRA run."""
+    format: Literal["hf", "litgpt", "peft", "gguf"] = option(ask="for which program?")
+    """hf: Hugging Face's layout; litgpt: LitGPT's; peft: the adapter of a LoRA run; gguf: a model
+    or an adapter for llama.cpp and Ollama."""
+    quantization: GgufNumbers | None = option(None, example="q8_0")
+    """Number format of a GGUF file's matrices. Default: as they are stored."""
     checkpoint_dir: str | None = None
     """Where the base model is, whose parts beside the language model go with a checkpoint of one
     that sees or hears. Default: where the run had it."""
@@ -224,6 +229,16 @@ class ExportOptions(OutputOptions):
         if self.format == "peft" and self.dtype is not None:
             raise UserError(
                 "--dtype: an adapter is exported as it is. Leave it out, or try --format hf."
+            )
+        if self.format == "gguf" and self.dtype is not None:
+            raise UserError(
+                f"--dtype is {self.dtype}, but GGUF files have number formats of their own. Try "
+                "--quantization f16 instead."
+            )
+        if self.format != "gguf" and self.quantization is not None:
+            raise UserError(
+                f"--quantization is {self.quantization}, but only GGUF files have it. Leave it "
+                "out, or try --format gguf."
             )
         super().__post_init__()
 

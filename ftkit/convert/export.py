@@ -1,4 +1,4 @@
-"""`ftkit export`: a result in the layout of Hugging Face, LitGPT or PEFT."""
+"""`ftkit export`: a result in the layout of Hugging Face, LitGPT or PEFT, or as a GGUF file."""
 
 import shutil
 import sys
@@ -12,6 +12,9 @@ from ftkit.config.peft_adapter import CONFIG, OLD_WEIGHTS, WEIGHTS, adapter_keys
 from ftkit.config.result_options import ExportOptions
 from ftkit.console.display import Display
 from ftkit.console.formatting import bytes_text
+from ftkit.convert.gguf.adapter import write_gguf_adapter
+from ftkit.convert.gguf.model import write_gguf_model
+from ftkit.convert.gguf.modelfile import MODELFILE
 from ftkit.convert.output_files import as_written, card_files, check_apart, check_space
 from ftkit.errors import UserError
 from ftkit.inference.loading import full_weights, open_result, with_rest
@@ -23,6 +26,7 @@ from ftkit.pretrained.chat_files import GENERATION
 from ftkit.pretrained.hub import CARD, TOKENIZER_FILES
 from ftkit.pretrained.save import save_hf, save_litgpt
 from ftkit.utils.files import new_directory
+from ftkit.utils.imports import silence_libraries
 from ftkit.utils.process import cleaning_up_on_signals
 from ftkit.utils.progress import OnProgress
 
@@ -31,14 +35,14 @@ def export(result: Result, options: ExportOptions) -> int:
     """Write a result for another program; the exit code.
 
     Args:
-        result: a full fine-tune, a checkpoint, a model, or, for PEFT, an adapter.
+        result: a full fine-tune, a checkpoint, a model, or, for PEFT and llama.cpp, an adapter.
         options: for which program, and where to.
 
     Raises:
         UserError: it is nothing that the program takes, or there is no room.
     """
     out, is_adapter = options.directory, result.kind == "adapter"
-    if is_adapter and options.format != "peft":
+    if is_adapter and options.format not in ("peft", "gguf"):
         to_litgpt = f", then ftkit export {out} --format litgpt" * (options.format == "litgpt")
         raise UserError(
             f"{result.name} is an adapter, which {options.format} has no layout for. "
@@ -54,13 +58,33 @@ def export(result: Result, options: ExportOptions) -> int:
         Display(None, stream=sys.stderr) as display,
         display.phase(f"writing {out}", brief=True) as phase,
     ):
-        if is_adapter:
+        if options.format == "gguf":
+            silence_libraries()
+            write = write_gguf_adapter if is_adapter else write_gguf_model
+            file = write(result, options, phase.advance)
+        elif is_adapter:
             _copy_adapter(result.directory, out, overwrite=options.overwrite)
         else:
             _write_model(result, options, phase.advance)
     size_bytes = sum(path.stat().st_size for path in out.iterdir())
     print(f"{out} is ready for {options.format}: {bytes_text(size_bytes)}")
+    if options.format == "gguf":
+        print(_next_steps(file, is_adapter=is_adapter))
     return 0
+
+
+def _next_steps(file: Path, *, is_adapter: bool) -> str:
+    """Commands of other programs that take a GGUF file."""
+    if is_adapter:
+        return f"llama.cpp: llama-cli -m BASE.gguf --lora {file}"
+    kind, _, numbers = file.stem.partition("-")
+    from_blocks = "--allow-requantize " * (numbers == "q8_0")
+    smaller = f"{from_blocks}{file} {file.with_name(f'{kind}-q4_k_m.gguf')} Q4_K_M"
+    return (
+        f"llama.cpp: llama-cli -m {file}\n"
+        f"Ollama:    ollama create NAME -f {file.with_name(MODELFILE)}\n"
+        f"smaller:   llama-quantize {smaller}"
+    )
 
 
 def _write_model(result: Result, options: ExportOptions, progress: OnProgress) -> None:

@@ -141,7 +141,7 @@ class Tokenizer(litgpt.tokenizer.Tokenizer):  # type: ignore[misc]
         }
         for key, token_id in (("bos_token", self.bos_id), ("eos_token", self.eos_id)):
             if token_id is not None:
-                texts[key] = self._text_of(token_id)
+                texts[key] = self.token_text(token_id)
         return texts
 
     @cached_property
@@ -149,7 +149,7 @@ class Tokenizer(litgpt.tokenizer.Tokenizer):  # type: ignore[misc]
         """Ids of the tokens that no text is cut into but by spelling them out."""
         if self.backend == "sentencepiece":
             ids = range(self.processor.vocab_size())
-            return {self._text_of(i): i for i in ids if self.processor.is_control(i)}
+            return {self.token_text(i): i for i in ids if self.processor.is_control(i)}
         added = self.processor.get_added_tokens_decoder()
         return {token.content: token_id for token_id, token in added.items()}
 
@@ -192,7 +192,8 @@ class Tokenizer(litgpt.tokenizer.Tokenizer):  # type: ignore[misc]
         longest_first = sorted(self.added_tokens, key=len, reverse=True)
         return f"({'|'.join(map(re.escape, longest_first))})"
 
-    def _text_of(self, token_id: int) -> str:
+    def token_text(self, token_id: int) -> str:
+        """A token as the vocabulary spells it."""
         if self.backend == "sentencepiece":
             return str(self.processor.id_to_piece(token_id))
         return str(self.processor.id_to_token(token_id))

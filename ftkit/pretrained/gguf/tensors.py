@@ -107,7 +107,7 @@ def converted_tensors(header: GgufHeader, settings: Mapping[str, Any]) -> list[C
     """
     family = settings["model_type"]
     head_size = settings["head_dim"]
-    expected = _expected(settings)
+    expected = tensor_names(settings)
     found = []
     for name, (their_name, shape) in expected.items():
         tensor = header.tensors.get(name)
@@ -194,8 +194,12 @@ def _rows(tensor: GgufTensor) -> tuple[int, int]:
     return math.prod(tensor.shape[:-1]), tensor.shape[-1]
 
 
-def _expected(settings: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Hugging Face's name and the shape of every tensor, by llama.cpp's name."""
+def tensor_names(settings: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Hugging Face's name and the shape of every tensor of a model, by llama.cpp's name.
+
+    Args:
+        settings: of config.json, with sizes of heads and all switches said.
+    """
     width, inner = settings["hidden_size"], settings["intermediate_size"]
     family, vocabulary = settings["model_type"], settings["vocab_size"]
     head_size = settings["head_dim"]

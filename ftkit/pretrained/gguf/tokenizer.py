@@ -28,6 +28,8 @@ _PATTERNS = {
     **dict.fromkeys(_QWEN2_NAMES, _QWEN2),
 }
 """How texts are cut before tokens are merged, by tokenizer.ggml.pre."""
+_WRITTEN = ("gpt-2", "smollm", "qwen2", "llama-bpe", "dbrx")
+"""Of the names for each way of cutting, the one that is written."""
 
 
 def tokenizer_files(header: GgufHeader) -> dict[str, bytes]:
@@ -94,27 +96,61 @@ def _special_tokens(header: GgufHeader, tokens: Sequence[str]) -> dict[str, int]
     return found
 
 
-def _byte_level(header: GgufHeader, tokens: Sequence[str]) -> tuple[Any, bool]:
-    """A tokenizer over bytes, as GPT-2's; and whether texts begin with BOS unless the file says."""
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+def rule_of(tokenizer: Any) -> str | None:
+    """The name that llama.cpp has for how a byte-level tokenizer cuts texts; None: it has none.
 
-    rule = header.text("tokenizer.ggml.pre") or "default"
+    Args:
+        tokenizer: a `tokenizers.Tokenizer` over bytes.
+    """
+    found = _steps(tokenizer.pre_tokenizer)
+    for rule in _WRITTEN:
+        if found == _steps(_cut(rule)):
+            # Llama 3 takes a word that is a token before it merges anything.
+            is_same = tokenizer.model.ignore_merges == (rule in _LLAMA3_NAMES)
+            if is_same:
+                return rule
+    return None
+
+
+def _steps(cut: Any) -> list[dict[str, Any]]:
+    """What a pre-tokenizer does, in order, without what changes no token."""
+
+    def flat(content: Mapping[str, Any]) -> list[dict[str, Any]]:
+        if content["type"] == "Sequence":
+            return [step for part in content["pretokenizers"] for step in flat(part)]
+        return [{key: value for key, value in content.items() if key != "trim_offsets"}]
+
+    return [] if cut is None else flat(json.loads(cut.__getstate__()))
+
+
+def _cut(rule: str) -> Any:
+    """The pre-tokenizer that cuts texts by a rule that is known."""
+    from tokenizers import Regex, pre_tokenizers
+
     pattern = _PATTERNS.get(rule)
-    if pattern is None and rule not in (*_DIGIT_NAMES, *_GPT2_NAMES):
-        raise UserError(
-            f"checkpoint_dir {header.file} has a tokenizer that cuts texts by the rule {rule}, "
-            "which ftkit does not know. Give the original model."
-        )
     cut: list[Any] = []
     if pattern is not None:
         cut = [pre_tokenizers.Split(Regex(pattern), "isolated")]
     elif rule in _DIGIT_NAMES:
         cut = [pre_tokenizers.Digits(individual_digits=True)]
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
+    return pre_tokenizers.Sequence([*cut, level])
+
+
+def _byte_level(header: GgufHeader, tokens: Sequence[str]) -> tuple[Any, bool]:
+    """A tokenizer over bytes, as GPT-2's; and whether texts begin with BOS unless the file says."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    rule = header.text("tokenizer.ggml.pre") or "default"
+    if rule not in _PATTERNS and rule not in (*_DIGIT_NAMES, *_GPT2_NAMES):
+        raise UserError(
+            f"checkpoint_dir {header.file} has a tokenizer that cuts texts by the rule {rule}, "
+            "which ftkit does not know. Give the original model."
+        )
     merges = _pairs(header, header.texts("tokenizer.ggml.merges"))
     is_llama3 = rule in _LLAMA3_NAMES
     tokenizer = Tokenizer(_bpe(header, models, tokens, merges, ignore_merges=is_llama3))
-    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cut, level])
+    tokenizer.pre_tokenizer = _cut(rule)
     tokenizer.decoder = decoders.ByteLevel()
     if rule in _QWEN2_NAMES:
         tokenizer.normalizer = normalizers.NFC()

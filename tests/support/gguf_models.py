@@ -1,0 +1,123 @@
+"""Random models of the families that GGUF files are written of, with tokenizers of their kinds."""
+
+import json
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from sentencepiece import SentencePieceTrainer
+from tiny import LLAMA, TEXT, WORDS
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ftkit.pretrained.gguf.tokenizer import _cut
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+BIASES = {"attention_bias": True, "mlp_bias": True}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
+    "long_factor": [2.0, 2.1, 2.2, 2.3, 2.4, 2.5, 2.6, 2.7],
+    "original_max_position_embeddings": 64,
+}
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("llama", "llama-bpe", {"rope_parameters": LLAMA3} | BIASES),
+    "smollm2": ("llama", "smollm", {"tie_word_embeddings": True}),
+    "mistral": ("mistral", "pieces", {"head_dim": 32, "sliding_window": None}),
+    "qwen2": ("qwen2", "qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", "qwen2", {"head_dim": 32}),
+    "gemma2": (
+        "gemma2",
+        "pieces",
+        {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 64},
+    ),
+    "phi3": (
+        "phi3",
+        "pieces",
+        {"pad_token_id": 0, "rope_parameters": LONGROPE, "sliding_window": None},
+    ),
+}
+"""Family, tokenizer (a rule of a byte-level one, or pieces: SentencePiece) and settings."""
+_ADDED = ("<|im_start|>", "<|im_end|>")
+
+
+def make_gguf_model(directory: Path, name: str) -> Path:
+    """A model of `MODELS` in Hugging Face layout, all of whose numbers differ."""
+    family, tokenizer, changes = MODELS[name]
+    directory.mkdir(parents=True)
+    settings = LLAMA | {"intermediate_size": 80, "bos_token_id": 1, "eos_token_id": 2}
+    config = AutoConfig.for_model(family, **settings | {"pad_token_id": None} | changes)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        made = AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for parameter in made.parameters():
+                noise = torch.randn_like(parameter) * 0.1
+                parameter.copy_(noise if parameter.ndim > 1 else parameter + noise)
+    made.save_pretrained(directory)
+    if tokenizer == "pieces":
+        _make_pieces(directory)
+    else:
+        _make_byte_level(directory, tokenizer)
+    return directory
+
+
+def _make_byte_level(directory: Path, rule: str) -> None:
+    tokenizer = Tokenizer(models.BPE(ignore_merges=rule == "llama-bpe"))
+    tokenizer.pre_tokenizer = _cut(rule)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=380,
+        special_tokens=["<unk>", "<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([TEXT + " ".join(WORDS)] * 10, trainer)
+    tokenizer.add_special_tokens(list(_ADDED))
+    tokenizer.add_tokens(["plain added"])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    _write_settings(directory, {"add_bos_token": False})
+
+
+def _make_pieces(directory: Path) -> None:
+    model = BytesIO()
+    SentencePieceTrainer.train(
+        sentence_iterator=iter([TEXT, " ".join(WORDS)] * 10),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=340,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    (directory / "tokenizer.model").write_bytes(model.getvalue())
+    decoder = {"0": "<unk>", "1": "<s>", "2": "</s>", "340": _ADDED[0], "341": _ADDED[1]}
+    added = {number: {"content": text, "special": True} for number, text in decoder.items()}
+    added["342"] = {"content": "plain added", "special": False}
+    _write_settings(directory, {"add_bos_token": True, "added_tokens_decoder": added})
+
+
+def _write_settings(directory: Path, changes: dict[str, Any]) -> None:
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": "<unk>",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "chat_template": TEMPLATE,
+    }
+    text = json.dumps(settings | changes)
+    (directory / "tokenizer_config.json").write_text(text)

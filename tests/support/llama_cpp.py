@@ -1,0 +1,97 @@
+"""llama.cpp's own converters, where their source is, and what their files hold beside ours.
+
+They are in vendor/llama.cpp of the source package of llama-cpp-python, which pip downloads
+(--no-deps --no-binary :all:); FTKIT_LLAMA_CPP names that directory.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+VARIABLE = "FTKIT_LLAMA_CPP"
+needs_llama_cpp = pytest.mark.skipif(
+    not os.environ.get(VARIABLE), reason=f"{VARIABLE} does not name the source of llama.cpp"
+)
+
+EXPLAINED = {
+    "general.name",  # theirs is made of the directory's
+    "general.size_label",  # theirs counts the rotary factors too
+    "tokenizer.ggml.eot_token_id",  # ours has the token that ended turns in training
+    "tokenizer.ggml.unknown_token_id",  # theirs is in files of SentencePiece alone if named
+    "tokenizer.ggml.add_eos_token",  # ours is always said
+    "tokenizer.ggml.add_sep_token",  # theirs is said of templates for pairs of texts
+    "tokenizer.ggml.add_space_prefix",  # ours is said where it is not true, theirs where it is
+}
+"""Keys of the metadata in which the files may differ."""
+
+_PROGRAM = """
+import runpy, sys
+program, rule = sys.argv[1:3]
+sys.argv = sys.argv[2:]
+sys.argv[0] = program
+sys.path.insert(0, program.rpartition("/")[0])
+sys.path.insert(1, program.rpartition("/")[0] + "/gguf-py")
+if rule:
+    from conversion.base import TextModel
+    TextModel.get_vocab_base_pre = lambda self, tokenizer: rule
+runpy.run_path(program, run_name="__main__")
+"""
+"""Their program; rule: for the vocabulary of a test, which has no hash that they know."""
+
+
+def converted(model: Path, file: Path, numbers: str, rule: str = "") -> Path:
+    """A GGUF file by convert_hf_to_gguf.py."""
+    return _run("convert_hf_to_gguf.py", rule, model, "--outfile", file, "--outtype", numbers)
+
+
+def converted_adapter(adapter: Path, base: Path, file: Path, numbers: str) -> Path:
+    """A GGUF file by convert_lora_to_gguf.py."""
+    words = (adapter, "--base", base, "--outfile", file, "--outtype", numbers)
+    return _run("convert_lora_to_gguf.py", "", *words)
+
+
+def _run(program: str, rule: str, *words: object) -> Path:
+    source = Path(os.environ[VARIABLE]) / program
+    command = [sys.executable, "-c", _PROGRAM, str(source), rule, *map(str, words)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return Path(words[words.index("--outfile") + 1])
+
+
+def metadata_of(file: Path) -> dict[str, Any]:
+    """Keys and values of a GGUF file, without those about the file itself."""
+    fields = gguf.GGUFReader(file).fields
+    return {key: f.contents() for key, f in fields.items() if not key.startswith("GGUF.")}
+
+
+def differences(ours: Path, theirs: Path) -> dict[str, Any]:
+    """What two files have of different value: tensors, and keys of the metadata."""
+    found: dict[str, Any] = {}
+    mine, other = metadata_of(ours), metadata_of(theirs)
+    for key in sorted(mine.keys() | other.keys()):
+        if not _is_same(mine.get(key), other.get(key)):
+            found[key] = (mine.get(key), other.get(key))
+    tensors, others = ({t.name: t for t in gguf.GGUFReader(f).tensors} for f in (ours, theirs))
+    for name in sorted(tensors.keys() | others.keys()):
+        a, b = tensors.get(name), others.get(name)
+        if a is None or b is None:
+            found[name] = "is in one file alone"
+        elif a.tensor_type != b.tensor_type or list(a.shape) != list(b.shape):
+            found[name] = (a.tensor_type, b.tensor_type, list(a.shape), list(b.shape))
+        elif name == "rope_freqs.weight" and np.allclose(a.data, b.data, rtol=1e-6, atol=0):
+            pass  # theirs are computed in float32, ours in float64
+        elif not np.array_equal(a.data.view(np.uint8), b.data.view(np.uint8)):
+            found[name] = "differs"
+    return found
+
+
+def _is_same(mine: Any, other: Any) -> bool:
+    if isinstance(mine, float) and isinstance(other, float):
+        return bool(np.isclose(mine, other, rtol=1e-6, atol=0))
+    return bool(mine == other)
