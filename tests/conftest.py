@@ -54,6 +54,7 @@ LONGEST = (
     "memory/test_meter.py",
     "launch/test_ranks.py",
     "launch/test_heartbeats.py",
+    "launch/test_hosts.py",
     "planner/test_command.py",
     "launch/test_shortage.py",
     "runs/test_stop_and_resume.py",

@@ -3,6 +3,7 @@
 The hosts are network namespaces; torchrun, ftkit and its ranks are real processes in them.
 """
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,6 +43,7 @@ def machines() -> Iterator[tuple[Host, Host, Host]]:
     """The hub and two hosts."""
     with network(2) as (hub, (first, second)):
         yield hub, first, second
+    assert list(Path("/run/netns").glob(f"ftkit-{os.getpid()}-*")) == []
 
 
 @pytest.fixture

@@ -28,11 +28,11 @@ PORT = 29400
 """Of the rendezvous store, wherever it runs."""
 INTERFACE = "wire0"
 """Of every host."""
-PATIENCE_S = 6
+PATIENCE_S = 10
 """After which a silent supervisor is gone, with `IMPATIENT`."""
 IMPATIENT = """
 from ftkit.launch import heartbeats
-heartbeats.BEAT_S, heartbeats.MISSED_BEATS = 0.5, 12
+heartbeats.BEAT_S, heartbeats.MISSED_BEATS = 0.5, 20
 """
 _CLONE_NEWNET = 0x40000000
 _NUMBERS = itertools.count()
