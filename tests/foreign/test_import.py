@@ -27,6 +27,7 @@ from ftkit.checkpoint.store import Store
 from ftkit.cli.app import run as run_command
 from ftkit.config.command_options import ImportOptions
 from ftkit.config.parsing import read_recipe
+from ftkit.errors import UserError
 from ftkit.foreign.command import import_run
 from ftkit.foreign.unpickling import held
 from ftkit.pretrained.base_model import open_base, storage_of
@@ -221,3 +222,28 @@ def test_the_checkpoints_are_as_their_programs_wrote_them() -> None:
         if path.is_file() and path.name != "files.json"
     }
     assert found == noted
+
+
+def test_a_final_model_of_litgpt_goes_on_with_a_new_optimizer_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    final, run = tmp_path / "final", tmp_path / "run"
+    shutil.copytree(KEPT / "litgpt/step-000003", final)
+    content = torch.load(final / "lit_model.pth", weights_only=True)
+    (final / "lit_model.pth").unlink()
+    torch.save({"model": content["model"]}, final / "lit_model.pth")
+    asked = (str(recipe(tmp_path, max_norm=None)),)
+    import_run(ImportOptions(source=final, out=run, config=asked))
+    said = capsys.readouterr().out
+    assert "not taken over: the optimizer's state" in said and "counted from 0" in said
+    (step,) = Store(run / "checkpoints").steps()
+    checkpoint = Store(run / "checkpoints").path(step)
+    assert step == 0 and read_metadata(checkpoint).optimizer_scalars == {"step": 0.0}
+    found = named_in(CASES["litgpt"], stored_of(checkpoint, "parameter"), "litgpt")
+    assert all(torch.equal(found[name], value) for name, value in content["model"].items())
+    moments = stored_of(checkpoint, "exp_avg_sq")
+    assert moments and not any(tensor.any() for tensor in moments.values())
+
+    (final / "hyperparameters.yaml").unlink()
+    with pytest.raises(UserError, match=r"is a model, or has not the hyperparameters\.yaml"):
+        import_run(ImportOptions(source=final, out=tmp_path / "other", config=asked))

@@ -22,12 +22,14 @@ from ftkit.errors import UserError
 from ftkit.foreign.formats.neox import NeoxNames, is_neox
 from ftkit.foreign.names import plain_names
 from ftkit.foreign.state import ForeignRun, ForeignState, ParameterGroup, TrainedModel
-from ftkit.foreign.unpickling import IN_DEEPSPEED, held, load_torch_file, mapping_in
+from ftkit.foreign.unpickling import IN_DEEPSPEED, IN_LIGHTNING, held, load_torch_file, mapping_in
 from ftkit.pretrained.weights.files import WeightTensor
 
 NEWEST_TAG = "latest"
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 _MODEL = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
+_CLASSES = IN_DEEPSPEED + IN_LIGHTNING
+"""Lightning's own strategy has DeepSpeed write what Lightning keeps beside the model."""
 _MASTER = "master"
 """Beside the kinds of optimizer state: the parameters themselves."""
 
@@ -78,7 +80,7 @@ class ZeroFiles:
         if not found:
             raise UserError(f"{directory} has no {_MODEL[0]}. Copy the whole checkpoint.")
         self._model_file = found[0]
-        self._model = load_torch_file(self._model_file, IN_DEEPSPEED)
+        self._model = load_torch_file(self._model_file, _CLASSES)
         if self._model.get("mp_world_size", 1) != 1:
             raise UserError(
                 f"{directory} was written with tensor or pipeline parallelism "
@@ -100,7 +102,7 @@ class ZeroFiles:
             )
         self._ranks = [
             mapping_in(
-                load_torch_file(numbered[rank], IN_DEEPSPEED),
+                load_torch_file(numbered[rank], _CLASSES),
                 "optimizer_state_dict",
                 numbered[rank],
             )
