@@ -20,6 +20,7 @@ from ftkit.config.command_options import CompareOptions
 from ftkit.console.display import Display
 from ftkit.console.terminal import plain_text
 from ftkit.errors import UserError
+from ftkit.remote.urls import spelt
 
 _WIDTH = 120
 """Characters of a line where a program prints a comparison."""
@@ -94,7 +95,7 @@ def compare(paths: Iterable[str | os.PathLike[str]], *, sort: str | None = None)
     """
     runs, left_out = read_runs(paths)
     if not runs:
-        found = "; ".join(f"{item.path} {item.reason}" for item in left_out)
+        found = "; ".join(f"{spelt(item.path)} {item.reason}" for item in left_out)
         raise UserError(
             f"There is nothing to compare: {found or 'no run is named'}. Name the out_dir of runs, "
             "such as ftkit compare out/finetune/lora out/finetune/lora-2."
@@ -108,7 +109,7 @@ def compare_runs(options: CompareOptions) -> int:
         check_plot(options.plot)
     comparison = compare(options.runs, sort=options.sort)
     for item in comparison.left_out:
-        print(f"ftkit: {item.path} {item.reason}: left out", file=sys.stderr)
+        print(f"ftkit: {spelt(item.path)} {item.reason}: left out", file=sys.stderr)
     if options.format in _FORMATS:
         print(_FORMATS[options.format](comparison))
     else:

@@ -11,7 +11,7 @@ from typing import Any
 from ftkit.accelerators.kinds import HOST_KIND
 from ftkit.config.recipe import LoraRecipe
 from ftkit.errors import UserError
-from ftkit.remote.urls import local_path
+from ftkit.remote.urls import local_path, spelt, url_of
 from ftkit.report.metrics import Row, read_metrics, read_validation
 from ftkit.report.peak_memory import RankMemory
 from ftkit.report.report import Report, Resolved
@@ -229,8 +229,12 @@ def _reason(error: UserError, directory: Path) -> str:
 
 
 def _names(directories: list[Path]) -> list[str]:
-    """The paths without the part that is common to all."""
+    """The paths without the part that is common to all; urls beside other paths as they are."""
     absolute = [directory.resolve() for directory in directories]
+    local = [directory for directory in absolute if url_of(directory) is None]
+    if 0 < len(local) < len(absolute):
+        names = dict(zip(local, _names(local), strict=True))
+        return [names.get(directory) or spelt(directory) for directory in absolute]
     if len(absolute) < 2:
         return [directory.name for directory in absolute]
     common = os.path.commonpath(absolute)

@@ -25,6 +25,7 @@ from ftkit.comparison.columns import (
 from ftkit.comparison.runs import ComparedRun, LeftOutRun
 from ftkit.console.formatting import printable, shortened
 from ftkit.console.html import GOOD
+from ftkit.remote.urls import spelt
 from ftkit.report.report import ENDED_WELL
 from ftkit.report.table import STYLE_OF_OUTCOME
 
@@ -123,7 +124,7 @@ def as_csv(runs: list[ComparedRun]) -> str:
     writer.writerow([column.key for column in columns] + ["out_dir", "exit_reason"])
     for i, run in enumerate(runs):
         values = [column.values[i] for column in columns]
-        writer.writerow([*values, run.out_dir, run.report.exit_reason])
+        writer.writerow([*values, spelt(run.out_dir), run.report.exit_reason])
     return text.getvalue().rstrip("\n")
 
 
@@ -134,7 +135,7 @@ def as_json(runs: list[ComparedRun], left_out: Sequence[LeftOutRun]) -> dict[str
         "runs": [
             {
                 "run": run.name,
-                "out_dir": str(run.out_dir),
+                "out_dir": spelt(run.out_dir),
                 "state": run.state,
                 "exit_reason": run.report.exit_reason,
                 "settings": {column.key: column.values[i] for column in settings},
@@ -145,7 +146,7 @@ def as_json(runs: list[ComparedRun], left_out: Sequence[LeftOutRun]) -> dict[str
             }
             for i, run in enumerate(runs)
         ],
-        "left_out": [{"path": str(item.path), "reason": item.reason} for item in left_out],
+        "left_out": [{"path": spelt(item.path), "reason": item.reason} for item in left_out],
     }
 
 

@@ -18,6 +18,7 @@ from ftkit.errors import UserError
 from ftkit.inference.result import Result
 from ftkit.inference.session import InUse, put_to_use
 from ftkit.model.flops import attention_cost
+from ftkit.remote.urls import spelt
 from ftkit.report.metrics import perplexity
 from ftkit.samples.layout import RankLayout
 from ftkit.samples.loader import validation_loader
@@ -49,7 +50,7 @@ def evaluate(result: Result, options: EvaluateOptions) -> int:
         measured = _measure(in_use, held_out, recipe, options, display)
     values = {
         "result": result.name,
-        "directory": str(result.directory),
+        "directory": spelt(result.directory),
         "step": result.metadata.step if result.metadata else None,
         "base_model": _base_name(result, in_use),
         "precision": in_use.plan.precision,

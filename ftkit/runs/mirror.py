@@ -205,7 +205,6 @@ class Mirror:
             self._require_claim()
         if not self._is_tidy:
             self._tidy(here)
-        gone = self._gone(here)
         for step in reversed(new):  # the newest is worth most
             self._lead(step, new, here)
             try:
@@ -218,6 +217,9 @@ class Mirror:
                 ) from error
         self._lead(None, [step for step in new if step not in self._there], here)
         self._seen |= here
+        gone = self._gone(here)
+        if not here & self._there:  # what took the place of the old ones is not there yet
+            gone -= self._there
         for step in sorted(gone):
             self._delete_checkpoint(step)
         if due or new:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import warm
 from command import command_environment, command_line
-from object_servers import Bucket, Proxy, gs_server, s3_server
+from object_servers import SECRET, Bucket, Proxy, gs_server, s3_server
 from remote_runs import Attempt, Ftkit, ended
 from runs import DEFAULT_SIGNALS, options
 
@@ -60,7 +60,8 @@ def begin(common: list[str], tmp_path: Path) -> Iterator[Ftkit]:
     """Starts a command on a machine: `begin("a", url, "--devices", "2")`.
 
     It is a run that saves every two steps, or what `command` says, then with these words only;
-    `before` has statements that its supervisor runs first. None outlives the test.
+    `before` has statements that its supervisor runs first. None outlives the test, and no secret is
+    in what they have said or written.
     """
     begun: list[Attempt] = []
 
@@ -79,7 +80,10 @@ def begin(common: list[str], tmp_path: Path) -> Iterator[Ftkit]:
     yield start
     for attempt in begun:
         attempt.kill()
-        attempt.wait()
+    said = [text for attempt in begun for text in attempt.communicate()]
+    files = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    assert not any(SECRET in text for text in said)
+    assert not any(SECRET.encode() in content for content in files)
 
 
 @pytest.fixture
