@@ -1,0 +1,51 @@
+"""The mirror of a run, by what it does at the url for what happens in the directory."""
+
+from collections.abc import Iterator
+
+import checkpoints
+import pytest
+from object_servers import Bucket, Proxy
+
+from ftkit.remote.objects import Objects
+from ftkit.remote.urls import local_path
+from ftkit.runs.directory import RunDirectory
+from ftkit.runs.mirror import Mirror
+from ftkit.runs.remote_claim import RemoteClaim
+
+URL = "s3://bucket/mirrored"
+
+
+@pytest.fixture
+def run(s3: Proxy) -> RunDirectory:
+    """One without any checkpoint."""
+    run = RunDirectory(local_path(URL))
+    run.state.mkdir(parents=True)
+    run.store.directory.mkdir()
+    return run
+
+
+@pytest.fixture
+def claim(run: RunDirectory) -> Iterator[RemoteClaim]:
+    claim = RemoteClaim(Objects(URL))
+    claim.take(print)
+    yield claim
+    claim.release()
+
+
+def test_an_old_checkpoint_stays_until_what_took_its_place_is_there(
+    run: RunDirectory, claim: RemoteClaim, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if that was deleted here before it could be sent."""
+    checkpoints.save(run.store, 2)
+    Mirror(run, claim, {}).finish()
+    assert bucket.steps("mirrored") == [2]
+    run.store.delete(2)
+    mirror = Mirror(run, claim, Objects(URL).listing())
+    with monkeypatch.context() as patch:
+        patch.setattr(type(run.store), "steps", lambda _: [4])  # which is deleted just then
+        mirror.finish()
+    assert bucket.steps("mirrored") == [2]
+    checkpoints.save(run.store, 6)
+    mirror.finish()
+    assert bucket.steps("mirrored") == [6]
+    assert not any("step-00000002" in name for name in bucket.names("mirrored"))
