@@ -12,6 +12,7 @@ import pytest
 from command import ROOT, command_environment, command_line
 from hosts import IMPATIENT, STORE, Host, network
 from object_servers import INTERNAL, Bucket, Proxy, behind_proxy, is_write
+from rank_jobs import needs_deepspeed
 from runs import TIMEOUT_S, Process, command_of, rows, wait_for, watched
 
 from ftkit.checkpoint.store import Store
@@ -135,7 +136,16 @@ def end(process: Process) -> tuple[int, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "fsdp",
+        pytest.param("ddp", marks=pytest.mark.matrix),
+        pytest.param("deepspeed", marks=[pytest.mark.matrix, needs_deepspeed]),
+    ],
+)
 def test_two_hosts_without_a_common_disk_make_one_run_at_a_url_and_one_goes_on_with_it(
+    strategy: str,
     hosts: tuple[Host, Host],
     reached: Proxy,
     bucket: Bucket,
@@ -144,7 +154,8 @@ def test_two_hosts_without_a_common_disk_make_one_run_at_a_url_and_one_goes_on_w
     tmp_path: Path,
 ) -> None:
     """Each sends the shards of its own rank; a checkpoint counts once all are there."""
-    words = command_of(f"{URL}/apart", common, **KEYS | {"stop_after": 8}, strategy="fsdp")
+    url = f"{URL}/apart-{strategy}"
+    words = command_of(url, common, **KEYS | {"stop_after": 8}, strategy=strategy)
     started = [
         host.torchrun(
             words, hosts[0].address, nnodes="2", restarts=0, **variables_of(host, reached, tmp_path)
@@ -155,8 +166,8 @@ def test_two_hosts_without_a_common_disk_make_one_run_at_a_url_and_one_goes_on_w
     assert [code for code, _ in ended] == [0, 0], ended
     for host in hosts:
         host.ends()
-    copy = bucket.fetch("apart", tmp_path / "copy")
-    assert bucket.steps("apart") == [4, 8]
+    copy = bucket.fetch(f"apart-{strategy}", tmp_path / "copy")
+    assert bucket.steps(f"apart-{strategy}") == [4, 8]
     store = Store(copy / "checkpoints")
     assert [store.verify(step) for step in store.steps()] == [[], []]
     report = read_report(copy)
@@ -168,10 +179,10 @@ def test_two_hosts_without_a_common_disk_make_one_run_at_a_url_and_one_goes_on_w
     ]
     assert sorted(map(sorted, here)) == [[], ["shard-00000-of-00002.safetensors"]]
 
-    words = command_of(f"{URL}/apart", common, **KEYS, strategy="single")
+    words = command_of(url, common, **KEYS, strategy="single")
     code, out = end(hosts[1].run(ALONE, words, **variables_of(hosts[1], reached, tmp_path)))
     assert code == 0, out
-    copy = bucket.fetch("apart", tmp_path / "complete")
+    copy = bucket.fetch(f"apart-{strategy}", tmp_path / "complete")
     assert read_report(copy).outcome == "completed"
     assert losses(copy) == pytest.approx(alone, rel=1e-5)
     store = Store(copy / "checkpoints")
@@ -264,3 +275,40 @@ def test_a_run_without_a_common_disk_goes_on_without_a_host_and_without_that_of_
     assert second.reason == "SIGTERM, for machines that have joined"
     assert f"rank 0 on {zero.name} was killed with its supervisor" in third.reason
     assert not any(name.startswith(".run/") for name in bucket.names("lost"))
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
+def test_what_one_host_lacks_is_said_once_with_its_name_and_nothing_is_left(
+    hosts: tuple[Host, Host],
+    reached: Proxy,
+    bucket: Bucket,
+    common: list[str],
+    tiny_base: Path,
+    tmp_path: Path,
+) -> None:
+    words = command_of(f"{URL}/lacks", common, **KEYS)
+    hide = f'libc.mount(b"none", b"{tiny_base}", b"tmpfs", 0, None)\n'
+    of_slurm = {
+        "SLURM_JOB_ID": "4711",
+        "SLURM_JOB_NAME": "finetune",
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "1",
+        "SLURM_NNODES": "2",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODELIST": "host[1-2]",
+        "MASTER_ADDR": hosts[0].address,
+        "MASTER_PORT": "29512",
+    }
+    started = []
+    for task, host in enumerate(hosts):
+        of_task = {"SLURM_PROCID": str(task), "SLURM_NODEID": str(task)}
+        variables = of_slurm | of_task | variables_of(host, reached, tmp_path)
+        started.append(host.run(hide * task + ALONE, words, **variables))
+    ended = [end(process) for process in started]
+    assert [code for code, _ in ended] == [2, 2], ended
+    (told,) = [said for _, said in ended if "ftkit: " in said]
+    assert "ftkit: host2: " in told and str(tiny_base) in told, told
+    assert bucket.names("lacks") == []
+    left = [path for host in hosts for path in (tmp_path / host.name / "runs").rglob("lacks")]
+    assert left == []
