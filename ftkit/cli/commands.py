@@ -339,15 +339,16 @@ FTKIT = Group(
         ),
         Command(
             name="export",
-            summary="write a result for Hugging Face, LitGPT or PEFT",
-            text="Write a full fine-tune, one of its checkpoints or any model for Hugging Face or "
-            "LitGPT, or the adapter of a LoRA run or checkpoint for PEFT. To write a LoRA run as a "
-            "model, merge it first.",
+            summary="write a result for Hugging Face, LitGPT, PEFT or llama.cpp",
+            text="Write a full fine-tune, one of its checkpoints or any model for Hugging Face, "
+            "LitGPT or llama.cpp (GGUF), or the adapter of a LoRA run or checkpoint for PEFT or "
+            "llama.cpp. To write a LoRA run as a model, merge it first.",
             options=ExportOptions,
             opens=FIND_RESULT,
             function="ftkit.convert.export:export",
             examples=(
                 "out/finetune/full --format litgpt --out out/for-litgpt",
+                "out/finetune/full --format gguf --quantization q8_0 --out out/gguf",
                 "out/full/checkpoints/step-00001500 --format hf --out out/hf",
                 "out/lora --format peft --out out/adapter",
             ),

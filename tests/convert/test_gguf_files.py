@@ -150,6 +150,8 @@ def test_numbers_are_as_they_are_stored_unless_asked_otherwise(
     for name, numbers in (("full", "f32"), ("bf16", "bf16")):
         export(ended[name].out_dir, "gguf", tmp_path / name)
         assert (tmp_path / name / f"model-{numbers}.gguf").is_file()
+    export(ended["lora"].out_dir, "gguf", tmp_path / "lora")
+    assert (tmp_path / "lora" / "adapter-f32.gguf").is_file()
 
 
 def test_a_fine_tune_its_checkpoint_and_a_merged_model_go_the_same_way(
