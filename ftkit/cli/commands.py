@@ -356,12 +356,11 @@ FTKIT = Group(
         Command(
             name="push",
             summary="upload a result with its model card to the Hugging Face hub",
-            text="Upload the adapter or model of a run, or what merge and export have written, "
-            "with its model card, in one commit. A new repository is private unless --public is "
-            "given. An upload that broke off goes on where it stopped. Edit README.md beside the "
-            "result, not on the hub: it is sent each time.",
+            text="Upload the adapter or model of a run, or what merge and export have written "
+            "(GGUF files too), with its model card, in one commit. A new repository is private "
+            "unless --public is given. An upload that broke off goes on where it stopped. Edit "
+            "README.md beside the result, not on the hub: it is sent each time.",
             options=PushOptions,
-            opens=FIND_RESULT,
             function="ftkit.convert.push:push",
             examples=(
                 "out/finetune/lora me/my-adapter",

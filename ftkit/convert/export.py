@@ -12,10 +12,11 @@ from ftkit.config.peft_adapter import CONFIG, OLD_WEIGHTS, WEIGHTS, adapter_keys
 from ftkit.config.result_options import ExportOptions
 from ftkit.console.display import Display
 from ftkit.console.formatting import bytes_text
+from ftkit.convert.cards import card_files
 from ftkit.convert.gguf.adapter import write_gguf_adapter
 from ftkit.convert.gguf.model import write_gguf_model
 from ftkit.convert.gguf.modelfile import MODELFILE
-from ftkit.convert.output_files import as_written, card_files, check_apart, check_space
+from ftkit.convert.output_files import as_written, check_apart, check_space
 from ftkit.errors import UserError
 from ftkit.inference.loading import full_weights, open_result, with_rest
 from ftkit.inference.prompting import prompting_of

@@ -22,8 +22,9 @@ from ftkit.config.result_options import MergeOptions
 from ftkit.console.display import Display
 from ftkit.console.formatting import bytes_text, number_text, percent_text
 from ftkit.console.grid import labelled_grid
+from ftkit.convert.cards import card_files
 from ftkit.convert.layerwise import logits_of
-from ftkit.convert.output_files import as_written, card_files, check_apart, check_space
+from ftkit.convert.output_files import as_written, check_apart, check_space
 from ftkit.data.dataset import load_held_out
 from ftkit.data.sources import data_source
 from ftkit.errors import UserError

@@ -8,9 +8,6 @@ from torch import Tensor
 
 from ftkit.console.formatting import bytes_text
 from ftkit.errors import UserError
-from ftkit.inference.result import Result, report_of
-from ftkit.model_card.card import CardKind, card_text
-from ftkit.pretrained.hub import CARD
 from ftkit.utils.files import free_disk_bytes
 
 _SPARE_BYTES = 2**26
@@ -42,18 +39,6 @@ def check_space(out: Path, needed_bytes: int) -> None:
             f"--out {out} needs {bytes_text(needed_bytes + _SPARE_BYTES)}, but the disk has "
             f"{bytes_text(free_bytes)} free. Free some, or try --out on another disk."
         )
-
-
-def card_files(result: Result, base: Path | None, kind: CardKind) -> dict[str, bytes]:
-    """The model card of what is written, by its name; {} where nothing tells of its run.
-
-    Args:
-        result: what it is made of.
-        base: directory of the base model; None: it is not known.
-        kind: what it becomes.
-    """
-    report = report_of(result)
-    return {} if report is None else {CARD: card_text(report, base, kind).encode()}
 
 
 def as_written(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:

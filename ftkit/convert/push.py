@@ -7,9 +7,9 @@ from pathlib import Path
 from ftkit.config.peft_adapter import CONFIG as ADAPTER_CONFIG
 from ftkit.config.result_options import PushOptions
 from ftkit.console.formatting import bytes_text
-from ftkit.convert.output_files import card_files
+from ftkit.convert.cards import card_files
 from ftkit.errors import UserError
-from ftkit.inference.result import Result
+from ftkit.inference.result import Result, find_result
 from ftkit.model_card.card import with_name
 from ftkit.pretrained.hub import CARD, hub_name, read_json
 from ftkit.pretrained.upload import upload
@@ -18,39 +18,55 @@ _BASE = "base_model_name_or_path"
 """Where an adapter says of what it is one."""
 
 
-def push(result: Result, options: PushOptions) -> int:
+def push(options: PushOptions) -> int:
     """Put a result onto the hub, all of it in one commit; the exit code.
 
     Args:
-        result: an adapter or a model.
-        options: where to, and who may see it.
+        options: which, where to, and who may see it.
 
     Raises:
         UserError: it cannot be used by others as it is, or the hub refuses it.
     """
-    _require_result(result, options)
-    directory = result.directory
-    files: dict[str, Path | bytes] = {
-        file.name: file
-        for file in sorted(directory.iterdir())
-        if file.is_file() and not file.name.startswith(".")
-    }
-    base = _base_on_hub(result, options) if result.kind == "adapter" else None
-    if base is not None:
-        settings = read_json(directory / ADAPTER_CONFIG) | {_BASE: base}
-        files[ADAPTER_CONFIG] = (json.dumps(settings, indent=2) + "\n").encode()
-    files |= _card(result, options.repo_id, base)
+    place = Path(options.result).expanduser()
+    kind: str
+    if any(place.glob("*.gguf")) and not (place / "config.json").is_file():
+        kind, files = "GGUF file", _files_in(place)
+        if CARD in files:
+            text = (place / CARD).read_text(encoding="utf-8")
+            files[CARD] = with_name(text, options.repo_id, None).encode()
+    else:
+        result = find_result(options.result)
+        kind, files = result.kind, _files_of(result, options)
     size = bytes_text(sum(_size(content) for content in files.values()))
     print(f"sending {len(files)} files, {size}", flush=True)
     url = upload(
         files,
         options.repo_id,
         public=options.public,
-        message=options.message or f"{result.kind}, trained with ftkit",
+        message=options.message or f"{kind}, trained with ftkit",
         token=options.access_token,
     )
     print(f"{url} has it")
     return 0
+
+
+def _files_in(directory: Path) -> dict[str, Path | bytes]:
+    return {
+        file.name: file
+        for file in sorted(directory.iterdir())
+        if file.is_file() and not file.name.startswith(".")
+    }
+
+
+def _files_of(result: Result, options: PushOptions) -> dict[str, Path | bytes]:
+    """The files of an adapter or a model, as others are to have them."""
+    _require_result(result, options)
+    files = _files_in(result.directory)
+    base = _base_on_hub(result, options) if result.kind == "adapter" else None
+    if base is not None:
+        settings = read_json(result.directory / ADAPTER_CONFIG) | {_BASE: base}
+        files[ADAPTER_CONFIG] = (json.dumps(settings, indent=2) + "\n").encode()
+    return {**files, **_card(result, options.repo_id, base)}
 
 
 def _require_result(result: Result, options: PushOptions) -> None:

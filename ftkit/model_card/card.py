@@ -23,16 +23,24 @@ from ftkit.report.report import Report
 from ftkit.report.table import memory_text
 from ftkit.utils.files import write_durably
 
-CardKind = Literal["adapter", "hf", "litgpt"]
-"""What a result is: an adapter of PEFT's, or a whole model in one of two layouts."""
+CardKind = Literal["adapter", "hf", "litgpt", "gguf"]
+"""What a result is: an adapter of PEFT's, a whole model in one of two layouts, or a GGUF file."""
 HERE = '"."'
 """What stands for the result in its card, until it has a name on the hub."""
 _PROJECT = "ftkit"
+_LIBRARIES: dict[CardKind, str] = {
+    "adapter": "peft",
+    "hf": "transformers",
+    "litgpt": "litgpt",
+    "gguf": "gguf",
+}
 _KINDS = {
     ("adapter", True): "A LoRA adapter",
     ("hf", True): "A LoRA adapter, merged into its base model",
     ("litgpt", True): "A LoRA adapter, merged into its base model, in LitGPT's layout",
+    ("gguf", True): "A LoRA adapter as a GGUF file, for llama.cpp",
     ("hf", False): "A full fine-tune",
+    ("gguf", False): "A full fine-tune as a GGUF file, for llama.cpp and Ollama",
     ("litgpt", False): "A full fine-tune, in LitGPT's layout",
 }
 """By what the result is, and whether LoRA has made it."""
@@ -74,8 +82,12 @@ name = {HERE}
 print(LLM.load(name).generate("Hello!"))
 ```
 """,
+    "gguf": """With llama.cpp: `llama-cli -m model-*.gguf`, of an adapter
+`llama-cli -m BASE.gguf --lora adapter-*.gguf`. With Ollama: `ollama create NAME -f Modelfile`,
+where there is one.
+""",
 }
-"""Lines of Python that answer with the result."""
+"""How the result is made to answer."""
 _PLACES = ("out_dir", "access_token", "resume")
 """Of a recipe, what says nothing about a result."""
 
@@ -139,14 +151,13 @@ def _names_base(card: str) -> bool:
 
 def _head(kind: CardKind, base: BaseOrigin, data: DataOrigin) -> str:
     """The metadata that the hub reads."""
-    is_adapter = kind == "adapter"
     fields: dict[str, Any] = {
         "base_model": base.on_hub,
         "datasets": list(data.on_hub) or None,
-        "library_name": {"adapter": "peft", "hf": "transformers", "litgpt": "litgpt"}[kind],
+        "library_name": _LIBRARIES[kind],
         "license": base.licence,
         "pipeline_tag": "text-generation",
-        "tags": [_PROJECT, *(["lora"] if is_adapter else [])],
+        "tags": [_PROJECT, *(["lora"] if kind == "adapter" else [])],
     }
     known = {key: value for key, value in fields.items() if value is not None}
     return yaml.safe_dump(known, sort_keys=False)

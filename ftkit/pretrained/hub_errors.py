@@ -84,6 +84,8 @@ def explained_upload(error: Exception, repo_id: str) -> UserError:
     import httpx
     from huggingface_hub import constants, errors
 
+    if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__  # of one file among several
     hub = constants.ENDPOINT
     status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
     again = "Run the command again: what has arrived is not sent again."

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ftkit.config.peft_adapter import CONFIG, adapter_keys
 from ftkit.config.result_options import ExportOptions
+from ftkit.convert.cards import card_files
 from ftkit.convert.gguf.metadata import ARCHITECTURES, GgufMetadata
 from ftkit.convert.gguf.model import OF_DTYPES, as_llama_cpp, settings_for_gguf
 from ftkit.convert.gguf.writer import (
@@ -88,6 +89,8 @@ def write_gguf_adapter(result: Result, options: ExportOptions, progress: OnProgr
     try:
         with new_directory(out, overwrite=options.overwrite) as partial:
             write_file(partial / file, architecture, metadata, planned, tensors(), progress)
+            for name, content in card_files(result, base.directory, "gguf").items():
+                (partial / name).write_bytes(content)
     except OSError as error:
         raise UserError(
             f"--out {out} cannot be written ({error.strerror or error}). Free some space, or try "

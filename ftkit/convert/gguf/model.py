@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ftkit.config.result_options import ExportOptions, GgufNumbers
+from ftkit.convert.cards import card_files
 from ftkit.convert.gguf.metadata import (
     ARCHITECTURES,
     GgufMetadata,
@@ -111,7 +112,8 @@ def write_gguf_model(result: Result, options: ExportOptions, progress: OnProgres
             )
             text = modelfile(file, base, prompting)
             (partial / MODELFILE).write_text(text, encoding="utf-8")
-            for name, content in licences(base):
+            beside = {**dict(licences(base)), **card_files(result, result.directory, "gguf")}
+            for name, content in beside.items():
                 (partial / name).write_bytes(content)
     except OSError as error:
         raise UserError(
