@@ -12,7 +12,6 @@ import pytest
 from command import ROOT, command_environment, command_line
 from hosts import IMPATIENT, STORE, Host, network
 from object_servers import INTERNAL, Bucket, Proxy, behind_proxy, is_write
-from rank_jobs import needs_deepspeed
 from runs import TIMEOUT_S, Process, command_of, rows, wait_for, watched
 
 from ftkit.checkpoint.store import Store
@@ -136,14 +135,7 @@ def end(process: Process) -> tuple[int, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "fsdp",
-        pytest.param("ddp", marks=pytest.mark.matrix),
-        pytest.param("deepspeed", marks=[pytest.mark.matrix, needs_deepspeed]),
-    ],
-)
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.matrix)])
 def test_two_hosts_without_a_common_disk_make_one_run_at_a_url_and_one_goes_on_with_it(
     strategy: str,
     hosts: tuple[Host, Host],
