@@ -250,8 +250,11 @@ def test_a_run_ends_when_it_is_told_to_though_the_storage_never_answers(
 
     def ends_when_told_to() -> bool:
         first.send_signal(signal.SIGINT)
-        time.sleep(0.5)
-        return first.poll() is not None
+        for _ in range(50):
+            time.sleep(0.1)
+            if first.poll() is not None:
+                return True
+        return False
 
     wait_for(ends_when_told_to)
     code, said = ended(first)

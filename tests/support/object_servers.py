@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -102,6 +101,8 @@ class Proxy:
     """Set by a test."""
     requests: list[Request] = field(default_factory=list)
     """All so far."""
+    freed: threading.Event = field(default_factory=threading.Event)
+    """Ends the delays of those that are being delayed: their connections break off."""
     under_way: list[Request] = field(default_factory=list)
     """Those that are not answered yet."""
 
@@ -141,6 +142,8 @@ class Proxy:
     def works(self) -> None:
         """Let nothing fail any more."""
         self.decide = lambda _: None
+        self.freed.set()
+        self.freed = threading.Event()
 
 
 def is_write(request: Request) -> bool:
@@ -184,8 +187,10 @@ def _handler(proxy: Proxy, port: int) -> type[BaseHTTPRequestHandler]:
             if fault is not None and fault.status:
                 self._answer(fault.status, {"Content-Type": "application/xml"}, fault.body)
                 return
-            if fault is not None:
-                time.sleep(fault.delay_s)
+            if fault is not None and fault.delay_s and proxy.freed.wait(fault.delay_s):
+                self.close_connection = True
+                self.connection.close()
+                return
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
             headers = {
                 k: v
