@@ -129,6 +129,7 @@ def test_a_checkpoint_is_there_with_its_last_object_and_not_before(kill: Killed)
 
 
 @pytest.mark.matrix
+@pytest.mark.timeout(7200)
 def test_a_run_survives_a_kill_at_each_request_that_changes_something(kill: Killed) -> None:
     """Every other one still arrives; every other pair of them goes on elsewhere."""
 
