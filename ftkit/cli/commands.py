@@ -346,11 +346,13 @@ FTKIT = Group(
             options=ExportOptions,
             opens=FIND_RESULT,
             function="ftkit.convert.export:export",
+            usage=("RESULT --format FORMAT --out DIR [--KEY VALUE ...]", "RESULT --check vllm"),
             examples=(
                 "out/finetune/full --format litgpt --out out/for-litgpt",
                 "out/finetune/full --format gguf --quantization q8_0 --out out/gguf",
                 "out/full/checkpoints/step-00001500 --format hf --out out/hf",
                 "out/lora --format peft --out out/adapter",
+                "out/lora --check vllm",
             ),
         ),
         Command(

@@ -165,7 +165,7 @@ class EvaluateOptions(UseOptions, ResultOptions):
 class OutputOptions(ResultOptions):
     """Of commands that write a model or an adapter."""
 
-    out: Path = option(ask="where to write?", example="out/merged")
+    out: Path | None = option(ask="where to write?", example="out/merged")
     """Directory to write."""
     overwrite: bool = False
     """Replace the model or adapter in --out, once the new one is complete."""
@@ -177,6 +177,7 @@ class OutputOptions(ResultOptions):
     @property
     def directory(self) -> Path:
         """Where to write."""
+        assert self.out is not None
         return self.out.expanduser()
 
     @property
@@ -216,9 +217,14 @@ class MergeOptions(OutputOptions):
 class ExportOptions(OutputOptions):
     """Of ftkit export."""
 
-    format: Literal["hf", "litgpt", "peft", "gguf"] = option(ask="for which program?")
+    out: Path | None = option(None, example="out/exported")
+    """Directory to write."""
+    format: Literal["hf", "litgpt", "peft", "gguf"] | None = option(None, example="hf")
     """hf: Hugging Face's layout; litgpt: LitGPT's; peft: the adapter of a LoRA run; gguf: a model
     or an adapter for llama.cpp and Ollama."""
+    check: Literal["vllm"] | None = option(None, example="vllm")
+    """Write nothing: say whether a program serves the result as it is, and if not, why and what to
+    do. The exit code is 1 if it does not."""
     quantization: GgufNumbers | None = option(None, example="q8_0")
     """Number format of a GGUF file's matrices. Default: as they are stored."""
     checkpoint_dir: str | None = None
@@ -226,6 +232,20 @@ class ExportOptions(OutputOptions):
     that sees or hears. Default: where the run had it."""
 
     def __post_init__(self) -> None:
+        if self.check is not None:
+            given = {"format": self.format, "out": self.out, "dtype": self.dtype}
+            for name, value in given.items():
+                if value is not None:
+                    raise UserError(
+                        f"--{name} is {value}, but --check writes nothing. Leave one of them out."
+                    )
+            return
+        if self.format is None:
+            raise UserError(
+                "--format is missing: for which program? Try --format hf, litgpt, peft or gguf."
+            )
+        if self.out is None:
+            raise UserError("--out is missing: where to write? Try --out out/exported.")
         if self.format == "peft" and self.dtype is not None:
             raise UserError(
                 "--dtype: an adapter is exported as it is. Leave it out, or try --format hf."

@@ -21,10 +21,11 @@ from ftkit.errors import UserError
 from ftkit.inference.loading import full_weights, open_result, with_rest
 from ftkit.inference.prompting import prompting_of
 from ftkit.inference.result import Result
+from ftkit.lora.serving import DEFAULT_RANK, VLLM_VERSION, serving_notice, serving_rank
 from ftkit.model_card.card import CardKind
 from ftkit.pretrained.base_model import parameter_shapes
 from ftkit.pretrained.chat_files import GENERATION
-from ftkit.pretrained.hub import CARD, TOKENIZER_FILES
+from ftkit.pretrained.hub import CARD, TOKENIZER_FILES, find_or_download, is_litgpt, read_json
 from ftkit.pretrained.save import save_hf, save_litgpt
 from ftkit.utils.files import new_directory
 from ftkit.utils.imports import silence_libraries
@@ -42,6 +43,8 @@ def export(result: Result, options: ExportOptions) -> int:
     Raises:
         UserError: it is nothing that the program takes, or there is no room.
     """
+    if options.check is not None:
+        return _check(result)
     out, is_adapter = options.directory, result.kind == "adapter"
     if is_adapter and options.format not in ("peft", "gguf"):
         to_litgpt = f", then ftkit export {out} --format litgpt" * (options.format == "litgpt")
@@ -71,6 +74,35 @@ def export(result: Result, options: ExportOptions) -> int:
     print(f"{out} is ready for {options.format}: {bytes_text(size_bytes)}")
     if options.format == "gguf":
         print(_next_steps(file, is_adapter=is_adapter))
+    return 0
+
+
+def _check(result: Result) -> int:
+    """Say whether vLLM serves a result; the exit code."""
+    if result.kind == "checkpoint":
+        raise UserError(
+            f"{result.name} is a checkpoint of a full fine-tune, in shards that ftkit alone reads. "
+            f"Try ftkit export {result.name} --format hf --out out/hf, and serve that."
+        )
+    print(f"rules of vLLM {VLLM_VERSION}")
+    if result.kind == "model":
+        if is_litgpt(result.directory):
+            print(f"no   {result.directory} is in LitGPT's layout. Try ftkit export --format hf.")
+            return 1
+        print(f"yes  vllm serve {result.directory}\n     if it knows models of this family")
+        return 0
+    if (notice := serving_notice(result.directory)) is not None:
+        print(f"no   {notice}\n     ftkit merge {result.name} --out out/merged")
+        return 1
+    rank = serving_rank(read_json(result.directory / CONFIG))
+    limit = f" --max-lora-rank {rank}" * (rank != DEFAULT_RANK)
+    base = str(result.base)
+    if base.startswith("embedded:"):
+        base = str(find_or_download(base))
+    print(
+        f"yes  vllm serve {base} --enable-lora{limit} "
+        f"--lora-modules mine={result.directory}\n     if it knows LoRA for models of this family"
+    )
     return 0
 
 

@@ -37,6 +37,7 @@ from ftkit.console.display import Display
 from ftkit.data.prompt_styles import prompt_style_file
 from ftkit.errors import UserError
 from ftkit.lora.save import save_adapter
+from ftkit.lora.serving import serving_notice
 from ftkit.memory.predict import predict_measured
 from ftkit.model.load_weights import trained_weights
 from ftkit.pretrained.save import layout_of, save_hf, save_litgpt
@@ -67,7 +68,7 @@ def run_job(job: Job, metadata: Metadata | None, stop: StopRequest, journal: Jou
     """
     plan, recipe, recorder = job.plan, job.recipe, journal.recorder
     for notice in plan.notices:
-        journal.warn(notice)
+        journal.warn(refused)
     torch.manual_seed(recipe.seed + rank())  # for dropout: every rank has masks of its own
     set_arithmetic(recipe)
     device = make_device(plan)
@@ -98,6 +99,9 @@ def run_job(job: Job, metadata: Metadata | None, stop: StopRequest, journal: Jou
         recorder.enter("saving")
         with journal.display.phase("saving the result"):
             _save(setup, job.directory.final)
+        is_adapter = recipe.method == "lora" and rank() == 0
+        if is_adapter and (refused := serving_notice(job.directory.final)) is not None:
+            journal.warn(refused)
         recorder.saved(job.directory.final.name)
     recorder.note(outcome="completed", exit_code=0, exit_reason=training.exit_reason)
 
