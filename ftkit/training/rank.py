@@ -68,7 +68,7 @@ def run_job(job: Job, metadata: Metadata | None, stop: StopRequest, journal: Jou
     """
     plan, recipe, recorder = job.plan, job.recipe, journal.recorder
     for notice in plan.notices:
-        journal.warn(refused)
+        journal.warn(notice)
     torch.manual_seed(recipe.seed + rank())  # for dropout: every rank has masks of its own
     set_arithmetic(recipe)
     device = make_device(plan)
