@@ -18,7 +18,7 @@ from ftkit.cli.app import run
 from ftkit.errors import UserError
 from ftkit.planner.predict import plan_files
 from ftkit.pretrained.base_model import open_base, weights
-from ftkit.pretrained.hub import is_litgpt
+from ftkit.pretrained.hub import CARD, is_litgpt
 from ftkit.pretrained.save import layout_of, save_hf, save_litgpt
 from ftkit.report.report import read_report
 
@@ -66,7 +66,8 @@ def test_a_full_fine_tune_ends_as_a_model_that_litgpt_loads(
     assert torch.equal(litgpt_logits(out / "final"), litgpt_logits(exported))
     assert not torch.equal(litgpt_logits(out / "final"), litgpt_logits(tmp_path / "base"))
     assert {path.name for path in (out / "final").iterdir()} == {
-        path.name for path in exported.iterdir()
+        CARD,  # made of the run, not of a checkpoint
+        *(path.name for path in exported.iterdir()),
     }
     words = ["--prompt", "what is the colour of the moon", "--max_new_tokens", "4"]
     assert run(["generate", str(out), *words, "--accelerator", "cpu"]) == 0

@@ -60,18 +60,23 @@ class Killed:
         for key in self._bucket.names("kills/before"):
             self._bucket.write(f"{place}/{key}", self._bucket.read(f"kills/before/{key}"))
         url, machine = f"s3://bucket/{place}", f"machine-{name}"
-        has_begun, lock, killed = threading.Event(), threading.Lock(), list[int]()
+        has_begun, lock, killed = threading.Event(), threading.Lock(), list[Request]()
 
         def decide(request: Request) -> Fault | None:
             if request.method in ("GET", "HEAD") or f"/{place}/" not in request.path:
                 return None
             with lock:
                 if not killed and moment(request):
-                    has_begun.wait()
-                    os.kill(attempt.pid, signal.SIGKILL)
-                    killed.append(attempt.pid)
-                    return None if arrives else BROKEN
+                    killed.append(request)
+                    if arrives:
+                        return Fault(when_whole=end)
+                    end()
+                    return BROKEN
             return BROKEN if killed else None
+
+        def end() -> None:
+            has_begun.wait()
+            os.kill(attempt.pid, signal.SIGKILL)
 
         self._s3.decide = decide
         attempt = self._begin(machine, *self._words(url, "--resume", "auto"))

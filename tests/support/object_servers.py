@@ -62,6 +62,8 @@ class Fault:
     """Wait before the request is passed on; then it is answered as ever."""
     breaks_off: bool = False
     """Pass it on, and break the connection off in the middle of the answer."""
+    when_whole: Callable[[], object] | None = None
+    """Called when all of the request is here, before it is passed on."""
 
 
 Decide = Callable[[Request], Fault | None]
@@ -184,6 +186,8 @@ def _handler(proxy: Proxy, port: int) -> type[BaseHTTPRequestHandler]:
                 self.send_response_only(100)
                 self.end_headers()
             body = self._body()
+            if fault is not None and fault.when_whole is not None:
+                fault.when_whole()
             if fault is not None and fault.status:
                 self._answer(fault.status, {"Content-Type": "application/xml"}, fault.body)
                 return
