@@ -35,7 +35,7 @@ class ServingRule:
     """What the adapter has then, in words."""
 
 
-RULES = (
+SERVING_RULES = (
     ServingRule("use_dora", bool, "it is DoRA"),
     ServingRule(
         "modules_to_save",
@@ -72,7 +72,7 @@ def obstacles(config: Mapping[str, Any]) -> Iterator[str]:
     Args:
         config: its adapter_config.json.
     """
-    for rule in RULES:
+    for rule in SERVING_RULES:
         if rule.broken(value := config.get(rule.key)):
             yield f"{rule.text} ({rule.key}: {value})"
     if serving_rank(config) is None:

@@ -14,7 +14,7 @@ from results import Ended
 
 from ftkit.cli.app import run
 from ftkit.errors import UserError
-from ftkit.lora.serving import RANKS, RULES, VLLM_VERSION, obstacles, serving_rank
+from ftkit.lora.serving import RANKS, SERVING_RULES, VLLM_VERSION, obstacles, serving_rank
 
 PLAIN: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"], "bias": "none"}
 REFUSED: dict[str, dict[str, Any]] = {
@@ -41,7 +41,7 @@ SERVED: list[dict[str, Any]] = [
 
 
 def test_every_rule_has_a_case() -> None:
-    assert {rule.key for rule in RULES} | {"r", "rank_pattern"} == REFUSED.keys()
+    assert {rule.key for rule in SERVING_RULES} | {"r", "rank_pattern"} == REFUSED.keys()
 
 
 @pytest.mark.parametrize("key", REFUSED)
