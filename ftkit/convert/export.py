@@ -16,7 +16,7 @@ from ftkit.convert.cards import card_files
 from ftkit.convert.gguf.adapter import write_gguf_adapter
 from ftkit.convert.gguf.model import write_gguf_model
 from ftkit.convert.gguf.modelfile import MODELFILE
-from ftkit.convert.output_files import as_written, check_apart, check_space
+from ftkit.convert.output_files import as_written, check_apart, check_space, output_directory
 from ftkit.errors import UserError
 from ftkit.inference.loading import full_weights, open_result, with_rest
 from ftkit.inference.prompting import prompting_of
@@ -27,7 +27,6 @@ from ftkit.pretrained.base_model import parameter_shapes
 from ftkit.pretrained.chat_files import GENERATION
 from ftkit.pretrained.hub import CARD, TOKENIZER_FILES, find_or_download, is_litgpt, read_json
 from ftkit.pretrained.save import save_hf, save_litgpt
-from ftkit.utils.files import new_directory
 from ftkit.utils.imports import silence_libraries
 from ftkit.utils.process import cleaning_up_on_signals
 from ftkit.utils.progress import OnProgress
@@ -165,11 +164,6 @@ def _copy_adapter(directory: Path, out: Path, *, overwrite: bool) -> None:
     files = [directory / name for name in names]
     found = [file for file in files if file.is_file()]
     check_space(out, sum(file.stat().st_size for file in found))
-    try:
-        with new_directory(out, overwrite=overwrite) as partial:
-            for file in found:
-                shutil.copyfile(file, partial / file.name)
-    except OSError as error:
-        raise UserError(
-            f"--out {out} cannot be written ({error.strerror}). Try another directory."
-        ) from error
+    with output_directory(out, overwrite=overwrite) as partial:
+        for file in found:
+            shutil.copyfile(file, partial / file.name)

@@ -1,6 +1,8 @@
 """Output directories of commands that write a model: whether they can be written, their files."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -8,7 +10,7 @@ from torch import Tensor
 
 from ftkit.console.formatting import bytes_text
 from ftkit.errors import UserError
-from ftkit.utils.files import free_disk_bytes
+from ftkit.utils.files import free_disk_bytes, new_directory
 
 _SPARE_BYTES = 2**26
 """For tokenizer, settings and the file system's own use."""
@@ -25,6 +27,23 @@ def check_apart(out: Path, *sources: Path | None) -> None:
             raise UserError(
                 f"--out {out} is, or holds, {source}, which is read. Try another directory."
             )
+
+
+@contextmanager
+def output_directory(out: Path, *, overwrite: bool) -> Iterator[Path]:
+    """A directory to fill, which is `out` after the block; see `new_directory`.
+
+    Raises:
+        UserError: it cannot be written, and all is as it was.
+    """
+    try:
+        with new_directory(out, overwrite=overwrite) as partial:
+            yield partial
+    except OSError as error:
+        raise UserError(
+            f"--out {out} cannot be written ({error.strerror or error}). Free some space, or try "
+            "another directory."
+        ) from error
 
 
 def check_space(out: Path, needed_bytes: int) -> None:

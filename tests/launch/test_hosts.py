@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command import command_environment, command_line
 from elastic import ElasticRun, end
 from hosts import INTERFACE, PATIENCE_S, STORE, Host, network
 from rank_jobs import needs_deepspeed
-from runs import command_of, rows, wait_for, watched
+from runs import command_of, losses, losses_of_one, rows, wait_for
 
 from ftkit.config.parsing import read_recipe
 from ftkit.launch.interfaces import GLOO
@@ -72,13 +71,7 @@ def store(machines: tuple[Host, Host, Host], hosts: tuple[Host, Host]) -> Iterat
 @pytest.fixture(scope="module")
 def alone(common: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses of the run on one device, without a pause."""
-    directory = tmp_path_factory.mktemp("alone")
-    out_dir = directory / "out"
-    line = command_line(*command_of(out_dir, common, **KEYS))
-    with watched(out_dir, line, directory, command_environment()) as run:
-        code, out, _ = run.end()
-    assert code == 0, out
-    return losses(out_dir)
+    return losses_of_one(tmp_path_factory.mktemp("alone"), common, **KEYS)
 
 
 @pytest.fixture
@@ -90,10 +83,6 @@ def strategy() -> str:
 def elastic(tmp_path: Path, common: list[str], strategy: str) -> ElasticRun:
     out_dir = tmp_path / "out"
     return ElasticRun(out_dir, command_of(out_dir, common, **KEYS, strategy=strategy))
-
-
-def losses(out_dir: Path) -> list[float]:
-    return [float(row["loss"]) for row in rows(out_dir)]
 
 
 def assert_complete(out_dir: Path, alone: list[float]) -> Report:

@@ -12,7 +12,7 @@ import pytest
 from command import ROOT, command_environment, command_line
 from hosts import IMPATIENT, STORE, Host, network
 from object_servers import INTERNAL, Bucket, Proxy, behind_proxy, is_write
-from runs import TIMEOUT_S, Process, command_of, rows, wait_for, watched
+from runs import TIMEOUT_S, Process, command_of, losses, losses_of_one, rows, wait_for, watched
 
 from ftkit.checkpoint.store import Store
 from ftkit.report.report import read_report
@@ -77,13 +77,7 @@ def reached(s3: Proxy, machines: tuple[Host, Host, Host]) -> Iterator[Proxy]:
 @pytest.fixture(scope="module")
 def alone(common: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses of the run on one device, in a directory."""
-    directory = tmp_path_factory.mktemp("alone")
-    out_dir = directory / "out"
-    line = command_line(*command_of(out_dir, common, **KEYS))
-    with watched(out_dir, line, directory, command_environment()) as run:
-        code, out, _ = run.end()
-    assert code == 0, out
-    return losses(out_dir)
+    return losses_of_one(tmp_path_factory.mktemp("alone"), common, **KEYS)
 
 
 @pytest.fixture
@@ -116,10 +110,6 @@ def by_rank(*hosts: Host) -> list[Host]:
     """The hosts in the order of their ranks, once all have one."""
     wait_for(lambda: all(host.rank() is not None for host in hosts))
     return sorted(hosts, key=lambda host: host.rank() or 0)
-
-
-def losses(out_dir: Path) -> list[float]:
-    return [float(row["loss"]) for row in rows(out_dir)]
 
 
 def variables_of(host: Host, proxy: Proxy, tmp_path: Path) -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import warm
-from command import command_environment
+from command import command_environment, command_line
 
 from ftkit.report.report import read_report
 from ftkit.runs.directory import RunDirectory
@@ -127,6 +127,11 @@ def rows(out_dir: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(text.splitlines()))
 
 
+def losses(out_dir: Path) -> list[float]:
+    """Of each step, by metrics.csv."""
+    return [float(row["loss"]) for row in rows(out_dir)]
+
+
 def content(directory: Path) -> dict[str, bytes]:
     return {
         str(f.relative_to(directory)): f.read_bytes() for f in directory.rglob("*") if f.is_file()
@@ -202,6 +207,16 @@ FOREVER: dict[str, Any] = {
     "data__num_workers": 1,
 }
 ENDLESS_STEP = FOREVER | {"train__max_steps": 2, "train__global_batch_size": 1_000_000}
+
+
+def losses_of_one(directory: Path, common: list[str], **keys: object) -> list[float]:
+    """The losses of a run on one device with some keys, in a directory for it."""
+    out_dir = directory / "out"
+    line = command_line(*command_of(out_dir, common, **keys))
+    with watched(out_dir, line, directory, command_environment()) as run:
+        code, out, _ = run.end()
+    assert code == 0, out
+    return losses(out_dir)
 
 
 def run_ranks(world_size: int, jobs: list[Path], script: str = "rank_cases.py") -> None:

@@ -22,13 +22,12 @@ from ftkit.convert.gguf.writer import (
     require_gguf,
     write_file,
 )
-from ftkit.convert.output_files import check_space
+from ftkit.convert.output_files import check_space, output_directory
 from ftkit.errors import UserError
 from ftkit.inference.loading import open_result
 from ftkit.inference.result import Result
 from ftkit.lora.load import stored_adapter
 from ftkit.pretrained.gguf.tensors import tensor_names
-from ftkit.utils.files import new_directory
 from ftkit.utils.progress import OnProgress
 
 _PREFIX = "base_model.model."
@@ -86,16 +85,10 @@ def write_gguf_adapter(result: Result, options: ExportOptions, progress: OnProgr
 
     file = f"adapter-{numbers}.gguf"
     architecture = ARCHITECTURES[settings["model_type"]]
-    try:
-        with new_directory(out, overwrite=options.overwrite) as partial:
-            write_file(partial / file, architecture, metadata, planned, tensors(), progress)
-            for name, content in card_files(result, base.directory, "gguf").items():
-                (partial / name).write_bytes(content)
-    except OSError as error:
-        raise UserError(
-            f"--out {out} cannot be written ({error.strerror or error}). Free some space, or try "
-            "another directory."
-        ) from error
+    with output_directory(out, overwrite=options.overwrite) as partial:
+        write_file(partial / file, architecture, metadata, planned, tensors(), progress)
+        for name, content in card_files(result, base.directory, "gguf").items():
+            (partial / name).write_bytes(content)
     return out / file
 
 

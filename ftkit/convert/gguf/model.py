@@ -26,7 +26,7 @@ from ftkit.convert.gguf.writer import (
     require_gguf,
     write_file,
 )
-from ftkit.convert.output_files import check_space
+from ftkit.convert.output_files import check_space, output_directory
 from ftkit.errors import UserError
 from ftkit.inference.loading import full_weights, open_result
 from ftkit.inference.prompting import prompting_of
@@ -39,7 +39,6 @@ from ftkit.pretrained.base_model import (
     storage_of,
 )
 from ftkit.pretrained.gguf.tensors import tensor_names
-from ftkit.utils.files import new_directory
 from ftkit.utils.progress import OnProgress
 
 OF_DTYPES: Mapping[torch.dtype, GgufNumbers] = {
@@ -100,26 +99,20 @@ def write_gguf_model(result: Result, options: ExportOptions, progress: OnProgres
         for theirs, tensor in stored:
             yield ours[theirs], as_llama_cpp(ours[theirs], tensor, settings)
 
-    try:
-        with new_directory(out, overwrite=options.overwrite) as partial:
-            write_file(
-                partial / file,
-                ARCHITECTURES[family],
-                metadata,
-                planned,
-                tensors(),
-                progress,
-            )
-            text = modelfile(file, base, prompting)
-            (partial / MODELFILE).write_text(text, encoding="utf-8")
-            beside = {**dict(licences(base)), **card_files(result, result.directory, "gguf")}
-            for name, content in beside.items():
-                (partial / name).write_bytes(content)
-    except OSError as error:
-        raise UserError(
-            f"--out {out} cannot be written ({error.strerror or error}). Free some space, or try "
-            "another directory."
-        ) from error
+    with output_directory(out, overwrite=options.overwrite) as partial:
+        write_file(
+            partial / file,
+            ARCHITECTURES[family],
+            metadata,
+            planned,
+            tensors(),
+            progress,
+        )
+        text = modelfile(file, base, prompting)
+        (partial / MODELFILE).write_text(text, encoding="utf-8")
+        beside = {**dict(licences(base)), **card_files(result, result.directory, "gguf")}
+        for name, content in beside.items():
+            (partial / name).write_bytes(content)
     return out / file
 
 

@@ -50,6 +50,8 @@ _LONGEST_WAIT_S = 15.0
 """Between two attempts to send."""
 _ENDING_S = 10.0
 """How long the ranks of one host may end after each other."""
+_RECEIPTS = 8
+"""How many of a rank may be on their way; a rank is two saves ahead of rank 0 at most."""
 
 
 @contextmanager
@@ -183,6 +185,7 @@ class HostRelay:
         self._heard_s = time.monotonic()
         self._problem = self._told = ""
         self._beats = 0
+        self._receipts: dict[int, int] = {}
         self._lock = threading.Lock()
         self._ends = threading.Event()
         self._threads = [
@@ -291,7 +294,10 @@ class HostRelay:
         """After its shards have left the directory in which the next ones will be written."""
         text = receipt.read_text(encoding="utf-8")
         self._outgoing.hold(step_of_receipt(receipt.name), text)
-        key = "receipt"  # there is one at a time
+        # A rank may have left the next one before this one is taken: each has a place of its own.
+        number = self._receipts.get(rank, 0)
+        self._receipts[rank] = number + 1
+        key = f"receipt-{number % _RECEIPTS}"
         self._count(rank, key, lambda: _put_file(self._texts, rank, receipt.name, text, key))
         receipt.unlink()
 
