@@ -14,10 +14,16 @@ from ftkit.errors import UserError
 from ftkit.utils.imports import postpone_modules, quick_imports, without_hub_kernels
 from ftkit.utils.nearest import nearest
 from ftkit.utils.process import Interrupts, print_line, turns_before_sleep
+from ftkit.utils.progress import Verbosity, loading_shown, set_verbosity
 
 
-def main() -> None:
-    """Entry point of the `ftkit` command."""
+def main(verbosity: Verbosity = "full") -> None:
+    """Entry point of the `ftkit` command.
+
+    Args:
+        verbosity: what it tells if it is not asked to be quiet.
+    """
+    set_verbosity(verbosity)
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(turns_before_sleep()))
     without_hub_kernels()
@@ -72,6 +78,8 @@ def _run_member(group: Group, argv: Sequence[str]) -> int:
 
 def _run_command(command: Command, argv: Sequence[str]) -> int:
     line = split_line(command, argv)
+    if "quiet" in line.switches:
+        set_verbosity("quiet")
     if line.asks_for_help:
         from ftkit.cli.help import print_help
 
@@ -87,7 +95,7 @@ def _run_command(command: Command, argv: Sequence[str]) -> int:
     if command.opens:
         first_word = declared(command.options)[0].name
         arguments.insert(0, _load(command.opens)(getattr(arguments[0], first_word)))
-    with Interrupts() as interrupts, quick_imports():
+    with loading_shown(), Interrupts() as interrupts, quick_imports():
         function = _load(command.function)
     interrupts.check()
     code: int = function(*arguments)

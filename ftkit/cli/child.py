@@ -10,4 +10,4 @@ from ftkit.utils.process import stop_with_parent
 
 if __name__ == "__main__":
     stop_with_parent(int(sys.argv.pop(1)))
-    main()
+    main("child")

@@ -208,7 +208,7 @@ FTKIT = Group(
             options=PlanOptions,
             function="ftkit.planner.command:plan_all",
             usage=(
-                "[RECIPE.yaml | SWEEP.yaml ...] [--gpu GPU] [--sweep KEY=A,B] [--KEY VALUE ...]",
+                "[RECIPE.yaml | SWEEP.yaml ...] [CHECKPOINT_DIR] [--gpu GPU] [--KEY VALUE ...]",
             ),
             examples=(
                 "recipes/open-llama-7b-full.yaml --precision bf16-true --gpu a100-80gb",

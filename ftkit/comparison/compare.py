@@ -21,6 +21,7 @@ from ftkit.console.display import Display
 from ftkit.console.terminal import plain_text
 from ftkit.errors import UserError
 from ftkit.remote.urls import spelt
+from ftkit.utils.progress import print_notice
 
 _WIDTH = 120
 """Characters of a line where a program prints a comparison."""
@@ -117,5 +118,5 @@ def compare_runs(options: CompareOptions) -> int:
             display.show(comparison.table())
     if options.plot is not None:
         comparison.plot(options.plot)
-        print(f"ftkit: drawn into {options.plot}", file=sys.stderr)
+        print_notice(f"ftkit: drawn into {options.plot}", sys.stderr)
     return 0

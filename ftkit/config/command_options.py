@@ -170,14 +170,22 @@ def field_texts(documented: type) -> dict[str, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinetuneOptions:
+class CommonOptions:
+    """Of all commands that end by themselves."""
+
+    quiet: bool = False
+    """Show errors, warnings and the result alone: no progress, no notices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneOptions(CommonOptions):
     """Of ftkit finetune, finetune_lora and finetune_full."""
 
     words: tuple[str, ...] = word("RECIPE.yaml", ())
     """Recipes to start from, also as --config FILE: later ones win, and keys given as options win
     over all of them. What does not end in .yaml is the base model: checkpoint_dir."""
     config: tuple[str, ...] = option((), placeholder="RECIPE.yaml")
-    """As a word on its own; several times."""
+    """As a word on its own; several times. -: standard input."""
     print_config: bool = False
     """Print the resolved recipe and exit."""
     overwrite: bool = False
@@ -195,13 +203,14 @@ class FinetuneOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions:
+class PlanOptions(CommonOptions):
     """Of ftkit plan."""
 
     recipes: tuple[str, ...] = word("RECIPE.yaml", ())
-    """Recipes, each a plan of its own, and sweeps, whose runs are. Also as --config FILE."""
+    """Recipes, each a plan of its own, and sweeps, whose runs are. Also as --config FILE. What does
+    not end in .yaml is the base model: checkpoint_dir."""
     config: tuple[str, ...] = option((), placeholder="RECIPE.yaml")
-    """As a word on its own; several times."""
+    """As a word on its own; several times. -: standard input."""
     gpu: str | None = option(None, placeholder="GPU")
     """What each rank runs on: a GPU by its name, see above, a size such as 24GiB, or auto for the
     one here."""
@@ -216,14 +225,14 @@ class PlanOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataOptions:
+class DataOptions(CommonOptions):
     """Of ftkit data."""
 
     words: tuple[str, ...] = word("RECIPE.yaml", ())
     """Recipes to start from, also as --config FILE: later ones win, and keys given as options win
     over all of them. What does not end in .yaml is the base model: checkpoint_dir."""
     config: tuple[str, ...] = option((), placeholder="RECIPE.yaml")
-    """As a word on its own; several times."""
+    """As a word on its own; several times. -: standard input."""
     show: int = option(3, placeholder="N", least=0)
     """Training samples that are shown token by token."""
     format: Literal["text", "html", "json"] = "text"
@@ -235,7 +244,7 @@ class DataOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImportOptions:
+class ImportOptions(CommonOptions):
     """Of ftkit import."""
 
     source: Path = word("SOURCE", ask="which checkpoint is to be imported?")
@@ -244,7 +253,7 @@ class ImportOptions:
     """Where the run goes: a directory that is not there yet."""
     config: tuple[str, ...] = option((), placeholder="RECIPE.yaml")
     """What is learned from here on: data, and what the checkpoint does not tell; later ones win,
-    and keys given as options win over all of them."""
+    and keys given as options win over all of them. -: standard input."""
     overwrite: bool = False
     """Replace what is in DIR."""
     keys: tuple[Override, ...] = keys_beside()
@@ -252,7 +261,7 @@ class ImportOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepOptions:
+class SweepOptions(CommonOptions):
     """Of ftkit sweep."""
 
     sweep_file: str = word(
@@ -282,7 +291,7 @@ class SweepOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DownloadOptions:
+class DownloadOptions(CommonOptions):
     """Of ftkit download."""
 
     repo_id: str = word("REPO_ID", ask="which model?")
@@ -294,7 +303,7 @@ class DownloadOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareOptions:
+class CompareOptions(CommonOptions):
     """Of ftkit compare."""
 
     runs: tuple[str, ...] = word("RUN")
@@ -324,7 +333,7 @@ class WatchOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointsOptions:
+class CheckpointsOptions(CommonOptions):
     """Of ftkit checkpoints list."""
 
     out_dir: Path = word("OUT_DIR", takes_url=True)
@@ -334,7 +343,7 @@ class CheckpointsOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointOptions:
+class CheckpointOptions(CommonOptions):
     """Of ftkit checkpoints show and verify."""
 
     out_dir: Path = word("OUT_DIR", takes_url=True)
@@ -346,7 +355,7 @@ class CheckpointOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CleanOptions:
+class CleanOptions(CommonOptions):
     """Of ftkit checkpoints clean."""
 
     out_dir: Path = word("OUT_DIR", takes_url=True)
@@ -358,7 +367,7 @@ class CleanOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiffOptions:
+class DiffOptions(CommonOptions):
     """Of ftkit checkpoints diff."""
 
     a: Path = word("A", takes_url=True)

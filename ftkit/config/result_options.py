@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from ftkit.config.command_options import OutputFormat, keys_beside, option, word
+from ftkit.config.command_options import CommonOptions, OutputFormat, keys_beside, option, word
 from ftkit.config.parsing import Override
 from ftkit.config.recipe import AcceleratorKey, Precision, Quantization
 from ftkit.errors import UserError
@@ -22,7 +22,7 @@ _MODEL_FILES = ("config.json", "model_config.yaml", "adapter_config.json", *_GGU
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResultOptions:
+class ResultOptions(CommonOptions):
     """Of a command that uses a result."""
 
     result: str = word("RESULT")

@@ -14,7 +14,7 @@ from ftkit.config.peft_adapter import with_adapter
 from ftkit.config.recipe import FINETUNE, Recipe
 from ftkit.errors import UserError
 from ftkit.utils.dotted_keys import leaves
-from ftkit.utils.yaml_files import load_yaml
+from ftkit.utils.yaml_files import STANDARD_INPUT, load_yaml
 
 _NAME = re.compile(r"[\w+=-][\w.,+=-]*")
 """What can be the name of a run, and of its directory."""
@@ -122,6 +122,11 @@ def runs_of_keys(
     Raises:
         UserError: nothing is varied, or the recipe cannot be read.
     """
+    if str(STANDARD_INPUT) in files:
+        raise UserError(
+            "--config is -, standard input, but each run of a sweep reads its recipe anew. "
+            "Write it to a file: try --config RECIPE.yaml."
+        )
     if not sweeps:
         raise UserError(
             "--sweep is missing: which key, and which values? "

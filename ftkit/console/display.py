@@ -1,14 +1,14 @@
 """The progress display of a run: a live line on a terminal, plain lines anywhere else.
 
 The same plain lines, with the time before each, always go to ``run.log``. Neither a full disk nor
-a terminal that has gone away stops the training.
+a terminal that has gone away stops the training. With --quiet warnings and results alone are shown.
 """
 
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import TextIO
@@ -20,6 +20,7 @@ from rich.text import Text
 from ftkit.console.formatting import duration_text, printable, utc_now
 from ftkit.console.progress import Phase, TrainingProgress
 from ftkit.console.terminal import LastingStream, plain_text, print_directly, terminal_of
+from ftkit.utils.progress import is_quiet, told_if_late
 
 LOG_NAME = "run.log"
 
@@ -49,6 +50,7 @@ class Display:
         self._clock = clock
         self._now = now
         self._warnings: list[str] = []
+        self._is_quiet = is_quiet()
         self._stream = LastingStream(stream or sys.stdout, self._on_stream_failure)
         self._console = terminal_of(self._stream)
         if self._console:
@@ -89,7 +91,7 @@ class Display:
 
     def message(self, text: str) -> None:
         """Show a text, of one line or several."""
-        self._write(printable(text))
+        self._tell(printable(text))
 
     def warning(self, text: str) -> None:
         """Show a warning on one line, the first time it is given."""
@@ -98,8 +100,19 @@ class Display:
             self._warnings.append(text)
             self._write(f"warning: {text}", style="yellow")
 
+    def show_text(self, text: str) -> None:
+        """Show a text that is a result, of one line or several."""
+        self._write(printable(text))
+
+    def notice(self, renderable: RenderableType) -> None:
+        """Show a table or another rich renderable that --quiet leaves out."""
+        if self._is_quiet:
+            self._log_lines(plain_text(renderable))
+        else:
+            self.show(renderable)
+
     def show(self, renderable: RenderableType) -> None:
-        """Show a table or another rich renderable, such as the rendered report."""
+        """Show a table or another rich renderable: a result."""
         plain = plain_text(renderable)
         self._log_lines(plain)
         if self._console:
@@ -113,19 +126,21 @@ class Display:
 
         Args:
             title: what is being done.
-            brief: leave no line behind, unless it takes long or is cut short.
+            brief: leave no line behind, unless it takes long or is cut short. Where there is
+                neither a live line nor a log, one line says after a while that it goes on.
         """
         phase = Phase(printable(title), write=self._write_progress, clock=self._clock)
         if not brief:
             self._log_lines(phase.start_line)
         verb = "stopped after "
         try:
-            with self._showing(phase):
+            mute = brief and not (self._console or self._log or self._is_quiet)
+            with self._showing(phase), told_if_late(phase.announce) if mute else nullcontext():
                 yield phase
             verb = ""
         finally:
             if verb or not brief or phase.is_long:
-                self._write(f"{phase.start_line} {verb}{duration_text(phase.elapsed_s)}")
+                self._tell(f"{phase.start_line} {verb}{duration_text(phase.elapsed_s)}")
 
     @contextmanager
     def training(self, total_steps: int, start_step: int = 0) -> Iterator[TrainingProgress]:
@@ -143,13 +158,13 @@ class Display:
                 yield training
         finally:
             training.finish()
-            if self._console:
+            if self._console and not self._is_quiet:
                 self._console.print(training)
 
     @contextmanager
     def _showing(self, item: Phase | TrainingProgress) -> Iterator[None]:
         """Keep the item on the terminal, below all that is printed meanwhile."""
-        if not self._console:
+        if not self._console or self._is_quiet:
             yield
             return
         self._shown.append(item)
@@ -174,18 +189,25 @@ class Display:
             if self._live:
                 self._live.refresh()
 
+    def _tell(self, text: str) -> None:
+        """Write lines to the log, and to the person looking if they want to know all."""
+        if self._is_quiet:
+            self._log_lines(text)
+        else:
+            self._write(text)
+
     def _write(self, text: str, *, style: str = "") -> None:
         """Write lines to the log, and to the person looking."""
+        self._log_lines(text)
         if self._console:
-            self._log_lines(text)
-            self._console.print(Text(text, style))
+            self._console.print(Text(text, style), soft_wrap=True)  # commands can be copied
         else:
-            self._write_progress(text)
+            self._stream.write(text + "\n")
 
     def _write_progress(self, text: str) -> None:
         """Write lines to the log, and to the person looking if there is no live line."""
         self._log_lines(text)
-        if not self._console:
+        if not self._console and not self._is_quiet:
             self._stream.write(text + "\n")
 
     def _log_lines(self, text: str) -> None:

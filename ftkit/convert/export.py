@@ -29,7 +29,7 @@ from ftkit.pretrained.hub import CARD, TOKENIZER_FILES, find_or_download, is_lit
 from ftkit.pretrained.save import save_hf, save_litgpt
 from ftkit.utils.imports import silence_libraries
 from ftkit.utils.process import cleaning_up_on_signals
-from ftkit.utils.progress import OnProgress
+from ftkit.utils.progress import OnProgress, gives_advice
 
 
 def export(result: Result, options: ExportOptions) -> int:
@@ -71,7 +71,7 @@ def export(result: Result, options: ExportOptions) -> int:
             _write_model(result, options, phase.advance)
     size_bytes = sum(path.stat().st_size for path in out.iterdir())
     print(f"{out} is ready for {options.format}: {bytes_text(size_bytes)}")
-    if options.format == "gguf":
+    if options.format == "gguf" and gives_advice():
         print(_next_steps(file, is_adapter=is_adapter))
     return 0
 

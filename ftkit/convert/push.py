@@ -13,6 +13,7 @@ from ftkit.inference.result import Result, find_result
 from ftkit.model_card.card import with_name
 from ftkit.pretrained.hub import CARD, hub_name, read_json
 from ftkit.pretrained.upload import upload
+from ftkit.utils.progress import print_notice
 
 _BASE = "base_model_name_or_path"
 """Where an adapter says of what it is one."""
@@ -38,7 +39,7 @@ def push(options: PushOptions) -> int:
         result = find_result(options.result)
         kind, files = result.kind, _files_of(result, options)
     size = bytes_text(sum(_size(content) for content in files.values()))
-    print(f"sending {len(files)} files, {size}", flush=True)
+    print_notice(f"sending {len(files)} files, {size}")
     url = upload(
         files,
         options.repo_id,

@@ -48,7 +48,7 @@ from ftkit.training.starting_point import StartingPoint
 from ftkit.utils.files import new_directory, sync, write_durably
 from ftkit.utils.hardware import versions
 from ftkit.utils.process import cleaning_up_on_signals
-from ftkit.utils.progress import OnProgress
+from ftkit.utils.progress import OnProgress, print_notice
 
 _SHARD_BYTES = 2**31
 """Of a shard, which is held in memory until it is written."""
@@ -88,7 +88,7 @@ def import_run(options: ImportOptions) -> int:
     print(f"{out} has step {step:,} of a run that {run.program} began")
     for line in imported.lines:
         print(f"  {line}")
-    print(f"continue with: {continue_command(out, recipe.method)}")
+    print_notice(f"continue with: {continue_command(out, recipe.method)}")
     return 0
 
 

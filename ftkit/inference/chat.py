@@ -15,6 +15,7 @@ from ftkit.inference.generate import shown
 from ftkit.inference.questions import Question
 from ftkit.inference.result import Result
 from ftkit.inference.session import Answer, Speaker, put_to_use
+from ftkit.utils.progress import print_notice
 
 
 class Conversation:
@@ -75,11 +76,14 @@ def chat(result: Result, options: ChatOptions) -> int:
     speaker = Speaker(put_to_use(result, options), options)
     conversation = Conversation(speaker)
     if speaker.notice is not None:
-        _tell(speaker.notice)
+        print_notice(speaker.notice, sys.stderr)
     if not conversation.has_history:
-        _tell("without a chat template there is no history: each line is answered on its own")
+        print_notice(
+            "without a chat template there is no history: each line is answered on its own",
+            sys.stderr,
+        )
     if sys.stdin.isatty():
-        _tell("Ctrl+C stops an answer, Ctrl+D ends")
+        print_notice("Ctrl+C stops an answer, Ctrl+D ends", sys.stderr)
     for line in _lines():
         if not line.strip():
             continue

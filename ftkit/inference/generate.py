@@ -24,6 +24,7 @@ from ftkit.records.formats import FORMATS, format_of
 from ftkit.records.read import read_records
 from ftkit.records.record import Record
 from ftkit.utils.files import write_durably
+from ftkit.utils.progress import print_notice
 
 
 def generate(result: Result, options: GenerateOptions) -> int:
@@ -71,7 +72,7 @@ def _answer_all(
     """The answers of one result, which is in memory only as long as this takes."""
     speaker = Speaker(put_to_use(result, options), options)
     if speaker.notice is not None:
-        print(speaker.notice, file=sys.stderr)
+        print_notice(speaker.notice, sys.stderr)
     questions = [question_of(record) for record in records]
     prompts = [speaker.prompt_of(question) for question in questions]
     answers = []
@@ -96,7 +97,7 @@ def _answer_all(
         tokens=sum(answer.tokens for answer in answers),
         seconds=sum(answer.seconds for answer in answers),
     )
-    print(f"{result.name}: {total.speed_text}", file=sys.stderr)
+    print_notice(f"{result.name}: {total.speed_text}", sys.stderr)
     del speaker
     gc.collect()
     free_cached_memory()
@@ -146,7 +147,7 @@ def _write(out: Path, entries: Sequence[dict[str, object]]) -> None:
         write_durably(out, "".join(lines))
     except OSError as error:
         raise UserError(f"--out {out} cannot be written ({error.strerror}).") from None
-    print(f"{len(entries):,} answers in {out}", file=sys.stderr)
+    print_notice(f"{len(entries):,} answers in {out}", sys.stderr)
 
 
 def _compare(

@@ -18,6 +18,7 @@ from ftkit.inspection.collect import inspect_data  # noqa: E402
 from ftkit.inspection.inspection import Inspection  # noqa: E402
 from ftkit.inspection.page import inspection_page  # noqa: E402
 from ftkit.inspection.text import InspectionText  # noqa: E402
+from ftkit.utils.progress import print_notice  # noqa: E402
 
 
 def show_data(options: DataOptions) -> int:
@@ -61,4 +62,4 @@ def _write(file: Path, text: str) -> None:
             f"--out {file} cannot be written: {error.strerror}. Name a file in a directory that "
             "is there."
         ) from None
-    print(f"ftkit: written to {file}", file=sys.stderr)
+    print_notice(f"ftkit: written to {file}", sys.stderr)

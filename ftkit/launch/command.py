@@ -5,9 +5,12 @@ from pathlib import Path
 from ftkit.config.command_options import FinetuneOptions
 from ftkit.config.parsing import read_recipe, sorted_words, to_yaml
 from ftkit.config.recipe import FINETUNE
+from ftkit.errors import UserError
+from ftkit.launch.environment import external_ranks
 from ftkit.launch.supervisor import launch
 from ftkit.runs.job import StopAfter
 from ftkit.runs.resume import follow_moved
+from ftkit.utils.yaml_files import STANDARD_INPUT
 
 
 def run_finetuning(options: FinetuneOptions) -> int:
@@ -17,6 +20,11 @@ def run_finetuning(options: FinetuneOptions) -> int:
         UserError: see `read_recipe` and `launch`.
     """
     recipes, overrides = sorted_words(options.words, options.config, options.keys)
+    if str(STANDARD_INPUT) in recipes and external_ranks() is not None:
+        raise UserError(
+            "--config is -, standard input, which torchrun and srun do not give to every rank. "
+            "Write the recipe to a file: try --config RECIPE.yaml."
+        )
     recipe = read_recipe(recipes, overrides, method=FINETUNE[options.line[1]])
     if options.print_config:
         print(to_yaml(recipe), end="")

@@ -24,11 +24,12 @@ from ftkit.report.report import (
     write_report,
 )
 from ftkit.report.step_memory import StepMemory
-from ftkit.report.table import render
+from ftkit.report.table import render, summary_line
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import FOR_MEMORY, WITHOUT_A_WORD, Job, RankError
-from ftkit.runs.resume import last_words
+from ftkit.runs.resume import last_words, next_commands
 from ftkit.utils.files import insist
+from ftkit.utils.progress import gives_advice
 
 
 def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
@@ -74,13 +75,18 @@ def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
                 write_card(report, Path(job.base), job.directory.final)
         with suppress(OSError):
             _collect_output(job.directory, job.plan.world_size)
-        display.show(render(report, out_dir))
+        display.notice(render(report, out_dir))
+        if job.quiet:
+            display.show_text(summary_line(report, out_dir))
         if report.shortage is not None:
-            display.message(
+            display.show_text(
                 shortage_text(report.shortage, job.plan.accelerator, report.exit_reason)
             )
         if report.outcome != "completed":
-            display.message(last_words(out_dir, job.recipe.method, max(steps, job.start_step)))
+            display.show_text(last_words(out_dir, job.recipe.method, max(steps, job.start_step)))
+        elif gives_advice():
+            commands = next_commands(job.directory, job.recipe.method)
+            display.message("\n  ".join(("next:", *commands)))
     return report.exit_code
 
 

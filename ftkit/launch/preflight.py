@@ -24,6 +24,7 @@ from ftkit.report.step_memory import Shortage
 from ftkit.runs.job import Job
 from ftkit.utils.hardware import available_host_bytes
 from ftkit.utils.out_of_memory import device_line
+from ftkit.utils.progress import print_notice
 from ftkit.utils.units import SIZE_UNITS
 
 _SUSPICIOUS = 0.5
@@ -57,7 +58,7 @@ def with_micro_batch(recipe: Recipe, devices: Devices) -> Recipe:
         )
     value = int(found[key])
     if found["length_source"] == "assumed":
-        print(f"train.{key} is {value}; sequences: {found['length']}", flush=True)
+        print_notice(f"train.{key} is {value}; sequences: {found['length']}")
     return dataclasses.replace(recipe, train=recipe.train.filled_with(value))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from ftkit.errors import EXIT_BY_SIGNAL
 from ftkit.utils.process import print_line
+from ftkit.utils.progress import print_notice
 
 NEAR_THE_LIMIT = signal.SIGUSR1
 """What `sbatch --signal=USR1@180` sends so many seconds before the end of a job's time."""
@@ -31,7 +32,7 @@ def requeue_if_out_of_time(code: int, received: Sequence[signal.Signals]) -> Non
         said = getattr(error, "stderr", None) or error
         print_line(f"ftkit: job {job} was not requeued ({' '.join(command)}: {str(said).strip()})")
     else:
-        print(f"job {job} was requeued", flush=True)
+        print_notice(f"job {job} was requeued")
 
 
 def _job_id() -> str | None:

@@ -53,6 +53,7 @@ from ftkit.runs.resume import (
 from ftkit.utils.files import make_reserve, write_durably
 from ftkit.utils.json_values import without_tokens
 from ftkit.utils.process import launcher_starts_again, print_line
+from ftkit.utils.progress import is_quiet, print_notice
 
 
 def launch(
@@ -168,7 +169,7 @@ def prepare_run(
             patience_s = LOST_S if launcher_starts_again() else 0.0
             run = stack.enter_context(claim(wanted, "go_on", patience_s=patience_s))
             mirror = stack.enter_context(
-                mirrored(run, _say, received, goes_on=True, several=others is not None)
+                mirrored(run, print_notice, received, goes_on=True, several=others is not None)
             )
             run.store.remove_leftovers()
         start = find_start(dataclasses.replace(recipe, precision=plan.precision))
@@ -176,14 +177,16 @@ def prepare_run(
             require_room(recipe, devices, command)
         base = _find_base(recipe, start)
         if not in_place:
-            require_unclaimed(wanted, _say)
+            require_unclaimed(wanted, print_notice)
             place = RunCheckpoints(path=wanted, store=RunDirectory(wanted).store)
             if not overwrite and not is_at_work(place):  # which is left alone like a complete one
                 require_free(wanted, recipe.method)
             run = stack.enter_context(claim(wanted, "overwrite" if overwrite else "new"))
             if run.path != wanted:
-                _say(f"{spelt(wanted)} holds another run: this one goes to {spelt(run.path)}")
-            mirror = stack.enter_context(mirrored(run, _say, received, goes_on=False))
+                print_notice(
+                    f"{spelt(wanted)} holds another run: this one goes to {spelt(run.path)}"
+                )
+            mirror = stack.enter_context(mirrored(run, print_notice, received, goes_on=False))
         job = Job(
             recipe=dataclasses.replace(recipe, out_dir=run.path),
             devices=devices,
@@ -194,6 +197,7 @@ def prepare_run(
             start_step=start.metadata.step if start else 0,
             stop_after=stop_after,
             changes=start.changes if start else (),
+            quiet=is_quiet(),
         )
         if in_place or start is not None:
             restarts = restarts_of(
@@ -271,12 +275,8 @@ def _go_on(
         display.message(f"changed: {change}")
 
 
-def _say(text: str) -> None:
-    print(text, flush=True)
-
-
 def _say_that_torch_is_asked() -> None:
-    _say("asking torch about the devices ...")  # in a child that imports it
+    print_notice("asking torch about the devices ...")  # in a child that imports it
 
 
 def _has_begun(job: Job) -> bool:

@@ -24,6 +24,7 @@ from ftkit.report.report import ENDED_WELL
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.state import AT_WORK, StateName, look
 from ftkit.utils.process import PassingOn, start_command
+from ftkit.utils.progress import is_quiet, print_notice
 
 Action = Literal["start", "go on", "start again", "skip"]
 """What there is to do about a run."""
@@ -104,8 +105,9 @@ def sweep(
         for number, (run, (action, reason)) in enumerate(zip(runs, actions, strict=True), 1):
             what = f" ({run.varied_text})" if run.varied else ""
             why = f": {reason}" if reason else ""
-            print(f"{number} of {len(runs)}: {action} {run.name}{what}{why}", flush=True)
-            words = [*run.words, *_WORDS.get(action, [])]
+            tell = print if dry_run else print_notice
+            tell(f"{number} of {len(runs)}: {action} {run.name}{what}{why}")
+            words = [*run.words, *_WORDS.get(action, []), *["--quiet"] * is_quiet()]
             if dry_run:
                 print(f"  {shlex.join(['ftkit', *words])}")
             elif action == "skip":

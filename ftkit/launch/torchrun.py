@@ -48,6 +48,7 @@ from ftkit.runs.directory import RankDirectory
 from ftkit.runs.job import FOR_MEMORY, Job, RankError
 from ftkit.runs.resume import Completed
 from ftkit.utils.process import die_with_parent, print_line
+from ftkit.utils.progress import print_notice
 
 PORT = "port"
 """Key in torchrun's store: the port of the one in the process of rank 0."""
@@ -191,7 +192,7 @@ def _connect(placed: ExternalRanks) -> SharedStore:
 
 def _open_store(address: str, port: int, *, serves: bool) -> SharedStore:
     def tell(why: str) -> None:
-        print(f"waiting for rank 0 at {address}:{port} ({why})", flush=True)
+        print_notice(f"waiting for rank 0 at {address}:{port} ({why})")
 
     if not serves and (why := reached_within(CONNECT_S, address, port, tell)) is not None:
         raise ConnectionError(why)

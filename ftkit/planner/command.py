@@ -1,29 +1,26 @@
 """`ftkit plan`: one recipe, several, variations of them, or the runs of a sweep."""
 
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from ftkit.config.command_options import PlanOptions
-from ftkit.config.parsing import Override
+from ftkit.config.parsing import Override, sorted_words
 from ftkit.config.recipe import FINETUNE, Method
 from ftkit.config.sweep import is_sweep, runs_of_file, variations
 from ftkit.console.display import Display
 from ftkit.errors import DoesNotFit, UserError
 from ftkit.memory.gpus import find_gpu
 from ftkit.utils.imports import silence_libraries
+from ftkit.utils.yaml_files import STANDARD_INPUT
 
 silence_libraries()  # before they are imported
 
 from ftkit.planner.predict import Planned, plan_files  # noqa: E402
 from ftkit.planner.suggest import Change, changes_that_fit  # noqa: E402
 from ftkit.planner.table import show, show_changes  # noqa: E402
-
-ANNOUNCED_AFTER_S = 2.0
-"""A prediction that takes longer is told where there is no terminal, too."""
 
 
 def plan_all(options: PlanOptions) -> int:
@@ -44,10 +41,11 @@ def _plan_and_fit(
     device = None if options.gpu is None else find_gpu(options.gpu)
     found: list[Planned] = []
     given: list[Override] = []
-    for recipe in _asked([*options.recipes, *options.config]):
+    recipes, keys = sorted_words(options.recipes, options.config, options.keys)
+    for recipe in _asked(recipes):
         for variation in variations(options.sweep):
             varied = [f"{key.rpartition('.')[2]} {value}" for key, value in variation]
-            given = [*recipe.overrides, *options.keys, *variation]
+            given = [*recipe.overrides, *keys, *variation]
             name = ", ".join([*recipe.names, *varied])
             what = name or dict(given).get("checkpoint_dir", "it")
             plan = partial(plan_files, recipe.files, method=recipe.method, gpu=device, name=name)
@@ -73,16 +71,11 @@ def _plan_and_fit(
 def _shown(display: Display, title: str, plan: Callable[[], Planned]) -> Planned:
     """A plan, shown while it is made."""
     refused: UserError
-    with display.phase(title, brief=True) as phase:
-        late = threading.Timer(ANNOUNCED_AFTER_S, phase.announce)
-        late.daemon = True
-        late.start()
+    with display.phase(title, brief=True):
         try:
             return plan()
         except UserError as error:  # which says all there is to say
             refused = error
-        finally:
-            late.cancel()
     raise refused
 
 
@@ -103,7 +96,8 @@ def _asked(files: Sequence[str]) -> Iterator[_Asked]:
             for run in runs_of_file(Path(file), (), None):
                 yield _Asked((run.name,), run.files, run.varied, FINETUNE[run.command])
         else:
-            yield _Asked((Path(file).stem,), (file,))
+            is_named = Path(file) != STANDARD_INPUT
+            yield _Asked((Path(file).stem,) if is_named else (), (file,))
     if not files:
         yield _Asked()
 

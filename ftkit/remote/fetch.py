@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import sys
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -12,7 +13,7 @@ from ftkit.errors import UserError
 from ftkit.remote.objects import ObjectEntry, Objects, StorageError
 from ftkit.remote.urls import url_of, working_root
 from ftkit.utils.files import write_json
-from ftkit.utils.process import print_line
+from ftkit.utils.progress import print_notice
 
 Listing = dict[str, ObjectEntry]
 _TOLD_AFTER_S, _TOLD_EVERY_S = 2.0, 10.0
@@ -115,7 +116,8 @@ def fetch_files(
     for done, name in enumerate(names):
         if time.monotonic() - told_s > _TOLD_EVERY_S:
             told_s = time.monotonic()
-            print_line(f"ftkit: fetching {objects.url}: {done} of {len(names)} files")
+            fetched = f"{done} of {len(names)} files"
+            print_notice(f"ftkit: fetching {objects.url}: {fetched}", sys.stderr)
         objects.download(name, directory / name)
 
 

@@ -67,6 +67,18 @@ def render(report: Report, out_dir: Path | None = None) -> Group:
     return Group(line, labelled_grid(rows))
 
 
+def summary_line(report: Report, out_dir: Path) -> str:
+    """How a run ended, and where its result is.
+
+    Args:
+        report: of the run.
+        out_dir: the run's directory.
+    """
+    final = report.files and report.files.final
+    result = f"; result in {spelt(out_dir / final)}" if final else ""
+    return f"{spelt(out_dir)}: {report.outcome.replace('_', ' ')}, {report.exit_reason}{result}"
+
+
 _PHASE_WORDS: dict[PhaseName, str] = {
     "set_up": "set-up",
     "training": "training",

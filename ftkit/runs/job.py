@@ -83,6 +83,8 @@ class Job:
     """What differs from the checkpoint's recipe in how it is learned, one line each."""
     restarts: tuple[Restart, ...] = ()
     """Of the run, up to the beginning of this session."""
+    quiet: bool = False
+    """Whether warnings and results alone are shown."""
 
     @property
     def directory(self) -> RunDirectory:
@@ -126,6 +128,7 @@ class Job:
             "stop_after": dataclasses.asdict(self.stop_after) if self.stop_after else None,
             "changes": self.changes,
             "restarts": [dataclasses.asdict(restart) for restart in self.restarts],
+            "quiet": self.quiet,
         }
         write_json(path, values)
 
@@ -148,6 +151,7 @@ class Job:
             stop_after=StopAfter(**values["stop_after"]) if values["stop_after"] else None,
             changes=tuple(values["changes"]),
             restarts=tuple(from_json(list[Restart], values["restarts"])),
+            quiet=values["quiet"],
         )
 
 

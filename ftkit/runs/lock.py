@@ -19,6 +19,7 @@ from ftkit.runs.checkpoints import RunCheckpoints
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.fetching import refresh
 from ftkit.utils.files import remove
+from ftkit.utils.progress import print_notice
 
 LOST_S = 150.0
 """How long a run that is started again waits for its former self, which needs up to two minutes to
@@ -113,7 +114,7 @@ def _wait_for_lock(lock: IO[str], out_dir: Path, patience_s: float) -> None:
         if not told:
             holder, told = Supervisor.in_file(Path(lock.name)), True
             where = f" on {holder.host}" if holder else ""
-            print(f"waiting for the end of the run{where} that is at work in {out_dir}", flush=True)
+            print_notice(f"waiting for the end of the run{where} that is at work in {out_dir}")
         time.sleep(_LOOK_S)
 
 

@@ -55,6 +55,7 @@ from ftkit.training.setup import Setup, load, set_up
 from ftkit.training.signals import Interrupted, StopRequest
 from ftkit.training.starting_point import StartingPoint
 from ftkit.utils.out_of_memory import device_line, is_out_of_memory
+from ftkit.utils.progress import set_verbosity
 
 
 def run_job(job: Job, metadata: Metadata | None, stop: StopRequest, journal: Journal) -> None:
@@ -153,6 +154,8 @@ def run_rank(job_path: Path, terminal: TextIO) -> int:
     stop = StopRequest()
     stop.install()
     job = Job.read(job_path)
+    if job.quiet:
+        set_verbosity("quiet")
     state = job.directory.rank(rank())
     state.path.mkdir(exist_ok=True)
     _log_libraries()

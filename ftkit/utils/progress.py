@@ -1,6 +1,77 @@
-"""Progress of long work, as it is told to whoever shows it."""
+"""Progress of long work: what is told of it, and how much a command tells beside its results.
 
-from collections.abc import Callable
+The latter holds for the whole process, and the command line sets it once; ranks and the runs of a
+sweep are told what their parent was told. Errors and warnings are always shown.
+"""
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal, TextIO
 
 OnProgress = Callable[[int, int], None]
 """Called with what is done and what there is in all: bytes, parameters, records."""
+Verbosity = Literal["full", "child", "quiet"]
+"""full: progress, notices, and what to do next. child: the last is left to the parent. quiet: none
+of it."""
+LATE_S = 2.0
+"""What takes longer is told, where it is not seen at once."""
+
+_verbosity: Verbosity = "full"
+
+
+def set_verbosity(verbosity: Verbosity) -> None:
+    """Decide what this process tells from here on."""
+    global _verbosity
+    _verbosity = verbosity
+
+
+def is_quiet() -> bool:
+    """Whether progress and notices are left out."""
+    return _verbosity == "quiet"
+
+
+def gives_advice() -> bool:
+    """Whether the end says what to do next."""
+    return _verbosity == "full"
+
+
+def print_notice(text: str, stream: TextIO | None = None) -> None:
+    """Print what a person may want to know and --quiet leaves out; default: on standard output."""
+    if not is_quiet():
+        print(text, file=stream, flush=True)
+
+
+@contextmanager
+def told_if_late(tell: Callable[[], None]) -> Iterator[None]:
+    """Tell that something goes on if the block takes long."""
+    late = threading.Timer(LATE_S, tell)
+    late.daemon = True
+    late.start()
+    try:
+        yield
+    finally:
+        late.cancel()
+
+
+@contextmanager
+def loading_shown() -> Iterator[None]:
+    """Say on a terminal that libraries are loaded, as long as that takes, if it takes long."""
+    terminal = sys.stderr
+    if is_quiet() or not terminal.isatty():
+        yield
+        return
+    told = False
+
+    def tell() -> None:
+        nonlocal told
+        told = True
+        terminal.write("loading libraries ...")
+        terminal.flush()
+
+    with told_if_late(tell):
+        yield
+    if told:
+        terminal.write("\r\x1b[K")
+        terminal.flush()

@@ -1,13 +1,18 @@
 """YAML files as recipes have them: safe, no key twice, 2e-4 a number and a date text."""
 
+import functools
 import re
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import yaml
 
 from ftkit.errors import UserError
 from ftkit.utils.nearest import nearest
+
+STANDARD_INPUT = Path("-")
+"""As a file of a command line."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -64,14 +69,14 @@ def load_yaml(path: Path, option: str = "") -> dict[str, Any]:
     """The keys and values of a YAML file.
 
     Args:
-        path: the file.
+        path: the file, or `STANDARD_INPUT`, which may be asked for several times.
         option: what named it on the command line, with a space at its end; for messages.
 
     Raises:
         UserError: it cannot be read, or does not hold keys and values.
     """
     try:
-        loaded = parse_yaml(path.read_text(encoding="utf-8"))
+        loaded = parse_yaml(_text_of(path))
     except FileNotFoundError:
         raise UserError(_missing_file(path, option)) from None
     except (OSError, UnicodeDecodeError) as error:
@@ -81,6 +86,15 @@ def load_yaml(path: Path, option: str = "") -> dict[str, Any]:
     if not isinstance(loaded, dict):
         raise UserError(f"{option}{path} must hold keys and values, such as 'seed: 1337'.")
     return loaded
+
+
+def _text_of(path: Path) -> str:
+    return _all_of(sys.stdin) if path == STANDARD_INPUT else path.read_text(encoding="utf-8")
+
+
+@functools.lru_cache(maxsize=1)
+def _all_of(stream: TextIO) -> str:
+    return stream.read()
 
 
 def _missing_file(path: Path, option: str) -> str:

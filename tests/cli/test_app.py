@@ -26,7 +26,7 @@ from ftkit.data.own_data_options import OwnDataOptions
 
 RECIPES = ROOT / "recipes"
 FINETUNE = ["finetune", "finetune_lora", "finetune_full"]
-OWN = ["config", "print_config", "overwrite", "force", "stop_after"]
+OWN = ["config", "print_config", "overwrite", "force", "stop_after", "quiet"]
 """Options of these commands that are no key of a recipe."""
 OF_COMPONENTS = [
     *(f"data.{field.name}" for field in dataclasses.fields(OwnDataOptions)),
@@ -90,7 +90,7 @@ class TestHelpOfFinetune:
 
     def test_starts_with_the_config_and_the_switches(self, text: str, command: str) -> None:
         shown = re.findall(r"^  (?:-h, )?--(\S+)", text, re.MULTILINE)
-        assert shown[:7] == ["help", *OWN, "checkpoint_dir"]
+        assert shown[:8] == ["help", *OWN, "checkpoint_dir"]
 
     def test_says_what_kind_of_training_it_is_and_not_of_the_other_kind(
         self, text: str, command: str
@@ -455,10 +455,10 @@ def completion(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("ftkit checkpoints ", set(CHECKPOINTS)),
         ("ftkit checkpoints verify --f", {"--format"}),
         ("ftkit checkpoints list --format ", {"table", "json"}),
-        ("ftkit checkpoints clean --", {"--help", "--keep_last", "--dry_run"}),
+        ("ftkit checkpoints clean --", {"--help", "--quiet", "--keep_last", "--dry_run"}),
         ("ftkit generate --prompt", {"--prompt", "--prompts", "--prompt_style"}),
         ("ftkit evaluate --accelerator ", {"auto", "cpu", "cuda"}),
-        ("ftkit compare --", {"--help", "--sort", "--format", "--plot"}),
+        ("ftkit compare --", {"--help", "--quiet", "--sort", "--format", "--plot"}),
         ("ftkit compare --format ", {"table", "json", "csv", "markdown"}),
         ("ftkit watch --", {"--help", "--once", "--interval"}),
         ("ftkit chat --t", {"--temperature", "--top_k", "--top_p"}),

@@ -1,0 +1,169 @@
+"""What a run tells beside its result: with --quiet nothing, else also what to do next."""
+
+import io
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command import Start, command_environment, command_line
+from runs import DEFAULT_SIGNALS, watched
+
+from ftkit.cli.app import main, run
+from ftkit.cli.commands import COMMANDS
+from ftkit.cli.parser import parse
+from ftkit.config.parsing import read_recipe
+from ftkit.config.recipe import LoraRecipe
+from ftkit.console.display import Display
+from ftkit.errors import UserError
+from ftkit.runs.directory import RunDirectory
+from ftkit.runs.resume import next_commands
+from ftkit.utils import progress
+
+RECIPE = "checkpoint_dir: random:pythia-14m\nout_dir: out/piped\nlora_r: 4\n"
+
+
+# --- --quiet ------------------------------------------------------------------------------------
+
+
+def test_a_quiet_run_shows_its_end_in_a_line_and_its_log_has_all(
+    start: Start, tmp_path: Path
+) -> None:
+    out_dir = tmp_path / "run"
+    with start(out_dir, "--quiet") as started:
+        code, out, err = started.end()
+    assert (code, err) == (0, "")
+    assert out == f"{out_dir}: completed, train.max_steps of 5 reached; result in {out_dir}/final\n"
+    log = (out_dir / "run.log").read_text()
+    assert "loading weights" in log and "step 5/5" in log and "peak memory" in log
+
+
+def test_a_quiet_run_shows_warnings_and_how_it_goes_on(start: Start, tmp_path: Path) -> None:
+    out_dir = tmp_path / "run"
+    with start(out_dir, "--quiet", stop_after=1, train__lr_warmup_steps=9) as started:
+        code, out, _ = started.end()
+    warning, *end = out.splitlines()
+    assert code == 0
+    assert warning.startswith("warning: The warm-up of 9 steps is longer than the run of 5")
+    assert end == [
+        f"{out_dir}: stopped, --stop_after 1 reached",
+        f"stopped after step 1, saved to {out_dir}/checkpoints/step-00000001",
+        f"continue with: ftkit finetune --config {out_dir}/recipe.yaml --resume auto",
+    ]
+
+
+def test_a_quiet_display_leaves_out_progress_and_notices(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(progress, "_verbosity", "quiet")
+    stream = io.StringIO()
+    with Display(tmp_path, stream=stream) as display:
+        display.message("a notice")
+        with display.phase("a phase"), display.training(2) as training:
+            training.step(1, 2.0, 1e-3, 10.0, 0.5)
+        display.warning("a warning")
+        display.show_text("a result")
+    assert stream.getvalue() == "warning: a warning\na result\n"
+    log = (tmp_path / "run.log").read_text()
+    assert all(text in log for text in ("a notice", "a phase", "step 1/2", "a warning", "a result"))
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS.keys() - {"watch"}))
+def test_every_command_that_ends_by_itself_may_be_quiet(name: str) -> None:
+    assert parse(COMMANDS[name], [*shlex.split(COMMANDS[name].examples[0]), "--quiet"]).quiet
+
+
+def test_errors_are_shown_as_ever(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "_verbosity", "full")  # as it is after the test
+    monkeypatch.setattr("sys.argv", ["ftkit", "finetune", "--quiet", "--train.max_stepz", "1"])
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr() == (
+        "",
+        "ftkit: train.max_stepz is not a key of a recipe. Did you mean train.max_steps?\n",
+    )
+
+
+# --- The end ------------------------------------------------------------------------------------
+
+
+def test_a_complete_run_says_what_to_do_next_unless_it_is_the_child_of_a_notebook(
+    start: Start, tmp_path: Path
+) -> None:
+    out_dir = tmp_path / "a run"
+    with start(out_dir) as started:
+        _, out, _ = started.end()
+    this = shlex.quote(str(out_dir))
+    assert out.splitlines()[-3:] == [
+        "next:",
+        f"  ftkit chat {this}",
+        f"  ftkit merge {this} --out {shlex.quote(f'{out_dir}-merged')}",
+    ]
+    as_child = (
+        f"{DEFAULT_SIGNALS}import ftkit.cli.app as app\n"
+        "main = app.main\napp.main = lambda: main('child')\n"
+    )
+    other = tmp_path / "other"
+    with start(other, before=as_child) as started:
+        _, out, _ = started.end()
+    assert "next:" not in out
+    assert next_commands(RunDirectory(other), "full") == [
+        f"ftkit chat {other}",
+        f"ftkit compare {other} {this}",
+    ]
+
+
+# --- Standard input -----------------------------------------------------------------------------
+
+
+def piped(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command_line(*words),
+        input=RECIPE,
+        capture_output=True,
+        text=True,
+        env=command_environment(),
+        timeout=120,
+    )
+
+
+def test_a_recipe_may_come_from_standard_input(tmp_path: Path) -> None:
+    done = piped("finetune", "--config", "-", "--train.epochs", "2", "--print_config")
+    file = tmp_path / "printed.yaml"
+    file.write_text(done.stdout)
+    recipe = read_recipe([file], method="lora")
+    assert (recipe.checkpoint_dir, recipe.train.epochs) == ("random:pythia-14m", 2)
+    assert str(recipe.out_dir) == "out/piped"
+
+
+def test_a_run_from_standard_input_records_its_recipe_and_goes_on_by_it(
+    start: Start, common: list[str], tmp_path: Path
+) -> None:
+    out_dir = tmp_path / "run"
+    stdin = "import io, sys\nsys.stdin = io.StringIO('lora_r: 4\\nseed: 7\\n')\n"
+    with start(out_dir, before=DEFAULT_SIGNALS + stdin, config="-", stop_after=2) as started:
+        assert started.end()[0] == 0
+    recorded = read_recipe([out_dir / "recipe.yaml"], method="lora")
+    assert isinstance(recorded, LoraRecipe) and (recorded.seed, recorded.lora_r) == (7, 4)
+    words = ["finetune", "--config", out_dir / "recipe.yaml", "--resume", "auto"]
+    command = command_line(*words)
+    with watched(out_dir, command, tmp_path, command_environment()) as started:
+        code, out, _ = started.end()
+    assert code == 0 and "going on from step 2" in out
+
+
+def test_what_reads_a_recipe_several_times_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(RECIPE))
+    launched = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2"}
+    for name, value in (launched | {"LOCAL_WORLD_SIZE": "2"}).items():
+        monkeypatch.setenv(name, value)
+    for words in (
+        ["sweep", "finetune", "--config", "-", "--sweep", "seed=1,2"],
+        ["finetune", "--config", "-"],
+    ):
+        with pytest.raises(UserError, match="--config is -, standard input"):
+            run(words)
+    assert sys.stdin.read() == RECIPE
