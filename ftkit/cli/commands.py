@@ -373,5 +373,23 @@ FTKIT = Group(
 )
 """The whole command line."""
 
+ELSEWHERE = {
+    "train": "finetune",
+    "sft": "finetune",
+    "tune": "finetune",
+    "finetune_adapter": "finetune_lora",
+    "eval": "evaluate",
+    "test": "evaluate",
+    "infer": "generate",
+    "inference": "generate",
+    "predict": "generate",
+    "convert": "export",
+    "convert_from_litgpt": "export",
+    "merge_lora": "merge",
+    "upload": "push",
+    "serve": "export RESULT --check vllm, which says how vLLM serves a result",
+}
+"""Commands by their names in other programs, which people type here."""
+
 COMMANDS = {command.name: command for command in FTKIT.commands()}
 """Every command by its name, such as "checkpoints list"."""

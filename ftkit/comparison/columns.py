@@ -213,7 +213,9 @@ class Column:
 def setting_columns(runs: list[ComparedRun]) -> list[Column]:
     """The settings that differ."""
     keys = differing_settings(runs)
-    heads = distinct(keys, lambda key: key.rpartition(".")[2])
+    measured = {measure.head.replace(" ", "_") for measure in MEASURES}
+    short = distinct(keys, lambda key: key.rpartition(".")[2])
+    heads = [key if head in measured else head for key, head in zip(keys, short, strict=True)]
     return [_setting(runs, key, head) for key, head in zip(keys, heads, strict=True)]
 
 

@@ -150,9 +150,17 @@ def as_json(runs: list[ComparedRun], left_out: Sequence[LeftOutRun]) -> dict[str
     }
 
 
+_SETTINGS_FIRST = 3
+"""Settings that a page shows before the results; of more, the results come first."""
+
+
 def comparison_as_html(runs: list[ComparedRun]) -> str:
     """The table as HTML, with its notes; needs no style sheet."""
     columns = shown_columns(runs)
+    settings = [column for column in columns if column.is_setting]
+    if len(settings) > _SETTINGS_FIRST:  # results are seen without scrolling
+        others = [column for column in columns if not column.is_setting]
+        columns = [*others, *settings]
     heads = "".join(_html_cell("th", column, column.head) for column in columns)
     rows = []
     for i, run in enumerate(runs):

@@ -52,6 +52,14 @@ ELSEWHERE = {
 }
 """Keys by their names in other programs, which people type here."""
 
+FOREIGN_RECIPES = {
+    "axolotl": {"base_model", "datasets"},
+    "LLaMA-Factory": {"model_name_or_path", "finetuning_type"},
+    "torchtune": {"tokenizer", "model", "checkpointer"},
+    "LitGPT's pretraining": {"model_name", "initial_checkpoint_dir"},
+}
+"""Keys that tell what program a file is of."""
+
 LORA_KEYS = {field.name for field in dataclasses.fields(Lora)}
 GROUPS = {f.name for f in dataclasses.fields(Recipe) if dataclasses.is_dataclass(f.type)}
 
@@ -120,6 +128,14 @@ def check_keys(merged: dict[str, Any], method: Method) -> None:
         UserError: names the key that was meant.
     """
     known = key_types(method)
+    for program, telling in FOREIGN_RECIPES.items():
+        if telling <= merged.keys():
+            raise UserError(
+                f"This is a recipe of {program}: {' and '.join(sorted(telling))} are no keys of "
+                "ftkit's. ftkit reads recipes as LitGPT has them for fine-tuning: base model, data "
+                "and settings have other names there. Try ftkit finetune CHECKPOINT_DIR --data "
+                "JSON --data.path FILE --print_config, and go on from what it prints."
+            )
     for key, _ in flatten(merged):
         if key in known:
             continue
@@ -156,10 +172,17 @@ def check_component(field: str, component: Component | None) -> None:
     allowed = ALLOWED_PACKAGES.get(field)
     if component is None or allowed is None:
         return
-    package, _, name = component["class_path"].rpartition(".")
+    class_path = component["class_path"]
+    package, _, name = class_path.rpartition(".")
     if package not in allowed or not name.isidentifier():
+        file = class_path.removeprefix(f"{COMPONENTS[field]}.")
+        if field == "data" and ("/" in file or Path(file).exists()):
+            raise UserError(
+                f"--data is {file}, but must be a kind of data; files and data sets on the hub "
+                f"are given as --data.path. Try --data JSON --data.path {shlex.quote(file)}."
+            )
         raise UserError(
-            f"{field}.class_path is {component['class_path']!r}, but recipes may only name classes "
+            f"{field}.class_path is {class_path!r}, but recipes may only name classes "
             f"of {' or '.join(allowed)}. Try --{field} {default_name(field)}."
         )
 

@@ -61,7 +61,7 @@ def make_schedule(
         warmup = math.ceil(train.lr_warmup_fraction * samples / batch)
     else:
         warmup = train.lr_warmup_steps or 0
-    notices = []
+    notices = _notices(recipe, samples, learning_rate, total)
     if warmup > total:
         notices.append(
             f"The warm-up of {warmup} steps is longer than the run of {total}: the learning rate "
@@ -76,6 +76,20 @@ def make_schedule(
                 "the rate stays constant after the warm-up."
             )
     return Schedule(total, warmup, final_share), notices
+
+
+def _notices(recipe: Recipe, samples: int, learning_rate: float, total: int) -> list[str]:
+    """What is worth a word of how much is learned."""
+    batch, notices = recipe.train.global_batch_size, []
+    if learning_rate == 0:
+        notices.append("The learning rate is 0: nothing is learned. Try --optimizer.lr 2e-4.")
+    if batch > samples:
+        notices.append(
+            f"train.global_batch_size {batch:,} is more than the {samples:,} samples of an epoch: "
+            f"the run has {total:,} step{'s' * (total != 1)}. "
+            f"Try --train.global_batch_size {max(1, min(16, samples // 4))}."
+        )
+    return notices
 
 
 def sample_budget(

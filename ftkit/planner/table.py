@@ -181,10 +181,12 @@ def _rows(planned: Planned) -> Iterator[tuple[str, str]]:
     if planned.result_layout == "litgpt":
         words = "a LitGPT directory: ftkit cannot write this architecture for Hugging Face"
         yield "result", words
+    batch = train.global_batch_size
+    sequences = f"{batch:,} sequence{'s' * (batch != 1)}"
     yield (
         "batch",
         (
-            f"{train.global_batch_size} sequences in a step ({_micro_steps(planned)}), at most "
+            f"{sequences} in a step ({_micro_steps(planned)}), at most "
             f"{planned.tokens_per_step:,} tokens"
         ),
     )

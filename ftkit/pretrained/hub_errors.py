@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ftkit.errors import UserError
+from ftkit.utils.nearest import nearest
 
 
 def explained(
@@ -35,7 +36,7 @@ def explained(
         return UserError(
             f"There is no model {repo_id} at {hub}, or it is private; no directory here has "
             "this name. Check the spelling; for a private model set HF_TOKEN or "
-            f"--access_token.{hint()}"
+            f"--access_token.{nearest_directory(repo_id) or hint()}"
         )
     if status in (401, 403):
         return UserError(
@@ -57,7 +58,7 @@ def explained(
         return UserError(
             f"{repo_id} is not in {directory}, and {hub} cannot be reached from this machine. "
             "Check the network, set HF_ENDPOINT to a mirror, or copy the model's files from "
-            "another machine to that directory."
+            f"another machine to that directory.{nearest_directory(repo_id)}"
         )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return UserError(
@@ -109,6 +110,14 @@ def explained_upload(error: Exception, repo_id: str) -> UserError:
             "machine that has the files."
         )
     return UserError(f"The upload of {repo_id} broke off ({type(error).__name__}). {again}")
+
+
+def nearest_directory(name: str) -> str:
+    """A directory here that may have been meant, as a sentence; "": there is none like it."""
+    place = Path(name).parent
+    there = [str(path) for path in place.iterdir() if path.is_dir()] if place.is_dir() else []
+    close = nearest(name, there)
+    return f" Did you mean the directory {close}?" if close else ""
 
 
 def nearest_names(name: str) -> list[str]:

@@ -368,7 +368,8 @@ def summary_text(resolved: Resolved, method: str) -> str:
         f"{resolved.trainable_parameters:,} of {resolved.parameters:,} parameters, "
         f"{resolved.precision} on {resolved.device}\n"
         f"{_kept_line(resolved)}"
-        f"{resolved.total_steps} steps of {resolved.global_batch_size} samples "
+        f"{_count(resolved.total_steps or 0, 'step')} of "
+        f"{_count(resolved.global_batch_size or 0, 'sample')} "
         f"({_micro_steps(resolved)}), "
         f"{resolved.samples_per_epoch:,} samples per epoch"
     )

@@ -140,6 +140,13 @@ class Training:
             of_sources=self._order.sources(record.step - 1).tolist() if mixed else (),
         )
         if not math.isfinite(record.loss):
+            if record.step == 1:  # computed with the weights as they came
+                raise NonFiniteLoss(
+                    f"The loss of step 1 is {record.loss}, before anything was learned: the base "
+                    "model's weights hold values that are no finite numbers, or are too large for "
+                    f"{self._setup.plan.precision}. Try --precision 32-true, or fetch the base "
+                    "model again."
+                )
             raise NonFiniteLoss(
                 f"The loss of step {record.step} is {record.loss}. Try a lower learning rate, "
                 "--train.max_norm 1.0, or --precision 32-true."

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import pytest
 import torch
 from losses import SEED, load, loss_of
 from orders import make_elastic_order
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny import make_data, make_llama
 
 from ftkit.checkpoint.host_copies import HostCopies
@@ -394,6 +395,19 @@ def test_a_sequence_longer_than_the_model_is_refused_before_loading(train: Train
 def test_a_loss_that_is_not_a_number_ends_the_run_with_advice(train: Train) -> None:
     with pytest.raises(NonFiniteLoss, match="lower learning rate"):
         train("full", optimizer__lr=1e30, train__max_norm=None, train__lr_warmup_steps=0)
+
+
+def test_of_a_base_model_with_values_that_are_no_numbers_the_learning_rate_is_not_blamed(
+    train: Train, base: Path, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(base, broken)
+    (file,) = broken.glob("*.safetensors")
+    weights = load_file(file)
+    weights["model.norm.weight"][0] = float("nan")
+    save_file(weights, file, {"format": "pt"})
+    with pytest.raises(NonFiniteLoss, match="step 1 is nan, before anything was learned"):
+        train("full", checkpoint_dir=str(broken))
 
 
 def test_training_ends_at_the_time_limit_and_the_result_is_kept(train: Train) -> None:

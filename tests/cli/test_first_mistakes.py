@@ -1,0 +1,117 @@
+"""What is often tried at first, and what is said to it."""
+
+import re
+from pathlib import Path
+
+import pytest
+from compared_runs import make_run
+
+from ftkit.cli.app import run
+from ftkit.comparison.columns import setting_columns
+from ftkit.comparison.compare import compare
+from ftkit.config.parsing import read_recipe
+from ftkit.errors import UserError
+from ftkit.optim.schedule import make_schedule
+from ftkit.pretrained.hub_errors import nearest_directory
+
+
+def refusal_of(*words: str) -> str:
+    with pytest.raises(UserError) as error:
+        run(words)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("train", "finetune"), ("eval", "evaluate"), ("convert", "export"), ("predict", "generate")],
+)
+def test_a_command_is_known_by_its_name_in_other_programs(typed: str, meant: str) -> None:
+    assert f"Did you mean ftkit {meant}?" in refusal_of(typed)
+
+
+def test_who_wants_to_serve_is_not_sent_to_a_sweep() -> None:
+    assert "ftkit export RESULT --check vllm" in refusal_of("serve")
+
+
+@pytest.mark.parametrize("data", ["data/alpaca.json", "tatsu-lab/alpaca", "litgpt.data.x/y"])
+def test_a_file_or_a_hub_name_as_data_is_told_its_place(data: str) -> None:
+    told = refusal_of("finetune", "random:pythia-14m", "--data", data)
+    path = data.removeprefix("litgpt.data.")
+    assert f"--data is {path}," in told and f"Try --data JSON --data.path {path}." in told
+    assert "class_path" not in told
+
+
+def test_a_file_without_a_directory_as_data_is_told_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "d.json").write_text("[]")
+    told = refusal_of("finetune", "random:pythia-14m", "--data", "d.json")
+    assert told.endswith("Try --data JSON --data.path d.json.")
+
+
+@pytest.mark.parametrize(
+    ("program", "text"),
+    [
+        ("axolotl", "base_model: x\nadapter: lora\ndatasets:\n  - {path: x, type: alpaca}\n"),
+        ("LLaMA-Factory", "model_name_or_path: x\nfinetuning_type: lora\nstage: sft\n"),
+        ("LitGPT's pretraining", "model_name: pythia-14m\ninitial_checkpoint_dir: null\n"),
+    ],
+)
+def test_a_recipe_of_another_program_is_named_as_such(
+    program: str, text: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "other.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError, match=f"This is a recipe of {program}: "):
+        read_recipe([file])
+
+
+def test_a_misspelt_directory_is_not_only_taken_for_a_hub_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models/llama").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "d.json").write_text('[{"instruction": "a", "output": "b"}]')
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    assert nearest_directory("nowhere/lama") == nearest_directory("models/other") == ""
+    told = refusal_of("finetune", "models/lama", "--data", "JSON", "--data.path", "d.json")
+    assert told.endswith("Did you mean the directory models/llama?")
+
+
+def notices(**train: object) -> list[str]:
+    keys = [("checkpoint_dir", "x"), *((f"train.{k}", str(v)) for k, v in train.items())]
+    recipe = read_recipe([], keys, method="full")
+    return make_schedule(recipe, 54, 1e-3)[1]
+
+
+def test_a_step_that_is_larger_than_the_data_is_told() -> None:
+    few = {"epochs": 5, "lr_warmup_steps": 0}
+    assert notices(global_batch_size=54, **few) == []
+    (notice,) = notices(global_batch_size=1000, **few)
+    assert notice == (
+        "train.global_batch_size 1,000 is more than the 54 samples of an epoch: the run has 1 "
+        "step. Try --train.global_batch_size 13."
+    )
+
+
+def test_a_learning_rate_of_nothing_is_told() -> None:
+    recipe = read_recipe([], [("checkpoint_dir", "x"), ("train.lr_warmup_steps", "0")])
+    assert make_schedule(recipe, 54, 0.0)[1] == [
+        "The learning rate is 0: nothing is learned. Try --optimizer.lr 2e-4."
+    ]
+
+
+def test_a_setting_and_a_result_of_one_name_have_different_heads(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", eval__exact_match=10)
+    make_run(tmp_path / "b", eval__exact_match=20)
+    heads = [column.head for column in setting_columns(compare([tmp_path]).runs)]
+    assert heads == ["eval.exact_match"]
+
+
+def test_on_a_page_results_stand_before_many_settings(tmp_path: Path) -> None:
+    for n, name in enumerate("ab", 1):
+        varied = {f"train__{key}": n for key in ("epochs", "max_seq_length", "max_norm", "min_lr")}
+        make_run(tmp_path / name, **varied)
+    heads = re.findall(r"<th[^>]*>([^<]*)", compare([tmp_path])._repr_html_())
+    assert heads.index("loss") < heads.index("epochs")
