@@ -100,7 +100,9 @@ class Metadata:
     learning_rate: float
     """Of the next step."""
     schedule: dict[str, float]
-    """total_steps, warmup_steps, final_share."""
+    """total_steps, warmup_steps, final_share, decay_steps."""
+    lr_schedule: str = "cosine"
+    """Which curve these are of, as train.lr_schedule."""
     loss: float | None
     """Of the newest step; None: it was no finite number."""
     validation_loss: float | None

@@ -36,6 +36,8 @@ KIND_OF: dict[str, Kind] = {
     "train.max_seq_length": "fixed",
     "train.lr_warmup_steps": "tunable",
     "train.lr_warmup_fraction": "tunable",
+    "train.lr_schedule": "tunable",
+    "train.lr_decay_fraction": "tunable",
     "train.min_lr": "tunable",
     "train.max_norm": "tunable",
     "train.optimizer_in_backward": "hardware",

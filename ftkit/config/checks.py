@@ -63,6 +63,11 @@ def check_ranges(recipe: Recipe) -> None:
         raise UserError(
             f"train.min_lr is {train.min_lr:g}, but must not be negative. Try --train.min_lr 0."
         )
+    if not 0 < train.lr_decay_fraction <= 1:
+        raise UserError(
+            f"train.lr_decay_fraction is {train.lr_decay_fraction:g}, but must be above 0 and at "
+            "most 1. Try --train.lr_decay_fraction 0.1."
+        )
     fraction = train.lr_warmup_fraction
     if fraction is not None and not 0 <= fraction <= 1:
         raise UserError(

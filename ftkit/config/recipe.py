@@ -16,6 +16,7 @@ Kernels = Literal["auto", "torch", "liger"]
 AcceleratorKey = Literal["auto", "cpu", "cuda"] | str
 LoraVariant = Literal["lora", "dora", "rslora"]
 LoraInit = Literal["default", "pissa", "olora"]
+LrSchedule = Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"]
 MicroBatchKey = Literal["micro_batch_size", "micro_batch_tokens"]
 """What bounds a micro-batch: its sequences or its tokens."""
 
@@ -60,8 +61,14 @@ class Train:
     """Optimizer steps over which the learning rate rises linearly to its full value."""
     lr_warmup_fraction: float | None = None
     """The warm-up as a fraction of an epoch, instead of lr_warmup_steps."""
+    lr_schedule: LrSchedule = "cosine"
+    """Learning rate after the warm-up. cosine, linear: falls to the end of the run; constant: stays
+    there; wsd (warm-up, stable, decay): stays, and falls along a line at the end of the run;
+    inverse_sqrt: falls with the square root of the steps, however long the run is."""
+    lr_decay_fraction: float = 0.1
+    """Of wsd: the decay at the end as a fraction of all steps of the run."""
     min_lr: float = 6e-5
-    """Learning rate at the end of the cosine decay."""
+    """Learning rate that the decay goes down to."""
     max_norm: float | None = None
     """Clip gradients to this global norm."""
     optimizer_in_backward: bool = False

@@ -40,6 +40,8 @@ ELSEWHERE = {
     "dataset": "data.path",
     "learning_rate": "optimizer.lr",
     "lr": "optimizer.lr",
+    "lr_scheduler": "train.lr_schedule",
+    "lr_scheduler_type": "train.lr_schedule",
     "max_length": "train.max_seq_length",
     "model": "checkpoint_dir",
     "model_name_or_path": "checkpoint_dir",

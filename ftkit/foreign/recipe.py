@@ -107,8 +107,8 @@ def continued_rate(
 ) -> tuple[Recipe, float, str]:
     """The recipe whose next learning rate is that of the foreign run, unless the user sets it.
 
-    ftkit's rate falls along a cosine; the foreign one may follow another curve. Where it has not
-    moved from its first value it stays there; else the cosine passes through its next value.
+    The foreign one may follow another curve than ftkit's. Where it has not moved from its first
+    value it stays there; else ftkit's curve passes through its next value.
 
     Args:
         asked: what is asked.
@@ -132,9 +132,9 @@ def continued_rate(
             asked.tell(_rate_keys(theirs / schedule.share(state.step)))
         elif not is_constant:
             lowest = min(asked.read().train.min_lr, theirs)
-            cosine = dataclasses.replace(schedule, final_share=0.0).share(state.step)
-            if cosine > _LEAST_SHARE:
-                asked.tell(_rate_keys(lowest + (theirs - lowest) / cosine))
+            fallen_to = dataclasses.replace(schedule, final_share=0.0).share(state.step)
+            if fallen_to > _LEAST_SHARE:
+                asked.tell(_rate_keys(lowest + (theirs - lowest) / fallen_to))
     recipe = asked.read()
     ours = _next_rate(recipe, state, samples_per_epoch, samples)
     if math.isclose(ours, theirs, rel_tol=1e-6):

@@ -1,7 +1,6 @@
-"""Recipe + devices -> plan: every "auto" resolved, every rule kept, the schedule by hand."""
+"""Recipe + devices -> plan: every "auto" resolved and every rule kept."""
 
 import dataclasses
-import math
 import re
 from typing import Any
 
@@ -15,7 +14,6 @@ from ftkit.config.plan import Plan, make_plan
 from ftkit.config.recipe import Method, Recipe
 from ftkit.config.strategies import DeepSpeedOptions
 from ftkit.errors import UserError
-from ftkit.optim.schedule import Schedule, make_schedule, sample_budget
 
 CPU = Devices(accelerator="cpu", count=8)
 GPU = Devices(accelerator="cuda", count=1, names=("A100",))
@@ -39,147 +37,6 @@ def refusal(machine: Devices = CPU, /, **keys: object) -> str:
     with pytest.raises(UserError) as error:
         plan(machine, **keys)
     return str(error.value)
-
-
-def schedule(samples: int = 100, lr: float = 1e-3, **keys: object) -> tuple[Schedule, list[str]]:
-    train = {"train__global_batch_size": 10, "train__epochs": 1, "train__lr_warmup_steps": 0}
-    return make_schedule(recipe(**train | keys), samples, lr)
-
-
-# --- Schedule -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("epochs", "samples", "batch", "max_steps", "steps"),
-    [
-        (1, 100, 10, "null", 10),
-        (1, 101, 10, "null", 11),
-        (3, 7, 2, "null", 11),
-        (1, 3, 16, "null", 1),
-        (5, 16, 16, 3, 3),
-        (1, 100, 10, 1000, 10),
-        ("null", 100, 10, 25, 25),
-        (10, 11, 110, "null", 1),
-    ],
-)
-def test_total_steps_are_the_epochs_rounded_up_once_and_capped(
-    epochs: int | str, samples: int, batch: int, max_steps: str | int, steps: int
-) -> None:
-    keys = {"train__epochs": epochs, "train__global_batch_size": batch}
-    assert schedule(samples, **keys, train__max_steps=max_steps)[0].total_steps == steps
-
-
-def test_rounding_never_adds_a_step() -> None:
-    def steps(epochs: int, samples: int, batch: int) -> int:
-        keys = {"train__epochs": epochs, "train__global_batch_size": batch}
-        return schedule(samples, **keys)[0].total_steps
-
-    for epochs, samples, batch in [(7, 29, 7), (7, 123, 7), (11, 25, 11)]:
-        assert math.ceil(epochs * (samples / batch)) == samples + 1, "no longer a trap"
-        assert steps(epochs, samples, batch) == samples
-
-
-@pytest.mark.parametrize(
-    ("samples", "batch", "epochs", "max_steps", "budget"),
-    [
-        (100, 10, 1, "null", 100),
-        (101, 10, 1, "null", 101),
-        (7, 2, 3, "null", 21),
-        (100, 10, 1, 4, 40),
-        (100, 10, "null", 25, 250),
-    ],
-)
-def test_a_run_consumes_whole_epochs_or_whole_steps(
-    samples: int, batch: int, epochs: int | str, max_steps: str | int, budget: int
-) -> None:
-    asked = recipe(train__global_batch_size=batch, train__epochs=epochs, train__max_steps=max_steps)
-    made, _ = make_schedule(asked, samples, 1e-3)
-    assert sample_budget(asked, samples, made) == budget
-
-
-@pytest.mark.parametrize(
-    ("epochs", "max_steps", "batch", "start", "steps", "budget"),
-    [
-        (1, "null", 10, (4, 40), 11, 101),
-        (1, "null", 20, (4, 40), 8, 101),
-        (2, "null", 10, (11, 101), 22, 202),
-        (1, 6, 20, (4, 40), 6, 80),
-        ("null", 6, 20, (4, 40), 6, 80),
-        (1, "null", 10, (11, 101), 11, 101),
-        (1, 4, 10, (4, 40), 4, 40),
-        (1, 3, 10, (4, 40), 4, 40),
-        (1, "null", 10, (13, 130), 13, 130),
-    ],
-)
-def test_a_run_that_continues_counts_on_from_its_position(
-    epochs: int | str,
-    max_steps: str | int,
-    batch: int,
-    start: tuple[int, ...],
-    steps: int,
-    budget: int,
-) -> None:
-    """Data of 101 samples; start: steps done, samples consumed."""
-    asked = recipe(train__global_batch_size=batch, train__epochs=epochs, train__max_steps=max_steps)
-    position = {"start_step": start[0], "start_samples": start[1]}
-    made, _ = make_schedule(asked, 101, 1e-3, **position)
-    assert made.total_steps == steps
-    assert sample_budget(asked, 101, made, **position) == budget
-
-
-@pytest.mark.parametrize("warmup", [1, 2, 5])
-def test_the_warm_up_rises_linearly_and_its_first_step_already_trains(warmup: int) -> None:
-    made, _ = schedule(train__lr_warmup_steps=warmup)
-    shares = [made.share(step) for step in range(warmup)]
-    assert shares == pytest.approx([(step + 1) / warmup for step in range(warmup)])
-
-
-@pytest.mark.parametrize("warmup", [0, 1, 4, 8])
-def test_after_the_warm_up_a_cosine_falls_from_the_full_rate_to_min_lr(warmup: int) -> None:
-    made, _ = schedule(lr=1e-3, train__lr_warmup_steps=warmup, train__min_lr=1e-4)
-    rates = [1e-3 * made.share(step) for step in range(warmup, made.total_steps)]
-    steps = len(rates) - 1
-    expected = [1e-4 + 9e-4 * (1 + math.cos(math.pi * i / steps)) / 2 for i in range(steps + 1)]
-    assert rates == pytest.approx(expected)
-    assert rates[-1] == pytest.approx(1e-4)
-
-
-def test_a_run_of_one_step_trains_at_the_full_rate() -> None:
-    assert schedule(samples=1)[0].share(0) == 1
-
-
-@pytest.mark.parametrize(
-    ("samples", "fraction", "steps"), [(100, 0.1, 1), (100, 0.25, 3), (95, 1, 10), (100, 0, 0)]
-)
-def test_a_warm_up_fraction_counts_steps_of_one_epoch(
-    samples: int, fraction: float, steps: int
-) -> None:
-    made, _ = schedule(samples, train__epochs=3, train__lr_warmup_fraction=fraction)
-    assert made.warmup_steps == steps
-
-
-@pytest.mark.parametrize("warmup", [0, 1, 10])
-def test_a_warm_up_that_ends_within_the_run_is_no_news(warmup: int) -> None:
-    assert schedule(train__lr_warmup_steps=warmup)[1] == []
-
-
-@pytest.mark.parametrize("samples", [1, 30, 100])
-def test_a_warm_up_longer_than_the_run_warns_with_a_change_that_works(samples: int) -> None:
-    made, (notice,) = schedule(samples, train__lr_warmup_steps=11)
-    assert made.share(made.total_steps - 1) < 1
-    assert f"The warm-up of 11 steps is longer than the run of {made.total_steps}" in notice
-    suggested = int(notice.rpartition("--train.lr_warmup_steps ")[2].removesuffix("."))
-    assert schedule(samples, train__lr_warmup_steps=suggested)[1] == []
-
-
-def test_min_lr_above_the_learning_rate_keeps_the_rate_constant_and_warns() -> None:
-    made, (notice,) = schedule(lr=1e-5, train__min_lr=6e-5)
-    assert {made.share(step) for step in range(10)} == {1}
-    assert "train.min_lr 6e-05 is above the learning rate 1e-05" in notice
-
-
-def test_a_learning_rate_of_zero_divides_by_nothing() -> None:
-    assert schedule(lr=0.0)[0].share(9) == 1
 
 
 # --- Batches ------------------------------------------------------------------------------------
