@@ -8,9 +8,17 @@ from dataclasses import fields
 
 from ftkit.accelerators.kinds import device_kind
 from ftkit.config.devices import Devices
-from ftkit.config.recipe import LAYER_SWITCHES, LoraRecipe, Recipe
+from ftkit.config.recipe import LAYER_SWITCHES, LoggerName, LoraRecipe, Recipe
 from ftkit.errors import UserError
 from ftkit.utils.units import parse_duration
+
+_PACKAGE_OF: dict[LoggerName, str] = {
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow": "mlflow-skinny",
+    "trackio": "trackio 'huggingface-hub<2'",
+}
+"""What brings a logger. LitGPT's own bound on huggingface-hub is below the least of Trackio's."""
 
 
 def check_ranges(recipe: Recipe) -> None:
@@ -154,6 +162,20 @@ def check_kernels_installed(recipe: Recipe, accelerator: str) -> None:
             f"{key} needs a compiler on this machine, but there is no {compiler}. Install it or "
             f"set ${variable}, or try --{key} {off}."
         )
+
+
+def check_loggers_installed(recipe: Recipe) -> None:
+    """Refuse a run whose loggers are missing.
+
+    Raises:
+        UserError: names what to install.
+    """
+    for name in recipe.extra_loggers:
+        if importlib.util.find_spec(name) is None:
+            raise UserError(
+                f"logger_name has {name}, but it is not installed. Try pip install "
+                f"{_PACKAGE_OF[name]}, or --logger_name csv."
+            )
 
 
 def has_liger() -> bool:

@@ -14,6 +14,7 @@ Quantization = Literal["bnb.nf4", "bnb.nf4-dq", "bnb.fp4", "bnb.fp4-dq", "bnb.in
 Method = Literal["full", "lora"]
 Kernels = Literal["auto", "torch", "liger"]
 AcceleratorKey = Literal["auto", "cpu", "cuda"] | str
+LoggerName = Literal["csv", "tensorboard", "wandb", "mlflow", "trackio"]
 LoraVariant = Literal["lora", "dora", "rslora"]
 LoraInit = Literal["default", "pissa", "olora"]
 LrSchedule = Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"]
@@ -80,7 +81,8 @@ class Train:
     save_interval: int | None = 1000
     """Optimizer steps between two checkpoints; empty: none by steps, see checkpoint.save_every."""
     log_interval: int = 1
-    """Optimizer steps between two values sent to TensorBoard or W&B (metrics.csv has all)."""
+    """Optimizer steps between two values sent to the loggers of logger_name (metrics.csv has
+    all)."""
 
     @property
     def filled(self) -> MicroBatchKey | None:
@@ -121,14 +123,15 @@ class Eval:
 
 @dataclass(frozen=True, kw_only=True)
 class Log:
-    """Settings of the W&B logger."""
+    """What a run is called in W&B, MLflow and Trackio."""
 
     project: str | None = None
-    """W&B project."""
+    """Project of the run; in MLflow its experiment. Default: as their environment variables say, in
+    MLflow and Trackio else ftkit."""
     run: str | None = None
-    """W&B run name."""
+    """Name of the run. Default: in MLflow and Trackio that of out_dir."""
     group: str | None = None
-    """W&B group."""
+    """Group of the run; in MLflow its tag group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,8 +241,10 @@ class Recipe:
     )
     """Optimizer: a name of torch.optim, or a class path (torch.optim, bitsandbytes.optim);
     arguments as --optimizer.NAME VALUE."""
-    logger_name: Literal["csv", "tensorboard", "wandb"] = "csv"
-    """Extra logger. metrics.csv is always written."""
+    logger_name: LoggerName | list[LoggerName] = "csv"
+    """Loggers beside metrics.csv, which is always written: a name or a list, such as
+    [tensorboard, mlflow]. All go on where a run goes on. mlflow and trackio write into out_dir
+    unless MLFLOW_TRACKING_URI or TRACKIO_SERVER_URL, TRACKIO_SPACE_ID or TRACKIO_DIR say where."""
     seed: int = 1337
     """Seed of the sample order, adapter initialisation and dropout."""
     deterministic: bool = False
@@ -257,6 +262,12 @@ class Recipe:
     def method(self) -> Method:
         """How the model is adapted: every weight, or LoRA weights alone."""
         return "full"
+
+    @property
+    def extra_loggers(self) -> tuple[LoggerName, ...]:
+        """Those beside metrics.csv, each once."""
+        named = [self.logger_name] if isinstance(self.logger_name, str) else self.logger_name
+        return tuple(dict.fromkeys(name for name in named if name != "csv"))
 
     @property
     def implementation(self) -> Literal["litgpt", "transformers"] | None:

@@ -96,11 +96,15 @@ def describe(kind: Any) -> str:
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         return " or ".join(describe(k) for k in accepted_types(kind))
     if typing.get_origin(kind) is list:
-        return "a list of names"
+        return f"a list of {'them' if _is_choice(typing.get_args(kind)[0]) else 'names'}"
     if typing.get_origin(kind) is dict:
         return "a mapping of whole numbers"
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     return words.get(kind, "a path" if kind is Path else "a name, or class_path with init_args")
+
+
+def _is_choice(kind: Any) -> bool:
+    return typing.get_origin(kind) is Literal
 
 
 def placeholder_of(kind: Any) -> str:
@@ -113,7 +117,8 @@ def placeholder_of(kind: Any) -> str:
             choices = [str(choice) for choice in parts]
             found.append(f"{{{','.join(choices)}}}" if len(choices) > 1 else choices[0])
         elif origin is list:
-            found.append("[NAME,...]" if parts[0] is str else f"[{placeholder_of(parts[0])},...]")
+            names = parts[0] is str or _is_choice(parts[0])
+            found.append("[NAME,...]" if names else f"[{placeholder_of(parts[0])},...]")
         elif origin is dict:
             found.append("{KEY:VALUE,...}")
         elif origin is tuple:
@@ -207,6 +212,9 @@ def example_of(key: str, method: Method, wrong: Any = None) -> str:
     accepted = accepted_types(field.type)
     literals = [kind for kind in accepted if typing.get_origin(kind) is Literal]
     choices = [str(c) for kind in literals for c in typing.get_args(kind)]
+    if isinstance(wrong, list) and choices:
+        meant = [nearest(str(item), choices, cutoff=0.3) or choices[0] for item in wrong]
+        return shlex.quote(f"[{', '.join(dict.fromkeys(meant))}]")
     if close := nearest(str(wrong), choices, cutoff=0.3):
         return close
     if accepted == [str]:

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 from ftkit.checkpoint.files import BASE
-from ftkit.config.checks import check_kernels_installed
+from ftkit.config.checks import check_kernels_installed, check_loggers_installed
 from ftkit.config.devices import find_devices
 from ftkit.config.parsing import to_yaml
 from ftkit.config.peft_adapter import with_adapter
@@ -155,6 +155,7 @@ def prepare_run(
     plan = make_plan(recipe, devices)
     plan.rules.check_installed()
     check_kernels_installed(recipe, plan.accelerator)
+    check_loggers_installed(recipe)
     check_interfaces(plan.communication)
     if overwrite and recipe.resume is not False:
         raise UserError(

@@ -5,7 +5,7 @@
     checkpoints/        what the run can go on from
     set_aside/1/        what a later session found in its way, as it lay here
     tensorboard/        what loggers write
-    wandb/
+    wandb/  mlflow/  trackio/
     .run/               only while the run is at work: its lock and its job
     .run/rank-0/        what a rank tells the supervisor
 
@@ -23,6 +23,7 @@ from ftkit.report.report import FILE_NAME
 
 _CHECKPOINTS, _FINAL, _SET_ASIDE, _STATE = "checkpoints", "final", "set_aside", ".run"
 _METRICS, _VALIDATION = "metrics.csv", "validation.csv"
+_LOGGERS = ("tensorboard", "wandb", "mlflow", "trackio")
 _CONTINUED = (RECIPE, FILE_NAME, _METRICS, _VALIDATION, LOG_NAME)
 
 
@@ -135,7 +136,7 @@ class RunDirectory:
     @property
     def written(self) -> tuple[Path, ...]:
         """All that runs write here; anything else is not ours, and the backups stay."""
-        names = (*_CONTINUED, _FINAL, _CHECKPOINTS, "tensorboard", "wandb")
+        names = (*_CONTINUED, _FINAL, _CHECKPOINTS, *_LOGGERS)
         return tuple(self.path / name for name in names)
 
     @property

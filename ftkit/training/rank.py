@@ -87,7 +87,7 @@ def run_job(job: Job, metadata: Metadata | None, stop: StopRequest, journal: Jou
         _order(setup),
         stop,
         journal,
-        Loggers(loggers, recipe.logger_name, journal),
+        Loggers(loggers, recipe, journal),
         checkpointing,
     )
     training.run()

@@ -449,7 +449,7 @@ def completion(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("ftkit plan --f", {"--fit", "--format"}),
         ("ftkit finetune --precision bf", {"bf16-true", "bf16-mixed"}),
         ("ftkit finetune --quantize bnb.n", {"bnb.nf4", "bnb.nf4-dq"}),
-        ("ftkit finetune_full --logger_name ", {"csv", "tensorboard", "wandb"}),
+        ("ftkit finetune_full --logger_name t", {"tensorboard", "trackio"}),
         ("ftkit download --a", {"--access_token"}),
         ("ftkit ch", {"chat", "checkpoints"}),
         ("ftkit checkpoints ", set(CHECKPOINTS)),

@@ -454,6 +454,7 @@ def test_a_key_like_no_other_points_to_the_help() -> None:
         ("--precision bf16", "Try --precision bf16-true."),
         ("--quantize nf4", "Try --quantize bnb.nf4."),
         ("--logger_name tensorbord", "Try --logger_name tensorboard."),
+        ("--logger_name [csv,mlfow]", "or a list of them. Try --logger_name '[csv, mlflow]'."),
         ("--train.max_norm big", "Try --train.max_norm 1.0."),
         ("--train 5", "train is 5, but holds keys of its own. Try --train.global_batch_size 16."),
         ("--data [a]", "data is ['a'], but must be a name, or a mapping"),

@@ -1,25 +1,33 @@
-"""TensorBoard and W&B over several sessions of one run, without training anything."""
+"""Loggers over several sessions of one run, without training anything."""
 
+import shutil
+import socket
+import sqlite3
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lightning.fabric.loggers.logger import Logger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
+from ftkit.config.checks import check_loggers_installed
 from ftkit.config.devices import Devices
 from ftkit.config.parsing import read_recipe
 from ftkit.config.plan import Plan, make_plan
-from ftkit.training.loggers import make_loggers
+from ftkit.errors import UserError
+from ftkit.training.loggers import Loggers, make_loggers
+from ftkit.training.services.mlflow_logger import MlflowLogger
 
 
-def make(logger: str, out_dir: Path) -> Plan:
+def make(logger: str, out_dir: Path, **more: str) -> Plan:
     values = [("checkpoint_dir", "base"), ("out_dir", str(out_dir)), ("logger_name", logger)]
+    values += [(key.replace("__", "."), value) for key, value in more.items()]
     recipe = read_recipe([], values, method="lora")
     return make_plan(recipe, Devices(accelerator="cpu", count=1))
 
 
 def session(plan: Plan, steps: range, run_ids: dict[str, str], *, start_step: int = 0) -> Logger:
-    (logger,) = make_loggers(plan, start_step=start_step, run_ids=run_ids)
+    (logger,) = make_loggers(plan, start_step=start_step, run_ids=run_ids).values()
     if start_step == 0:
         logger.log_metrics({"val_loss": 9.0}, step=0)
     for step in steps:
@@ -77,7 +85,7 @@ def test_wandb_goes_on_with_the_run_it_began(
 def test_a_run_without_an_id_begins_one_even_if_it_continues(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     run_ids: dict[str, str] = {}
-    (logger,) = make_loggers(make("wandb", tmp_path), start_step=5, run_ids=run_ids)
+    (logger,) = make_loggers(make("wandb", tmp_path), start_step=5, run_ids=run_ids).values()
     assert logger._wandb_init["id"] == run_ids["wandb"]  # type: ignore[attr-defined]
     assert logger._wandb_init["resume"] == "allow"  # type: ignore[attr-defined]
 
@@ -86,5 +94,192 @@ def test_only_rank_0_chooses_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     pytest.importorskip("wandb")
     monkeypatch.setenv("RANK", "1")
     run_ids: dict[str, str] = {}
-    make_loggers(make("wandb", tmp_path), start_step=0, run_ids=run_ids)
+    assert make_loggers(make("wandb", tmp_path), start_step=0, run_ids=run_ids) == {}
     assert run_ids == {}
+
+
+class Warnings:
+    """Stands in for the journal."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def warn(self, text: str) -> None:
+        self.said.append(text)
+
+
+def told(
+    plan: Plan, steps: range, run_ids: dict[str, str], *, start_step: int = 0, factor: float = 1.0
+) -> list[str]:
+    """What a session says of its loggers; each third step has a validation, which is later."""
+    warnings = Warnings()
+    loggers = Loggers(
+        make_loggers(plan, start_step=start_step, run_ids=run_ids), plan.recipe, warnings
+    )
+    for step in steps:
+        loggers.log({"loss": factor / step, "learning_rate": 0.1}, step)
+        if step % 3 == 0:
+            loggers.log({"val_loss": factor / step}, step)
+    loggers.finalize("success")
+    return warnings.said
+
+
+def mlflow_run(out_dir: Path, run_id: str) -> Any:
+    import mlflow
+
+    return mlflow.MlflowClient((out_dir / "mlflow").as_uri()).get_run(run_id)
+
+
+def mlflow_values(out_dir: Path, run_id: str, key: str) -> list[tuple[int, float]]:
+    import mlflow
+
+    client = mlflow.MlflowClient((out_dir / "mlflow").as_uri())
+    return [(metric.step, metric.value) for metric in client.get_metric_history(run_id, key)]
+
+
+@pytest.fixture
+def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "TRACKIO_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    for name in (
+        "MLFLOW_ALLOW_FILE_STORE",
+        "MLFLOW_DISABLE_TELEMETRY",
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES",
+        "MLFLOW_HTTP_REQUEST_TIMEOUT",
+    ):
+        monkeypatch.setenv(name, "1")  # so that it is as before after the test
+
+
+@pytest.mark.usefixtures("no_server")
+class TestMlflow:
+    """Its client, with its files in out_dir."""
+
+    @pytest.fixture(autouse=True)
+    def _client(self) -> None:
+        pytest.importorskip("mlflow")
+
+    def test_a_run_goes_on_and_has_every_step_once_where_sessions_overlap(
+        self, tmp_path: Path
+    ) -> None:
+        plan = make("mlflow", tmp_path, log__project="pets", log__run="cats", log__group="a")
+        run_ids: dict[str, str] = {}
+        assert told(plan, range(1, 10), run_ids) == []
+        first = dict(run_ids)
+        # The step that was taken back has the value that was shown of it.
+        assert told(plan, range(7, 12), run_ids, start_step=6, factor=2.0) == []
+        assert run_ids == first
+        expected = [(s, 1 / s) for s in range(1, 10)] + [(s, 2 / s) for s in (10, 11)]
+        assert mlflow_values(tmp_path, run_ids["mlflow"], "loss") == expected
+        run = mlflow_run(tmp_path, run_ids["mlflow"])
+        assert (run.info.run_name, run.info.status, run.data.tags["group"]) == (
+            "cats", "FINISHED", "a",
+        )  # fmt: skip
+
+    def test_a_validation_that_was_missing_is_told_by_the_next_session(
+        self, tmp_path: Path
+    ) -> None:
+        plan, run_ids = make("mlflow", tmp_path), dict[str, str]()
+        told(plan, range(1, 3), run_ids)
+        warnings = Warnings()
+        loggers = Loggers(make_loggers(plan, start_step=2, run_ids=run_ids), plan.recipe, warnings)
+        loggers.log({"val_loss": 0.5}, 2)
+        loggers.finalize("success")
+        assert mlflow_values(tmp_path, run_ids["mlflow"], "val_loss") == [(2, 0.5)]
+
+    def test_a_run_that_branches_off_is_another_one(self, tmp_path: Path) -> None:
+        origin, branch = dict[str, str](), dict[str, str]()
+        told(make("mlflow", tmp_path), range(1, 5), origin)
+        told(make("mlflow", tmp_path), range(4, 6), branch, start_step=3)
+        assert origin["mlflow"] != branch["mlflow"]
+        assert [step for step, _ in mlflow_values(tmp_path, branch["mlflow"], "loss")] == [4, 5]
+
+    def test_the_recipe_is_there_and_no_token_is(self, tmp_path: Path) -> None:
+        run_ids: dict[str, str] = {}
+        told(make("mlflow", tmp_path, access_token="hf_secret", lora_r="4"), range(1, 2), run_ids)
+        params = mlflow_run(tmp_path, run_ids["mlflow"]).data.params
+        assert (params["lora_r"], params["train.global_batch_size"]) == ("4", "16")
+        assert "access_token" not in params
+        written = [path for path in (tmp_path / "mlflow").rglob("*") if path.is_file()]
+        assert not any(b"hf_secret" in path.read_bytes() for path in written)
+
+    def test_a_server_that_is_away_is_said_once_and_other_loggers_go_on(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with socket.socket() as closed:
+            closed.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{closed.getsockname()[1]}"
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://user:secret@{address}")
+        (said,) = told(make("[mlflow, tensorboard]", tmp_path), range(1, 6), {})
+        assert said.startswith("mlflow gets no values any more (MlflowException")
+        assert said.endswith("); metrics.csv has all of them") and "secret" not in said
+        assert [step for step, _ in scalars(tmp_path, "loss")] == [1, 2, 3, 4, 5]
+
+    def test_a_server_that_goes_away_is_said_once(self, tmp_path: Path) -> None:
+        plan, run_ids, warnings = make("mlflow", tmp_path), dict[str, str](), Warnings()
+        made = make_loggers(plan, start_step=0, run_ids=run_ids)
+        (logger,) = made.values()
+        loggers = Loggers(made, plan.recipe, warnings)
+        shutil.rmtree(tmp_path / "mlflow")
+        loggers.log({"loss": 1.0}, 1)
+        assert isinstance(logger, MlflowLogger)
+        logger._thread.join(30)
+        for step in (2, 3):
+            loggers.log({"loss": 1.0}, step)
+        loggers.finalize("success")
+        (said,) = warnings.said
+        assert "mlflow gets no values any more" in said
+
+    def test_a_run_that_the_server_does_not_know_begins_anew(self, tmp_path: Path) -> None:
+        run_ids = {"mlflow": "0" * 32}
+        assert told(make("mlflow", tmp_path), range(3, 5), run_ids, start_step=2) == []
+        assert [s for s, _ in mlflow_values(tmp_path, run_ids["mlflow"], "loss")] == [3, 4]
+
+
+def test_trackio_goes_on_and_has_every_step_once_where_sessions_overlap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip(
+        "trackio",
+        reason="trackio needs huggingface-hub 1.10, LitGPT declares less: see docs/logging.md",
+        exc_type=ImportError,
+    )
+    monkeypatch.setenv("TRACKIO_DIR", "")  # so that it is as before after the test
+    monkeypatch.setattr("trackio.utils.TRACKIO_DIR", tmp_path / "trackio")
+    monkeypatch.setattr("trackio.sqlite_storage.TRACKIO_DIR", tmp_path / "trackio")
+    plan, run_ids = make("trackio", tmp_path, log__project="pets"), dict[str, str]()
+    assert told(plan, range(1, 10), run_ids) == []
+    first = dict(run_ids)
+    assert told(plan, range(7, 12), run_ids, start_step=6) == []
+    assert run_ids == first
+    with sqlite3.connect(tmp_path / "trackio" / "pets.db") as database:
+        rows = database.execute(
+            "SELECT run_name, step, metrics FROM metrics ORDER BY id"
+        ).fetchall()
+    assert {name for name, _, _ in rows} == {run_ids["trackio"]}
+    assert [step for _, step, values in rows if b'"loss"' in values] == list(range(1, 12))
+
+
+@pytest.mark.parametrize("logger", ["mlflow", "trackio", "wandb"])
+def test_a_logger_that_is_not_installed_is_refused_before_anything_starts(
+    logger: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == logger else name)
+    plan = make(f"[tensorboard, {logger}]", tmp_path)
+    with pytest.raises(UserError, match=f"logger_name has {logger}, .*Try pip install {logger}"):
+        check_loggers_installed(plan.recipe)
+
+
+@pytest.mark.parametrize(
+    ("asked", "made"),
+    [
+        ("csv", []),
+        ("[]", []),
+        ("tensorboard", ["tensorboard"]),
+        ("[csv, mlflow]", ["mlflow"]),
+        ("[wandb, csv, tensorboard, wandb]", ["wandb", "tensorboard"]),
+    ],
+)
+def test_each_logger_is_made_once_and_csv_is_no_further_one(
+    asked: str, made: list[str], tmp_path: Path
+) -> None:
+    assert list(make_loggers(make(asked, tmp_path), start_step=0, run_ids={})) == made
