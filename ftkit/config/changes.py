@@ -45,6 +45,7 @@ KIND_OF: dict[str, Kind] = {
     "train.save_interval": "hardware",
     "train.log_interval": "hardware",
     "eval.interval": "hardware",
+    "eval.patience": "tunable",
     "eval.max_iters": "hardware",
     "eval.max_new_tokens": "hardware",
     "eval.evaluate_example": "hardware",

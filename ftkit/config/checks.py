@@ -40,6 +40,7 @@ def check_ranges(recipe: Recipe) -> None:
         ("checkpoint.keep_best", recipe.checkpoint.keep_best, 0),
         ("memory.activation_checkpointing", recipe.memory.activation_checkpointing or 1, 1),
         ("eval.interval", evaluation.interval, 0),
+        ("eval.patience", evaluation.patience, 1),
         ("eval.max_iters", evaluation.max_iters, 1),
         ("eval.max_new_tokens", evaluation.max_new_tokens, 0),
         ("eval.exact_match", evaluation.exact_match, 0),
@@ -91,6 +92,11 @@ def check_ranges(recipe: Recipe) -> None:
         raise UserError(
             f"train.max_tokens is {train.max_tokens}, but fine-tuning counts epochs or steps. "
             "Try --train.max_tokens null --train.max_steps 100."
+        )
+    if evaluation.patience is not None and not evaluation.interval:
+        raise UserError(
+            f"eval.patience is {evaluation.patience}, but eval.interval is 0: there is no "
+            "validation while training. Try --eval.interval 100, or --eval.patience null."
         )
     example = evaluation.evaluate_example
     if isinstance(example, str) and example not in ("first", "random"):

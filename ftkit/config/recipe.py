@@ -106,6 +106,9 @@ class Eval:
 
     interval: int = 600
     """Optimizer steps between validations."""
+    patience: int | None = None
+    """End training once this many validations in a row had no lower loss than one before them.
+    Empty: training ends as train.epochs and train.max_steps say."""
     max_iters: int = 100
     """Validate on at most this many batches of train.global_batch_size sequences."""
     max_new_tokens: int | None = 100

@@ -38,6 +38,7 @@ SPELLINGS = {"quantize": {"bnb.int8-training": "bnb.int8"}}
 ELSEWHERE = {
     "batch_size": "train.global_batch_size",
     "dataset": "data.path",
+    "early_stopping_patience": "eval.patience",
     "learning_rate": "optimizer.lr",
     "lr": "optimizer.lr",
     "lr_scheduler": "train.lr_schedule",

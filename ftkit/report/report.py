@@ -11,6 +11,7 @@ tokens and throughput, is of the session that is reported.
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,9 +20,11 @@ from typing import Any, Literal, Self
 from ftkit.errors import UserError
 from ftkit.report.answers import AnsweredExample, ExactMatch
 from ftkit.report.expert_load import ExpertLoad
+from ftkit.report.metrics import perplexity
 from ftkit.report.peak_memory import PeakMemory
-from ftkit.report.restarts import Restart
+from ftkit.report.restarts import Restart, Resumed
 from ftkit.report.step_memory import Shortage, StepMemory
+from ftkit.report.throughput import StepTimes, Throughput
 from ftkit.utils.files import write_durably
 from ftkit.utils.hardware import Hardware
 from ftkit.utils.json_values import for_json, from_json
@@ -107,24 +110,6 @@ class PhaseTimes:
     """Writing the result."""
     total: float | None = None
     """From the start of the command to its end."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepTimes:
-    """Mean seconds of one step, by part, over the steps of the throughput window on rank 0."""
-
-    data: float | None = None
-    """Waiting for the batch and moving it to the device."""
-    forward: float | None = None
-    """Forward passes of all micro-steps, loss included."""
-    backward: float | None = None
-    """Backward passes of all micro-steps, gradient exchange included."""
-    optimizer: float | None = None
-    """Clipping and update."""
-    other: float | None = None
-    """The rest of the step."""
-    total: float | None = None
-    """The whole step; the sum of the parts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,38 +199,6 @@ class Tokens:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Throughput:
-    """Speed over the window: the steps that show how fast a run is; see `ThroughputMeter`."""
-
-    tokens_per_s: float
-    """Real tokens per second, over all ranks."""
-    samples_per_s: float
-    """Samples per second, over all ranks."""
-    steps_per_s: float
-    """Optimizer steps per second."""
-    window_steps: int
-    """Steps in the window."""
-    window_s: float
-    """Their time; validation and saving lie outside."""
-    tokens_per_s_per_device: float
-    """tokens_per_s / world_size."""
-    micro_steps_per_step: float | None = None
-    """Forward and backward passes of one rank per step, in the mean."""
-    compiled_graphs: int | None = None
-    """Graphs that torch.compile made in the training steps of rank 0; those steps lie outside the
-    window. None: nothing is compiled."""
-    rank_imbalance: float | None = None
-    """Tokens of the fullest rank relative to the mean rank, averaged over the steps; 1 is perfect.
-    None: there is one rank."""
-    mfu: float | None = None
-    """Model FLOPs of the real tokens as a fraction of what the devices can do; None: unknown."""
-    device_utilization: float | None = None
-    """Mean fraction of time the GPU of rank 0 was busy, as the driver says; None: unknown."""
-    cpu_utilization: float | None = None
-    """Mean fraction of all hardware threads that this run's processes kept busy."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Loss:
     """Cross-entropy in nats per label token, over all sessions."""
 
@@ -259,27 +212,38 @@ class Loss:
     """Of the last validation."""
     validation_best: float | None = None
     """Lowest of all validations of the run."""
+    validation_best_step: int | None = None
+    """Steps done at that validation."""
+    validations_since_best: int = 0
+    """Validations after it, none of which was better."""
     perplexity: float | None = None
     """exp(validation_last)."""
     router_aux_loss: float | None = None
     """Auxiliary loss of the routers in the last step, without its coefficient; it is in none of the
     others. None: it is not trained with."""
 
+    def with_validation(self, step: int, loss: float) -> Self:
+        """The same after one more validation.
 
-@dataclass(frozen=True, kw_only=True)
-class Resumed:
-    """Where this session went on from."""
+        Args:
+            step: optimizer steps done.
+            loss: that was found.
+        """
+        best, is_number = self.validation_best, math.isfinite(loss)
+        is_best = is_number and (best is None or loss < best)
+        return dataclasses.replace(
+            self,
+            validation_first=loss if step == 0 else self.validation_first,
+            validation_last=loss,
+            validation_best=loss if is_best else best,
+            validation_best_step=step if is_best else self.validation_best_step,
+            validations_since_best=0 if is_best else self.validations_since_best + 1,
+            perplexity=perplexity(loss),
+        )
 
-    from_step: int
-    """Optimizer steps done before this session."""
-    checkpoint: str
-    """Its directory; relative to out_dir if it lies in there."""
-    strategy: str
-    """The strategy it was written under."""
-    world_size: int
-    """The ranks it was written by."""
-    changes: list[str] = field(default_factory=list)
-    """Fields of the recipe that are not as they were, one line each."""
+    def has_exhausted(self, patience: int | None) -> bool:
+        """Whether so many validations in a row were no better; None: any number may be."""
+        return patience is not None and self.validations_since_best >= patience
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,22 @@
-"""Restarts of a run: sessions that were lost or interrupted, and how the run went on after each."""
+"""Restarts of a run: sessions that were lost or interrupted, and where the run went on after."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """Where this session went on from."""
+
+    from_step: int
+    """Optimizer steps done before this session."""
+    checkpoint: str
+    """Its directory; relative to out_dir if it lies in there."""
+    strategy: str
+    """The strategy it was written under."""
+    world_size: int
+    """The ranks it was written by."""
+    changes: list[str] = field(default_factory=list)
+    """Fields of the recipe that are not as they were, one line each."""
 
 
 @dataclass(frozen=True, kw_only=True)

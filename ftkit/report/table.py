@@ -34,14 +34,13 @@ from ftkit.report.report import (
     Progress,
     Report,
     Resolved,
-    Resumed,
     Source,
     Spread,
-    Throughput,
     Tokens,
 )
-from ftkit.report.restarts import Restart
+from ftkit.report.restarts import Restart, Resumed
 from ftkit.report.step_memory import StepMemory
+from ftkit.report.throughput import Throughput
 
 
 def render(report: Report, out_dir: Path | None = None) -> Group:
@@ -337,14 +336,15 @@ def _loss_rows(loss: Loss) -> Iterator[tuple[str, str]]:
     if loss.router_aux_loss is not None:
         yield "router loss", f"{loss_text(loss.router_aux_loss)} in the last step"
     if validation := from_to_text(loss.validation_first, loss.validation_last, loss_text):
-        best = loss.validation_best
+        best, step = loss.validation_best, loss.validation_best_step
+        at = "" if step is None else f" (step {step:,})"
         perplexity = loss.perplexity
         yield (
             "validation",
             _joined(
                 (
                     validation,
-                    best not in (None, loss.validation_last) and f"best {loss_text(best)}",
+                    best not in (None, loss.validation_last) and f"best {loss_text(best)}{at}",
                     perplexity is not None and f"perplexity {number_text(perplexity)}",
                 )
             ),

@@ -1,10 +1,59 @@
 """Throughput and MFU of a run over its measured steps."""
 
 from collections.abc import Mapping
-
-from ftkit.report.report import StepTimes, Throughput
+from dataclasses import dataclass
 
 _Sums = dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """Mean seconds of one step, by part, over the steps of the throughput window on rank 0."""
+
+    data: float | None = None
+    """Waiting for the batch and moving it to the device."""
+    forward: float | None = None
+    """Forward passes of all micro-steps, loss included."""
+    backward: float | None = None
+    """Backward passes of all micro-steps, gradient exchange included."""
+    optimizer: float | None = None
+    """Clipping and update."""
+    other: float | None = None
+    """The rest of the step."""
+    total: float | None = None
+    """The whole step; the sum of the parts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Throughput:
+    """Speed over the window: the steps that show how fast a run is; see `ThroughputMeter`."""
+
+    tokens_per_s: float
+    """Real tokens per second, over all ranks."""
+    samples_per_s: float
+    """Samples per second, over all ranks."""
+    steps_per_s: float
+    """Optimizer steps per second."""
+    window_steps: int
+    """Steps in the window."""
+    window_s: float
+    """Their time; validation and saving lie outside."""
+    tokens_per_s_per_device: float
+    """tokens_per_s / world_size."""
+    micro_steps_per_step: float | None = None
+    """Forward and backward passes of one rank per step, in the mean."""
+    compiled_graphs: int | None = None
+    """Graphs that torch.compile made in the training steps of rank 0; those steps lie outside the
+    window. None: nothing is compiled."""
+    rank_imbalance: float | None = None
+    """Tokens of the fullest rank relative to the mean rank, averaged over the steps; 1 is perfect.
+    None: there is one rank."""
+    mfu: float | None = None
+    """Model FLOPs of the real tokens as a fraction of what the devices can do; None: unknown."""
+    device_utilization: float | None = None
+    """Mean fraction of time the GPU of rank 0 was busy, as the driver says; None: unknown."""
+    cpu_utilization: float | None = None
+    """Mean fraction of all hardware threads that this run's processes kept busy."""
 
 
 class ThroughputMeter:

@@ -22,10 +22,11 @@ from ftkit.console.display import Display
 from ftkit.errors import UserError
 from ftkit.optim.schedule import make_schedule
 from ftkit.remote.urls import local_path, spelt, url_of
-from ftkit.report.report import Progress, Report, read_report
+from ftkit.report.report import Loss, Progress, Report, read_report
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.fetching import fetch_companions, refresh
 from ftkit.utils.files import free_disk_bytes
+from ftkit.utils.json_values import from_json
 
 _LIMITS = ("epochs", "max_steps", "max_time")
 """Keys of `train` that end a run."""
@@ -419,23 +420,31 @@ def _steps_left(recipe: Recipe, metadata: Metadata) -> int:
         start_step=metadata.step,
         start_samples=metadata.samples,
     )
-    return schedule.total_steps - metadata.step
+    return 0 if _is_out_of_patience(recipe, metadata) else schedule.total_steps - metadata.step
+
+
+def _is_out_of_patience(recipe: Recipe, metadata: Metadata) -> bool:
+    loss = from_json(Loss, metadata.carried.get("loss") or {})
+    assert isinstance(loss, Loss)
+    return loss.has_exhausted(recipe.eval.patience)
 
 
 def _grew(saved: Recipe, now: Recipe) -> bool:
     """Whether a limit of the run is higher than it was, or gone."""
 
-    def limit(recipe: Recipe, key: str) -> float:
-        value = getattr(recipe.train, key)
-        return float("inf") if value is None else value
+    def limits(recipe: Recipe) -> list[float]:
+        values = [*(getattr(recipe.train, key) for key in _LIMITS), recipe.eval.patience]
+        return [float("inf") if value is None else value for value in values]
 
-    return any(limit(now, key) > limit(saved, key) for key in _LIMITS)
+    return any(after > before for before, after in zip(limits(saved), limits(now), strict=True))
 
 
 def _more(recipe: Recipe, metadata: Metadata) -> str:
     """Options that prolong the run."""
-    train = recipe.train
+    train, patience = recipe.train, recipe.eval.patience
     options = []
+    if patience is not None and _is_out_of_patience(recipe, metadata):
+        return f"--eval.patience {2 * patience}"
     if train.epochs and metadata.samples >= train.epochs * metadata.data.train_samples:
         epochs = int(metadata.samples // metadata.data.train_samples) + 1
         options.append(f"--train.epochs {max(epochs, train.epochs + 1)}")

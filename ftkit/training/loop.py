@@ -20,12 +20,13 @@ from ftkit.training.step import TrainStep
 
 
 class _Occasion(IntEnum):
-    """Why something is to be done after a step, by the clock of rank 0."""
+    """Why something is to be done after a step, as rank 0 sees it."""
 
     NONE = 0
-    OUT_OF_TIME = 1
-    SESSION_ENDS = 2
-    CHECKPOINT_OVERDUE = 3
+    OUT_OF_PATIENCE = 1
+    OUT_OF_TIME = 2
+    SESSION_ENDS = 3
+    CHECKPOINT_OVERDUE = 4
 
 
 class NonFiniteLoss(Exception):
@@ -105,7 +106,7 @@ class Training:
                 pin_memory=self._setup.plan.kind.pins_host_memory,
             )
         )
-        ends = self.signal_number is not None
+        ends = self.signal_number is not None or bool(self.exit_reason)
         for step in range(first, end):
             if ends:
                 break
@@ -128,6 +129,9 @@ class Training:
             if self._checkpointing is not None and loss is not None:
                 self._checkpointing.amend(step, loss)
         self.signal_number = self._stop.requested() or None
+        (occasion,) = of_rank_0(self._occasion())
+        if occasion == _Occasion.OUT_OF_PATIENCE:  # the session before ended before its result
+            self.exit_reason = self._patience_reason()
         self._recorder.enter("training")  # whoever reads this knows that the step will be finished
 
     def _tell(self, record: StepRecord) -> None:
@@ -181,6 +185,8 @@ class Training:
             self.signal_number = signal_number
         elif step == self._order.total_steps:
             self.exit_reason = self._reason()
+        elif occasion == _Occasion.OUT_OF_PATIENCE:
+            self.exit_reason = self._patience_reason()
         elif occasion == _Occasion.OUT_OF_TIME:
             self.exit_reason = f"train.max_time of {self._recipe.train.max_time:g} s reached"
         elif occasion == _Occasion.SESSION_ENDS or self._session_ends(step):
@@ -203,7 +209,10 @@ class Training:
         return bool(interval) and step % interval == 0 and step < self._order.total_steps
 
     def _occasion(self) -> _Occasion:
-        """What the clocks of this rank ask for."""
+        """What the validations and clocks of this rank ask for."""
+        loss = self._recorder.report.loss
+        if loss is not None and loss.has_exhausted(self._recipe.eval.patience):
+            return _Occasion.OUT_OF_PATIENCE
         max_time, after = self._recipe.train.max_time, self._stop_after
         if max_time is not None and self._recorder.training_s >= max_time:
             return _Occasion.OUT_OF_TIME
@@ -234,6 +243,7 @@ class Training:
             step = self._recorder.steps
             # An earlier session may have come as far as this.
             known = step == self._start.step and self._start.is_validated
+            known = known or self._evaluator.validation_loss(step) is not None
             self._evaluator.evaluate(
                 step, validation=wanted and not known, exact_match=True, example=wanted
             )
@@ -245,6 +255,14 @@ class Training:
             self._checkpointing.finish()
         if self._checkpointing is not None:
             self._checkpointing.release()
+
+    def _patience_reason(self) -> str:
+        loss = self._recorder.report.loss
+        assert loss is not None
+        return (
+            f"eval.patience of {self._recipe.eval.patience} reached: no validation loss below "
+            f"{loss.validation_best or math.nan:.4f}, of step {loss.validation_best_step}"
+        )
 
     def _reason(self) -> str:
         train = self._recipe.train

@@ -17,7 +17,7 @@ from ftkit.data.sources import data_source
 from ftkit.memory.meter import DevicePeak
 from ftkit.report.answers import AnsweredExample, ExactMatch
 from ftkit.report.expert_load import ExpertLoad
-from ftkit.report.metrics import MetricsWriter, ValidationWriter, perplexity
+from ftkit.report.metrics import MetricsWriter, ValidationWriter
 from ftkit.report.peak_flops import peak_flops
 from ftkit.report.peak_memory import PeakMemory, RankMemory
 from ftkit.report.report import (
@@ -28,17 +28,16 @@ from ftkit.report.report import (
     PhaseName,
     PhaseTimes,
     Progress,
-    Resumed,
     Source,
     Spread,
-    Throughput,
     Tokens,
     write_report,
 )
+from ftkit.report.restarts import Resumed
 from ftkit.report.source_meter import SourceMeter
 from ftkit.report.step_memory import RankStepMemory, StepMemory
 from ftkit.report.step_record import StepRecord
-from ftkit.report.throughput import ThroughputMeter
+from ftkit.report.throughput import Throughput, ThroughputMeter
 from ftkit.runs.directory import RankDirectory
 from ftkit.runs.job import Job
 from ftkit.strategies.distributed import make_device
@@ -340,16 +339,7 @@ class Recorder:
         self._note_failures()
         before = self.report.loss
         assert before is not None
-        best = before.validation_best
-        self.note(
-            loss=dataclasses.replace(
-                before,
-                validation_first=loss if step == 0 else before.validation_first,
-                validation_last=loss,
-                validation_best=loss if best is None else min(best, loss),
-                perplexity=perplexity(loss),
-            )
-        )
+        self.note(loss=before.with_validation(step, loss))
 
     def _summarise(self) -> None:
         """Bring the sections that follow from the steps up to date."""

@@ -113,6 +113,7 @@ def test_another_method_says_all(saved: str, now: str) -> None:
         ({"train__lr_warmup_steps": 10}, "train.lr_warmup_steps 100 -> 10"),
         ({"train__min_lr": 0}, "train.min_lr 6e-05 -> 0.0"),
         ({"train__lr_schedule": "wsd"}, "train.lr_schedule cosine -> wsd"),
+        ({"eval__patience": 3}, "eval.patience empty -> 3"),
         ({"precision": "32-true"}, "precision empty -> 32-true"),
         ({"lora_dropout": 0}, "lora_dropout 0.05 -> 0.0"),
         ({"optimizer__lr": 1e-3}, "optimizer.lr empty -> 0.001"),

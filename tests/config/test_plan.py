@@ -425,6 +425,7 @@ def test_an_unknown_strategy_names_those_there_are() -> None:
         "checkpoint.keep_best": 0,
         "train.log_interval": 1,
         "eval.interval": 0,
+        "eval.patience": 1,
         "eval.max_iters": 1,
         "eval.max_new_tokens": 0,
         "eval.exact_match": 0,
@@ -485,6 +486,12 @@ def test_a_value_out_of_range_says_so_and_suggests_options_that_work(
 @pytest.mark.parametrize("value", ["first", "random", 0, 3])
 def test_the_example_is_the_first_a_random_one_or_an_index(value: str | int) -> None:
     assert plan(eval__evaluate_example=value)
+
+
+def test_patience_needs_validations_to_count() -> None:
+    message = refusal(eval__patience=3, eval__interval=0)
+    assert "eval.patience is 3, but eval.interval is 0" in message
+    assert plan(eval__patience=3, eval__interval=100)
 
 
 def test_an_interval_of_zero_never_validates() -> None:

@@ -42,17 +42,15 @@ from ftkit.report.report import (
     Progress,
     Report,
     Resolved,
-    Resumed,
     Spread,
-    StepTimes,
-    Throughput,
     Tokens,
     read_report,
     write_report,
 )
+from ftkit.report.restarts import Resumed
 from ftkit.report.step_memory import Breakdown, RankStepMemory, StepMemory, StepMoments
 from ftkit.report.table import render
-from ftkit.report.throughput import ThroughputMeter
+from ftkit.report.throughput import StepTimes, Throughput, ThroughputMeter
 from ftkit.utils import hardware as hardware_module
 from ftkit.utils.hardware import Hardware, InstalledGpu
 from ftkit.utils.json_values import without_tokens

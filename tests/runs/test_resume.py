@@ -241,6 +241,18 @@ def test_a_run_that_its_time_ended_is_complete_until_it_gets_more(out: Path) -> 
     assert found(recipe(out, resume="auto"))
 
 
+def test_a_run_that_was_out_of_patience_is_complete_until_it_gets_more(out: Path) -> None:
+    since_best = {"loss": {"validation_best": 1.5, "validations_since_best": 3}}
+    save_run(recipe(out, eval__patience=3), 10, carried=since_best)
+    ended(out, "completed", 10, result=True)
+    text = completion(recipe(out, resume="auto", eval__patience=3))
+    assert text.endswith("--eval.patience 6")
+    longer = recipe(out, resume="auto", eval__patience=3, train__epochs=9)
+    assert "is complete" in completion(longer)
+    assert found(recipe(out, resume="auto", eval__patience=4))
+    assert found(recipe(out, resume="auto"))
+
+
 def test_a_run_whose_result_is_missing_is_not_complete(out: Path) -> None:
     save_run(recipe(out), LAST)
     assert found(recipe(out, resume="auto")).metadata.step == LAST

@@ -1,5 +1,6 @@
 """Promise P1: the strategy and the number of ranks never change what is learned."""
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from rank_jobs import (
+    CONTROL,
     HAS_DEEPSPEED,
     METHODS,
     Case,
@@ -129,6 +131,44 @@ def test_sharded_parameters_of_16_bits_learn_what_whole_ones_do(
     norms, of_one = ([float(row["grad_norm"] or 0) for row in o.rows] for o in (found, expected))
     assert norms == pytest.approx(of_one, rel=3e-3)
     assert not any(torch.tensor(norm).bfloat16().item() == norm for norm in (*norms, *of_one))
+
+
+# --- Training control ---------------------------------------------------------------------------
+
+SEVERAL = ["ddp", "fsdp", *(["deepspeed"] if HAS_DEEPSPEED else [])]
+CONTROLLED = {name: Case(name, "full", changes=CONTROL) for name in ["single", *SEVERAL]}
+
+
+@pytest.fixture(scope="module")
+def controlled(run: Run) -> dict[str, Outcome]:
+    """By strategy, and one that began under fsdp and went on elsewhere after 4 of its 6 steps."""
+    first = dataclasses.replace(CONTROLLED["fsdp"], stop_after=4)
+    found = run(2, [*(CONTROLLED[name] for name in SEVERAL), first])
+    moved = dataclasses.replace(CONTROLLED["single"], start=found[first].out_dir)
+    found |= run(1, [CONTROLLED["single"], moved])
+    assert len(found[first].rows) == 4 and found[first].report.outcome == "stopped"
+    return {name: found[case] for name, case in (CONTROLLED | {"moved": moved}).items()}
+
+
+@pytest.mark.parametrize("name", [*STRATEGIES, "moved"])
+def test_what_controls_training_does_the_same_everywhere(
+    controlled: dict[str, Outcome], name: str
+) -> None:
+    found, expected = controlled[name], controlled["single"]
+    # The rate is 20 times that of the other tests, and so is what rounding does to weights.
+    assert_same_maths(found, expected, weights_within=2e-4, validations=7)
+    assert found.report.exit_reason == expected.report.exit_reason
+
+
+def test_the_recipe_of_that_bends_its_schedule_and_ends_out_of_patience(
+    controlled: dict[str, Outcome],
+) -> None:
+    found = controlled["single"]
+    assert len(found.rows) == 6, "of 18"
+    rates = [float(row["lr"] or 0) for row in found.rows]
+    assert rates[:5] == [0.03, *[0.06] * 4] and 0.05 < rates[5] < 0.06
+    assert "eval.patience of 3 reached: no validation loss below " in found.report.exit_reason
+    assert found.report.exit_reason.endswith(", of step 3")
 
 
 # --- Options of the strategies ------------------------------------------------------------------

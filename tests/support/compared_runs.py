@@ -18,10 +18,9 @@ from ftkit.report.report import (
     Progress,
     Report,
     Resolved,
-    Resumed,
-    Throughput,
     write_report,
 )
+from ftkit.report.restarts import Resumed
 from ftkit.report.step_memory import (
     Breakdown,
     PredictedStep,
@@ -29,6 +28,7 @@ from ftkit.report.step_memory import (
     StepMemory,
     StepMoments,
 )
+from ftkit.report.throughput import Throughput
 from ftkit.runs.directory import RunDirectory
 from ftkit.utils.hardware import Hardware, InstalledGpu
 

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -18,7 +19,7 @@ from ftkit.checkpoint.metadata import BaseIdentity, DataIdentity, Layout, Metada
 from ftkit.report.answers import AnsweredExample, ExactMatch
 from ftkit.report.expert_load import ExpertLoad
 from ftkit.report.metrics import read_metrics, read_validation
-from ftkit.report.report import Report, Spread, read_report, write_report
+from ftkit.report.report import Loss, Report, Spread, read_report, write_report
 from ftkit.report.step_record import PARTS
 from ftkit.training.recorder import Recorder
 from ftkit.utils.files import make_reserve
@@ -83,7 +84,17 @@ def test_progress_and_loss_are_of_the_whole_run(tmp_path: Path) -> None:
     assert dataclasses.astuple(progress) == (12, 120, 1.2)
     assert (loss.first, loss.last) == (10.0, 10.0 / 12)
     assert (loss.validation_first, loss.validation_last, loss.validation_best) == (5.0, 1.8, 1.5)
+    assert (loss.validation_best_step, loss.validations_since_best) == (4, 2)
+    assert [patience for patience in (None, 1, 2, 3) if loss.has_exhausted(patience)] == [1, 2]
     assert read_report(tmp_path / "out/.run/rank-0").loss == loss
+
+
+def test_a_validation_loss_that_is_no_number_is_no_better() -> None:
+    loss = Loss().with_validation(5, math.nan)
+    assert (loss.validation_best, loss.validations_since_best) == (None, 1)
+    loss = loss.with_validation(10, 3.0).with_validation(15, 3.0).with_validation(20, math.nan)
+    assert (loss.validation_best, loss.validation_best_step) == (3.0, 10)
+    assert loss.validations_since_best == 2, "an equal one is no better"
 
 
 def test_what_was_asked_before_training_is_still_known(tmp_path: Path) -> None:
