@@ -17,6 +17,7 @@ from ftkit.checkpoint.shards import Piece, StoredState, StoredTensor, share_of
 from ftkit.errors import UserError
 from ftkit.lora.names import our_name
 from ftkit.model.load_weights import kept_parameters
+from ftkit.model.sharding import Sharding
 from ftkit.optim.state_kinds import BLOCK
 
 PARAMETER = "parameter"
@@ -95,6 +96,23 @@ def capture(model: nn.Module, holder: Holder, rank: int, world_size: int) -> Ite
 def trained_parameter(stored: StoredState, name: str) -> StoredTensor:
     """A parameter in a checkpoint, by our name."""
     return stored[stored_name(PARAMETER, name)]
+
+
+def replace_trained(model: nn.Module, sharding: Sharding, stored: StoredState) -> None:
+    """Give what a model trains the numbers of a checkpoint; every rank does so.
+
+    Those that an optimizer keeps beside it stay: nothing can be trained after.
+
+    Args:
+        model: that has trained.
+        sharding: which part of it this rank has.
+        stored: from a checkpoint of the same run.
+    """
+    sharding.reshard(model)
+    with torch.no_grad():
+        for name, parameter in kept_parameters(model).items():
+            if parameter.requires_grad:
+                sharding.replace(parameter, trained_parameter(stored, our_name(name)))
 
 
 def restore(

@@ -64,7 +64,7 @@ MEASURES = (
     Measure(
         key="validation_loss",
         head="val loss",
-        value=_of("loss", "validation_last"),
+        value=lambda report: report.validation_loss,
         text=loss_text,
         better="lower",
     ),
@@ -375,7 +375,7 @@ def _steps_text(run: ComparedRun, text: str) -> str:
 
 
 def _usual_order(run: ComparedRun) -> tuple[int, float, float, str]:
-    loss = run.report.loss.validation_last if run.report.loss else None
+    loss = run.report.validation_loss
     speed = run.report.throughput.tokens_per_s if run.report.throughput else 0.0
     group = 0 if run.state in ENDED_WELL else 1 if run.state in AT_WORK else 2
     return group, math.inf if loss is None else round(loss, 4), -speed, run.name

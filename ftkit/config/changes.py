@@ -61,6 +61,7 @@ KIND_OF: dict[str, Kind] = {
     "checkpoint.keep_last": "hardware",
     "checkpoint.keep_every": "hardware",
     "checkpoint.keep_best": "hardware",
+    "checkpoint.result": "hardware",
     "checkpoint.asynchronous": "hardware",
     "checkpoint.max_staged_bytes": "hardware",
     "memory.activation_checkpointing": "hardware",

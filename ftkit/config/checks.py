@@ -10,6 +10,7 @@ from ftkit.accelerators.kinds import device_kind
 from ftkit.config.devices import Devices
 from ftkit.config.recipe import LAYER_SWITCHES, LoggerName, LoraRecipe, Recipe
 from ftkit.errors import UserError
+from ftkit.remote.urls import spelt, url_of
 from ftkit.utils.units import parse_duration
 
 _PACKAGE_OF: dict[LoggerName, str] = {
@@ -98,6 +99,11 @@ def check_ranges(recipe: Recipe) -> None:
             f"eval.patience is {evaluation.patience}, but eval.interval is 0: there is no "
             "validation while training. Try --eval.interval 100, or --eval.patience null."
         )
+    if recipe.checkpoint.result == "best" and not recipe.checkpoint.save:
+        raise UserError(
+            "checkpoint.result is best, but checkpoint.save is false: no checkpoint is kept. "
+            "Try --checkpoint.save true, or --checkpoint.result last."
+        )
     example = evaluation.evaluate_example
     if isinstance(example, str) and example not in ("first", "random"):
         raise UserError(
@@ -106,6 +112,49 @@ def check_ranges(recipe: Recipe) -> None:
         )
     if isinstance(recipe, LoraRecipe):
         _check_lora(recipe)
+
+
+def check_best(recipe: Recipe, nodes: int) -> None:
+    """Refuse a result that not all machines could read the checkpoint of.
+
+    Args:
+        recipe: what is asked.
+        nodes: machines.
+    """
+    if recipe.checkpoint.result == "best" and nodes > 1 and url_of(recipe.out_dir):
+        raise UserError(
+            f"checkpoint.result is best and out_dir is {spelt(recipe.out_dir)}: each of the "
+            f"{nodes} machines has shards of its own ranks there. Try --out_dir on a disk that all "
+            "of them share, or --checkpoint.result last."
+        )
+
+
+def check_validations(recipe: Recipe, total_steps: int) -> list[str]:
+    """What is asked of validations while a run trains, once its length is known; what to tell.
+
+    Args:
+        recipe: what is asked.
+        total_steps: of the run.
+
+    Raises:
+        UserError: the best checkpoint is to be the result, and none is validated.
+    """
+    settings, patience = recipe.eval, recipe.eval.patience
+    before_last = (total_steps - 1) // settings.interval if settings.interval else 0
+    if recipe.checkpoint.result == "best" and not before_last and not settings.final_validation:
+        raise UserError(
+            f"checkpoint.result is best, but none of the {total_steps} steps is validated: "
+            f"eval.interval is {settings.interval} and eval.final_validation is false. "
+            f"Try --eval.interval {max(1, total_steps // 4)}, or --checkpoint.result last."
+        )
+    if patience is None or before_last >= patience:
+        return []
+    notice = (
+        f"eval.patience {patience} cannot end this run of {total_steps} steps before its last one: "
+        f"eval.interval is {settings.interval}. "
+        f"Try --eval.interval {max(1, total_steps // (4 * patience))}."
+    )
+    return [notice]
 
 
 def _intervals(keep_every: int | dict[int, int] | None) -> list[tuple[str, int | None, int]]:

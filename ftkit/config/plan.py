@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 
 from ftkit.accelerators.kinds import HOST_KIND, DeviceKind, device_kind
-from ftkit.config.checks import check_kernels, check_ranges, ignored_layers
+from ftkit.config.checks import check_best, check_kernels, check_ranges, ignored_layers
 from ftkit.config.devices import Devices
 from ftkit.config.recipe import MicroBatchKey, Precision, Recipe, Train
 from ftkit.config.strategies import (
@@ -138,6 +138,7 @@ def make_plan(recipe: Recipe, devices: Devices, *, trains: bool = True) -> Plan:
     if trains and precision == "16-true" and not RULES[strategy].keeps_masters:
         raise untrainable_float16(strategy, devices)
     notices += ignored_layers(recipe)
+    check_best(recipe, nodes)
     check_kernels(recipe, devices, strategy, compiles=RULES[strategy].compiles)
     if trains and recipe.memory.offload_activations:
         notices += _check_offloading(recipe, devices)

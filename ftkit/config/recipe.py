@@ -158,6 +158,9 @@ class Checkpoint:
     it, where the last one goes on beyond step 10000."""
     keep_best: int = 0
     """Also keep this many checkpoints with the lowest validation loss."""
+    result: Literal["last", "best"] = "last"
+    """What the result is made of: the last step, or the checkpoint with the lowest validation loss,
+    which is kept until then."""
     asynchronous: bool = True
     """Train on while a checkpoint is being written, from a copy in host memory."""
     max_staged_bytes: int | None = None
@@ -165,13 +168,18 @@ class Checkpoint:
     none: training waits while its numbers go through this much memory to the disk. Empty: what the
     copy needs, see ftkit plan."""
 
+    @property
+    def best_kept(self) -> int:
+        """How many of the lowest validation loss are kept."""
+        return max(self.keep_best, 1) if self.result == "best" else self.keep_best
+
     def most_at_once(self, steps: int | None) -> int:
         """Checkpoints on the disk at one time, at most; those of `keep_every` are not counted.
 
         Args:
             steps: to come, each with one checkpoint at most; None: not known.
         """
-        most = self.keep_last + self.keep_best + 1  # the next is written before an old one goes
+        most = self.keep_last + self.best_kept + 1  # the next is written before an old one goes
         return most if steps is None else min(most, steps)
 
 

@@ -43,6 +43,7 @@ ELSEWHERE = {
     "lr": "optimizer.lr",
     "lr_scheduler": "train.lr_schedule",
     "lr_scheduler_type": "train.lr_schedule",
+    "load_best_model_at_end": "checkpoint.result",
     "max_length": "train.max_seq_length",
     "model": "checkpoint_dir",
     "model_name_or_path": "checkpoint_dir",

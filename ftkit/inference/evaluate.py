@@ -51,7 +51,7 @@ def evaluate(result: Result, options: EvaluateOptions) -> int:
     values = {
         "result": result.name,
         "directory": spelt(result.directory),
-        "step": result.metadata.step if result.metadata else None,
+        "step": result.step,
         "base_model": _base_name(result, in_use),
         "precision": in_use.plan.precision,
         "quantize": in_use.quantize,

@@ -77,6 +77,14 @@ class Result:
         """Of the base model that it was trained from; None: not recorded."""
         return self.metadata.base.fingerprint if self.metadata else self.noted_fingerprint
 
+    @property
+    def step(self) -> int | None:
+        """Optimizer steps that have made it, if that is known."""
+        report = report_of(self)
+        if report is not None and report.result is not None:
+            return report.result.step
+        return None if self.metadata is None else self.metadata.step
+
 
 def find_result(name: str) -> Result:
     """What a name stands for.

@@ -26,6 +26,9 @@ class Sharding(Protocol):
         Every rank puts the same parameters in the same order.
         """
 
+    def replace(self, parameter: nn.Parameter, value: Rows) -> None:
+        """Set a parameter of a model that has trained; every rank does so, in the same order."""
+
     def reshard(self, model: nn.Module) -> None:
         """Free what was gathered for a forward pass that no backward pass has followed."""
 
@@ -41,7 +44,10 @@ class Whole:
         model.tie()
 
     def put(self, model: nn.Module, name: str, value: Rows) -> None:
-        model.get_parameter(name).data.copy_(value[:])
+        self.replace(model.get_parameter(name), value)
+
+    def replace(self, parameter: nn.Parameter, value: Rows) -> None:
+        parameter.data.copy_(value[:])
 
     def reshard(self, model: nn.Module) -> None:
         pass

@@ -19,6 +19,7 @@ from ftkit.console.formatting import (
 )
 from ftkit.model_card.origin import BaseOrigin, DataOrigin
 from ftkit.pretrained.hub import CARD, is_litgpt
+from ftkit.report.metrics import perplexity
 from ftkit.report.report import Report
 from ftkit.report.table import memory_text
 from ftkit.utils.files import write_durably
@@ -184,10 +185,10 @@ def _rows(report: Report, base: BaseOrigin, data: DataOrigin) -> Iterator[tuple[
         )
     if loss is not None:
         yield "Training loss", from_to_text(loss.first, loss.last, loss_text)
-        if loss.validation_last is not None:
-            text = from_to_text(loss.validation_first, loss.validation_last, loss_text)
-            perplexity = f", perplexity {loss.perplexity:.2f}" if loss.perplexity else ""
-            yield "Validation loss", text + perplexity
+        if (found := report.validation_loss) is not None:
+            text = from_to_text(loss.validation_first, found, loss_text)
+            of_step = f" at step {report.result.step:,}" if report.result else ""
+            yield "Validation loss", f"{text}{of_step}, perplexity {perplexity(found):.2f}"
     if (match := report.exact_match) is not None:
         text = from_to_text(match.before, match.after, percent_text)
         yield "Exact match", f"{text} of {match.samples:,} validation records" if text else ""

@@ -118,12 +118,6 @@ def make_schedule(
                 "the rate stays constant after the warm-up."
             )
     notices += _without_effect(train)
-    patience, interval = recipe.eval.patience, recipe.eval.interval
-    if patience is not None and (total - 1) // interval < patience:
-        notices.append(
-            f"eval.patience {patience} cannot end this run of {total} steps before its last one: "
-            f"eval.interval is {interval}. Try --eval.interval {max(1, total // (4 * patience))}."
-        )
     decay = math.ceil(train.lr_decay_fraction * total) if train.lr_schedule == "wsd" else 0
     return Schedule(total, warmup, final_share, train.lr_schedule, decay), notices
 

@@ -296,6 +296,16 @@ class Files:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChosenResult:
+    """The checkpoint that the result was made of, where it was chosen."""
+
+    step: int
+    """Optimizer steps done."""
+    validation_loss: float | None = None
+    """Of the result; None: none was measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """What was measured in one run."""
 
@@ -363,6 +373,15 @@ class Report:
     """What the user should know, one line each."""
     files: Files | None = None
     """What the run left behind."""
+    result: ChosenResult | None = None
+    """Of which step the result is, with checkpoint.result best; None: of the last."""
+
+    @property
+    def validation_loss(self) -> float | None:
+        """Of the result; without a chosen one, of the last validation."""
+        if self.result is not None:
+            return self.result.validation_loss
+        return None if self.loss is None else self.loss.validation_last
 
 
 def write_report(report: Report, out_dir: Path) -> Path:

@@ -27,6 +27,7 @@ from ftkit.report.peak_memory import PeakMemory
 from ftkit.report.report import (
     ENDED_WELL,
     Checkpoints,
+    ChosenResult,
     DataCounts,
     Files,
     Loss,
@@ -188,7 +189,7 @@ def _text_rows(report: Report, out_dir: Path | None) -> Iterator[tuple[str, str]
     for warning in report.warnings:
         yield "warning", warning
     if report.files:
-        yield from _file_rows(report.files, out_dir)
+        yield from _file_rows(report.files, report.result, out_dir)
     if report.checkpoints and (last := report.checkpoints.last):
         yield "checkpoint", spelt(out_dir / last) if out_dir else last
 
@@ -419,12 +420,16 @@ def _source_text(source: Source) -> str:
     )
 
 
-def _file_rows(files: Files, out_dir: Path | None) -> Iterator[tuple[str, str]]:
+def _file_rows(
+    files: Files, chosen: ChosenResult | None, out_dir: Path | None
+) -> Iterator[tuple[str, str]]:
     def place(name: str) -> str:
         return spelt(out_dir / name) if out_dir else name
 
     if files.final:
-        yield "result", place(files.final)
+        of_step = chosen and f"of step {chosen.step:,}"
+        lowest = chosen and f"validation loss {loss_text(chosen.validation_loss)}"
+        yield "result", _joined((place(files.final), of_step, lowest))
     logs = [place(name) for name in (files.metrics, files.validation, files.log) if name]
     if logs:
         yield "logs", _joined(logs)

@@ -270,7 +270,9 @@ class FullyShard:
             part.set_modules_to_backward_prefetch(parts[max(index - ahead, 1) : index][::-1])
 
     def put(self, model: nn.Module, name: str, value: Rows) -> None:
-        parameter = model.get_parameter(name)
+        self.replace(model.get_parameter(name), value)
+
+    def replace(self, parameter: nn.Parameter, value: Rows) -> None:
         assert isinstance(parameter, DTensor)
         local = parameter.to_local()
         local.copy_(value[_rows(parameter)].reshape(local.shape))

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ftkit.chat_templates.template import CHAT_TEMPLATE
+from ftkit.checkpoint.best import Candidates, best_checkpoint
 from ftkit.checkpoint.files import ADAPTER, BASE, RECIPE
 from ftkit.checkpoint.interval import (
     FIRST_S,
@@ -16,10 +17,11 @@ from ftkit.checkpoint.interval import (
     mean_between_losses_s,
     usual_save_s,
 )
-from ftkit.checkpoint.metadata import Layout, Metadata, write_metadata
+from ftkit.checkpoint.metadata import Layout, Metadata, read_metadata, write_metadata
 from ftkit.checkpoint.saver import Retention, Saved, Saver
-from ftkit.checkpoint.state import capture, restore
-from ftkit.checkpoint.store import is_milestone
+from ftkit.checkpoint.shards import StoredState
+from ftkit.checkpoint.state import capture, replace_trained, restore
+from ftkit.checkpoint.store import Store, is_milestone
 from ftkit.config.parsing import to_yaml
 from ftkit.config.recipe import LoraRecipe
 from ftkit.console.formatting import bytes_text, duration_text, utc_now
@@ -27,7 +29,8 @@ from ftkit.lora.save import save_adapter
 from ftkit.model.load_weights import trained_weights
 from ftkit.pretrained.base_model import save_companions
 from ftkit.pretrained.chat_files import GENERATION
-from ftkit.strategies.distributed import rank
+from ftkit.report.report import ChosenResult
+from ftkit.strategies.distributed import of_rank_0, rank
 from ftkit.training.journal import Journal
 from ftkit.training.setup import Setup
 from ftkit.utils.hardware import versions
@@ -55,7 +58,7 @@ class Checkpointing:
         self._retention = Retention(
             keep_last=settings.keep_last,
             keep_every=settings.keep_every,
-            keep_best=settings.keep_best,
+            keep_best=settings.best_kept,
         )
         directory = setup.job.directory
         self._store = directory.store
@@ -188,6 +191,51 @@ class Checkpointing:
         self._advised_s = advised_s
         if (noted := recorder.report.checkpoints) is not None:
             recorder.note(checkpoints=dataclasses.replace(noted, advised_every_s=advised_s))
+
+    def take_best(self, step: int, validation_loss: float | None) -> None:
+        """Give the model the numbers of the checkpoint with the lowest validation loss.
+
+        Every rank calls this, after the last step.
+
+        Args:
+            step: whose numbers the model has.
+            validation_loss: of them, if it was measured in this session.
+        """
+        self.finish()
+        start, job, recorder = self._setup.start, self._setup.job, self._journal.recorder
+        places = [Candidates(directory=self._store.directory, last_step=step)]
+        if job.start is not None and not start.in_place:  # what came before the branch
+            places.append(Candidates(directory=Path(job.start).parent, last_step=start.step))
+        found = None
+        if rank() == 0:
+            now = None if validation_loss is None else (validation_loss, step)
+            found = best_checkpoint(places, now, self._journal.warn)
+        best, place = of_rank_0(*(found or (step, -1)))
+        loss = validation_loss if best == step else None
+        if best != step or (loss is None and place >= 0):
+            checkpoint = Store(places[place].directory).path(best)
+            metadata = read_metadata(checkpoint)
+            loss = metadata.validation_loss
+            if best != step:
+                stored = StoredState.in_checkpoint(checkpoint, metadata)
+                with self._journal.display.phase("taking the best checkpoint", brief=True):
+                    replace_trained(self._setup.model, self._setup.strategy.sharding, stored)
+        recorder.note(result=ChosenResult(step=best, validation_loss=loss))
+        self._tell_best(best, loss)
+
+    def _tell_best(self, step: int, loss: float | None) -> None:
+        """Say which step the result is of, and whether another one was better."""
+        if loss is None:
+            self._journal.warn("No validation loss is known: the result is of the last step.")
+            return
+        self._journal.display.message(f"the result is of step {step}: validation loss {loss:.4f}")
+        known = self._journal.recorder.report.loss
+        if known is not None and known.validation_best is not None and known.validation_best < loss:
+            self._journal.warn(
+                f"The lowest validation loss, {known.validation_best:.4f}, was that of step "
+                f"{known.validation_best_step}, of which there is no checkpoint: the result is of "
+                f"step {step}."
+            )
 
     def finish(self) -> None:
         """Wait for what is being written."""

@@ -179,7 +179,9 @@ class Training:
         if self._validation_due(step) and not self._stop.requested():
             self._evaluator.evaluate(step, validation=True, exact_match=False, example=True)
             self._recorder.enter("training")
-        signal_number, occasion = of_rank_0(self._stop.signal_number or 0, self._occasion())
+        signal_number, occasion, is_candidate = of_rank_0(
+            self._stop.signal_number or 0, self._occasion(), self._is_candidate(step)
+        )
         ends = True
         if signal_number:
             self.signal_number = signal_number
@@ -195,8 +197,6 @@ class Training:
         else:
             ends = False
         if self._checkpointing is not None:
-            loss = self._evaluator.validation_loss(step)
-            is_candidate = self._recipe.checkpoint.keep_best and loss is not None
             overdue = occasion == _Occasion.CHECKPOINT_OVERDUE
             if ends or overdue or is_candidate or self._checkpointing.due(step):
                 self._save(step, wait=bool(signal_number) or self.stopped)
@@ -207,6 +207,14 @@ class Training:
         """Whether there is a validation after a step that is not the last."""
         interval = self._recipe.eval.interval
         return bool(interval) and step % interval == 0 and step < self._order.total_steps
+
+    def _is_candidate(self, step: int) -> bool:
+        """Whether the state after a step may be one of the best to be kept."""
+        settings, known = self._recipe.checkpoint, self._recorder.report.loss
+        if self._evaluator.validation_loss(step) is None:
+            return False
+        is_best = known is not None and known.validation_best_step == step
+        return settings.keep_best > 0 or (settings.result == "best" and is_best)
 
     def _occasion(self) -> _Occasion:
         """What the validations and clocks of this rank ask for."""
@@ -244,9 +252,15 @@ class Training:
             # An earlier session may have come as far as this.
             known = step == self._start.step and self._start.is_validated
             known = known or self._evaluator.validation_loss(step) is not None
-            self._evaluator.evaluate(
-                step, validation=wanted and not known, exact_match=True, example=wanted
-            )
+            validates = wanted and not known
+            if self._checkpointing is not None and self._recipe.checkpoint.result == "best":
+                self._evaluator.evaluate(
+                    step, validation=validates, exact_match=False, example=False
+                )
+                validates = False
+                if not self._stop.requested():
+                    self._checkpointing.take_best(step, self._evaluator.validation_loss(step))
+            self._evaluator.evaluate(step, validation=validates, exact_match=True, example=wanted)
             self.signal_number = self._stop.requested() or None
             if self._checkpointing is not None:
                 self._recorder.enter("saving")

@@ -14,6 +14,7 @@ from ftkit.chat_templates.named import OF_TOKENIZER, resolve_chat_template
 from ftkit.chat_templates.template import ChatTemplate
 from ftkit.checkpoint.metadata import BaseIdentity, DataIdentity, Metadata
 from ftkit.checkpoint.state import check_kinds, trained_parameter
+from ftkit.config.checks import check_validations
 from ftkit.config.plan import Plan
 from ftkit.config.recipe import LoraRecipe, Recipe
 from ftkit.console.formatting import percent_text
@@ -224,7 +225,7 @@ def set_up(job: Job, start: StartingPoint, journal: Journal) -> Setup:
         start_step=start.step,
         start_samples=start.samples,
     )
-    for notice in notices:
+    for notice in (*notices, *check_validations(recipe, schedule.total_steps)):
         journal.warn(notice)
     model = outline(base, recipe, parameter_dtype(plan), compute_dtype(plan))
     model.kernel = attention_kernel(base.architecture.attention, plan)

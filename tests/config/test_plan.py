@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ftkit.config import checks
-from ftkit.config.checks import check_kernels_installed
+from ftkit.config.checks import check_kernels_installed, check_validations
 from ftkit.config.devices import Devices
 from ftkit.config.parsing import read_recipe
 from ftkit.config.plan import Plan, make_plan
@@ -486,6 +486,25 @@ def test_a_value_out_of_range_says_so_and_suggests_options_that_work(
 @pytest.mark.parametrize("value", ["first", "random", 0, 3])
 def test_the_example_is_the_first_a_random_one_or_an_index(value: str | int) -> None:
     assert plan(eval__evaluate_example=value)
+
+
+def test_patience_that_cannot_end_a_run_is_told_with_an_interval_that_can() -> None:
+    (notice,) = check_validations(recipe(eval__patience=3, eval__interval=40), 100)
+    assert "eval.patience 3 cannot end this run of 100 steps" in notice
+    suggested = int(notice.rpartition("--eval.interval ")[2].removesuffix("."))
+    assert check_validations(recipe(eval__patience=3, eval__interval=suggested), 100) == []
+
+
+def test_the_best_checkpoint_can_only_be_the_result_if_one_is_validated() -> None:
+    keys = {"checkpoint__result": "best", "eval__interval": 100}
+    assert check_validations(recipe(**keys), 100) == []
+    asked = recipe(**keys, eval__final_validation="false")
+    assert check_validations(asked, 101) == []
+    with pytest.raises(UserError, match="none of the 100 steps is validated: "):
+        check_validations(asked, 100)
+    best = {"checkpoint__result": "best"}
+    assert "checkpoint.save is false" in refusal(**best, checkpoint__save="false")
+    assert "Try --out_dir on a disk" in refusal(**best, num_nodes=2, out_dir="s3://bucket/run")
 
 
 def test_patience_needs_validations_to_count() -> None:

@@ -195,13 +195,6 @@ def test_a_warm_up_that_ends_within_the_run_is_no_news(warmup: int) -> None:
     assert schedule(train__lr_warmup_steps=warmup)[1] == []
 
 
-def test_patience_that_cannot_end_the_run_is_told_with_an_interval_that_can() -> None:
-    _, (notice,) = schedule(1000, eval__patience=3, eval__interval=40)
-    assert "eval.patience 3 cannot end this run of 100 steps" in notice
-    suggested = int(notice.rpartition("--eval.interval ")[2].removesuffix("."))
-    assert schedule(1000, eval__patience=3, eval__interval=suggested)[1] == []
-
-
 @pytest.mark.parametrize("samples", [1, 30, 100])
 def test_a_warm_up_longer_than_the_run_warns_with_a_change_that_works(samples: int) -> None:
     made, (notice,) = schedule(samples, train__lr_warmup_steps=11)

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
+from losses import load, loss_of
 from rank_jobs import (
     CONTROL,
     HAS_DEEPSPEED,
@@ -158,6 +160,25 @@ def test_what_controls_training_does_the_same_everywhere(
     # The rate is 20 times that of the other tests, and so is what rounding does to weights.
     assert_same_maths(found, expected, weights_within=2e-4, validations=7)
     assert found.report.exit_reason == expected.report.exit_reason
+    chosen = found.report.result
+    assert chosen is not None and chosen.step == 3, "of 6; where it moved, of its origin"
+    assert chosen.validation_loss == min(found.validation_losses)
+
+
+@pytest.mark.parametrize("name", [*STRATEGIES, "single", "moved"])
+def test_the_best_checkpoint_is_what_the_result_is_made_of(
+    controlled: dict[str, Outcome], name: str
+) -> None:
+    from transformers import LlamaForCausalLM
+
+    found = controlled[name]
+    final = found.out_dir / "final"
+    written = yaml.safe_load((found.checkpoint / "recipe.yaml").read_text())
+    data = load(final, Path(written["data"]["init_args"]["json_path"]))
+    model = LlamaForCausalLM.from_pretrained(final)
+    loss = loss_of(model, data.val, range(len(data.val)))
+    assert loss == pytest.approx(min(found.validation_losses), rel=1e-5)
+    assert loss < found.validation_losses[-1] - 0.1
 
 
 def test_the_recipe_of_that_bends_its_schedule_and_ends_out_of_patience(

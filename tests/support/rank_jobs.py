@@ -41,6 +41,7 @@ CONTROL: tuple[tuple[str, Any], ...] = (
     ("train.lr_decay_fraction", 0.7),
     ("eval.interval", 1),
     ("eval.patience", 3),
+    ("checkpoint.result", "best"),
     ("optimizer.lr", 0.06),
 )
 """What decides how it is learned beside the optimizer; the loss falls and rises again soon."""

@@ -168,6 +168,14 @@ def test_the_micro_batch_never_changes_losses_weights_or_learning_rates(
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-5)
 
 
+def test_the_best_of_a_run_that_saves_nothing_better_is_its_last_step(train: Train) -> None:
+    found = train("lora", eval__final_validation=True, checkpoint__result="best")
+    chosen = found.report.result
+    assert chosen is not None
+    assert (chosen.step, chosen.validation_loss) == (6, found.validation[-1]["val_loss"])
+    assert found.report.validation_loss == chosen.validation_loss
+
+
 def test_sequences_longer_than_a_micro_batch_should_be_are_computed_alone_and_told(
     train: Train, full: Result
 ) -> None:
