@@ -307,8 +307,8 @@ class CompareOptions(CommonOptions):
     """Of ftkit compare."""
 
     runs: tuple[str, ...] = word("RUN")
-    """Runs (each its out_dir, or its s3:// or gs:// url), or directories that hold runs at any
-    depth."""
+    """Runs (each its out_dir, or its url: s3://, gs:// or az://), or directories that hold runs at
+    any depth."""
     sort: str | None = option(None, placeholder="KEY")
     """Sort by a result such as tokens_per_s, best first, or by a setting such as
     train.micro_batch_size; JSON and CSV have all keys. Default: runs that ended well first, by
@@ -325,7 +325,7 @@ class WatchOptions:
     """Of ftkit watch."""
 
     out_dir: Path = word("OUT_DIR", takes_url=True)
-    """The run: its out_dir; a directory, s3:// or gs://."""
+    """The run: its out_dir; a directory, s3://, gs:// or az://."""
     once: bool = False
     """Show how the run is now, and end."""
     interval: str = option("2s", placeholder="DURATION")
@@ -337,7 +337,7 @@ class CheckpointsOptions(CommonOptions):
     """Of ftkit checkpoints list."""
 
     out_dir: Path = word("OUT_DIR", takes_url=True)
-    """The run: its out_dir, or the checkpoints in it; a directory, s3:// or gs://."""
+    """The run: its out_dir, or the checkpoints in it; a directory, s3://, gs:// or az://."""
     format: OutputFormat = "table"
     """json: nothing else is written to standard output."""
 
@@ -347,7 +347,8 @@ class CheckpointOptions(CommonOptions):
     """Of ftkit checkpoints show and verify."""
 
     out_dir: Path = word("OUT_DIR", takes_url=True)
-    """The run: its out_dir, the checkpoints in it, or one of these; a directory, s3:// or gs://."""
+    """The run: its out_dir, the checkpoints in it, or one of these; a directory,
+    s3://, gs:// or az://."""
     step: str | None = word("STEP", None)
     """Which checkpoint, by its step."""
     format: OutputFormat = "table"
@@ -359,7 +360,7 @@ class CleanOptions(CommonOptions):
     """Of ftkit checkpoints clean."""
 
     out_dir: Path = word("OUT_DIR", takes_url=True)
-    """The run: its out_dir, or the checkpoints in it; a directory, s3:// or gs://."""
+    """The run: its out_dir, or the checkpoints in it; a directory, s3://, gs:// or az://."""
     keep_last: int = option(ask="how many of the newest stay?", example=1, least=1)
     """How many of the newest stay."""
     dry_run: bool = False

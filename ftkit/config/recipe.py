@@ -205,7 +205,7 @@ class Recipe:
     when needed), embedded:quickstart, or random:NAME with random weights, for any model that LitGPT
     knows, by its own or its hub name, and any model type of transformers, in its default size."""
     out_dir: Path = Path("out/finetune/full")
-    """Where the run writes its report, metrics and result: a directory, s3:// or gs://."""
+    """Where the run writes its report, metrics and result: a directory, s3://, gs:// or az://."""
     precision: Precision | None = None
     """Number format. Default: bf16-mixed, or 16-mixed on GPUs without bfloat16. 16-true trains
     under deepspeed alone, which keeps weights in 32 bits beside it."""

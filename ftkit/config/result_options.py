@@ -27,7 +27,7 @@ class ResultOptions(CommonOptions):
 
     result: str = word("RESULT")
     """A run (its out_dir), one of its checkpoints, a PEFT adapter, a model directory (Hugging Face
-    or LitGPT), an s3:// or gs:// url of one of these, a hub name, or embedded:quickstart."""
+    or LitGPT), an s3://, gs:// or az:// url of one of these, a hub name, or embedded:quickstart."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ from ftkit.launch.ranks import Ranks
 from ftkit.launch.requeue import requeue_if_out_of_time
 from ftkit.pretrained.base_outline import keeps_rest
 from ftkit.pretrained.hub import find_or_download
-from ftkit.remote.objects import require_extra
+from ftkit.remote.providers import require_provider
 from ftkit.remote.urls import spelt, url_of
 from ftkit.report.report import read_report
 from ftkit.runs.backup import copy_rows, ready_to_go_on
@@ -143,7 +143,7 @@ def prepare_run(
         Completed: the run that was to go on is complete.
     """
     if (url := url_of(recipe.out_dir)) is not None:
-        require_extra(url.partition(":")[0])
+        require_provider(url.partition(":")[0])
     check_data(recipe.data)
     asked = recipe
     if placed is not None:

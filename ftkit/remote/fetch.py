@@ -18,6 +18,13 @@ from ftkit.utils.progress import print_notice
 Listing = dict[str, ObjectEntry]
 _TOLD_AFTER_S, _TOLD_EVERY_S = 2.0, 10.0
 """Fetching that takes longer is told, and how far it is."""
+_CREDENTIALS = {
+    "s3": ": those that aws s3 ls takes",
+    "gs": ": those of gcloud auth application-default login",
+    "az": ": AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT_NAME beside "
+    "AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_TOKEN or az login",
+}
+"""Where those of each kind of url are found."""
 
 
 class Known:
@@ -123,7 +130,7 @@ def fetch_files(
 
 def unreachable(error: StorageError) -> UserError:
     """What is said where a url cannot be used before anything has begun."""
+    which = next((text for kind, text in _CREDENTIALS.items() if f"{kind}://" in str(error)), "")
     return UserError(
-        f"{error}. Check the url, the network and the credentials in the environment: of s3:// "
-        "those that aws s3 ls takes, of gs:// those of gcloud auth application-default login."
+        f"{error}. Check the url, the network and the credentials in the environment{which}."
     )

@@ -4,10 +4,7 @@ Credentials come from where the provider's own programs look for them, and are n
 """
 
 import functools
-import importlib
-import logging
 import os
-import re
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -16,26 +13,25 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ftkit.errors import UserError
-from ftkit.remote.urls import EXTRAS, url_of
+from ftkit.remote.providers import (
+    PART_BYTES,
+    copy_object,
+    fetch_options,
+    found_below,
+    in_words,
+    is_final,
+    is_missing_bucket,
+    is_there_already,
+    open_storage,
+    require_provider,
+    send_options,
+)
+from ftkit.remote.urls import url_of
 
 REQUEST_PATIENCE_S = 20.0
 """How long one request is tried again before it counts as failed."""
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 8.0
-_PART_BYTES = 16 * 2**20
-"""Of a large file, sent or fetched in one request; four of them at a time are in memory."""
-_PARTS_AT_ONCE = 4
-_CONNECT_TIMEOUT_S, _READ_TIMEOUT_S = 10, 60
-_MOST_WORDS = 300
 _Answer = TypeVar("_Answer")
-_SECRET = re.compile(r"SECRET|TOKEN|PASSWORD|ACCESS_KEY", re.IGNORECASE)
-"""In names of environment variables whose values are not repeated."""
-_FINAL_CODES = (
-    "401",
-    "ExpiredToken",
-    "InvalidAccessKeyId",
-    "NoSuchBucket",
-    "SignatureDoesNotMatch",
-)
 
 
 class StorageError(Exception):
@@ -52,22 +48,6 @@ class ObjectEntry:
     """Another one whenever its content changes."""
 
 
-def require_extra(scheme: str) -> None:
-    """Refuse a url that nothing here reads.
-
-    Raises:
-        UserError: what reads it is not installed; says how it is.
-    """
-    extra, module = EXTRAS[scheme]
-    try:
-        importlib.import_module(module)
-    except ImportError as error:
-        raise UserError(
-            f"{scheme}:// is read and written by {module}, which is not installed ({error}). Try "
-            f"pip install 'ftkit[{extra}]'."
-        ) from None
-
-
 class Objects:
     """The objects below a url, by names relative to it; one thread or several.
 
@@ -82,11 +62,11 @@ class Objects:
             patience_s: how long a request is tried again.
 
         Raises:
-            UserError: what reads such urls is not installed.
+            UserError: such urls cannot be read here.
         """
         self.url, self.patience_s = url, patience_s
         self._scheme, _, self._root = url.partition("://")
-        require_extra(self._scheme)
+        require_provider(self._scheme)
         self._opened: Any = None
 
     @classmethod
@@ -100,11 +80,10 @@ class Objects:
         """All objects, by name."""
 
         def list_(fs: Any) -> dict[str, ObjectEntry]:
-            fs.invalidate_cache()
             try:
-                found = fs.find(self._root, detail=True)
+                found = found_below(self._scheme, fs, self._root)
             except FileNotFoundError as error:
-                if _code_of(error) == "NoSuchBucket":
+                if is_missing_bucket(error):
                     raise
                 return {}
             start = len(self._root) + 1
@@ -122,11 +101,11 @@ class Objects:
 
     def read_range(self, name: str, start: int, stop: int) -> bytes:
         """The bytes [start, stop) of an object, in several requests where they are many."""
-        if stop - start <= _PART_BYTES:
+        if stop - start <= PART_BYTES:
             ranges = [(start, stop)]
         else:
-            starts = range(start, stop, _PART_BYTES)
-            ranges = [(first, min(first + _PART_BYTES, stop)) for first in starts]
+            starts = range(start, stop, PART_BYTES)
+            ranges = [(first, min(first + PART_BYTES, stop)) for first in starts]
         path = self._path(name)
 
         def read(fs: Any) -> bytes:
@@ -156,7 +135,7 @@ class Objects:
         """Fetch an object; the file is there complete, or as it was."""
         partial = path.with_name(f".{path.name}.{os.getpid()}.fetched")
         path.parent.mkdir(parents=True, exist_ok=True)
-        options = {"max_concurrency": _PARTS_AT_ONCE} if self._scheme == "s3" else {}
+        options = fetch_options(self._scheme)
         try:
             self._tried(
                 f"reading {name}",
@@ -172,9 +151,7 @@ class Objects:
         Raises:
             FileNotFoundError: there is no such file (any more).
         """
-        options: dict[str, Any] = {"chunksize": _PART_BYTES}
-        if self._scheme == "s3":
-            options["max_concurrency"] = _PARTS_AT_ONCE
+        options = send_options(self._scheme)
         path.stat()
         self._tried(
             f"writing {name}",
@@ -196,7 +173,7 @@ class Objects:
             try:
                 fs.pipe_file(self._path(name), content, mode="create")
             except Exception as error:
-                if not (isinstance(error, FileExistsError) or _code_of(error) in _EXISTS):
+                if not is_there_already(error):
                     raise
                 return bytes(fs.cat_file(self._path(name))) == content
             return True
@@ -205,7 +182,10 @@ class Objects:
 
     def copy(self, name: str, target: str) -> None:
         """Copy an object inside the storage."""
-        self._tried(f"copying {name}", lambda fs: fs.cp_file(self._path(name), self._path(target)))
+        self._tried(
+            f"copying {name}",
+            lambda fs: copy_object(self._scheme, fs, self._path(name), self._path(target)),
+        )
 
     def delete(self, names: Iterable[str]) -> None:
         """Delete objects, one after the other; those that are not there are passed over."""
@@ -222,7 +202,7 @@ class Objects:
 
     def _fs(self) -> Any:
         if self._opened is None:
-            self._opened = _open(self._scheme)
+            self._opened = open_storage(self._scheme)
         return self._opened
 
     def _tried(
@@ -243,85 +223,13 @@ class Objects:
                     raise FileNotFoundError(what) from error
                 # A new connection asks for credentials anew.
                 self._opened = None
-                if _is_final(error) or time.monotonic() + wait_s > deadline_s:
+                if is_final(error) or time.monotonic() + wait_s > deadline_s:
                     raise StorageError(f"{self.url}: {what} failed: {in_words(error)}") from error
             time.sleep(wait_s)
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
-
-
-_EXISTS = ("PreconditionFailed", "ConditionalRequestConflict", "412")
-
-
-def _open(scheme: str) -> Any:
-    """A file system without any memory of what it has seen."""
-    options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
-    return _open_s3(options) if scheme == "s3" else _open_gs(options)
-
-
-def _open_s3(options: dict[str, Any]) -> Any:
-    import s3fs
-
-    retries = {"mode": "standard", "max_attempts": 2}  # the rest is done here
-    config = {
-        "connect_timeout": _CONNECT_TIMEOUT_S,
-        "read_timeout": _READ_TIMEOUT_S,
-        "retries": retries,
-    }
-    fs = s3fs.S3FileSystem(config_kwargs=config, **options)
-    fs.retries = 1
-    return fs
-
-
-def _open_gs(options: dict[str, Any]) -> Any:
-    import aiohttp
-    from gcsfs.core import GCSFileSystem  # gcsfs's own asks over gRPC what kind a bucket is
-
-    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it would print a stack of each error
-    if os.environ.get("STORAGE_EMULATOR_HOST"):
-        options["token"] = "anon"  # it has no accounts, and looking for one takes long
-    timeout = aiohttp.ClientTimeout(
-        total=None, sock_connect=_CONNECT_TIMEOUT_S, sock_read=_READ_TIMEOUT_S
-    )
-    return GCSFileSystem(requests_timeout=timeout, consistency="md5", **options)
 
 
 def _version_of(entry: dict[str, Any]) -> str:
     """What changes with an object: S3 and Google call it differently."""
     keys = ("ETag", "etag", "generation", "md5Hash", "LastModified", "updated")
     return next(str(entry[key]) for key in keys if entry.get(key) is not None)
-
-
-def _code_of(error: BaseException | None) -> str | None:
-    """What the storage calls an error."""
-    while error is not None:
-        response = getattr(error, "response", None)
-        if isinstance(response, dict):
-            return str(response.get("Error", {}).get("Code"))
-        if (code := getattr(error, "code", None)) is not None:
-            return str(code)
-        error = error.__cause__
-    return None
-
-
-def _is_final(error: Exception) -> bool:
-    """Whether asking again at once cannot help."""
-    if isinstance(error, FileNotFoundError | PermissionError | FileExistsError):
-        return True
-    return type(error).__name__ == "NoCredentialsError" or _code_of(error) in _FINAL_CODES
-
-
-def in_words(error: BaseException) -> str:
-    """What went wrong, on one short line, without what the environment keeps secret."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    code = _code_of(error)
-    is_written = "/upload/storage/" in text  # by Google's interface
-    if isinstance(error, FileNotFoundError) and (code == "NoSuchBucket" or is_written):
-        text = "there is no such bucket"
-    elif isinstance(error, OSError) and error.strerror:
-        text = error.strerror
-    for name, value in os.environ.items():
-        if len(value) >= 8 and _SECRET.search(name):
-            text = text.replace(value, f"${name}")
-    if code is not None and code not in text and not code.isdecimal():
-        text = f"{text} ({code})"
-    return text if len(text) <= _MOST_WORDS else f"{text[:_MOST_WORDS]} ..."

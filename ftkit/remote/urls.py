@@ -13,10 +13,12 @@ from pathlib import Path
 from ftkit.errors import UserError
 from ftkit.utils.files import cache_root
 
-EXTRAS = {"s3": ("s3", "s3fs"), "gs": ("gs", "gcsfs")}
+EXTRAS = {"s3": ("s3", "s3fs"), "gs": ("gs", "gcsfs"), "az": ("az", "adlfs")}
 """For each kind of url, what installs what reads it: extra of ftkit and module."""
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_CONTAINER = re.compile(r"(?=.{3,63}$)[a-z0-9]+(?:-[a-z0-9]+)*")
+"""What Azure calls a bucket."""
 _KEY_PART = re.compile(r"[^\x00-\x1f\x7f*?\[\]#\\:@]{1,200}")
 
 
@@ -42,10 +44,16 @@ def local_path(text: str | os.PathLike[str]) -> Path:
     if scheme not in EXTRAS:
         raise UserError(
             f"{text} is a url of the kind {scheme}://, but ftkit reads and writes "
-            f"{' and '.join(f'{name}://' for name in EXTRAS)} and directories. "
+            f"{', '.join(f'{name}://' for name in EXTRAS)} and directories. "
             f"Try s3://BUCKET/PREFIX, or copy it here and give its path."
         )
     bucket, *parts = place.split("/")
+    if scheme == "az" and not _CONTAINER.fullmatch(bucket):
+        raise UserError(
+            f"az://{place} names no container: that is 3 to 63 lower-case letters, digits and "
+            "single hyphens. The account is named by AZURE_STORAGE_ACCOUNT_NAME. Try "
+            "az://CONTAINER/out/lora."
+        )
     sound = all(_KEY_PART.fullmatch(part) and part not in (".", "..") for part in parts)
     if not _BUCKET.fullmatch(bucket) or not parts or not sound:
         raise UserError(

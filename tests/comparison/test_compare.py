@@ -567,7 +567,10 @@ def test_a_page_holds_table_and_picture_refers_to_nothing_and_runs_nothing(
 @pytest.mark.parametrize(
     ("arguments", "said_"),
     [
-        ([], "RUN is missing: Runs (each its out_dir, or its s3:// or gs:// url), or directories"),
+        (
+            [],
+            "RUN is missing: Runs (each its out_dir, or its url: s3://, gs:// or az://)",
+        ),
         (["none"], "There is nothing to compare: none does not exist. Name the out_dir of runs"),
         (
             ["out", "--format", "xml"],

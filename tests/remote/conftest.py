@@ -6,7 +6,17 @@ from pathlib import Path
 import pytest
 import warm
 from command import command_environment, command_line
-from object_servers import SECRET, Bucket, Proxy, gs_server, s3_server
+from object_servers import (
+    AZURE_KEY,
+    AZURITE,
+    SECRET,
+    Bucket,
+    Proxy,
+    az_server,
+    gs_server,
+    has_azurite,
+    s3_server,
+)
 from remote_runs import Attempt, Ftkit, ended
 from runs import DEFAULT_SIGNALS, options
 
@@ -24,6 +34,16 @@ def google() -> Iterator[Proxy]:
     """Google Cloud Storage, as an emulator has it."""
     pytest.importorskip("gcp_storage_emulator", reason="the extra dev is not installed")
     with gs_server() as proxy:
+        yield proxy
+
+
+@pytest.fixture(scope="session")
+def azure() -> Iterator[Proxy]:
+    """Azure Blob Storage, as its emulator has it."""
+    pytest.importorskip("adlfs", reason="the extra dev is not installed")
+    if not has_azurite():
+        pytest.skip(f"{AZURITE} is not on the PATH; see CONTRIBUTING.md")
+    with az_server() as proxy:
         yield proxy
 
 
@@ -47,6 +67,12 @@ def s3(storage: Proxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Itera
 def gs(google: Proxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Proxy]:
     """The same of Google's."""
     yield from _used(google, monkeypatch, tmp_path / "cache")
+
+
+@pytest.fixture
+def az(azure: Proxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Proxy]:
+    """The same of Azure's."""
+    yield from _used(azure, monkeypatch, tmp_path / "cache")
 
 
 @pytest.fixture
@@ -82,8 +108,9 @@ def begin(common: list[str], tmp_path: Path) -> Iterator[Ftkit]:
         attempt.kill()
     said = [text for attempt in begun for text in attempt.communicate()]
     files = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
-    assert not any(SECRET in text for text in said)
-    assert not any(SECRET.encode() in content for content in files)
+    for secret in (SECRET, AZURE_KEY):
+        assert not any(secret in text for text in said)
+        assert not any(secret.encode() in content for content in files)
 
 
 @pytest.fixture

@@ -46,7 +46,7 @@ def test_a_signal_that_ends_a_preparation_is_no_fault_of_the_storage(
         def __getattr__(self, name: str) -> None:
             raise UserError("stopped by Ctrl+C before the run began")
 
-    monkeypatch.setattr(objects_module, "_open", lambda _: Interrupting())
+    monkeypatch.setattr(objects_module, "open_storage", lambda _: Interrupting())
     with pytest.raises(UserError, match="stopped by"):
         Objects("s3://bucket/interrupted").listing()
     assert s3.requests == []

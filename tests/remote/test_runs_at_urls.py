@@ -289,21 +289,25 @@ def test_a_missing_extra_and_urls_that_cannot_be_are_told_before_anything_begins
     for url, said in {
         "s3://bucket": "names no place in a bucket",
         "s3://key:secret@bucket/run": "Credentials are found in the environment",
-        "az://bucket/run": "ftkit reads and writes s3:// and gs:// and directories",
+        "hf://bucket/run": "ftkit reads and writes s3://, gs://, az:// and directories",
+        "az://My_Container/run": "names no container: that is 3 to 63 lower-case letters",
         "s3://no-such-bucket/run": "there is no such bucket",
     }.items():
         code, text = ended(begin("a", url))
         assert code == 2 and said in text, text
     hidden = tmp_path / "hidden"
     hidden.mkdir()
-    (hidden / "gcsfs.py").write_text("raise ImportError('not here')")
     environment = command_environment()
     environment["PYTHONPATH"] += f":{hidden}"
     environment["FTKIT_CACHE_DIR"] = str(tmp_path / "a")
-    words = command_line("finetune", "embedded:quickstart", "--out_dir", "gs://bucket/run")
-    result = subprocess.run(words, capture_output=True, text=True, env=environment, cwd=tmp_path)
-    assert result.returncode == 2
-    assert "pip install 'ftkit[gs]'" in result.stderr
+    for scheme, module in {"gs": "gcsfs", "az": "adlfs"}.items():
+        (hidden / f"{module}.py").write_text("raise ImportError('not here')")
+        words = command_line("finetune", "embedded:quickstart", "--out_dir", f"{scheme}://bucket/r")
+        result = subprocess.run(
+            words, capture_output=True, text=True, env=environment, cwd=tmp_path
+        )
+        assert result.returncode == 2
+        assert f"pip install 'ftkit[{scheme}]'" in result.stderr
 
 
 def test_local_runs_ask_no_storage(run: Callable[..., str], s3: Proxy, tmp_path: Path) -> None:

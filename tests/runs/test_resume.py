@@ -120,7 +120,7 @@ def test_auto_begins_where_there_is_nothing(out: Path) -> None:
         ({"resume": "true"}, "has no checkpoint. Try --resume auto"),
         ({"resume": 5}, "resume is 5, but {out} has no checkpoint of this step. There are none."),
         ({"resume": "atuo"}, "resume is 'atuo', but there is no such directory."),
-        ({"resume": "hf://b/x"}, "ftkit reads and writes s3:// and gs:// and directories"),
+        ({"resume": "hf://b/x"}, "ftkit reads and writes s3://, gs://, az:// and directories"),
     ],
     ids=str,
 )

@@ -683,7 +683,7 @@ def test_a_checkpoint_at_a_url_of_another_kind_is_refused(
 ) -> None:
     run = Sessions(tmp_path, common)
     with refused(run, run.first_words(resume=f"{scheme}://bucket/run")) as err:
-        assert "but ftkit reads and writes s3:// and gs:// and directories" in err
+        assert "but ftkit reads and writes s3://, gs://, az:// and directories" in err
     assert list(tmp_path.iterdir()) == []
 
 

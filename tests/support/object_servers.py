@@ -4,9 +4,12 @@ A server runs in a process of its own. Between it and those who ask stands a pro
 the test, which breaks off, delays or answers in its place what the test wants.
 """
 
+import base64
 import http.client
 import json
 import os
+import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -21,6 +24,8 @@ from urllib.parse import unquote, urlsplit
 
 BUCKET = "bucket"
 SECRET = "a-secret-of-the-tests"
+AZURE_ACCOUNT, AZURE_KEY = "account", base64.b64encode(SECRET.encode()).decode()
+AZURITE = "azurite-blob"
 _S3_SERVER = """
 import sys, logging
 logging.getLogger("werkzeug").setLevel(logging.ERROR)
@@ -38,6 +43,15 @@ server.start()
 print(server._api._httpd.server_port, flush=True)
 sys.stdin.read()
 """
+_AZ_SERVER = f"""
+import os
+from ftkit.utils.process import die_with_parent
+die_with_parent({os.getpid()})
+words = "--inMemoryPersistence --blobPort 0 --silent --skipApiVersionCheck --disableTelemetry"
+os.environ["AZURITE_ACCOUNTS"] = "{AZURE_ACCOUNT}:{AZURE_KEY}"
+os.execvp("{AZURITE}", ["{AZURITE}", *words.split()])
+"""
+_SAYS_PORT = re.compile(rb"(?:.*http://127\.0\.0\.1:)?([0-9]+)\n")
 
 
 @dataclass(frozen=True)
@@ -58,6 +72,8 @@ class Fault:
     status: int = 0
     """Answer with this status; 0: break the connection off."""
     body: bytes = b""
+    headers: tuple[tuple[str, str], ...] = ()
+    """Of the answer, beside its length."""
     delay_s: float = 0.0
     """Wait before the request is passed on; then it is answered as ever."""
     breaks_off: bool = False
@@ -79,6 +95,13 @@ def gs_error(status: int, reason: str) -> bytes:
     """The body of an error of Google's."""
     errors = [{"reason": reason, "message": f"{reason} happened"}]
     return json.dumps({"error": {"code": status, **errors[0], "errors": errors}}).encode()
+
+
+def az_fault(status: int, code: str, message: str = "") -> Fault:
+    """An error of Azure's."""
+    said = f"{message or f'{code} happened'}\nRequestId:1f5d9e0c\nTime:2026-11-23T10:00:00Z"
+    body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{said}</Message></Error>"
+    return Fault(status, body.encode(), headers=(("x-ms-error-code", code),))
 
 
 INTERNAL = Fault(500, s3_error("InternalError"))
@@ -118,6 +141,10 @@ class Proxy:
         """What a process needs to know of it."""
         if self.scheme == "gs":
             return {"STORAGE_EMULATOR_HOST": self.url}
+        if self.scheme == "az":
+            endpoint = f"BlobEndpoint={self.url}/{AZURE_ACCOUNT}"
+            account = f"AccountName={AZURE_ACCOUNT};AccountKey={AZURE_KEY}"
+            return {"AZURE_STORAGE_CONNECTION_STRING": f"{account};{endpoint}"}
         return {
             "AWS_ENDPOINT_URL": self.url,
             "AWS_ACCESS_KEY_ID": "key-of-the-tests",
@@ -189,7 +216,8 @@ def _handler(proxy: Proxy, port: int) -> type[BaseHTTPRequestHandler]:
             if fault is not None and fault.when_whole is not None:
                 fault.when_whole()
             if fault is not None and fault.status:
-                self._answer(fault.status, {"Content-Type": "application/xml"}, fault.body)
+                headers = {"Content-Type": "application/xml"} | dict(fault.headers)
+                self._answer(fault.status, headers, fault.body)
                 return
             if fault is not None and fault.delay_s and proxy.freed.wait(fault.delay_s):
                 self.close_connection = True
@@ -229,7 +257,8 @@ def _handler(proxy: Proxy, port: int) -> type[BaseHTTPRequestHandler]:
                 if name.lower() not in ("transfer-encoding", "connection", "content-length"):
                     self.send_header(name, value)
             is_head = self.command == "HEAD"
-            size = headers.get("Content-Length", "0") if is_head else str(len(content))
+            lengths = [value for name, value in headers.items() if name.lower() == "content-length"]
+            size = next(iter(lengths), "0") if is_head else str(len(content))
             if status not in (204, 304):
                 self.send_header("Content-Length", size)
             self.end_headers()
@@ -282,7 +311,8 @@ def _served(program: str, scheme: str) -> Iterator[Proxy]:
     )
     try:
         assert process.stdout is not None
-        with behind_proxy(int(process.stdout.readline()), scheme) as proxy:
+        said = (_SAYS_PORT.fullmatch(line) for line in process.stdout)
+        with behind_proxy(next(int(port[1]) for port in said if port), scheme) as proxy:
             yield proxy
     finally:
         process.kill()
@@ -305,11 +335,29 @@ def gs_server() -> AbstractContextManager[Proxy]:
     return _served(_GS_SERVER, "gs")
 
 
+@contextmanager
+def az_server() -> Iterator[Proxy]:
+    """Azure Blob Storage with an empty container, where its emulator is installed."""
+    from azure.storage.blob import BlobServiceClient
+
+    with _served(_AZ_SERVER, "az") as proxy:
+        text = proxy.environment["AZURE_STORAGE_CONNECTION_STRING"]
+        with BlobServiceClient.from_connection_string(text) as client:
+            client.create_container(BUCKET)
+        yield proxy
+
+
+def has_azurite() -> bool:
+    """Whether it is: a program of npm's, which is not among those of Python."""
+    return shutil.which(AZURITE) is not None
+
+
 class Bucket:
     """The objects in the bucket of a server, as somebody else sees them."""
 
     def __init__(self, proxy: Proxy) -> None:
         import s3fs
+        from adlfs import AzureBlobFileSystem
         from gcsfs.core import GCSFileSystem
 
         options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
@@ -321,6 +369,9 @@ class Bucket:
                 endpoint_url=proxy.url,
                 **options,
             )
+        elif proxy.scheme == "az":
+            text = proxy.environment["AZURE_STORAGE_CONNECTION_STRING"]
+            self._fs = AzureBlobFileSystem(connection_string=text, **options)
         else:
             self._fs = GCSFileSystem(token="anon", endpoint_url=proxy.url, **options)
 

@@ -33,6 +33,7 @@ from typing import IO, Any, NoReturn
 from command import command_environment
 
 LIBRARIES = (
+    "adlfs",
     "bitsandbytes",
     "cpuinfo",
     "deepspeed",
