@@ -1,0 +1,56 @@
+"""Hosts that share no disk: what a rank leaves on one arrives where rank 0 looks for it."""
+
+import json
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from ftkit.checkpoint.files import receipt_name
+from ftkit.config.devices import Devices
+from ftkit.config.parsing import read_recipe
+from ftkit.launch.apart.host import HostRelay
+from ftkit.launch.apart.lead import LeadRelay
+from ftkit.launch.apart.texts import SharedTexts
+from ftkit.launch.heartbeats import farewell
+from ftkit.remote.urls import local_path
+from ftkit.runs.directory import RunDirectory
+from ftkit.runs.job import Job
+
+ELSEWHERE = 1
+
+
+def receipt(step: int) -> str:
+    return json.dumps({"files": {}, "error": f"of step {step}"})
+
+
+def test_receipts_that_a_rank_leaves_between_two_looks_all_arrive(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Rank 0 waits for each of them, and would wait for ever for one that another replaced.
+
+    The first look of a host is made as soon as it takes part, and both receipts are there by then.
+    """
+    pytest.importorskip("s3fs", reason="the extra dev is not installed")
+    monkeypatch.setenv("FTKIT_CACHE_DIR", str(tmp_path / "cache"))
+    here = RunDirectory(tmp_path / "of-rank-0")
+    recipe = read_recipe([], [("checkpoint_dir", "base"), ("out_dir", str(here.path))])
+    devices = Devices(accelerator="cpu", count=1)
+    there = RunDirectory(local_path("s3://bucket/run"))
+    left, found = there.rank(ELSEWHERE).path, here.rank(ELSEWHERE).path
+    for directory in (left, found):
+        directory.mkdir(parents=True)
+    steps = (2, 4)
+    for step in steps:
+        (left / receipt_name(step)).write_text(receipt(step))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60))
+    lead = LeadRelay(store, world_size=2, local_world_size=1)
+    host = HostRelay(SharedTexts(store), there, range(ELSEWHERE, 2), ())
+    with host, lead:
+        lead.begin(Job(recipe=recipe, devices=devices, base="", command=(), started_at_s=0.0))
+        lead.collect()
+        arrived = {file.name: file.read_text() for file in found.glob("saved-*.json")}
+        store.set(farewell(ELSEWHERE), "")
+    assert arrived == {receipt_name(step): receipt(step) for step in steps}
+    assert list(left.glob("saved-*.json")) == []
