@@ -6,6 +6,7 @@ In Python and in notebooks::
 
     run = ftkit.finetune("recipes/x.yaml", **{"train.micro_batch_size": 8})
     run.report
+    print(ftkit.generate(run, "Tell me a story."))
     ftkit.compare([run, "out/other"]).plot()
 """
 
@@ -15,16 +16,23 @@ from typing import Any
 __version__ = "0.1.0"
 
 _MODULE_OF = {
+    "Chat": "notebook.answers",
     "DoesNotFit": "errors",
     "Plans": "notebook.plans",
     "Run": "notebook.api",
     "UserError": "errors",
     "attach": "notebook.api",
+    "chat": "notebook.answers",
     "compare": "comparison.compare",
+    "evaluate": "notebook.results",
+    "export": "notebook.results",
     "finetune": "notebook.api",
     "finetune_full": "notebook.api",
+    "generate": "notebook.answers",
+    "merge": "notebook.results",
     "plan": "notebook.plans",
     "preview": "notebook.previews",
+    "push": "notebook.results",
 }
 """The Python API; nothing of it is imported before it is used."""
 __all__ = [*_MODULE_OF]

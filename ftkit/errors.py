@@ -14,6 +14,10 @@ class UserError(Exception):
 
     exit_code: int = 2
 
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows of it: the message, and nothing of the calls that led to it."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class DoesNotFit(UserError):
     """A run that would certainly end for lack of memory."""

@@ -148,6 +148,9 @@ class Picture:
             figure(runs).savefig(file, format="png", dpi=90)
         return cls(file.getvalue())
 
+    def __repr__(self) -> str:
+        return f"<ftkit plot: PNG, {bytes_text(len(self.png))}>"
+
     def _repr_png_(self) -> bytes:
         return self.png
 

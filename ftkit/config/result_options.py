@@ -141,6 +141,9 @@ class GenerateOptions(AnswerOptions, ResultOptions):
 class ChatOptions(AnswerOptions, ResultOptions):
     """Of ftkit chat."""
 
+    format: Literal["text", "json"] = "text"
+    """json: for programs. Each line is {"prompt": TEXT}, and its answer a line of JSON."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions(UseOptions, ResultOptions):
@@ -278,6 +281,8 @@ class PushOptions(ResultOptions):
     """Of the commit."""
     access_token: str | None = option(None, placeholder="TOKEN")
     """Hugging Face token that may write. Default: $HF_TOKEN, or that of hf auth login."""
+    format: OutputFormat = "table"
+    """json: nothing else is written to standard output."""
 
     def __post_init__(self) -> None:
         for key, name in {"REPO_ID": self.repo_id, "--base": self.base}.items():

@@ -1,6 +1,7 @@
 """`ftkit push`: a result and its model card, onto the Hugging Face hub."""
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def push(options: PushOptions) -> int:
         result = find_result(options.result)
         kind, files = result.kind, _files_of(result, options)
     size = bytes_text(sum(_size(content) for content in files.values()))
-    print_notice(f"sending {len(files)} files, {size}")
+    print_notice(f"sending {len(files)} files, {size}", sys.stderr)
     url = upload(
         files,
         options.repo_id,
@@ -47,7 +48,7 @@ def push(options: PushOptions) -> int:
         message=options.message or f"{kind}, trained with ftkit",
         token=options.access_token,
     )
-    print(f"{url} has it")
+    print(json.dumps({"url": url}) if options.format == "json" else f"{url} has it")
     return 0
 
 

@@ -3,6 +3,7 @@
 Answers go to standard output; everything else to standard error.
 """
 
+import json
 import sys
 from collections.abc import Iterator
 
@@ -75,6 +76,8 @@ def chat(result: Result, options: ChatOptions) -> int:
     """
     speaker = Speaker(put_to_use(result, options), options)
     conversation = Conversation(speaker)
+    if options.format == "json":
+        return _chat_in_json(conversation, speaker, options.max_new_tokens)
     if speaker.notice is not None:
         print_notice(speaker.notice, sys.stderr)
     if not conversation.has_history:
@@ -101,6 +104,38 @@ def chat(result: Result, options: ChatOptions) -> int:
         conversation.answered(answer.text)
         print(flush=True)
     return 0
+
+
+def _chat_in_json(conversation: Conversation, speaker: Speaker, max_new_tokens: int) -> int:
+    """Answer lines of JSON with lines of JSON; the first one says whether turns are remembered."""
+    _print_json(history=conversation.has_history)
+    while True:
+        try:
+            line = sys.stdin.readline()
+        except KeyboardInterrupt:  # between two answers there is nothing to stop
+            continue
+        if not line:
+            return 0
+        answer = Answer()
+        try:
+            text = json.loads(line)["prompt"]
+            for _ in speaker.say(conversation.ask(text, min(max_new_tokens, 256)), answer):
+                pass
+        except (KeyError, TypeError, ValueError):
+            _print_json(error=f'{line.strip()} is not {{"prompt": TEXT}}.')
+            continue
+        except UserError as error:  # too long a text
+            conversation.forget()
+            _print_json(error=str(error))
+            continue
+        except KeyboardInterrupt:
+            _tell("(stopped)")
+        conversation.answered(answer.text)
+        _print_json(answer=answer.text, tokens=answer.tokens, seconds=round(answer.seconds, 3))
+
+
+def _print_json(**values: object) -> None:
+    print(json.dumps(values, ensure_ascii=False), flush=True)
 
 
 def _lines() -> Iterator[str]:

@@ -20,6 +20,7 @@ from ftkit.comparison.plots import Picture
 from ftkit.config.parsing import Override, as_text, read_recipe
 from ftkit.config.recipe import FINETUNE
 from ftkit.console.formatting import utc_now
+from ftkit.console.terminal import plain_text
 from ftkit.errors import UserError
 from ftkit.notebook import display
 from ftkit.notebook.child_output import printed, refusal
@@ -36,7 +37,13 @@ _POLL_S = 0.1
 
 
 class ShownReport(Report):
-    """A report that shows itself in a notebook."""
+    """A report that shows itself in a notebook; `print` shows the table of the command."""
+
+    def __str__(self) -> str:
+        return plain_text(table.render(self))
+
+    def __repr__(self) -> str:
+        return f"<ftkit report: {self.outcome.replace('_', ' ')}, {self.exit_reason}>"
 
     def _repr_html_(self) -> str:
         return table.report_as_html(self)

@@ -10,13 +10,29 @@ from ftkit.utils.imports import silence_libraries
 silence_libraries()  # before they are imported
 
 from ftkit.config.parsing import as_text  # noqa: E402
+from ftkit.console.formatting import bytes_text  # noqa: E402
+from ftkit.console.terminal import REPORT_WIDTH, plain_text  # noqa: E402
 from ftkit.memory.gpus import find_gpu  # noqa: E402
 from ftkit.planner import predict  # noqa: E402
-from ftkit.planner.table import plans_as_html  # noqa: E402
+from ftkit.planner.table import (  # noqa: E402
+    plan_table,
+    plan_title,
+    plans_as_html,
+    side_by_side,
+    verdict,
+)
 
 
 class ShownPlan(predict.Planned):
-    """A plan that shows itself in a notebook."""
+    """A plan that shows itself in a notebook; `print` shows the table of the command."""
+
+    def __str__(self) -> str:
+        return plain_text(plan_table(self))
+
+    def __repr__(self) -> str:
+        needs = bytes_text(self.memory.high_bytes)
+        words = f", {verdict(self)} on {self.gpu.name}" if self.gpu else ""
+        return f"<ftkit {plan_title(self)}: needs up to {needs}{words}>"
 
     def _repr_html_(self) -> str:
         return plans_as_html([self])
@@ -24,6 +40,9 @@ class ShownPlan(predict.Planned):
 
 class Plans(list[ShownPlan]):
     """Plans that show themselves as one table: `Plans([ftkit.plan(...), ftkit.plan(...)])`."""
+
+    def __str__(self) -> str:
+        return plain_text(side_by_side(self, REPORT_WIDTH))
 
     def _repr_html_(self) -> str:
         return plans_as_html(self)

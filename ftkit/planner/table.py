@@ -36,7 +36,7 @@ def show(found: Sequence[Planned], form: Literal["table", "json"]) -> None:
         return
     terminal = Console(highlight=False)
     if len(found) == 1:
-        content: Group | Table = _alone(found[0])
+        content: Group | Table = plan_table(found[0])
         width = REPORT_WIDTH
     else:
         width = terminal.width if sys.stdout.isatty() else _ANY_WIDTH
@@ -53,7 +53,7 @@ def plans_as_html(found: Sequence[Planned]) -> str:
         (planned,) = found
         words = verdict(planned)
         needed = f"{styled(words, _STYLES[words])} {escaped(_needs(planned))}" if words else ""
-        return block(f"<b>{escaped(_title(planned))}</b>", needed, labelled(_rows(planned)))
+        return block(f"<b>{escaped(plan_title(planned))}</b>", needed, labelled(_rows(planned)))
     columns = _columns(found)
     rows = [
         [styled(column.cells[i].plain, str(column.cells[i].style)) for column in columns]
@@ -113,16 +113,18 @@ def verdict(planned: Planned) -> str:
     return {True: "fits", False: "does not fit", None: "UNCERTAIN"}[planned.fits]
 
 
-def _alone(planned: Planned) -> Group:
+def plan_table(planned: Planned) -> Group:
+    """One plan, with a line for each thing that it says."""
     words = verdict(planned)
     head = [(Text(words, _STYLES[words]), _needs(planned))] if words else []
     return Group(
-        Rule(Text(_title(planned), "bold"), characters="-", align="left", style="dim"),
+        Rule(Text(plan_title(planned), "bold"), characters="-", align="left", style="dim"),
         labelled_grid([*head, *_rows(planned)]),
     )
 
 
-def _title(planned: Planned) -> str:
+def plan_title(planned: Planned) -> str:
+    """What is planned."""
     return f"plan: {planned.plan.recipe.method} on {planned.base_model}"
 
 

@@ -22,7 +22,13 @@ LOOKS, BETWEEN_LOOKS_S = 5, 0.002
 """How often, at most, a machine is looked at for what runs on it."""
 
 
-def start_command(words: Sequence[str], output: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
+def start_command(
+    words: Sequence[str],
+    output: IO[bytes] | None = None,
+    *,
+    result: IO[bytes] | int | None = None,
+    stdin: int = subprocess.DEVNULL,
+) -> subprocess.Popen[bytes]:
     """Start `ftkit WORDS` as a child that gets SIGTERM, and so saves, when this process ends.
 
     It has a process group of its own: Ctrl+C and a notebook's interrupt reach this process only,
@@ -31,14 +37,16 @@ def start_command(words: Sequence[str], output: IO[bytes] | None = None) -> subp
     Args:
         words: of the command line.
         output: where what it prints goes; None: where that of this process goes.
+        result: where its standard output goes instead, or subprocess.PIPE.
+        stdin: subprocess.PIPE, if it is to be told something.
     """
     # -P: modules in the current directory are the user's, not ours
     command = [sys.executable, "-P", "-m", "ftkit.cli.child", str(os.getpid()), *words]
     return subprocess.Popen(
         command,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=None if output is None else subprocess.STDOUT,
+        stdin=stdin,
+        stdout=output if result is None else result,
+        stderr=output if result is not None or output is None else subprocess.STDOUT,
         process_group=0,
     )
 

@@ -1,0 +1,119 @@
+"""`ftkit.evaluate`, `merge`, `export` and `push`: what is done with a result, from Python."""
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ftkit.notebook.commands import option_words, output_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What was measured on held-out data."""
+
+    loss: float
+    """Mean of the label tokens, in nats."""
+    perplexity: float
+    records: int
+    label_tokens: int
+    exact_match: float | None
+    """Share of the answers that are exactly the expected ones; None: none was asked for."""
+    values: dict[str, Any] = field(repr=False)
+    """All that `ftkit evaluate --format json` says."""
+
+
+def evaluate(result: str | os.PathLike[str], /, **options: Any) -> Evaluation:
+    """Measure a result on held-out data, as `ftkit evaluate`.
+
+    ::
+
+        ftkit.evaluate(run).loss
+        ftkit.evaluate(run, data="JSON", **{"data.path": "held_out.json"}).exact_match
+
+    Args:
+        result: a run, a checkpoint, an adapter, a model or a hub name.
+        options: of the command, with dots as they are there.
+
+    Raises:
+        UserError: as the command would.
+    """
+    words = ["evaluate", os.fspath(result), "--format=json", *option_words(options)]
+    values = json.loads(output_of(words))
+    matches = values["exact_match"]
+    return Evaluation(
+        loss=values["loss"],
+        perplexity=values["perplexity"],
+        records=values["records"],
+        label_tokens=values["label_tokens"],
+        exact_match=None if matches is None else matches["share"],
+        values=values,
+    )
+
+
+def merge(result: str | os.PathLike[str], /, out: str | os.PathLike[str], **options: Any) -> Path:
+    """Make an adapter and its base one model, as `ftkit merge`; the model's directory.
+
+    ::
+
+        model = ftkit.merge(run, "out/merged", dtype="bfloat16")
+
+    Args:
+        result: a LoRA run, its checkpoint or an adapter.
+        out: the directory to write.
+        options: of the command: base="original", overwrite=True.
+
+    Raises:
+        UserError: as the command would.
+    """
+    output_of(["merge", os.fspath(result), f"--out={os.fspath(out)}", *option_words(options)])
+    return Path(out)
+
+
+def export(
+    result: str | os.PathLike[str],
+    /,
+    out: str | os.PathLike[str],
+    *,
+    format: str,  # noqa: A002 - the option of the command
+    **options: Any,
+) -> Path:
+    """Write a result for other programs, as `ftkit export`; the directory it is in.
+
+    ::
+
+        ftkit.export("out/merged", "out/gguf", format="gguf", quantization="q8_0")
+
+    Args:
+        result: a run, a checkpoint, an adapter or a model.
+        out: the directory to write.
+        format: hf, litgpt, peft or gguf.
+        options: of the command: dtype="bfloat16", overwrite=True.
+
+    Raises:
+        UserError: as the command would.
+    """
+    words = ["export", os.fspath(result), f"--out={os.fspath(out)}", f"--format={format}"]
+    output_of([*words, *option_words(options)])
+    return Path(out)
+
+
+def push(result: str | os.PathLike[str], repo_id: str, /, **options: Any) -> str:
+    """Upload a result with its model card, as `ftkit push`; its url. Private, unless public=True.
+
+    ::
+
+        ftkit.push(run, "me/my-adapter")
+
+    Args:
+        result: a run, or what merge and export have written.
+        repo_id: the repository on the hub, such as me/my-model.
+        options: of the command: message="Trained longer.". A token is better left to $HF_TOKEN.
+
+    Raises:
+        UserError: as the command would.
+    """
+    words = ["push", os.fspath(result), repo_id, "--format=json", *option_words(options)]
+    url: str = json.loads(output_of(words))["url"]
+    return url
