@@ -1,0 +1,195 @@
+"""Releases: the wheel runs outside the checkout, and scripts/release says what is missing."""
+
+import shutil
+import site
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+from command import ROOT, command_environment
+
+import ftkit
+
+HERE = sysconfig.get_python_version()
+VERSIONS = [
+    version if version == HERE else pytest.param(version, marks=pytest.mark.slow)
+    for version in ("3.11", "3.12", "3.13")
+]
+"""That pyproject.toml promises."""
+
+
+def ended(*words: object, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A program, outside the checkout."""
+    environment = {k: v for k, v in command_environment().items() if k != "PYTHONPATH"}
+    return subprocess.run(
+        list(map(str, words)),
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env=environment | variables,
+        timeout=300,
+    )
+
+
+def copy_of_checkout(place: Path) -> Path:
+    """What git knows of it, with what is changed: files that others have as well."""
+    listed = subprocess.check_output(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, text=True
+    )
+    for name in filter(None, listed.split("\0")):
+        if name.split("/")[0] in ("tests", "notebooks", "docs") or not (ROOT / name).is_file():
+            continue
+        target = place / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, target)
+    return place
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository with this version, ready to be released."""
+    place = copy_of_checkout(tmp_path_factory.mktemp("release") / "checkout")
+    changelog = place / "CHANGELOG.md"
+    text = changelog.read_text().replace("(unreleased)", "(2026-11-30)")
+    changelog.write_text(text)
+    for words in (
+        ["init", "--quiet"],
+        ["add", "--all"],
+        ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "-m", "all"],
+    ):
+        assert ended("git", *words, cwd=place).returncode == 0
+    return place
+
+
+@pytest.fixture(scope="module")
+def released(checkout: Path) -> tuple[str, Path]:
+    """What scripts/release says, and where its archives are."""
+    out = checkout.parent / "archives"
+    done = ended(sys.executable, "scripts/release", "--skip_tests", "--out", out, cwd=checkout)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, out
+
+
+def interpreter(version: str) -> str | None:
+    """A Python of this version: this one, one on the PATH, or one beside this one."""
+    if version == HERE:
+        return sys.executable
+    beside = sorted(Path(sys.base_prefix).parent.glob(f"{version}.*/bin/python{version}"))
+    for found in (*map(str, beside), shutil.which(f"python{version}")):
+        # what manages versions puts programs on the PATH that know of no version to start
+        if found and subprocess.run([found, "-c", ""], capture_output=True).returncode == 0:
+            return found
+    return None
+
+
+def installed(version: str, wheel: Path, place: Path) -> Path:
+    """The ftkit command of a bare environment with the wheel and the libraries of the tests."""
+    python = interpreter(version)
+    if python is None:
+        pytest.skip(f"there is no Python {version}")
+    if python == sys.executable:
+        venv.create(place, with_pip=False)
+    else:
+        assert ended(python, "-m", "venv", "--without-pip", place, cwd=place.parent).returncode == 0
+    install = ["install", "--quiet", "--no-deps", "--no-index", wheel]
+    done = ended(sys.executable, "-m", "pip", "--python", place / "bin/python", *install, cwd=place)
+    assert done.returncode == 0, done.stderr
+    # The libraries, but not the ftkit that is installed beside them as a link to the checkout:
+    # a .pth of theirs is not read in a directory that another .pth names.
+    libraries = place / f"lib/python{version}/site-packages/libraries.pth"
+    libraries.write_text(f"{site.getsitepackages()[0]}\n")
+    return place / "bin/ftkit"
+
+
+def test_the_archives_hold_what_the_package_needs_and_no_tests(released: tuple[str, Path]) -> None:
+    said, out = released
+    name = f"ftkit-{ftkit.__version__}"
+    assert sorted(path.name for path in out.iterdir()) == [
+        f"{name}-py3-none-any.whl",
+        f"{name}.tar.gz",
+    ]
+    with zipfile.ZipFile(out / f"{name}-py3-none-any.whl") as wheel:
+        inside = set(wheel.namelist())
+    package = subprocess.check_output(["git", "ls-files", "ftkit"], cwd=ROOT, text=True)
+    assert set(package.splitlines()) - {"ftkit/report/README.md"} <= inside
+    assert not any(file.startswith(("tests/", "scripts/")) for file in inside)
+    assert any(file.endswith("entry_points.txt") for file in inside)
+    with tarfile.open(out / f"{name}.tar.gz") as source:
+        assert f"{name}/pyproject.toml" in source.getnames()
+    assert said.splitlines()[-4:-1] == [
+        "what is left:",
+        f"  git tag v{ftkit.__version__}",
+        f"  git push origin v{ftkit.__version__}",
+    ]
+    assert said.splitlines()[-1].startswith("  twine upload ")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_wheel_explains_itself_in_a_bare_environment(
+    version: str, released: tuple[str, Path], tmp_path: Path
+) -> None:
+    (wheel,) = released[1].glob("*.whl")
+    command = installed(version, wheel, tmp_path / "environment")
+    said = ended(command, "--version", cwd=tmp_path)
+    assert (said.stdout, said.stderr) == (f"ftkit {ftkit.__version__}\n", "")
+    python = tmp_path / "environment/bin/python"
+    where = ended(python, "-c", "import ftkit; print(ftkit.__file__)", cwd=tmp_path)
+    assert where.stdout.startswith(str(tmp_path))
+    said = ended(command, "--help", cwd=tmp_path)
+    assert said.returncode == 0 and "finetune" in said.stdout, said.stderr
+    said = ended(command, "finetune", "--help", cwd=tmp_path)
+    assert said.returncode == 0 and "--train.max_steps N" in said.stdout, said.stderr
+
+
+@pytest.mark.slow
+def test_the_wheel_runs_the_quick_start_in_a_bare_environment(
+    released: tuple[str, Path], tmp_path: Path
+) -> None:
+    """Of the Python of the tests, whose libraries there are."""
+    (wheel,) = released[1].glob("*.whl")
+    command = installed(HERE, wheel, tmp_path / "environment")
+    recipe = ROOT / "recipes/quickstart.yaml"
+    few = ["--train.max_steps", "2", "--eval.exact_match", "4", "--eval.max_iters", "1"]
+    done = ended(command, "finetune", recipe, *few, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "out/quickstart/final/adapter_model.safetensors").is_file()
+
+
+def refused(checkout: Path, *changes: tuple[str, str, str], tag: str = "") -> str:
+    """What scripts/release says to a changed repository, which is as before after that."""
+    for file, old, new in changes:
+        path = checkout / file
+        assert old in path.read_text()
+        path.write_text(path.read_text().replace(old, new, 1))
+    if tag:
+        ended("git", "tag", tag, cwd=checkout)
+    try:
+        done = ended(sys.executable, "scripts/release", "--skip_tests", cwd=checkout)
+    finally:
+        ended("git", "checkout", "--", ".", cwd=checkout)
+        ended("git", "tag", "--delete", tag, cwd=checkout)
+    assert done.returncode == 1 and not (checkout / "dist").exists()
+    return done.stderr
+
+
+def test_a_version_that_is_not_ready_is_refused_with_all_that_is_missing(checkout: Path) -> None:
+    version = ftkit.__version__
+    said = refused(checkout, ("CHANGELOG.md", "(2026-11-30)", "(unreleased)"))
+    assert f"CHANGELOG.md says (unreleased) of {version}" in said
+    assert "the tree is not clean (CHANGELOG.md)" in said
+    said = refused(checkout, ("ftkit/__init__.py", f'"{version}"', '"99.0.0"'))
+    assert "CHANGELOG.md has no section: write ## 99.0.0 (YYYY-MM-DD)" in said
+    assert f"{version} is not newer than 10.0.0" in refused(checkout, tag="v10.0.0")
+    assert f"{version} is not newer than {version}" in refused(checkout, tag=f"v{version}")
+
+
+def test_releasing_tags_nothing_and_leaves_the_tree_as_it_was(
+    released: tuple[str, Path], checkout: Path
+) -> None:
+    assert ended("git", "tag", cwd=checkout).stdout == ""
+    assert ended("git", "status", "--porcelain", "--ignored", cwd=checkout).stdout == ""
