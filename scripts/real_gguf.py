@@ -60,9 +60,9 @@ def compare(
     """
     python = environment(scratch / "llama.cpp")
     lines = [
-        "| model | file | prompt | greedy answer | logits differ in the mean, at most | largest |"
+        "| model | file | prompt | greedy answer | logits apart, mean | most | largest |",
+        "|---|---|---|---|---|---|---|",
     ]
-    lines += ["|---|---|---|---|---|---|"]
     is_right = True
     for what, model in models.items():
         text, ids, answer, logits = _by_transformers(model, messages)
@@ -109,12 +109,15 @@ def _by_transformers(
     ids = tokenizer.encode(text, add_special_tokens=False)
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():
-        logits = loaded(torch.tensor([ids])).logits[0]
+        prompt = torch.tensor([ids])
+        logits = loaded(prompt).logits[0]
         answered = loaded.generate(
-            torch.tensor([ids]),
+            prompt,
+            attention_mask=torch.ones_like(prompt),
             do_sample=False,
             max_new_tokens=ANSWER_TOKENS,
             eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.eos_token_id,
         )
     return text, ids, answered[0, len(ids) :].tolist(), logits
 

@@ -1,7 +1,7 @@
 """Columns of a comparison: names, values, texts, and which of them are best."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from ftkit.report.step_memory import Breakdown
 from ftkit.runs.state import AT_WORK
 from ftkit.utils.nearest import nearest
 
+ROUGE_L = "rouge_l"
 Better = Literal["lower", "higher"]
 
 
@@ -35,6 +36,16 @@ class Measure:
 def _of(section: str, name: str) -> Callable[[Report], float | None]:
     """A number of a section of the report."""
     return lambda report: getattr(getattr(report, section), name, None)
+
+
+def _of_scores(name: str, sha256: str | None) -> Callable[[Report], float | None]:
+    """A score of answers after training."""
+
+    def value(report: Report) -> float | None:
+        found = (score.after for score in report.scores if score.identity == (name, sha256))
+        return next(found, None)
+
+    return value
 
 
 def _of_step_memory(name: str) -> Callable[[Report], float | None]:
@@ -73,6 +84,13 @@ MEASURES = (
         head="exact match",
         value=_of("exact_match", "after"),
         text=percent_text,
+        better="higher",
+    ),
+    Measure(
+        key=ROUGE_L,
+        head="ROUGE-L",
+        value=_of_scores(ROUGE_L, None),
+        text=number_text,
         better="higher",
     ),
     Measure(
@@ -156,6 +174,8 @@ MEASURES = (
     ),
 )
 """All of them, in the order of the table."""
+OWN = "metric."
+"""What keys of metrics of one's own begin with."""
 _TIMES = ("time_s", "training_s")
 _SETTING = "setting"
 _WORTH = (
@@ -171,6 +191,8 @@ _WORTH = (
     "loss",
     "host_bytes",
     "exact_match",
+    OWN,
+    ROUGE_L,
     "steps",
     "reserved_bytes",
     "training_s",
@@ -220,8 +242,24 @@ def setting_columns(runs: list[ComparedRun]) -> list[Column]:
 
 
 def measure_columns(runs: list[ComparedRun]) -> list[Column]:
-    """All measures, also those that no run has."""
-    return [_measured(runs, measure) for measure in MEASURES]
+    """All measures, also those that no run has, and the metrics of one's own that some run has."""
+    place = 1 + next(i for i, measure in enumerate(MEASURES) if measure.key == ROUGE_L)
+    measures = (*MEASURES[:place], *_own_metrics(runs), *MEASURES[place:])
+    return [_measured(runs, measure) for measure in measures]
+
+
+def _own_metrics(runs: list[ComparedRun]) -> Iterator[Measure]:
+    """A measure for each function; only its author knows whether much is good."""
+    scores = [score for run in runs for score in run.report.scores if score.sha256 is not None]
+    files: dict[str, set[str | None]] = {}
+    for score in scores:
+        files.setdefault(score.name, set()).add(score.sha256)
+    for name, sha256 in dict.fromkeys(score.identity for score in scores):
+        # Functions of one name are told apart by what their files hold.
+        head = name if len(files[name]) == 1 else f"{name} ({str(sha256)[:8]})"
+        yield Measure(
+            key=f"{OWN}{head}", head=head, value=_of_scores(name, sha256), text=number_text
+        )
 
 
 def name_columns(runs: list[ComparedRun]) -> list[Column]:
@@ -279,7 +317,8 @@ def by_worth(columns: list[Column]) -> list[Column]:
         if column.is_setting:
             worth[column.key] = free.pop(0) if free else len(_WORTH)
         else:
-            worth[column.key] = _WORTH.index(column.key)
+            is_own = column.key.startswith(OWN)
+            worth[column.key] = _WORTH.index(OWN if is_own else column.key)
         if column.key == "state" and len(set(column.values)) == 1:
             worth[column.key] = len(_WORTH)
     return sorted(columns, key=lambda column: worth[column.key])

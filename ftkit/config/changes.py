@@ -52,6 +52,7 @@ KIND_OF: dict[str, Kind] = {
     "eval.initial_validation": "hardware",
     "eval.final_validation": "hardware",
     "eval.exact_match": "hardware",
+    "eval.rouge_l": "hardware",
     "log.project": "hardware",
     "log.run": "hardware",
     "log.group": "hardware",

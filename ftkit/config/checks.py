@@ -45,6 +45,7 @@ def check_ranges(recipe: Recipe) -> None:
         ("eval.max_iters", evaluation.max_iters, 1),
         ("eval.max_new_tokens", evaluation.max_new_tokens, 0),
         ("eval.exact_match", evaluation.exact_match, 0),
+        ("eval.rouge_l", evaluation.rouge_l, 0),
         ("eval.evaluate_example", evaluation.evaluate_example, 0),
         ("devices", recipe.devices, 1),
         ("num_nodes", recipe.num_nodes, 1),
@@ -103,6 +104,12 @@ def check_ranges(recipe: Recipe) -> None:
         raise UserError(
             "checkpoint.result is best, but checkpoint.save is false: no checkpoint is kept. "
             "Try --checkpoint.save true, or --checkpoint.result last."
+        )
+    if evaluation.rouge_l and not evaluation.max_new_tokens:
+        raise UserError(
+            f"eval.rouge_l is {evaluation.rouge_l}, but eval.max_new_tokens is "
+            f"{'empty' if evaluation.max_new_tokens is None else 0}: how long may answers be? "
+            "Try --eval.max_new_tokens 100."
         )
     example = evaluation.evaluate_example
     if isinstance(example, str) and example not in ("first", "random"):

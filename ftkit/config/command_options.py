@@ -196,6 +196,10 @@ class FinetuneOptions(CommonOptions):
     stop_after: str | None = option(None, placeholder="N|DURATION")
     """Save and stop after this many optimizer steps of this command, or after a time such as 90min.
     The schedule stays that of the whole run; --resume auto continues it."""
+    metric: tuple[str, ...] = option((), placeholder="FILE.py:FUNCTION")
+    """Before and after training, also score answers to validation records by a function of your
+    own, called with (answer, expected, record): as many as eval.exact_match and eval.rouge_l say,
+    or 100. Several times."""
     keys: tuple[Override, ...] = keys_beside()
     """Of the recipe."""
     line: tuple[str, ...] = command_line()

@@ -112,7 +112,8 @@ class Eval:
     max_iters: int = 100
     """Validate on at most this many batches of train.global_batch_size sequences."""
     max_new_tokens: int | None = 100
-    """Tokens of the sample answer generated at each validation; 0 or empty: none."""
+    """Longest answer, in tokens, for the sample that is generated at each validation and for
+    rouge_l; 0 or empty: no sample."""
     evaluate_example: str | int = "first"
     """Whose answer to generate: "first", "random", or the index of a validation record."""
     initial_validation: bool = False
@@ -122,6 +123,9 @@ class Eval:
     exact_match: int = 0
     """Answer this many validation records greedily before and after training, and report how
     many answers equal the expected text."""
+    rouge_l: int = 0
+    """Answer this many validation records greedily before and after training, and report how much
+    of the words answers share with the expected text: the mean ROUGE-L."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,6 +64,12 @@ FOREIGN_RECIPES = {
 }
 """Keys that tell what program a file is of."""
 
+OF_COMMANDS = {
+    "metric": "names a file that is executed, so it is an option of ftkit finetune, finetune_lora, "
+    "finetune_full and evaluate alone. Remove it, and add --metric FILE.py:FUNCTION to the command",
+}
+"""What is typed on command lines and no recipe says, by the reason."""
+
 LORA_KEYS = {field.name for field in dataclasses.fields(Lora)}
 GROUPS = {f.name for f in dataclasses.fields(Recipe) if dataclasses.is_dataclass(f.type)}
 
@@ -156,6 +162,8 @@ def check_keys(merged: dict[str, Any], method: Method) -> None:
                 f"{key} does not belong to full fine-tuning. {advice} "
                 "Use ftkit finetune instead of ftkit finetune_full, or remove the key."
             )
+        if reason := OF_COMMANDS.get(key.rpartition(".")[2]):
+            raise UserError(f"{key} is not a key of a recipe: it {reason}.")
         raise UserError(f"{key} is not a key of a recipe.{_meant(key, known)}")
 
 

@@ -9,6 +9,7 @@ from ftkit.config.command_options import CommonOptions, OutputFormat, keys_besid
 from ftkit.config.parsing import Override
 from ftkit.config.recipe import AcceleratorKey, Precision, Quantization
 from ftkit.errors import UserError
+from ftkit.scoring.own_metric import OwnMetric, own_metrics
 from ftkit.utils.units import SIZE_UNITS, parse_size
 
 Storage = Quantization | Literal["none"]
@@ -160,8 +161,24 @@ class EvaluateOptions(UseOptions, ResultOptions):
     exact_match: int | None = option(None, example=100, least=0)
     """Answer this many records greedily and count how many answers are exactly the expected ones.
     Default: as in the run, or 100; 0: none."""
+    rouge_l: int | None = option(None, example=100, least=0)
+    """Answer this many records greedily and compare the answers with the expected ones by ROUGE-L.
+    Default: as in the run; 0: none."""
+    metric: tuple[str, ...] = option((), placeholder="FILE.py:FUNCTION")
+    """Also score answers by a function of your own, called with (answer, expected, record): to as
+    many records as exact_match and rouge_l say, or 100. Several times."""
+    max_new_tokens: int | None = option(None, example=100, least=1)
+    """Longest answer for rouge_l and metric, in tokens. Default: as in the run, or 100."""
     format: OutputFormat = "table"
     """json: nothing else is written to standard output."""
+
+    @property
+    def metrics(self) -> tuple[OwnMetric, ...]:
+        """Those of one's own."""
+        return own_metrics(self.metric)
+
+    def __post_init__(self) -> None:
+        own_metrics(self.metric)  # refused before the result is looked for
 
 
 @dataclass(frozen=True, kw_only=True)

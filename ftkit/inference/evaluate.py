@@ -1,4 +1,4 @@
-"""`ftkit evaluate`: the loss of a result on held-out records, and how many it answers exactly."""
+"""`ftkit evaluate`: the loss of a result on held-out records, and what its answers are worth."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ from ftkit.config.parsing import with_overrides
 from ftkit.config.recipe import Recipe
 from ftkit.config.result_options import EvaluateOptions
 from ftkit.console.display import Display
-from ftkit.console.formatting import loss_text, percent_text
+from ftkit.console.formatting import loss_text, number_text, percent_text
 from ftkit.console.grid import labelled_grid
 from ftkit.data.dataset import HeldOut, load_held_out
 from ftkit.errors import UserError
@@ -19,13 +19,15 @@ from ftkit.inference.result import Result
 from ftkit.inference.session import InUse, put_to_use
 from ftkit.model.flops import attention_cost
 from ftkit.remote.urls import spelt
+from ftkit.report.answers import score_title
 from ftkit.report.metrics import perplexity
 from ftkit.samples.layout import RankLayout
 from ftkit.samples.loader import validation_loader
-from ftkit.training.evaluation import exact_matches, validation_loss
+from ftkit.scoring.metrics import DEFAULT_RECORDS, Score, Scoring
+from ftkit.training.evaluation import answer_scores, validation_loss
 
-DEFAULT_MATCHES = 100
-"""Records that are answered where the run answered none."""
+DEFAULT_NEW_TOKENS = 100
+"""Of an answer at most, where the run made none."""
 
 
 def evaluate(result: Result, options: EvaluateOptions) -> int:
@@ -39,6 +41,7 @@ def evaluate(result: Result, options: EvaluateOptions) -> int:
         UserError: something is missing, or does not fit.
     """
     recipe, is_of_run = _recipe(result, options), result.recipe is not None
+    scoring = _scoring(recipe, options)
     result = dataclasses.replace(result, recipe=recipe)
     in_use = put_to_use(result, options)
     if result.asked is not None and not is_of_run:
@@ -47,7 +50,7 @@ def evaluate(result: Result, options: EvaluateOptions) -> int:
     given = {key.removeprefix("data.").removeprefix("init_args.") for key, _ in options.data}
     held_out = _held_out(result, recipe, in_use, given)
     with Display(None, stream=sys.stderr) as display:
-        measured = _measure(in_use, held_out, recipe, options, display)
+        measured = _measure(in_use, held_out, recipe, scoring, display)
     values = {
         "result": result.name,
         "directory": spelt(result.directory),
@@ -77,9 +80,24 @@ def _recipe(result: Result, options: EvaluateOptions) -> Recipe:
         ("train.micro_batch_size", options.micro_batch_size),
         ("eval.max_iters", options.max_iters),
         ("eval.exact_match", options.exact_match),
+        ("eval.rouge_l", options.rouge_l),
+        ("eval.max_new_tokens", options.max_new_tokens),
     ]
     given = [(key, str(value)) for key, value in asked if value is not None]
     return with_overrides(recipe, [*options.data, *given])
+
+
+def _scoring(recipe: Recipe, options: EvaluateOptions) -> Scoring:
+    """What is asked of answers."""
+    exact_match = recipe.eval.exact_match
+    if options.exact_match is None and not exact_match:
+        exact_match = DEFAULT_RECORDS
+    return Scoring(
+        exact_match=exact_match,
+        rouge_l=recipe.eval.rouge_l,
+        own=options.metrics,
+        max_new_tokens=recipe.eval.max_new_tokens or DEFAULT_NEW_TOKENS,
+    )
 
 
 def _held_out(result: Result, recipe: Recipe, in_use: InUse, given: set[str]) -> HeldOut:
@@ -113,7 +131,7 @@ def _base_name(result: Result, in_use: InUse) -> str:
 
 
 def _measure(
-    in_use: InUse, held_out: HeldOut, recipe: Recipe, options: EvaluateOptions, display: Display
+    in_use: InUse, held_out: HeldOut, recipe: Recipe, scoring: Scoring, display: Display
 ) -> dict[str, Any]:
     """The numbers, in the way and order in which a run comes to them."""
     model, base = in_use.loaded.model, in_use.loaded.base
@@ -138,21 +156,22 @@ def _measure(
             progress=phase.advance,
         )
     assert validated is not None
-    wanted = recipe.eval.exact_match
-    if options.exact_match is None and not wanted:
-        wanted = DEFAULT_MATCHES
-    questions = held_out.questions[:wanted]
-    share = None
+    questions = held_out.questions[: scoring.records]
+    scores: list[Score] = []
     if questions:
         with display.phase(f"answering {len(questions)} records", brief=True) as phase:
-            share = exact_matches(
+            found = answer_scores(
                 model,
                 base.tokenizer,
                 questions,
+                scoring,
                 batch_size=in_use.plan.sequences_of(int(samples.lengths.max())),
                 context=in_use.context,
                 progress=phase.advance,
             )
+        assert found is not None
+        scores = found
+    matches = [score for score in scores if score.metric.is_exact_match]
     several = len(held_out.parts) > 1
     return {
         "records": limit,
@@ -164,8 +183,19 @@ def _measure(
             if several
             else {}
         ),
-        "exact_match": None if share is None else {"records": len(questions), "share": share},
+        "exact_match": {"records": matches[0].records, "share": matches[0].mean}
+        if matches
+        else None,
+        "scores": [_score_values(score) for score in scores if score not in matches],
     }
+
+
+def _score_values(score: Score) -> dict[str, Any]:
+    """A score as JSON has it."""
+    values = {"name": score.metric.name, "records": score.records, "score": score.mean}
+    if (own := score.metric.own) is not None:
+        values |= {"file": Path(own.file).name, "sha256": own.sha256}
+    return values
 
 
 def _show(values: dict[str, Any]) -> None:
@@ -184,5 +214,8 @@ def _show(values: dict[str, Any]) -> None:
             rows[f"loss on {name}"] = loss_text(loss)
     if matches is not None:
         rows["exact match"] = f"{percent_text(matches['share'])} of {matches['records']:,} answers"
+    for score in values["scores"]:
+        title = score_title(score["name"], is_own="file" in score)
+        rows[title] = f"{number_text(score['score'])} on {score['records']:,} answers"
     with Display(None) as display:
         display.show(labelled_grid(rows.items()))

@@ -10,6 +10,7 @@ from ftkit.launch.environment import external_ranks
 from ftkit.launch.supervisor import launch
 from ftkit.runs.job import StopAfter
 from ftkit.runs.resume import follow_moved
+from ftkit.scoring.own_metric import own_metrics
 from ftkit.utils.yaml_files import STANDARD_INPUT
 
 
@@ -29,6 +30,13 @@ def run_finetuning(options: FinetuneOptions) -> int:
     if options.print_config:
         print(to_yaml(recipe), end="")
         return 0
+    metrics = own_metrics(options.metric)
+    if metrics and not recipe.eval.max_new_tokens:
+        raise UserError(
+            f"{metrics[0]} scores answers, but eval.max_new_tokens is "
+            f"{'empty' if recipe.eval.max_new_tokens is None else 0}: how long may they be? "
+            "Try --eval.max_new_tokens 100."
+        )
     if recipes and "out_dir" not in dict(overrides):
         recipe = follow_moved(recipe, Path(recipes[-1]))
     return launch(
@@ -37,4 +45,5 @@ def run_finetuning(options: FinetuneOptions) -> int:
         overwrite=options.overwrite,
         stop_after=StopAfter.parse(options.stop_after) if options.stop_after is not None else None,
         force=options.force,
+        metrics=metrics,
     )

@@ -50,6 +50,7 @@ from ftkit.runs.resume import (
     resumes_in_place,
     verify_start,
 )
+from ftkit.scoring.own_metric import OwnMetric
 from ftkit.utils.files import make_reserve, write_durably
 from ftkit.utils.json_values import without_tokens
 from ftkit.utils.process import launcher_starts_again, print_line
@@ -63,6 +64,7 @@ def launch(
     overwrite: bool = False,
     stop_after: StopAfter | None = None,
     force: bool = False,
+    metrics: tuple[OwnMetric, ...] = (),
 ) -> int:
     """Check, start and supervise one run; the exit code of the command.
 
@@ -74,6 +76,7 @@ def launch(
         overwrite: replace what is in out_dir instead of taking another directory.
         stop_after: end this session before the run is done.
         force: start even if memory is certainly too small.
+        metrics: of one's own.
 
     Raises:
         UserError: before anything has started, and nothing is left behind.
@@ -90,6 +93,7 @@ def launch(
             stop_after,
             received,
             force=force,
+            metrics=metrics,
             placed=placed,
             others=others,
         )
@@ -133,6 +137,7 @@ def prepare_run(
     received: Sequence[signal.Signals] = (),
     *,
     force: bool = False,
+    metrics: tuple[OwnMetric, ...] = (),
     placed: ExternalRanks | None = None,
     others: Others | None = None,
 ) -> Iterator[Job]:
@@ -199,6 +204,7 @@ def prepare_run(
             stop_after=stop_after,
             changes=start.changes if start else (),
             quiet=is_quiet(),
+            metrics=metrics,
         )
         if in_place or start is not None:
             restarts = restarts_of(

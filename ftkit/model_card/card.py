@@ -192,6 +192,10 @@ def _rows(report: Report, base: BaseOrigin, data: DataOrigin) -> Iterator[tuple[
     if (match := report.exact_match) is not None:
         text = from_to_text(match.before, match.after, percent_text)
         yield "Exact match", f"{text} of {match.samples:,} validation records" if text else ""
+    for score in report.scores:
+        text = from_to_text(score.before, score.after, number_text)
+        by = f", by `{score.file}`" if score.file else ""
+        yield score.title, f"{text} on {score.samples:,} validation records{by}"
     if resolved is not None:
         where = f"{resolved.world_size or 1} x {resolved.device or resolved.accelerator}"
         yield "Hardware", ", ".join(filter(None, (where, resolved.strategy, resolved.precision)))

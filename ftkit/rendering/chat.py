@@ -145,6 +145,7 @@ class ChatRenderer(Renderer):
             prompt=self._tokenizer.encode_all_rendered([prompt])[0].ids,
             expected=self._expected(messages[: last + 1], tools) if said else "",
             stop_ids=self.stop_ids,
+            record=record,
             instruction=asked[-1] if asked else "",
         )
 

@@ -66,5 +66,6 @@ class TextRenderer(Renderer):
             prompt=given,
             expected=self._tokenizer.decode(torch.tensor(expected)) if expected else "",
             stop_ids=self.stop_ids,
+            record=record,
             instruction=self._tokenizer.decode(torch.tensor(given)),
         )

@@ -93,6 +93,7 @@ class InstructionRenderer(PromptedRenderer):
             prompt=self._tokenizer.encode(self.prompt(record)).tolist(),
             expected=record["output"],
             stop_ids=self.stop_ids,
+            record=record,
             instruction=record["instruction"],
             input=record.get("input", ""),
         )
@@ -121,6 +122,7 @@ class CompletionRenderer(PromptedRenderer):
             prompt=self._tokenizer.encode(prompt).tolist(),
             expected=record["completion"],
             stop_ids=self.stop_ids,
+            record=record,
             instruction=prompt,
         )
 

@@ -47,6 +47,8 @@ class Example(NamedTuple):
     """What it should answer."""
     stop_ids: frozenset[int]
     """Tokens that end its answer."""
+    record: Record
+    """Where all of this is from."""
     instruction: str
     """The question for people."""
     input: str = ""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from ftkit.errors import UserError
-from ftkit.report.answers import AnsweredExample, ExactMatch
+from ftkit.report.answers import AnsweredExample, AnswerScore, ExactMatch
 from ftkit.report.expert_load import ExpertLoad
 from ftkit.report.metrics import perplexity
 from ftkit.report.peak_memory import PeakMemory
@@ -365,6 +365,8 @@ class Report:
     """Loss of training and validation."""
     exact_match: ExactMatch | None = None
     """Right answers before and after."""
+    scores: list[AnswerScore] = field(default_factory=list)
+    """Other scores of answers before and after."""
     examples: list[AnsweredExample] = field(default_factory=list)
     """Answers before and after."""
     checkpoints: Checkpoints | None = None

@@ -169,6 +169,9 @@ def _measured_rows(report: Report) -> Iterator[tuple[str, str]]:
     if match := report.exact_match:
         fractions = from_to_text(match.before, match.after, percent_text)
         yield "exact match", fractions and f"{fractions} of {_count(match.samples, 'answer')}"
+    for score in report.scores:
+        values = from_to_text(score.before, score.after, number_text)
+        yield score.title, f"{values} on {_count(score.samples, 'answer')}"
     if report.checkpoints:
         yield "checkpoints", _checkpoints_text(report.checkpoints)
     for split, counts in report.data.items():

@@ -16,6 +16,7 @@ from ftkit.errors import UserError
 from ftkit.report.report import Progress, Report
 from ftkit.report.restarts import Restart
 from ftkit.runs.directory import RankDirectory, RunDirectory
+from ftkit.scoring.own_metric import OwnMetric
 from ftkit.utils.files import insist, write_json
 from ftkit.utils.hardware import hardware, versions
 from ftkit.utils.json_values import from_json
@@ -85,6 +86,8 @@ class Job:
     """Of the run, up to the beginning of this session."""
     quiet: bool = False
     """Whether warnings and results alone are shown."""
+    metrics: tuple[OwnMetric, ...] = ()
+    """Of one's own, from the command line."""
 
     @property
     def directory(self) -> RunDirectory:
@@ -129,6 +132,7 @@ class Job:
             "changes": self.changes,
             "restarts": [dataclasses.asdict(restart) for restart in self.restarts],
             "quiet": self.quiet,
+            "metrics": [dataclasses.asdict(metric) for metric in self.metrics],
         }
         write_json(path, values)
 
@@ -152,6 +156,7 @@ class Job:
             changes=tuple(values["changes"]),
             restarts=tuple(from_json(list[Restart], values["restarts"])),
             quiet=values["quiet"],
+            metrics=tuple(OwnMetric(**metric) for metric in values["metrics"]),
         )
 
 

@@ -1,16 +1,18 @@
-"""Evaluation on held-out records: the validation loss, and how many answers are right."""
+"""Evaluation on held-out records: the validation loss, and scores of answers."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
+from torch import Tensor
 
 from ftkit.accelerators.use import sum_dtype
 from ftkit.model.generation import Context, answer_greedily
 from ftkit.model.language_model import LanguageModel
 from ftkit.pretrained.tokenizer import Tokenizer
 from ftkit.rendering.renderer import Example
+from ftkit.scoring.metrics import Score, Scoring
 from ftkit.strategies.distributed import sum_over_ranks
 from ftkit.utils.progress import OnProgress
 
@@ -89,7 +91,7 @@ def answer_records(
     max_new_tokens: int,
     context: Context,
     goes_on: Callable[[int, list[int]], bool] | None = None,
-) -> list[str]:
+) -> list[Tensor]:
     """The greedy answers to records of a data set, all at once.
 
     Args:
@@ -99,66 +101,85 @@ def answer_records(
         max_new_tokens: longest answer.
         context: in which the model computes.
         goes_on: see `answer_greedily`.
+
+    Returns:
+        Token ids of the answers, [up to max_new_tokens] each.
     """
     assert tokenizer.eos_id is not None
     stop_ids = frozenset({tokenizer.eos_id}).union(*(question.stop_ids for question in questions))
     prompts = [torch.tensor(question.prompt) for question in questions]
     with context():
-        answers = answer_greedily(
+        return answer_greedily(
             model, prompts, stop_ids=stop_ids, max_new_tokens=max_new_tokens, goes_on=goes_on
         )
-    return [tokenizer.decode(answer).strip() for answer in answers]
 
 
-def exact_matches(
+def answer_scores(
     model: LanguageModel,
     tokenizer: Tokenizer,
     questions: Sequence[Example],
+    scoring: Scoring,
     *,
     batch_size: int,
     context: Context,
     stopped: Callable[[], object] = lambda: False,
     progress: OnProgress,
-) -> float | None:
-    """The share of records that are answered with exactly the expected text.
+) -> list[Score] | None:
+    """What the answers to records are worth, by each metric.
 
-    An answer ends where it can no longer be right.
+    Each metric has the value that it has alone. For exact match alone, an answer ends where it can
+    no longer be right.
 
     Args:
         model: in evaluation mode.
         tokenizer: of its base model.
-        questions: made of the records; at least one.
+        questions: made of the records; at least one, at most `scoring.records`.
+        scoring: the metrics.
         batch_size: how many are answered at once.
         context: in which the model computes.
         stopped: whether to end early.
         progress: called with (records done, records in all).
 
     Returns:
-        The share; None if it was stopped early.
+        The scores; None if it was stopped early.
     """
     expected = [question.expected.strip() for question in questions]
-    longest = max(len(tokenizer.encode(text)) for text in expected)
-    right = 0
+    exact = [_letters(text) for text in expected[: scoring.exact_match]]
+    longest = max((len(tokenizer.encode(text)) for text in expected[: len(exact)]), default=-1) + 1
+    most = scoring.max_new_tokens
+    values: list[list[float]] = [[] for _ in scoring.metrics]
     for start in range(0, len(questions), batch_size):
         if stopped():
             return None
-        chunk = slice(start, start + batch_size)
-        wanted = [_letters(text) for text in expected[chunk]]
 
-        def may_be_right(row: int, ids: list[int], wanted: list[str] = wanted) -> bool:
-            return wanted[row].startswith(_letters(tokenizer.decode(torch.tensor(ids))))
+        def of_interest(row: int, ids: list[int], start: int = start) -> bool:
+            place = start + row
+            if place < scoring.whole_records and len(ids) < most:
+                return True
+            if place >= len(exact) or len(ids) > longest:
+                return False
+            return exact[place].startswith(_letters(tokenizer.decode(torch.tensor(ids))))
 
+        chunk = questions[start : start + batch_size]
         answers = answer_records(
             model,
             tokenizer,
-            questions[chunk],
-            max_new_tokens=longest + 1,
+            chunk,
+            max_new_tokens=max(longest, most if start < scoring.whole_records else 0),
             context=context,
-            goes_on=may_be_right,
+            goes_on=of_interest,
         )
-        right += sum(a == e for a, e in zip(answers, expected[chunk], strict=True))
+        for place, (question, answer) in enumerate(zip(chunk, answers, strict=True), start):
+            for metric, of_metric in zip(scoring.metrics, values, strict=True):
+                if place < metric.records:
+                    looked_at = answer[: longest if metric.is_exact_match else most]
+                    text = tokenizer.decode(looked_at).strip()
+                    of_metric.append(metric.score(text, expected[place], question.record, place))
         progress(min(start + batch_size, len(questions)), len(questions))
-    return right / len(questions)
+    return [
+        Score(metric, sum(of_metric) / len(of_metric), len(of_metric))
+        for metric, of_metric in zip(scoring.metrics, values, strict=True)
+    ]
 
 
 def _letters(text: str) -> str:

@@ -1,13 +1,17 @@
-"""The evaluator of a run: validation loss, exact match and sample answer while it trains."""
+"""The evaluator of a run: validation loss, scores of answers and sample answer while it trains."""
 
 import dataclasses
 import random
+from pathlib import Path
+from typing import TypeVar
 
+from ftkit.console.formatting import number_text
 from ftkit.errors import UserError
-from ftkit.report.answers import AnsweredExample, ExactMatch
+from ftkit.report.answers import AnsweredExample, AnswerScore, ExactMatch
 from ftkit.report.metrics import loss_column, perplexity
 from ftkit.samples.loader import validation_loader
-from ftkit.training.evaluation import answer_records, exact_matches, validation_loss
+from ftkit.scoring.metrics import Score, Scoring
+from ftkit.training.evaluation import answer_records, answer_scores, validation_loss
 from ftkit.training.journal import Journal
 from ftkit.training.loggers import Loggers
 from ftkit.training.setup import Setup
@@ -17,11 +21,19 @@ from ftkit.training.signals import StopRequest
 class Evaluator:
     """Evaluates a model between the steps of its training."""
 
-    def __init__(self, setup: Setup, stop: StopRequest, journal: Journal, loggers: Loggers) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        scoring: Scoring,
+        stop: StopRequest,
+        journal: Journal,
+        loggers: Loggers,
+    ) -> None:
         """Prepare.
 
         Args:
             setup: what is trained, and its data.
+            scoring: what is asked of answers.
             stop: the user's wish to end, which ends an evaluation early.
             journal: where results go.
             loggers: where the validation loss goes besides.
@@ -30,6 +42,7 @@ class Evaluator:
             UserError: the sample record does not exist.
         """
         self._setup, self._stop, self._journal, self._loggers = setup, stop, journal, loggers
+        self._scoring = scoring
         recipe = setup.job.recipe
         self._settings = recipe.eval
         self._example = _example_index(
@@ -43,16 +56,16 @@ class Evaluator:
         known = self._newest
         return known[1] if known is not None and known[0] == step else None
 
-    def evaluate(self, step: int, *, validation: bool, exact_match: bool, example: bool) -> None:
-        """Validation loss, exact match and sample answer, as far as wanted and asked for."""
+    def evaluate(self, step: int, *, validation: bool, scores: bool, example: bool) -> None:
+        """Validation loss, scores of answers and sample answer, as far as wanted and asked for."""
         if not len(self._setup.data.val):
             return
         self._journal.recorder.enter("validation")
         self._setup.model.eval()
         if validation:
             self._validate(step)
-        if exact_match and self._settings.exact_match:
-            self._count_matches(step)
+        if scores and self._scoring.records:
+            self._score_answers(step)
         if example and self._settings.max_new_tokens:
             self._show_example(step)
         self._setup.strategy.sharding.reshard(self._setup.model)
@@ -88,32 +101,53 @@ class Evaluator:
             f"step {step}: validation loss {loss:.4f}, perplexity {perplexity(loss):.3g}"
         )
 
-    def _count_matches(self, step: int) -> None:
-        questions = self._setup.data.questions[: self._settings.exact_match]
+    def _score_answers(self, step: int) -> None:
+        questions = self._setup.data.questions[: self._scoring.records]
         if not questions:
             return
         title = f"answering {len(questions)} validation records"
         with self._journal.display.phase(title, brief=True) as phase:
-            share = exact_matches(
+            found = answer_scores(
                 self._setup.model,
                 self._setup.base.tokenizer,
                 questions,
+                self._scoring,
                 batch_size=self._setup.plan.sequences_of(int(self._setup.data.val.lengths.max())),
                 context=self._setup.strategy.precision.forward_context,
                 stopped=self._stop.requested,
                 progress=phase.advance,
             )
-        if share is None:
-            return
+        for score in found or ():
+            self._note_score(score, step)
+
+    def _note_score(self, score: Score, step: int) -> None:
+        recorder, records = self._journal.recorder, score.records
         when = "before" if step == 0 else "after"
-        self._journal.display.message(
-            f"exact match {when} training: {share:.1%} of {len(questions)} held-out records"
+        if score.metric.is_exact_match:
+            match = recorder.report.exact_match or ExactMatch(samples=records)
+            recorder.note(exact_match=_with_value(match, step, score.mean))
+            text = f"exact match {when} training: {score.mean:.1%} of {records} held-out records"
+        else:
+            noted = _with_value(self._known_score(score), step, score.mean)
+            others = [one for one in recorder.report.scores if one.identity != noted.identity]
+            recorder.note(scores=[*others, noted])
+            value = number_text(score.mean)
+            text = f"{noted.title} {when} training: {value} on {records} held-out records"
+        self._journal.display.message(text)
+
+    def _known_score(self, score: Score) -> AnswerScore:
+        """What the report says of it; only of as many records, values can be compared."""
+        own = score.metric.own
+        new = AnswerScore(
+            name=score.metric.name,
+            samples=score.records,
+            file=None if own is None else Path(own.file).name,
+            sha256=None if own is None else own.sha256,
         )
-        known = self._journal.recorder.report.exact_match or ExactMatch(samples=len(questions))
-        self._journal.recorder.note(
-            exact_match=dataclasses.replace(known, before=share)
-            if step == 0
-            else dataclasses.replace(known, after=share)
+        known = (new.samples, new.identity)
+        return next(
+            (s for s in self._journal.recorder.report.scores if (s.samples, s.identity) == known),
+            new,
         )
 
     def _show_example(self, step: int) -> None:
@@ -121,13 +155,14 @@ class Evaluator:
             return
         example = self._setup.data.questions[self._example]
         with self._journal.display.phase("answering an example", brief=True):
-            (answer,) = answer_records(
+            (tokens,) = answer_records(
                 self._setup.model,
                 self._setup.base.tokenizer,
                 [example],
                 max_new_tokens=self._settings.max_new_tokens or 0,
                 context=self._setup.strategy.precision.forward_context,
             )
+        answer = self._setup.base.tokenizer.decode(tokens).strip()
         asked = " ".join(filter(None, (example.instruction, example.input)))
         self._journal.display.message(f"sample: {asked}\nanswer: {answer}")
         known = self._journal.recorder.report.examples or [
@@ -143,6 +178,15 @@ class Evaluator:
             else dataclasses.replace(known[0], after=answer)
         )
         self._journal.recorder.note(examples=[shown])
+
+
+_Noted = TypeVar("_Noted", ExactMatch, AnswerScore)
+
+
+def _with_value(noted: _Noted, step: int, value: float) -> _Noted:
+    if step == 0:
+        return dataclasses.replace(noted, before=value)
+    return dataclasses.replace(noted, after=value)
 
 
 def _example_index(choice: str | int, questions: int, seed: int) -> int:

@@ -9,6 +9,7 @@ from ftkit.memory.meter import MemoryMeter, steps_to_measure
 from ftkit.report.step_record import StepRecord
 from ftkit.samples.loader import train_batches
 from ftkit.samples.sampler import ElasticOrder
+from ftkit.scoring.metrics import Scoring
 from ftkit.strategies.distributed import of_rank_0
 from ftkit.training.checkpointing import Checkpointing
 from ftkit.training.evaluator import Evaluator
@@ -40,6 +41,7 @@ class Training:
         self,
         setup: Setup,
         order: ElasticOrder,
+        scoring: Scoring,
         stop: StopRequest,
         journal: Journal,
         loggers: Loggers,
@@ -50,6 +52,7 @@ class Training:
         Args:
             setup: what is trained, in place on its device.
             order: the samples of its steps.
+            scoring: what is asked of answers before and after it.
             stop: the user's wish to end.
             journal: where messages and measurements go.
             loggers: beside metrics.csv.
@@ -60,7 +63,7 @@ class Training:
         self._loggers, self._checkpointing = loggers, checkpointing
         self._recipe, self._start = setup.job.recipe, setup.start
         self._stop_after = setup.job.stop_after
-        self._evaluator = Evaluator(setup, stop, journal, loggers)
+        self._evaluator = Evaluator(setup, scoring, stop, journal, loggers)
         self._meter = MemoryMeter(
             setup.strategy,
             setup.model,
@@ -121,10 +124,10 @@ class Training:
         step, settings = self._start.step, self._recipe.eval
         if step == 0:
             wanted = settings.initial_validation
-            self._evaluator.evaluate(0, validation=wanted, exact_match=True, example=wanted)
+            self._evaluator.evaluate(0, validation=wanted, scores=True, example=wanted)
         elif self._validation_due(step) and not self._start.is_validated:
             # A signal came first: what was due then is done now.
-            self._evaluator.evaluate(step, validation=True, exact_match=False, example=True)
+            self._evaluator.evaluate(step, validation=True, scores=False, example=True)
             loss = self._evaluator.validation_loss(step)
             if self._checkpointing is not None and loss is not None:
                 self._checkpointing.amend(step, loss)
@@ -177,7 +180,7 @@ class Training:
     def _between_steps(self, step: int) -> bool:
         """Validate and save if it is time; whether to end training here."""
         if self._validation_due(step) and not self._stop.requested():
-            self._evaluator.evaluate(step, validation=True, exact_match=False, example=True)
+            self._evaluator.evaluate(step, validation=True, scores=False, example=True)
             self._recorder.enter("training")
         signal_number, occasion, is_candidate = of_rank_0(
             self._stop.signal_number or 0, self._occasion(), self._is_candidate(step)
@@ -255,12 +258,12 @@ class Training:
             validates = wanted and not known
             if self._checkpointing is not None and self._recipe.checkpoint.result == "best":
                 self._evaluator.evaluate(
-                    step, validation=validates, exact_match=False, example=False
+                    step, validation=validates, scores=False, example=False
                 )
                 validates = False
                 if not self._stop.requested():
                     self._checkpointing.take_best(step, self._evaluator.validation_loss(step))
-            self._evaluator.evaluate(step, validation=validates, exact_match=True, example=wanted)
+            self._evaluator.evaluate(step, validation=validates, scores=True, example=wanted)
             self.signal_number = self._stop.requested() or None
             if self._checkpointing is not None:
                 self._recorder.enter("saving")

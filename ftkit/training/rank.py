@@ -44,6 +44,7 @@ from ftkit.pretrained.save import layout_of, save_hf, save_litgpt
 from ftkit.runs.directory import RankDirectory
 from ftkit.runs.job import Job, RankError
 from ftkit.samples.sampler import ElasticOrder, Position
+from ftkit.scoring.metrics import Scoring
 from ftkit.strategies.distributed import make_device, rank
 from ftkit.strategies.precision import set_arithmetic
 from ftkit.training.checkpointing import Checkpointing
@@ -74,6 +75,7 @@ def run_job(job: Job, metadata: Metadata | None, stop: StopRequest, journal: Jou
     set_arithmetic(recipe)
     device = make_device(plan)
     take_device(device)
+    scoring = _scoring(job)
     start = StartingPoint.of(job, metadata)
     setup = set_up(job, start, journal)
     run_ids = dict(metadata.loggers) if metadata is not None and start.in_place else {}
@@ -85,6 +87,7 @@ def run_job(job: Job, metadata: Metadata | None, stop: StopRequest, journal: Jou
     training = Training(
         setup,
         _order(setup),
+        scoring,
         stop,
         journal,
         Loggers(loggers, recipe, journal),
@@ -105,6 +108,18 @@ def run_job(job: Job, metadata: Metadata | None, stop: StopRequest, journal: Jou
             journal.warn(refused)
         recorder.saved(job.directory.final.name)
     recorder.note(outcome="completed", exit_code=0, exit_reason=training.exit_reason)
+
+
+def _scoring(job: Job) -> Scoring:
+    """What is asked of answers; rank 0 speaks, so that one's own metrics are executed there."""
+    evaluation = job.recipe.eval
+    return Scoring(
+        exact_match=evaluation.exact_match,
+        rouge_l=evaluation.rouge_l,
+        own=job.metrics,
+        max_new_tokens=evaluation.max_new_tokens or 0,
+        executes=rank() == 0,
+    )
 
 
 def _order(setup: Setup) -> ElasticOrder:

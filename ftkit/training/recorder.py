@@ -15,7 +15,7 @@ from ftkit.bodies.routing import Routing
 from ftkit.checkpoint.metadata import Metadata
 from ftkit.data.sources import data_source
 from ftkit.memory.meter import DevicePeak
-from ftkit.report.answers import AnsweredExample, ExactMatch
+from ftkit.report.answers import AnsweredExample, AnswerScore, ExactMatch
 from ftkit.report.expert_load import ExpertLoad
 from ftkit.report.metrics import MetricsWriter, ValidationWriter
 from ftkit.report.peak_flops import peak_flops
@@ -169,6 +169,7 @@ class Recorder:
             "loss": dataclasses.asdict(self._loss()),
             "exact_match": match and dataclasses.asdict(match),
             "examples": [dataclasses.asdict(example) for example in self.report.examples],
+            "scores": [dataclasses.asdict(score) for score in self.report.scores],
             "sources": {name: dataclasses.asdict(source) for name, source in sources},
             "restarts": [dataclasses.asdict(restart) for restart in self.report.restarts],
         }
@@ -361,6 +362,7 @@ class Recorder:
             loss=from_json(Loss, carried.get("loss") or {}),
             exact_match=from_json(ExactMatch | None, carried.get("exact_match")),
             examples=from_json(list[AnsweredExample], carried.get("examples") or []),
+            scores=from_json(list[AnswerScore], carried.get("scores") or []),
         )
 
     def _loss(self) -> Loss:

@@ -108,6 +108,8 @@ def make_place(place: Path, tiny_base: Path) -> None:
     make_data(place / "my.json", 20)
     chat = [{"role": "user", "content": "red?"}, {"role": "assistant", "content": "blue"}]
     (place / "chats.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 20)
+    metric = "def names_found(answer, expected, record):\n    return expected in answer\n"
+    (place / "metrics.py").write_text(metric)
     (place / "questions.txt").write_text("Who is Lena?\nWho is Max?\n")
     for source in (ROOT / "recipes").rglob("*.yaml"):
         file = place / source.relative_to(ROOT)

@@ -19,6 +19,7 @@ from ftkit.cli.app import run
 from ftkit.comparison import plots
 from ftkit.comparison.compare import compare
 from ftkit.errors import UserError
+from ftkit.report.answers import AnswerScore
 from ftkit.report.peak_memory import PeakMemory
 from ftkit.report.report import read_report, write_report
 from ftkit.report.step_memory import StepMemory
@@ -228,6 +229,32 @@ def test_best_are_values_of_runs_that_ended_well(out: Path) -> None:
         "ctrl-c": [],
         "eight": [],
     }
+
+
+def test_scores_of_answers_are_compared_and_functions_of_one_name_told_apart(
+    said: Callable[..., tuple[str, str]], tmp_path: Path
+) -> None:
+    rouge = AnswerScore(name="rouge_l", samples=8, before=0.1, after=0.5)
+    close = AnswerScore(name="close", samples=8, before=1, after=3, file="a.py", sha256="aa" * 32)
+    for name, scores in {
+        "a": [rouge, close],
+        "b": [dataclasses.replace(rouge, after=0.4), dataclasses.replace(close, after=4)],
+        "c": [dataclasses.replace(close, sha256="bb" * 32, after=5)],
+    }.items():
+        write_report(dataclasses.replace(make_run(tmp_path / name), scores=scores), tmp_path / name)
+    names = ("rouge_l", "metric.close (aaaaaaaa)", "metric.close (bbbbbbbb)")
+    runs = json.loads(said(tmp_path, "--format", "json", "--sort", "rouge_l")[0])["runs"]
+    assert [run["run"] for run in runs] == ["a", "b", "c"]
+    assert [[run["results"][name] for name in names] for run in runs] == [
+        [0.5, 3, None],
+        [0.4, 4, None],
+        [None, None, 5],
+    ]
+    assert [run["best"].count("rouge_l") for run in runs] == [1, 0, 0]
+    assert not any(name in run["best"] for run in runs for name in names[1:])
+    two = said(tmp_path / "a", tmp_path / "b", "--sort", "metric.close")[0]
+    assert re.search(r"^ROUGE-L +\* 0.5 +0.4$", two, re.MULTILINE)
+    assert re.search(r"^close +3 +4$", two, re.MULTILINE)
 
 
 def test_nothing_is_best_where_all_are_equal_as_shown(tmp_path: Path) -> None:

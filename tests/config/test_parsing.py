@@ -434,6 +434,13 @@ def test_an_unknown_key_names_the_nearest_one_in_full(line: str, nearest: str) -
     assert refusal(line=line) == f"{key} is not a key of a recipe. Did you mean {nearest}?"
 
 
+@pytest.mark.parametrize("key", ["metric", "eval.metric"])
+def test_a_recipe_that_names_a_file_to_execute_is_refused_with_the_reason(key: str) -> None:
+    said = refusal(line=f"--{key} mine.py:score")
+    assert said.startswith(f"{key} is not a key of a recipe: it names a file that is executed, so")
+    assert said.endswith("Remove it, and add --metric FILE.py:FUNCTION to the command.")
+
+
 def test_a_key_like_no_other_points_to_the_help() -> None:
     assert "See ftkit finetune --help" in refusal(line="--xyzzy 3")
 

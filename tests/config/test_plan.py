@@ -429,6 +429,7 @@ def test_an_unknown_strategy_names_those_there_are() -> None:
         "eval.max_iters": 1,
         "eval.max_new_tokens": 0,
         "eval.exact_match": 0,
+        "eval.rouge_l": 0,
         "eval.evaluate_example": 0,
         "devices": 1,
         "num_nodes": 1,
@@ -447,6 +448,10 @@ def test_whole_numbers_have_a_least_value(key: str, least: int) -> None:
     ("keys", "message"),
     [
         ({"train__max_time": 0}, "train.max_time is 0, but must be above 0."),
+        (
+            {"eval__rouge_l": 8, "eval__max_new_tokens": 0},
+            "eval.rouge_l is 8, but eval.max_new_tokens is 0: how long may answers be? Try ",
+        ),
         ({"train__max_time": ".nan"}, "train.max_time is nan, but must be above 0."),
         ({"train__max_norm": -1}, "train.max_norm is -1, but must be above 0."),
         ({"lora_alpha": 0}, "lora_alpha is 0, but must be above 0."),

@@ -22,6 +22,7 @@ from results import Ended
 from stand_in_hub import HubHandler, serving
 
 from ftkit.cli.app import run
+from ftkit.console.formatting import number_text
 from ftkit.errors import UserError
 from ftkit.model_card.origin import BaseOrigin, DataOrigin, card_metadata
 
@@ -257,6 +258,12 @@ def test_a_result_has_a_card_with_what_was_measured(ended: dict[str, Ended]) -> 
     assert f"-> {report['loss']['last']:.4f} |" in card.text
     assert report["resolved"]["device"] in card.text and "| Peak memory |" in card.text
     assert f"torch {report['versions']['torch']}" in card.text
+    (rouge, length) = ended["full"].report.scores
+    assert (
+        f"| ROUGE-L | {number_text(rouge.before)} -> {number_text(rouge.after)} on 4" in card.text
+    )
+    assert "| length | " in card.text and "on 4 validation records, by `metric.py` |" in card.text
+    assert length.file == "metric.py"
     assert str(ended["full"].out_dir.parent) not in card.text, "a directory of this machine"
 
 

@@ -1,5 +1,6 @@
 """ftkit evaluate: the numbers that the run reported, from its result and from its checkpoints."""
 
+import hashlib
 import json
 import math
 import shutil
@@ -50,6 +51,8 @@ def test_a_result_has_the_numbers_that_its_run_reported(
     assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
     matches = ended_run.report.exact_match
     assert found["exact_match"] == {"records": matches.samples, "share": matches.after}
+    rouge, _ = ended_run.report.scores
+    assert found["scores"] == [{"name": "rouge_l", "records": 4, "score": rouge.after}]
     assert found["records"] == ended_run.report.data["val"].used
     assert found["label_tokens"] == ended_run.report.data["val"].label_tokens
     assert found["precision"] == ended_run.report.resolved.precision
@@ -87,12 +90,49 @@ def test_max_iters_counts_batches_of_the_global_size(
 def test_an_exact_match_is_an_answer_that_equals_the_expected_text(
     ended: dict[str, Ended], values: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def every_second(_: Any, __: Any, questions: Any, **___: Any) -> Any:
-        return [q.expected.strip() if i % 2 else "no" for i, q in enumerate(questions)]
+    def every_second(_: Any, tokenizer: Any, questions: Any, **__: Any) -> Any:
+        said = [q.expected if i % 2 else "no" for i, q in enumerate(questions)]
+        return [tokenizer.encode(text) for text in said]
 
     monkeypatch.setattr("ftkit.training.evaluation.answer_records", every_second)
     found = values(ended["lora"].out_dir, "--micro_batch_size", 4, "--exact_match", 8)
     assert found["exact_match"] == {"records": 8, "share": 0.5}
+
+
+def test_answers_are_scored_by_rouge_l_and_a_function_of_ones_own(
+    ended: dict[str, Ended],
+    values: Callable[..., dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def half(_: Any, tokenizer: Any, questions: Any, **options: Any) -> Any:
+        assert options["max_new_tokens"] == 7
+        return [tokenizer.encode(q.expected)[: len(q.expected) // 8] for q in questions]
+
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def asked(answer, expected, record):\n"
+        "    print('scored')\n"
+        "    return expected.startswith(answer) and expected in record['output']\n"
+    )
+    monkeypatch.setattr("ftkit.training.evaluation.answer_records", half)
+    words = ["--exact_match", 0, "--max_new_tokens", 7]
+    assert values(ended["lora"].out_dir, *words, "--rouge_l", 0)["scores"] == []
+    words += ["--rouge_l", 5, "--metric", f"{file}:asked"]
+    rouge, own = values(ended["lora"].out_dir, *words)["scores"]
+    assert (rouge["name"], rouge["records"]) == ("rouge_l", 5)
+    assert 0 < rouge["score"] < 1
+    sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+    told = {"name": "asked", "records": 5, "score": 1.0, "file": "mine.py", "sha256": sha256}
+    assert own == told
+    path = str(ended["lora"].out_dir)
+    assert run(["evaluate", path, "--accelerator", "cpu", *map(str, words)]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert [row for row in rows if row.startswith("ROUGE-L")] == [
+        f"ROUGE-L     {rouge['score']:.3g} on 5 answers"
+    ]
+    assert [row for row in rows if row.startswith("asked")] == ["asked       1 on 5 answers"]
 
 
 # --- Other data -----------------------------------------------------------------------------------
@@ -196,7 +236,10 @@ def test_a_table_shows_the_same_numbers(
         (["--micro_batch_size", "0"], "a whole number of at least 1"),
         (["--max_iters", "x"], "a whole number of at least 1. Try --max_iters 100."),
         (["--exact_match", "-1"], "a whole number of at least 0"),
-        (["--max_new_tokens", "5"], "is not an option of ftkit evaluate"),
+        (["--rouge_l", "-1"], "a whole number of at least 0"),
+        (["--max_new_tokens", "0"], "a whole number of at least 1"),
+        (["--metric", "missing.py:score"], "missing.py is not a file"),
+        (["--temperature", "1"], "is not an option of ftkit evaluate"),
     ],
 )
 def test_a_mistake_names_what_works(

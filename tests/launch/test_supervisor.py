@@ -22,6 +22,7 @@ from runs import (
     rows,
 )
 
+from ftkit.cli.app import run as run_command
 from ftkit.config.parsing import read_recipe
 from ftkit.errors import UserError
 from ftkit.report.report import FILE_NAME, read_report
@@ -259,6 +260,11 @@ def test_bad_data_leaves_the_run_that_was_to_be_overwritten(
         ({"precision": "16-true"}, "float16 training needs a CUDA GPU"),
         ({"strategy": "single", "devices": 2}, "devices x num_nodes is 2"),
         ({"num_nodes": 2}, "Start it on every machine with torchrun or srun"),
+        ({"metric": "no.py:score"}, "--metric no.py:score: no.py is not a file."),
+        (
+            {"metric": f"{__file__}:test_overwrite_replaces_what_was_there"},
+            "test_overwrite_replaces_what_was_there must take (answer, expected, record), but",
+        ),
         ({"out_dir": "/proc/out"}, "out_dir /proc/out cannot be written"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
@@ -271,6 +277,30 @@ def test_a_mistake_is_told_before_anything_starts(
     assert (code, out) == (2, "")
     assert message in err and err.startswith("ftkit: ") and "Traceback" not in err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_function_of_ones_own_needs_answers(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def close(answer, expected, record): ...\n")
+    words = ["finetune", "base", "--metric", f"{file}:close", "--eval.max_new_tokens", "0"]
+    with pytest.raises(UserError, match=r"eval.max_new_tokens is 0: how long may they be\? Try "):
+        run_command(words)
+
+
+def test_a_function_of_ones_own_that_fails_names_the_record_and_leaves_nothing_behind(
+    start: Start, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def close(answer, expected, record):\n    return 1 / ('input' not in record)\n"
+    )
+    metric = f"{file}:close"
+    with start(tmp_path / "out", metric=metric, eval__exact_match=2, eval__max_new_tokens=1) as run:
+        code, _, err = run.end()
+    assert code == 2 and "Traceback" not in err
+    assert "--metric mine.py:close: for validation record " in err
+    assert "raised ZeroDivisionError: division by zero (line 2)" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]
 
 
 def test_the_directory_of_a_run_at_work_is_refused(start: Start, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from ftkit.console.formatting import (
 from ftkit.errors import UserError
 from ftkit.report import report as report_module
 from ftkit.report import step_memory as memory_module
-from ftkit.report.answers import AnsweredExample, ExactMatch
+from ftkit.report.answers import AnsweredExample, AnswerScore, ExactMatch
 from ftkit.report.expert_load import ExpertLoad
 from ftkit.report.peak_memory import PeakMemory, RankMemory
 from ftkit.report.report import (
@@ -181,6 +181,10 @@ COMPLETED = Report(
         perplexity=math.exp(1.2044),
     ),
     exact_match=ExactMatch(samples=64, before=0.125, after=0.8125),
+    scores=[
+        AnswerScore(name="rouge_l", samples=32, before=0.0521, after=0.9133),
+        AnswerScore(name="rouge_l", samples=1, after=1, file="mine.py", sha256="00"),
+    ],
     examples=[
         AnsweredExample(
             instruction="Name the capital of the country.",
@@ -572,6 +576,8 @@ class TestTable:
             "loss 2.4131 -> 1.1023",
             "2.3801 -> 1.2044, best 1.1987, perplexity 3.33",
             "12.5 % -> 81.2 % of 64 answers",
+            "ROUGE-L 0.0521 -> 0.913 on 32 answers",
+            "rouge_l 1 on 1 answer ",
             "example Name the capital of the country. France",
             "expected Paris",
             "before The capital of the country is",
@@ -623,6 +629,7 @@ class TestTable:
             step_s=None,
             tokens=None,
             exact_match=None,
+            scores=[],
             examples=[],
             files=Files(log="run.log"),
             loss=Loss(first=2.4131),

@@ -25,6 +25,7 @@ from ftkit.report.metrics import Row, read_metrics, read_validation
 from ftkit.report.report import Report, read_report
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import Job, StopAfter
+from ftkit.scoring.own_metric import own_metrics
 
 HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 needs_deepspeed = pytest.mark.skipif(
@@ -156,6 +157,7 @@ def write_job(case: Case, world_size: int, out_dir: Path, base: Path, data: Path
         "eval.initial_validation": True,
         "eval.max_new_tokens": 6,
         "eval.exact_match": 3,
+        "eval.rouge_l": 4,
         "optimizer.lr": 3e-3,
     }
     if case.method == "lora":
@@ -174,6 +176,8 @@ def write_job(case: Case, world_size: int, out_dir: Path, base: Path, data: Path
             shutil.copyfile(case.start / name, out_dir / name)
     recipe = read_recipe([], [(k, json.dumps(v)) for k, v in values.items()], method=case.method)
     recipe = with_adapter(recipe)
+    metric = out_dir / "metric.py"
+    metric.write_text("def length(answer, expected, record):\n    return len(answer)\n")
     job = Job(
         recipe=recipe,
         devices=Devices(accelerator="cpu", count=2),
@@ -182,6 +186,7 @@ def write_job(case: Case, world_size: int, out_dir: Path, base: Path, data: Path
         started_at_s=time.time(),
         start=None if start is None else str(start),
         stop_after=None if case.stop_after is None else StopAfter(steps=case.stop_after),
+        metrics=own_metrics([f"{metric}:length"]),
     )
     job.directory.state.mkdir()
     job.write(job.directory.job)
@@ -206,6 +211,9 @@ def assert_same_maths(
     assert found.validation_losses == pytest.approx(expected.validation_losses, rel=1e-5)
     assert len(found.validation_losses) == validations
     assert found.report.exact_match == expected.report.exact_match
+    assert found.report.scores == expected.report.scores
+    assert [score.name for score in found.report.scores] == ["rouge_l", "length"]
+    assert all(None not in (score.before, score.after) for score in found.report.scores)
     assert found.report.examples == expected.report.examples
     (example,) = found.report.examples or []
     assert not answers or example.before or example.after

@@ -1,6 +1,8 @@
-"""Evaluation of a model in training: which answers count as right, and what they cost."""
+"""Evaluation of a model in training: what answers are worth, and what they cost."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +13,13 @@ from ftkit.inference.loading import Loaded, load_result
 from ftkit.inference.result import find_result
 from ftkit.model import generation
 from ftkit.rendering.renderer import Example
+from ftkit.scoring.metrics import Scoring
+from ftkit.scoring.own_metric import own_metrics
+from ftkit.scoring.rouge import rouge_l
 from ftkit.training import evaluation
-from ftkit.training.evaluation import exact_matches
+from ftkit.training.evaluation import answer_scores
+
+PROMPT = [0, 20, 30, 40, 50]
 
 
 @pytest.fixture(scope="module")
@@ -22,41 +29,100 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     return load_result(found, device=torch.device("cpu"), dtype=torch.float32)
 
 
-def test_an_answer_ends_where_it_can_no_longer_be_right(
-    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, tokenizer = loaded.model, loaded.base.tokenizer
-    prompt = [0, 20, 30, 40, 50]
-    (tokens,) = generation.answer_greedily(
-        model, [torch.tensor(prompt)], stop_ids=[-1], max_new_tokens=9
-    )
-    stop = int(tokens[5])
-    right = tokenizer.decode(tokens[: tokens.tolist().index(stop)]).strip()
-    assert len(right) > 3
-
-    def share(expected: str) -> float | None:
-        question = Example(prompt, expected, frozenset({stop}), "")
-        return exact_matches(
-            model,
-            tokenizer,
-            [question],
-            batch_size=2,
-            context=nullcontext,
-            progress=lambda *_: None,
-        )
-
-    lengths: list[int] = []
+@pytest.fixture
+def lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of the answers that are made."""
+    found: list[int] = []
 
     def noted(*arguments: Any, **options: Any) -> list[torch.Tensor]:
-        found = generation.answer_greedily(*arguments, **options)
-        lengths.extend(len(answer) for answer in found)
-        return found
+        answers = generation.answer_greedily(*arguments, **options)
+        found.extend(len(answer) for answer in answers)
+        return answers
 
     monkeypatch.setattr(evaluation, "answer_greedily", noted)
-    assert [share(text) for text in (right, right[:-1] + "~", "~" + right)] == [1, 0, 0]
+    return found
+
+
+def answer_of(loaded: Loaded, most: int) -> tuple[torch.Tensor, int]:
+    """What the model answers, and a token that it says late, so that it may end the answer."""
+    (tokens,) = generation.answer_greedily(
+        loaded.model, [torch.tensor(PROMPT)], stop_ids=[-1], max_new_tokens=most
+    )
+    stop = int(tokens[5])
+    return tokens[: tokens.tolist().index(stop)], stop
+
+
+def means(
+    loaded: Loaded,
+    expected: Sequence[str],
+    stop: int,
+    *,
+    batch_size: int = 2,
+    own: Sequence[str] = (),
+    **records: int,
+) -> dict[str, float]:
+    """The scores of answers to one prompt, of which so many things are expected."""
+    wanted: dict[str, Any] = {"exact_match": 0, "rouge_l": 0, "max_new_tokens": 4} | records
+    scores = answer_scores(
+        loaded.model,
+        loaded.base.tokenizer,
+        [Example(PROMPT, text, frozenset({stop}), {"expected": text}, "") for text in expected],
+        Scoring(**wanted, own=own_metrics(own)),
+        batch_size=batch_size,
+        context=nullcontext,
+        progress=lambda *_: None,
+    )
+    assert scores is not None
+    return {score.metric.name: score.mean for score in scores}
+
+
+def test_an_answer_ends_where_it_can_no_longer_be_right(loaded: Loaded, lengths: list[int]) -> None:
+    tokens, stop = answer_of(loaded, 9)
+    right = loaded.base.tokenizer.decode(tokens).strip()
+    assert len(right) > 3
+    wanted = (right, right[:-1] + "~", "~" + right)
+    lengths.clear()
+    shares = [means(loaded, [text], stop, exact_match=1)["exact_match"] for text in wanted]
+    assert shares == [1, 0, 0]
     whole, late, early = lengths
-    assert late <= whole == tokens.tolist().index(stop)
+    assert late <= whole == len(tokens)
     assert early == 1
+
+
+def test_for_other_metrics_an_answer_is_made_to_its_end(loaded: Loaded, lengths: list[int]) -> None:
+    tokens, stop = answer_of(loaded, 9)
+    lengths.clear()
+    for most in (2, len(tokens), 30):
+        found = means(loaded, ["~"], stop, exact_match=1, rouge_l=1, max_new_tokens=most)
+        assert found["exact_match"] == 0
+    assert lengths == [2, len(tokens), len(tokens)]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 4])
+def test_each_metric_has_the_value_that_it_has_alone(
+    loaded: Loaded, tmp_path: Path, batch_size: int
+) -> None:
+    tokens, stop = answer_of(loaded, 9)
+    decode = loaded.base.tokenizer.decode
+    right, begun = decode(tokens).strip(), decode(tokens[:2]).strip()
+    expected = [f"{begun} or not", right, f"{right} and more words", "~"]
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def length(answer, expected, record):\n"
+        "    assert record['expected'].strip() == expected\n"
+        "    return len(answer)\n"
+    )
+    options: dict[str, Any] = {"batch_size": batch_size, "max_new_tokens": 2}
+    exact = means(loaded, expected, stop, **options, exact_match=3)
+    rouge = means(loaded, expected[:2], stop, **options, rouge_l=2)
+    length = means(loaded, expected, stop, **options, own=[f"{file}:length"])
+    assert exact == {"exact_match": 1 / 3}
+    assert rouge == {"rouge_l": sum(rouge_l(begun, text) for text in expected[:2]) / 2}
+    assert length == {"length": len(begun)}
+    together = means(
+        loaded, expected, stop, **options, exact_match=3, rouge_l=2, own=[f"{file}:length"]
+    )
+    assert together == exact | rouge | length
 
 
 def test_spaces_and_half_characters_that_may_still_change_decide_nothing() -> None:

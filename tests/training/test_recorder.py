@@ -16,7 +16,7 @@ from torch import Tensor
 from ftkit.architectures.router_loss import RouterLoss
 from ftkit.bodies.routing import Routing
 from ftkit.checkpoint.metadata import BaseIdentity, DataIdentity, Layout, Metadata
-from ftkit.report.answers import AnsweredExample, ExactMatch
+from ftkit.report.answers import AnsweredExample, AnswerScore, ExactMatch
 from ftkit.report.expert_load import ExpertLoad
 from ftkit.report.metrics import read_metrics, read_validation
 from ftkit.report.report import Loss, Report, Spread, read_report, write_report
@@ -66,6 +66,7 @@ def first_session(tmp_path: Path) -> Metadata:
         recorder.on_validation(0, 5.0)
         recorder.note(
             exact_match=ExactMatch(samples=8, before=0.25),
+            scores=[AnswerScore(name="close", samples=8, before=0.5, file="a.py", sha256="0")],
             examples=[AnsweredExample(instruction="how?", expected="so", before="what")],
         )
         train(recorder, range(1, 9))
@@ -101,6 +102,8 @@ def test_what_was_asked_before_training_is_still_known(tmp_path: Path) -> None:
     start = first_session(tmp_path)
     with make_recorder(tmp_path, start) as recorder:
         assert recorder.report.exact_match == ExactMatch(samples=8, before=0.25)
+        close = AnswerScore(name="close", samples=8, before=0.5, file="a.py", sha256="0")
+        assert recorder.report.scores == [close]
         assert recorder.report.examples == [
             AnsweredExample(instruction="how?", expected="so", before="what")
         ]

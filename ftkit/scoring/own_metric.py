@@ -1,0 +1,170 @@
+"""Metrics of one's own: functions in Python files that are named on the command line.
+
+A file is executed by the process that scores answers, and by no other: what can be seen without
+that is checked before. No recipe, checkpoint or data file can name one.
+"""
+
+import ast
+import copy
+import hashlib
+import math
+import reprlib
+import sys
+import traceback
+import types
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, SupportsFloat
+
+from ftkit.errors import UserError
+
+_ARGUMENTS = ("answer", "expected", "record")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnMetric:
+    """A function that scores an answer, known by its name and what its file holds."""
+
+    file: str
+    """Absolute path."""
+    function: str
+    sha256: str
+    """Of the file."""
+
+    def __str__(self) -> str:
+        return f"--metric {Path(self.file).name}:{self.function}"
+
+
+def own_metrics(texts: Sequence[str]) -> tuple[OwnMetric, ...]:
+    """What `--metric` names; the files are read and not executed.
+
+    Args:
+        texts: FILE.py:FUNCTION each.
+
+    Raises:
+        UserError: there is no such file or function, it does not take what it is given, or two
+            have the same name.
+    """
+    found: dict[str, OwnMetric] = {}
+    for text in texts:
+        metric = _own_metric(text)
+        if metric.function in found:
+            raise UserError(
+                f"--metric {text}: there is a metric {metric.function} already, and scores are "
+                "told apart by the names of their functions. Rename one of them."
+            )
+        found[metric.function] = metric
+    return tuple(found.values())
+
+
+def _own_metric(text: str) -> OwnMetric:
+    file, colon, name = text.rpartition(":")
+    path = Path(file).expanduser()
+    if not (colon and file and name.isidentifier()):
+        raise UserError(
+            f"--metric is {text!r}, but must be FILE.py:FUNCTION. Try --metric metrics.py:score."
+        )
+    if not path.is_file():
+        raise UserError(f"--metric {text}: {path} is not a file. Name one that defines {name}.")
+    content = path.read_bytes()
+    try:
+        module = ast.parse(content, filename=str(path))
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        where = f", line {line}" if line else ""
+        reason = error.msg if isinstance(error, SyntaxError) else error
+        raise UserError(
+            f"--metric {text}: {path}{where} is not Python: {reason}. Correct it."
+        ) from None
+    functions = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
+    if name not in functions:
+        known = f"it defines {', '.join(functions)}" if functions else "it defines none"
+        example = next(iter(functions), name)
+        raise UserError(
+            f"--metric {text}: {path} defines no function {name}; {known}. "
+            f"Try --metric {file}:{example}."
+        )
+    if not _takes_three(functions[name].args):
+        raise UserError(
+            f"--metric {text}: {name} must take ({', '.join(_ARGUMENTS)}), but takes "
+            f"({ast.unparse(functions[name].args)}). Write def {name}({', '.join(_ARGUMENTS)})."
+        )
+    sha256 = hashlib.sha256(content).hexdigest()
+    return OwnMetric(file=str(path.absolute()), function=name, sha256=sha256)
+
+
+def _takes_three(arguments: ast.arguments) -> bool:
+    """Whether a function may be called with three arguments."""
+    places = len(arguments.posonlyargs) + len(arguments.args)
+    needed = places - len(arguments.defaults)
+    most = math.inf if arguments.vararg else places
+    return needed <= len(_ARGUMENTS) <= most and None not in arguments.kw_defaults
+
+
+class LoadedMetric:
+    """A metric whose file has been executed."""
+
+    def __init__(self, metric: OwnMetric) -> None:
+        """Execute the file; what it prints goes to standard error.
+
+        Raises:
+            UserError: it cannot be read, has changed since it was named, or does not run.
+        """
+        self.metric = metric
+        path = Path(metric.file)
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise UserError(f"{metric}: {path} cannot be read ({error.strerror}).") from None
+        if hashlib.sha256(content).hexdigest() != metric.sha256:
+            raise UserError(f"{metric}: {path} has changed since the command started. Start again.")
+        module = types.ModuleType(f"metric_{metric.sha256[:16]}")
+        module.__file__ = metric.file
+        sys.modules[module.__name__] = module  # dataclasses look for it
+        try:
+            with redirect_stdout(sys.stderr):
+                exec(compile(content, metric.file, "exec"), module.__dict__)
+        except (Exception, SystemExit) as error:
+            raise UserError(
+                f"{metric}: {path.name} cannot be executed: {self._told(error)}. Correct it, or "
+                "leave out --metric."
+            ) from None
+        self._function: Callable[..., Any] = getattr(module, metric.function)
+
+    def score(self, answer: str, expected: str, record: Mapping[str, Any], place: int) -> float:
+        """What the function says of an answer; what it prints goes to standard error.
+
+        Args:
+            answer: of the model.
+            expected: what the record says.
+            record: of which the function gets a copy.
+            place: of the record among those that are answered, from 0.
+
+        Raises:
+            UserError: it raises, or returns no finite number.
+        """
+        try:
+            with redirect_stdout(sys.stderr):
+                value = self._function(answer, expected, copy.deepcopy(record))
+                number = float(value) if isinstance(value, SupportsFloat) else math.nan
+        except (Exception, SystemExit) as error:
+            raise self._mistake(place, f"raised {self._told(error)}") from None
+        if not math.isfinite(number):
+            returned = f"returned {reprlib.repr(value)}, but must return a finite number"
+            raise self._mistake(place, returned)
+        return number
+
+    def _mistake(self, place: int, what: str) -> UserError:
+        return UserError(
+            f"{self.metric}: for validation record {place} (counted from 0) it {what}.\n"
+            "Correct the function, or leave out --metric."
+        )
+
+    def _told(self, error: BaseException) -> str:
+        """An error with the line of the file that it came from."""
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == self.metric.file]
+        where = f" (line {lines[-1]})" if lines else ""
+        return f"{type(error).__name__}: {error}{where}"
