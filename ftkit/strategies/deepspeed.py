@@ -38,6 +38,7 @@ from ftkit.strategies.simulated_step import OnDevice, Simulation
 from ftkit.strategies.strategy import ShowPhase, Strategy, tensors_in
 from ftkit.strategies.torch_state import whole_part
 from ftkit.strategies.zero_memory import REDUCE_BUCKET_ELEMENTS, with_zero
+from ftkit.utils.imports import hidden
 
 _CPU_VERSIONS = {
     "torch.optim.Adam": "deepspeed.ops.adam.DeepSpeedCPUAdam",
@@ -58,9 +59,9 @@ class _OnAnyDevice(DeepSpeedStrategy):
     """Fabric's strategy, which refuses CPUs; DeepSpeed itself runs on them."""
 
     def setup_environment(self) -> None:
-        if isinstance(self.accelerator, CPUAccelerator):
+        with hidden("mlflow"):  # its autotuner takes seconds to import it, where it is installed
             import deepspeed
-
+        if isinstance(self.accelerator, CPUAccelerator):
             assert self.parallel_devices is not None
             # Compiled in every process at the start, for a collective that training does not use.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -56,8 +56,10 @@ _execute = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[at
 
 def import_libraries() -> None:
     """Those that are installed."""
+    from ftkit.utils.imports import hidden
+
     for name in LIBRARIES:
-        with suppress(ImportError):
+        with suppress(ImportError), hidden("mlflow"):  # which DeepSpeed's autotuner would import
             import_module(name)
 
 
