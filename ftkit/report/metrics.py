@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, TypeAlias
+from typing import BinaryIO, Self, TypeAlias
 
 from ftkit.errors import UserError
 from ftkit.utils.files import write_durably
@@ -52,7 +52,7 @@ def perplexity(loss: float) -> float:
         return math.inf
 
 
-class _CsvWriter:
+class CsvWriter:
     """Rows of numbers in a CSV file, each given to the system before the call returns.
 
     A row that cannot be written (disk full) leaves none of its bytes behind and waits in memory:
@@ -72,7 +72,7 @@ class _CsvWriter:
         else:
             self._append(_line(columns))
 
-    def __enter__(self) -> "_CsvWriter":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -123,7 +123,7 @@ class _CsvWriter:
             raise
 
 
-class MetricsWriter(_CsvWriter):
+class MetricsWriter(CsvWriter):
     """Writes ``metrics.csv``: one row per optimizer step."""
 
     def __init__(
@@ -148,9 +148,6 @@ class MetricsWriter(_CsvWriter):
         super().__init__(
             path, (*columns, ROUTER_COLUMN) if self._of_routers else columns, after_step
         )
-
-    def __enter__(self) -> "MetricsWriter":
-        return self
 
     def add_router_loss(self) -> None:
         """Have a last column for the loss of routers, empty in the rows so far.
@@ -194,12 +191,12 @@ class MetricsWriter(_CsvWriter):
             of_sources: `samples` of each source, where there are several.
             router_aux_loss: of this step, where there is a column for it.
         """
-        before = (str(step), str(samples), *map(_cell, (loss, lr, grad_norm)))
-        cells = (*before, str(tokens), _cell(tokens_per_s), *map(str, of_sources))
-        self._write_cells((*cells, _cell(router_aux_loss)) if self._of_routers else cells)
+        before = (str(step), str(samples), *map(cell_text, (loss, lr, grad_norm)))
+        cells = (*before, str(tokens), cell_text(tokens_per_s), *map(str, of_sources))
+        self._write_cells((*cells, cell_text(router_aux_loss)) if self._of_routers else cells)
 
 
-class ValidationWriter(_CsvWriter):
+class ValidationWriter(CsvWriter):
     """Writes ``validation.csv``: one row per validation."""
 
     def __init__(
@@ -209,9 +206,6 @@ class ValidationWriter(_CsvWriter):
         super().__init__(path, (*VALIDATION_COLUMNS, *map(loss_column, sources)), after_step)
         rows = read_validation(path)
         self._last_step = rows[-1]["step"] if rows else None
-
-    def __enter__(self) -> "ValidationWriter":
-        return self
 
     def write(
         self,
@@ -230,8 +224,8 @@ class ValidationWriter(_CsvWriter):
             return
         self._last_step = step
         value = None if val_loss is None else perplexity(val_loss)
-        cells = (str(step), str(samples), _cell(val_loss), _cell(value))
-        self._write_cells((*cells, *map(_cell, of_sources)))
+        cells = (str(step), str(samples), cell_text(val_loss), cell_text(value))
+        self._write_cells((*cells, *map(cell_text, of_sources)))
 
 
 def read_metrics(path: Path) -> list[Row]:
@@ -247,8 +241,9 @@ def read_validation(path: Path) -> list[Row]:
 class RowsReader:
     """The rows of a log that is still being written; each time, only what is new is read."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, *, several_in_step: bool = False) -> None:
+        """Prepare; a step has one row, or several."""
+        self._path, self._least = path, 1 if several_in_step else 0
         self._file = self._end = 0
         self._columns: list[str] = []
         self._rows: list[Row] = []
@@ -283,7 +278,8 @@ class RowsReader:
             self._forget()
             return self._rows
         for row in rows:
-            while self._rows and (self._rows[-1]["step"] or 0) >= (row["step"] or 0):
+            after = (row["step"] or 0) + self._least
+            while self._rows and (self._rows[-1]["step"] or 0) >= after:
                 self._rows.pop()
             self._rows.append(row)
         return self._rows
@@ -405,7 +401,8 @@ def _step(line: bytes, header: bytes) -> int | None:
     return int(cells[0]) if whole else None
 
 
-def _cell(value: float | None) -> str:
+def cell_text(value: float | None) -> str:
+    """A number with all of its digits; empty where it is missing or none."""
     if value is None or math.isnan(value):
         return ""
     return repr(float(value))  # float: the repr of a numpy scalar names its type

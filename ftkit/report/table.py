@@ -276,6 +276,7 @@ def _throughput_text(speed: Throughput, world_size: int) -> str:
             speed.mfu is not None and f"MFU {percent_text(speed.mfu)}",
             speed.device_utilization is not None
             and f"GPU busy {percent_text(speed.device_utilization)}",
+            speed.energy_wh is not None and f"{number_text(speed.energy_wh)} Wh",
             speed.rank_imbalance is not None
             and f"fullest rank {number_text(speed.rank_imbalance)} x the mean",
             f"over {_count(speed.window_steps, 'step')}",

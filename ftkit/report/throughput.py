@@ -52,6 +52,9 @@ class Throughput:
     """Model FLOPs of the real tokens as a fraction of what the devices can do; None: unknown."""
     device_utilization: float | None = None
     """Mean fraction of time the GPU of rank 0 was busy, as the driver says; None: unknown."""
+    energy_wh: float | None = None
+    """What the GPUs of rank 0's host have taken from the first step on, as the driver says, by
+    samples of their power; None: unknown."""
     cpu_utilization: float | None = None
     """Mean fraction of all hardware threads that this run's processes kept busy."""
 

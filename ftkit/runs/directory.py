@@ -1,6 +1,6 @@
 """The directory of a run: where each of its files lies.
 
-    recipe.yaml  report.json  metrics.csv  validation.csv  run.log
+    recipe.yaml  report.json  metrics.csv  validation.csv  system.csv  run.log
     final/              the result
     checkpoints/        what the run can go on from
     set_aside/1/        what a later session found in its way, as it lay here
@@ -22,9 +22,9 @@ from ftkit.console.display import LOG_NAME
 from ftkit.report.report import FILE_NAME
 
 _CHECKPOINTS, _FINAL, _SET_ASIDE, _STATE = "checkpoints", "final", "set_aside", ".run"
-_METRICS, _VALIDATION = "metrics.csv", "validation.csv"
+_METRICS, _VALIDATION, _SYSTEM = "metrics.csv", "validation.csv", "system.csv"
 _LOGGERS = ("tensorboard", "wandb", "mlflow", "trackio")
-_CONTINUED = (RECIPE, FILE_NAME, _METRICS, _VALIDATION, LOG_NAME)
+_CONTINUED = (RECIPE, FILE_NAME, _METRICS, _VALIDATION, _SYSTEM, LOG_NAME)
 
 
 @dataclass(frozen=True)
@@ -109,9 +109,14 @@ class RunDirectory:
         return self.path / _VALIDATION
 
     @property
-    def rows(self) -> tuple[Path, Path]:
-        """What grows by a row: `metrics` and `validation`."""
-        return self.metrics, self.validation
+    def system(self) -> Path:
+        """A row for each sample of host and devices."""
+        return self.path / _SYSTEM
+
+    @property
+    def rows(self) -> tuple[Path, ...]:
+        """What grows by a row: `metrics`, `validation` and `system`."""
+        return self.metrics, self.validation, self.system
 
     @property
     def log(self) -> Path:

@@ -24,6 +24,7 @@ from ftkit.console.formatting import (
     from_to_text,
     loss_text,
     number_text,
+    percent_text,
     printable,
 )
 from ftkit.console.grid import labelled_grid
@@ -61,6 +62,8 @@ class Sight:
     """Of its steps."""
     validations: list[Row]
     """Of its validations."""
+    samples: list[Row]
+    """Of host and devices."""
     checkpoint_step: int | None
     """Of the newest complete checkpoint."""
     checkpoint_age_s: float | None
@@ -150,6 +153,7 @@ class Watcher:
         self._directory = RunDirectory(out_dir if copy is None else copy.directory)
         self._rows = RowsReader(self._directory.metrics)
         self._validations = RowsReader(self._directory.validation)
+        self._samples = RowsReader(self._directory.system, several_in_step=True)
 
     def look(self) -> Sight:
         """What there is to see now.
@@ -165,6 +169,7 @@ class Watcher:
             run=run,
             rows=rows,
             validations=self._validations.read_on(),
+            samples=self._samples.read_on(),
             checkpoint_step=step,
             checkpoint_age_s=age_s,
             elapsed_s=_elapsed_s(run),
@@ -333,6 +338,7 @@ def _rows_of(sight: Sight) -> list[tuple[str, str]]:
             else "",
         ),
         ("peak memory", memory_text(report.peak_memory) if report and report.peak_memory else ""),
+        ("system", _system_text(sight) if sight.run.at_work else ""),
         (
             "checkpoint",
             f"step {sight.checkpoint_step:,}, {age_text(age_s)} ago" if age_s is not None else "",
@@ -340,6 +346,21 @@ def _rows_of(sight: Sight) -> list[tuple[str, str]]:
         ("silent", _silence(sight)),
         *(("warning", warning) for warning in (report.warnings if report else ())),
     ]
+
+
+def _system_text(sight: Sight) -> str:
+    """What the newest sample says: GPU busy 93 %, 310 W; CPU busy 45 %."""
+    newest = sight.samples[-1] if sight.samples else {}
+    parts = []
+    for name, busy in newest.items():
+        device, _, kind = name.rpartition("_")
+        if kind == "utilization" and busy is not None:
+            noun = "CPU" if device == "host_cpu" else device.replace("device", "GPU ")
+            watts = newest.get(f"{device}_power_w")
+            parts.append(
+                f"{noun} busy {percent_text(busy)}" + (f", {watts:.0f} W" if watts else "")
+            )
+    return "; ".join(reversed(parts))
 
 
 def _from_to(losses: list[float]) -> str:

@@ -175,7 +175,7 @@ class Training:
             }
             if record.router_aux_loss is not None:
                 values["router_aux_loss"] = record.router_aux_loss
-            self._loggers.log(values, record.step)
+            self._loggers.log(values | self._recorder.system.newest(), record.step)
 
     def _between_steps(self, step: int) -> bool:
         """Validate and save if it is time; whether to end training here."""

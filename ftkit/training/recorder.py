@@ -41,8 +41,9 @@ from ftkit.report.throughput import Throughput, ThroughputMeter
 from ftkit.runs.directory import RankDirectory
 from ftkit.runs.job import Job
 from ftkit.strategies.distributed import make_device
+from ftkit.system_metrics.sampler import SystemSampler
 from ftkit.utils.files import insist
-from ftkit.utils.hardware import CpuUtilization, DeviceUtilization, host_memory
+from ftkit.utils.hardware import CpuUtilization, host_memory
 from ftkit.utils.json_values import from_json
 
 STATE_INTERVAL_S = 5.0
@@ -106,8 +107,8 @@ class Recorder:
         self._stalls_s: list[float] = []
         self._writes_s: list[float] = []
         self.device_peak = DevicePeak(device)
-        told = self._plan.kind.nvml_tells_use
-        self._utilization = DeviceUtilization(device.index if told else None)
+        written = None if state.rank else run.system
+        self.system = SystemSampler(device, lambda: self.steps, path=written, after_step=after)
         self._cpu = CpuUtilization()
         self._host_bytes = 0
         self.report = dataclasses.replace(
@@ -126,7 +127,7 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
     ) -> None:
-        self._utilization.stop()
+        self.system.stop()
         self._metrics.close()
         self._validation.close()
         self._note_failures()
@@ -266,7 +267,7 @@ class Recorder:
         self.note(phase=phase, phases_s=times)
         if phase == "training" and not self._cpu.started:
             self._cpu.start()
-            self._utilization.start()
+            self.system.start()
 
     def on_step(
         self,
@@ -393,7 +394,8 @@ class Recorder:
             speed,
             rank_imbalance=self._imbalance_sum / steps if several else None,
             mfu=self._mfu(speed),
-            device_utilization=self._utilization.mean(),
+            device_utilization=self.system.device_utilization,
+            energy_wh=self.system.energy_wh,
             cpu_utilization=self._cpu.mean(),
         )
 

@@ -4,7 +4,6 @@ import os
 import platform
 import resource
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -213,47 +212,6 @@ def _gpu_memory(nvml: Any, handle: Any) -> int | None:
 def _text(value: str | bytes) -> str:
     """Older versions of nvidia-ml-py return bytes."""
     return value.decode() if isinstance(value, bytes) else value
-
-
-class DeviceUtilization:
-    """How busy a GPU is, asked from its driver once a second in a thread."""
-
-    def __init__(self, index: int | None) -> None:
-        """Prepare.
-
-        Args:
-            index: which of the visible GPUs; None: there is none to ask.
-        """
-        self._index = index
-        self._samples: list[int] = []
-        self._ended = threading.Event()
-
-    def start(self) -> None:
-        """Begin to ask."""
-        if self._index is not None:
-            threading.Thread(target=self._sample, args=(self._index,), daemon=True).start()
-
-    def stop(self) -> None:
-        """Ask no more."""
-        self._ended.set()
-
-    def mean(self) -> float | None:
-        """Mean fraction of time the GPU was busy; None if unknown."""
-        return sum(self._samples) / len(self._samples) / 100 if self._samples else None
-
-    def _sample(self, index: int) -> None:
-        try:
-            import pynvml as nvml
-            import torch
-
-            nvml.nvmlInit()
-            # Not by its index, which is another one: NVML lists every GPU, in the order of the bus.
-            uuid = torch.cuda.get_device_properties(index).uuid
-            gpu = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-            while not self._ended.wait(1.0):
-                self._samples.append(nvml.nvmlDeviceGetUtilizationRates(gpu).gpu)
-        except Exception:  # the driver does not say: the report has no number then
-            return
 
 
 class CpuUtilization:

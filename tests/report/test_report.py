@@ -134,6 +134,7 @@ COMPLETED = Report(
         tokens_per_s_per_device=3086.4,
         mfu=0.412,
         device_utilization=0.93,
+        energy_wh=12.5,
         cpu_utilization=0.04,
     ),
     peak_memory=PeakMemory.of(
@@ -496,20 +497,6 @@ class TestMachine:
         ]
         assert (found.driver, found.cuda) == ("580.65", "13.2")
 
-    def test_the_gpu_that_is_asked_how_busy_it_is_is_the_one_that_computes(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """NVML counts other GPUs, and in another order, than CUDA: only the UUID is the same."""
-        monkeypatch.setitem(sys.modules, "pynvml", TWO_GPUS)
-        of_cuda = {0: SimpleNamespace(uuid="second"), 1: SimpleNamespace(uuid="first")}
-        monkeypatch.setattr("torch.cuda.get_device_properties", of_cuda.__getitem__)
-        for index, busy in ((0, 0.8), (1, 0.2)):
-            found = hardware_module.DeviceUtilization(index)
-            once = iter([False, True])
-            found._ended = SimpleNamespace(wait=lambda _, once=once: next(once))
-            found._sample(index)
-            assert found.mean() == pytest.approx(busy)
-
     def test_versions_are_those_installed(self) -> None:
         found = hardware_module.versions()
         assert {"python", "torch", "lightning", "litgpt"} <= set(found)
@@ -532,8 +519,6 @@ TWO_GPUS = SimpleNamespace(
     nvmlShutdown=lambda: None,
     nvmlDeviceGetCount=lambda: 2,
     nvmlDeviceGetHandleByIndex=lambda index: index,
-    nvmlDeviceGetHandleByUUID=["GPU-first", "GPU-second"].index,
-    nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=[20, 80][handle]),
     nvmlDeviceGetName=lambda handle: [b"NVIDIA H200", "NVIDIA GB10"][handle],
     nvmlDeviceGetMemoryInfo=no_memory_on_the_second,
     nvmlSystemGetDriverVersion=lambda: "580.65",

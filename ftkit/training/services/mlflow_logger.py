@@ -11,7 +11,7 @@ from lightning.fabric.loggers.logger import Logger
 
 from ftkit.config.recipe import Log
 
-DIRECTORY = "mlflow"
+_DIRECTORY = "mlflow"
 """In out_dir: where values go that are not sent to a server."""
 _NAME = "mlflow"
 _MOST_VALUES = 1000
@@ -66,7 +66,7 @@ class MlflowLogger(Logger):
             os.environ.setdefault(key, value)
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         if uri is None:
-            uri = (self._out_dir / DIRECTORY).absolute().as_uri()
+            uri = (self._out_dir / _DIRECTORY).absolute().as_uri()
             os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # they ask for a database otherwise
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient

@@ -10,7 +10,7 @@ from lightning.fabric.loggers.logger import Logger
 
 from ftkit.config.recipe import Log
 
-DIRECTORY = "trackio"
+_DIRECTORY = "trackio"
 """In out_dir: where values go that are not sent to a server."""
 _NAME = "trackio"
 _PLACES = ("TRACKIO_DIR", "TRACKIO_SERVER_URL", "TRACKIO_SPACE_ID")
@@ -48,7 +48,7 @@ class TrackioLogger(Logger):
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *_: Any, **__: Any) -> None:
         """Begin the run, or go on with it, with its parameters."""
         if not any(os.environ.get(place) for place in _PLACES):
-            os.environ["TRACKIO_DIR"] = str((self._out_dir / DIRECTORY).absolute())
+            os.environ["TRACKIO_DIR"] = str((self._out_dir / _DIRECTORY).absolute())
         import trackio
 
         is_known = self.version is not None

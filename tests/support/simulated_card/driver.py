@@ -72,6 +72,11 @@ def module(cards: Cards) -> ModuleType:
             raise NVMLError_NotSupported
         return SimpleNamespace(gpu=50, memory=10)
 
+    def power(card: SimpleNamespace) -> int:
+        if card.slices or card.kind.parent:
+            raise NVMLError_NotSupported
+        return 250_000
+
     def mig_mode(card: SimpleNamespace) -> list[int]:
         if card.kind.capability < (8, 0):
             raise NVMLError_NotSupported
@@ -96,6 +101,7 @@ def module(cards: Cards) -> ModuleType:
         nvmlDeviceGetUUID=lambda card: card.uuid,
         nvmlDeviceGetMemoryInfo=memory,
         nvmlDeviceGetUtilizationRates=utilization,
+        nvmlDeviceGetPowerUsage=power,
         nvmlDeviceGetCudaComputeCapability=lambda card: card.kind.capability,
         nvmlDeviceGetMigMode=mig_mode,
         nvmlDeviceGetMaxMigDeviceCount=lambda card: 7 if card.slices else 0,
