@@ -257,9 +257,7 @@ class Training:
             known = known or self._evaluator.validation_loss(step) is not None
             validates = wanted and not known
             if self._checkpointing is not None and self._recipe.checkpoint.result == "best":
-                self._evaluator.evaluate(
-                    step, validation=validates, scores=False, example=False
-                )
+                self._evaluator.evaluate(step, validation=validates, scores=False, example=False)
                 validates = False
                 if not self._stop.requested():
                     self._checkpointing.take_best(step, self._evaluator.validation_loss(step))

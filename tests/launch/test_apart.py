@@ -44,7 +44,9 @@ def test_receipts_that_a_rank_leaves_between_two_looks_all_arrive(
     steps = (2, 4)
     for step in steps:
         (left / receipt_name(step)).write_text(receipt(step))
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60))
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60)
+    )
     lead = LeadRelay(store, world_size=2, local_world_size=1)
     host = HostRelay(SharedTexts(store), there, range(ELSEWHERE, 2), ())
     with host, lead:
