@@ -218,6 +218,8 @@ class Mirror:
         self._lead(None, [step for step in new if step not in self._there], here)
         self._seen |= here
         gone = self._gone(here)
+        if new:  # sending may have taken long enough for another to take over
+            self._require_claim()
         if not here & self._there:  # what took the place of the old ones is not there yet
             gone -= self._there
         for step in sorted(gone):
@@ -231,8 +233,10 @@ class Mirror:
     def _gone(self, here: set[int]) -> set[int]:
         return ((self._seen & self._there) | self._begun) - here
 
-    def _require_claim(self) -> None:
-        if self._claim.lost_to or not self._claim.check():
+    def _require_claim(self, *, asks: bool = True) -> None:
+        if asks and not self._claim.lost_to:  # else it is known since the claim was last renewed
+            self._claim.check()
+        if self._claim.lost_to:
             raise StorageError(
                 f"{spelt(self._run.path)} was taken over by {self._claim.lost_to}: nothing more is "
                 "written there"
@@ -327,6 +331,7 @@ class Mirror:
         ]
 
         def send(file: str) -> None:
+            self._require_claim(asks=False)
             self._objects.upload(directory / file, f"{name}/{file}")
             self._sent.add((step, file, metadata.files[file].sha256))
 
@@ -341,6 +346,8 @@ class Mirror:
             if elsewhere and not self._await_others(step, elsewhere):
                 return
             self._send_files(everything=False)  # rows reach as far as the checkpoint
+        # Whoever has taken over meanwhile has removed files of what was no checkpoint yet.
+        self._require_claim()
         self._objects.write(f"{name}/{METADATA}", content)
         self._there.add(step)
         self._seen.add(step)

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 
 import checkpoints
 import pytest
-from object_servers import Bucket, Proxy
+from object_servers import Bucket, Fault, Proxy, writes
 
 from ftkit.remote.objects import Objects
 from ftkit.remote.urls import local_path
 from ftkit.runs.directory import RunDirectory
-from ftkit.runs.mirror import Mirror
-from ftkit.runs.remote_claim import RemoteClaim
+from ftkit.runs.mirror import Mirror, NotCarried
+from ftkit.runs.remote_claim import ClaimHolder, RemoteClaim
 
 URL = "s3://bucket/mirrored"
 
@@ -49,3 +49,26 @@ def test_an_old_checkpoint_stays_until_what_took_its_place_is_there(
     mirror.finish()
     assert bucket.steps("mirrored") == [6]
     assert not any("step-00000002" in name for name in bucket.names("mirrored"))
+
+
+def test_who_was_taken_for_dead_makes_no_checkpoint_of_what_it_had_begun_to_send(
+    run: RunDirectory, claim: RemoteClaim, s3: Proxy, bucket: Bucket
+) -> None:
+    """It comes back while a shard is on its way, when another has tidied up there."""
+    checkpoints.save(run.store, 2)
+    Mirror(run, claim, {}).finish()
+    checkpoints.save(run.store, 4)
+    there, next_claim = "mirrored/checkpoints/step-00000004", ".run/claim-000002.json"
+
+    def take_over() -> None:
+        """What whoever takes over does, once it has watched for long enough."""
+        bucket.write(f"mirrored/{next_claim}", ClaimHolder.here().to_bytes())
+        for name in bucket.names(there):
+            bucket.delete(f"{there}/{name}")
+
+    met = s3.fails(Fault(when_whole=take_over), writes("/step-00000004/shard-00001"), times=1)
+    with pytest.raises(NotCarried, match="was taken over by process"):
+        Mirror(run, claim, Objects(URL).listing()).finish()
+    assert len(met) == 1 and claim.lost_to is not None
+    assert 4 not in bucket.steps("mirrored")
+    assert next_claim in bucket.names("mirrored")

@@ -241,7 +241,7 @@ class HostRelay:
             if not self._is_heard():
                 continue
             try:
-                self._outgoing.follow(self._lead)
+                self._outgoing.follow(self._lead, self._is_heard)
                 self._problem, wait_s = "", POLL_S
             except (StorageError, OSError) as error:
                 self._problem, wait_s = str(error), min(2 * wait_s, _LONGEST_WAIT_S)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 
 from ftkit.launch.apart.lead import Lead
 from ftkit.remote.objects import Objects
@@ -34,8 +35,12 @@ class Outgoing:
         known = {name: entry["sha256"] for name, entry in files.items()}
         self._checksums[step] = self._checksums.get(step, {}) | known
 
-    def follow(self, lead: Lead) -> None:
+    def follow(self, lead: Lead, is_heard: Callable[[], bool]) -> None:
         """Send what is wanted now, and drop what nobody wants any more.
+
+        Args:
+            lead: what is wanted.
+            is_heard: whether it still is, as far as can be known; no other file is begun if not.
 
         Raises:
             StorageError: the url does not take it.
@@ -49,7 +54,7 @@ class Outgoing:
             return
         step = lead.current
         for name, checksum in list(self._checksums[step].items()):
-            if self.sent.get(step, {}).get(name) != checksum:
+            if self.sent.get(step, {}).get(name) != checksum and is_heard():
                 prefix = checkpoint_name(self._run, step)
                 self._objects.upload(self._directory / str(step) / name, f"{prefix}/{name}")
                 self.sent[step] = self.sent.get(step, {}) | {name: checksum}
