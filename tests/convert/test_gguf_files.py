@@ -197,7 +197,7 @@ def test_pieces_keep_the_scores_of_their_model_or_get_some_in_the_order_of_merge
 
 
 def test_the_modelfile_has_the_template_in_the_language_of_ollama(
-    models: dict[str, Path], tmp_path: Path
+    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write(models["smollm2"], tmp_path / "out")
     role = '{{ if eq .Role "%s" }}<|im_start|>%s\n{{ .Content }}<|im_end|>\n{{ end }}'
@@ -213,6 +213,9 @@ def test_the_modelfile_has_the_template_in_the_language_of_ollama(
     (copy / "chat_template.jinja").write_text("{{ messages | length }}: {{ messages[0].content }}")
     text = (write(copy, tmp_path / "other").parent / "Modelfile").read_text()
     assert "TEMPLATE here" in text and 'TEMPLATE "' not in text
+    said = capsys.readouterr().out
+    assert said.count("it may need a TEMPLATE first") == 1
+    assert "(it may need" in said.partition("/other/Modelfile\n")[2]
 
 
 # --- Adapters -------------------------------------------------------------------------------------

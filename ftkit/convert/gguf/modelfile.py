@@ -5,7 +5,8 @@ in the file. A template that treats every turn of a role alike is turned into on
 conversations; of others Ollama has to know a template itself.
 """
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from ftkit.chat_templates.template import ChatTemplate, TemplateRefusal
@@ -23,6 +24,7 @@ _TURNS = (
     {"role": "user", "content": _SECOND},
 )
 _QUOTES = '"""'
+_SPACES = str.maketrans("\t\n", "  ")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +33,8 @@ class _Turns:
 
     begin: str
     """Before everything; without the BOS that llama.cpp puts there itself."""
+    default_system: str
+    """The turn that begins a conversation in which the system says nothing; "": there is none."""
     system: tuple[str, str] | None
     """None: the template takes no system message."""
     user: tuple[str, str]
@@ -40,7 +44,8 @@ class _Turns:
 
     def text(self, messages: Sequence[dict[str, str]]) -> str:
         """What the template makes of a conversation that ends with a user."""
-        parts = [self.begin]
+        is_told = any(message["role"] == "system" for message in messages)
+        parts = [self.begin, "" if is_told else self.default_system]
         for message in messages:
             before, after = self.roles[message["role"]]
             parts += [before, message["content"], after]
@@ -59,13 +64,22 @@ class _Turns:
             for role, (before, after) in self.roles.items()
         ]
         turns = f"{{{{ range .Messages }}}}{''.join(cases)}{{{{ end }}}}"
-        return f"{self.begin}{turns}{self.begin_answer}"
+        system = self.default_system
+        default = f"{{{{ if not .System }}}}{system}{{{{ end }}}}" if system else ""
+        return f"{self.begin}{default}{turns}{self.begin_answer}"
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing in the texts means something in Go's templates or Modelfiles."""
-        around = [self.begin, self.begin_answer, *(t for pair in self.roles.values() for t in pair)]
-        return not any(mark in text for text in around for mark in ("{{", _QUOTES))
+        """Whether nothing in the texts means something in Go's templates or Modelfiles.
+
+        Reading a Modelfile, Ollama leaves out what cannot be printed, but for spaces and new lines.
+        """
+        pairs = (text for pair in self.roles.values() for text in pair)
+        around = [self.begin, self.default_system, self.begin_answer, *pairs]
+        return not any(
+            "{{" in text or _QUOTES in text or not text.translate(_SPACES).isprintable()
+            for text in around
+        )
 
 
 def modelfile(file: str, base: BaseModel, prompting: Prompting) -> str:
@@ -90,7 +104,8 @@ def _template_lines(base: BaseModel, prompting: Prompting) -> list[str]:
         return [f"TEMPLATE {_QUOTES}{{{{ .Prompt }}}}{_QUOTES}"]
     tokenizer = base.tokenizer
     bos = tokenizer.special_tokens.get("bos_token", "")
-    turns = _turns_of(prompting.template, bos, puts_bos=tokenizer.use_bos)
+    ends = [tokenizer.token_text(token) for token in prompting.end_ids]
+    turns = _turns_of(prompting.template, bos, ends, puts_bos=tokenizer.use_bos)
     if turns is not None:
         return [f"TEMPLATE {_QUOTES}{turns.as_go()}{_QUOTES}"]
     return [
@@ -99,37 +114,69 @@ def _template_lines(base: BaseModel, prompting: Prompting) -> list[str]:
     ]
 
 
-def _turns_of(template: ChatTemplate, bos: str, *, puts_bos: bool) -> _Turns | None:
+def _turns_of(
+    template: ChatTemplate, bos: str, ends: Collection[str], *, puts_bos: bool
+) -> _Turns | None:
     """What stands around turns; None: no such texts make what the template makes."""
 
     def rendered(messages: Sequence[dict[str, str]]) -> str:
         return template.render(messages, add_generation_prompt=True)
 
+    # BOS may also be what begins a turn, as in SmolLM2.
+    for begin in (bos, "") if puts_bos else ("", bos):
+        try:
+            found = _turns_after(begin, rendered, ends)
+            tried = [_TURNS[1:2], _TURNS[1:], (*_TURNS[1:], _TURNS[2], _TURNS[1])]
+            if found.system is not None:
+                tried += [(_TURNS[0], *messages) for messages in tried]
+            is_same = all(found.text(turns) == rendered(turns) for turns in tried)
+        except TemplateRefusal:
+            return None
+        if is_same and found.is_plain:
+            return replace(found, begin="") if puts_bos else found
+    return None
+
+
+def _turns_after(
+    begin: str, rendered: Callable[[Sequence[dict[str, str]]], str], ends: Collection[str]
+) -> _Turns:
+    """What seems to stand around turns, in conversations that begin with a text.
+
+    Raises:
+        TemplateRefusal: the template takes no such conversation.
+    """
+    default = _default_system(rendered, begin, ends)
+    first = rendered(_TURNS[1:2]).removeprefix(begin + default)
+    user, _, begin_answer = first.partition(_FIRST)
+    talk = rendered(_TURNS[1:]).partition(_FIRST)[2]
+    before, _, after = talk.partition(_SECOND)[0].partition(_ANSWER)
+    after = after.removesuffix(user)
+    # What ends both turns alike belongs to each, not to the beginning of an answer.
+    end = after if before.startswith(after) and begin_answer.startswith(after) else ""
+    return _Turns(
+        begin=begin,
+        default_system=default,
+        system=_around_system(rendered, begin, user),
+        user=(user, end),
+        assistant=(before.removeprefix(end), after),
+        begin_answer=begin_answer.removeprefix(end),
+    )
+
+
+def _default_system(
+    rendered: Callable[[Sequence[dict[str, str]]], str], begin: str, ends: Collection[str]
+) -> str:
+    """The system's turn in a conversation that has none; "" if it is left out there."""
     try:
-        begin = bos if rendered(_TURNS[1:2]).startswith(bos) else ""
-        first = rendered(_TURNS[1:2]).removeprefix(begin)
-        user, _, begin_answer = first.partition(_FIRST)
-        talk = rendered(_TURNS[1:]).partition(_FIRST)[2]
-        before, _, after = talk.partition(_SECOND)[0].partition(_ANSWER)
-        after = after.removesuffix(user)
-        # What ends both turns alike belongs to each, not to the beginning of an answer.
-        end = after if before.startswith(after) and begin_answer.startswith(after) else ""
-        found = _Turns(
-            begin=begin,
-            system=_around_system(rendered, begin, user),
-            user=(user, end),
-            assistant=(before.removeprefix(end), after),
-            begin_answer=begin_answer.removeprefix(end),
-        )
-        tried = [_TURNS[1:2], _TURNS[1:], (*_TURNS[1:], _TURNS[2], _TURNS[1])]
-        if found.system is not None:
-            tried += [(_TURNS[0], *messages) for messages in tried]
-        is_same = all(found.text(turns) == rendered(turns) for turns in tried)
+        told, plain = (rendered(turns).removeprefix(begin) for turns in (_TURNS[:2], _TURNS[1:2]))
     except TemplateRefusal:
-        return None
-    if puts_bos:
-        found = replace(found, begin=found.begin.removeprefix(bos))
-    return found if is_same and found.is_plain else None
+        return ""
+    before, found, after = told.partition(_SYSTEM)
+    words = plain.removeprefix(before).removesuffix(after)
+    if not found or f"{before}{words}{after}" != plain:
+        return ""
+    end = re.match(rf"(?:{'|'.join(map(re.escape, ends))})\s*", after)
+    return before + words + (end.group() if end else "")
 
 
 def _around_system(
