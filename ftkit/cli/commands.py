@@ -311,7 +311,7 @@ FTKIT = Group(
         ),
         Command(
             name="evaluate",
-            summary="measure a result on held-out data: loss, perplexity, exact match",
+            summary="measure a result on held-out data: loss, perplexity, scores of answers",
             text="Measure a result on the validation data of its run, in the way of the run: the "
             "numbers are those that it reported. Or on other data: then a single file is taken "
             "whole, unless --data.val_split_fraction is given.",

@@ -98,6 +98,8 @@ def _check(result: Result) -> int:
     base = str(result.base)
     if base.startswith("embedded:"):
         base = str(find_or_download(base))
+    if Path(base).is_relative_to(Path.cwd()):
+        base = str(Path(base).relative_to(Path.cwd()))
     print(
         f"yes  vllm serve {base} --enable-lora{limit} "
         f"--lora-modules mine={result.directory}\n     if it knows LoRA for models of this family"

@@ -41,14 +41,16 @@ def push(options: PushOptions) -> int:
         kind, files = result.kind, _files_of(result, options)
     size = bytes_text(sum(_size(content) for content in files.values()))
     print_notice(f"sending {len(files)} files, {size}", sys.stderr)
-    url = upload(
+    url, is_public = upload(
         files,
         options.repo_id,
         public=options.public,
         message=options.message or f"{kind}, trained with ftkit",
         token=options.access_token,
     )
-    print(json.dumps({"url": url}) if options.format == "json" else f"{url} has it")
+    told = {"url": url, "public": is_public}
+    seen = "for everybody to see" if is_public else "private"
+    print(json.dumps(told) if options.format == "json" else f"{url} has it, {seen}")
     return 0
 
 

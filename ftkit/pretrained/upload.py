@@ -22,8 +22,8 @@ def upload(
     public: bool,
     message: str,
     token: str | None = None,
-) -> str:
-    """Make a model repository, if there is none, and commit files to it; its address.
+) -> tuple[str, bool]:
+    """Make a model repository, if there is none, and commit files to it.
 
     All of them appear at once. What an upload that broke off has sent is not sent again.
 
@@ -34,6 +34,9 @@ def upload(
         message: of the commit.
         token: of a Hugging Face account that may write. Default: $HF_TOKEN, or that of
             ``hf auth login``.
+
+    Returns:
+        Its address, and whether everybody sees it.
 
     Raises:
         UserError: there is no token, the hub refuses, or it cannot be reached.
@@ -51,18 +54,18 @@ def upload(
     api = HfApi(token=token)
     try:
         url = api.create_repo(repo_id, private=not public, exist_ok=True)
-        there = _files_there(api, repo_id, public=public)
+        there, is_public = _found(api, repo_id, public=public)
         additions = [CommitOperationAdd(name, content) for name, content in files.items()]
         stale = [n for n in there if _WEIGHTS.fullmatch(n) and n not in files]
         deletions = [CommitOperationDelete(name) for name in stale]
         api.create_commit(repo_id, [*additions, *deletions], commit_message=message)
     except (httpx.HTTPError, HFValidationError, OSError, RuntimeError) as error:
         raise explained_upload(error, repo_id) from error
-    return str(url)
+    return str(url), is_public
 
 
-def _files_there(api: "HfApi", repo_id: str, *, public: bool) -> list[str]:
-    """Names of the files in a repository.
+def _found(api: "HfApi", repo_id: str, *, public: bool) -> tuple[list[str], bool]:
+    """Names of the files in a repository, and whether everybody sees them.
 
     Raises:
         UserError: everybody sees it, and that was not asked for.
@@ -73,4 +76,4 @@ def _files_there(api: "HfApi", repo_id: str, *, public: bool) -> list[str]:
             f"{repo_id} is public: everybody would see this result. Say that it may be with "
             "--public, or choose another name."
         )
-    return [file.rfilename for file in info.siblings or []]
+    return [file.rfilename for file in info.siblings or []], not info.private

@@ -167,7 +167,7 @@ def test_an_adapter_is_private_whole_and_names_its_base_model_as_others_find_it(
     final = ended["lora"].out_dir / "final"
     push(ended["lora"].out_dir, NAME, "--base", BASE)
     out, err = capfd.readouterr()
-    assert f"{hub.url}/{NAME} has it" in out and TOKEN not in out + err
+    assert f"{hub.url}/{NAME} has it, private\n" in out and TOKEN not in out + err
     here = {file.name: file.read_bytes() for file in final.iterdir()}
     assert (hub.private, hub.files.keys()) == (True, here.keys())
     changed = {name for name, content in here.items() if hub.files[name] != content}
@@ -212,11 +212,12 @@ def test_what_broke_off_goes_on_and_nothing_is_there_before_all_of_it(
 
 
 def test_gguf_files_are_pushed_as_they_are(
-    hub: Hub, ended: dict[str, Ended], tmp_path: Path
+    hub: Hub, ended: dict[str, Ended], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "gguf"
     assert run(["export", str(ended["lora"].out_dir), "--format", "gguf", "--out", str(out)]) == 0
-    push(out, NAME)
+    push(out, NAME, "--public")
+    assert f"{hub.url}/{NAME} has it, for everybody to see\n" in capfd.readouterr().out
     assert hub.files.keys() == {"README.md", "adapter-f32.gguf"}
     assert hub.files["adapter-f32.gguf"] == (out / "adapter-f32.gguf").read_bytes()
     card = ModelCard(hub.files["README.md"].decode())
