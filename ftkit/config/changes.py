@@ -39,6 +39,8 @@ KIND_OF: dict[str, Kind] = {
     "train.lr_schedule": "tunable",
     "train.lr_decay_fraction": "tunable",
     "train.min_lr": "tunable",
+    "train.label_smoothing": "tunable",
+    "train.neftune_noise_alpha": "tunable",
     "train.max_norm": "tunable",
     "train.optimizer_in_backward": "hardware",
     "train.tie_embeddings": "fixed",

@@ -79,6 +79,17 @@ def check_ranges(recipe: Recipe) -> None:
             f"train.lr_decay_fraction is {train.lr_decay_fraction:g}, but must be above 0 and at "
             "most 1. Try --train.lr_decay_fraction 0.1."
         )
+    if not 0 <= train.label_smoothing < 1:
+        raise UserError(
+            f"train.label_smoothing is {train.label_smoothing:g}, but must lie in [0, 1). "
+            "Try --train.label_smoothing 0.1."
+        )
+    alpha = train.neftune_noise_alpha
+    if alpha is not None and not 0 < alpha < math.inf:
+        raise UserError(
+            f"train.neftune_noise_alpha is {alpha:g}, but must be above 0. "
+            "Try --train.neftune_noise_alpha 5, or null for no noise."
+        )
     fraction = train.lr_warmup_fraction
     if fraction is not None and not 0 <= fraction <= 1:
         raise UserError(
@@ -196,6 +207,11 @@ def check_kernels(recipe: Recipe, devices: Devices, strategy: str, *, compiles: 
         raise UserError(
             "kernels is liger and compile is true, which have not been tried together; compiled "
             "blocks fuse the same operations. Try --kernels torch, or --compile false."
+        )
+    if recipe.kernels == "liger" and recipe.train.label_smoothing:
+        raise UserError(
+            f"train.label_smoothing is {recipe.train.label_smoothing:g} and kernels is liger, "
+            "whose loss has not been tried with it. Try --kernels torch."
         )
     if recipe.compile and not compiles:
         raise UserError(

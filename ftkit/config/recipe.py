@@ -70,6 +70,12 @@ class Train:
     """Of wsd: the decay at the end as a fraction of all steps of the run."""
     min_lr: float = 6e-5
     """Learning rate that the decay goes down to."""
+    label_smoothing: float = 0.0
+    """Of each label, this fraction is spread evenly over the vocabulary while training, as torch's
+    cross_entropy defines it. The loss of training has it, that of validation has not."""
+    neftune_noise_alpha: float | None = None
+    """NEFTune: noise on the embeddings while training, between -a and a with a = this /
+    sqrt(tokens of the sample * width); 5 is usual. Empty: none."""
     max_norm: float | None = None
     """Clip gradients to this global norm."""
     optimizer_in_backward: bool = False

@@ -113,6 +113,7 @@ def outline(
         with torch.device("meta"):
             add_adapter(model, base, recipe)
         model.lora = recipe
+    model.head.label_smoothing = recipe.train.label_smoothing
     if recipe.kernels == "liger":
         from ftkit.model.liger import put_kernels_in_place
 

@@ -38,13 +38,16 @@ def step_share(total: Tensor, label_tokens: Tensor | int) -> Tensor:
     return total / label_tokens
 
 
-def loss_and_slope(logits: Tensor, wanted: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
+def loss_and_slope(
+    logits: Tensor, wanted: Tensor, softcap: float | None, smoothing: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """Summed cross-entropy in float32, and its gradient in the number format of the logits.
 
     Args:
         logits: [n, vocabulary]; written over.
         wanted: [n, 1], the right ones.
         softcap: of the logits.
+        smoothing: how much of each label is spread evenly over the vocabulary.
     """
     bent = None
     if softcap:
@@ -53,7 +56,13 @@ def loss_and_slope(logits: Tensor, wanted: Tensor, softcap: float | None) -> tup
     else:
         slope = torch.log_softmax(logits, 1, dtype=torch.float32)
     loss = -slope.gather(1, wanted).sum()
-    slope.exp_().scatter_add_(1, wanted, torch.full_like(wanted, -1, dtype=slope.dtype))
+    if smoothing:
+        evenly = smoothing / slope.size(1)
+        loss = (1 - smoothing) * loss - evenly * slope.sum()
+        slope.exp_().sub_(evenly)
+        slope.scatter_add_(1, wanted, torch.full_like(wanted, smoothing - 1, dtype=slope.dtype))
+    else:
+        slope.exp_().scatter_add_(1, wanted, torch.full_like(wanted, -1, dtype=slope.dtype))
     if bent is not None:
         slope.mul_(1 - bent.square_())
     return loss, slope if logits.dtype == slope.dtype else logits.copy_(slope)
@@ -95,6 +104,7 @@ class OutputLayer(nn.Linear):
         labels: Tensor | None = None,
         softcap: float | None = None,
         *,
+        smoothing: float = 0.0,
         on_cpu: bool = False,
     ) -> Tensor:
         """Logits, or the summed loss.
@@ -103,6 +113,7 @@ class OutputLayer(nn.Linear):
             rows: [n, width].
             labels: [n]; None asks for logits.
             softcap: of the logits, if there are labels.
+            smoothing: see `loss_and_slope`.
             on_cpu: whether a CPU computes; where a GPU's memory is predicted, it does not.
 
         Returns:
@@ -112,6 +123,8 @@ class OutputLayer(nn.Linear):
         if labels is None:
             return super().forward(rows)
         compute = partial(self.loss_and_slope, softcap=softcap)
+        if smoothing:
+            compute = partial(compute, smoothing=smoothing)
         if on_cpu:
             compute = partial(in_cache, compute)
         trains = torch.is_grad_enabled()
@@ -221,6 +234,8 @@ class Head(nn.Module):
             dtype=layer.weight.dtype,
         )
         self.softcap, self.scale = softcap, scale
+        self.label_smoothing = 0.0
+        """In training, how much of each label is spread evenly over the vocabulary."""
 
     def forward(
         self,
@@ -247,7 +262,9 @@ class Head(nn.Module):
         if labels is None:
             return self._logits(rows)
         if isinstance(self.lm_head, OutputLayer) and not _in_float16(rows):
-            loss: Tensor = self.lm_head(rows, labels, self.softcap, on_cpu=on_cpu)
+            loss: Tensor = self.lm_head(
+                rows, labels, self.softcap, smoothing=self._smoothing, on_cpu=on_cpu
+            )
             return loss
         return self._loss_in_pieces(rows, labels)
 
@@ -267,7 +284,12 @@ class Head(nn.Module):
         return torch.tanh(logits / self.softcap) * self.softcap if self.softcap else logits
 
     def _loss(self, rows: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self._logits(rows), labels, reduction="sum")
+        logits = self._logits(rows)
+        return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=self._smoothing)
+
+    @property
+    def _smoothing(self) -> float:
+        return self.label_smoothing if self.training else 0.0
 
 
 def _in_float16(rows: Tensor) -> bool:

@@ -19,6 +19,7 @@ def collate(
     padding_free: bool = False,
     is_last_of_step: bool = True,
     source: int | None = None,
+    numbers: Sequence[int] = (),
 ) -> dict[str, Any]:
     """Make a micro-batch of samples: one after the other in a row, or padded to a rectangle.
 
@@ -29,12 +30,15 @@ def collate(
         padding_free: whether they come in a row.
         is_last_of_step: whether an update follows it.
         source: the number of the one that all samples are of, if that counts.
+        numbers: of the samples in the data set, if they are known.
 
     Returns:
         input_ids: [1, tokens] int64, all but the last token of each sample; or [batch, sequence],
             padded on the right with 0.
         is_real: like input_ids, bool: a token of a sample, no padding and no filler.
         sequence_lengths: tokens of each sample in the row, fillers included; or None.
+        lengths: the same, also where there is no row.
+        numbers: as given.
         label_indices: [labels] int64, indices into the flattened input_ids of the tokens whose
             next token carries loss.
         labels: [labels] int64, those next tokens.
@@ -67,6 +71,8 @@ def collate(
         "input_ids": torch.from_numpy(input_ids).view(1 if padding_free else len(lengths), -1),
         "is_real": torch.from_numpy(is_real).view(1 if padding_free else len(lengths), -1),
         "sequence_lengths": tuple(lengths) if padding_free else None,
+        "lengths": tuple(lengths),
+        "numbers": tuple(numbers),
         "label_indices": torch.from_numpy(np.concatenate(label_indices)),
         "labels": torch.from_numpy(np.concatenate(labels)),
         "label_tokens_in_step": torch.tensor(label_tokens_in_step, dtype=torch.float64),
@@ -174,6 +180,7 @@ class _MicroBatches(Dataset[dict[str, Any]]):
             padding_free=self._padding_free,
             is_last_of_step=is_last,
             source=source,
+            numbers=indices,
         )
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from ftkit.accelerators.kinds import HOST_KIND, device_kind
 from ftkit.accelerators.use import sum_dtype
+from ftkit.bodies.embedding_noise import EmbeddingNoise
 from ftkit.memory.meter import MemoryMeter
 from ftkit.model.compiled import compiled_graphs
 from ftkit.model.loss import step_share
@@ -91,7 +93,10 @@ class TrainStep:
         self._clock = StepClock(self._device)
         self._loss = torch.zeros((), dtype=sum_dtype(self._device), device=self._device)
         """Of the step so far, this rank's share, in nats per label token."""
-        self._routing = setup.model.routing
+        train, model = setup.job.recipe.train, setup.model
+        alpha = train.neftune_noise_alpha
+        self._noise = alpha and EmbeddingNoise(model.body.embedding, alpha, setup.job.recipe.seed)
+        self._routing = model.routing
         self._router_loss = torch.zeros_like(self._loss)
         """The same of the routers' auxiliary loss, without its coefficient."""
         self._choices: Tensor | None = None
@@ -118,7 +123,10 @@ class TrainStep:
             batch = move_data_to_device(waiting, self._device)
             if not number:
                 self._meter.begin_step(step)
-            with self._strategy.micro_step(is_last=batch["is_last_of_step"]):
+            with (
+                self._strategy.micro_step(is_last=batch["is_last_of_step"]),
+                self._noise_of(step, batch),
+            ):
                 self.micro_step(batch)
             counts = [old + new for old, new in zip(counts, _counts(batch), strict=True)]
         self.update()
@@ -128,6 +136,10 @@ class TrainStep:
     def _draw_from(self, step: int) -> None:
         """Have what is drawn at random follow from the step."""
         torch.manual_seed(seed_of_step(self._setup.job.recipe.seed, step, rank()))
+
+    def _noise_of(self, step: int, batch: Batch) -> AbstractContextManager[None]:
+        """The embeddings of a micro-batch have their noise in this context, if there is any."""
+        return self._noise.of(step, batch) if self._noise else nullcontext()
 
     @torch.no_grad()
     def _count_choices(self, step: int, batches: Sequence[Batch]) -> Tensor | None:
@@ -146,7 +158,11 @@ class TrainStep:
         choices = torch.zeros((), dtype=sum_dtype(self._device), device=self._device)
         for waiting in batches:
             batch = move_data_to_device(waiting, self._device)
-            with self._strategy.precision.forward_context(), self._routing.of(batch["is_real"]):
+            with (
+                self._strategy.precision.forward_context(),
+                self._routing.of(batch["is_real"]),
+                self._noise_of(step, batch),
+            ):
                 self._setup.model(
                     batch["input_ids"],
                     batch["label_indices"][:0],

@@ -493,6 +493,17 @@ def test_the_example_is_the_first_a_random_one_or_an_index(value: str | int) -> 
     assert plan(eval__evaluate_example=value)
 
 
+@pytest.mark.parametrize("alpha", [0, -5, ".inf"])
+def test_noise_is_above_zero(alpha: object) -> None:
+    assert "must be above 0" in refusal(train__neftune_noise_alpha=alpha)
+
+
+def test_label_smoothing_is_a_fraction_and_not_that_of_liger() -> None:
+    assert "must lie in [0, 1)" in refusal(train__label_smoothing=1)
+    message = refusal(GPU, train__label_smoothing=0.1, kernels="liger")
+    assert "kernels is liger, whose loss" in message
+
+
 def test_patience_that_cannot_end_a_run_is_told_with_an_interval_that_can() -> None:
     (notice,) = check_validations(recipe(eval__patience=3, eval__interval=40), 100)
     assert "eval.patience 3 cannot end this run of 100 steps" in notice

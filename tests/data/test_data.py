@@ -739,6 +739,7 @@ class TestLoaders:
                     [None if i == FILLER else samples[i] for i in micro_batch],
                     order.label_tokens(step),
                     is_last_of_step=number == len(order.micro_batches(step)),
+                    numbers=micro_batch,
                 )
             )
             for step in range(start_step, 10)

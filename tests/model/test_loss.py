@@ -46,16 +46,19 @@ def by_definition(head: Any, hidden: Tensor, places: Tensor, labels: Tensor) -> 
     logits = head.lm_head(hidden.flatten(0, 1)[places]).float()
     if head.softcap:
         logits = head.softcap * torch.tanh(logits / head.softcap)
-    return F.cross_entropy(logits, labels, reduction="sum")
+    smoothing = head.label_smoothing if head.training else 0.0
+    return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing)
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("on_cpu", [False, True])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_loss_and_gradients_are_those_of_the_definition(
-    softcap: float | None, bias: bool, on_cpu: bool
+    softcap: float | None, bias: bool, on_cpu: bool, smoothing: float
 ) -> None:
     head = make_head(softcap, bias=bias)
+    head.label_smoothing = smoothing
     hidden, places, labels = make_batch()
     found = []
     for compute in (partial(head, on_cpu=on_cpu), partial(by_definition, head)):
@@ -170,8 +173,18 @@ def test_the_memory_of_logits_does_not_grow_with_the_batch(trained: bool) -> Non
     assert peaks[1] - peaks[0] < logits_bytes
 
 
-def test_an_adapted_layer_is_left_to_autograd_with_the_same_loss() -> None:
+def test_labels_are_smoothed_in_training_alone() -> None:
     head = make_head()
+    plain = float(head(*make_batch()))
+    head.label_smoothing = 0.2
+    assert float(head(*make_batch())) != pytest.approx(plain, rel=1e-3)
+    assert float(head.eval()(*make_batch())) == plain
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_an_adapted_layer_is_left_to_autograd_with_the_same_loss(smoothing: float) -> None:
+    head = make_head()
+    head.label_smoothing = smoothing
     plain = head.lm_head
     hidden, places, labels = make_batch()
     expected = head(hidden, places, labels)

@@ -39,11 +39,14 @@ NO_EVALUATION: tuple[tuple[str, Any], ...] = tuple(
 CONTROL: tuple[tuple[str, Any], ...] = (
     ("train.epochs", 4),
     ("train.lr_schedule", "wsd"),
-    ("train.lr_decay_fraction", 0.7),
+    ("train.lr_decay_fraction", 0.8),
+    ("train.label_smoothing", 0.1),
+    ("train.neftune_noise_alpha", 5.0),
     ("eval.interval", 1),
     ("eval.patience", 3),
     ("checkpoint.result", "best"),
     ("optimizer.lr", 0.06),
+    ("optimizer.eps", 1e-6),  # as below, where embedding and head are one
 )
 """What decides how it is learned beside the optimizer; the loss falls and rises again soon."""
 LORA = ["lora_key", "lora_projection", "lora_mlp", "lora_head"]
