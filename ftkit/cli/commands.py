@@ -279,10 +279,15 @@ FTKIT = Group(
             summary="follow a run from another terminal: progress, loss curve, memory, checkpoint",
             text="Follow a run, at work or ended, from another terminal: progress, loss curve, "
             "speed, memory, newest checkpoint, time left, and how it ended. Reads its files and "
-            "writes nothing. Ends with the run; Ctrl+C ends it earlier and leaves the run alone.",
+            "writes nothing. Ends with the run; Ctrl+C ends it earlier and leaves the run alone. "
+            "--serve shows it in a browser instead, or all runs of a directory.",
             options=WatchOptions,
-            function="ftkit.runs.watch:watch",
-            examples=("out/finetune/lora", "out/finetune/lora --once"),
+            function="ftkit.live_page.command:watch_runs",
+            examples=(
+                "out/finetune/lora",
+                "out/finetune/lora --once",
+                "out --serve 8321",
+            ),
         ),
         _CHECKPOINTS,
         Command(

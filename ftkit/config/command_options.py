@@ -330,6 +330,9 @@ class WatchOptions:
 
     out_dir: Path = word("OUT_DIR", takes_url=True)
     """The run: its out_dir; a directory, s3://, gs:// or az://."""
+    serve: int | None = option(None, placeholder="PORT", example=8321, least=0, most=65535)
+    """Show it, or all runs of a directory, as a page for browsers of this machine, on this port; 0:
+    on a free one."""
     once: bool = False
     """Show how the run is now, and end."""
     interval: str = option("2s", placeholder="DURATION")

@@ -222,17 +222,17 @@ class View:
         return line
 
 
-def sight_as_html(sight: Sight) -> str:
-    """A sight as HTML for a notebook."""
+def sight_as_html(sight: Sight, *, with_curve: bool = True) -> str:
+    """A sight as HTML for a notebook or, without its curve, for a page that draws them."""
     state = styled(sight.run.state.replace("_", " "), _style_of(sight.run.state))
-    head = f"<b>{escaped(str(sight.run.out_dir))}</b> {state} {escaped(_why(sight))}"
+    head = f"<b>{escaped(spelt(sight.run.out_dir))}</b> {state} {escaped(_why(sight))}"
     parts = [head]
     if sight.total_steps:
         parts.append(bar(min(sight.step, sight.total_steps), sight.total_steps))
         clock = "  ".join((f"step {sight.step:,}/{sight.total_steps:,}", *_clock_texts(sight)))
         parts.append(f'<span style="white-space:pre-wrap">{escaped(clock)}</span>')
     parts.append(labelled(_rows_of(sight)))
-    if len(losses := sight.losses) > 1:
+    if with_curve and len(losses := sight.losses) > 1:
         parts.append(curve_picture(means(losses, _PICTURE_POINTS)))
         parts.append(f"loss from step {sight.rows[0]['step']:,} to {sight.step:,}")
     return block(*parts)

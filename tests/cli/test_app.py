@@ -460,7 +460,7 @@ def completion(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("ftkit evaluate --accelerator ", {"auto", "cpu", "cuda"}),
         ("ftkit compare --", {"--help", "--quiet", "--sort", "--format", "--plot"}),
         ("ftkit compare --format ", {"table", "json", "csv", "markdown"}),
-        ("ftkit watch --", {"--help", "--once", "--interval"}),
+        ("ftkit watch --", {"--help", "--serve", "--once", "--interval"}),
         ("ftkit chat --t", {"--temperature", "--top_k", "--top_p"}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

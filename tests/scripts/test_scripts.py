@@ -33,6 +33,7 @@ LIGHT_PACKAGES = [
     "console",
     "embedded",
     "launch",
+    "live_page",
     "records",
     "report",
     "runs",
