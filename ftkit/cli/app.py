@@ -96,7 +96,7 @@ def _run_command(command: Command, argv: Sequence[str]) -> int:
     if command.opens:
         first_word = declared(command.options)[0].name
         arguments.insert(0, _load(command.opens)(getattr(arguments[0], first_word)))
-    with loading_shown(), Interrupts() as interrupts, quick_imports():
+    with loading_shown(sys.stderr), Interrupts() as interrupts, quick_imports():
         function = _load(command.function)
     interrupts.check()
     code: int = function(*arguments)

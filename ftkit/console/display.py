@@ -101,8 +101,8 @@ class Display:
             self._write(f"warning: {text}", style="yellow")
 
     def show_text(self, text: str) -> None:
-        """Show a text that is a result, of one line or several."""
-        self._write(printable(text))
+        """Show a text that is a result, of one line or several, so that it can be copied."""
+        self._write(printable(text), wraps=False)
 
     def notice(self, renderable: RenderableType) -> None:
         """Show a table or another rich renderable that --quiet leaves out."""
@@ -196,11 +196,17 @@ class Display:
         else:
             self._write(text)
 
-    def _write(self, text: str, *, style: str = "") -> None:
-        """Write lines to the log, and to the person looking."""
+    def _write(self, text: str, *, style: str = "", wraps: bool = True) -> None:
+        """Write lines to the log, and to the person looking.
+
+        Args:
+            text: of one line or several.
+            style: on a terminal.
+            wraps: between words; else the terminal does, and a copied line is whole.
+        """
         self._log_lines(text)
         if self._console:
-            self._console.print(Text(text, style), soft_wrap=True)  # commands can be copied
+            self._console.print(Text(text, style), soft_wrap=not wraps)
         else:
             self._stream.write(text + "\n")
 

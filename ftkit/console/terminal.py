@@ -4,9 +4,10 @@ import io
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TextIO, cast
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleDimensions, RenderableType
 from rich.file_proxy import FileProxy
 
 REPORT_WIDTH = 80
@@ -25,6 +26,10 @@ class LastingStream:
     def encoding(self) -> str:
         """Encoding of the stream; rich draws with ASCII characters where it is not Unicode."""
         return getattr(self._stream, "encoding", None) or "utf-8"
+
+    def fileno(self) -> int:
+        """Its descriptor; an OSError if it has none."""
+        return self._stream.fileno()
 
     def isatty(self) -> bool:
         """Whether the stream is a terminal."""
@@ -68,7 +73,21 @@ class LastingStream:
 
 
 class _Terminal(Console):
-    """A console that leaves the cursor visible: a killed process could not bring it back."""
+    """A console as wide as its own stream, which leaves the cursor visible.
+
+    A killed process could not bring the cursor back. Rich measures descriptors 0 to 2, none of
+    which is the terminal in a rank.
+    """
+
+    @property  # type: ignore[misc]  # nobody sets it
+    def size(self) -> ConsoleDimensions:
+        """Columns and lines; $COLUMNS, if it is set."""
+        if "COLUMNS" not in os.environ:
+            with suppress(OSError):
+                columns, lines = os.get_terminal_size(self.file.fileno())
+                if columns and lines:
+                    return ConsoleDimensions(columns, lines)
+        return super().size
 
     def show_cursor(self, show: bool = True) -> bool:
         """Do nothing."""

@@ -86,7 +86,7 @@ def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
             display.show_text(last_words(out_dir, job.recipe.method, max(steps, job.start_step)))
         elif gives_advice():
             commands = next_commands(job.directory, job.recipe.method)
-            display.message("\n  ".join(("next:", *commands)))
+            display.show_text("\n  ".join(("next:", *commands)))
     return report.exit_code
 
 

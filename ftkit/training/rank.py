@@ -8,24 +8,30 @@ descriptor.
 import dataclasses
 import gc
 import io
+import json
 import logging
 import os
 import sys
 import time
 import traceback
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TextIO
 
 from ftkit.optim.schedule import sample_budget
 from ftkit.utils.imports import postpone_modules, without_hub_kernels
 from ftkit.utils.process import die_with_parent
+from ftkit.utils.progress import loading_shown, set_verbosity
 
 if __name__ == "__main__":  # before the slow imports: a supervisor may die at any moment
     die_with_parent(int(sys.argv[2]))
     gc.disable()  # as in quick_imports
     without_hub_kernels()
     postpone_modules()
+    _loading = ExitStack()
+    if os.environ["RANK"] == "0" and not json.loads(Path(sys.argv[1]).read_bytes())["quiet"]:
+        _screen = _loading.enter_context(os.fdopen(int(sys.argv[3]), "w", closefd=False))
+        _loading.enter_context(loading_shown(_screen))
 
 import torch
 
@@ -56,7 +62,6 @@ from ftkit.training.setup import Setup, load, set_up
 from ftkit.training.signals import Interrupted, StopRequest
 from ftkit.training.starting_point import StartingPoint
 from ftkit.utils.out_of_memory import device_line, is_out_of_memory
-from ftkit.utils.progress import set_verbosity
 
 
 def run_job(job: Job, metadata: Metadata | None, stop: StopRequest, journal: Journal) -> None:
@@ -184,7 +189,7 @@ def run_rank(job_path: Path, terminal: TextIO) -> int:
                     _tell(stop.raised or failure, job, state)  # now: other ranks wait for this one
                     raise
                 finally:
-                    _note_prediction(job, recorder)
+                    _note_prediction(job, recorder, display)
         except BaseException as exception:
             _tell(exception, job, state)
             return 1
@@ -206,13 +211,14 @@ def _tell(exception: BaseException, job: Job, state: RankDirectory) -> None:
         _log_traceback(exception, job)
 
 
-def _note_prediction(job: Job, recorder: Recorder) -> None:
+def _note_prediction(job: Job, recorder: Recorder, display: Display) -> None:
     """What the measured step was expected to need; it takes a second, after all else."""
     measured = recorder.report.step_memory
     if rank() > 0 or measured is None:
         return
     try:
-        predicted = predict_measured(job.base, job.plan, measured.ranks[0])
+        with display.phase("predicting memory", brief=True):
+            predicted = predict_measured(job.base, job.plan, measured.ranks[0])
     except Exception as error:  # a report is not worth less without it
         recorder.warn(f"memory was not predicted: {type(error).__name__}: {error}")
     else:
@@ -279,6 +285,7 @@ def _explain(exception: BaseException) -> RankError:
 
 
 if __name__ == "__main__":
+    _loading.close()
     gc.freeze()
     gc.enable()
     with os.fdopen(int(sys.argv[3]), "w") as _terminal:

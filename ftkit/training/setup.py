@@ -227,7 +227,8 @@ def set_up(job: Job, start: StartingPoint, journal: Journal) -> Setup:
     )
     for notice in (*notices, *check_validations(recipe, schedule.total_steps)):
         journal.warn(notice)
-    model = outline(base, recipe, parameter_dtype(plan), compute_dtype(plan))
+    with journal.display.phase("building the model", brief=True):
+        model = outline(base, recipe, parameter_dtype(plan), compute_dtype(plan))
     model.kernel = attention_kernel(base.architecture.attention, plan)
     model.routing = model.body.watch_routing(router_loss)
     setup = Setup(

@@ -4,7 +4,6 @@ The latter holds for the whole process, and the command line sets it once; ranks
 sweep are told what their parent was told. Errors and warnings are always shown.
 """
 
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -56,9 +55,8 @@ def told_if_late(tell: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
-def loading_shown() -> Iterator[None]:
+def loading_shown(terminal: TextIO) -> Iterator[None]:
     """Say on a terminal that libraries are loaded, as long as that takes, if it takes long."""
-    terminal = sys.stderr
     if is_quiet() or not terminal.isatty():
         yield
         return

@@ -2,15 +2,19 @@
 
 import contextlib
 import errno
+import fcntl
 import io
 import os
 import pty
 import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import textwrap
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +25,8 @@ from rich.table import Table
 
 from ftkit.console.display import Display
 from ftkit.console.formatting import clock_text
+from ftkit.console.terminal import terminal_of
+from ftkit.utils import progress
 
 STAMP = "2026-11-20T21:30:00Z"
 
@@ -615,3 +621,45 @@ def on_terminal(script: str) -> tuple[int, str]:
 )
 def test_times_on_the_bar(seconds: float, text: str) -> None:
     assert clock_text(seconds) == text
+
+
+def test_a_console_is_as_wide_as_its_stream_whatever_standard_input_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank draws on a descriptor that it was given: 0 to 2 are no terminal there."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 57, 0, 0))
+    with os.fdopen(theirs, "w") as stream:
+        console = terminal_of(stream)
+        assert console is not None and console.width == 57
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 203, 0, 0))
+        assert console.width == 203
+    os.close(ours)
+
+
+def test_libraries_that_load_long_are_told_on_a_terminal_and_nowhere_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(progress, "LATE_S", 0.01)
+    pipe, terminal = io.StringIO(), Terminal()
+    for stream in (pipe, terminal):
+        with progress.loading_shown(stream):
+            deadline = time.monotonic() + 10
+            while stream is terminal and not terminal.getvalue():
+                assert time.monotonic() < deadline
+            before = stream.getvalue()
+    assert (pipe.getvalue(), before) == ("", "loading libraries ...")
+    assert terminal.getvalue() == "loading libraries ...\r\x1b[K"
+
+
+def test_a_phase_without_a_live_line_is_told_after_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(progress, "LATE_S", 0.01)
+    stream = io.StringIO()
+    with Display(None, stream=stream) as display, display.phase("merging", brief=True):
+        deadline = time.monotonic() + 10
+        while not stream.getvalue():
+            assert time.monotonic() < deadline
+    assert stream.getvalue() == "merging ...\n"

@@ -68,10 +68,10 @@ if __name__ == "__main__":
             live.restart()
         return record
 
-    def count_before_prediction(job: Any, recorder: Any) -> None:
+    def count_before_prediction(*arguments: Any) -> None:
         live.__exit__(None, None, None)
         (state / "peak.json").write_text(json.dumps(live.peak().bytes))
-        predict(job, recorder)
+        predict(*arguments)
 
     for name in MESSAGES:  # those that this version of torch has
         if hasattr(torch.distributed, name):

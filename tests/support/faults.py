@@ -259,7 +259,7 @@ def ended_by_a_library(last_words: str) -> None:
 def fails_and_predicts_late() -> None:
     """An error in the first forward pass, and a prediction that takes until others have ended."""
 
-    def predict_late(_: object, recorder: Recorder) -> None:
+    def predict_late(_: object, recorder: Recorder, *__: object) -> None:
         supervisor = psutil.Process(os.getppid())
         give_up_s = time.monotonic() + 60
         while len(supervisor.children()) > 1:

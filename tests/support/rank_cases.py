@@ -24,7 +24,7 @@ if __name__ == "__main__":
 
         cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     # Both take longer than such a run; memory_cases.py measures, and counted_cases.py predicts.
-    rank._note_prediction = lambda job, recorder: None
+    rank._note_prediction = lambda *_: None
     if "MEASURES_MEMORY" not in globals():
         loop.steps_to_measure = lambda order: set()  # type: ignore[attr-defined]
     compiled.BACKEND = "aot_eager"  # the same graphs, without half a minute of g++
