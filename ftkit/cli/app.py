@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ftkit import __version__
-from ftkit.cli.commands import ELSEWHERE, FTKIT, Command, Group
+from ftkit.cli.commands import COMMANDS_ELSEWHERE, FTKIT, Command, Group
 from ftkit.cli.parser import read_options, split_line
 from ftkit.config.command_options import declared
 from ftkit.errors import UserError
@@ -69,7 +69,7 @@ def _run_member(group: Group, argv: Sequence[str]) -> int:
         return _run_member(member, rest)
     if member is not None:
         return _run_command(member, rest)
-    elsewhere = ELSEWHERE.get(name) if group is FTKIT else None
+    elsewhere = COMMANDS_ELSEWHERE.get(name) if group is FTKIT else None
     close = elsewhere or nearest(name, group.by_name)
     place = f"ftkit {group.name}".strip()
     of = f" of {place}" if group.name else ""

@@ -378,7 +378,7 @@ FTKIT = Group(
 )
 """The whole command line."""
 
-ELSEWHERE = {
+COMMANDS_ELSEWHERE = {
     "train": "finetune",
     "sft": "finetune",
     "tune": "finetune",

@@ -1,17 +1,20 @@
 """The end of a run: exit code, cause of a failure, and the run's report from those of its ranks."""
 
 import dataclasses
+import shlex
 import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from ftkit.config.recipe import Method
 from ftkit.console.display import Display
 from ftkit.console.formatting import utc_now
 from ftkit.errors import EXIT_BY_SIGNAL, EXIT_OUT_OF_MEMORY, UserError
 from ftkit.launch.preflight import find_shortage, shortage_text
 from ftkit.model_card.card import write_card
+from ftkit.remote.urls import spelt, url_of
 from ftkit.report.expert_load import ExpertLoad
 from ftkit.report.peak_memory import PeakMemory
 from ftkit.report.report import (
@@ -27,7 +30,7 @@ from ftkit.report.step_memory import StepMemory
 from ftkit.report.table import render, summary_line
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import FOR_MEMORY, WITHOUT_A_WORD, Job, RankError
-from ftkit.runs.resume import last_words, next_commands
+from ftkit.runs.resume import last_words
 from ftkit.utils.files import insist
 from ftkit.utils.progress import gives_advice
 
@@ -85,7 +88,7 @@ def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
         if report.outcome != "completed":
             display.show_text(last_words(out_dir, job.recipe.method, max(steps, job.start_step)))
         elif gives_advice():
-            commands = next_commands(job.directory, job.recipe.method)
+            commands = _next_commands(job.directory, job.recipe.method)
             display.show_text("\n  ".join(("next:", *commands)))
     return report.exit_code
 
@@ -176,3 +179,26 @@ def _with_outcome(
             exit_reason=error.message,
         )
     return dataclasses.replace(report, exit_reason=error.message)
+
+
+def _next_commands(run: RunDirectory, method: Method) -> list[str]:
+    """What may be done with a run that is complete: commands as they can be typed."""
+    this = shlex.quote(spelt(run.path))
+    commands = [f"ftkit chat {this}"]
+    merged = Path(run.path.name if url_of(run.path) else run.path)
+    merged = merged.with_name(f"{merged.name}-merged")
+    if method == "lora" and not merged.exists():
+        commands.append(f"ftkit merge {this} --out {shlex.quote(str(merged))}")
+    if other := _newest_beside(run):
+        commands.append(f"ftkit compare {this} {shlex.quote(spelt(other))}")
+    return commands
+
+
+def _newest_beside(run: RunDirectory) -> Path | None:
+    """The run that was worked on last among the others in the same directory."""
+    beside = [
+        path
+        for path in run.path.parent.iterdir()
+        if path.name != run.path.name and RunDirectory(path).report.exists()
+    ]
+    return max(beside, key=lambda path: path.stat().st_mtime, default=None)

@@ -21,7 +21,7 @@ from ftkit.config.recipe import Method, Precision, Recipe
 from ftkit.console.display import Display
 from ftkit.errors import UserError
 from ftkit.optim.schedule import make_schedule
-from ftkit.remote.urls import local_path, spelt, url_of
+from ftkit.remote.urls import local_path, spelt
 from ftkit.report.report import Loss, Progress, Report, read_report
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.fetching import fetch_companions, refresh
@@ -76,29 +76,6 @@ def last_words(out_dir: Path, method: Method, steps: int) -> str:
         f"{stopped}{separator}{saved} {spelt(store.path(newest))}\n"
         f"continue with: {continue_command(out_dir, method)}"
     )
-
-
-def next_commands(run: RunDirectory, method: Method) -> list[str]:
-    """What may be done with a run that is complete: commands as they can be typed."""
-    this = shlex.quote(spelt(run.path))
-    commands = [f"ftkit chat {this}"]
-    merged = Path(run.path.name if url_of(run.path) else run.path)
-    merged = merged.with_name(f"{merged.name}-merged")
-    if method == "lora" and not merged.exists():
-        commands.append(f"ftkit merge {this} --out {shlex.quote(str(merged))}")
-    if other := _newest_beside(run):
-        commands.append(f"ftkit compare {this} {shlex.quote(spelt(other))}")
-    return commands
-
-
-def _newest_beside(run: RunDirectory) -> Path | None:
-    """The run that was worked on last among the others in the same directory."""
-    beside = [
-        path
-        for path in run.path.parent.iterdir()
-        if path.name != run.path.name and RunDirectory(path).report.exists()
-    ]
-    return max(beside, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def resumes_in_place(recipe: Recipe) -> bool:

@@ -99,7 +99,8 @@ NO_MODULES = {
     "ftkit.__file__",
     "ftkit.data.JSON",  # of recipes
     "ftkit.finetun",  # a mistake that is explained
-    *(f"ftkit.{suffix}" for suffix in ("bash", "building", "lock", "py", "tar.gz", "write_text")),
+    *(f"ftkit.{suffix}" for suffix in ("bash", "building", "egg", "lock", "py")),
+    *(f"ftkit.{suffix}" for suffix in ("tar.gz", "write_text")),
 }
 
 
