@@ -88,7 +88,7 @@ def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
         if report.outcome != "completed":
             display.show_text(last_words(out_dir, job.recipe.method, max(steps, job.start_step)))
         elif gives_advice():
-            commands = _next_commands(job.directory, job.recipe.method)
+            commands = next_commands(job.directory, job.recipe.method)
             display.show_text("\n  ".join(("next:", *commands)))
     return report.exit_code
 
@@ -181,7 +181,7 @@ def _with_outcome(
     return dataclasses.replace(report, exit_reason=error.message)
 
 
-def _next_commands(run: RunDirectory, method: Method) -> list[str]:
+def next_commands(run: RunDirectory, method: Method) -> list[str]:
     """What may be done with a run that is complete: commands as they can be typed."""
     this = shlex.quote(spelt(run.path))
     commands = [f"ftkit chat {this}"]

@@ -17,8 +17,8 @@ from ftkit.config.parsing import read_recipe
 from ftkit.config.recipe import LoraRecipe
 from ftkit.console.display import Display
 from ftkit.errors import UserError
+from ftkit.launch.conclude import next_commands
 from ftkit.runs.directory import RunDirectory
-from ftkit.runs.resume import next_commands
 from ftkit.utils import progress
 
 RECIPE = "checkpoint_dir: random:pythia-14m\nout_dir: out/piped\nlora_r: 4\n"
