@@ -171,7 +171,7 @@ def _measure(
             )
         assert found is not None
         scores = found
-    matches = [score for score in scores if score.metric.is_exact_match]
+    match = next((score for score in scores if score.metric.is_exact_match), None)
     several = len(held_out.parts) > 1
     return {
         "records": limit,
@@ -183,10 +183,8 @@ def _measure(
             if several
             else {}
         ),
-        "exact_match": {"records": matches[0].records, "share": matches[0].mean}
-        if matches
-        else None,
-        "scores": [_score_values(score) for score in scores if score not in matches],
+        "exact_match": match and {"records": match.records, "share": match.mean},
+        "scores": [_score_values(score) for score in scores if score is not match],
     }
 
 
