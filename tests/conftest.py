@@ -182,6 +182,7 @@ def start(common: list[str], tmp_path_factory: pytest.TempPathFactory) -> Start:
 
 
 SET_BY_LIBRARIES = (
+    "HF_XET_HIGH_PERFORMANCE",
     "PYTEST_CURRENT_TEST",
     "TORCHINDUCTOR_CACHE_DIR",
     "WANDB_SERVICE",

@@ -316,16 +316,18 @@ FTKIT = Group(
         ),
         Command(
             name="evaluate",
-            summary="measure a result on held-out data: loss, perplexity, scores of answers",
+            summary="measure a result on held-out data, or by tasks of the lm-evaluation-harness",
             text="Measure a result on the validation data of its run, in the way of the run: the "
             "numbers are those that it reported. Or on other data: then a single file is taken "
-            "whole, unless --data.val_split_fraction is given.",
+            "whole, unless --data.val_split_fraction is given. With --tasks it is asked tasks of "
+            "the lm-evaluation-harness instead.",
             options=EvaluateOptions,
             opens=FIND_RESULT,
             function="ftkit.inference.evaluate:evaluate",
             examples=(
                 "out/finetune/lora",
                 "out/finetune/lora --data JSON --data.path held_out.json",
+                "out/finetune/lora --tasks arc_easy,my_task.yaml --limit 100",
             ),
         ),
         Command(

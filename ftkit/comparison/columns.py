@@ -8,6 +8,7 @@ from typing import Any, Literal
 from ftkit.comparison.runs import ComparedRun, differing_settings
 from ftkit.console.formatting import bytes_text, duration_text, loss_text, number_text, percent_text
 from ftkit.errors import UserError
+from ftkit.report.answers import score_text
 from ftkit.report.report import ENDED_WELL, Report
 from ftkit.report.step_memory import Breakdown
 from ftkit.runs.state import AT_WORK
@@ -176,6 +177,8 @@ MEASURES = (
 """All of them, in the order of the table."""
 OWN = "metric."
 """What keys of metrics of one's own begin with."""
+_TASKS = "tasks/"
+"""Before the names of tasks in keys."""
 _TIMES = ("time_s", "training_s")
 _SETTING = "setting"
 _WORTH = (
@@ -242,9 +245,9 @@ def setting_columns(runs: list[ComparedRun]) -> list[Column]:
 
 
 def measure_columns(runs: list[ComparedRun]) -> list[Column]:
-    """All measures, also those that no run has, and the metrics of one's own that some run has."""
+    """All measures, also those that no run has, and those of one's own and of tasks."""
     place = 1 + next(i for i, measure in enumerate(MEASURES) if measure.key == ROUGE_L)
-    measures = (*MEASURES[:place], *_own_metrics(runs), *MEASURES[place:])
+    measures = (*MEASURES[:place], *_own_metrics(runs), *_task_measures(runs), *MEASURES[place:])
     return [_measured(runs, measure) for measure in measures]
 
 
@@ -260,6 +263,32 @@ def _own_metrics(runs: list[ComparedRun]) -> Iterator[Measure]:
         yield Measure(
             key=f"{OWN}{head}", head=head, value=_of_scores(name, sha256), text=number_text
         )
+
+
+def _task_measures(runs: list[ComparedRun]) -> list[Measure]:
+    """Numbers of tasks after training."""
+    found: dict[str, Measure] = {}
+    for score in (score for run in runs for score in run.report.tasks):
+        key = f"{_TASKS}{score.task}/{score.name}"
+        better: Better = "higher" if score.higher_is_better else "lower"
+        found[key] = Measure(
+            key=key,
+            head=f"{score.task} {score.name}",
+            value=_of_task(score.task, score.name),
+            text=score_text,
+            better=None if score.higher_is_better is None else better,
+        )
+    return list(found.values())
+
+
+def _of_task(task: str, name: str) -> Callable[[Report], float | None]:
+    """A number of a task after training."""
+
+    def value(report: Report) -> float | None:
+        found = (s.after for s in report.tasks if (s.task, s.name) == (task, name))
+        return next(found, None)
+
+    return value
 
 
 def name_columns(runs: list[ComparedRun]) -> list[Column]:
@@ -317,7 +346,7 @@ def by_worth(columns: list[Column]) -> list[Column]:
         if column.is_setting:
             worth[column.key] = free.pop(0) if free else len(_WORTH)
         else:
-            is_own = column.key.startswith(OWN)
+            is_own = column.key.startswith((OWN, _TASKS))
             worth[column.key] = _WORTH.index(OWN if is_own else column.key)
         if column.key == "state" and len(set(column.values)) == 1:
             worth[column.key] = len(_WORTH)

@@ -46,6 +46,8 @@ def check_ranges(recipe: Recipe) -> None:
         ("eval.max_new_tokens", evaluation.max_new_tokens, 0),
         ("eval.exact_match", evaluation.exact_match, 0),
         ("eval.rouge_l", evaluation.rouge_l, 0),
+        ("eval.limit", evaluation.limit, 1),
+        ("eval.num_fewshot", evaluation.num_fewshot, 0),
         ("eval.evaluate_example", evaluation.evaluate_example, 0),
         ("devices", recipe.devices, 1),
         ("num_nodes", recipe.num_nodes, 1),

@@ -200,6 +200,9 @@ class FinetuneOptions(CommonOptions):
     """Before and after training, also score answers to validation records by a function of your
     own, called with (answer, expected, record): as many as eval.exact_match and eval.rouge_l say,
     or 100. Several times."""
+    trust_task_code: Path | None = option(None, placeholder="DIR")
+    """Let task files of eval.tasks run Python code of this directory, with all that it may do. No
+    recipe can say this."""
     keys: tuple[Override, ...] = keys_beside()
     """Of the recipe."""
     line: tuple[str, ...] = command_line()

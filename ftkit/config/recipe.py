@@ -132,6 +132,15 @@ class Eval:
     rouge_l: int = 0
     """Answer this many validation records greedily before and after training, and report how much
     of the words answers share with the expected text: the mean ROUGE-L."""
+    tasks: list[str] | None = None
+    """Ask these tasks of the lm-evaluation-harness before and after training (pip install
+    'ftkit[tasks]'): names such as [arc_easy, gsm8k], task files or directories of them."""
+    limit: int | None = None
+    """Ask this many records of each task. Default: all."""
+    num_fewshot: int | None = None
+    """Examples in each prompt of a task. Default: as the task says."""
+    apply_chat_template: bool = False
+    """Write prompts of tasks in the chat template of the run. Default: as plain text."""
 
 
 @dataclass(frozen=True, kw_only=True)

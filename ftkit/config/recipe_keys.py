@@ -68,6 +68,9 @@ FOREIGN_RECIPES = {
 OF_COMMANDS = {
     "metric": "names a file that is executed, so it is an option of ftkit finetune, finetune_lora, "
     "finetune_full and evaluate alone. Remove it, and add --metric FILE.py:FUNCTION to the command",
+    "trust_task_code": "says which code may run, so it is an option of ftkit finetune, "
+    "finetune_lora, finetune_full and evaluate alone. Remove it, and add --trust_task_code DIR to "
+    "the command",
 }
 """What is typed on command lines and no recipe says, by the reason."""
 

@@ -169,6 +169,17 @@ class EvaluateOptions(UseOptions, ResultOptions):
     many records as exact_match and rouge_l say, or 100. Several times."""
     max_new_tokens: int | None = option(None, example=100, least=1)
     """Longest answer for rouge_l and metric, in tokens. Default: as in the run, or 100."""
+    tasks: str | None = option(None, placeholder="NAME,...")
+    """Ask tasks of the lm-evaluation-harness instead (pip install 'ftkit[tasks]'): names such as
+    arc_easy,gsm8k, task files, or directories of them."""
+    limit: int | None = option(None, example=100, least=1)
+    """Ask this many records of each task. Default: all."""
+    num_fewshot: int | None = option(None, example=5, least=0)
+    """Examples in each prompt of a task. Default: as the task says."""
+    apply_chat_template: bool = False
+    """Write prompts of tasks in the chat template of the result. Default: as plain text."""
+    trust_task_code: Path | None = option(None, placeholder="DIR")
+    """Let task files run Python code of this directory, with all that it may do."""
     format: OutputFormat = "table"
     """json: nothing else is written to standard output."""
 
@@ -179,6 +190,28 @@ class EvaluateOptions(UseOptions, ResultOptions):
 
     def __post_init__(self) -> None:
         own_metrics(self.metric)  # refused before the result is looked for
+        of_records = {
+            "data": bool(self.data),
+            "max_iters": self.max_iters is not None,
+            "exact_match": self.exact_match is not None,
+            "rouge_l": self.rouge_l is not None,
+            "metric": bool(self.metric),
+            "max_new_tokens": self.max_new_tokens is not None,
+        }
+        of_tasks = {
+            "limit": self.limit is not None,
+            "num_fewshot": self.num_fewshot is not None,
+            "apply_chat_template": self.apply_chat_template,
+            "trust_task_code": self.trust_task_code is not None,
+        }
+        for key, is_given in (of_tasks if self.tasks is None else of_records).items():
+            if is_given and self.tasks is None:
+                raise UserError(f"--{key} is for tasks. Add --tasks NAME, or leave it out.")
+            if is_given:
+                raise UserError(
+                    f"--tasks and --{key} exclude each other: tasks have records of their own. "
+                    "Leave one of them out."
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from ftkit.data.dataset import HeldOut, load_held_out
 from ftkit.errors import UserError
 from ftkit.inference.result import Result
 from ftkit.inference.session import InUse, put_to_use
+from ftkit.inference.tasks import evaluate_tasks
 from ftkit.model.flops import attention_cost
 from ftkit.remote.urls import spelt
 from ftkit.report.answers import score_title
@@ -40,6 +41,8 @@ def evaluate(result: Result, options: EvaluateOptions) -> int:
     Raises:
         UserError: something is missing, or does not fit.
     """
+    if options.tasks is not None:
+        return evaluate_tasks(result, options)
     recipe, is_of_run = _recipe(result, options), result.recipe is not None
     scoring = _scoring(recipe, options)
     result = dataclasses.replace(result, recipe=recipe)

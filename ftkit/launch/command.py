@@ -46,4 +46,5 @@ def run_finetuning(options: FinetuneOptions) -> int:
         stop_after=StopAfter.parse(options.stop_after) if options.stop_after is not None else None,
         force=options.force,
         metrics=metrics,
+        trusted=options.trust_task_code,
     )

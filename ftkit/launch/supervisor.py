@@ -51,6 +51,7 @@ from ftkit.runs.resume import (
     verify_start,
 )
 from ftkit.scoring.own_metric import OwnMetric
+from ftkit.tasks.finding import find_tasks
 from ftkit.utils.files import make_reserve, write_durably
 from ftkit.utils.json_values import without_tokens
 from ftkit.utils.process import launcher_starts_again, print_line
@@ -65,6 +66,7 @@ def launch(
     stop_after: StopAfter | None = None,
     force: bool = False,
     metrics: tuple[OwnMetric, ...] = (),
+    trusted: Path | None = None,
 ) -> int:
     """Check, start and supervise one run; the exit code of the command.
 
@@ -77,6 +79,7 @@ def launch(
         stop_after: end this session before the run is done.
         force: start even if memory is certainly too small.
         metrics: of one's own.
+        trusted: directory whose Python code tasks may run.
 
     Raises:
         UserError: before anything has started, and nothing is left behind.
@@ -94,6 +97,7 @@ def launch(
             received,
             force=force,
             metrics=metrics,
+            trusted=trusted,
             placed=placed,
             others=others,
         )
@@ -138,6 +142,7 @@ def prepare_run(
     *,
     force: bool = False,
     metrics: tuple[OwnMetric, ...] = (),
+    trusted: Path | None = None,
     placed: ExternalRanks | None = None,
     others: Others | None = None,
 ) -> Iterator[Job]:
@@ -150,6 +155,7 @@ def prepare_run(
     if (url := url_of(recipe.out_dir)) is not None:
         require_provider(url.partition(":")[0])
     check_data(recipe.data)
+    find_tasks(recipe.eval.tasks or (), key="eval.tasks", trusted=trusted)
     asked = recipe
     if placed is not None:
         recipe = placed.applied_to(recipe)
@@ -205,6 +211,7 @@ def prepare_run(
             changes=start.changes if start else (),
             quiet=is_quiet(),
             metrics=metrics,
+            trusted=None if trusted is None else str(trusted.expanduser().resolve()),
         )
         if in_place or start is not None:
             restarts = restarts_of(

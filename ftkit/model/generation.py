@@ -136,11 +136,14 @@ def answer_greedily(
     stop_ids: Collection[int],
     max_new_tokens: int,
     goes_on: Callable[[int, list[int]], bool] | None = None,
+    choose: Callable[[Tensor], Tensor] = lambda logits: logits.argmax(dim=-1),
+    apart: bool = False,
 ) -> list[Tensor]:
     """Continue each prompt with its most likely tokens, up to a token that ends the answer.
 
     The prompts share one forward pass per token and a key-value cache, which is freed again.
-    Ranks that are connected answer together, and all give the answers of rank 0.
+    Ranks that are connected answer together, and all give the answers of rank 0; or each answers
+    prompts of its own, in as many forward passes as the longest answer of them all takes.
 
     Args:
         model: in evaluation mode.
@@ -149,6 +152,8 @@ def answer_greedily(
         max_new_tokens: longest answer; shorter where the model's context ends.
         goes_on: whether an answer is of interest still, given the index of its prompt and its
             tokens so far; it ends there otherwise. None: all are, to their ends.
+        choose: gives the next tokens, [prompts], of logits, [prompts, vocabulary].
+        apart: whether each rank has prompts of its own. All of them have room for as many tokens.
 
     Returns:
         Token ids of the answers, [up to max_new_tokens] each.
@@ -167,14 +172,16 @@ def answer_greedily(
     try:
         logits = model(tokens, ends, positions=places)
         for offset in range(room - int(lengths.max())):
-            newest = _of_rank_0(logits.argmax(dim=-1)).masked_fill(finished, ends_answer[0])
+            newest = choose(logits)
+            newest = newest if apart else _of_rank_0(newest)
+            newest = newest.masked_fill(finished, ends_answer[0])
             finished |= torch.isin(newest, ends_answer)
-            if bool(finished.all()):
+            if _all(finished, apart=apart):
                 break
             answers.append(newest)
             if goes_on is not None:
                 finished |= _without_interest(answers, finished, goes_on)
-                if bool(finished.all()):
+                if _all(finished, apart=apart):
                     break
             logits = model(newest[:, None], rows, positions=(lengths + offset)[:, None])
     finally:
@@ -195,6 +202,15 @@ def _without_interest(
         not done and not goes_on(row, so_far[row]) for row, done in enumerate(finished.tolist())
     ]
     return torch.tensor(ends, device=finished.device)
+
+
+def _all(finished: Tensor, *, apart: bool) -> bool:
+    """Whether no prompt needs another pass; where ranks have their own, none on any rank."""
+    if apart and dist.is_initialized() and dist.get_world_size() > 1:
+        left = (~finished).sum()
+        dist.all_reduce(left)
+        return int(left) == 0
+    return bool(finished.all())
 
 
 def _of_rank_0(tokens: Tensor) -> Tensor:

@@ -65,8 +65,9 @@ class LanguageModel(nn.Module):
         *,
         sequence_lengths: Sequence[int] | None = None,
         positions: Tensor | None = None,
+        each: bool = False,
     ) -> Tensor:
-        """Summed loss of a micro-batch, or its logits at some positions.
+        """Summed loss of a micro-batch, or its logits or likelihoods at some positions.
 
         Args:
             input_ids: [batch, sequence], padded on the right; or [1, tokens], sequences in a row.
@@ -75,13 +76,14 @@ class LanguageModel(nn.Module):
             sequence_lengths: tokens of each sequence in a row; None: there is one in each line.
             positions: [batch, sequence], where the tokens stand in their sequences; reads
                 and extends the key-value cache of `body.start_cache`.
+            each: see `Head.forward`.
         """
         if positions is not None:
             hidden = self.body.hidden_cached(input_ids, positions)
         else:
             hidden = self.body.hidden(input_ids, sequence_lengths, self.kernel)
         on_cpu = self.kernel == "cpu"
-        result: Tensor = self.head(hidden, label_indices, labels, on_cpu=on_cpu)
+        result: Tensor = self.head(hidden, label_indices, labels, each=each, on_cpu=on_cpu)
         return result
 
 

@@ -243,24 +243,29 @@ class Head(nn.Module):
         label_indices: Tensor,
         labels: Tensor | None,
         *,
+        each: bool = False,
         on_cpu: bool = False,
     ) -> Tensor:
-        """Logits at some positions, or the summed loss there.
+        """Logits at some positions, or the summed loss there, or how likely each label is.
 
         Args:
             hidden: [batch, sequence, width].
             label_indices: [n], indices into the flattened batch and sequence.
             labels: [n], the token that follows each position; None asks for the logits.
+            each: ask how likely each label is.
             on_cpu: see `OutputLayer.forward`.
 
         Returns:
-            [n, vocabulary] logits in float32, or the sum of the n cross-entropies in nats.
+            [n, vocabulary] logits in float32, or the sum of the n cross-entropies in nats, or
+            [n, 2]: the log-probability of each label in nats, and 1 where no token is likelier.
         """
         rows = hidden.flatten(0, 1).index_select(0, label_indices)
         if self.scale != 1.0:
             rows = rows * self.scale
         if labels is None:
             return self._logits(rows)
+        if each:
+            return torch.cat([self._likelihoods(*piece) for piece in self._pieces(rows, labels)])
         if isinstance(self.lm_head, OutputLayer) and not _in_float16(rows):
             loss: Tensor = self.lm_head(
                 rows, labels, self.softcap, smoothing=self._smoothing, on_cpu=on_cpu
@@ -270,18 +275,28 @@ class Head(nn.Module):
 
     def _loss_in_pieces(self, rows: Tensor, labels: Tensor) -> Tensor:
         """By autograd, for layers that an adapter has made their own."""
-        out_features = self.lm_head.out_features
-        assert isinstance(out_features, int)
-        at_once = rows_at_once(out_features)
-        pieces = list(zip(rows.split(at_once), labels.split(at_once), strict=True))
+        pieces = self._pieces(rows, labels)
         if len(pieces) == 1:
             return self._loss(rows, labels)
         losses = [checkpoint(self._loss, *piece, use_reentrant=False) for piece in pieces]
         return torch.stack(losses).sum()
 
+    def _pieces(self, rows: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Rows and labels of which there may be logits at once."""
+        out_features = self.lm_head.out_features
+        assert isinstance(out_features, int)
+        at_once = rows_at_once(out_features)
+        return list(zip(rows.split(at_once), labels.split(at_once), strict=True))
+
     def _logits(self, rows: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(rows).float()
         return torch.tanh(logits / self.softcap) * self.softcap if self.softcap else logits
+
+    def _likelihoods(self, rows: Tensor, labels: Tensor) -> Tensor:
+        logits = self._logits(rows)
+        is_likeliest = logits.argmax(dim=1) == labels
+        chosen = logits.log_softmax(dim=1).gather(1, labels[:, None]).squeeze(1)
+        return torch.stack([chosen, is_likeliest.to(chosen.dtype)], dim=1)
 
     def _loss(self, rows: Tensor, labels: Tensor) -> Tensor:
         logits = self._logits(rows)

@@ -62,8 +62,8 @@ class Tokenizer(litgpt.tokenizer.Tokenizer):  # type: ignore[misc]
             self.use_bos = self.bos_id is not None
         else:
             self.backend = "huggingface"
-            self.bos_id = self._special_token(directory, "bos")
-            self.eos_id = self._special_token(directory, "eos")
+            self.bos_id = self._special_token("bos")
+            self.eos_id = self._special_token("eos")
             self.use_bos = self.processor.encode("a").ids[:1] == [self.bos_id]
             self._word = self._word_that_loses_its_space()
         if self.eos_id is None:
@@ -145,6 +145,13 @@ class Tokenizer(litgpt.tokenizer.Tokenizer):  # type: ignore[misc]
         return texts
 
     @cached_property
+    def named_bos_id(self) -> int | None:
+        """BOS, if the tokenizer itself names it; models may say more in their own settings."""
+        if self.backend == "sentencepiece":
+            return self.bos_id
+        return self._named_token("bos")
+
+    @cached_property
     def added_tokens(self) -> dict[str, int]:
         """Ids of the tokens that no text is cut into but by spelling them out."""
         if self.backend == "sentencepiece":
@@ -198,18 +205,23 @@ class Tokenizer(litgpt.tokenizer.Tokenizer):  # type: ignore[misc]
             return str(self.processor.id_to_piece(token_id))
         return str(self.processor.id_to_token(token_id))
 
-    def _special_token(self, directory: Path, kind: str) -> int | None:
+    def _special_token(self, kind: str) -> int | None:
         """The id of the first "bos" or "eos" token that a file names and the vocabulary has."""
-        for name in ("tokenizer_config.json", "special_tokens_map.json"):
-            token = read_json(directory / name).get(f"{kind}_token")
-            token = token.get("content") if isinstance(token, dict) else token
-            if token is not None and (found := self.processor.token_to_id(token)) is not None:
-                return int(found)
+        if (named := self._named_token(kind)) is not None:
+            return named
         for name in ("generation_config.json", "config.json"):
-            token = read_json(directory / name).get(f"{kind}_token_id")
+            token = read_json(self._directory / name).get(f"{kind}_token_id")
             token = token[0] if isinstance(token, list) and token else token
             if isinstance(token, int):
                 return token
+        return None
+
+    def _named_token(self, kind: str) -> int | None:
+        for name in ("tokenizer_config.json", "special_tokens_map.json"):
+            token = read_json(self._directory / name).get(f"{kind}_token")
+            token = token.get("content") if isinstance(token, dict) else token
+            if token is not None and (found := self.processor.token_to_id(token)) is not None:
+                return int(found)
         return None
 
     def _word_that_loses_its_space(self) -> int | None:

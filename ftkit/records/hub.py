@@ -13,7 +13,7 @@ from ftkit.utils.nearest import nearest
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetBuilder
 
-_BUILDERS = ("arrow", "cache", "csv", "json", "parquet", "text")
+READ_BUILDERS = ("arrow", "cache", "csv", "json", "parquet", "text")
 """Modules of the datasets library that read tables and texts. No other is let near a hub's files:
 one of them unpickles."""
 _AT_ONCE = 1000
@@ -116,7 +116,7 @@ def _prepared(wanted: HubName) -> "DatasetBuilder":
             wanted.name, wanted.subset, revision=wanted.revision
         )
         kind = type(builder).__module__.rpartition(".")[2]
-        if kind not in _BUILDERS:
+        if kind not in READ_BUILDERS:
             raise UserError(
                 f"data.path is {wanted.name}, whose files are of the kind {kind}, which is not "
                 "read from a hub.\nDownload its records and give them as files."

@@ -4,9 +4,9 @@ A report is written for every run, also one that failed or was stopped: what it 
 None. The keys of the file are the names of the fields below.
 
 A run that goes on from a checkpoint has several sessions and a report of each. `Report.restarts`,
-`Report.progress`, `Report.loss`, `Report.exact_match`, `Report.examples` and samples and losses of
-`Report.sources` cover the whole run, from its very first step; everything else, such as times,
-tokens and throughput, is of the session that is reported.
+`Report.progress`, `Report.loss`, `Report.exact_match`, `Report.tasks`, `Report.examples` and
+samples and losses of `Report.sources` cover the whole run, from its very first step; everything
+else, such as times, tokens and throughput, is of the session that is reported.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from ftkit.errors import UserError
-from ftkit.report.answers import AnsweredExample, AnswerScore, ExactMatch
+from ftkit.report.answers import AnsweredExample, AnswerScore, ExactMatch, TaskScore
 from ftkit.report.expert_load import ExpertLoad
 from ftkit.report.metrics import perplexity
 from ftkit.report.peak_memory import PeakMemory
@@ -367,6 +367,8 @@ class Report:
     """Right answers before and after."""
     scores: list[AnswerScore] = field(default_factory=list)
     """Other scores of answers before and after."""
+    tasks: list[TaskScore] = field(default_factory=list)
+    """Numbers of tasks before and after."""
     examples: list[AnsweredExample] = field(default_factory=list)
     """Answers before and after."""
     checkpoints: Checkpoints | None = None

@@ -21,7 +21,7 @@ from ftkit.console.formatting import (
 from ftkit.console.grid import labelled_grid
 from ftkit.console.html import block, escaped, labelled, styled
 from ftkit.remote.urls import spelt
-from ftkit.report.answers import AnsweredExample
+from ftkit.report.answers import AnsweredExample, score_text
 from ftkit.report.expert_load import ExpertLoad
 from ftkit.report.peak_memory import PeakMemory
 from ftkit.report.report import (
@@ -172,6 +172,9 @@ def _measured_rows(report: Report) -> Iterator[tuple[str, str]]:
     for score in report.scores:
         values = from_to_text(score.before, score.after, number_text)
         yield score.title, f"{values} on {_count(score.samples, 'answer')}"
+    for score in report.tasks:
+        values = from_to_text(score.before, score.after, score_text)
+        yield score.task, values and f"{score.name} {values} of {_count(score.samples, 'record')}"
     if report.checkpoints:
         yield "checkpoints", _checkpoints_text(report.checkpoints)
     for split, counts in report.data.items():

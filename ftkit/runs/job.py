@@ -88,6 +88,8 @@ class Job:
     """Whether warnings and results alone are shown."""
     metrics: tuple[OwnMetric, ...] = ()
     """Of one's own, from the command line."""
+    trusted: str | None = None
+    """The directory whose Python code tasks may run."""
 
     @property
     def directory(self) -> RunDirectory:
@@ -133,6 +135,7 @@ class Job:
             "restarts": [dataclasses.asdict(restart) for restart in self.restarts],
             "quiet": self.quiet,
             "metrics": [dataclasses.asdict(metric) for metric in self.metrics],
+            "trusted": self.trusted,
         }
         write_json(path, values)
 
@@ -157,6 +160,7 @@ class Job:
             restarts=tuple(from_json(list[Restart], values["restarts"])),
             quiet=values["quiet"],
             metrics=tuple(OwnMetric(**metric) for metric in values["metrics"]),
+            trusted=values["trusted"],
         )
 
 

@@ -46,3 +46,17 @@ def make_device(plan: Plan) -> torch.device:
     if plan.accelerator == HOST_KIND:
         return torch.device(HOST_KIND)
     return torch.device(plan.accelerator, local_rank())
+
+
+def text_of_rank_0(text: str) -> str:
+    """A text that rank 0 has; every rank calls this."""
+    data = text.encode()
+    (size,) = of_rank_0(len(data))
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return text
+    device = kind_of_backend(dist.get_backend())
+    said = torch.zeros(size, dtype=torch.uint8, device=device)
+    if dist.get_rank() == 0:
+        said.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    dist.broadcast(said, src=0)
+    return bytes(said.cpu().numpy()).decode()

@@ -2,20 +2,37 @@
 
 import dataclasses
 import random
+from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ftkit.console.formatting import number_text
 from ftkit.errors import UserError
-from ftkit.report.answers import AnsweredExample, AnswerScore, ExactMatch
+from ftkit.report.answers import (
+    AnsweredExample,
+    AnswerScore,
+    ExactMatch,
+    TaskResult,
+    score_text,
+    with_results,
+)
 from ftkit.report.metrics import loss_column, perplexity
 from ftkit.samples.loader import validation_loader
 from ftkit.scoring.metrics import Score, Scoring
+from ftkit.strategies.distributed import rank
+from ftkit.tasks.finding import find_tasks
+from ftkit.tasks.scoring import AskingEnded, Scorer
 from ftkit.training.evaluation import answer_records, answer_scores, validation_loss
 from ftkit.training.journal import Journal
 from ftkit.training.loggers import Loggers
 from ftkit.training.setup import Setup
 from ftkit.training.signals import StopRequest
+
+if TYPE_CHECKING:
+    from ftkit.tasks.harness import TaskSet
+
+MOST_ROWS = 64
+"""Sequences of a forward pass when tasks are asked, however short they are."""
 
 
 class Evaluator:
@@ -48,6 +65,7 @@ class Evaluator:
         self._example = _example_index(
             recipe.eval.evaluate_example, len(setup.data.questions), recipe.seed
         )
+        self._tasks = self._loaded_tasks() if recipe.eval.tasks and rank() == 0 else None
         self._newest: tuple[int, float] | None = None
         """The newest validation: step and loss."""
 
@@ -57,7 +75,12 @@ class Evaluator:
         return known[1] if known is not None and known[0] == step else None
 
     def evaluate(self, step: int, *, validation: bool, scores: bool, example: bool) -> None:
-        """Validation loss, scores of answers and sample answer, as far as wanted and asked for."""
+        """Validation loss, scores of answers and sample answer, as far as wanted and asked for.
+
+        Tasks are asked where answers are scored.
+        """
+        if scores and self._settings.tasks:
+            self._ask_tasks(step)
         if not len(self._setup.data.val):
             return
         self._journal.recorder.enter("validation")
@@ -150,6 +173,50 @@ class Evaluator:
             new,
         )
 
+    def _ask_tasks(self, step: int) -> None:
+        """Ask tasks of the harness, which rank 0 has; the other ranks compute along."""
+        self._journal.recorder.enter("validation")
+        self._setup.model.eval()
+        scorer = _scorer(self._setup, self._stop)
+        title = f"asking {', '.join(self._settings.tasks or ())}"
+        with self._journal.display.phase(title, brief=True) as phase, suppress(AskingEnded):
+            scorer.progress = phase.advance
+            if self._tasks is None:
+                scorer.serve()
+            else:
+                self._note_tasks(step, self._tasks.results(scorer))
+        scorer.restore()
+        self._setup.strategy.sharding.reshard(self._setup.model)
+        self._setup.model.train()
+
+    def _note_tasks(self, step: int, results: list[TaskResult]) -> None:
+        scores = with_results(self._journal.recorder.report.tasks, results, before=step == 0)
+        self._journal.recorder.note(tasks=scores)
+        when = "before" if step == 0 else "after"
+        values = {f"tasks/{one.task}/{one.name}": one.value for one in results}
+        self._loggers.log(values, step)
+        for one in results:
+            self._journal.display.message(
+                f"{one.task} {when} training: {one.name} {score_text(one.value)}"
+            )
+
+    def _loaded_tasks(self) -> "TaskSet":
+        from ftkit.tasks.harness import Asking, TaskSet  # seconds, for those who ask tasks
+
+        settings, trusted = self._settings, self._setup.job.trusted
+        definitions = find_tasks(
+            settings.tasks or (),
+            key="eval.tasks",
+            trusted=None if trusted is None else Path(trusted),
+        )
+        asking = Asking(
+            limit=settings.limit,
+            num_fewshot=settings.num_fewshot,
+            chat_template=self._setup.template if settings.apply_chat_template else None,
+        )
+        with self._journal.display.phase("loading tasks", brief=True):
+            return TaskSet(definitions, asking, self._setup.base.architecture.context_length)
+
     def _show_example(self, step: int) -> None:
         if not self._setup.data.questions:
             return
@@ -187,6 +254,23 @@ def _with_value(noted: _Noted, step: int, value: float) -> _Noted:
     if step == 0:
         return dataclasses.replace(noted, before=value)
     return dataclasses.replace(noted, after=value)
+
+
+def _scorer(setup: Setup, stop: StopRequest) -> Scorer:
+    """What scores and answers for tasks, with as many tokens at once as in training."""
+    tokenizer = setup.base.tokenizer
+    assert tokenizer.eos_id is not None
+    longest = int(setup.data.train.lengths.max())
+    tokens = longest * setup.plan.sequences_of(longest)
+    return Scorer(
+        setup.model,
+        tokenizer,
+        stop_ids=setup.stop_ids | {tokenizer.eos_id},
+        world_size=setup.plan.world_size,
+        rows_of=lambda length: max(1, min(MOST_ROWS, tokens // length)),
+        context=setup.strategy.precision.forward_context,
+        stopped=stop.requested,
+    )
 
 
 def _example_index(choice: str | int, questions: int, seed: int) -> int:

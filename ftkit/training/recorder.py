@@ -15,7 +15,7 @@ from ftkit.bodies.routing import Routing
 from ftkit.checkpoint.metadata import Metadata
 from ftkit.data.sources import data_source
 from ftkit.memory.meter import DevicePeak
-from ftkit.report.answers import AnsweredExample, AnswerScore, ExactMatch
+from ftkit.report.answers import AnsweredExample, AnswerScore, ExactMatch, TaskScore
 from ftkit.report.expert_load import ExpertLoad
 from ftkit.report.metrics import MetricsWriter, ValidationWriter
 from ftkit.report.peak_flops import peak_flops
@@ -169,6 +169,7 @@ class Recorder:
         return {
             "loss": dataclasses.asdict(self._loss()),
             "exact_match": match and dataclasses.asdict(match),
+            "tasks": [dataclasses.asdict(score) for score in self.report.tasks],
             "examples": [dataclasses.asdict(example) for example in self.report.examples],
             "scores": [dataclasses.asdict(score) for score in self.report.scores],
             "sources": {name: dataclasses.asdict(source) for name, source in sources},
@@ -364,6 +365,7 @@ class Recorder:
             exact_match=from_json(ExactMatch | None, carried.get("exact_match")),
             examples=from_json(list[AnsweredExample], carried.get("examples") or []),
             scores=from_json(list[AnswerScore], carried.get("scores") or []),
+            tasks=from_json(list[TaskScore], carried.get("tasks") or []),
         )
 
     def _loss(self) -> Loss:

@@ -104,10 +104,14 @@ class Setup:
     @cached_property
     def chat_files(self) -> dict[str, bytes]:
         """What says beside the weights how the result is asked."""
-        stop_ids = self.data.stop_ids
+        return chat_files(self.base, self.template.source, self.stop_ids)
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Tokens that end what the result says."""
         if self._keeps_template and self.base.directory is not None:
-            stop_ids |= end_tokens(self.base.directory)
-        return chat_files(self.base, self.template.source, stop_ids)
+            return self.data.stop_ids | end_tokens(self.base.directory)
+        return self.data.stop_ids
 
     @property
     def template(self) -> ChatTemplate:

@@ -26,7 +26,16 @@ from ftkit.data.own_data_options import OwnDataOptions
 
 RECIPES = ROOT / "recipes"
 FINETUNE = ["finetune", "finetune_lora", "finetune_full"]
-OWN = ["config", "print_config", "overwrite", "force", "stop_after", "metric", "quiet"]
+OWN = [
+    "config",
+    "print_config",
+    "overwrite",
+    "force",
+    "stop_after",
+    "metric",
+    "trust_task_code",
+    "quiet",
+]
 """Options of these commands that are no key of a recipe."""
 OF_COMPONENTS = [
     *(f"data.{field.name}" for field in dataclasses.fields(OwnDataOptions)),

@@ -17,9 +17,10 @@ from rich.console import Console
 
 from ftkit.cli.app import run
 from ftkit.comparison import plots
+from ftkit.comparison.columns import by_worth, in_order, measure_columns, name_columns
 from ftkit.comparison.compare import compare
 from ftkit.errors import UserError
-from ftkit.report.answers import AnswerScore
+from ftkit.report.answers import AnswerScore, TaskScore
 from ftkit.report.peak_memory import PeakMemory
 from ftkit.report.report import read_report, write_report
 from ftkit.report.step_memory import StepMemory
@@ -310,6 +311,22 @@ def test_a_micro_batch_that_was_left_open_is_compared_by_what_it_came_to(tmp_pat
     write_report(dataclasses.replace(left_open, resolved=came_to), tmp_path / "open")
     runs = compare((tmp_path,)).runs
     assert [run.settings["train.micro_batch_size"] for run in runs] == [1, 1]
+
+
+def test_a_number_of_a_task_is_a_column_where_any_run_has_it(tmp_path: Path) -> None:
+    for name, share in (("good", 0.75), ("poor", 0.25), ("none", None)):
+        report = make_run(tmp_path / name)
+        score = TaskScore(
+            task="arc_easy", metric="acc", samples=8, higher_is_better=True, after=share
+        )
+        tasks = [] if share is None else [score]
+        write_report(dataclasses.replace(report, tasks=tasks), tmp_path / name)
+    runs = in_order(compare((tmp_path,)).runs, "tasks/arc_easy/acc")
+    assert [run.name for run in runs] == ["good", "poor", "none"]
+    (column,) = (c for c in measure_columns(runs) if c.key == "tasks/arc_easy/acc")
+    assert (column.head, list(column.best)) == ("arc_easy acc", [0])
+    assert column.texts == ["0.7500", "0.2500", ""]
+    assert column in by_worth([*name_columns(runs), column])
 
 
 def test_runs_are_found_at_any_depth_and_named_by_what_tells_them_apart(tmp_path: Path) -> None:

@@ -203,3 +203,18 @@ def test_as_many_rows_at_once_as_pay_off(monkeypatch: pytest.MonkeyPatch) -> Non
     }
     assert found == {8_192: 1024, 32_000: 1024, 49_152: 682, 128_256: 512}
     assert math.isclose(rows_at_once(128_256) * 128_256 * 4 / 2**20, 250.5)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_each_label_has_its_probability_and_whether_it_is_the_likeliest(
+    softcap: float | None,
+) -> None:
+    head = make_head(softcap)
+    hidden, places, labels = make_batch()
+    logits = head(hidden, places, None)
+    labels[::3] = logits.argmax(dim=1)[::3]
+    found = head(hidden, places, labels, each=True)
+    expected = -F.cross_entropy(logits, labels, reduction="none")
+    torch.testing.assert_close(found[:, 0], expected)
+    assert found[:, 1].tolist() == (logits.argmax(dim=1) == labels).float().tolist()
+    assert 0 < found[:, 1].sum() < ROWS

@@ -198,11 +198,11 @@ def _write(address: int, text: bytes) -> None:
 
 def _serve(requests: socket.socket) -> NoReturn:
     """Start what is asked for; say its process id, and how it ended."""
-    from ftkit.utils.imports import quick_imports, without_hub_kernels
+    from ftkit.utils.imports import hidden, quick_imports, without_hub_kernels
 
     subprocess.Popen = Popen  # type: ignore[misc]
     without_hub_kernels()
-    with quick_imports():
+    with quick_imports(), hidden("sklearn"):  # it brings pyarrow, whose allocator has a thread
         import_module("ftkit.training.rank")
         import_libraries()
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a fork could leave a lock taken"
@@ -335,7 +335,8 @@ class Server:
         server.wait()
 
 
-QUIET = {"TOKENIZERS_PARALLELISM": "false"}  # its threads would not outlive a fork
+QUIET = {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+"""Their threads would not outlive a fork."""
 SERVER = Server()
 
 

@@ -1,0 +1,1 @@
+"""Evaluation by task: task files, and the lm-evaluation-harness on a model in memory."""
