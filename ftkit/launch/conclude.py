@@ -202,26 +202,3 @@ def _with_outcome(
             exit_reason=error.message,
         )
     return dataclasses.replace(report, exit_reason=error.message)
-
-
-def next_commands(run: RunDirectory, method: Method) -> list[str]:
-    """What may be done with a run that is complete: commands as they can be typed."""
-    this = shlex.quote(spelt(run.path))
-    commands = [f"ftkit chat {this}"]
-    merged = Path(run.path.name if url_of(run.path) else run.path)
-    merged = merged.with_name(f"{merged.name}-merged")
-    if method == "lora" and not merged.exists():
-        commands.append(f"ftkit merge {this} --out {shlex.quote(str(merged))}")
-    if other := _newest_beside(run):
-        commands.append(f"ftkit compare {this} {shlex.quote(spelt(other))}")
-    return commands
-
-
-def _newest_beside(run: RunDirectory) -> Path | None:
-    """The run that was worked on last among the others in the same directory."""
-    beside = [
-        path
-        for path in run.path.parent.iterdir()
-        if path.name != run.path.name and RunDirectory(path).report.exists()
-    ]
-    return max(beside, key=lambda path: path.stat().st_mtime, default=None)
