@@ -172,9 +172,9 @@ def _measured_rows(report: Report) -> Iterator[tuple[str, str]]:
     for score in report.scores:
         values = from_to_text(score.before, score.after, number_text)
         yield score.title, f"{values} on {_count(score.samples, 'answer')}"
-    for score in report.tasks:
-        values = from_to_text(score.before, score.after, score_text)
-        yield score.task, values and f"{score.name} {values} of {_count(score.samples, 'record')}"
+    for one in report.tasks:
+        values = from_to_text(one.before, one.after, score_text)
+        yield one.task, values and f"{one.name} {values} of {_count(one.samples, 'record')}"
     if report.checkpoints:
         yield "checkpoints", _checkpoints_text(report.checkpoints)
     for split, counts in report.data.items():
