@@ -65,9 +65,17 @@ def two_ranks(run: Run) -> dict[Case, Outcome]:
     return run(2, [*repeatable, *TWO_RANKS, BF16_SHARDED])
 
 
-@pytest.fixture(scope="module")
-def three_ranks(run: Run) -> dict[Case, Outcome]:
-    return run(3, [case for case in TWO_RANKS if case.precision == "32-true"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("full", marks=pytest.mark.slow),
+        pytest.param("lora", marks=pytest.mark.matrix),
+    ],
+)
+def three_ranks(run: Run, request: pytest.FixtureRequest) -> dict[Case, Outcome]:
+    """Of one method, by strategy."""
+    cases = [case for case in TWO_RANKS if case.precision == "32-true"]
+    return run(3, [case for case in cases if case.method == request.param])
 
 
 def test_the_recipe_of_these_tests_clips_and_does_not_divide(single: dict[Case, Outcome]) -> None:
@@ -103,13 +111,12 @@ def test_rows_learn_what_padded_micro_batches_do(
     assert of_rows.padded <= len(found.rows) * (1 if strategy == "single" else 2), "fillers"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_three_ranks_learn_what_one_learns(
-    three_ranks: dict[Case, Outcome], single: dict[Case, Outcome], strategy: str, method: Method
+    three_ranks: dict[Case, Outcome], single: dict[Case, Outcome], strategy: str
 ) -> None:
-    assert_same_maths(three_ranks[Case(strategy, method)], single[Case("single", method)])
+    (case,) = (case for case in three_ranks if case.strategy == strategy)
+    assert_same_maths(three_ranks[case], single[Case("single", case.method)])
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -156,6 +163,7 @@ def controlled(run: Run) -> dict[str, Outcome]:
     return {name: found[case] for name, case in (CONTROLLED | others).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*STRATEGIES, "moved", "padded"])
 def test_what_controls_training_does_the_same_everywhere(
     controlled: dict[str, Outcome], name: str
@@ -169,6 +177,7 @@ def test_what_controls_training_does_the_same_everywhere(
     assert chosen.validation_loss == min(found.validation_losses)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*STRATEGIES, "single", "moved"])
 def test_the_best_checkpoint_is_what_the_result_is_made_of(
     controlled: dict[str, Outcome], name: str
@@ -185,6 +194,7 @@ def test_the_best_checkpoint_is_what_the_result_is_made_of(
     assert loss < found.validation_losses[-1] - 0.1
 
 
+@pytest.mark.slow
 def test_the_recipe_of_that_bends_its_schedule_and_ends_out_of_patience(
     controlled: dict[str, Outcome],
 ) -> None:
