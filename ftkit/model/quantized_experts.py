@@ -49,8 +49,9 @@ class FourBitMatrices(PackedMatrices):
             above = -(-blocks // NESTED_BLOCK)
             self._scales_of_scales = torch.empty(self.experts, above, device=device)
             self._offsets = torch.empty(self.experts, device=device)
-            code = name2qmap.setdefault("dynamic", create_dynamic_map())
-            self._code_of_scales = code.to(device, copy=True)
+            if "dynamic" not in name2qmap:  # it cannot be computed while memory is simulated
+                name2qmap["dynamic"] = create_dynamic_map()
+            self._code_of_scales = name2qmap["dynamic"].to(device, copy=True)
 
     def _pack_one(self, matrix: Tensor, expert: int) -> Tensor:
         packed, state = quantize_in_pieces(matrix, self._quant_type, self._nested, VALUES_AT_ONCE)

@@ -97,6 +97,7 @@ def test_experts_are_planned_in_every_implementation_and_number_format(tmp_path:
         for keys, low, high in (
             ({"precision": "bf16-true", "lora_r": 8}, 86.9, 87.1),
             ({"precision": "bf16-true", "quantize": "bnb.nf4"}, 24, 25.5),
+            ({"precision": "bf16-true", "quantize": "bnb.nf4-dq"}, 22, 24),
         ):
             made = planned(model, **keys)
             assert made.memory is not None
