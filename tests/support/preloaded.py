@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import psutil
+from warm import QUIET
 
 TIMEOUT_S = 120
 SUPERVISOR = -1
@@ -115,7 +116,7 @@ def preloaded(directory: Path, environment: dict[str, str]) -> Iterator[Preloade
         stdout=subprocess.PIPE,
         text=True,
         cwd=directory,
-        env=environment | {"TOKENIZERS_PARALLELISM": "false"},
+        env=environment | QUIET,
     )
     try:
         yield Preloaded(process, directory)
@@ -174,13 +175,13 @@ def _write_to(output: Path) -> None:
 
 
 def _serve() -> NoReturn:
-    from ftkit.utils.imports import quick_imports, without_hub_kernels
+    from ftkit.utils.imports import hidden, quick_imports, without_hub_kernels
     from ftkit.utils.process import die_with_parent
 
     answers = os.dup(1)
     os.dup2(2, 1)  # where a library writes when it is imported, nobody expects an answer
     without_hub_kernels()
-    with quick_imports():
+    with quick_imports(), hidden("sklearn"):  # it brings pyarrow, whose allocator has a thread
         import faults
         from warm import import_libraries
 
