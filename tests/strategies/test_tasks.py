@@ -16,7 +16,7 @@ from ftkit.report.answers import TaskScore
 @pytest.fixture(scope="module")
 def changes(tmp_path_factory: pytest.TempPathFactory) -> tuple[tuple[str, Any], ...]:
     tasks = write_tasks(tmp_path_factory.mktemp("tasks"), *ALL)
-    asked = (("eval.tasks", (str(tasks),)), ("eval.limit", 5), ("eval.rouge_l", 0))
+    asked = (("eval.tasks", (str(tasks),)), ("eval.limit", 5))
     asked += (("train.epochs", 1),)
     return (*NO_EVALUATION, *asked)
 
