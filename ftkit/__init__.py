@@ -18,6 +18,7 @@ __version__ = "0.1.0"
 _MODULE_OF = {
     "Chat": "notebook.answers",
     "DoesNotFit": "errors",
+    "Experiments": "notebook.experiments",
     "Plans": "notebook.plans",
     "Run": "notebook.api",
     "UserError": "errors",

@@ -213,7 +213,8 @@ def finetune(
         UserError: it refused to run, and says why.
         KeyboardInterrupt: it was interrupted before it began, or twice.
     """
-    return _start("finetune", recipe, keys, wait, _switches(overwrite, force, stop_after))
+    switches = _switches(overwrite, force, stop_after)
+    return start("finetune", recipe, keys, switches, display.place(), wait=wait)
 
 
 def finetune_full(
@@ -227,7 +228,8 @@ def finetune_full(
     **keys: Any,
 ) -> Run:
     """Fine-tune every parameter, as `ftkit finetune_full`; else the same as `finetune`."""
-    return _start("finetune_full", recipe, keys, wait, _switches(overwrite, force, stop_after))
+    switches = _switches(overwrite, force, stop_after)
+    return start("finetune_full", recipe, keys, switches, display.place(), wait=wait)
 
 
 def attach(out_dir: PathLike) -> Run:
@@ -246,14 +248,29 @@ def _switches(overwrite: bool, force: bool, stop_after: str | int | None) -> lis
     return words if stop_after is None else [*words, f"--stop_after={stop_after}"]
 
 
-def _start(
+def start(
     command: str,
     recipe: PathLike | Sequence[PathLike] | None,
     keys: dict[str, Any],
-    wait: bool,
     switches: list[str],
+    place: display.OutputPlace,
+    *,
+    wait: bool = True,
 ) -> Run:
-    """Start the command, and find out which directory is its own."""
+    """Start a command, and find out which directory is its own.
+
+    Args:
+        command: finetune or finetune_full.
+        recipe: recipe files, later ones win.
+        keys: of the recipe, dotted.
+        switches: words of the command line that are no keys.
+        place: where it is shown.
+        wait: follow the run until it has ended.
+
+    Raises:
+        UserError: it refused to run, and says why.
+        KeyboardInterrupt: it was interrupted before it began, or twice.
+    """
     several = [recipe] if isinstance(recipe, str | os.PathLike) else recipe or ()
     files = [os.fspath(file) for file in several]
     overrides: list[Override] = [(key, as_text(value)) for key, value in keys.items()]
@@ -262,7 +279,6 @@ def _start(
         asked = follow_moved(asked, Path(files[-1]))
     words = [command, *(f"--config={file}" for file in files)]
     words += [f"--{key}={text}" for key, text in overrides]
-    place = display.place()
     output = tempfile.TemporaryFile()  # noqa: SIM115 - it belongs to the run
     with PassingOn(signal.SIGINT) as signals:
         run = Run(asked.out_dir.expanduser().absolute())

@@ -1,6 +1,7 @@
 """The display of a run in a notebook cell, or plain lines in a program."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,9 +31,13 @@ class OutputPlace(Protocol):
         """A word to whoever looks on; stays."""
 
 
-def place() -> OutputPlace:
-    """The cell that is being run; without a notebook, standard output."""
-    return Cell() if in_notebook() else Terminal()
+def place(ended: Callable[[RunState], str] | None = None) -> OutputPlace:
+    """The cell that is being run; without a notebook, standard output.
+
+    Args:
+        ended: what a cell shows of a run that has ended, as HTML. Default: its report.
+    """
+    return Cell(ended or ended_as_html) if in_notebook() else Terminal()
 
 
 def in_notebook() -> bool:
@@ -42,11 +47,12 @@ def in_notebook() -> bool:
 
 
 class Cell:
-    """One display below the cell, updated in place; it ends as the report."""
+    """One display below the cell, updated in place; it ends as the report, or what stands for it."""
 
     interval_s = 0.5
 
-    def __init__(self) -> None:
+    def __init__(self, ended: Callable[[RunState], str]) -> None:
+        self._ended = ended
         self._handle: Any = None
         self._note = ""
 
@@ -57,7 +63,7 @@ class Cell:
         self._put(sight_as_html(sight))
 
     def conclude(self, run: RunState) -> None:
-        self._put(ended_as_html(run))
+        self._put(self._ended(run))
 
     def note(self, text: str) -> None:
         self._note = styled(text, "bold")

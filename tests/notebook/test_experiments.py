@@ -1,0 +1,127 @@
+"""`ftkit.Experiments`: each setting is planned, run and shown beside the one before."""
+
+import re
+from pathlib import Path
+
+import pytest
+from command import ROOT
+
+import ftkit
+from ftkit.errors import UserError
+from ftkit.notebook.experiment_view import Difference, differences, experiment_as_html
+from ftkit.report.step_memory import CATEGORIES
+from ftkit.runs.state import RunState
+
+RECIPE = ROOT / "recipes/tiny-llama-full.yaml"
+LORA = ROOT / "recipes/tiny-llama-lora.yaml"
+HERE = {
+    "accelerator": "cpu",
+    "checkpoint_dir": "embedded:quickstart",
+    "data": "JSON",
+    "data.json_path": "embedded:quickstart",
+    "train.max_seq_length": 32,
+    "train.max_steps": 2,
+    "train.lr_warmup_steps": 1,
+    "eval.interval": 0,
+    "checkpoint.save": False,
+}
+
+
+@pytest.fixture(scope="module")
+def experiments(tmp_path_factory: pytest.TempPathFactory) -> ftkit.Experiments:
+    out_dir = tmp_path_factory.mktemp("experiments") / "out"
+    made = ftkit.Experiments(out_dir, gpu="a100-80gb", here=HERE)
+    keys = {"train.global_batch_size": 8, "train.micro_batch_size": 8}
+    made.run("batch-8", RECIPE, command="finetune_full", **keys)
+    made.run(
+        "bf16", RECIPE, command="finetune_full", precision="bf16-true", here={"seed": 1}, **keys
+    )
+    return made
+
+
+@pytest.mark.slow
+def test_what_is_predicted_is_of_the_recipe_and_what_runs_has_the_keys_of_here(
+    experiments: ftkit.Experiments,
+) -> None:
+    batch_8, bf16 = experiments
+    assert batch_8.plan.base_model.startswith("TinyLlama")
+    assert batch_8.planned.total == batch_8.plan.memory.peak_bytes > 20 * 2**30
+    assert batch_8.report.outcome == "completed"
+    assert batch_8.report.resolved and batch_8.report.resolved.base_model == "quickstart"
+    assert 0 < batch_8.measured.total < 2**30
+    assert bf16.planned.optimizer_state < 0.51 * batch_8.planned.optimizer_state
+    assert (batch_8.report.recipe["seed"], bf16.report.recipe["seed"]) == (1337, 1)
+    assert bf16.differences == [Difference("precision", "32-true", "bf16-true")]
+    assert experiments["bf16"].run.out_dir.name == "bf16"
+
+
+@pytest.mark.slow
+def test_its_view_has_what_is_new_and_a_line_each_for_prediction_and_measurement(
+    experiments: ftkit.Experiments,
+) -> None:
+    page = experiments["bf16"]._repr_html_()
+    visible = re.sub(r"<details>.*?</details>", "", page, flags=re.DOTALL)
+    for words in (
+        "precision",
+        "32-true",
+        "bf16-true",
+        "predicted, a100-80gb",
+        "measured here",
+        "quickstart in place of TinyLlama",
+        "tokens/s",
+    ):
+        assert words in visible
+    assert visible.count("<svg") == 2
+    assert "script" not in page
+    assert page.count("<details>") == 2
+
+
+@pytest.mark.slow
+def test_all_of_them_are_one_table_of_plans_and_one_comparison(
+    experiments: ftkit.Experiments,
+) -> None:
+    assert [plan.name for plan in experiments.plans] == ["batch-8", "bf16"]
+    assert [run.name for run in experiments.compare().runs] == ["batch-8", "bf16"]
+
+
+def test_what_differs_is_told_key_by_key_and_full_from_lora_by_the_method() -> None:
+    full = ftkit.plan(RECIPE, optimizer="SGD").plan.recipe
+    lora = ftkit.plan(LORA).plan.recipe
+    told = {difference.key: difference for difference in differences(full, lora)}
+    assert told["method"] == Difference("method", "full", "lora")
+    assert told["optimizer"] == Difference("optimizer", "torch.optim.SGD", "torch.optim.AdamW")
+    assert told["train.micro_batch_size"] == Difference("train.micro_batch_size", 16, 4)
+    assert not {"out_dir", "access_token", "lora_r", "seed"} & told.keys()
+    assert differences(full, full) == []
+
+
+def test_a_run_that_was_killed_has_its_prediction_and_no_measurement(tmp_path: Path) -> None:
+    killed = RunState(out_dir=tmp_path, state="killed", report=None)
+    page = experiment_as_html("<b>", [], ftkit.plan(RECIPE, gpu="a100-80gb"), killed)
+    assert "&lt;b&gt;" in page and "killed" in page
+    assert "predicted, a100-80gb" in page and "measured" not in page
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"command": "train"}, r"^command is 'train', but must be one of finetune,"),
+        ({"than": "a"}, r"^than is 'a', but no such experiment ran\. There are: none\.$"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_runs(
+    asked: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    experiments = ftkit.Experiments(tmp_path / "out")
+    with pytest.raises(UserError, match=message):
+        experiments.run("x", RECIPE, **asked)  # type: ignore[arg-type]
+    assert len(experiments) == 0 and not (tmp_path / "out").exists()
+
+
+def test_every_part_of_the_memory_has_a_name_and_a_colour(tmp_path: Path) -> None:
+    planned = ftkit.plan(RECIPE, gpu="a100-80gb")
+    for category in CATEGORIES:
+        planned.memory.breakdown_bytes[category] = 2**30
+    state = RunState(out_dir=tmp_path, state="killed", report=None)
+    page = experiment_as_html("x", [], planned, state)
+    assert len(set(re.findall(r'fill="(#\w+)"', page))) == len(CATEGORIES)
