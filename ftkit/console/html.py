@@ -97,9 +97,21 @@ def bar(done: float, total: float) -> str:
     )
 
 
-def curve_picture(values: Sequence[float], width: int = 480, height: int = 90) -> str:
-    """A curve of equally distant values in the colour of the text."""
-    low, high = min(values), max(values)
+def curve_picture(
+    values: Sequence[float],
+    width: int = 480,
+    height: int = 90,
+    bounds: tuple[float, float] | None = None,
+) -> str:
+    """A curve of equally distant values in the colour of the text.
+
+    Args:
+        values: from left to right.
+        width: in pixels.
+        height: in pixels.
+        bounds: values at the lower and the upper edge. Default: the least and the largest.
+    """
+    low, high = bounds or (min(values), max(values))
     across, down = width / max(len(values) - 1, 1), (height - 4) / ((high - low) or 1)
     points = " ".join(
         f"{i * across:.1f},{2 + (high - value) * down:.1f}" for i, value in enumerate(values)

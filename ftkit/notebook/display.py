@@ -47,7 +47,7 @@ def in_notebook() -> bool:
 
 
 class Cell:
-    """One display below the cell, updated in place; it ends as the report, or what stands for it."""
+    """One display below the cell, updated in place; it ends as the report, or what replaces it."""
 
     interval_s = 0.5
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ftkit.comparison.plots import PART_COLORS
@@ -9,12 +10,15 @@ from ftkit.config.parsing import to_dict
 from ftkit.config.recipe import Recipe
 from ftkit.config.recipe_keys import shown_value
 from ftkit.console.formatting import bytes_text, duration_text, number_text, percent_text
-from ftkit.console.html import block, escaped, grid, styled
+from ftkit.console.html import block, curve_picture, escaped, grid, styled
+from ftkit.errors import UserError
 from ftkit.planner.predict import Planned
 from ftkit.planner.table import plans_as_html, verdict
+from ftkit.report.metrics import read_metrics
 from ftkit.report.report import Report
 from ftkit.report.step_memory import CATEGORIES, Breakdown, Category
 from ftkit.report.table import STYLE_OF_OUTCOME, report_as_html
+from ftkit.runs.directory import RunDirectory
 from ftkit.runs.state import RunState
 from ftkit.utils.dotted_keys import leaves
 
@@ -31,6 +35,14 @@ _HEADS: dict[Category, str] = {
 _VISIBLE = 1 / 500
 """Share of a peak from which on a part of it has a column."""
 _BAR_WIDTH, _BAR_HEIGHT = 160, 12
+_CURVE = 300, 50
+_FEWEST_SAMPLES = 5
+"""In a curve; they are two seconds apart."""
+_SERIES = (
+    ("GPU memory", "GPU", "device0_memory_bytes", "device0_utilization"),
+    ("host memory", "CPU", "host_memory_bytes", "host_cpu_utilization"),
+)
+"""What is measured of what, and its columns in system.csv: the first GPU, or else the host."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +93,7 @@ def experiment_as_html(
     return (
         block(f"<b>{escaped(name)}</b> {words} {escaped(', '.join(told))}", _changes(changed))
         + _table(parts)
+        + _over_time(RunDirectory(state.out_dir).system)
         + block(*folded)
     )
 
@@ -146,6 +159,31 @@ def _table(parts: dict[str, tuple[Breakdown, str]]) -> str:
     ]
     heads = ["", "", "peak memory", *(_HEADS[category] for category in shown)]
     return grid(heads, rows, range(2, len(heads)))
+
+
+def _over_time(file: Path) -> str:
+    """How much memory was taken and how busy the device was, from sample to sample."""
+    try:
+        rows = read_metrics(file)
+    except (OSError, UserError):  # a run of an earlier version has none
+        return ""
+    cells = []
+    for memory, device, taken_in, used_as in _SERIES:
+        taken = [value for row in rows if (value := row.get(taken_in)) is not None]
+        used = [value for row in rows if (value := row.get(used_as)) is not None]
+        if taken and used:
+            most, mean = bytes_text(int(max(taken))), percent_text(sum(used) / len(used))
+            cells.append(f"{memory}: at most {most}{_curve(taken, max(taken))}")
+            cells.append(f"{device} busy: {mean} on average{_curve(used, 1.0)}")
+            break
+    return grid([], [cells]) if cells else ""
+
+
+def _curve(values: Sequence[float], high: float) -> str:
+    """The values from sample to sample, from zero up, if they are enough for a curve."""
+    if len(values) < _FEWEST_SAMPLES or not high:
+        return ""
+    return f"<br>{curve_picture(values, *_CURVE, bounds=(0.0, high))}"
 
 
 def _part(category: Category, count: int) -> str:

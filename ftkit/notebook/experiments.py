@@ -1,4 +1,4 @@
-"""`ftkit.Experiments`: settings tried one after another, each planned, run and shown in one view."""
+"""`ftkit.Experiments`: settings one after another, each planned, run and shown in one view."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -159,5 +159,7 @@ class Experiments:
             return others[-1] if others else None
         if than not in self._done:
             there_are = ", ".join(self._done) or "none"
-            raise UserError(f"than is {than!r}, but no such experiment ran. There are: {there_are}.")
+            raise UserError(
+                f"than is {than!r}, but no such experiment ran. There are: {there_are}."
+            )
         return self._done[than]

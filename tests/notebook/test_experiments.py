@@ -102,6 +102,25 @@ def test_a_run_that_was_killed_has_its_prediction_and_no_measurement(tmp_path: P
     assert "predicted, a100-80gb" in page and "measured" not in page
 
 
+@pytest.mark.parametrize("columns", ["host_memory_bytes,host_cpu_utilization", "GPU"])
+@pytest.mark.parametrize("samples", [0, 4, 40])
+def test_memory_and_use_over_time_are_curves_where_there_are_samples_enough(
+    samples: int, columns: str, tmp_path: Path
+) -> None:
+    device, memory = ("CPU", "host memory"), "host_memory_bytes,host_cpu_utilization"
+    if columns == "GPU":
+        device = ("GPU", "GPU memory")
+        memory += ",device0_memory_bytes,device0_utilization"
+    beside = ",1048576,0.1" if columns == "GPU" else ""
+    rows = [f"{i},{2 * i}.0{beside},{2**30},{0.5 + (i % 2) / 4}" for i in range(samples)]
+    (tmp_path / "system.csv").write_text("\n".join([f"step,time_s,{memory}", *rows, ""]))
+    state = RunState(out_dir=tmp_path, state="killed", report=None)
+    page = experiment_as_html("x", [], ftkit.plan(RECIPE, gpu="a100-80gb"), state)
+    assert page.count("<polyline") == (2 if samples == 40 else 0)
+    told = [f"{device[1]}: at most 1.0 GiB", f"{device[0]} busy: 62.5 % on average"]
+    assert all((text in page) == (samples > 0) for text in told)
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
@@ -114,7 +133,7 @@ def test_bad_input_is_refused_before_anything_runs(
 ) -> None:
     experiments = ftkit.Experiments(tmp_path / "out")
     with pytest.raises(UserError, match=message):
-        experiments.run("x", RECIPE, **asked)  # type: ignore[arg-type]
+        experiments.run("x", RECIPE, **asked)
     assert len(experiments) == 0 and not (tmp_path / "out").exists()
 
 

@@ -3,11 +3,11 @@
 import ast
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import nbformat
@@ -101,10 +101,30 @@ def test_the_experiments_on_a_single_gpu_are_those_of_the_committed_sweep() -> N
 
     calls = [node for node in ast.parse(program).body if isinstance(node, ast.Expr)]
     calls = [node for node in calls if ast.unparse(node).startswith("experiment(")]
-    commands = SimpleNamespace(finetune="finetune", finetune_full="finetune_full")
     module = ast.Module(body=list(calls), type_ignores=[])
-    exec(compile(module, str(SINGLE_GPU), "exec"), {"experiment": experiment, "ftkit": commands})
+    exec(compile(module, str(SINGLE_GPU), "exec"), {"experiment": experiment})
     assert asked == sweep
+
+
+@pytest.mark.parametrize("notebook", EXECUTED, ids=lambda notebook: notebook.stem)
+def test_a_notebook_says_what_is_learned_and_why_asks_before_it_shows_and_ends_with_exercises(
+    notebook: Path,
+) -> None:
+    read = nbformat.read(notebook, as_version=4)
+    first, *_, last = read.cells
+    assert first.source.startswith("# ")
+    assert "**What you will learn**" in first.source and "**Why it matters.**" in first.source
+    texts = [cell.source for cell in read.cells if cell.cell_type == "markdown"]
+    assert sum("**Question" in text for text in texts) >= 2
+    assert last.cell_type == "markdown" and re.search(r"^## Exercises\n\n1\. ", last.source, re.M)
+
+
+@pytest.mark.parametrize("notebook", EXECUTED, ids=lambda notebook: notebook.stem)
+def test_what_a_notebook_shows_has_no_warning_of_a_library(notebook: Path) -> None:
+    read = nbformat.read(notebook, as_version=4)
+    shown = [output for cell in read.cells for output in cell.get("outputs", [])]
+    assert not [output for output in shown if output.get("name") == "stderr"]
+    assert not [output for output in shown if "WARNING" in str(output.get("text", ""))]
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,41 @@ def test_it_sets_up_jupyter_and_says_how_to_come_in(
     assert len(server.token) >= 32
 
 
+@pytest.mark.parametrize(
+    ("origin", "place"),
+    [
+        ("https://github.com/someone/a-fork.git", "someone/a-fork"),
+        ("git@github.com:someone/a.fork.git", "someone/a.fork"),
+        ("https://github.com/someone/ftkit", "someone/ftkit"),
+        ("https://git.example.org/someone/ftkit.git", None),
+        (None, None),
+    ],
+)
+def test_of_a_clone_from_github_it_knows_where_colab_opens_its_notebooks(
+    clone: Clone, origin: str | None, place: str | None
+) -> None:
+    shutil.copytree(ROOT / "notebooks", clone.root / "notebooks")
+    subprocess.run(["git", "init", "--quiet", "--initial-branch", "work", clone.root], check=True)
+    if origin is not None:
+        subprocess.run(["git", "-C", clone.root, "remote", "add", "origin", origin], check=True)
+    script = (clone.root / "scripts/serve_notebook").read_text()
+    function = re.search(r"^colab_link\(\) \{.*?^\}", script, re.MULTILINE | re.DOTALL)
+    assert function is not None
+    shown = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", f"{function[0]}\ncolab_link"],
+        cwd=clone.root,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    if place is None:
+        assert shown == ""
+        return
+    link = f"https://colab.research.google.com/github/{place}/blob/work/"
+    assert shown.startswith(link)
+    assert (clone.root / shown.removeprefix(link).strip()).is_file()
+
+
 def test_it_runs_code_for_another_process_in_the_environment_of_the_project(
     process_and_server: tuple["subprocess.Popen[str]", Server, Clone],
 ) -> None:
