@@ -78,7 +78,9 @@ def test_output_in_a_pipe_is_plain_lines(completed: tuple[Run, End]) -> None:
     assert "completed    train.max_steps of 5 reached" in out
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f\x9b]", out), "control characters"
     assert "it/s" not in out and "GPU available" not in out
-    assert max(map(len, out.splitlines())) <= 100
+    lines, _, commands = out.partition("\nnext:\n")
+    assert max(map(len, lines.splitlines())) <= 100
+    assert commands.count("\n") == 2, "each on one line, to be copied"
 
 
 # --- Directories --------------------------------------------------------------------------------

@@ -197,11 +197,14 @@ def test_a_warm_up_that_ends_within_the_run_is_no_news(warmup: int) -> None:
 
 @pytest.mark.parametrize("samples", [1, 30, 100])
 def test_a_warm_up_longer_than_the_run_warns_with_a_change_that_works(samples: int) -> None:
-    made, (notice,) = schedule(samples, train__lr_warmup_steps=11)
+    made, notices = schedule(samples, train__lr_warmup_steps=11)
+    (notice,) = (text for text in notices if "warm-up" in text)
     assert made.share(made.total_steps - 1) < 1
     assert f"The warm-up of 11 steps is longer than the run of {made.total_steps}" in notice
     suggested = int(notice.rpartition("--train.lr_warmup_steps ")[2].removesuffix("."))
-    assert schedule(samples, train__lr_warmup_steps=suggested)[1] == []
+    assert not [
+        text for text in schedule(samples, train__lr_warmup_steps=suggested)[1] if "warm-up" in text
+    ]
 
 
 def test_min_lr_above_the_learning_rate_keeps_the_rate_constant_and_warns() -> None:

@@ -12,8 +12,8 @@ from stand_in_hub import HubHandler, serving
 
 from ftkit.cli.app import run
 from ftkit.errors import UserError
-from ftkit.planner import command
 from ftkit.pretrained import hub
+from ftkit.utils import progress
 
 COMMIT = "a" * 40
 KNOWN = "EleutherAI/pythia-14m"
@@ -144,7 +144,7 @@ def test_an_unknown_name_says_so_where_downloads_are_forbidden(
 def test_what_takes_long_is_told_beside_the_plan(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "ANNOUNCED_AFTER_S", 0.0)
+    monkeypatch.setattr(progress, "LATE_S", 0.0)
     words = ["plan", "--checkpoint_dir", "random:pythia-14m", "--train.max_seq_length", "64"]
     assert run([*words, "--format", "json"]) == 0
     shown = capsys.readouterr()

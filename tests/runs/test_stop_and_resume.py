@@ -677,7 +677,7 @@ def test_what_is_learned_stays_and_how_and_where_may_change(
     assert found.report.resumed.changes == run.store.metadata(8).changes
 
 
-@pytest.mark.parametrize("scheme", ["az", "hdfs"])
+@pytest.mark.parametrize("scheme", ["ftp", "hdfs"])
 def test_a_checkpoint_at_a_url_of_another_kind_is_refused(
     common: list[str], tmp_path: Path, scheme: str
 ) -> None:

@@ -27,6 +27,7 @@ FILES = [
     "recipe.yaml",
     "report.json",
     "run.log",
+    "system.csv",
     "validation.csv",
 ]
 """What a run that completes leaves in its directory."""
