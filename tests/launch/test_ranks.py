@@ -144,6 +144,7 @@ def side_by_side(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Side
     ):
         for run in (good, bad):
             run.wait_for(lambda run=run: len(run.processes()) == 3)  # type: ignore[misc]
+            run.wait_for(run.knows_ranks)
         ranks = [rank.environ() for run in (good, bad) for rank in run.ranks()]
         both.touch()
         return good, good.end(), bad, bad.end(), ranks

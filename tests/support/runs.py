@@ -81,12 +81,14 @@ class Run:
         ranks = psutil.Process(self.process.pid).children()
         return sorted(ranks, key=lambda rank: int(rank.environ()["RANK"]))
 
+    def knows_ranks(self) -> bool:
+        """Whether each training process says which rank it is: not before its exec."""
+        children = psutil.Process(self.process.pid).children()
+        return all("RANK" in child.environ() for child in children)
+
     def wait_for_rank(self) -> psutil.Process:
         def started() -> bool:
-            if not self.state.exists() or len(self.processes()) != 2:
-                return False
-            children = psutil.Process(self.process.pid).children()
-            return all("RANK" in child.environ() for child in children)  # not before its exec
+            return self.state.exists() and len(self.processes()) == 2 and self.knows_ranks()
 
         self.wait_for(started)
         return self.rank()
