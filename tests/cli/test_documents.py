@@ -10,6 +10,8 @@ import pytest
 import warm
 import yaml
 from command import ROOT, command_environment, command_line
+from local_tasks import ALL as LOCAL_TASKS
+from local_tasks import write_tasks
 from runs import TIMEOUT_S
 from tiny import make_data
 
@@ -95,8 +97,8 @@ BEFORE = [
 ]
 """What the documents take for done: runs that their lines name."""
 OF_A_HUB = ("ftkit download", "ftkit push", "openai/gsm8k")
-WITHOUT_END = "--serve"
-"""Shown in tests/live_page."""
+SHOWN_ELSEWHERE = ("--serve", "--tasks hellaswag")
+"""One does not end, the other is refused: tests/live_page, tests/tasks."""
 READS_RUNS = {"generate", "evaluate", "merge", "export", "compare", "checkpoints"}
 
 
@@ -112,6 +114,7 @@ def make_place(place: Path, tiny_base: Path) -> None:
     (place / "chats.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 20)
     metric = "def names_found(answer, expected, record):\n    return expected in answer\n"
     (place / "metrics.py").write_text(metric)
+    write_tasks(place / "tasks", *LOCAL_TASKS)
     (place / "questions.txt").write_text("Who is Lena?\nWho is Max?\n")
     for source in (ROOT / "recipes").rglob("*.yaml"):
         file = place / source.relative_to(ROOT)
@@ -135,7 +138,7 @@ def test_the_command_lines_of_documents_run(tmp_path: Path, tiny_base: Path) -> 
     lines = [*BEFORE, *(line for file in DOCUMENTS for line in command_lines(file.read_text()))]
     lines.sort(key=lambda line: line.split()[1] in READS_RUNS)
     failed = {}
-    others = (*OF_A_HUB, WITHOUT_END)
+    others = (*OF_A_HUB, *SHOWN_ELSEWHERE)
     for line in dict.fromkeys(line for line in lines if not any(n in line for n in others)):
         words = shlex.split(line, comments=True)[1:]
         command, environment = command_line(*words), command_environment()

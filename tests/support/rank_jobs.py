@@ -182,6 +182,7 @@ def write_job(case: Case, world_size: int, out_dir: Path, base: Path, data: Path
     recipe = with_adapter(recipe)
     metric = out_dir / "metric.py"
     metric.write_text("def length(answer, expected, record):\n    return len(answer)\n")
+    metrics = own_metrics([f"{metric}:length"]) if values["eval.rouge_l"] else ()
     job = Job(
         recipe=recipe,
         devices=Devices(accelerator="cpu", count=2),
@@ -190,7 +191,7 @@ def write_job(case: Case, world_size: int, out_dir: Path, base: Path, data: Path
         started_at_s=time.time(),
         start=None if start is None else str(start),
         stop_after=None if case.stop_after is None else StopAfter(steps=case.stop_after),
-        metrics=own_metrics([f"{metric}:length"]),
+        metrics=metrics,
     )
     job.directory.state.mkdir()
     job.write(job.directory.job)
