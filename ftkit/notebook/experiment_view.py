@@ -57,7 +57,7 @@ class Difference:
     """Its value here."""
 
 
-def differences(before: Recipe, now: Recipe) -> list[Difference]:
+def changed_keys(before: Recipe, now: Recipe) -> list[Difference]:
     """Keys of both recipes with other values; of full and LoRA fine-tuning first the method."""
     found = [Difference("method", before.method, now.method)] * (before.method != now.method)
     others = _keys_of(before)

@@ -10,7 +10,7 @@ from ftkit.config.recipe import FINETUNE
 from ftkit.errors import UserError
 from ftkit.notebook import display
 from ftkit.notebook.api import PathLike, Run, ShownReport, start
-from ftkit.notebook.experiment_view import Difference, differences, experiment_as_html
+from ftkit.notebook.experiment_view import Difference, changed_keys, experiment_as_html
 from ftkit.notebook.plans import Plans, ShownPlan, plan
 from ftkit.report.step_memory import Breakdown
 from ftkit.runs.state import RunState, look
@@ -26,7 +26,7 @@ class Experiment:
         self.run = run
         """What ran here."""
         self.differences: list[Difference] = (
-            [] if than is None else differences(than.plan.plan.recipe, planned.plan.recipe)
+            [] if than is None else changed_keys(than.plan.plan.recipe, planned.plan.recipe)
         )
         """The keys of its recipe with other values than in what it is compared with."""
 

@@ -8,7 +8,7 @@ from command import ROOT
 
 import ftkit
 from ftkit.errors import UserError
-from ftkit.notebook.experiment_view import Difference, differences, experiment_as_html
+from ftkit.notebook.experiment_view import Difference, changed_keys, experiment_as_html
 from ftkit.report.step_memory import CATEGORIES
 from ftkit.runs.state import RunState
 
@@ -87,12 +87,12 @@ def test_all_of_them_are_one_table_of_plans_and_one_comparison(
 def test_what_differs_is_told_key_by_key_and_full_from_lora_by_the_method() -> None:
     full = ftkit.plan(RECIPE, optimizer="SGD").plan.recipe
     lora = ftkit.plan(LORA).plan.recipe
-    told = {difference.key: difference for difference in differences(full, lora)}
+    told = {difference.key: difference for difference in changed_keys(full, lora)}
     assert told["method"] == Difference("method", "full", "lora")
     assert told["optimizer"] == Difference("optimizer", "torch.optim.SGD", "torch.optim.AdamW")
     assert told["train.micro_batch_size"] == Difference("train.micro_batch_size", 16, 4)
     assert not {"out_dir", "access_token", "lora_r", "seed"} & told.keys()
-    assert differences(full, full) == []
+    assert changed_keys(full, full) == []
 
 
 def test_a_run_that_was_killed_has_its_prediction_and_no_measurement(tmp_path: Path) -> None:
