@@ -36,7 +36,7 @@ from ftkit.model.generation import Sampling
 from ftkit.records.hub import READ_BUILDERS
 from ftkit.report.answers import TaskResult
 from ftkit.tasks.files import Code
-from ftkit.tasks.finding import Definition, TaskDefinition, tasks_in
+from ftkit.tasks.finding import Definition, TaskDefinition
 from ftkit.tasks.scoring import Prompted, Scorer
 
 FEW_SHOT_SEED = 1234
@@ -410,8 +410,3 @@ def _seeded() -> Iterator[None]:
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.random.set_rng_state(states[2])
-
-
-def count_tasks(definitions: Sequence[Definition]) -> int:
-    """How many tasks there are, groups unfolded."""
-    return sum(1 for definition in definitions for _ in tasks_in(definition))

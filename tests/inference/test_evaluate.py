@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from evaluating import mistake, values_from
 from results import Ended
 from tiny import make_records
 
 from ftkit.cli.app import run
-from ftkit.errors import UserError
 from ftkit.inference.result import find_result
 
 NAMES = ["lora", "qlora", "dora", "pissa", "full", "tied", "mixed", "bf16"]
@@ -22,19 +22,7 @@ NAMES = ["lora", "qlora", "dora", "pissa", "full", "tied", "mixed", "bf16"]
 @pytest.fixture
 def values(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
     """What evaluate prints as JSON."""
-
-    def run_(path: object, *argv: object) -> dict[str, Any]:
-        words = ["evaluate", path, "--accelerator", "cpu", "--format", "json", *argv]
-        assert run(list(map(str, words))) == 0
-        return json.loads(capsys.readouterr().out)
-
-    return run_
-
-
-def mistake(*argv: object) -> str:
-    with pytest.raises(UserError) as error:
-        run(["evaluate", *map(str, argv)])
-    return str(error.value)
+    return values_from(capsys)
 
 
 # --- The numbers of the run -----------------------------------------------------------------------

@@ -1,36 +1,22 @@
 """ftkit evaluate --tasks: on a run, an adapter and a model, and what it does not do."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command import Command
+from evaluating import mistake, values_from
 from local_tasks import ALL, LETTERS, SUMS, write_tasks
 from results import Ended
 
 from ftkit.cli.app import run
-from ftkit.errors import UserError
 
 
 @pytest.fixture
 def values(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
     """What evaluate prints as JSON."""
-
-    def run_(path: object, *argv: object) -> dict[str, Any]:
-        capsys.readouterr()
-        words = ["evaluate", path, "--accelerator", "cpu", "--format", "json", *argv]
-        assert run(list(map(str, words))) == 0
-        return json.loads(capsys.readouterr().out)
-
-    return run_
-
-
-def mistake(*argv: object) -> str:
-    with pytest.raises(UserError) as error:
-        run(["evaluate", *map(str, argv)])
-    return str(error.value)
+    return values_from(capsys)
 
 
 def test_a_run_its_adapter_and_the_merged_model_say_the_same(

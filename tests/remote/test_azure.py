@@ -23,12 +23,10 @@ from object_servers import (
     behind_proxy,
     is_write,
 )
-from remote_runs import Ftkit, ended, learned
+from remote_runs import Ftkit, assert_another_machine_goes_on, ended
 
-from ftkit.checkpoint.store import Store
 from ftkit.remote import objects as objects_module
 from ftkit.remote.objects import Objects, StorageError
-from ftkit.report.report import read_report
 from ftkit.runs.remote_claim import RemoteClaim
 
 pytest.importorskip("adlfs", reason="the extra dev is not installed")
@@ -99,21 +97,7 @@ def test_a_run_at_azure_is_gone_on_with_by_another_machine_and_read(
     assert "warning" not in said
     claims = [r for r in az.requests if is_write(r) and r.path.endswith("claim-000001.json")]
     assert has_condition(claims[0])
-    assert bucket.steps("on/run") == [2]
-    said = run("b", "az://bucket/on/run", "--resume", "auto")
-    assert "going on from step 2: az://bucket/on/run/checkpoints/step-00000002" in said
-    assert list((tmp_path / "b").rglob("step-00000002/shard-*")) == []  # read by ranges
-    run("b", tmp_path / "whole")
-    copy = bucket.fetch("on/run", tmp_path / "copy")
-    assert learned(copy) == learned(tmp_path / "whole")
-    assert read_report(copy).outcome == "completed"
-    store = Store(copy / "checkpoints")
-    assert [store.verify(step) for step in store.steps()] == [[], [], []]
-    assert not any(name.startswith(".run/") for name in bucket.names("on/run"))
-    listed = run("c", "list", "az://bucket/on/run", command="checkpoints")
-    assert [step in listed for step in ("2", "4", "5")] == [True] * 3
-    assert run("c", "verify", "az://bucket/on/run", command="checkpoints").count("sound") == 3
-    run("c", "az://bucket/on/run", tmp_path / "whole", command="compare")
+    assert_another_machine_goes_on(run, bucket, "az", tmp_path)
 
 
 def test_a_second_run_at_an_az_url_is_refused_by_the_storage(begin: Ftkit, az: Proxy) -> None:

@@ -5,11 +5,9 @@ from pathlib import Path
 
 import pytest
 from object_servers import Bucket, Fault, Proxy, gs_error, is_write
-from remote_runs import learned
+from remote_runs import assert_another_machine_goes_on
 
-from ftkit.checkpoint.store import Store
 from ftkit.remote.objects import Objects, StorageError
-from ftkit.report.report import read_report
 
 CONDITION = "ifGenerationMatch=0"
 
@@ -23,21 +21,7 @@ def test_a_run_at_google_is_gone_on_with_by_another_machine_and_read(
     assert "warning: gs://bucket/on/run knows no conditional writes" in said
     created = [request for request in gs.requests if CONDITION in request.query]
     assert created and all(is_write(request) for request in created)
-    assert bucket.steps("on/run") == [2]
-    said = run("b", "gs://bucket/on/run", "--resume", "auto")
-    assert "going on from step 2: gs://bucket/on/run/checkpoints/step-00000002" in said
-    assert list((tmp_path / "b").rglob("step-00000002/shard-*")) == []  # read by ranges
-    run("b", tmp_path / "whole")
-    copy = bucket.fetch("on/run", tmp_path / "copy")
-    assert learned(copy) == learned(tmp_path / "whole")
-    assert read_report(copy).outcome == "completed"
-    store = Store(copy / "checkpoints")
-    assert [store.verify(step) for step in store.steps()] == [[], [], []]
-    assert not any(name.startswith(".run/") for name in bucket.names("on/run"))
-    listed = run("c", "list", "gs://bucket/on/run", command="checkpoints")
-    assert [step in listed for step in ("2", "4", "5")] == [True] * 3
-    run("c", "verify", "gs://bucket/on/run", command="checkpoints")
-    run("c", "gs://bucket/on/run", tmp_path / "whole", command="compare")
+    assert_another_machine_goes_on(run, bucket, "gs", tmp_path)
 
 
 def test_of_two_that_create_an_object_google_refuses_the_second(gs: Proxy) -> None:

@@ -5,7 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import warm
+from object_servers import Bucket
 from runs import TIMEOUT_S
+
+from ftkit.checkpoint.store import Store
+from ftkit.report.report import read_report
 
 LEARNED = ("step", "samples", "loss", "lr", "tokens")
 Attempt = warm.Process
@@ -24,3 +28,32 @@ def ended(attempt: Attempt) -> tuple[int, str]:
     out, err = attempt.communicate(timeout=TIMEOUT_S)
     assert attempt.returncode is not None
     return attempt.returncode, out + err
+
+
+def assert_another_machine_goes_on(
+    run: Callable[..., str], bucket: Bucket, scheme: str, place: Path
+) -> None:
+    """What one machine has begun another ends as if nothing had stopped it, and all can read it.
+
+    Args:
+        run: of a machine by its name; "a" has stopped after two steps.
+        bucket: where it has.
+        scheme: of its url.
+        place: with a directory for each machine.
+    """
+    url = f"{scheme}://bucket/on/run"
+    assert bucket.steps("on/run") == [2]
+    said = run("b", url, "--resume", "auto")
+    assert f"going on from step 2: {url}/checkpoints/step-00000002" in said
+    assert list((place / "b").rglob("step-00000002/shard-*")) == []  # read by ranges
+    run("b", place / "whole")
+    copy = bucket.fetch("on/run", place / "copy")
+    assert learned(copy) == learned(place / "whole")
+    assert read_report(copy).outcome == "completed"
+    store = Store(copy / "checkpoints")
+    assert [store.verify(step) for step in store.steps()] == [[], [], []]
+    assert not any(name.startswith(".run/") for name in bucket.names("on/run"))
+    listed = run("c", "list", url, command="checkpoints")
+    assert [step in listed for step in ("2", "4", "5")] == [True] * 3
+    assert run("c", "verify", url, command="checkpoints").count("sound") == 3
+    run("c", url, place / "whole", command="compare")

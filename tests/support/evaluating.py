@@ -1,0 +1,30 @@
+"""What `ftkit evaluate` prints as JSON, and what it says of a mistake."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ftkit.cli.app import run
+from ftkit.errors import UserError
+
+
+def values_from(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
+    """Gives what it prints of a result."""
+
+    def values(path: object, *argv: object) -> dict[str, Any]:
+        capsys.readouterr()
+        words = ["evaluate", path, "--accelerator", "cpu", "--format", "json", *argv]
+        assert run(list(map(str, words))) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    return values
+
+
+def mistake(*argv: object) -> str:
+    """What it refuses with."""
+    with pytest.raises(UserError) as error:
+        run(["evaluate", *map(str, argv)])
+    return str(error.value)
