@@ -81,7 +81,7 @@ def test_all_of_them_are_one_table_of_plans_and_one_comparison(
     experiments: ftkit.Experiments,
 ) -> None:
     assert [plan.name for plan in experiments.plans] == ["batch-8", "bf16"]
-    assert [run.name for run in experiments.compare().runs] == ["batch-8", "bf16"]
+    assert {run.name for run in experiments.compare().runs} == {"batch-8", "bf16"}
 
 
 def test_what_differs_is_told_key_by_key_and_full_from_lora_by_the_method() -> None:
