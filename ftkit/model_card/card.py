@@ -21,7 +21,7 @@ from ftkit.model_card.origin import BaseOrigin, DataOrigin
 from ftkit.pretrained.hub import CARD, is_litgpt
 from ftkit.report.metrics import perplexity
 from ftkit.report.report import Report
-from ftkit.report.table import memory_text
+from ftkit.report.rows import memory_text
 from ftkit.utils.files import write_durably
 
 CardKind = Literal["adapter", "hf", "litgpt", "gguf"]

@@ -33,7 +33,8 @@ from ftkit.console.terminal import terminal_of
 from ftkit.remote.urls import spelt, url_of
 from ftkit.report.metrics import Row, RowsReader
 from ftkit.report.report import Progress, Report, Resolved
-from ftkit.report.table import STYLE_OF_OUTCOME, memory_text
+from ftkit.report.rows import memory_text
+from ftkit.report.table import STYLE_OF_OUTCOME
 from ftkit.runs.carrying.seen import UrlCopy
 from ftkit.runs.checkpoints import entry_of
 from ftkit.runs.directory import RunDirectory

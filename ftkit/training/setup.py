@@ -39,7 +39,7 @@ from ftkit.pretrained.fingerprint import fingerprint, implementation_of
 from ftkit.pretrained.hub import find_here
 from ftkit.pretrained.save import layout_of
 from ftkit.report.report import DataCounts, Resolved, Source
-from ftkit.report.table import losses_of_data_text, summary_text
+from ftkit.report.rows import losses_of_data_text, summary_text
 from ftkit.runs.checkpoints import size_of
 from ftkit.runs.job import Job
 from ftkit.runs.resume import check_disk

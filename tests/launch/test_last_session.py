@@ -14,7 +14,7 @@ from ftkit.errors import UserError
 from ftkit.launch.last_session import restarts_of
 from ftkit.report.report import Progress, Resolved, read_report, write_report
 from ftkit.report.restarts import Restart
-from ftkit.report.table import restart_text
+from ftkit.report.rows import restart_text
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import Job, RankError
 from ftkit.runs.lock import claim
