@@ -102,19 +102,23 @@ def curve_picture(
     width: int = 480,
     height: int = 90,
     bounds: tuple[float, float] | None = None,
+    at: Sequence[float] | None = None,
 ) -> str:
-    """A curve of equally distant values in the colour of the text.
+    """A curve in the colour of the text.
 
     Args:
         values: from left to right.
         width: in pixels.
         height: in pixels.
         bounds: values at the lower and the upper edge. Default: the least and the largest.
+        at: where each value is from left to right, ascending. Default: equally distant.
     """
     low, high = bounds or (min(values), max(values))
-    across, down = width / max(len(values) - 1, 1), (height - 4) / ((high - low) or 1)
+    at = at or range(len(values))
+    across, down = width / ((at[-1] - at[0]) or 1), (height - 4) / ((high - low) or 1)
     points = " ".join(
-        f"{i * across:.1f},{2 + (high - value) * down:.1f}" for i, value in enumerate(values)
+        f"{(place - at[0]) * across:.1f},{2 + (high - value) * down:.1f}"
+        for place, value in zip(at, values, strict=True)
     )
     return (
         f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" '

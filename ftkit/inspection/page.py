@@ -89,7 +89,9 @@ def _bars(bars: list[Bar]) -> str:
         f"{counted(bar)}</span></div></td></tr>"
         for bar in bars
     )
-    return f'<table style="border:none;width:100%;max-width:40em"><tbody>{rows}</tbody></table>'
+    # Jupyter's tables are "fixed", which leaves no room to the labels.
+    style = "border:none;width:100%;max-width:40em;table-layout:auto"
+    return f'<table style="{style}"><tbody>{rows}</tbody></table>'
 
 
 def _bar(samples: int, most: int, background: str) -> str:

@@ -24,6 +24,7 @@ from ftkit.console.terminal import plain_text
 from ftkit.errors import UserError
 from ftkit.notebook import display
 from ftkit.notebook.child_output import printed, refusal
+from ftkit.notebook.run_view import short, summary_as_html
 from ftkit.report import table
 from ftkit.report.report import Report
 from ftkit.runs.lock import Supervisor
@@ -114,16 +115,16 @@ class Run(os.PathLike[str]):
         return str(self.out_dir)
 
     def __repr__(self) -> str:
-        return f"<ftkit run {display.short(self.out_dir)}: {self.outcome}>"
+        return f"<ftkit run {short(self.out_dir)}: {self.outcome}>"
 
     def _repr_html_(self) -> str:
         state = self._look()
         if state.at_work:
-            return sight_as_html(Watcher(display.short(self.out_dir)).look())
-        return display.summary_as_html(state)
+            return sight_as_html(Watcher(short(self.out_dir)).look())
+        return summary_as_html(state)
 
     def _look(self) -> RunState:
-        return look(display.short(self.out_dir))
+        return look(short(self.out_dir))
 
     def _process(self) -> int:
         found = Supervisor.of(self.out_dir)
@@ -133,7 +134,7 @@ class Run(os.PathLike[str]):
         return found.process
 
     def _follow(self, place: display.OutputPlace, signals: PassingOn) -> "Run":
-        watcher = Watcher(display.short(self.out_dir))
+        watcher = Watcher(short(self.out_dir))
         told = False
         while True:
             ended = self._has_ended(place.interval_s)

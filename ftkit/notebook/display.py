@@ -2,12 +2,10 @@
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Protocol
 
 from ftkit.console.html import block, escaped, styled
-from ftkit.report import table
-from ftkit.report.table import STYLE_OF_OUTCOME
+from ftkit.notebook.run_view import ended_as_html
 from ftkit.runs.state import RunState
 from ftkit.runs.watch import Lines, Sight, sight_as_html
 
@@ -35,7 +33,7 @@ def place(ended: Callable[[RunState], str] | None = None) -> OutputPlace:
     """The cell that is being run; without a notebook, standard output.
 
     Args:
-        ended: what a cell shows of a run that has ended, as HTML. Default: its report.
+        ended: what a cell shows of a run that has ended, as HTML. Default: `ended_as_html`.
     """
     return Cell(ended or ended_as_html) if in_notebook() else Terminal()
 
@@ -47,7 +45,7 @@ def in_notebook() -> bool:
 
 
 class Cell:
-    """One display below the cell, updated in place; it ends as the report, or what replaces it."""
+    """One display below the cell, updated in place; it ends as the view of the ended run."""
 
     interval_s = 0.5
 
@@ -100,26 +98,3 @@ class Terminal:
 
     def note(self, text: str) -> None:
         print(text, flush=True)
-
-
-def ended_as_html(run: RunState) -> str:
-    """The report of a run; of one that was killed, that there is none."""
-    if run.report is None or run.state == "killed":
-        return block(
-            f"<b>{escaped(str(run.out_dir))}</b> {styled(run.state, 'bold red')}",
-            "It was killed before it could write a report.",
-        )
-    return table.report_as_html(run.report, short(run.out_dir))
-
-
-def summary_as_html(run: RunState) -> str:
-    """A run that has ended, in a line; its report tells the rest."""
-    state = styled(run.state.replace("_", " "), STYLE_OF_OUTCOME.get(run.state, "bold red"))
-    reason = run.report.exit_reason if run.report else ""
-    return f"<b>{escaped(str(short(run.out_dir)))}</b> {state} {escaped(reason)}"
-
-
-def short(path: Path) -> Path:
-    """A path as people write it here."""
-    here = Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path

@@ -1,4 +1,7 @@
-"""The sampler of system metrics: a thread that asks host and devices every two seconds."""
+"""The sampler of system metrics: a thread that asks host and devices, at most every two seconds.
+
+A run of a few seconds has a series, too: the first samples follow each other quickly.
+"""
 
 import threading
 import time
@@ -15,8 +18,9 @@ from ftkit.system_metrics.nvml import gpus_in_use
 from ftkit.system_metrics.table import SystemWriter
 from ftkit.utils.hardware import host_memory
 
-INTERVAL_S = 2.0
-_FIRST_S = 0.1
+_FIRST_S, _LONGEST_S = 0.1, 2.0
+_GROWTH = 1.25
+"""Of the time from sample to sample: 8 samples in 2 s, 14 in 8 s, then one every 2 s."""
 _PATIENCE_S = 10.0
 _PREFIX = "system/"
 
@@ -51,7 +55,7 @@ class SystemSampler:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="system-metrics", daemon=True)
         self._newest: dict[str, float] = {}
-        self._busy: list[float] = []
+        self._seconds = self._busy_s = 0.0
         self._energy_j: float | None = None
 
     @property
@@ -80,7 +84,7 @@ class SystemSampler:
     @property
     def device_utilization(self) -> float | None:
         """Mean fraction of time the GPU of this rank was busy; None: it is not known."""
-        return sum(self._busy) / len(self._busy) if self._busy else None
+        return self._busy_s / self._seconds if self._seconds else None
 
     @property
     def energy_wh(self) -> float | None:
@@ -105,26 +109,27 @@ class SystemSampler:
         """What the thread does; a host that tells nothing costs the run its system metrics."""
         with suppress(OSError, ValueError, RuntimeError, psutil.Error):
             psutil.cpu_percent()  # of a thread, from its first call on
-            self._ended.wait(_FIRST_S)
-            before_s = self._take()
-            while not self._ended.wait(INTERVAL_S):
-                before_s = self._take(before_s)
-            self._take(before_s)
+            taken_s, interval_s = time.monotonic(), _FIRST_S
+            while not self._ended.wait(interval_s):
+                taken_s = self._take(taken_s)
+                interval_s = min(interval_s * _GROWTH, _LONGEST_S)
+            self._take(taken_s)
         if self._writer is not None:
             self._writer.close()
 
-    def _take(self, before_s: float | None = None) -> float:
-        """A sample, counted from the one before; when it was taken."""
+    def _take(self, before_s: float) -> float:
+        """A sample, which counts for the time since the one before; when it was taken."""
         values, now_s = self.sample(), time.monotonic()
         if self._path is not None and self._writer is None:
             self._writer = SystemWriter(self._path, tuple(values), self._after_step)
         if self._writer is not None:
             self._writer.write(self._step(), time.time(), values)
         self._newest = values
+        passed_s = now_s - before_s
         if "device0_utilization" in values:
-            self._busy.append(values["device0_utilization"])
+            self._seconds += passed_s
+            self._busy_s += values["device0_utilization"] * passed_s
         powers = [v for name, v in values.items() if name.endswith("_power_w")]
         if powers:
-            passed_s = 0.0 if before_s is None else now_s - before_s
             self._energy_j = (self._energy_j or 0.0) + sum(powers) * passed_s
         return now_s

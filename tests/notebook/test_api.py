@@ -44,7 +44,7 @@ def notebook(directory: Path, common: list[str]) -> Iterator[Kernel]:
 # --- In a kernel --------------------------------------------------------------------------------
 
 
-def test_a_run_is_followed_in_its_cell_and_ends_as_its_report(notebook: Kernel) -> None:
+def test_a_run_is_followed_in_its_cell_and_ends_in_a_compact_view(notebook: Kernel) -> None:
     cell = notebook.run(
         'run = ftkit.finetune(**keys, out_dir="out/first")\nimport sys\n'
         'print(run, run.out_dir.is_absolute(), "torch" in sys.modules)'
@@ -53,8 +53,16 @@ def test_a_run_is_followed_in_its_cell_and_ends_as_its_report(notebook: Kernel) 
     assert cell.printed == "<ftkit run out/first: completed> True False\n"
     assert len(cell.shown) == 1
     assert any("<progress" in update for update in cell.updates)
-    assert re.search(r"ftkit lora on \w+ completed train.max_steps of 5 reached", cell.text)
-    assert "result out/first/final" in cell.text
+    view, _, rest = cell.text.partition("all that was measured")
+    assert re.match(
+        r"out/first completed train\.max_steps of 5 reached lora on \w+, .* tokens/s trained 5 ",
+        view,
+    )
+    for words in ("validation", "result out/first/final", "predicted", "measured here", "CPU busy"):
+        assert words in view
+    assert "checkpoints" not in view
+    assert re.match(r" ftkit lora on \w+ completed train\.max_steps of 5 reached parameters", rest)
+    assert "checkpoints" in rest
 
     cell = notebook.run("run.report")
     assert "train.max_steps of 5 reached" in cell.text
@@ -66,9 +74,7 @@ def test_a_run_is_followed_in_its_cell_and_ends_as_its_report(notebook: Kernel) 
 
     again = notebook.run('run = ftkit.finetune(**keys, out_dir="out/first", resume="auto")')
     assert again.error is None
-    assert (
-        "complete" in again.text.partition("ftkit lora on")[0] + again.text.rpartition("step-")[2]
-    )
+    assert "complete" in again.text.partition("lora on")[0] + again.text.rpartition("step-")[2]
 
 
 def test_an_interrupt_of_the_kernel_ends_the_run_after_its_step_and_saves(

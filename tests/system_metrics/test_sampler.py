@@ -93,30 +93,49 @@ def test_without_the_library_torch_alone_is_asked(
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_energy_is_the_power_of_all_gpus_times_the_time_between_samples(
+def test_a_sample_counts_for_the_time_since_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", library())
-    clock = iter([100.0, 109.0])
+    """In the energy, the power of all GPUs; in the use, that of the rank's."""
+    use = iter([0, 0, 100, 0])
+    nvml = library(nvmlDeviceGetUtilizationRates=lambda _: SimpleNamespace(gpu=next(use)))
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    clock = iter([101.0, 110.0])
     made = sampler(tmp_path / "system.csv", "cuda:0")
     monkeypatch.setattr(
         "ftkit.system_metrics.sampler.time",
         SimpleNamespace(monotonic=lambda: next(clock), time=lambda: 5.0),
     )
     assert made.energy_wh is None and made.device_utilization is None
-    made._take(made._take())
-    assert made.energy_wh == pytest.approx(400 * 9 / 3600)
-    assert made.device_utilization == pytest.approx(0.8)
+    assert made._take(made._take(100.0)) == 110.0
+    assert made.energy_wh == pytest.approx(400 * 10 / 3600)
+    assert made.device_utilization == pytest.approx(0.9)
 
 
-def test_a_thread_writes_a_row_at_the_start_and_at_the_end(tmp_path: Path) -> None:
+def test_a_short_run_has_a_series_and_a_long_one_a_row_every_two_seconds(tmp_path: Path) -> None:
+    waited: list[float] = []
+
+    def wait(seconds: float) -> bool:
+        waited.append(seconds)
+        return len(waited) > 30
+
     made = sampler(tmp_path / "system.csv")
+    made._ended = SimpleNamespace(wait=wait, set=lambda: None)
     made.start()
     made.stop()
     rows = read_metrics(tmp_path / "system.csv")
-    assert [row["step"] for row in rows] == [7, 7]
+    assert [row["step"] for row in rows] == [7] * 31
     assert all((row["host_memory_bytes"] or 0) > 2**20 for row in rows)
+    assert sum(waited[:8]) < 2 and waited[0] == 0.1
+    assert waited[14:] == [2.0] * 17
     assert made.energy_wh is None
+
+
+def test_a_run_that_ends_at_once_has_a_row(tmp_path: Path) -> None:
+    made = sampler(tmp_path / "system.csv")
+    made.start()
+    made.stop()
+    assert read_metrics(tmp_path / "system.csv")
 
 
 def test_loggers_get_each_sample_once_with_memory_in_gib(tmp_path: Path) -> None:
