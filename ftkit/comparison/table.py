@@ -170,16 +170,17 @@ def comparison_as_html(runs: list[ComparedRun]) -> str:
         rows.append(f'<tr class="{html.escape(run.state)}">{cells}</tr>')
     said = "".join(f"<li>{html.escape(note)}</li>" for note in notes(runs))
     return (
-        f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
-        f"<ul>{said}</ul>"
+        f'<div style="overflow-x:auto"><table><thead><tr>{heads}</tr></thead>'
+        f"<tbody>{''.join(rows)}</tbody></table></div><ul>{said}</ul>"
     )
 
 
 def _html_cell(tag: str, column: Column, text: str, *, best: bool = False) -> str:
     escaped = html.escape(printable(text))
     align = "right" if column.is_numeric else "left"
+    wrap = ";white-space:nowrap" if column.is_numeric and tag == "td" else ""
     content = f'<b title="best" style="color:{GOOD}">{escaped}</b>' if best else escaped
-    return f'<{tag} style="text-align:{align}">{content}</{tag}>'
+    return f'<{tag} style="text-align:{align}{wrap}">{content}</{tag}>'
 
 
 def _markdown_cell(text: str) -> str:
