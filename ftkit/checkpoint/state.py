@@ -18,6 +18,7 @@ from ftkit.errors import UserError
 from ftkit.lora.names import our_name
 from ftkit.model.load_weights import kept_parameters
 from ftkit.model.sharding import Sharding
+from ftkit.optim.average import AVERAGE
 from ftkit.optim.state_kinds import BLOCK
 
 PARAMETER = "parameter"
@@ -98,8 +99,19 @@ def trained_parameter(stored: StoredState, name: str) -> StoredTensor:
     return stored[stored_name(PARAMETER, name)]
 
 
+def result_parameter(stored: StoredState, name: str) -> StoredTensor:
+    """The same of the result that the checkpoint stands for: its average, if it has one."""
+    average = stored_name(AVERAGE, name)
+    return stored[average] if average in stored else trained_parameter(stored, name)
+
+
+def has_average(stored: StoredState) -> bool:
+    """Whether a checkpoint has the average of what is trained."""
+    return any(name.startswith(f"{AVERAGE}/") for name in stored.names())
+
+
 def replace_trained(model: nn.Module, sharding: Sharding, stored: StoredState) -> None:
-    """Give what a model trains the numbers of a checkpoint; every rank does so.
+    """Give what a model trains the numbers of a checkpoint's result; every rank does so.
 
     Those that an optimizer keeps beside it stay: nothing can be trained after.
 
@@ -112,7 +124,7 @@ def replace_trained(model: nn.Module, sharding: Sharding, stored: StoredState) -
     with torch.no_grad():
         for name, parameter in kept_parameters(model).items():
             if parameter.requires_grad:
-                sharding.replace(parameter, trained_parameter(stored, our_name(name)))
+                sharding.replace(parameter, result_parameter(stored, our_name(name)))
 
 
 def restore(
@@ -171,7 +183,7 @@ def check_kinds(kinds: Mapping[str, bool], stored: StoredState, optimizer: str) 
     Raises:
         UserError: it keeps other kinds of state.
     """
-    known = {name.partition("/")[0] for name in stored.names()} - {PARAMETER}
+    known = {name.partition("/")[0] for name in stored.names()} - {PARAMETER, AVERAGE}
     if known != kinds.keys():
         raise UserError(
             f"optimizer {optimizer} with the arguments in the recipe keeps "

@@ -41,6 +41,7 @@ KIND_OF: dict[str, Kind] = {
     "train.min_lr": "tunable",
     "train.label_smoothing": "tunable",
     "train.neftune_noise_alpha": "tunable",
+    "train.ema_decay": "tunable",
     "train.max_norm": "tunable",
     "train.optimizer_in_backward": "hardware",
     "train.tie_embeddings": "fixed",

@@ -92,6 +92,12 @@ def check_ranges(recipe: Recipe) -> None:
             f"train.neftune_noise_alpha is {alpha:g}, but must be above 0. "
             "Try --train.neftune_noise_alpha 5, or null for no noise."
         )
+    decay = train.ema_decay
+    if decay is not None and not 0 < decay < 1:
+        raise UserError(
+            f"train.ema_decay is {decay:g}, but must lie between 0 and 1. "
+            "Try --train.ema_decay 0.999, or null for no average."
+        )
     fraction = train.lr_warmup_fraction
     if fraction is not None and not 0 <= fraction <= 1:
         raise UserError(

@@ -76,6 +76,10 @@ class Train:
     neftune_noise_alpha: float | None = None
     """NEFTune: noise on the embeddings while training, between -a and a with a = this /
     sqrt(tokens of the sample * width); 5 is usual. Empty: none."""
+    ema_decay: float | None = None
+    """Keep an exponential moving average of what is trained, in float32, of which this share stays
+    in each step; 0.99 to 0.9999 are usual. Validation, answers and the result are of the average.
+    Empty: none."""
     max_norm: float | None = None
     """Clip gradients to this global norm."""
     optimizer_in_backward: bool = False

@@ -12,7 +12,7 @@ from ftkit.architectures.architecture import HEAD
 from ftkit.checkpoint.files import BASE
 from ftkit.checkpoint.metadata import CheckpointError
 from ftkit.checkpoint.shards import StoredState
-from ftkit.checkpoint.state import PARAMETER, stored_name, trained_parameter
+from ftkit.checkpoint.state import PARAMETER, result_parameter, stored_name
 from ftkit.config.devices import find_devices
 from ftkit.config.peft_adapter import CONFIG
 from ftkit.config.plan import Plan, make_plan
@@ -207,7 +207,7 @@ def full_weights(result: Result, base: BaseModel) -> Iterator[tuple[str, Tensor]
     stored = _stored(result)
     try:
         for name in parameter_shapes(base):
-            yield name, trained_parameter(stored, name)[:]
+            yield name, result_parameter(stored, name)[:]
     except CheckpointError as error:
         raise UserError(f"{result.directory} is damaged: {error}.") from None
 

@@ -175,4 +175,5 @@ def _number_bytes(strategy: Strategy, hidden_fraction: float) -> float:
     optimizer_class, arguments = strategy.optimizer_of()
     kinds = state_kinds(optimizer_class, arguments, CPU)
     dtype = updated_dtype(strategy.plan)
-    return bytes_per_number(kinds, optimizer_class, arguments, dtype, hidden_fraction)
+    of_state = bytes_per_number(kinds, optimizer_class, arguments, dtype, hidden_fraction)
+    return of_state + strategy.average_bytes

@@ -369,6 +369,8 @@ class _Step:
         optimizer.step()
         self._live.assign(_states(optimizer), "optimizer_state")
         optimizer.zero_grad(set_to_none=True)
+        self._strategy.average(self._trained)
+        self._live.assign(tensors_in(self._strategy.averages), "optimizer_state")
 
     def _mark(self, name: str) -> None:
         self._live.assign((p.grad for p in self._trained), "gradients")

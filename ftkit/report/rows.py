@@ -385,7 +385,9 @@ def _result_rows(report: Report, out_dir: Path | None) -> Iterator[tuple[str, st
         chosen = report.result
         of_step = chosen and f"of step {chosen.step:,}"
         lowest = chosen and f"validation loss {loss_text(chosen.validation_loss)}"
-        yield "result", _joined((_place(final, out_dir), of_step, lowest))
+        decay = report.recipe.get("train", {}).get("ema_decay")
+        average = decay is not None and f"average of the weights (decay {decay:g})"
+        yield "result", _joined((_place(final, out_dir), of_step, lowest, average))
 
 
 def _place(name: str, out_dir: Path | None) -> str:

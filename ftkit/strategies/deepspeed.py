@@ -11,8 +11,9 @@ partitions, `_get_fp32_opt_state_partition`, `_hp_optimizer_states_linked`,
 (`_HELD`); of Fabric's strategy `model`, and `setup_environment` of its parent.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,8 +28,9 @@ from torch import Tensor
 from ftkit.checkpoint.state import PARAMETER, Holder, StatePart
 from ftkit.config.plan import Plan
 from ftkit.config.strategies import DeepSpeedOptions
-from ftkit.model.language_model import LanguageModel
+from ftkit.model.language_model import LanguageModel, trainable
 from ftkit.model.sharding import Rows
+from ftkit.optim.average import AVERAGE
 from ftkit.optim.optimizers import resolve_optimizer
 from ftkit.optim.state_kinds import is_scalar_state, state_kinds
 from ftkit.report.step_memory import Category
@@ -119,6 +121,9 @@ class DeepSpeed(Strategy):
         strategy: Any = self._fabric.strategy
         self._engine = strategy.model
         self._zero: Any = self._engine.optimizer
+        self._model, self._trained = model, trainable(model)
+        if self.averages is not None:  # beside the moments
+            self.averages = self._zero.optimizer.state
         # DeepSpeed has cast the tables with the parameters.
         model.body.place_rotary_tables(self.device, model.body.max_length)
         self._note_rates()
@@ -139,9 +144,52 @@ class DeepSpeed(Strategy):
 
     def update(self) -> None:
         self._engine.step()  # clips before, and frees the gradients
+        self.average(self._state().partitions())
+
+    @torch.no_grad()
+    def take_averages(self) -> Callable[[], None]:
+        """As in every strategy; ZeRO's own numbers, from which it makes its weights, stay."""
+        kept = []
+        with self._parted():
+            for parameter, average in self._averages():
+                own = parameter.ds_tensor if self._options.stage == 3 else parameter.detach()
+                kept.append((own, own.clone()))
+                own.view(-1)[: len(average)].copy_(average)
+        return partial(self._give_back, kept)
+
+    @torch.no_grad()
+    def _give_back(self, kept: Iterable[tuple[Tensor, Tensor]]) -> None:
+        with self._parted():
+            super()._give_back(kept)
+
+    def _averages(self) -> Iterator[tuple[Any, Tensor]]:
+        """What is trained, with what a rank needs of its average, flat."""
+        state = self._state()
+        for parameter in self._trained:
+            parts = [part for part in state.parts(parameter) if part.kind == AVERAGE]
+            if self._options.stage == 3:
+                yield from ((parameter, part.values) for part in parts)
+            elif AVERAGE in state.kinds():  # every rank has whole weights, and a part of averages
+                whole = torch.zeros(parameter.numel(), device=parameter.device)
+                for part in parts:
+                    whole[part.start : part.start + len(part.values)] = part.values
+                torch.distributed.all_reduce(whole)
+                yield parameter, whole
+
+    @contextmanager
+    def _parted(self) -> Iterator[None]:
+        """Each rank has its own part of every parameter alone, and after it the usual ones."""
+        if self._options.stage == 3:
+            self._zero.checkpoint_event_prologue()
+        yield
+        if self._options.stage == 3:
+            self._zero.checkpoint_event_epilogue()
+
+    def _state(self) -> "ZeroState":
+        return ZeroState(self._zero, averages=self.averages is not None)
 
     def holder(self) -> Holder:
-        return ZeroState(self._zero)
+        return self._state()
 
     def loss_scale(self) -> tuple[float, float] | None:
         if not self.plan.precision.startswith("16"):
@@ -182,7 +230,7 @@ class DeepSpeed(Strategy):
             self._options,
             world_size=self.plan.world_size,
             working_bytes=parameter_dtype(self.plan).itemsize,
-            states=states,
+            states=states + (self.averages is not None),
         )
 
 
@@ -274,14 +322,14 @@ class Partitions:
 class ZeroState:
     """Of an optimizer that DeepSpeed has sharded: float32 numbers in flat partitions."""
 
-    def __init__(self, zero: Any) -> None:
-        """Of ZeRO's optimizer of any stage."""
-        self._zero = zero
+    def __init__(self, zero: Any, *, averages: bool) -> None:
+        """Of ZeRO's optimizer of any stage, with averages or without."""
+        self._zero, self._has_averages = zero, averages
         self._inner = self._zero.optimizer
         self._rank = torch.distributed.get_rank()
 
     def parts(self, parameter: Any) -> Iterator[StatePart]:
-        kinds = [None, *self._kinds()]
+        kinds = [None, *self.kinds()]
         if hasattr(parameter, "ds_tensor"):  # stage 3
             size = parameter.ds_tensor.ds_numel
             start = min(self._rank * size, parameter.ds_numel)
@@ -310,7 +358,7 @@ class ZeroState:
         fragment = parameter._hp_mapping
         if fragment is None:  # this rank has nothing of it
             return
-        if len(kinds) > 1 and not fragment.optim_fragment:
+        if self.kinds() - (fragment.optim_fragment or {}).keys():
             # DeepSpeed links all groups after the first step of the first group.
             self._zero._hp_optimizer_states_linked = False
             self._zero._lazy_init_hp_params_optimizer_state()
@@ -323,15 +371,17 @@ class ZeroState:
             )
 
     def scalars(self) -> dict[str, float]:
-        state = self._inner.state.get(self._partitions()[0], {})
+        state = self._inner.state.get(self.partitions()[0], {})
         return {key: float(value) for key, value in state.items() if is_scalar_state(value)}
 
     def allocate(
         self, kinds: Mapping[str, Mapping[str, torch.Size]], scalars: dict[str, float]
     ) -> None:
         wanted = {kind for shapes in kinds.values() for kind in shapes}
+        if not self._has_averages:
+            wanted.discard(AVERAGE)
         whole_steps = type(self._inner).__module__.startswith("deepspeed.")
-        for flat in self._partitions():
+        for flat in self.partitions():
             state = self._inner.state[flat]
             state.update({kind: torch.zeros_like(flat.data) for kind in wanted})
             for key, value in scalars.items():
@@ -339,12 +389,15 @@ class ZeroState:
         if not hasattr(self._zero, "fp32_partitioned_groups_flat"):
             self._zero._lazy_init_hp_params_optimizer_state()
 
-    def _kinds(self) -> list[str]:
-        flat = self._partitions()[0]
+    def kinds(self) -> Set[str]:
+        """Of state that there is, in order."""
+        flat = self.partitions()[0]
         state = self._inner.state.get(flat, {})
-        return [k for k, v in state.items() if isinstance(v, Tensor) and v.shape == flat.shape]
+        same = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.shape == flat.shape}
+        return same.keys()
 
-    def _partitions(self) -> list[Tensor]:
+    def partitions(self) -> list[Tensor]:
+        """This rank's numbers of every group, flat."""
         for name in (
             "fp32_partitioned_groups_flat",  # stage 3
             "single_partition_of_fp32_groups",  # stages 1 and 2

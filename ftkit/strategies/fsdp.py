@@ -110,7 +110,7 @@ class Fsdp(Strategy):
         return norm.full_tensor().item()
 
     def holder(self) -> Holder:
-        return RowState(self._model, self.optimizer)
+        return RowState(self._model, self.optimizer, self.averages)
 
     def optimizer_memory(self) -> Iterator[tuple[Tensor, Category]]:
         for gradient in self.whole_gradients(self._model):

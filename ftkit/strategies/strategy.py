@@ -6,9 +6,10 @@ way is in its own module (`ddp`, `fsdp`, `deepspeed`). What is known of it witho
 """
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from ftkit.checkpoint.state import Holder
 from ftkit.config.plan import Plan
 from ftkit.model.language_model import LanguageModel, trainable
 from ftkit.model.sharding import Sharding, Whole
+from ftkit.optim.average import AVERAGE, StateOf, local_rows, update_average
 from ftkit.optim.clipping import clip_gradients
 from ftkit.optim.in_backward import OptimizerInBackward
 from ftkit.optim.optimizers import make_optimizer, resolve_optimizer
@@ -57,6 +59,10 @@ class Strategy(ABC):
         """Where the parameters are, once the ranks are connected."""
         self.optimizer: torch.optim.Optimizer
         """Over what is trained, as it was made, once it is set up."""
+        self.averages: StateOf | None = None
+        """Of what is trained, if the recipe asks for them."""
+        if plan.recipe.train.ema_decay is not None:
+            self.averages = defaultdict(dict)
         self._norm: Tensor | None = None
         self._in_backward: OptimizerInBackward | None = None
 
@@ -210,16 +216,54 @@ class Strategy(ABC):
 
     def update(self) -> None:
         """Update what is trained, then free the gradients: no activations come beside them."""
-        if self._in_backward is not None:  # which has done so
-            return
-        self._stepper.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        if self._in_backward is None:  # which would have done so
+            self._stepper.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        self.average(self._trained)
+
+    # The average of the weights
+
+    @property
+    def average_bytes(self) -> int:
+        """What the average of a number takes, in memory and in a checkpoint."""
+        return 0 if self.averages is None else torch.float32.itemsize
+
+    def average(self, weights: Iterable[Tensor]) -> None:
+        """Take weights after an update into their averages, if the recipe asks for these."""
+        decay = self.plan.recipe.train.ema_decay
+        if decay is not None and self.averages is not None:
+            update_average(weights, self.averages, decay)
+
+    @torch.no_grad()
+    def take_averages(self) -> Callable[[], None]:
+        """Give what is trained the numbers of its average; every rank calls this.
+
+        Before the first update there is none, and nothing happens.
+
+        Returns:
+            What gives it its own numbers back, the same to the bit.
+        """
+        assert self.averages is not None
+        self.sharding.reshard(self._model)
+        kept = []
+        for parameter in self._trained:
+            if AVERAGE in self.averages[parameter]:
+                own = local_rows(parameter)
+                kept.append((own, own.clone()))
+                own.copy_(local_rows(self.averages[parameter][AVERAGE]))
+        return partial(self._give_back, kept)
+
+    @torch.no_grad()
+    def _give_back(self, kept: Iterable[tuple[Tensor, Tensor]]) -> None:
+        self.sharding.reshard(self._model)
+        for own, numbers in kept:
+            own.copy_(numbers)
 
     # Checkpoints
 
     def holder(self) -> Holder:
         """What finds the state of training on this rank."""
-        return TorchState(self._model, self.optimizer)
+        return TorchState(self._model, self.optimizer, self.averages)
 
     def loss_scale(self) -> tuple[float, float] | None:
         """Of float16 training: the factor, and steps since it last changed; None: there is none."""
@@ -244,7 +288,7 @@ class Strategy(ABC):
 
     def optimizer_memory(self) -> Iterator[tuple[Tensor, Category]]:
         """What the optimizer keeps, by category."""
-        for tensor in tensors_in(self.optimizer.state):
+        for tensor in tensors_in((self.optimizer.state, self.averages)):
             yield tensor, "optimizer_state"
 
     def gathered(self, model: nn.Module) -> Iterable[Tensor]:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from ftkit.checkpoint.state import PARAMETER, StatePart
 from ftkit.errors import UserError
 from ftkit.lora.names import our_name
+from ftkit.optim.average import AVERAGE, StateOf
 from ftkit.optim.muon import is_muons
 from ftkit.optim.state_kinds import canonical_kind, is_scalar_state, is_tensor_state
 
@@ -23,8 +24,17 @@ def whole_part(tensor: Tensor, kind: str) -> StatePart:
 class TorchState:
     """Of an optimizer that updates the parameters themselves, which this rank has whole."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, averages: StateOf | None = None
+    ) -> None:
+        """Find it.
+
+        Args:
+            model: what is trained.
+            optimizer: that updates it.
+            averages: of what is trained; None: there are none.
+        """
+        self._optimizer, self._averages = optimizer, averages
         self._names = {
             parameter: our_name(name)
             for name, parameter in model.named_parameters()
@@ -43,6 +53,8 @@ class TorchState:
         whole = self.local(parameter, PARAMETER)
         yield whole
         state = self._optimizer.state.get(parameter, {})
+        if self._averages is not None:
+            state = state | self._averages[parameter]
         for key, value in state.items():
             if not is_tensor_state(key, value, parameter):
                 continue
@@ -89,12 +101,16 @@ class TorchState:
             # torch keeps the step of a fused optimizer beside the parameters
             beside = group.get("fused") or group.get("capturable")
             for index, parameter in enumerate(group["params"]):
+                wanted = dict(kinds.get(self._names[parameter], {}))
+                if wanted.pop(AVERAGE, None) is not None and self._averages is not None:
+                    average = torch.empty_like(parameter, dtype=torch.float32)
+                    self._averages[parameter][AVERAGE] = average
                 state = optimizer.state[parameter]
                 if is_bitsandbytes:
                     optimizer.init_state(group, parameter, group_index, index)
                     state.update({key: int(value) for key, value in scalars.items()})
                     continue
-                for kind, shape in kinds.get(self._names[parameter], {}).items():
+                for kind, shape in wanted.items():
                     if kind not in state:
                         like = torch.empty_like(parameter)
                         state[kind] = like if shape == like.shape else like.new_empty(shape)

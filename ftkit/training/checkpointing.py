@@ -20,7 +20,7 @@ from ftkit.checkpoint.interval import (
 from ftkit.checkpoint.metadata import Layout, Metadata, read_metadata, write_metadata
 from ftkit.checkpoint.saver import Retention, Saved, Saver
 from ftkit.checkpoint.shards import StoredState
-from ftkit.checkpoint.state import capture, replace_trained, restore
+from ftkit.checkpoint.state import capture, has_average, replace_trained, restore
 from ftkit.checkpoint.store import Store, is_milestone
 from ftkit.config.parsing import to_yaml
 from ftkit.config.recipe import LoraRecipe
@@ -31,6 +31,7 @@ from ftkit.pretrained.base_model import save_companions
 from ftkit.pretrained.chat_files import GENERATION
 from ftkit.report.report import ChosenResult
 from ftkit.strategies.distributed import of_rank_0, rank
+from ftkit.training.evaluation import EvaluatedWeights
 from ftkit.training.journal import Journal
 from ftkit.training.setup import Setup
 from ftkit.utils.hardware import versions
@@ -45,14 +46,22 @@ it last changed."""
 class Checkpointing:
     """Saves the state of training, and puts it back where a run continues."""
 
-    def __init__(self, setup: Setup, journal: Journal, run_ids: dict[str, str]) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        journal: Journal,
+        run_ids: dict[str, str],
+        weights: EvaluatedWeights,
+    ) -> None:
         """Prepare; training continues from the checkpoint that it starts from, if it does.
 
         Args:
             setup: what is trained, in place on its device.
             journal: where messages and measurements go.
             run_ids: of loggers, for their next session.
+            weights: what is evaluated: an adapter beside the state of training is of these.
         """
+        self._weights = weights
         self._setup, self._journal, self._run_ids = setup, journal, run_ids
         settings, start = setup.job.recipe.checkpoint, setup.start
         self._retention = Retention(
@@ -72,6 +81,7 @@ class Checkpointing:
         )
         self.before_update = self._saver.copies.before_update
         """To be called before the first update of a step."""
+        weights.before = self.before_update
         self._between_losses_s = parse_duration(settings.time_between_losses)
         self._stalls_s: list[float] = []
         self._advised_s: float | None = None
@@ -87,6 +97,18 @@ class Checkpointing:
             if scale is not None:
                 setup.strategy.set_loss_scale(scale, age)
             restore(setup.model, self._holder, start.stored, scalars)
+            self._tell_of_average(start.stored)
+
+    def _tell_of_average(self, stored: StoredState) -> None:
+        """Say if a checkpoint has an average that nobody wants, or lacks one."""
+        is_wanted, message = (
+            self._setup.strategy.averages is not None,
+            self._journal.display.message,
+        )
+        if is_wanted and not has_average(stored):
+            message("notice: the average of the weights begins here: the checkpoint has none")
+        elif not is_wanted and has_average(stored):
+            message("notice: train.ema_decay is empty: the checkpoint's average is dropped")
 
     def due(self, step: int) -> bool:
         """Whether the step is one of those that are saved; the same on all ranks."""
@@ -220,6 +242,7 @@ class Checkpointing:
                 stored = StoredState.in_checkpoint(checkpoint, metadata)
                 with self._journal.display.phase("taking the best checkpoint", brief=True):
                     replace_trained(self._setup.model, self._setup.strategy.sharding, stored)
+                self._weights.are_kept()
         recorder.note(result=ChosenResult(step=best, validation_loss=loss))
         self._tell_best(best, loss)
 
@@ -266,8 +289,9 @@ class Checkpointing:
         setup, recipe = self._setup, self._setup.job.recipe
         adapter: list[tuple[str, Tensor]] = []
         if isinstance(recipe, LoraRecipe):
-            weights = trained_weights(setup.model, setup.strategy.sharding)
-            adapter = [(name, tensor.cpu().clone()) for name, tensor in weights if rank() == 0]
+            with self._weights.in_place():
+                weights = trained_weights(setup.model, setup.strategy.sharding)
+                adapter = [(name, tensor.cpu().clone()) for name, tensor in weights if rank() == 0]
         if rank() > 0:
             return None
 

@@ -1,6 +1,7 @@
 """Evaluation on held-out records: the validation loss, and scores of answers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from ftkit.pretrained.tokenizer import Tokenizer
 from ftkit.rendering.renderer import Example
 from ftkit.scoring.metrics import Score, Scoring
 from ftkit.strategies.distributed import sum_over_ranks
+from ftkit.strategies.strategy import Strategy
 from ftkit.utils.progress import OnProgress
 
 if TYPE_CHECKING:
@@ -22,6 +24,41 @@ if TYPE_CHECKING:
 
 STOP_INTERVAL = 10
 """Batches of a validation between two questions whether to end it."""
+
+
+class EvaluatedWeights:
+    """Puts the average of the weights in their place, if the recipe asks for one."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        """Of a strategy that is set up."""
+        self._strategy = strategy
+        self._is_averaged = strategy.averages is not None
+        self.before: Callable[[], None] = lambda: None
+        """Called before weights are replaced: whoever copies them has to be done with it."""
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The model has them in this context, and what is trained after it."""
+        if not self._is_averaged:
+            yield
+            return
+        self.before()
+        give_back = self._strategy.take_averages()
+        try:
+            yield
+        finally:
+            give_back()
+
+    def keep(self) -> None:
+        """Give them to the model for good; nothing can be trained after."""
+        if self._is_averaged:
+            self.before()
+            self._strategy.take_averages()
+        self.are_kept()
+
+    def are_kept(self) -> None:
+        """The model has them already, from elsewhere."""
+        self._is_averaged = False
 
 
 class Validated(NamedTuple):

@@ -22,7 +22,12 @@ from ftkit.scoring.metrics import Score, Scoring
 from ftkit.strategies.distributed import rank
 from ftkit.tasks.finding import find_tasks
 from ftkit.tasks.scoring import AskingEnded, Scorer
-from ftkit.training.evaluation import answer_records, answer_scores, validation_loss
+from ftkit.training.evaluation import (
+    EvaluatedWeights,
+    answer_records,
+    answer_scores,
+    validation_loss,
+)
 from ftkit.training.journal import Journal
 from ftkit.training.loggers import Loggers
 from ftkit.training.setup import Setup
@@ -45,6 +50,7 @@ class Evaluator:
         stop: StopRequest,
         journal: Journal,
         loggers: Loggers,
+        weights: EvaluatedWeights,
     ) -> None:
         """Prepare.
 
@@ -54,12 +60,13 @@ class Evaluator:
             stop: the user's wish to end, which ends an evaluation early.
             journal: where results go.
             loggers: where the validation loss goes besides.
+            weights: what is evaluated.
 
         Raises:
             UserError: the sample record does not exist.
         """
         self._setup, self._stop, self._journal, self._loggers = setup, stop, journal, loggers
-        self._scoring = scoring
+        self._scoring, self._weights = scoring, weights
         recipe = setup.job.recipe
         self._settings = recipe.eval
         self._example = _example_index(
@@ -79,6 +86,10 @@ class Evaluator:
 
         Tasks are asked where answers are scored.
         """
+        with self._weights.in_place():
+            self._evaluate(step, validation=validation, scores=scores, example=example)
+
+    def _evaluate(self, step: int, *, validation: bool, scores: bool, example: bool) -> None:
         if scores and self._settings.tasks:
             self._ask_tasks(step)
         if not len(self._setup.data.val):

@@ -12,6 +12,7 @@ from ftkit.samples.sampler import ElasticOrder
 from ftkit.scoring.metrics import Scoring
 from ftkit.strategies.distributed import of_rank_0
 from ftkit.training.checkpointing import Checkpointing
+from ftkit.training.evaluation import EvaluatedWeights
 from ftkit.training.evaluator import Evaluator
 from ftkit.training.journal import Journal
 from ftkit.training.loggers import Loggers
@@ -46,6 +47,7 @@ class Training:
         journal: Journal,
         loggers: Loggers,
         checkpointing: Checkpointing | None,
+        weights: EvaluatedWeights,
     ) -> None:
         """Prepare.
 
@@ -57,13 +59,15 @@ class Training:
             journal: where messages and measurements go.
             loggers: beside metrics.csv.
             checkpointing: saves the state of training; None: nothing is saved.
+            weights: what is evaluated, and what the model has in the end.
         """
         self._setup, self._order, self._stop = setup, order, stop
         self._display, self._recorder = journal.display, journal.recorder
         self._loggers, self._checkpointing = loggers, checkpointing
         self._recipe, self._start = setup.job.recipe, setup.start
         self._stop_after = setup.job.stop_after
-        self._evaluator = Evaluator(setup, scoring, stop, journal, loggers)
+        self._weights = weights
+        self._evaluator = Evaluator(setup, scoring, stop, journal, loggers, weights)
         self._meter = MemoryMeter(
             setup.strategy,
             setup.model,
@@ -261,6 +265,7 @@ class Training:
                 validates = False
                 if not self._stop.requested():
                     self._checkpointing.take_best(step, self._evaluator.validation_loss(step))
+            self._weights.keep()
             self._evaluator.evaluate(step, validation=validates, scores=True, example=wanted)
             self.signal_number = self._stop.requested() or None
             if self._checkpointing is not None:

@@ -54,6 +54,7 @@ from ftkit.scoring.metrics import Scoring
 from ftkit.strategies.distributed import make_device, rank
 from ftkit.strategies.precision import set_arithmetic
 from ftkit.training.checkpointing import Checkpointing
+from ftkit.training.evaluation import EvaluatedWeights
 from ftkit.training.journal import Journal
 from ftkit.training.loggers import Loggers, make_loggers
 from ftkit.training.loop import NonFiniteLoss, Training
@@ -88,7 +89,8 @@ def run_job(job: Job, metadata: Metadata | None, stop: StopRequest, journal: Jou
         recorder.resumed(Path(job.start), job.changes)
     loggers = make_loggers(plan, start_step=start.step, run_ids=run_ids)
     load(setup, journal)
-    checkpointing = Checkpointing(setup, journal, run_ids) if setup.is_saved else None
+    weights = EvaluatedWeights(setup.strategy)
+    checkpointing = Checkpointing(setup, journal, run_ids, weights) if setup.is_saved else None
     training = Training(
         setup,
         _order(setup),
@@ -97,6 +99,7 @@ def run_job(job: Job, metadata: Metadata | None, stop: StopRequest, journal: Jou
         journal,
         Loggers(loggers, recipe, journal),
         checkpointing,
+        weights,
     )
     training.run()
     if training.signal_number is not None:

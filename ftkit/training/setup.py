@@ -343,7 +343,7 @@ def _check_checkpoints(setup: Setup) -> None:
         check_kinds(kinds, stored, plan.recipe.optimizer["class_path"])
     trained = sum(p.numel() for p in trainable(setup.model))
     hidden = sum(p.numel() for p in hidden_matrices(setup.model))
-    number_bytes = bytes_per_number(
+    number_bytes = strategy.average_bytes + bytes_per_number(
         kinds, optimizer_class, arguments, updated_dtype(plan), hidden / trained
     )
     if rank() == 0:

@@ -150,7 +150,7 @@ CONTROLLED = {name: Case(name, "full", changes=CONTROL) for name in ["single", *
 
 @pytest.fixture(scope="module")
 def controlled(run: Run) -> dict[str, Outcome]:
-    """By strategy, and one that began under fsdp and went on elsewhere after 3 of its 5 steps."""
+    """By strategy, and one that began under fsdp and went on elsewhere after 3 of its 6 steps."""
     first = dataclasses.replace(CONTROLLED["fsdp"], stop_after=3)
     found = run(2, [*(CONTROLLED[name] for name in SEVERAL), first])
     moved = dataclasses.replace(CONTROLLED["single"], start=found[first].out_dir)
@@ -170,10 +170,10 @@ def test_what_controls_training_does_the_same_everywhere(
 ) -> None:
     found, expected = controlled[name], controlled["single"]
     # The rate is 20 times that of the other tests, and so is what rounding does to weights.
-    assert_same_maths(found, expected, weights_within=2e-4, validations=6)
+    assert_same_maths(found, expected, weights_within=2e-4, validations=7)
     assert found.report.exit_reason == expected.report.exit_reason
     chosen = found.report.result
-    assert chosen is not None and chosen.step == 2, "of 5; where it moved, of its origin"
+    assert chosen is not None and chosen.step == 3, "of 6; where it moved, of its origin"
     assert chosen.validation_loss == min(found.validation_losses)
 
 
@@ -199,11 +199,11 @@ def test_the_recipe_of_that_bends_its_schedule_and_ends_out_of_patience(
     controlled: dict[str, Outcome],
 ) -> None:
     found = controlled["single"]
-    assert len(found.rows) == 5, "of 18"
+    assert len(found.rows) == 6, "of 18"
     rates = [float(row["lr"] or 0) for row in found.rows]
     assert rates[:3] == [0.03, 0.06, 0.06] and 0.05 < rates[4] < rates[3] < 0.06
     assert "eval.patience of 3 reached: no validation loss below " in found.report.exit_reason
-    assert found.report.exit_reason.endswith(", of step 2")
+    assert found.report.exit_reason.endswith(", of step 3")
 
 
 # --- Options of the strategies ------------------------------------------------------------------

@@ -43,6 +43,7 @@ CONTROL: tuple[tuple[str, Any], ...] = (
     ("train.lr_decay_fraction", 0.8),
     ("train.label_smoothing", 0.1),
     ("train.neftune_noise_alpha", 5.0),
+    ("train.ema_decay", 0.7),
     ("eval.interval", 1),
     ("eval.patience", 3),
     ("checkpoint.result", "best"),
