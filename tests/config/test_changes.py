@@ -114,6 +114,7 @@ def test_another_method_says_all(saved: str, now: str) -> None:
         ({"train__min_lr": 0}, "train.min_lr 6e-05 -> 0.0"),
         ({"train__label_smoothing": 0.1}, "train.label_smoothing 0.0 -> 0.1"),
         ({"train__neftune_noise_alpha": 5}, "train.neftune_noise_alpha empty -> 5.0"),
+        ({"train__ema_decay": 0.99}, "train.ema_decay empty -> 0.99"),
         ({"train__lr_schedule": "wsd"}, "train.lr_schedule cosine -> wsd"),
         ({"eval__patience": 3}, "eval.patience empty -> 3"),
         ({"precision": "32-true"}, "precision empty -> 32-true"),

@@ -498,6 +498,13 @@ def test_noise_is_above_zero(alpha: object) -> None:
     assert "must be above 0" in refusal(train__neftune_noise_alpha=alpha)
 
 
+@pytest.mark.parametrize("decay", [0, 1, 1.5, ".nan"])
+def test_a_decay_of_an_average_lies_between_0_and_1(decay: object) -> None:
+    assert "but must lie between 0 and 1. Try --train.ema_decay 0.999" in refusal(
+        train__ema_decay=decay
+    )
+
+
 def test_label_smoothing_is_a_fraction_and_not_that_of_liger() -> None:
     assert "must lie in [0, 1)" in refusal(train__label_smoothing=1)
     message = refusal(GPU, train__label_smoothing=0.1, kernels="liger")

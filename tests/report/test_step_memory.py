@@ -37,6 +37,7 @@ IN_BACKWARD = (
     ("train.max_norm", None),
     ("train.optimizer_in_backward", True),
 )
+AVERAGED = ("train.ema_decay", 0.9)
 SYNC_ONCE = ("strategy.sync_every_micro_step", False)
 SINGLE = [
     Case("single", "full"),
@@ -47,6 +48,7 @@ SINGLE = [
     Case("single", "lora", "bf16-true", (("quantize", "bnb.nf4-dq"),)),
     Case("single", "lora", "bf16-mixed", (CHECKPOINTED,)),
     Case("single", "full", "bf16-true", TOKENS),
+    Case("single", "full", "bf16-true", (AVERAGED,)),
     Case("single", "full", "32-true", (*IN_BACKWARD, EVERY_2ND_CHECKPOINTED)),
     Case("single", "full", "bf16-true", (WHOLE_BATCH, ("optimizer", "Muon"))),
 ]
@@ -62,6 +64,7 @@ SEVERAL = [
     Case("ddp", "lora", "bf16-true", (("train.micro_batch_size", 4),)),
     Case("fsdp", "full"),
     Case("fsdp", "full", "bf16-mixed", (("train.micro_batch_size", 4),)),
+    Case("fsdp", "full", "32-true", (AVERAGED,)),
     Case("fsdp", "lora", "bf16-true", (("quantize", "bnb.nf4"), CHECKPOINTED)),
     Case("fsdp", "full", "32-true", (*IN_BACKWARD, ("train.micro_batch_size", 4))),
     Case("fsdp", "full", "bf16-true", (SYNC_ONCE, ("strategy.prefetch", 1))),
@@ -69,6 +72,7 @@ SEVERAL = [
 DEEPSPEED = [
     Case("deepspeed", "full"),
     Case("deepspeed", "lora", "bf16-true", (("train.micro_batch_size", 4),)),
+    Case("deepspeed", "full", "bf16-true", (AVERAGED,)),
 ]
 
 

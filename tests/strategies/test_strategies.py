@@ -191,7 +191,7 @@ def test_the_best_checkpoint_is_what_the_result_is_made_of(
     model = LlamaForCausalLM.from_pretrained(final)
     loss = loss_of(model, data.val, range(len(data.val)))
     assert loss == pytest.approx(min(found.validation_losses), rel=1e-5)
-    assert loss < found.validation_losses[-1] - 0.1
+    assert loss < found.validation_losses[-1] - 0.05
 
 
 @pytest.mark.slow
@@ -219,6 +219,7 @@ TOKENS = (("train.micro_batch_tokens", 600), ("train.micro_batch_size", None))
 """One micro-step in some steps and two in others, where there are two ranks."""
 EVERY_2ND_CHECKPOINTED = ("memory.activation_checkpointing", 2)
 MUON = (("optimizer", "Muon"), ("optimizer.lr", 1e-3))
+AVERAGED = (("train.ema_decay", 0.7),)
 ONE_MICRO_STEP = (("train.max_norm", None), ("train.micro_batch_size", 11))
 IN_BACKWARD = (*ONE_MICRO_STEP, ("train.optimizer_in_backward", True))
 SYNC_ONCE = ("strategy.sync_every_micro_step", False)
@@ -241,6 +242,9 @@ OPTIONS = {
     "ZeRO-3 with parameters offloaded": Case(
         "deepspeed", "full", changes=(("strategy.offload_parameters", True),)
     ),
+    "fsdp with an average, LoRA": Case("fsdp", "lora", changes=AVERAGED),
+    "ZeRO-1 with an average": Case("deepspeed", "full", changes=(*AVERAGED, STAGE_1, NO_OFFLOAD)),
+    "ZeRO-2 with an average, LoRA": Case("deepspeed", "lora", changes=(*AVERAGED, STAGE_2)),
     "ZeRO-3 with SGD": Case("deepspeed", "full", changes=SGD),
     "ZeRO-2 with SGD": Case("deepspeed", "full", changes=(*SGD, STAGE_2)),
     "ddp, padded": Case("ddp", "full", changes=PADDED),
@@ -298,8 +302,10 @@ REPEATS = {
     "ZeRO-2, checkpointed",
 }
 """What others show too, of another strategy or with less."""
-LEARNED = (*SGD, *MUON, *ONE_MICRO_STEP)
+LEARNED = (*SGD, *MUON, *AVERAGED, *ONE_MICRO_STEP)
 SINGLE = [
+    Case("single", "full", changes=AVERAGED),
+    Case("single", "lora", changes=AVERAGED),
     Case("single", "full", changes=MUON),
     Case("single", "full", changes=SGD),
     Case("single", "full", tied=True),
