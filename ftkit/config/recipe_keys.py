@@ -39,6 +39,7 @@ ELSEWHERE = {
     "batch_size": "train.global_batch_size",
     "dataset": "data.path",
     "early_stopping_patience": "eval.patience",
+    "ema": "train.ema_decay",
     "label_smoothing_factor": "train.label_smoothing",
     "learning_rate": "optimizer.lr",
     "lr": "optimizer.lr",
