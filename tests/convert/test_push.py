@@ -21,6 +21,7 @@ from huggingface_hub import ModelCard
 from results import Ended
 from stand_in_hub import HubHandler, serving
 
+import ftkit
 from ftkit.cli.app import run
 from ftkit.console.formatting import number_text
 from ftkit.errors import UserError
@@ -222,6 +223,17 @@ def test_gguf_files_are_pushed_as_they_are(
     assert hub.files["adapter-f32.gguf"] == (out / "adapter-f32.gguf").read_bytes()
     card = ModelCard(hub.files["README.md"].decode())
     assert card.data.to_dict()["library_name"] == "gguf" and "--lora" in card.text
+
+
+def test_python_pushes_as_the_command_does_and_has_the_url(
+    hub: Hub, ended: dict[str, Ended], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)  # it is done in a process of its own
+    full = ended["full"].out_dir
+    url = ftkit.push(full, NAME, public=True, message="Trained in a notebook.")
+    assert url == f"{hub.url}/{NAME}"
+    assert (hub.private, hub.commits) == (False, ["Trained in a notebook."])
+    assert hub.files.keys() == {file.name for file in (full / "final").iterdir()}
 
 
 def test_what_cannot_be_pushed_is_refused_with_a_way_out(
