@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +15,7 @@ from ftkit.remote.urls import local_path, spelt, url_of
 from ftkit.report.metrics import Row, read_metrics, read_validation
 from ftkit.report.peak_memory import RankMemory
 from ftkit.report.report import Report, Resolved
+from ftkit.runs.carrying.seen import UrlCopy
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.fetching import refresh
 from ftkit.runs.state import StateName, look
@@ -60,6 +61,13 @@ class ComparedRun:
     """At work, or how it ended."""
     report: Report
     """What was measured."""
+    copy: UrlCopy | None = None
+    """Where its files are instead, if out_dir stands for a url."""
+
+    @property
+    def files(self) -> RunDirectory:
+        """Its files, or their copies."""
+        return RunDirectory(self.copy.directory if self.copy else self.out_dir)
 
     @property
     def resolved(self) -> Resolved:
@@ -87,7 +95,7 @@ class ComparedRun:
     @cached_property
     def training(self) -> Curve:
         """The training loss, finite values only; empty where there are no rows."""
-        rows = _rows(read_metrics, RunDirectory(self.out_dir).metrics)
+        rows = _rows(read_metrics, self.files.metrics)
         steps, seconds, losses = [], [], []
         elapsed_s = 0.0
         for row in rows:
@@ -103,7 +111,7 @@ class ComparedRun:
     @cached_property
     def validation(self) -> list[tuple[int, float]]:
         """Step and loss of every validation."""
-        rows = _rows(read_validation, RunDirectory(self.out_dir).validation)
+        rows = _rows(read_validation, self.files.validation)
         return [
             (int(row["step"]), loss)
             for row in rows
@@ -173,10 +181,23 @@ def read_runs(
         if not directories:
             reason = "holds no run" if path.expanduser().exists() else "does not exist"
             left_out.append(LeftOutRun(path=path, reason=reason))
+    runs, unmeasured = look_at_runs(dict.fromkeys(found.values()))
+    return runs, left_out + unmeasured
+
+
+def look_at_runs(
+    directories: Mapping[Path, UrlCopy | None],
+) -> tuple[list[ComparedRun], list[LeftOutRun]]:
+    """The runs of directories as they are now, and those of which nothing was measured.
+
+    Args:
+        directories: of runs; to each the copy to look at instead, if it stands for a url.
+    """
+    left_out: list[LeftOutRun] = []
     states = []
-    for directory in found.values():
+    for directory, copy in directories.items():
         try:
-            state = look(directory)
+            state = look(directory, copy)
         except UserError as error:
             left_out.append(LeftOutRun(path=directory, reason=_reason(error, directory)))
             continue
@@ -186,7 +207,7 @@ def read_runs(
             states.append((directory, state.state, state.report))
     names = _names([directory for directory, _, _ in states])
     runs = [
-        ComparedRun(name, directory, state, report)
+        ComparedRun(name, directory, state, report, directories[directory])
         for name, (directory, state, report) in zip(names, states, strict=True)
     ]
     return runs, left_out
@@ -225,7 +246,7 @@ def _find(path: Path) -> Iterator[Path]:
 
 def _reason(error: UserError, directory: Path) -> str:
     first = str(error).splitlines()[0]
-    return first.removeprefix(f"{directory} ").rstrip(".")
+    return first.removeprefix(f"{spelt(directory)} ").rstrip(".")
 
 
 def _names(directories: list[Path]) -> list[str]:

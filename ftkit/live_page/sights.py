@@ -8,15 +8,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ftkit.comparison.runs import ComparedRun, LeftOutRun, read_runs
+from ftkit.comparison.runs import ComparedRun, LeftOutRun, look_at_runs, read_runs
 from ftkit.comparison.table import comparison_as_html
 from ftkit.console.formatting import age_text, bytes_text, loss_text
 from ftkit.console.html import escaped, grid
 from ftkit.errors import UserError
+from ftkit.remote.fetch import unreachable
+from ftkit.remote.objects import StorageError
 from ftkit.remote.urls import spelt
 from ftkit.report.metrics import Row
 from ftkit.report.table import report_as_html
-from ftkit.runs.carrying.seen import UrlCopy
+from ftkit.runs.carrying.seen import UrlCopies
 from ftkit.runs.checkpoints import CheckpointEntry, entry_of
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.watch import Sight, Watcher, sight_as_html
@@ -41,12 +43,12 @@ class Sights:
 
         Args:
             directory: of a run or of runs; it may be empty yet.
-            copy_at: where a copy may lie of what is at a url; None: it is on this machine.
+            copy_at: where copies may lie of what is at a url; None: it is on this machine.
         """
         self._directory = directory
-        self._copy = None if copy_at is None else UrlCopy(directory, copy_at)
+        self._copies = None if copy_at is None else UrlCopies(directory, copy_at)
         self._lock = threading.Lock()
-        self._watchers: dict[str, Watcher] = {}
+        self._watchers: dict[Path, Watcher] = {}
         self._entries: dict[Path, CheckpointEntry] = {}
         self._runs: list[ComparedRun] = []
         self._left_out: list[LeftOutRun] = []
@@ -91,29 +93,25 @@ class Sights:
         self._looked_s = now_s
 
     def _found(self) -> tuple[list[ComparedRun], list[LeftOutRun]]:
-        if self._copy is None:
+        if self._copies is None:
             runs, left_out = read_runs([self._directory])
             return runs, [one for one in left_out if one.path != self._directory]
-        watcher = self._watcher(self._directory.name)
         try:
-            sight = watcher.look()
-        except UserError as error:
-            reason = str(error).splitlines()[0].removeprefix(f"{self.title} ")
+            copies = self._copies.look()
+        except StorageError as error:
+            reason = str(unreachable(error)).splitlines()[0].removeprefix(f"{self.title}: ")
             return [], [LeftOutRun(path=self._directory, reason=reason)]
-        if sight.report is None:
-            return [], [LeftOutRun(path=self._directory, reason="has not measured anything yet")]
-        name = self._directory.name
-        return [ComparedRun(name, self._copy.directory, sight.run.state, sight.report)], []
+        return look_at_runs({copy.path: copy for copy in copies})
 
-    def _watcher(self, name: str, out_dir: Path | None = None) -> Watcher:
-        if name not in self._watchers:
-            self._watchers[name] = Watcher(out_dir or self._directory, self._copy)
-        return self._watchers[name]
+    def _watcher(self, run: ComparedRun) -> Watcher:
+        place = run.files.path
+        if place not in self._watchers:
+            self._watchers[place] = Watcher(run.out_dir, run.copy)
+        return self._watchers[place]
 
     def _in_full(self, run: ComparedRun) -> dict[str, Any] | None:
-        watcher = self._watcher(run.name, None if self._copy else run.out_dir)
         try:
-            sight = watcher.look()
+            sight = self._watcher(run).look()
         except UserError:  # it is gone
             return None
         report = sight.report
@@ -127,7 +125,7 @@ class Sights:
                 for name, size in run.memory_parts.items()
             ],
             "memory_limit": bytes_text(limit) if (limit := run.memory_limit_bytes) else "",
-            "checkpoints": self._checkpoints(RunDirectory(run.out_dir)),
+            "checkpoints": self._checkpoints(run.files),
             "report": report_as_html(report, sight.run.out_dir) if ended and report else "",
         }
 

@@ -1,28 +1,84 @@
-"""A run at a url on the live page, on a machine that has nothing of it."""
+"""Runs at a url on the live page, on a machine that has nothing of them."""
 
 from pathlib import Path
 
+import pytest
 from compared_runs import make_run
-from object_servers import Bucket
+from object_servers import Bucket, Fault, Proxy, s3_error
 
 from ftkit.live_page.sights import Sights
 from ftkit.remote.urls import local_path
 
 
+@pytest.fixture(autouse=True)
+def looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often a page asks."""
+    monkeypatch.setattr("ftkit.live_page.sights._LOOKS_EVERY_S", 0.0)
+    monkeypatch.setattr("ftkit.runs.carrying.seen._LOOKS_EVERY_S", 0.0)
+
+
+def send(bucket: Bucket, run: Path, prefix: str) -> None:
+    """Put the files of a run at a url."""
+    for file in run.rglob("*"):
+        if file.is_file():
+            bucket.write(f"{prefix}/{file.relative_to(run)}", file.read_bytes())
+
+
 def test_a_run_at_a_url_is_shown_from_a_copy_of_its_small_files(
     bucket: Bucket, tmp_path: Path
 ) -> None:
-    sights = Sights(local_path("s3://bucket/page/a"), copy_at=tmp_path / "copy")
-    assert sights.all_runs()["left_out"] == [
-        "s3://bucket/page/a holds no run. Name the out_dir of a run, such as out/finetune/lora."
-    ]
     make_run(tmp_path / "a")
-    for file in (tmp_path / "a").iterdir():
-        bucket.write(f"page/a/{file.name}", file.read_bytes())
-    sights = Sights(local_path("s3://bucket/page/a"), copy_at=tmp_path / "other")
+    send(bucket, tmp_path / "a", "page/a")
+    sights = Sights(local_path("s3://bucket/page/a"), copy_at=tmp_path / "copy")
     (found,) = sights.all_runs()["runs"]
     assert (found["name"], found["state"], found["steps"]) == ("a", "completed", 40)
     shown = sights.run("a")
     assert shown is not None and "s3://bucket/page/a" in shown["sight"]
     assert str(tmp_path) not in shown["sight"] + shown["report"]
     assert len(shown["charts"][0]["series"][0]["points"]) == 40
+
+
+def test_runs_below_a_url_are_listed_as_they_come_and_go(bucket: Bucket, tmp_path: Path) -> None:
+    sights = Sights(local_path("s3://bucket/many"), copy_at=tmp_path / "copies")
+    assert sights.all_runs() == {"runs": [], "left_out": [], "comparison": "", "losses": []}
+    make_run(tmp_path / "a", final_loss=0.5)
+    make_run(tmp_path / "b", "failed", steps=5)
+    (tmp_path / "a/checkpoints/step-00000010").mkdir(parents=True)
+    (tmp_path / "a/checkpoints/step-00000010/recipe.yaml").write_text("seed: 1")
+    send(bucket, tmp_path / "a", "many/x/a")
+    send(bucket, tmp_path / "b", "many/x/b")
+    bucket.write("many/x/notes.txt", b"of no run")
+    bucket.write("many/x/new/.run/job.json", b"{}")
+    shown = sights.all_runs()
+    assert [(one["name"], one["state"], one["steps"]) for one in shown["runs"]] == [
+        ("a", "completed", 40),
+        ("b", "failed", 5),
+    ]
+    assert shown["left_out"] == [
+        "s3://bucket/many/x/new holds no run. Name the out_dir of a run, such as out/finetune/lora"
+    ]
+    assert [(one["name"], len(one["points"])) for one in shown["losses"]] == [("a", 40), ("b", 5)]
+    assert shown["comparison"].count("<tr") == 3
+    one = sights.run("b")
+    assert one is not None and "s3://bucket/many/x/b" in one["sight"]
+    assert str(tmp_path) not in str(shown) + str(one)
+    bucket.delete("many/x/new/.run/job.json")
+    for name in bucket.names("many/x/a"):
+        bucket.delete(f"many/x/a/{name}")
+    assert [one["name"] for one in sights.all_runs()["runs"]] == ["b"]
+    assert sights.run("a") is None
+
+
+def test_a_url_that_does_not_answer_is_named_and_what_was_seen_stays(
+    bucket: Bucket, s3: Proxy, tmp_path: Path
+) -> None:
+    make_run(tmp_path / "a")
+    send(bucket, tmp_path / "a", "shut/a")
+    sights = Sights(local_path("s3://bucket/shut"), copy_at=tmp_path / "copies")
+    s3.fails(Fault(403, s3_error("AccessDenied")), lambda _: True)
+    (reason,) = sights.all_runs()["left_out"]
+    assert reason.startswith("s3://bucket/shut listing it failed: AccessDenied happened. Check ")
+    s3.works()
+    assert len(sights.all_runs()["runs"]) == 1
+    s3.fails(Fault(403, s3_error("AccessDenied")), lambda _: True)
+    assert len(sights.all_runs()["runs"]) == 1

@@ -1,12 +1,14 @@
-"""A run at a url as other machines see it: a copy of the files that tell how it is."""
+"""Runs at a url as other machines see them: copies of the files that tell how they are."""
 
 import time
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 from ftkit.checkpoint.files import METADATA
 from ftkit.checkpoint.store import step_of
-from ftkit.remote.objects import ObjectEntry, Objects, StorageError
+from ftkit.remote.fetch import Listing
+from ftkit.remote.objects import Objects, StorageError
 from ftkit.runs.carrying.files import is_state
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.remote_claim import ClaimWatch
@@ -48,17 +50,25 @@ class UrlCopy:
         if self._looked_s is not None and now_s - self._looked_s < _LOOKS_EVERY_S:
             return self._at_work
         try:
-            listing = self._objects.listing()
-            claimed, alive = self._claim.look(listing)
-            self._bring(listing, with_state=claimed)
-            self._at_work = alive
+            self.take(self._objects.listing())
         except StorageError:
             if self._looked_s is None:
                 raise
         self._looked_s = now_s
         return self._at_work
 
-    def _bring(self, listing: dict[str, ObjectEntry], *, with_state: bool) -> None:
+    def take(self, listing: Listing) -> None:
+        """Bring the copy to what a listing of the run has.
+
+        Raises:
+            StorageError: the url does not answer.
+        """
+        claimed, alive = self._claim.look(listing)
+        self._bring(listing, with_state=claimed)
+        self._at_work = alive
+        self._looked_s = time.monotonic()
+
+    def _bring(self, listing: Listing, *, with_state: bool) -> None:
         """Fetch what has changed, and remove what has gone.
 
         Args:
@@ -85,3 +95,70 @@ class UrlCopy:
                 with suppress(FileNotFoundError):
                     self._objects.download(name, run.path / name)
                     self._versions[name] = listing[name].version
+
+
+class UrlCopies:
+    """Copies of all runs below a url, or of the run that it is, with one listing for all."""
+
+    def __init__(self, path: Path, place: Path) -> None:
+        """Prepare.
+
+        Args:
+            path: the directory that stands for the url.
+            place: an empty directory.
+        """
+        self._path, self._place = path, place
+        self._objects = Objects.of(path)
+        self._copies: dict[str, UrlCopy] = {}
+        self._numbers = count()
+        self._looked_s: float | None = None
+
+    def look(self) -> list[UrlCopy]:
+        """Bring them up to date; in the order of their names.
+
+        Raises:
+            StorageError: the url has never answered.
+        """
+        now_s = time.monotonic()
+        if self._looked_s is None or now_s - self._looked_s >= _LOOKS_EVERY_S:
+            try:
+                self._take(self._objects.listing())
+            except StorageError:
+                if self._looked_s is None:
+                    raise
+            self._looked_s = now_s
+        return [self._copies[name] for name in sorted(self._copies)]
+
+    def _take(self, listing: Listing) -> None:
+        found = _by_run(listing)
+        for name in set(self._copies) - set(found):
+            remove(self._copies.pop(name).directory)
+        for name, part in found.items():
+            if name not in self._copies:
+                place = self._place / str(next(self._numbers))
+                self._copies[name] = UrlCopy(self._path / name, place)
+            with suppress(StorageError):  # whoever looks at this copy is told
+                self._copies[name].take(part)
+
+
+def _by_run(listing: Listing) -> dict[str, Listing]:
+    """What lies in each run, by the path of its directory; no run lies in another."""
+    run = RunDirectory(Path())
+    signs = {run.report.name, run.recipe.name, run.state.name}
+    directories = set()
+    for name in listing:
+        parts = name.split("/")
+        for depth, part in enumerate(parts):
+            if part in signs:
+                directories.add("/".join(parts[:depth]))
+            if part.startswith("."):
+                break
+    found: dict[str, Listing] = {}
+    for name, entry in listing.items():
+        parts = name.split("/")
+        above = ("/".join(parts[:depth]) for depth in range(len(parts)))
+        directory = next((path for path in above if path in directories), None)
+        if directory is not None:
+            inside = name[len(directory) + 1 :] if directory else name
+            found.setdefault(directory, {})[inside] = entry
+    return found
