@@ -184,7 +184,8 @@ def prepare_run(
                 mirrored(run, print_notice, received, goes_on=True, several=others is not None)
             )
             run.store.remove_leftovers()
-        start = find_start(dataclasses.replace(recipe, precision=plan.precision))
+        told = dataclasses.replace(recipe, precision=plan.precision)
+        start = find_start(told)
         if not force:
             require_room(recipe, devices, command)
         base = _find_base(recipe, start)
@@ -199,6 +200,9 @@ def prepare_run(
                     f"{spelt(wanted)} holds another run: this one goes to {spelt(run.path)}"
                 )
             mirror = stack.enter_context(mirrored(run, print_notice, received, goes_on=False))
+        if start is not None:
+            with Display(None) as display:
+                start = verify_start(start, told, display, interrupted=lambda: bool(received))
         job = Job(
             recipe=dataclasses.replace(recipe, out_dir=run.path),
             devices=devices,
@@ -223,7 +227,7 @@ def prepare_run(
                 stack.enter_context(ready_to_go_on(run, start))
             with Display(run.path) as display:
                 if start is not None:
-                    _go_on(start, job, received, display, copy_base=base is None)
+                    _go_on(start, job, display, copy_base=base is None)
                 if placed is not None and (notice := placed.notice(asked)):
                     display.message(notice)
                 display.message(_beginning(job))
@@ -269,20 +273,14 @@ def _has_base(checkpoint: Path) -> bool:
     return directory.is_dir() and not keeps_rest(directory)
 
 
-def _go_on(
-    start: Start,
-    job: Job,
-    received: Sequence[signal.Signals],
-    display: Display,
-    *,
-    copy_base: bool,
-) -> None:
-    """Check the checkpoint, take from it what the run needs, and say what goes on and how."""
-    verify_start(start, display, interrupted=lambda: bool(received))
+def _go_on(start: Start, job: Job, display: Display, *, copy_base: bool) -> None:
+    """Take from the checkpoint what the run needs, and say what goes on and how."""
     if copy_base:  # the checkpoint may be deleted while the run goes on
         shutil.copytree(start.checkpoint / BASE, job.directory.base)
     if not start.in_place:
         copy_rows(start, job.directory)
+    for why in start.passed_over:
+        display.warning(f"{why} It is kept in {spelt(job.directory.backups)}.")
     step = start.metadata.step
     display.message(f"going on from step {step:,}: {spelt(start.checkpoint)}")
     for change in start.changes:

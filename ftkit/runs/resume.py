@@ -7,6 +7,7 @@ checkpoint says about itself, and every file of it is checked.
 import dataclasses
 import shlex
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -25,12 +26,11 @@ from ftkit.remote.urls import local_path, spelt
 from ftkit.report.report import Loss, Progress, Report, read_report
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.fetching import fetch_companions, refresh
-from ftkit.utils.files import free_disk_bytes
 from ftkit.utils.json_values import from_json
+from ftkit.utils.progress import OnProgress
 
 _LIMITS = ("epochs", "max_steps", "max_time")
 """Keys of `train` that end a run."""
-_GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +45,16 @@ class Start:
     """Whether it belongs to out_dir; else the run branches into a new directory."""
     changes: tuple[str, ...] = ()
     """What is learned in another way from here on, one line each."""
+    passed_over: tuple[str, ...] = ()
+    """Why newer checkpoints of the run are not gone on from, one line each."""
+
+
+class DamagedCheckpoint(UserError):
+    """A checkpoint that cannot be continued from; says why, and what can be done."""
+
+    def __init__(self, checkpoint: Path, why: str, advice: str) -> None:
+        super().__init__(f"{why} {advice}")
+        self.checkpoint, self.why = checkpoint, why
 
 
 class Completed(Exception):
@@ -129,6 +139,8 @@ def find_start(recipe: Recipe) -> Start | None:
     Args:
         recipe: what is asked, with the precision that it comes to.
 
+    With `auto`, a run that is not complete goes on from the newest checkpoint that is sound.
+
     Raises:
         UserError: no such checkpoint, a damaged one, or one of a run that learns something else.
         Completed: the run is complete, and nothing is asked that would prolong it.
@@ -150,16 +162,20 @@ def find_start(recipe: Recipe) -> Start | None:
 
 
 def verify_start(
-    start: Start, display: Display, interrupted: Callable[[], bool] = lambda: False
-) -> None:
+    start: Start, recipe: Recipe, display: Display, interrupted: Callable[[], bool] = lambda: False
+) -> Start:
     """Read all files of the checkpoint: compare their checksums, and look at their formats.
 
     Of files that lie at a url, size and header are looked at: ranks read what they need of them.
 
     Args:
         start: what `find_start` found.
+        recipe: what is asked, as it was told.
         display: where the progress goes.
         interrupted: whether the run is to end anyway; the rest is not read then.
+
+    Returns:
+        The start; with `resume: auto` an earlier one, if a file is not what it was.
 
     Raises:
         UserError: a file is not what it was; offers an earlier checkpoint.
@@ -171,55 +187,19 @@ def verify_start(
                 raise InterruptedError
             phase.advance(done, total)
 
-        try:
-            problems = verify(start.checkpoint, advance, fetching=False) or [
-                problem
-                for name in sorted(start.metadata.files)
-                if (problem := format_problem(start.checkpoint / name))
-            ]
-        except InterruptedError:
-            return
-    if problems:
-        raise _damaged(start.checkpoint, problems, in_place=start.in_place)
+        with suppress(InterruptedError):
+            while problems := _damage(start, advance):
+                damaged = _damaged(recipe, start.checkpoint, problems)
+                start = _start_before(recipe, damaged, start.passed_over)
+    return start
 
 
-def check_disk(
-    out_dir: Path,
-    checkpoint_bytes: int,
-    recipe: Recipe,
-    existing_bytes: int = 0,
-    *,
-    steps_left: int,
-) -> None:
-    """Refuse a run whose checkpoints will not fit on the disk.
-
-    Args:
-        out_dir: of the run; exists.
-        checkpoint_bytes: size of one checkpoint.
-        recipe: how many are kept. Those that `keep_every` adds are not counted.
-        existing_bytes: of checkpoints that are there and will be deleted on the way.
-        steps_left: optimizer steps to come; there is at most one checkpoint for each.
-
-    Raises:
-        UserError: the disk has not enough free space.
-    """
-    kept = recipe.checkpoint
-    count = kept.most_at_once(steps_left)
-    needed = count * checkpoint_bytes
-    if count < steps_left:
-        needed -= existing_bytes
-    free = free_disk_bytes(out_dir)
-    if needed <= free:
-        return
-    smaller = kept.keep_last + kept.keep_best > 1
-    advice = "--checkpoint.keep_last 1 --checkpoint.keep_best 0, or another --out_dir"
-    raise UserError(
-        f"The checkpoints need {needed / _GIB:.2f} GiB ({count} x {checkpoint_bytes / _GIB:.2f} "
-        f"GiB, for checkpoint.keep_last {kept.keep_last}"
-        f"{f', checkpoint.keep_best {kept.keep_best}' if kept.keep_best else ''} and the one that "
-        f"is being written), but the disk of {out_dir} has {free / _GIB:.2f} GiB free. Try "
-        f"{advice if smaller else 'another --out_dir, or --checkpoint.save false'}."
-    )
+def _damage(start: Start, advance: OnProgress) -> list[str]:
+    return verify(start.checkpoint, advance, fetching=False) or [
+        problem
+        for name in sorted(start.metadata.files)
+        if (problem := format_problem(start.checkpoint / name))
+    ]
 
 
 def _run(recipe: Recipe) -> RunDirectory:
@@ -237,7 +217,10 @@ def _report(run: RunDirectory) -> Report | None:
 def _newest_start(recipe: Recipe, run: RunDirectory) -> Start | None:
     newest = run.store.newest()
     if newest is not None:
-        start = _start(recipe, run.store.path(newest), in_place=True)
+        try:
+            start = _start(recipe, run.store.path(newest), in_place=True)
+        except DamagedCheckpoint as damaged:
+            return _start_before(recipe, damaged)
         _refuse_completed(recipe, start)
         return start
     if recipe.resume is True:
@@ -252,6 +235,33 @@ def _newest_start(recipe: Recipe, run: RunDirectory) -> Start | None:
             "on from"
         )
     return None
+
+
+def _start_before(
+    recipe: Recipe, damaged: DamagedCheckpoint, passed_over: tuple[str, ...] = ()
+) -> Start:
+    """What an unfinished run goes on from instead of a damaged checkpoint, with `resume: auto`.
+
+    Args:
+        recipe: what is asked.
+        damaged: says what is wrong with the checkpoint.
+        passed_over: the same of newer ones.
+
+    Raises:
+        UserError: there is none, or it was not asked for.
+    """
+    store, step = Store(damaged.checkpoint.parent), step_of(damaged.checkpoint.name)
+    if recipe.resume != "auto" or step is None or _has_finished(_run(recipe), step):
+        raise damaged
+    for earlier in reversed([one for one in store.steps() if one < step]):
+        passed_over += (damaged.why,)
+        try:
+            start = _start(recipe, store.path(earlier), in_place=True)
+        except DamagedCheckpoint as error:
+            damaged = error
+        else:
+            return dataclasses.replace(start, passed_over=passed_over)
+    raise UserError("\n".join((*passed_over, str(damaged))))
 
 
 def _checkpoint_at(text: str) -> Path:
@@ -282,7 +292,7 @@ def _start(recipe: Recipe, checkpoint: Path, *, in_place: bool) -> Start:
     fetch_companions(checkpoint)
     problems = check_files(checkpoint) or _content_problems(checkpoint)
     if problems:
-        raise _damaged(checkpoint, problems, in_place=in_place)
+        raise _damaged(recipe, checkpoint, problems)
     metadata = read_metadata(checkpoint)
     refusals, changes = recipe_changes(_saved_recipe(recipe, checkpoint, metadata), recipe)
     if refusals:
@@ -336,17 +346,20 @@ def _saved_recipe(recipe: Recipe, checkpoint: Path, metadata: Metadata) -> Recip
     return saved
 
 
-def _damaged(checkpoint: Path, problems: list[str], *, in_place: bool) -> UserError:
+def _damaged(recipe: Recipe, checkpoint: Path, problems: list[str]) -> DamagedCheckpoint:
     step = step_of(checkpoint.name)
     store = Store(checkpoint.parent)
     before = [s for s in store.steps() if step is not None and s < step]
     sound = next((s for s in reversed(before) if not store.check_files(s)), None)
     if sound is None:
         advice = "There is no other before it: try --overwrite without --resume to start again."
+    elif recipe.resume is True:
+        advice = "Try --resume auto, which goes on from the newest one that is sound."
     else:
-        option = sound if in_place else shlex.quote(spelt(store.path(sound)))
+        option = sound if resumes_in_place(recipe) else shlex.quote(spelt(store.path(sound)))
         advice = f"Try the one before it: --resume {option}."
-    return UserError(f"{spelt(checkpoint)} cannot be continued from: {' '.join(problems)} {advice}")
+    why = f"{spelt(checkpoint)} cannot be continued from: {' '.join(problems)}"
+    return DamagedCheckpoint(checkpoint, why, advice)
 
 
 def _there_are(store: Store) -> str:
@@ -357,18 +370,9 @@ def _there_are(store: Store) -> str:
 
 
 def _refuse_completed(recipe: Recipe, start: Start) -> None:
-    """Raise Completed unless there is something to do: steps, or the result.
-
-    A report counts only if it is about the newest checkpoint: one that was written before a later
-    session was killed does not.
-    """
+    """Raise Completed unless there is something to do: steps, or the result."""
     run, metadata = _run(recipe), start.metadata
-    report = _report(run)
-    finished = (
-        report is not None
-        and report.outcome == "completed"
-        and (report.progress or Progress()).steps == metadata.step
-    )
+    finished = _has_finished(run, metadata.step)
     has_result = run.final.is_dir() or not _writes_result(recipe)
     left = _steps_left(recipe, metadata)
     if not has_result or (left and not finished):
@@ -383,6 +387,17 @@ def _refuse_completed(recipe: Recipe, start: Start) -> None:
         f"{spelt(run.path)} is complete at step {metadata.step:,}{where}\n"
         f"train on with: {continue_command(run.path, recipe.method)} {_more(recipe, metadata)}"
     )
+
+
+def _has_finished(run: RunDirectory, newest: int) -> bool:
+    """Whether the run is complete, by a report about its newest checkpoint.
+
+    One that was written before a later session was killed does not count.
+    """
+    report = _report(run)
+    if report is None or report.outcome != "completed":
+        return False
+    return (report.progress or Progress()).steps == newest
 
 
 def _writes_result(recipe: Recipe) -> bool:

@@ -12,6 +12,7 @@ from ftkit.architectures.architecture import Implementation
 from ftkit.bodies.attention import AttentionPath, attention_kernel, attention_path
 from ftkit.chat_templates.named import OF_TOKENIZER, resolve_chat_template
 from ftkit.chat_templates.template import ChatTemplate
+from ftkit.checkpoint.disk_room import check_disk
 from ftkit.checkpoint.metadata import BaseIdentity, DataIdentity, Metadata
 from ftkit.checkpoint.state import check_kinds, trained_parameter
 from ftkit.config.checks import check_validations
@@ -42,7 +43,6 @@ from ftkit.report.report import DataCounts, Resolved, Source
 from ftkit.report.rows import losses_of_data_text, summary_text
 from ftkit.runs.checkpoints import size_of
 from ftkit.runs.job import Job
-from ftkit.runs.resume import check_disk
 from ftkit.samples.layout import IntArray, RankLayout
 from ftkit.samples.sample_set import Samples
 from ftkit.strategies.distributed import rank

@@ -507,7 +507,7 @@ def check(recipe: Recipe) -> None:
     """All that is done with a checkpoint before a rank starts."""
     start = find_start(recipe)
     assert start is not None
-    verify_start(start, Display(None))
+    verify_start(start, recipe, Display(None))
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -522,7 +522,7 @@ def test_damage_is_reported_and_the_checkpoint_before_is_offered(
     run = stopped(method)
     out = run.copy(tmp_path / "out")
     damage(store_of(out).path(3) / name)
-    message = refusal(run.asked(out))
+    message = refusal(run.asked(out, 3))
     assert str(store_of(out).path(3) / name) in message
     assert message.endswith("Try the one before it: --resume 2.")
     check(run.asked(out, 2))
@@ -541,11 +541,8 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(
     run = stopped(method)
     out = run.copy(tmp_path / "out")
     damage(store_of(out).path(3) / name)
-    attempt = run.runs.run(out)
-    assert attempt.code == 2
-    assert str(store_of(out).path(3) / name) in attempt.output
-    assert "--resume 2" in attempt.output and "Traceback" not in attempt.output
-    run.runs.complete(out, "--resume", 2)
+    run.runs.complete(out)
+    assert str(store_of(out).path(3) / name) in (out / "run.log").read_text()
     assert_equal(out, run.whole, 4)
     assert (out / "set_aside/1/checkpoints/step-00000003").is_dir()
 
@@ -628,7 +625,7 @@ def test_a_payload_in_place_of_a_file_is_refused_and_does_not_run(
     out = run.copy(tmp_path / "out")
     payload = make(tmp_path / "trace")
     replace(store_of(out).path(3), name, payload, checksums=checksums)
-    message = refusal(run.asked(out))
+    message = refusal(run.asked(out, 3))
     assert str(store_of(out).path(3) / name) in message
     assert message.endswith("Try the one before it: --resume 2.")
     assert not (tmp_path / "trace").exists()

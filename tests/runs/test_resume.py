@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import fcntl
 import io
+import re
 import shlex
 import signal
 import time
@@ -32,7 +33,6 @@ from ftkit.runs.job import Job, RankError, StopAfter
 from ftkit.runs.resume import (
     Completed,
     Start,
-    check_disk,
     continue_command,
     find_start,
     follow_moved,
@@ -288,15 +288,48 @@ def test_what_did_not_complete_goes_on(out: Path, outcome: OutcomeName) -> None:
 # --- Damage -------------------------------------------------------------------------------------
 
 
-def test_damage_is_told_and_the_sound_checkpoint_before_it_is_offered(out: Path) -> None:
+def test_damage_is_told_and_a_sound_checkpoint_is_offered(out: Path) -> None:
     store = save_run(recipe(out), 5, 10, 15)
     (store.path(10) / "recipe.yaml").unlink()
     file = store.path(15) / "shard-00000-of-00001.safetensors"
     file.write_bytes(b"")
-    message = refusal(recipe(out, resume="auto"))
+    message = refusal(recipe(out, resume="true"))
     assert f"{store.path(15)} cannot be continued from: {file} has 0 bytes instead of" in message
+    assert message.endswith("Try --resume auto, which goes on from the newest one that is sound.")
+    message = refusal(recipe(out, resume=15))
     assert message.endswith("Try the one before it: --resume 5.")
     assert found(recipe(out, resume=5))
+
+
+def test_an_unattended_start_goes_on_from_the_newest_checkpoint_that_is_sound(
+    out: Path, tmp_path: Path
+) -> None:
+    store = save_run(recipe(out), 5, 10, 15, 20)
+    (store.path(20) / "recipe.yaml").unlink()
+    damage(store.path(15) / "adapter/adapter_model.safetensors")
+    damage(store.path(10) / "metadata.json")
+    asked = recipe(out, resume="auto")
+    with Display(tmp_path) as display:
+        start = verify_start(found(asked), asked, display)
+    assert start.metadata.step == 5
+    said = [re.sub(r" cannot be continued from: .*", "", why) for why in start.passed_over]
+    assert said == [str(store.path(step)) for step in (20, 15, 10)]
+
+
+def test_where_no_checkpoint_is_sound_each_is_told(out: Path) -> None:
+    store = save_run(recipe(out), 5, 10)
+    for step in (5, 10):
+        (store.path(step) / "recipe.yaml").unlink()
+    newer, older = refusal(recipe(out, resume="auto")).splitlines()
+    assert newer.startswith(f"{store.path(10)} cannot") and older.startswith(f"{store.path(5)} can")
+    assert older.endswith("try --overwrite without --resume to start again.")
+
+
+def test_a_complete_run_does_not_go_back_by_itself(out: Path) -> None:
+    store = save_run(recipe(out), 5, 10)
+    ended(out, "completed", 10, result=True)
+    (store.path(10) / "recipe.yaml").unlink()
+    assert refusal(recipe(out, resume="auto")).endswith("--resume 5.")
 
 
 @pytest.mark.parametrize("name", ["metadata.json", "recipe.yaml"])
@@ -322,12 +355,12 @@ def test_a_changed_byte_anywhere_is_found_before_ranks_start(out: Path, tmp_path
     store = save_run(recipe(out), 5, 10)
     damage(store.path(10) / "adapter/adapter_model.safetensors")
     for asked, option in (
-        (recipe(out, resume="auto"), "--resume 5."),
+        (recipe(out, resume=10), "--resume 5."),
         (recipe(tmp_path / "b", resume=out), f"--resume {store.path(5).resolve()}."),
     ):
         start = found(asked)
         with Display(tmp_path) as display, pytest.raises(UserError) as error:
-            verify_start(start, display)
+            verify_start(start, asked, display)
         assert "adapter_model.safetensors is damaged" in str(error.value)
         assert str(error.value).endswith(option)
 
@@ -339,8 +372,9 @@ def test_the_check_ends_when_the_run_is_to_end(
     damage(store.path(5) / "adapter/adapter_model.safetensors")
     monkeypatch.setattr("ftkit.checkpoint.store.PROGRESS_INTERVAL_S", 0)
     monkeypatch.setattr("ftkit.checkpoint.store.hash_file", lambda *_: time.sleep(0.1))
+    asked = recipe(out, resume="auto")
     with Display(tmp_path) as display:
-        verify_start(found(recipe(out, resume="auto")), display, interrupted=lambda: True)
+        verify_start(found(asked), asked, display, interrupted=lambda: True)
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_refused(out: Path) -> None:
@@ -416,62 +450,6 @@ def test_a_recipe_beside_base_models_stays_where_it_wants_to_be(out: Path, tmp_p
     (tmp_path / "checkpoints" / "org").mkdir(parents=True)
     asked = recipe(out, resume="auto")
     assert follow_moved(asked, tmp_path / "recipe.yaml") == asked
-
-
-# --- Disk ---------------------------------------------------------------------------------------
-
-GIB = 2**30
-
-
-@pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Sets the free space, in GiB."""
-
-    def set_free(gib: float) -> None:
-        usage = type("Usage", (), {"free": int(gib * GIB)})()
-        monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
-
-    return set_free
-
-
-@pytest.mark.parametrize(
-    ("free", "keys", "existing", "left", "fits"),
-    [
-        (8, {}, 0, 9, True),
-        (7.9, {}, 0, 9, False),
-        (10, {"checkpoint__keep_best": 1}, 0, 9, True),
-        (9, {"checkpoint__keep_best": 1}, 0, 9, False),
-        (4, {"checkpoint__keep_last": 1}, 0, 9, True),
-        (2, {}, 6 * GIB, 9, True),
-        (0, {}, 100 * GIB, 9, True),
-        (2, {"checkpoint__keep_last": 1000}, 6 * GIB, 1, True),  # the last step is all to come
-        (1.9, {"checkpoint__keep_last": 1000}, 6 * GIB, 1, False),
-    ],
-)
-def test_the_disk_must_hold_what_is_kept_and_one_more(
-    out: Path,
-    disk: Callable[[float], None],
-    free: float,
-    keys: dict[str, Any],
-    existing: int,
-    left: int,
-    fits: bool,
-) -> None:
-    disk(free)
-    if fits:
-        check_disk(out, 2 * GIB, recipe(out, **keys), existing, steps_left=left)
-        return
-    with pytest.raises(UserError) as error:
-        check_disk(out, 2 * GIB, recipe(out, **keys), existing, steps_left=left)
-    message = str(error.value)
-    assert f"has {free:.2f} GiB free" in message and "x 2.00 GiB" in message
-    assert "Try --checkpoint.keep_last 1" in message and "another --out_dir" in message
-
-
-def test_a_disk_too_small_for_one_needs_another(out: Path, disk: Callable[[float], None]) -> None:
-    disk(1)
-    with pytest.raises(UserError, match=r"need 4\.00 GiB .* Try another --out_dir, or --checkp"):
-        check_disk(out, 2 * GIB, recipe(out, checkpoint__keep_last=1), steps_left=9)
 
 
 # --- The supervisor's part ----------------------------------------------------------------------
@@ -572,6 +550,21 @@ def test_an_attempt_that_saved_nothing_is_set_aside_and_the_directory_is_used_ag
     assert sorted(path.name for path in (out / "set_aside/1").iterdir()) == [
         *("metrics.csv", "recipe.yaml", "report.json", "run.log", "validation.csv")
     ]
+
+
+def test_a_damaged_newest_checkpoint_is_kept_beside_the_run_that_goes_on(
+    asked: Callable[..., Recipe], out: Path
+) -> None:
+    store = save_run(asked(), 5, 10)
+    damage(store.path(10) / "adapter/adapter_model.safetensors")
+    with prepared(asked(resume="auto")) as job:
+        assert (job.start_step, store.steps()) == (5, [5])
+        assert steps_in(out / "metrics.csv") == [1, 2, 3, 4, 5]
+    assert Store(out / "set_aside/1/checkpoints").steps() == [10]
+    log = (out / "run.log").read_text()
+    assert re.search(
+        rf"warning: {store.path(10)} cannot .* its checksum is another\. It is kept", log
+    )
 
 
 def test_auto_takes_a_new_directory_as_it_is(asked: Callable[..., Recipe], out: Path) -> None:
