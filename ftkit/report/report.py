@@ -241,6 +241,12 @@ class Loss:
             perplexity=perplexity(loss),
         )
 
+    @property
+    def is_of_start(self) -> bool:
+        """Whether nothing was validated but what there was before the first step."""
+        only_one = self.validation_first == self.validation_last is not None
+        return only_one and self.validation_best_step == 0 and not self.validations_since_best
+
     def has_exhausted(self, patience: int | None) -> bool:
         """Whether so many validations in a row were no better; None: any number may be."""
         return patience is not None and self.validations_since_best >= patience

@@ -138,7 +138,7 @@ def _learned_rows(report: Report) -> Iterator[tuple[str, str]]:
 
 def _source_rows(report: Report) -> Iterator[tuple[str, str]]:
     for name, source in report.sources.items():
-        yield name, _source_text(source)
+        yield name, _source_text(source, of_start=bool(report.loss and report.loss.is_of_start))
 
 
 def _word_rows(report: Report) -> Iterator[tuple[str, str]]:
@@ -296,20 +296,21 @@ def _loss_rows(loss: Loss) -> Iterator[tuple[str, str]]:
     yield "loss", from_to_text(loss.first, loss.last, loss_text)
     if loss.router_aux_loss is not None:
         yield "router loss", f"{loss_text(loss.router_aux_loss)} in the last step"
-    if validation := from_to_text(loss.validation_first, loss.validation_last, loss_text):
-        best, step = loss.validation_best, loss.validation_best_step
+    if validation := _validation_text(loss, of_start=loss.is_of_start):
+        best, step, perplexity = loss.validation_best, loss.validation_best_step, loss.perplexity
         at = "" if step is None else f" (step {step:,})"
-        perplexity = loss.perplexity
-        yield (
-            "validation",
-            _joined(
-                (
-                    validation,
-                    best not in (None, loss.validation_last) and f"best {loss_text(best)}{at}",
-                    perplexity is not None and f"perplexity {number_text(perplexity)}",
-                )
-            ),
+        parts = (
+            validation,
+            best not in (None, loss.validation_last) and f"best {loss_text(best)}{at}",
+            perplexity is not None and f"perplexity {number_text(perplexity)}",
         )
+        yield "validation", _joined(parts)
+
+
+def _validation_text(found: Loss | Source, *, of_start: bool) -> str:
+    if of_start and found.validation_first is not None:
+        return f"{loss_text(found.validation_first)} before training"
+    return from_to_text(found.validation_first, found.validation_last, loss_text)
 
 
 def _example_rows(example: AnsweredExample) -> Iterator[tuple[str, str]]:
@@ -368,9 +369,8 @@ def losses_of_data_text(counts: DataCounts) -> str:
     return losses and f"of {_count(counts.records, 'record')}: {losses}"
 
 
-def _source_text(source: Source) -> str:
-    validation = from_to_text(source.validation_first, source.validation_last, loss_text)
-    best = source.validation_best
+def _source_text(source: Source, *, of_start: bool) -> str:
+    validation, best = _validation_text(source, of_start=of_start), source.validation_best
     return _joined(
         (
             _count(source.samples, "sample"),

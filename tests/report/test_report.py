@@ -42,6 +42,7 @@ from ftkit.report.report import (
     Progress,
     Report,
     Resolved,
+    Source,
     Spread,
     Tokens,
     read_report,
@@ -666,6 +667,18 @@ class TestTable:
         )
         assert shown["changed"] == "optimizer.lr: 0.001 -> 0.002"
         assert shown["checkpoint"] == "out/run/checkpoints/step-00000300"
+
+    def test_a_run_that_ended_before_its_second_validation_shows_no_progress_of_it(self) -> None:
+        loss = Loss(first=4.7, last=0.01).with_validation(0, 4.4207)
+        sources = {"a.json": Source(samples=3, validation_first=4.25, validation_last=4.25)}
+        report = dataclasses.replace(COMPLETED, loss=loss, sources=sources)
+        shown = " ".join(text_of(report).split())
+        assert "validation 4.4207 before training, perplexity 83.2 " in shown
+        assert "3 samples, validation 4.2500 before training" in shown
+        loss = loss.with_validation(10, 4.4207)
+        report = dataclasses.replace(COMPLETED, loss=loss, sources=sources)
+        shown = " ".join(text_of(report).split())
+        assert "validation 4.4207 -> 4.4207" in shown and "4.2500 -> 4.2500" in shown
 
     def test_sections_with_nothing_in_them_have_no_row(self) -> None:
         report = dataclasses.replace(
