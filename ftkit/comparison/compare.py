@@ -21,7 +21,7 @@ from ftkit.console.display import Display
 from ftkit.console.terminal import plain_text
 from ftkit.errors import UserError
 from ftkit.remote.urls import spelt
-from ftkit.utils.progress import print_notice
+from ftkit.utils.progress import OnProgress, print_notice
 
 _WIDTH = 120
 """Characters of a line where a program prints a comparison."""
@@ -84,17 +84,23 @@ _FORMATS: dict[str, Callable[[Comparison], str]] = {
 """The forms of a comparison but for the table."""
 
 
-def compare(paths: Iterable[str | os.PathLike[str]], *, sort: str | None = None) -> Comparison:
+def compare(
+    paths: Iterable[str | os.PathLike[str]],
+    *,
+    sort: str | None = None,
+    progress: OnProgress | None = None,
+) -> Comparison:
     """Compare runs, whatever became of them.
 
     Args:
         paths: runs (each its out_dir), or directories that hold runs.
         sort: a column to sort by; see `ftkit.comparison.columns.in_order`.
+        progress: told of each run that is read.
 
     Raises:
         UserError: none of the paths leads to a run, or there is no such column.
     """
-    runs, left_out = read_runs(paths)
+    runs, left_out = read_runs(paths, progress)
     if not runs:
         found = "; ".join(f"{spelt(item.path)} {item.reason}" for item in left_out)
         raise UserError(
@@ -108,7 +114,18 @@ def compare_runs(options: CompareOptions) -> int:
     """Show a comparison on standard output, and draw it; the exit code."""
     if options.plot is not None:
         check_plot(options.plot)
-    comparison = compare(options.runs, sort=options.sort)
+    with Display(None, stream=sys.stderr) as told:
+        with told.phase("reading runs", brief=True) as phase:
+            comparison = compare(options.runs, sort=options.sort, progress=phase.advance)
+        _show(comparison, options)
+        if options.plot is not None:
+            with told.phase(f"drawing {options.plot}", brief=True):
+                comparison.plot(options.plot)
+            print_notice(f"ftkit: drawn into {options.plot}", sys.stderr)
+    return 0
+
+
+def _show(comparison: Comparison, options: CompareOptions) -> None:
     for item in comparison.left_out:
         print(f"ftkit: {spelt(item.path)} {item.reason}: left out", file=sys.stderr)
     if options.format in _FORMATS:
@@ -116,7 +133,3 @@ def compare_runs(options: CompareOptions) -> int:
     else:
         with Display(None) as display:
             display.show(comparison.table())
-    if options.plot is not None:
-        comparison.plot(options.plot)
-        print_notice(f"ftkit: drawn into {options.plot}", sys.stderr)
-    return 0

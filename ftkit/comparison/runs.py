@@ -21,6 +21,7 @@ from ftkit.runs.fetching import refresh
 from ftkit.runs.state import StateName, look
 from ftkit.utils.dotted_keys import leaves
 from ftkit.utils.hardware import Hardware
+from ftkit.utils.progress import OnProgress
 
 _NOT_COMPARED = ("out_dir", "resume", "access_token", "log")
 """Keys of a recipe that say how a run is called and started."""
@@ -79,6 +80,8 @@ class ComparedRun:
         """What was asked, by the keys of the command line; what was left open is filled in."""
         recipe = {k: v for k, v in self.report.recipe.items() if k not in _NOT_COMPARED}
         found = {"method": self.report.method, **dict(_settings_in(recipe))}
+        if (path := found.pop("data.json_path", None)) is not None:  # its older name
+            found["data.path"] = path
         for key, value in (
             ("precision", self.resolved.precision),
             ("strategy", self.resolved.strategy),
@@ -164,12 +167,13 @@ class ComparedRun:
 
 
 def read_runs(
-    paths: Iterable[str | os.PathLike[str]],
+    paths: Iterable[str | os.PathLike[str]], progress: OnProgress | None = None
 ) -> tuple[list[ComparedRun], list[LeftOutRun]]:
     """The runs that paths stand for, each once, and what is none.
 
     Args:
         paths: runs, their reports, or directories with runs at any depth.
+        progress: told of each run.
     """
     found: dict[Path, Path] = {}
     left_out: list[LeftOutRun] = []
@@ -181,21 +185,24 @@ def read_runs(
         if not directories:
             reason = "holds no run" if path.expanduser().exists() else "does not exist"
             left_out.append(LeftOutRun(path=path, reason=reason))
-    runs, unmeasured = look_at_runs(dict.fromkeys(found.values()))
+    runs, unmeasured = look_at_runs(dict.fromkeys(found.values()), progress)
     return runs, left_out + unmeasured
 
 
 def look_at_runs(
-    directories: Mapping[Path, UrlCopy | None],
+    directories: Mapping[Path, UrlCopy | None], progress: OnProgress | None = None
 ) -> tuple[list[ComparedRun], list[LeftOutRun]]:
     """The runs of directories as they are now, and those of which nothing was measured.
 
     Args:
         directories: of runs; to each the copy to look at instead, if it stands for a url.
+        progress: told of each run.
     """
     left_out: list[LeftOutRun] = []
     states = []
-    for directory, copy in directories.items():
+    for number, (directory, copy) in enumerate(directories.items()):
+        if progress is not None:
+            progress(number, len(directories))
         try:
             state = look(directory, copy)
         except UserError as error:

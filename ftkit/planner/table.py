@@ -162,7 +162,7 @@ def _rows(planned: Planned) -> Iterator[tuple[str, str]]:
     yield "devices", ", ".join(settings)
     where = "host memory" if plan.accelerator == "cpu" else "device memory"
     peak = bytes_text(memory.peak_bytes)
-    yield "peak", f"{peak} of {where} in tensors of each rank ({memory.moment})"
+    yield "peak", f"{peak} of {where} in tensors of each rank ({_moment_text(memory.moment)})"
     for category in CATEGORIES:
         if memory.breakdown_bytes[category]:
             words = category.replace("_", " ")
@@ -199,6 +199,17 @@ def _rows(planned: Planned) -> Iterator[tuple[str, str]]:
         yield "steps", f"at most {planned.steps:,}"
     else:
         yield "steps", f"{planned.steps:,} at most, {planned.samples:,} samples per epoch at most"
+
+
+def _moment_text(moment: str) -> str:
+    """The highest moment of a step in words: blocks are counted from either end."""
+    where, _, pass_ = moment.partition(", ")
+    if not where.startswith("block "):
+        return moment
+    number = int(where.removeprefix("block "))
+    place = f"block {number + 1}" if number >= 0 else f"block {-number} from the end"
+    place = {0: "first block", -1: "last block"}.get(number, place)
+    return f"{place}, {pass_}"
 
 
 def _conversion_text(conversion: Conversion) -> str:

@@ -1,5 +1,6 @@
 """The table of a report, for people."""
 
+import re
 from pathlib import Path
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -72,18 +73,17 @@ def _title(report: Report) -> str:
 
 
 class _Parts:
-    """A text that wraps after its commas, so that no number is torn from its unit."""
+    """A text that wraps after its commas and colons, so that no number is torn from its unit."""
 
     def __init__(self, text: str) -> None:
         self._text = printable(text)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        lines = [""]
-        for part in self._text.split(", "):
-            longer = f"{lines[-1]}, {part}" if lines[-1] else part
-            if len(longer) < options.max_width or not lines[-1]:
-                lines[-1] = longer
+        first, *rest = re.split("(?<=[,:]) ", self._text)
+        lines = [first]
+        for part in rest:
+            if len(lines[-1]) + len(part) < options.max_width:
+                lines[-1] += f" {part}"
             else:
-                lines[-1] += ","
                 lines.append(part)
         yield Text("\n".join(lines), overflow="fold")

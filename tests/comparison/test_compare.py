@@ -5,10 +5,12 @@ import dataclasses
 import io
 import json
 import re
+import threading
 from collections.abc import Callable
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -178,6 +180,34 @@ def test_only_settings_that_differ_are_shown_with_the_values_that_were_used(tmp_
     assert (settings["a"]["lora_r"], settings["b"]["lora_r"]) == (8, 4)
     assert "precision" not in settings["a"]  # asked for in one, the default of the other
     assert not settings["a"].keys() & {"out_dir", "seed", "checkpoint_dir"}
+
+
+def test_data_are_one_setting_by_either_of_its_names(tmp_path: Path) -> None:
+    for name, key in (("a", "json_path"), ("b", "path")):
+        data = {"class_path": "litgpt.data.JSON", "init_args": {key: f"{name}.json"}}
+        make_run(tmp_path / name, data=data)
+    found = compare([tmp_path]).to_json()["runs"]
+    assert [run["settings"] for run in found] == [
+        {"data.path": "a.json"}, {"data.path": "b.json"},
+    ]  # fmt: skip
+
+
+class AtOnce(threading.Timer):
+    """A timer to which any time is long."""
+
+    def start(self) -> None:
+        self.function()
+
+
+def test_what_takes_long_is_told_beside_the_comparison(
+    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Callable[..., tuple[str, str]]
+) -> None:
+    pytest.importorskip("matplotlib", reason="the extra plot is not installed")
+    monkeypatch.setattr("ftkit.utils.progress.threading", SimpleNamespace(Timer=AtOnce))
+    picture = tmp_path / "x.png"
+    shown, told = said(out, "--format", "json", "--plot", picture)
+    assert json.loads(shown)["runs"]
+    assert "reading runs ...\n" in told and f"drawing {picture} ...\n" in told
 
 
 def test_settings_of_lora_do_not_differ_from_those_of_a_full_fine_tune(tmp_path: Path) -> None:

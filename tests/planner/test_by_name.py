@@ -1,5 +1,6 @@
 """Plans by hub name: what is asked of the hub, and what is known without it."""
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator
@@ -11,7 +12,10 @@ from huggingface_hub import constants
 from stand_in_hub import HubHandler, serving
 
 from ftkit.cli.app import run
+from ftkit.console.terminal import plain_text
 from ftkit.errors import UserError
+from ftkit.planner.predict import plan_files
+from ftkit.planner.table import plan_table
 from ftkit.pretrained import hub
 from ftkit.utils import progress
 
@@ -150,3 +154,20 @@ def test_what_takes_long_is_told_beside_the_plan(
     shown = capsys.readouterr()
     assert json.loads(shown.out)["base_model"] == "random:pythia-14m"
     assert "predicting what random:pythia-14m needs ...\n" in shown.err
+
+
+def test_the_moment_of_the_peak_is_told_in_words() -> None:
+    overrides = [("checkpoint_dir", "random:pythia-14m"), ("train.max_seq_length", "64")]
+    planned = plan_files([], overrides, method="full")
+
+    def told(moment: str) -> str:
+        memory = dataclasses.replace(planned.memory, moment=moment)
+        shown = plain_text(plan_table(dataclasses.replace(planned, memory=memory)), 200)
+        (line,) = [line for line in shown.splitlines() if line.startswith("peak ")]
+        return line.partition(" in tensors of each rank ")[2]
+
+    assert told("loss, backward") == "(loss, backward)"
+    assert told("block 0, forward") == "(first block, forward)"
+    assert told("block 1, forward") == "(block 2, forward)"
+    assert told("block -2, backward") == "(block 2 from the end, backward)"
+    assert told("block -1, backward") == "(last block, backward)"

@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import os
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -700,6 +701,12 @@ class TestTable:
         assert shown.isascii() or width < 80
         assert "\x1b" not in shown
         assert max(map(len, shown.splitlines())) <= width
+
+    @pytest.mark.parametrize("width", [60, 80, 200])
+    def test_no_number_is_torn_from_its_unit(self, width: int) -> None:
+        shown = text_of(COMPLETED, width=width)
+        assert re.search(r"\d *\n +(B|[KMG]iB|ms|s)\b", shown) is None
+        assert re.search(r"\n +[KMG]iB, *\n", shown) is None
 
     def test_answers_cannot_write_to_the_terminal(self) -> None:
         report = dataclasses.replace(
