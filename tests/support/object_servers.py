@@ -54,9 +54,9 @@ os.execvp("{AZURITE}", ["{AZURITE}", *words.split()])
 _SAYS_PORT = re.compile(rb"(?:.*http://127\.0\.0\.1:)?([0-9]+)\n")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Request:
-    """What somebody asks of the storage."""
+    """What somebody asks of the storage; another one may ask for the same at the same time."""
 
     method: str
     path: str
@@ -128,8 +128,8 @@ class Proxy:
     """All so far."""
     freed: threading.Event = field(default_factory=threading.Event)
     """Ends the delays of those that are being delayed: their connections break off."""
-    under_way: list[Request] = field(default_factory=list)
-    """Those that are not answered yet."""
+    under_way: set[Request] = field(default_factory=set)
+    """Those that are not answered yet; of a list threads that end at once would miss their own."""
 
     @property
     def url(self) -> str:
@@ -197,7 +197,7 @@ def _handler(proxy: Proxy, port: int) -> type[BaseHTTPRequestHandler]:
                 self.command, unquote(split.path), split.query, dict(self.headers.items())
             )
             proxy.requests.append(request)
-            proxy.under_way.append(request)
+            proxy.under_way.add(request)
             try:
                 self._treat(request, proxy.decide(request))
             finally:
