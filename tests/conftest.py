@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Generator, Iterator
@@ -15,6 +16,9 @@ import pytest
 
 # Before torch is imported: threads that spin beside others take very long.
 os.environ.update(OMP_NUM_THREADS="1", GOMP_SPINCOUNT="1000")
+# Where bytecode is not kept, as in many containers, each process that a test starts would compile
+# all modules of ours, which takes longer than importing them does otherwise.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 if "PYTEST_XDIST_WORKER" not in os.environ:  # they share the cache of tokenised data
     os.environ["FTKIT_CACHE_DIR"] = tempfile.mkdtemp(prefix="ftkit-cache-")
 import warm
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
     from preloaded import Preloaded
     from results import Ended
 
+sys.dont_write_bytecode = False  # nor compile the tests anew
 pytest.register_assert_rewrite("conversions", "rank_jobs")
 
 
