@@ -94,23 +94,23 @@ CASES = {
     "full": full(ONE, fast=True),
     "DoRA": lora(ONE, ("--lora_variant", "dora"), fast=True),
     "PiSSA": lora(ONE, ("--lora_init", "pissa"), fast=True),
-    "OLoRA": lora(ONE, ("--lora_init", "olora")),
-    "PiSSA, bf16-true": lora(ONE, BF16, ("--lora_init", "pissa"), within=ROUNDED),
-    "rank-stabilised": lora(ONE, ("--lora_variant", "rslora")),
+    "OLoRA": lora(ONE, ("--lora_init", "olora"), matrix=True),
+    "PiSSA, bf16-true": lora(ONE, BF16, ("--lora_init", "pissa"), within=ROUNDED, matrix=True),
+    "rank-stabilised": lora(ONE, ("--lora_variant", "rslora"), matrix=True),
     "LoRA+ with whole layers": lora(
         ONE, BF16, TRAINED_WHOLE, ("--lora_plus_ratio", "16"), within=ROUNDED
     ),
     "DoRA, nf4, bf16-mixed": lora(ONE, MIXED, NF4, ("--lora_variant", "dora"), within=ROUNDED),
-    "nf4-dq, bf16-true": lora(ONE, BF16, NF4_DQ, within=ROUNDED),
+    "nf4-dq, bf16-true": lora(ONE, BF16, NF4_DQ, within=ROUNDED, matrix=True),
     "fp4-dq": lora(ONE, FP4_DQ),
-    "int8, bf16-true": lora(ONE, BF16, INT8, within=ROUNDED),
+    "int8, bf16-true": lora(ONE, BF16, INT8, within=ROUNDED, matrix=True),
     "LoRA, 16-mixed, dropout": lora(ONE, FP16, ("--lora_dropout", "0.1"), within=None),
     "micro-batch of its own": lora(ONE, ("--train.micro_batch_size", "auto")),
     # One card: precisions and optimizers.
     "full, bf16-true": full(ONE, BF16, within=ROUNDED),
     "full, in rows without flash attention": full(ONE, ("--train.padding_free", "true")),
     "full, bf16-mixed": full(ONE, MIXED, CHECKPOINTED, within=ROUNDED),
-    "full, 16-mixed": full(ONE, FP16, within=ROUNDED, reference="32-true"),
+    "full, 16-mixed": full(ONE, FP16, within=ROUNDED, reference="32-true", matrix=True),
     "checkpointed in host memory": full(ONE, OFFLOADED, fast=True),
     "updates in the backward pass": full(ONE, IN_BACKWARD, OFFLOADED),
     "Muon": full(ONE, optimizer("Muon", "1e-3"), within=ROUNDED),
@@ -133,7 +133,7 @@ CASES = {
     # DDP.
     "DDP, LoRA": lora(DDP, fast=True),
     "DDP, full, 16-mixed": full(DDP, FP16, within=ROUNDED, reference="32-true"),
-    "DDP, LoRA, bf16-mixed": lora(DDP, MIXED, CHECKPOINTED, within=ROUNDED),
+    "DDP, LoRA, bf16-mixed": lora(DDP, MIXED, CHECKPOINTED, within=ROUNDED, matrix=True),
     "DDP, int8": lora(DDP, MIXED, INT8, within=ROUNDED),
     # FSDP.
     "FSDP, full": full(FSDP, fast=True),
@@ -146,7 +146,7 @@ CASES = {
     "FSDP, gathered ahead and added up once": full(FSDP, OFFLOADED, AHEAD_AND_ONCE),
     "FSDP, in host memory": full(FSDP, ("--strategy.cpu_offload", "true")),
     "FSDP, in host memory, QLoRA": lora(
-        FSDP, NF4, MIXED, ("--strategy.cpu_offload", "true"), within=ROUNDED
+        FSDP, NF4, MIXED, ("--strategy.cpu_offload", "true"), within=ROUNDED, matrix=True
     ),
     "FSDP, AdamW8bit": full(FSDP, BF16, EIGHT_BIT, within=1e-2),
     "FSDP, DoRA": lora(FSDP, MIXED, ("--lora_variant", "dora"), within=ROUNDED),
@@ -252,15 +252,16 @@ MOVES = [
         for source, target in [
             ("card", "ddp"),
             ("ddp", "fsdp"),
-            ("fsdp", "card"),
             ("fsdp", "cpu"),
             ("cpu", "fsdp"),
             ("card", "zero"),
-            ("zero", "card"),
             ("zero", "fsdp"),
         ]
     ),
+    pytest.param("fsdp", "card", marks=pytest.mark.matrix),
+    pytest.param("zero", "card", marks=pytest.mark.matrix),
 ]
+"""Between one device and several on cards there is one format: tests of checkpoints hold that."""
 
 
 @pytest.mark.parametrize(("source", "target"), MOVES)
