@@ -4,11 +4,9 @@ Imports and connecting cost more than the tiny runs themselves. Started by test_
 torchrun's environment variables: `python rank_cases.py JOB.json ...`.
 """
 
-import functools
 import gc
 import os
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 from ftkit.utils.process import die_with_parent
@@ -19,10 +17,6 @@ if __name__ == "__main__":
     from ftkit.model import compiled
     from ftkit.training import loop, rank
 
-    with suppress(ImportError):  # DeepSpeed's optimizer asks each time, which takes a second
-        import cpuinfo
-
-        cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     # Both take longer than such a run; memory_cases.py measures, and counted_cases.py predicts.
     rank._note_prediction = lambda *_: None
     if "MEASURES_MEMORY" not in globals():

@@ -2,14 +2,15 @@
 
 Importing torch, Lightning, transformers and DeepSpeed takes longer than most runs of tests. A
 server imports them once; programs that are started in it are forks of it, and so is every Python
-program that one of them starts. Such a fork is like a new interpreter in what tests look at: it
-imports ftkit's modules itself, after the start-up file on its PYTHONPATH, has no files open but
-those it was given, and the command line and the environment that the system shows of it are its
-own.
+program that one of them starts. Such a fork is like a new interpreter in what tests look at: where
+a test has statements of its own in it, it imports ftkit's modules itself, after the start-up file
+on its PYTHONPATH, and else has them as the server imported them; it has no files open but those it
+was given, and the command line and the environment that the system shows of it are its own.
 """
 
 import atexit
 import ctypes
+import functools
 import inspect
 import json
 import os
@@ -27,7 +28,9 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any, NoReturn
 
 from command import command_environment
@@ -35,7 +38,6 @@ from command import command_environment
 LIBRARIES = (
     "adlfs",
     "bitsandbytes",
-    "cpuinfo",
     "deepspeed",
     "peft",
     "s3fs",
@@ -61,6 +63,11 @@ def import_libraries() -> None:
     for name in LIBRARIES:
         with suppress(ImportError), hidden("mlflow"):  # which DeepSpeed's autotuner would import
             import_module(name)
+    with suppress(ImportError):  # DeepSpeed asks each rank several times, half a second each
+        import cpuinfo
+
+        cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+        cpuinfo.get_cpu_info()
 
 
 # --- In the server and its forks ------------------------------------------------------------------
@@ -122,9 +129,13 @@ def _become(asked: Mapping[str, Any], ends: list[int]) -> None:
     _show(words, dict(os.environ))
     for finaliser in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finaliser.atexit = False  # of the libraries, which the program may never import
-    for name in [name for name in sys.modules if name.partition(".")[0] == OURS]:
+    for name in _modules_of_ours():
         del sys.modules[name]
     _interpret(words)
+
+
+def _modules_of_ours() -> dict[str, ModuleType]:
+    return {name: m for name, m in sys.modules.items() if name.partition(".")[0] == OURS}
 
 
 def _interpret(words: list[str]) -> None:
@@ -139,6 +150,10 @@ def _interpret(words: list[str]) -> None:
     first = {"-c": "", "-m": str(Path.cwd())}.get(kind, str(Path(kind).parent))
     sys.path[:] = [*([] if "-P" in flags else [first]), *path, *_OWN_PATH]
     sys.modules.pop("sitecustomize", None)
+    if kind != "-c" and not find_spec("sitecustomize"):
+        sys.modules.update(_IMPORTED)
+        if kind == "-m":
+            sys.modules.pop(rest[0], None)  # it is run anew
     with suppress(ModuleNotFoundError):
         import_module("sitecustomize")
     main = sys.modules["__main__"] = type(sys)("__main__")
@@ -205,6 +220,7 @@ def _serve(requests: socket.socket) -> NoReturn:
     with quick_imports(), hidden("sklearn"):  # it brings pyarrow, whose allocator has a thread
         import_module("ftkit.training.rank")
         import_libraries()
+    _IMPORTED.update(_modules_of_ours())
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a fork could leave a lock taken"
     warnings.filterwarnings("ignore", "This process .* is multi-threaded, use of fork")
     running: list[tuple[subprocess.Popen[bytes], int]] = []
@@ -232,6 +248,8 @@ def _serve(requests: socket.socket) -> NoReturn:
             running.append((process, told))
 
 
+_IMPORTED: dict[str, ModuleType] = {}
+"""Modules of ours as the server has them; programs with statements of a test have others."""
 _OWN_PATH = [
     path for path in sys.path[1:] if path not in os.environ.get("PYTHONPATH", "").split(":")
 ]
