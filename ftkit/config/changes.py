@@ -50,6 +50,7 @@ KIND_OF: dict[str, Kind] = {
     "eval.interval": "hardware",
     "eval.patience": "tunable",
     "eval.max_iters": "hardware",
+    "eval.sets": "tunable",  # no part of what is learned, but further columns in validation.csv
     "eval.max_new_tokens": "hardware",
     "eval.evaluate_example": "hardware",
     "eval.initial_validation": "hardware",
@@ -155,6 +156,11 @@ def recipe_changes(saved: Recipe, now: Recipe) -> tuple[list[str], list[str]]:
     return lines["fixed"], lines["tunable"]
 
 
+def default_prompt_style(class_path: str) -> str:
+    """Of a kind of data, where the recipe names none."""
+    return _PROMPT_STYLES.get(class_path.rpartition(".")[2], "alpaca")
+
+
 def carries_over(saved: str, now: str) -> bool:
     """Whether the state of one optimizer class can be continued by another.
 
@@ -179,6 +185,8 @@ def _kind(key: str) -> Kind:
     if head == "data":
         is_fixed = rest in _DATA_DEFAULTS or rest.startswith("sources[")
         return "fixed" if is_fixed else "hardware"
+    if key.startswith("eval.sets."):
+        return KIND_OF["eval.sets"]
     return KIND_OF["optimizer" if head == "optimizer" else key]
 
 
@@ -192,9 +200,13 @@ def _values(recipe: Recipe) -> Iterator[tuple[str, Any]]:
             yield name, value["class_path"]
             yield from ((f"optimizer.{key}", v) for key, v in value["init_args"].items())
         elif isinstance(value, dict) and name not in KIND_OF:
-            yield from ((f"{name}.{key}", item) for key, item in value.items())
+            plain = {key: item for key, item in value.items() if (name, key) != ("eval", "sets")}
+            yield from ((f"{name}.{key}", item) for key, item in plain.items())
         else:
             yield name, value
+    for name, entry in (recipe.eval.sets or {}).items():
+        is_path = isinstance(entry, dict) and entry.keys() == {"path"}
+        yield f"eval.sets.{name}", entry["path"] if is_path else entry
 
 
 def _data_values(recipe: Recipe) -> dict[str, Any]:
@@ -205,8 +217,7 @@ def _data_values(recipe: Recipe) -> dict[str, Any]:
         for key, default in _DATA_DEFAULTS.items()
     }
     if values["prompt_style"] is None:
-        module = recipe.data["class_path"].rpartition(".")[2]
-        values["prompt_style"] = _PROMPT_STYLES.get(module, "alpaca")
+        values["prompt_style"] = default_prompt_style(recipe.data["class_path"])
     return values | dict(_shares(given.get("sources")))
 
 

@@ -201,10 +201,13 @@ def _parse_value(key: str, text: str) -> Any:
         return _prompt_text(text)
     try:
         value = parse_yaml(text)
-    except yaml.YAMLError:
-        if key.partition(".")[0] in COMPONENTS and text.lstrip().startswith(("{", "[")):
+    except yaml.YAMLError as error:
+        holds_keys = key.partition(".")[0] in COMPONENTS or _is_of_mapping(key)
+        if holds_keys and text.lstrip().startswith(("{", "[")):
+            problem = getattr(error, "problem", None) or ""
+            twice = f": {problem}" if "twice" in problem else ""
             raise UserError(
-                f"--{key} {text!r} is not valid YAML or JSON. "
+                f"--{key} {text!r} is not valid YAML or JSON{twice}. "
                 "Check its brackets, or set single keys as --KEY.NAME VALUE."
             ) from None
         return text
@@ -229,7 +232,8 @@ def _assign(merged: dict[str, Any], key: str, value: Any) -> None:
     if head in COMPONENTS:
         merged[head] = _merge_component(head, merged.get(head), rest, value)
         return
-    if isinstance(value, dict) and key not in MAPPINGS:
+    is_whole = _is_of_mapping(key)
+    if isinstance(value, dict) and not is_whole:
         for leaf, item in flatten(value, f"{key}."):
             _assign(merged, leaf, item)
         return
@@ -244,12 +248,15 @@ def _assign(merged: dict[str, Any], key: str, value: Any) -> None:
     target = merged
     *groups, last = key.split(".")
     for group in groups:
-        inner = target.setdefault(group, {})
+        inner = {} if target.get(group) is None and is_whole else target.setdefault(group, {})
+        if isinstance(inner, str) and key.startswith("eval.sets."):
+            inner = {"path": inner}  # a set that was given in short
         if not isinstance(inner, dict):
             raise UserError(
                 f"{key} cannot be set: {group} is a single value, not a group of keys. "
                 f"Remove --{key}."
             )
+        target[group] = inner
         target = inner
     target[last] = SPELLINGS.get(key, {}).get(value, value) if isinstance(value, str) else value
     for pair in EXCLUSIVE:
@@ -257,6 +264,11 @@ def _assign(merged: dict[str, Any], key: str, value: Any) -> None:
             (other,) = set(pair) - {key}
             group, _, name = other.partition(".")
             merged.setdefault(group, {})[name] = None
+
+
+def _is_of_mapping(key: str) -> bool:
+    """Whether it is a key whose value may be a mapping, or lies in one."""
+    return any(key == name or key.startswith(f"{name}.") for name in MAPPINGS)
 
 
 def _merge_component(

@@ -121,6 +121,11 @@ class Eval:
     Empty: training ends as train.epochs and train.max_steps say."""
     max_iters: int = 100
     """Validate on at most this many batches of train.global_batch_size sequences."""
+    sets: dict[str, Any] | None = None
+    """Further records to validate on, by names: {code: code.jsonl, french: {path: french.jsonl,
+    columns: {output: answer}}}, or --eval.sets.code FILE. The loss on each is told beside the
+    validation loss. Their records are rendered as those of data; path, columns, subset, split and
+    revision say which they are."""
     max_new_tokens: int | None = 100
     """Longest answer, in tokens, for the sample that is generated at each validation and for
     rouge_l; 0 or empty: no sample."""

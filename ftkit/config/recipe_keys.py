@@ -29,7 +29,7 @@ ONE_OF = {"data": ("path", "json_path", "sources")}
 """Arguments of a class that say one thing in several ways: the one that is set later replaces the
 others."""
 
-MAPPINGS = ("checkpoint.keep_every",)
+MAPPINGS = ("checkpoint.keep_every", "eval.sets")
 """Keys whose value may be a mapping, and not a group of keys."""
 
 SPELLINGS = {"quantize": {"bnb.int8-training": "bnb.int8"}}
@@ -111,7 +111,8 @@ def describe(kind: Any) -> str:
     if typing.get_origin(kind) is list:
         return f"a list of {'them' if _is_choice(typing.get_args(kind)[0]) else 'names'}"
     if typing.get_origin(kind) is dict:
-        return "a mapping of whole numbers"
+        is_named = typing.get_args(kind)[0] is str
+        return "names with a file each" if is_named else "a mapping of whole numbers"
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     return words.get(kind, "a path" if kind is Path else "a name, or class_path with init_args")
 
@@ -133,7 +134,7 @@ def placeholder_of(kind: Any) -> str:
             names = parts[0] is str or _is_choice(parts[0])
             found.append("[NAME,...]" if names else f"[{placeholder_of(parts[0])},...]")
         elif origin is dict:
-            found.append("{KEY:VALUE,...}")
+            found.append("{NAME:FILE,...}" if parts[0] is str else "{KEY:VALUE,...}")
         elif origin is tuple:
             found.append(f"[{','.join(map(placeholder_of, parts))}]")
         elif accepted in words:
@@ -234,6 +235,8 @@ def example_of(key: str, method: Method, wrong: Any = None) -> str:
         return close
     if accepted == [str]:
         return shlex.quote(str(wrong))
+    if accepted == [dict[str, Any]]:
+        return "'{code: code.jsonl}'"
     if field.default is not None:
         return yaml.safe_dump(plain(field.default)).partition("\n")[0]
     if choices:

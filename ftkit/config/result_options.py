@@ -153,6 +153,9 @@ class EvaluateOptions(UseOptions, ResultOptions):
     data: tuple[Override, ...] = keys_beside("data")
     """Other data than those of the run; options as --data.NAME VALUE, such as
     --data.path FILE."""
+    sets: str | None = option(None, placeholder="{NAME:FILE,...}")
+    """Further records whose loss is told by these names, as eval.sets of recipes; null: none.
+    Default: as in the run, unless there are other data."""
     micro_batch_size: int | None = option(None, example=4, least=1)
     """Sequences per forward pass. Changes time and memory alone. Default: as in the run."""
     max_iters: int | None = option(None, example=100, least=1)
@@ -192,6 +195,7 @@ class EvaluateOptions(UseOptions, ResultOptions):
         own_metrics(self.metric)  # refused before the result is looked for
         of_records = {
             "data": bool(self.data),
+            "sets": self.sets is not None,
             "max_iters": self.max_iters is not None,
             "exact_match": self.exact_match is not None,
             "rouge_l": self.rouge_l is not None,

@@ -2,10 +2,10 @@
 
 import hashlib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ftkit.config.recipe import Component
 from ftkit.data.parts import SPLITS, LoadedPart, OnSplitProgress, Split, load_part
 from ftkit.data.prepare import Counts
-from ftkit.data.sources import data_source
+from ftkit.data.sources import data_source, validation_sets
 from ftkit.data.spec import DataSource, PartSource
 from ftkit.errors import UserError
 from ftkit.rendering.renderer import Example
@@ -122,6 +122,16 @@ class DataSets(_Loaded):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ValidationSets(_Loaded):
+    """The sets of eval.sets; each is the part of its name."""
+
+    def samples(self, most: int) -> Samples:
+        """Of all sets, one after another: up to `most` of each, the first ones."""
+        sets = [part.splits["val"].samples for part in self.parts]
+        return JoinedSamples.one_after_another(sets, most=most)
+
+
+@dataclass(frozen=True, kw_only=True)
 class HeldOut(_Loaded):
     """The validation records of a data set, to evaluate on."""
 
@@ -191,6 +201,34 @@ def load_held_out(
     return HeldOut(parts=parts, samples=_interleaved(parts))
 
 
+def load_sets(
+    data: Component,
+    sets: Mapping[str, Any] | None,
+    tokenizer: "Tokenizer",
+    max_seq_length: int,
+    *,
+    progress: OnSplitProgress | None = None,
+) -> ValidationSets:
+    """The records of eval.sets, tokenised as `load_data` does.
+
+    Args:
+        data: the recipe's data.
+        sets: as the recipe has them.
+        tokenizer: of the base model.
+        max_seq_length: no sample has more tokens.
+        progress: called at least every 1000 records, where they are tokenised.
+
+    Raises:
+        UserError: a set cannot be had, is not what it should be, or has no sample left.
+    """
+    parts: list[LoadedPart] = []
+    for name, source in validation_sets(data, sets).items():
+        of_set = _load(source, tokenizer, max_seq_length, ("val",), progress)
+        _require_samples(of_set, "val", max_seq_length, f"eval.sets.{name}")
+        parts += of_set
+    return ValidationSets(parts=tuple(parts))
+
+
 def _load(
     source: DataSource,
     tokenizer: "Tokenizer",
@@ -241,7 +279,9 @@ def _check_tokenizer(tokenizer: "Tokenizer") -> None:
             )
 
 
-def _require_samples(parts: Sequence[LoadedPart], split: Split, max_seq_length: int) -> None:
+def _require_samples(
+    parts: Sequence[LoadedPart], split: Split, max_seq_length: int, key: str = "data"
+) -> None:
     """Refuse data of which nothing is left."""
     counts = _counts(parts, split)
     if counts.samples:
@@ -261,7 +301,7 @@ def _require_samples(parts: Sequence[LoadedPart], split: Split, max_seq_length: 
         f", {count} are refused ({reason})" for reason, count in counts.refused.items()
     )
     raise UserError(
-        f"data leaves nothing to {what}: of {counts.records} records, "
+        f"{key} leaves nothing to {what}: of {counts.records} records, "
         f"{counts.skipped_empty_output} have no output and {counts.skipped_no_labels} have "
         f"none within train.max_seq_length, which is {max_seq_length}{others}.\n{advice}"
     )

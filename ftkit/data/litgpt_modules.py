@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 from filelock import FileLock
 
 from ftkit.chat_templates.options import TrainOn
+from ftkit.config.changes import default_prompt_style
 from ftkit.config.recipe import Component
 from ftkit.data.prompt_styles import resolve_prompt_style
 from ftkit.data.spec import (
@@ -70,6 +71,10 @@ class LitgptModule(DataSource):
         fields = dataclasses.fields(self._class())
         defaults = {field.name: field.default for field in fields}
         return resolve_prompt_style(self._init_args.get("prompt_style", defaults["prompt_style"]))
+
+    def rendering(self) -> dict[str, Any]:
+        style = self._init_args.get("prompt_style") or default_prompt_style(self._name)
+        return {"prompt_style": style, "mask_prompt": self._init_args.get("mask_prompt", False)}
 
     def parts(self) -> tuple[PartSource, ...]:
         return (PartSource(name=self._name, where=self._name, read=self._read),)

@@ -1,14 +1,23 @@
 """Data of one's own as a source: files and hub data sets, split and given their rules."""
 
 import dataclasses
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from ftkit.chat_templates.options import TrainOn
 from ftkit.config.recipe import Component
-from ftkit.data.own_data_options import OwnDataOptions, SourceOptions, options_of, sources_of
+from ftkit.data.own_data_options import (
+    KEYS_OF_SETS,
+    RENDERING,
+    OwnDataOptions,
+    SourceOptions,
+    options_of,
+    set_of,
+    sources_of,
+)
 from ftkit.data.prompt_styles import resolve_prompt_style
 from ftkit.data.spec import Content, DataSource, Part, PartSource, Rules
 from ftkit.errors import UserError
@@ -33,10 +42,12 @@ _TRAINED: dict[Shape, TrainOn] = {
 """What is learned of each shape, where nobody says it and no prompt style is used."""
 _TAKEN_WHOLE = {"path", "json_path", "sources", "split"}
 _NOT_OF_CONTENT = (
-    *("path", "json_path", "sources", "key", "weight", "samples"),
+    *("path", "json_path", "sources", "key", "name", "weight", "samples"),
     *("num_workers", "ignore_index"),
 )
 """Options that decide neither records nor rules of a source."""
+_OPTION = re.compile(rf"\bdata\.({'|'.join(KEYS_OF_SETS)})\b")
+"""Of data, in what is said of records; a set of eval.sets has it too."""
 
 
 class OwnData(DataSource):
@@ -47,6 +58,7 @@ class OwnData(DataSource):
         options: OwnDataOptions,
         sources: Sequence[SourceOptions],
         *,
+        given: Collection[str] = (),
         evaluated: Collection[str] = (),
     ) -> None:
         """Describe the data; nothing is read.
@@ -54,11 +66,12 @@ class OwnData(DataSource):
         Args:
             options: checked.
             sources: those that they name.
+            given: the options that were named.
             evaluated: the options that were named for an evaluation alone; a source named there is
                 taken whole: nothing of it was trained on.
         """
         self._options, self._sources = options, sources
-        self._evaluated = frozenset(evaluated)
+        self._given, self._evaluated = frozenset(given), frozenset(evaluated)
         self._whole = bool(self._evaluated & _TAKEN_WHOLE)
 
     @classmethod
@@ -70,7 +83,22 @@ class OwnData(DataSource):
         init_args = data["init_args"]
         options = options_of(init_args)
         given = [key for key, value in init_args.items() if value is not None]
-        return cls(options, sources_of(options, given))
+        return cls(options, sources_of(options, given), given=given)
+
+    @classmethod
+    def validation_set(cls, name: str, entry: Any, rendering: Mapping[str, Any]) -> Self:
+        """The records of a set of eval.sets, all held out.
+
+        Args:
+            name: of the set.
+            entry: what the recipe has under it.
+            rendering: see `DataSource.rendering`.
+
+        Raises:
+            UserError: an unknown key or a value out of range.
+        """
+        source = set_of(name, entry, rendering)
+        return cls(OwnDataOptions(**rendering), [source], evaluated=source.given)
 
     def files(self) -> tuple[Path, ...] | None:
         """The files that are to be split, or those for training and those for validation.
@@ -102,6 +130,9 @@ class OwnData(DataSource):
     def prompt_style(self) -> "PromptStyle":
         return resolve_prompt_style(self._options.prompt_style)
 
+    def rendering(self) -> dict[str, Any]:
+        return {key: getattr(self._options, key) for key in self._given & {"columns", *RENDERING}}
+
     def parts(self) -> tuple[PartSource, ...]:
         return tuple(
             PartSource(
@@ -120,7 +151,7 @@ class OwnData(DataSource):
         if not _TAKEN_WHOLE & set(given) or "val_split_fraction" in given:
             return self
         options = dataclasses.replace(self._options, val_split_fraction=None)
-        return OwnData(options, self._sources, evaluated=given)
+        return OwnData(options, self._sources, given=self._given, evaluated=given)
 
     def _content(self, source: SourceOptions) -> Content:
         """What a source follows from that is here."""
@@ -145,17 +176,23 @@ class OwnData(DataSource):
         if is_hub_name(source.path):
             return None
         files = find_files(source.path, source.key)
+        group = source.key.rpartition(".")[0]
         for key in ("subset", "split", "revision"):
             if (value := getattr(source, key)) is not None:
                 raise UserError(
-                    f"{source.key.rpartition('.')[0]}.{key} is {value}, but {source.path} is here, "
+                    f"{group}.{key} is {value}, but {source.path} is here, "
                     "and only hub data sets have it.\n"
-                    f"Remove {key}; on the command line: --data.{key} null."
+                    f"Remove {key}{'' if '[' in group else f' (--{group}.{key} null)'}."
                 )
         return files
 
     def _part(self, source: SourceOptions, name: str) -> Part:
-        records = self._read(source)
+        try:
+            records = self._read(source)
+        except UserError as error:
+            if source.name is None:
+                raise
+            raise UserError(_OPTION.sub(rf"eval.sets.{source.name}.\1", str(error))) from error
         rules, shape = self._rules(source, records)
         train, val = records.train, records.val
         said = records.form.counted(len(train))
@@ -258,7 +295,7 @@ def _check_meant(source: SourceOptions, options: OwnDataOptions, records: Record
 def _names(sources: Sequence[SourceOptions]) -> list[str]:
     """A name for each source, in reports: as short as tells them apart."""
     if len(sources) == 1:
-        return ["JSON"]
+        return [sources[0].name or "JSON"]
     paths = [str(source.path).rstrip("/") for source in sources]
     short = [path.rpartition("/")[2] for path in paths]
     names = short if len({*short}) == len(short) else paths

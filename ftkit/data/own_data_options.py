@@ -78,6 +78,8 @@ class SourceOptions:
     """Where path was given, for errors."""
     given: Collection[str] = ()
     """What was said for this source alone."""
+    name: str | None = None
+    """In reports; None: by its path."""
     weight: float | None = None
     samples: int | None = None
     columns: Mapping[str, str] | None = None
@@ -99,6 +101,10 @@ _EXCLUSIVE = (
 _OF_HUB = ("subset", "split", "revision")
 _OF_ONE_SOURCE = ("path", "json_path", *_OF_HUB)
 _INHERITED = ("columns", "prompt_style", "chat_template", "train_on", "mask_prompt")
+RENDERING = ("prompt_style", "chat_template", "train_on", "mask_prompt", "reasoning", "overlong")
+"""Options that decide what becomes of records once they are read."""
+KEYS_OF_SETS = ("path", "columns", *_OF_HUB)
+"""What a set of eval.sets says itself."""
 _CHOICES = {
     "train_on": TrainOn,
     "reasoning": Reasoning,
@@ -114,7 +120,7 @@ def options_of(init_args: Mapping[str, Any]) -> OwnDataOptions:
     """
     check_init_args(init_args, _names(OwnDataOptions), "JSON")
     given = {key: value for key, value in init_args.items() if value is not None}
-    _check_values(given, "")
+    _check_values(given, "data.")
     for group in _EXCLUSIVE:
         _check_one_of(group, given)
     if "sources" in given:
@@ -161,19 +167,54 @@ def _source(entry: Any, key: str, inherited: dict[str, Any]) -> SourceOptions:
             f"{key} is {entry!r}, but has to be an object with a path.\n"
             "Write it as {path: FILE}, with weight or samples if needed."
         )
-    known = [name for name in _names(SourceOptions) if name not in ("key", "given")]
+    known = [name for name in _names(SourceOptions) if name not in ("key", "given", "name")]
     for name in entry:
         if name not in known:
             near = nearest(str(name), known)
             advice = f"Write {near} instead" if near else f"Remove {name}"
             raise UserError(f"{key} has no key {name}, only {', '.join(known)}.\n{advice}.")
     own = {name: value for name, value in entry.items() if value is not None}
-    _check_values(own, key.removeprefix("data.") + ".")
+    _check_values(own, f"{key}.")
     for group in (*_EXCLUSIVE, ("weight", "samples")):
         _check_one_of(group, own, key)
     others = {name for group in _EXCLUSIVE if own.keys() & set(group) for name in group}
     kept = {name: value for name, value in inherited.items() if name not in others}
     return SourceOptions(key=f"{key}.path", given=frozenset(own), **kept | own)
+
+
+def set_of(name: str, entry: Any, rendering: Mapping[str, Any]) -> SourceOptions:
+    """A set of eval.sets, with all that holds for it.
+
+    Args:
+        name: of the set.
+        entry: a path, or an object with one.
+        rendering: options of the data as whose its records are rendered.
+
+    Raises:
+        UserError: an unknown key or a value out of range.
+    """
+    key = f"eval.sets.{name}"
+    own = {"path": entry} if isinstance(entry, str | Path) else entry
+    if not isinstance(own, dict) or not own.get("path"):
+        raise UserError(
+            f"{key} is {entry!r}, but has to be a path, or an object with one.\nTry --{key} FILE."
+        )
+    for option in own:
+        if option in RENDERING:
+            raise UserError(
+                f"{key}.{option} is {own[option]!r}, but the records of a set are rendered as "
+                f"those of data, so that their losses compare.\nRemove {key}.{option}."
+            )
+        if option not in KEYS_OF_SETS:
+            near = nearest(str(option), KEYS_OF_SETS)
+            advice = f"Write {near} instead" if near else f"Remove {option}"
+            raise UserError(
+                f"{key} has no key {option}, only {', '.join(KEYS_OF_SETS)}.\n{advice}."
+            )
+    own = {option: value for option, value in own.items() if value is not None}
+    _check_values(own, f"{key}.")
+    kept = {option: rendering[option] for option in _INHERITED if option in rendering}
+    return SourceOptions(key=f"{key}.path", given=frozenset(own), name=name, **kept | own)
 
 
 def _check_one_of(group: Collection[str], given: Mapping[str, Any], key: str = "data") -> None:
@@ -187,8 +228,10 @@ def _check_one_of(group: Collection[str], given: Mapping[str, Any], key: str = "
 
 
 def _check_values(given: Mapping[str, Any], prefix: str) -> None:
-    """Refuse values out of range; keys are those of a source where there is a prefix."""
-    check_shared_values({key: value for key, value in given.items() if not prefix})
+    """Refuse values out of range; keys are those of a source, but for the prefix "data."."""
+    of_source = prefix != "data."
+    if not of_source:
+        check_shared_values(given)
     for key, value in given.items():
         name = prefix + key
         number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -213,7 +256,7 @@ def _check_values(given: Mapping[str, Any], prefix: str) -> None:
         elif key == "samples":
             accepted = number and isinstance(value, int) and value > 0
             check_value(name, value, accepted, "a whole number above 0", "1000")
-        elif key == "mask_prompt" and prefix:
+        elif key == "mask_prompt" and of_source:
             check_value(name, value, isinstance(value, bool), "true or false", "true")
 
 
@@ -226,14 +269,14 @@ def _check_columns(name: str, value: Any) -> None:
         if ours not in known:
             near = nearest(str(ours), known) or "instruction"
             raise UserError(
-                f"data.{name}.{ours} is {value[ours]}, but records have no {ours}, only "
-                f"{', '.join(known)}.\n{how_to_set(f'data.{name}.{near}', value[ours])}"
+                f"{name}.{ours} is {value[ours]}, but records have no {ours}, only "
+                f"{', '.join(known)}.\n{how_to_set(f'{name}.{near}', value[ours])}"
             )
     shapes = [keys for keys in COLUMNS.values() if value.keys() & set(keys)]
     if len(shapes) > 1:
         kinds = " and ".join(sorted(value.keys() & set(keys))[0] for keys in shapes[:2])
         raise UserError(
-            f"data.{name} names {kinds}, which no record has together.\n"
+            f"{name} names {kinds}, which no record has together.\n"
             f"Keep those of one kind, such as {', '.join(shapes[0])}."
         )
 

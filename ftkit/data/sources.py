@@ -3,17 +3,26 @@
 Another kind is a module with a `DataSource` (`ftkit/data/spec.py`), and a name here.
 """
 
+import re
+from collections.abc import Mapping
+from typing import Any
+
 from ftkit.config.recipe import Component
 from ftkit.data.litgpt_modules import MAP_STYLE, STREAMING, LitgptModule
 from ftkit.data.own_data import OwnData
+from ftkit.data.own_data_options import KEYS_OF_SETS
 from ftkit.data.spec import OWN_DATA, DataSource
 from ftkit.errors import UserError
+from ftkit.utils.dotted_keys import column_name
 from ftkit.utils.nearest import nearest
 
 _OWN: dict[str, type[DataSource]] = {"JSON": OwnData}
 """Kinds of ours; JSON replaces LitGPT's module of that name."""
 KINDS = {name: _OWN.get(name, LitgptModule) for name in sorted({*_OWN, *MAP_STYLE})}
 """Every kind by the name of its class in recipes; nothing outside this table is ever imported."""
+_UNFIT = re.compile(r"[^A-Za-z0-9_-]+")
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
+"""Of a set: its losses go to every logger, and its keys to command lines."""
 
 
 def data_source(data: Component) -> DataSource:
@@ -42,10 +51,52 @@ def data_source(data: Component) -> DataSource:
     )
 
 
-def check_data(data: Component) -> None:
+def validation_sets(data: Component, sets: Mapping[str, Any] | None) -> dict[str, DataSource]:
+    """The sets of eval.sets by their names, all of whose records are held out.
+
+    Args:
+        data: of the recipe; the sets are rendered as they are.
+        sets: of the recipe; an empty one is not there.
+
+    Raises:
+        UserError: a name that cannot be one, an unknown key, or a value out of range.
+    """
+    given = {name: entry for name, entry in (sets or {}).items() if entry is not None}
+    if not given:
+        return {}
+    source = data_source(data)
+    parts = source.parts()
+    taken = {column_name(part.name): part.name for part in parts if len(parts) > 1}
+    rendering = source.rendering()
+    for name in given:
+        if name in KEYS_OF_SETS:
+            raise UserError(
+                f"eval.sets.{name} is {given[name]!r}, but {name} is a key of a set, and each set "
+                f"has a name before its keys.\nTry --eval.sets.NAME.{name} {given[name]}."
+            )
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            fit = _UNFIT.sub("_", name).strip("_") if isinstance(name, str) else f"set_{name}"
+            raise UserError(
+                f"eval.sets has a set {name!r}, but names are texts of letters, digits, _ and -.\n"
+                f"Name it {fit or 'code'}."
+            )
+        if name in taken:
+            raise UserError(
+                f"eval.sets.{name} has the name of a source, {taken[name]} of data.sources: the "
+                f"losses of both would have one column.\nName it {name}_set."
+            )
+    return {name: OwnData.validation_set(name, entry, rendering) for name, entry in given.items()}
+
+
+def check_data(data: Component, sets: Mapping[str, Any] | None = None) -> None:
     """Refuse data that cannot be loaded, as far as names, values and files tell.
+
+    Args:
+        data: of a recipe.
+        sets: further ones to validate on, eval.sets.
 
     Raises:
         UserError: unknown class or key, value out of range, or a missing file.
     """
-    data_source(data).files()
+    for source in (data_source(data), *validation_sets(data, sets).values()):
+        source.files()

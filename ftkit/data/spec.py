@@ -138,6 +138,10 @@ class DataSource(ABC):
         """
         return Splits(parts=tuple(part.read() for part in self.parts()))
 
+    @abstractmethod
+    def rendering(self) -> dict[str, Any]:
+        """The init_args with which JSON data reads and renders other records as these."""
+
     def for_evaluation(self, given: Collection[str]) -> "DataSource":
         """The source whose validation records are evaluated on.
 
@@ -168,7 +172,7 @@ def check_value(key: str, value: object, accepted: bool, rule: str, works: str) 
     """Refuse a value.
 
     Args:
-        key: an option of a data source.
+        key: the whole of it, such as data.path.
         value: what it is.
         accepted: whether it may be that.
         rule: what it has to be.
@@ -178,8 +182,7 @@ def check_value(key: str, value: object, accepted: bool, rule: str, works: str) 
         UserError: it is not accepted.
     """
     if not accepted:
-        advice = how_to_set(f"data.{key}", works)
-        raise UserError(f"data.{key} is {value!r}, but has to be {rule}.\n{advice}")
+        raise UserError(f"{key} is {value!r}, but has to be {rule}.\n{how_to_set(key, works)}")
 
 
 def check_shared_values(init_args: Mapping[str, Any]) -> None:
@@ -188,18 +191,19 @@ def check_shared_values(init_args: Mapping[str, Any]) -> None:
     Raises:
         UserError: a value out of range.
     """
-    for key, value in init_args.items():
+    for option, value in init_args.items():
+        key = f"data.{option}"
         whole = isinstance(value, int) and not isinstance(value, bool)
-        if key == "mask_prompt":
+        if option == "mask_prompt":
             check_value(key, value, isinstance(value, bool), "true or false", "true")
-        elif key == "val_split_fraction":
+        elif option == "val_split_fraction":
             number = whole or isinstance(value, float)
             check_value(key, value, number and 0 < value < 1, "between 0 and 1", "0.05")
-        elif key == "ignore_index":
+        elif option == "ignore_index":
             rule = "-100: ftkit hands the model the labelled positions and needs no such mark"
             check_value(key, value, whole and value == -100, rule, "-100")
-        elif key == "seed":
+        elif option == "seed":
             accepted = whole and 0 <= value < 2**63
             check_value(key, value, accepted, "a whole number, 0 or more", "42")
-        elif key == "num_workers":
+        elif option == "num_workers":
             check_value(key, value, whole and value >= 0, "a whole number, 0 or more", "4")

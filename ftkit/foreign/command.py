@@ -105,7 +105,7 @@ class _Imported:
 
 def _read(run: ForeignRun, asked: ImportRecipe, display: Display) -> _Imported:
     recipe = asked.read()
-    check_data(recipe.data)
+    check_data(recipe.data, recipe.eval.sets)
     base = open_base(recipe.checkpoint_dir, recipe.implementation, token=recipe.access_token)
     adapter = asked.adapter if isinstance(recipe, LoraRecipe) else None
     if isinstance(recipe, LoraRecipe):

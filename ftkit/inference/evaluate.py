@@ -13,7 +13,7 @@ from ftkit.config.result_options import EvaluateOptions
 from ftkit.console.display import Display
 from ftkit.console.formatting import loss_text, number_text, percent_text
 from ftkit.console.grid import labelled_grid
-from ftkit.data.dataset import HeldOut, load_held_out
+from ftkit.data.dataset import HeldOut, ValidationSets, load_held_out, load_sets
 from ftkit.errors import UserError
 from ftkit.inference.result import Result
 from ftkit.inference.session import InUse, put_to_use
@@ -24,8 +24,9 @@ from ftkit.report.answers import score_title
 from ftkit.report.metrics import perplexity
 from ftkit.samples.layout import RankLayout
 from ftkit.samples.loader import validation_loader
+from ftkit.samples.sample_set import Samples
 from ftkit.scoring.metrics import DEFAULT_RECORDS, Score, Scoring
-from ftkit.training.evaluation import answer_scores, validation_loss
+from ftkit.training.evaluation import Validated, answer_scores, validation_loss
 
 DEFAULT_NEW_TOKENS = 100
 """Of an answer at most, where the run made none."""
@@ -51,9 +52,9 @@ def evaluate(result: Result, options: EvaluateOptions) -> int:
         # Conversations are written as it was trained, whatever template its base model has.
         in_use.loaded.base.tokenizer.chat_template = in_use.loaded.prompting.template.source
     given = {key.removeprefix("data.").removeprefix("init_args.") for key, _ in options.data}
-    held_out = _held_out(result, recipe, in_use, given)
+    held_out, sets = _held_out(result, recipe, in_use, given)
     with Display(None, stream=sys.stderr) as display:
-        measured = _measure(in_use, held_out, recipe, scoring, display)
+        measured = _measure(in_use, held_out, sets, recipe, scoring, display)
     values = {
         "result": result.name,
         "directory": spelt(result.directory),
@@ -79,7 +80,9 @@ def _recipe(result: Result, options: EvaluateOptions) -> Recipe:
             "Try --data JSON --data.path FILE."
         )
     recipe = result.recipe or Recipe(checkpoint_dir=str(result.directory))
+    sets = "null" if options.data and options.sets is None else options.sets
     asked = [
+        ("eval.sets", sets),
         ("train.micro_batch_size", options.micro_batch_size),
         ("eval.max_iters", options.max_iters),
         ("eval.exact_match", options.exact_match),
@@ -103,7 +106,9 @@ def _scoring(recipe: Recipe, options: EvaluateOptions) -> Scoring:
     )
 
 
-def _held_out(result: Result, recipe: Recipe, in_use: InUse, given: set[str]) -> HeldOut:
+def _held_out(
+    result: Result, recipe: Recipe, in_use: InUse, given: set[str]
+) -> tuple[HeldOut, ValidationSets]:
     """The records to evaluate on; `given` are the options of the data that were named for it."""
     longest = in_use.loaded.base.architecture.context_length
     if result.metadata is not None:
@@ -113,17 +118,17 @@ def _held_out(result: Result, recipe: Recipe, in_use: InUse, given: set[str]) ->
         Display(None, stream=sys.stderr) as display,
         display.phase("reading data", brief=True) as phase,
     ):
-        held_out = load_held_out(
-            recipe.data,
-            in_use.loaded.base.tokenizer,
-            longest,
-            given=given,
-            progress=lambda _, done, total: phase.advance(done, total),
-        )
-        for part in held_out.parts:
+
+        def advance(_: str, done: int, total: int) -> None:
+            phase.advance(done, total)
+
+        tokenizer = in_use.loaded.base.tokenizer
+        held_out = load_held_out(recipe.data, tokenizer, longest, given=given, progress=advance)
+        sets = load_sets(recipe.data, recipe.eval.sets, tokenizer, longest, progress=advance)
+        for part in (*held_out.parts, *sets.parts):
             for notice in part.notices:
                 display.warning(notice)
-    return held_out
+    return held_out, sets
 
 
 def _base_name(result: Result, in_use: InUse) -> str:
@@ -134,12 +139,18 @@ def _base_name(result: Result, in_use: InUse) -> str:
 
 
 def _measure(
-    in_use: InUse, held_out: HeldOut, recipe: Recipe, scoring: Scoring, display: Display
+    in_use: InUse,
+    held_out: HeldOut,
+    sets: ValidationSets,
+    recipe: Recipe,
+    scoring: Scoring,
+    display: Display,
 ) -> dict[str, Any]:
     """The numbers, in the way and order in which a run comes to them."""
     model, base = in_use.loaded.model, in_use.loaded.base
     samples = held_out.samples
-    limit = min(recipe.eval.max_iters * recipe.train.global_batch_size, len(samples))
+    most = recipe.eval.max_iters * recipe.train.global_batch_size
+    limit = min(most, len(samples))
     traits = base.architecture.attention
     model.kernel = attention_kernel(traits, in_use.plan)
     label_fraction = float(samples.label_counts.sum() / samples.lengths.sum())
@@ -148,17 +159,28 @@ def _measure(
         padding_free=attention_path(traits, in_use.plan) != "padded",
         attention_cost=attention_cost(model, label_fraction=label_fraction),
     )
-    batches = validation_loader(samples, limit=limit, layout=layout)
-    with display.phase("validating", brief=True) as phase:
-        validated = validation_loss(
+
+    def validated(samples: Samples, limit: int, sources: int) -> Validated:
+        batches = validation_loader(samples, limit=limit, layout=layout)
+        found = validation_loss(
             model,
             batches,
             in_use.device,
-            sources=len(held_out.parts),
+            sources=sources,
             context=in_use.context,
             progress=phase.advance,
         )
-    assert validated is not None
+        assert found is not None
+        return found
+
+    with display.phase("validating", brief=True) as phase:
+        of_data = validated(samples, limit, len(held_out.parts))
+        losses = dict(zip(held_out.names, of_data.of_sources, strict=True))
+        if len(held_out.parts) == 1:
+            losses = {}
+        if sets.parts:
+            of_sets = validated(joined := sets.samples(most), len(joined), len(sets.parts))
+            losses |= zip(sets.names, of_sets.of_sources, strict=True)
     questions = held_out.questions[: scoring.records]
     scores: list[Score] = []
     if questions:
@@ -175,17 +197,12 @@ def _measure(
         assert found is not None
         scores = found
     match = next((score for score in scores if score.metric.is_exact_match), None)
-    several = len(held_out.parts) > 1
     return {
         "records": limit,
         "label_tokens": int(samples.label_counts[:limit].sum()),
-        "loss": validated.loss,
-        "perplexity": perplexity(validated.loss),
-        **(
-            {"losses": dict(zip(held_out.names, validated.of_sources, strict=True))}
-            if several
-            else {}
-        ),
+        "loss": of_data.loss,
+        "perplexity": perplexity(of_data.loss),
+        **({"losses": losses} if losses else {}),
         "exact_match": match and {"records": match.records, "share": match.mean},
         "scores": [_score_values(score) for score in scores if score is not match],
     }

@@ -154,7 +154,7 @@ def prepare_run(
     """
     if (url := url_of(recipe.out_dir)) is not None:
         require_provider(url.partition(":")[0])
-    check_data(recipe.data)
+    check_data(recipe.data, recipe.eval.sets)
     find_tasks(recipe.eval.tasks or (), key="eval.tasks", trusted=trusted)
     asked = recipe
     if placed is not None:

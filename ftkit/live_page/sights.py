@@ -16,7 +16,7 @@ from ftkit.errors import UserError
 from ftkit.remote.fetch import unreachable
 from ftkit.remote.objects import StorageError
 from ftkit.remote.urls import spelt
-from ftkit.report.metrics import Row
+from ftkit.report.metrics import Row, loss_columns
 from ftkit.report.table import report_as_html
 from ftkit.runs.carrying.seen import UrlCopies
 from ftkit.runs.checkpoints import CheckpointEntry, entry_of
@@ -189,13 +189,14 @@ def _charts(sight: Sight) -> list[dict[str, Any]]:
         most = 100 if unit == "%" else None
         return {"title": title, "unit": unit, "x": x, "least": least, "most": most, "series": told}
 
-    rows = sight.rows
+    rows, of_sources = sight.rows, loss_columns(sight.validations)
     return [
         chart(
             "Loss",
             "nats per label token",
             by_step(rows, "loss", "training"),
             by_step(sight.validations, "val_loss", "validation"),
+            *(by_step(sight.validations, column, name) for name, column in of_sources),
         ),
         chart("Speed", "tokens/s", by_step(rows, "tokens_per_s", "speed")),
         chart("Learning rate", "", by_step(rows, "lr", "learning rate")),

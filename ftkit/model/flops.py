@@ -1,10 +1,13 @@
 """FLOPs and parameter counts of the model."""
 
+import numpy as np
+import numpy.typing as npt
 import torch.nn as nn
 from torch import Tensor
 
 from ftkit.bodies.experts import packed_in
 from ftkit.model.language_model import LanguageModel
+from ftkit.samples.sample_set import Samples
 
 
 def parameter_count(model: LanguageModel) -> int:
@@ -80,3 +83,22 @@ def _matrix_flops(module: nn.Module, expert_share: float) -> float:
 
 def _factor(weight: Tensor) -> int:
     return 6 if weight.requires_grad else 4
+
+
+def mean_flops_per_token(
+    model: LanguageModel, samples: Samples, repetitions: npt.NDArray[np.float64] | float = 1.0
+) -> float:
+    """In the mean over the tokens of an epoch.
+
+    Args:
+        model: in any state.
+        samples: of the data set.
+        repetitions: [samples] or one for all, how often an epoch takes each.
+    """
+    lengths = samples.lengths.astype(float)
+    tokens = (lengths * repetitions).sum()
+    return flops_per_token(
+        model,
+        attention_length=float((lengths**2 * repetitions).sum() / tokens),
+        label_fraction=float((samples.label_counts * repetitions).sum() / tokens),
+    )

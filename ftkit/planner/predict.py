@@ -231,7 +231,7 @@ def largest_that_fits(whole: Planned, attempt: Callable[[int], Planned]) -> Plan
 
 def plan_recipe(recipe: Recipe, *, gpu: Gpu | None = None, name: str = "") -> Planned:
     """Predict what a recipe will need; see `plan_files`."""
-    check_data(recipe.data)
+    check_data(recipe.data, recipe.eval.sets)
     made = make_plan(recipe, _devices(recipe, gpu))
     unreached = fetch_settings(recipe.checkpoint_dir, token=recipe.access_token)
     base = read_blueprint(recipe.checkpoint_dir, recipe.implementation, unreached=unreached)

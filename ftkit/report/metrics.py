@@ -2,7 +2,8 @@
 
 Numbers are written with full precision; a value that is missing or not a number is an empty cell.
 Where the data have several sources, further columns hold the samples and the validation loss of
-each; where routers have a loss of their own, the last one holds that.
+each, and such of eval.sets their loss; where routers have a loss of their own, the last one of
+metrics.csv holds that.
 """
 
 import csv
@@ -10,16 +11,16 @@ import errno
 import io
 import math
 import os
-import re
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self, TypeAlias
 
 from ftkit.errors import UserError
-from ftkit.utils.files import write_durably
+from ftkit.utils.dotted_keys import column_name
+from ftkit.utils.files import widen_table, write_durably
 
 METRICS_COLUMNS = ("step", "samples", "loss", "lr", "grad_norm", "tokens", "tokens_per_s")
 ROUTER_COLUMN = "router_aux_loss"
@@ -27,8 +28,6 @@ VALIDATION_COLUMNS = ("step", "samples", "val_loss", "perplexity")
 _BLOCK_BYTES = 64 * 2**10
 _INTEGERS = frozenset({"step", "samples", "tokens"})
 _SAMPLES_OF, _VAL_LOSS_OF = "samples/", "val_loss/"
-_UNFIT = re.compile(r'[",\s]+')
-"""What a name of a column does not contain."""
 
 Number: TypeAlias = int | float | None
 Row: TypeAlias = dict[str, Number]
@@ -36,12 +35,18 @@ Row: TypeAlias = dict[str, Number]
 
 def samples_column(source: str) -> str:
     """The column of metrics.csv with the samples of a source."""
-    return _SAMPLES_OF + _UNFIT.sub("_", source)
+    return _SAMPLES_OF + column_name(source)
 
 
 def loss_column(source: str) -> str:
     """The column of validation.csv with the loss of a source."""
-    return _VAL_LOSS_OF + _UNFIT.sub("_", source)
+    return _VAL_LOSS_OF + column_name(source)
+
+
+def loss_columns(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """The sources that rows of validation.csv have a loss of, with their columns."""
+    columns = rows[-1] if rows else ()
+    return [(c.removeprefix(_VAL_LOSS_OF), c) for c in columns if c.startswith(_VAL_LOSS_OF)]
 
 
 def perplexity(loss: float) -> float:
@@ -157,9 +162,7 @@ class MetricsWriter(CsvWriter):
         """
         if self._of_routers:
             return
-        header, *rows = self._path.read_text(encoding="utf-8").splitlines()
-        lines = (f"{header},{ROUTER_COLUMN}", *(f"{row}," for row in rows))
-        write_durably(self._path, "".join(f"{line}\n" for line in lines))
+        widen_table(self._path, (ROUTER_COLUMN,))
         self._file.close()
         self._file = self._path.open("r+b", buffering=0)
         self._file.seek(0, os.SEEK_END)
@@ -202,8 +205,23 @@ class ValidationWriter(CsvWriter):
     def __init__(
         self, path: Path, *, after_step: int | None = None, sources: Sequence[str] = ()
     ) -> None:
-        """As `MetricsWriter`."""
-        super().__init__(path, (*VALIDATION_COLUMNS, *map(loss_column, sources)), after_step)
+        """As `MetricsWriter`, but a file that goes on keeps its columns and gets further ones.
+
+        Args:
+            path: of the file.
+            after_step: as of `MetricsWriter`.
+            sources: what has a loss of its own: sources of the data, where there are several, and
+                the sets of eval.sets.
+
+        Raises:
+            OSError: the file cannot be written.
+            UserError: it is another table.
+            ValueError: it has a row after ``after_step``.
+        """
+        self._columns = (*VALIDATION_COLUMNS, *map(loss_column, sources))
+        if after_step is not None and path.exists():
+            self._columns = widen_table(path, self._columns)
+        super().__init__(path, self._columns, after_step)
         rows = read_validation(path)
         self._last_step = rows[-1]["step"] if rows else None
 
@@ -213,19 +231,27 @@ class ValidationWriter(CsvWriter):
         step: int,
         samples: int,
         val_loss: float | None,
-        of_sources: Sequence[float | None] = (),
+        of_sources: Mapping[str, float | None] | None = None,
     ) -> None:
         """Add the row of one validation; the perplexity follows from its loss.
 
         A step that has a row keeps it: a run that was killed between its last validation and its
         end goes on with that validation.
+
+        Args:
+            step: optimizer steps done.
+            samples: consumed since the run began.
+            val_loss: of all validation samples of the data.
+            of_sources: of each source and set, by its name.
         """
         if step == self._last_step:
             return
         self._last_step = step
         value = None if val_loss is None else perplexity(val_loss)
         cells = (str(step), str(samples), cell_text(val_loss), cell_text(value))
-        self._write_cells((*cells, *map(cell_text, of_sources)))
+        losses = {loss_column(name): loss for name, loss in (of_sources or {}).items()}
+        others = (losses.get(column) for column in self._columns[len(cells) :])
+        self._write_cells((*cells, *map(cell_text, others)))
 
 
 def read_metrics(path: Path) -> list[Row]:

@@ -5,8 +5,8 @@ None. The keys of the file are the names of the fields below.
 
 A run that goes on from a checkpoint has several sessions and a report of each. `Report.restarts`,
 `Report.progress`, `Report.loss`, `Report.exact_match`, `Report.tasks`, `Report.examples` and
-samples and losses of `Report.sources` cover the whole run, from its very first step; everything
-else, such as times, tokens and throughput, is of the session that is reported.
+samples and losses of `Report.sources` and `Report.sets` cover the whole run, from its very first
+step; everything else, such as times, tokens and throughput, is of the session that is reported.
 """
 
 import dataclasses
@@ -149,7 +149,7 @@ class DataCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """One source of the data, where there are several."""
+    """One source of the data, where there are several, or one set of eval.sets."""
 
     data: dict[str, DataCounts] = field(default_factory=dict)
     """Counts by split."""
@@ -309,6 +309,9 @@ class ChosenResult:
     """Optimizer steps done."""
     validation_loss: float | None = None
     """Of the result; None: none was measured."""
+    losses: dict[str, float] = field(default_factory=dict)
+    """Of the result on each source of the data, where there are several, and each set of
+    eval.sets, by their names in columns; what was not measured is not there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,6 +352,8 @@ class Report:
     """Counts by split."""
     sources: dict[str, Source] = field(default_factory=dict)
     """The same and more for each source of the data by its name, where there are several."""
+    sets: dict[str, Source] = field(default_factory=dict)
+    """The same for each set of eval.sets by its name; nothing of them is trained on."""
     resumed: Resumed | None = None
     """Where this session went on from; None: it is the first."""
     restarts: list[Restart] = field(default_factory=list)

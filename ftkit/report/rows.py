@@ -137,8 +137,10 @@ def _learned_rows(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def _source_rows(report: Report) -> Iterator[tuple[str, str]]:
-    for name, source in report.sources.items():
-        yield name, _source_text(source, of_start=bool(report.loss and report.loss.is_of_start))
+    of_start = bool(report.loss and report.loss.is_of_start)
+    sets = {f"set {name}": one for name, one in report.sets.items()}
+    for name, source in (report.sources | sets).items():
+        yield name, _source_text(source, of_start=of_start)
 
 
 def _word_rows(report: Report) -> Iterator[tuple[str, str]]:
@@ -373,7 +375,7 @@ def _source_text(source: Source, *, of_start: bool) -> str:
     validation, best = _validation_text(source, of_start=of_start), source.validation_best
     return _joined(
         (
-            _count(source.samples, "sample"),
+            source.samples and _count(source.samples, "sample"),
             validation and f"validation {validation}",
             best not in (None, source.validation_last) and f"best {loss_text(best)}",
         )

@@ -31,7 +31,7 @@ from ftkit.console.grid import labelled_grid
 from ftkit.console.html import bar, block, curve_picture, escaped, labelled, styled
 from ftkit.console.terminal import terminal_of
 from ftkit.remote.urls import spelt, url_of
-from ftkit.report.metrics import Row, RowsReader
+from ftkit.report.metrics import Row, RowsReader, loss_columns
 from ftkit.report.report import Progress, Report, Resolved
 from ftkit.report.rows import memory_text
 from ftkit.report.table import STYLE_OF_OUTCOME
@@ -332,6 +332,7 @@ def _rows_of(sight: Sight) -> list[tuple[str, str]]:
     return [
         ("loss", _from_to(losses)),
         ("validation", _from_to(validations) + _best(validations)),
+        *((f"on {name}", _from_to(ls) + _best(ls)) for name, ls in _of_sources(sight.validations)),
         (
             "speed now" if sight.run.at_work else "last speed",
             f"{number_text(speed)} tokens/s, {duration_text(step_s)} a step"
@@ -346,6 +347,14 @@ def _rows_of(sight: Sight) -> list[tuple[str, str]]:
         ),
         ("silent", _silence(sight)),
         *(("warning", warning) for warning in (report.warnings if report else ())),
+    ]
+
+
+def _of_sources(validations: list[Row]) -> list[tuple[str, list[float]]]:
+    """Sources of the data and sets of eval.sets by their names, with the losses of each."""
+    return [
+        (name, [loss for row in validations if (loss := row[column]) is not None])
+        for name, column in loss_columns(validations)
     ]
 
 

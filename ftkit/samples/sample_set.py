@@ -183,9 +183,11 @@ class JoinedSamples(Samples):
         self._sets, self._sources, self._places = sets, sources, places
 
     @classmethod
-    def one_after_another(cls, sets: Sequence[SampleSet]) -> "JoinedSamples":
-        """All samples of the first source, then those of the next."""
-        sizes = [len(each) for each in sets]
+    def one_after_another(
+        cls, sets: Sequence[SampleSet], *, most: int | None = None
+    ) -> "JoinedSamples":
+        """All samples of the first source, or its first `most`, then those of the next."""
+        sizes = [len(each) if most is None else min(len(each), most) for each in sets]
         sources = np.repeat(np.arange(len(sets), dtype=np.int32), sizes)
         return cls(sets, sources, np.concatenate([np.arange(size) for size in sizes]))
 

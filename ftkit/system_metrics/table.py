@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from ftkit.report.metrics import CsvWriter, cell_text, read_metrics
-from ftkit.utils.files import write_durably
+from ftkit.report.metrics import CsvWriter, cell_text
+from ftkit.utils.files import widen_table
 
 _FIRST = ("step", "time_s")
 
@@ -26,7 +26,7 @@ class SystemWriter(CsvWriter):
         """
         self._columns = (*_FIRST, *names)
         if after_step is not None and path.exists():
-            self._columns = _widened(path, self._columns)
+            self._columns = widen_table(path, self._columns)
         super().__init__(path, self._columns, after_step)
 
     def write(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
@@ -39,20 +39,3 @@ class SystemWriter(CsvWriter):
         """
         cells = (cell_text(values.get(name)) for name in self._columns[len(_FIRST) :])
         self._write_cells((str(step), f"{time_s:.2f}", *cells))
-
-
-def _widened(path: Path, columns: tuple[str, ...]) -> tuple[str, ...]:
-    """The columns of a file and further ones, which it has from then on."""
-    rows = read_metrics(path)
-    before = tuple(path.read_text(encoding="utf-8").partition("\n")[0].split(","))
-    if before[: len(_FIRST)] != _FIRST:  # not even its header is whole
-        path.unlink()
-        return columns
-    after = tuple(dict.fromkeys((*before, *columns)))
-    if after != before:
-        lines = [",".join(after)]
-        for row in rows:
-            cells = [cell_text(row.get(name)) for name in after[1:]]
-            lines.append(",".join((str(row["step"]), *cells)))
-        write_durably(path, "".join(f"{line}\n" for line in lines))
-    return after

@@ -29,6 +29,7 @@ from ftkit.lora.save import save_adapter
 from ftkit.model.load_weights import trained_weights
 from ftkit.pretrained.base_model import save_companions
 from ftkit.pretrained.chat_files import GENERATION
+from ftkit.report.metrics import loss_columns, read_validation
 from ftkit.report.report import ChosenResult
 from ftkit.strategies.distributed import of_rank_0, rank
 from ftkit.training.evaluation import EvaluatedWeights
@@ -243,8 +244,17 @@ class Checkpointing:
                 with self._journal.display.phase("taking the best checkpoint", brief=True):
                     replace_trained(self._setup.model, self._setup.strategy.sharding, stored)
                 self._weights.are_kept()
-        recorder.note(result=ChosenResult(step=best, validation_loss=loss))
+        losses = self._losses_of(best)
+        recorder.note(result=ChosenResult(step=best, validation_loss=loss, losses=losses))
         self._tell_best(best, loss)
+
+    def _losses_of(self, step: int) -> dict[str, float]:
+        """Of the validation of a step, on each source and set; rank 0 alone has its row."""
+        table = self._setup.job.directory.validation
+        rows = read_validation(table) if rank() == 0 else []
+        row = next((row for row in rows if row["step"] == step), {})
+        found = ((name, row.get(column)) for name, column in loss_columns(rows))
+        return {name: loss for name, loss in found if loss is not None}
 
     def _tell_best(self, step: int, loss: float | None) -> None:
         """Say which step the result is of, and whether another one was better."""

@@ -32,6 +32,7 @@ from ftkit.training.journal import Journal
 from ftkit.training.loggers import Loggers
 from ftkit.training.setup import Setup
 from ftkit.training.signals import StopRequest
+from ftkit.utils.progress import OnProgress
 
 if TYPE_CHECKING:
     from ftkit.tasks.harness import TaskSet
@@ -122,18 +123,39 @@ class Evaluator:
                 stopped=self._stop.requested,
                 progress=phase.advance,
             )
-        if found is None:
+            of_sets = self._losses_of_sets(limit, phase.advance) if found else None
+        if found is None or of_sets is None:
             return
         loss = found.loss
         self._newest = step, loss
         names = self._setup.data.names if len(found.of_sources) > 1 else ()
-        of_sources = dict(zip(names, found.of_sources, strict=False))
-        self._journal.recorder.on_validation(step, loss, [*of_sources.values()])
+        of_sources = dict(zip(names, found.of_sources, strict=False)) | of_sets
+        self._journal.recorder.on_validation(step, loss, of_sources)
         shown = {loss_column(name): its for name, its in of_sources.items() if its is not None}
         self._loggers.log({"val_loss": loss, **shown}, step)
         self._journal.display.message(
             f"step {step}: validation loss {loss:.4f}, perplexity {perplexity(loss):.3g}"
+            + "".join(f", {name} {of_set:.4f}" for name, of_set in of_sets.items())
         )
+
+    def _losses_of_sets(self, limit: int, progress: OnProgress) -> dict[str, float] | None:
+        """Of each set of eval.sets, on its first `limit` samples; None: it was stopped early."""
+        sets = self._setup.sets
+        if not sets.parts:
+            return {}
+        found = validation_loss(
+            self._setup.model,
+            validation_loader(samples := sets.samples(limit), len(samples), self._setup.layout),
+            self._setup.strategy.device,
+            sources=len(sets.parts),
+            context=self._setup.strategy.precision.forward_context,
+            stopped=self._stop.requested,
+            progress=progress,
+        )
+        if found is None:
+            return None
+        losses = zip(sets.names, found.of_sources, strict=True)
+        return {name: loss for name, loss in losses if loss is not None}
 
     def _score_answers(self, step: int) -> None:
         questions = self._setup.data.questions[: self._scoring.records]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +13,7 @@ import torch
 from ftkit.accelerators.use import product_name
 from ftkit.bodies.routing import Routing
 from ftkit.checkpoint.metadata import Metadata
-from ftkit.data.sources import data_source
+from ftkit.data.sources import data_source, validation_sets
 from ftkit.memory.meter import DevicePeak
 from ftkit.report.answers import AnsweredExample, AnswerScore, ExactMatch, TaskScore
 from ftkit.report.expert_load import ExpertLoad
@@ -84,10 +84,9 @@ class Recorder:
         self._job, self._plan, self._state = job, job.plan, state
         self._device = device = make_device(self._plan)
         self._rank = state.rank
-        now = time.time()
         self._times = dict.fromkeys(get_args(PhaseName), 0.0)
         self._since = job.started_at_s
-        self._written_at = now
+        self._written_at = time.time()
         self._meter = ThroughputMeter()
         self._first_loss: float | None = None
         self._last_record: StepRecord | None = None
@@ -99,10 +98,13 @@ class Recorder:
         run = job.directory
         tables = run if state.rank == 0 else state
         names = [part.name for part in data_source(job.recipe.data).parts()]
-        before = start.carried.get("sources") if start else None
-        self._sources = SourceMeter(names, from_json(dict[str, Source], before or {}))
+        sets = tuple(validation_sets(job.recipe.data, job.recipe.eval.sets))
+        before = start.carried if start else {}
+        self._sources = SourceMeter.going_on(names, before.get("sources"))
+        self._sets = SourceMeter.going_on(sets, before.get("sets"), least=1)
         after, sources = start.step if start else None, tuple(self._sources.sources)
         self._metrics = MetricsWriter(tables.metrics, after_step=after, sources=sources)
+        sources += sets
         self._validation = ValidationWriter(tables.validation, after_step=after, sources=sources)
         self._stalls_s: list[float] = []
         self._writes_s: list[float] = []
@@ -116,6 +118,7 @@ class Recorder:
             loss=Loss(),
             files=Files(metrics=run.metrics.name, validation=run.validation.name, log=run.log.name),
             sources=self._sources.sources,
+            sets=self._sets.sources,
         )
         if start:
             self._restore(start)
@@ -165,14 +168,14 @@ class Recorder:
 
     def carried(self) -> dict[str, Any]:
         """The sections of the report that cover all sessions, for a checkpoint's metadata."""
-        match, sources = self.report.exact_match, self._sources.sources.items()
         return {
             "loss": dataclasses.asdict(self._loss()),
-            "exact_match": match and dataclasses.asdict(match),
+            "exact_match": (match := self.report.exact_match) and dataclasses.asdict(match),
             "tasks": [dataclasses.asdict(score) for score in self.report.tasks],
             "examples": [dataclasses.asdict(example) for example in self.report.examples],
             "scores": [dataclasses.asdict(score) for score in self.report.scores],
-            "sources": {name: dataclasses.asdict(source) for name, source in sources},
+            "sources": self._sources.carried,
+            "sets": self._sets.carried,
             "restarts": [dataclasses.asdict(restart) for restart in self.report.restarts],
         }
 
@@ -184,13 +187,12 @@ class Recorder:
             changes: fields of the recipe that are not as they were, one line each.
         """
         assert self._start is not None
-        layout = self._start.layout
         self.note(
             resumed=Resumed(
                 from_step=self._start_step,
                 checkpoint=self._shown(checkpoint),
-                strategy=layout.strategy,
-                world_size=layout.world_size,
+                strategy=self._start.layout.strategy,
+                world_size=self._start.layout.world_size,
                 changes=list(changes),
             )
         )
@@ -254,6 +256,10 @@ class Recorder:
         """Note what the data came to, and each source where there are several."""
         self._sources.prepare(sources)
         self.note(data=counts, sources=self._sources.sources)
+
+    def on_sets(self, sets: dict[str, Source]) -> None:
+        """Note what the sets of eval.sets came to."""
+        self._sets.prepare(sets)
 
     def enter(self, phase: PhaseName) -> None:
         """Time from now on belongs to this phase."""
@@ -327,18 +333,18 @@ class Recorder:
         self.note(step_memory=StepMemory(ranks=[measured]))
 
     def on_validation(
-        self, step: int, loss: float, of_sources: Sequence[float | None] = ()
+        self, step: int, loss: float, losses: Mapping[str, float | None] | None = None
     ) -> None:
         """Note a validation and write its row of validation.csv.
 
         Args:
             step: optimizer steps done.
             loss: of all samples.
-            of_sources: of each source, where there are several.
+            losses: of each source, where there are several, and each set, by names.
         """
-        done = self.samples
-        self._validation.write(step=step, samples=done, val_loss=loss, of_sources=of_sources)
-        self._sources.validate(of_sources, is_first=step == 0)
+        self._validation.write(step=step, samples=self.samples, val_loss=loss, of_sources=losses)
+        for meter in (self._sources, self._sets):
+            meter.validate(losses or {}, is_first=step == 0)
         self._note_failures()
         before = self.report.loss
         assert before is not None

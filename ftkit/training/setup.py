@@ -5,9 +5,6 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
 from ftkit.architectures.architecture import Implementation
 from ftkit.bodies.attention import AttentionPath, attention_kernel, attention_path
 from ftkit.chat_templates.named import OF_TOKENIZER, resolve_chat_template
@@ -19,13 +16,13 @@ from ftkit.config.checks import check_validations
 from ftkit.config.plan import Plan
 from ftkit.config.recipe import LoraRecipe, Recipe
 from ftkit.console.formatting import percent_text
-from ftkit.data.dataset import DataSets, load_data
+from ftkit.data.dataset import DataSets, ValidationSets, load_data, load_sets
 from ftkit.data.prepare import Counts
 from ftkit.errors import UserError
 from ftkit.inspection.findings import TOLD_BY_COUNTS, Evidence, findings
 from ftkit.lora.load import Adapter, check_shapes, read_adapter
 from ftkit.lora.save import check_adapter
-from ftkit.model.flops import attention_cost, flops_per_token, parameter_count
+from ftkit.model.flops import attention_cost, mean_flops_per_token, parameter_count
 from ftkit.model.language_model import LanguageModel, outline, trainable, trained_router_loss
 from ftkit.model.load_weights import fill, kept_parameters
 from ftkit.model.trial import require_trainable
@@ -44,7 +41,6 @@ from ftkit.report.rows import losses_of_data_text, summary_text
 from ftkit.runs.checkpoints import size_of
 from ftkit.runs.job import Job
 from ftkit.samples.layout import IntArray, RankLayout
-from ftkit.samples.sample_set import Samples
 from ftkit.strategies.distributed import rank
 from ftkit.strategies.precision import compute_dtype, parameter_dtype, updated_dtype
 from ftkit.strategies.select import make_strategy
@@ -81,6 +77,8 @@ class Setup:
     attention: AttentionPath
     """How attention sees a micro-batch."""
     strategy: Strategy
+    sets: ValidationSets = dataclasses.field(default_factory=lambda: ValidationSets(parts=()))
+    """Further ones to validate on."""
 
     @cached_property
     def layout(self) -> RankLayout:
@@ -205,13 +203,15 @@ def set_up(job: Job, start: StartingPoint, journal: Journal) -> Setup:
     max_seq_length = checked_length(base, recipe.train.max_seq_length)
     router_loss = trained_router_loss(base.architecture, recipe)
     with journal.display.phase("reading data") as phase:
-        data = load_data(
-            recipe.data,
-            base.tokenizer,
-            max_seq_length,
-            progress=lambda _, done, total: phase.advance(done, total),
-        )
+
+        def advance(_: str, done: int, total: int) -> None:
+            phase.advance(done, total)
+
+        becomes = base.tokenizer, max_seq_length
+        data = load_data(recipe.data, *becomes, progress=advance)
+        sets = load_sets(recipe.data, recipe.eval.sets, *becomes, progress=advance)
     tell_data(data, journal)
+    tell_sets(sets, journal)
     if rank() == 0:
         _tell_findings(data, base, max_seq_length, journal)
     found = identities(recipe, base, data, start.metadata)
@@ -247,6 +247,7 @@ def set_up(job: Job, start: StartingPoint, journal: Journal) -> Setup:
         model=model,
         attention=attention,
         strategy=strategy,
+        sets=sets,
     )
     if setup.is_saved:
         _check_checkpoints(setup)
@@ -295,6 +296,20 @@ def tell_data(data: DataSets, journal: Journal) -> None:
             journal.warn(notice)
     of_all = {str(split): data_counts(counts) for split, counts in data.counts.items()}
     journal.recorder.on_data(of_all, sources)
+
+
+def tell_sets(sets: ValidationSets, journal: Journal) -> None:
+    """Note what became of the records of each set, and say what is not validated on as it is."""
+    counts = {}
+    for part in sets.parts:
+        name, known = part.source.name, data_counts(part.splits["val"].counts)
+        counts[name] = Source(data={"val": known})
+        journal.display.message(f"set {name}: {part.part.description}")
+        if text := losses_of_data_text(known):
+            journal.display.message(f"set {name}: {text}{_why(known)}")
+        for notice in part.notices:
+            journal.warn(notice)
+    journal.recorder.on_sets(counts)
 
 
 def _tell_findings(data: DataSets, base: BaseModel, max_seq_length: int, journal: Journal) -> None:
@@ -389,25 +404,6 @@ def _tell(setup: Setup, journal: Journal) -> None:
     journal.display.message(summary_text(resolved, recipe.method))
     if text := _alone_text(setup.data.train.lengths, plan.micro_batch_tokens):
         journal.display.message(f"notice: {text}")
-
-
-def mean_flops_per_token(
-    model: LanguageModel, samples: Samples, repetitions: npt.NDArray[np.float64] | float = 1.0
-) -> float:
-    """In the mean over the tokens of an epoch.
-
-    Args:
-        model: in any state.
-        samples: of the data set.
-        repetitions: [samples] or one for all, how often an epoch takes each.
-    """
-    lengths = samples.lengths.astype(float)
-    tokens = (lengths * repetitions).sum()
-    return flops_per_token(
-        model,
-        attention_length=float((lengths**2 * repetitions).sum() / tokens),
-        label_fraction=float((samples.label_counts * repetitions).sum() / tokens),
-    )
 
 
 def _adapter(recipe: Recipe, base: BaseModel, model: LanguageModel) -> Adapter | None:

@@ -1,7 +1,11 @@
-"""Dotted keys of nested mappings, as recipes and command lines have them."""
+"""Names: dotted keys of nested mappings, as recipes and command lines have them; columns."""
 
+import re
 from collections.abc import Container, Iterator
 from typing import Any
+
+_UNFIT = re.compile(r'[",\s]+')
+"""What a name of a column does not contain."""
 
 
 def leaves(
@@ -20,3 +24,8 @@ def leaves(
             yield from leaves(value, f"{path}.", whole=whole)
         else:
             yield path, value
+
+
+def column_name(name: str) -> str:
+    """A name as columns of tables have it."""
+    return _UNFIT.sub("_", name)

@@ -5,7 +5,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -150,3 +150,26 @@ def free_disk_bytes(place: Path) -> int:
     """Free space where a file or directory is, or would be."""
     above = (place.absolute(), *place.absolute().parents)
     return shutil.disk_usage(next(path for path in above if path.exists())).free
+
+
+def widen_table(path: Path, columns: Sequence[str]) -> tuple[str, ...]:
+    """Give a CSV file the columns that it lacks, as the last ones, empty in the rows so far.
+
+    Args:
+        path: an existing file; a row that is not whole is dropped.
+        columns: that it is to have.
+
+    Returns:
+        Its columns from then on; `columns`, where not even its header is whole.
+
+    Raises:
+        OSError: the file cannot be written; it is as it was.
+    """
+    header, *rows = path.read_bytes().split(b"\n")[:-1] or [b""]
+    before = tuple(header.decode(errors="replace").split(",")) if header else ()
+    further = [column for column in columns if column not in before]
+    if header and further:
+        ending = b"," * len(further)
+        lines = (",".join((*before, *further)).encode(), *(row + ending for row in rows))
+        write_durably(path, b"".join(line + b"\n" for line in lines).decode(errors="replace"))
+    return (*before, *further)

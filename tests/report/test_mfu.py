@@ -13,13 +13,12 @@ from recorders import make_recorder, train
 from ftkit.bodies.routing import Routing
 from ftkit.config.parsing import read_recipe
 from ftkit.config.recipe import Method
-from ftkit.model.flops import flops_per_token
+from ftkit.model.flops import flops_per_token, mean_flops_per_token
 from ftkit.model.language_model import LanguageModel, outline
 from ftkit.pretrained.base_model import open_base
 from ftkit.rendering.renderer import Rendered
 from ftkit.report.peak_flops import BEFORE_AMPERE_TFLOPS, TENSOR_CORE_TFLOPS, peak_flops
 from ftkit.samples.sample_set import SampleSet
-from ftkit.training.setup import mean_flops_per_token
 
 CARDS = ROOT / "docs" / "cards.md"
 

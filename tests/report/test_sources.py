@@ -1,5 +1,6 @@
 """What is known of each source of the data, where there are several."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,7 @@ def test_rows_of_sources_are_cut_and_continued(tmp_path: Path) -> None:
 def test_a_source_without_validation_samples_has_an_empty_cell(tmp_path: Path) -> None:
     path = tmp_path / "validation.csv"
     with ValidationWriter(path, sources=NAMES) as validation:
-        validation.write(step=1, samples=4, val_loss=1.5, of_sources=[1.25, None])
+        validation.write(step=1, samples=4, val_loss=1.5, of_sources={NAMES[0]: 1.25})
     header = path.read_text().splitlines()[0]
     assert header == ",".join([*VALIDATION_COLUMNS, "val_loss/some.json", "val_loss/odd_name_"])
     (row,) = read_validation(path)
@@ -70,12 +71,12 @@ def test_samples_and_losses_go_on_where_an_earlier_session_left_off() -> None:
     meter = SourceMeter(["a", "b"], {})
     counts = {"train": DataCounts(records=5, used=5)}
     meter.prepare({name: Source(data=counts, samples_per_epoch=5) for name in "ab"})
-    meter.validate([3.0, None], is_first=True)
+    meter.validate({"a": 3.0, "b": None}, is_first=True)
     meter.add([2, 0])
-    meter.validate([1.0, 2.0], is_first=False)
-    later = SourceMeter(["a", "b"], meter.sources)
+    meter.validate({"a": 1.0, "b": 2.0}, is_first=False)
+    later = SourceMeter.going_on(["a", "b"], json.loads(json.dumps(meter.carried)))
     later.add([1, 3])
-    later.validate([2.0, 1.5], is_first=False)
+    later.validate({"a": 2.0, "b": 1.5, "another": 1.0}, is_first=False)
     assert later.samples == [3, 3]
     assert later.sources["a"] == Source(
         data=counts,
@@ -87,3 +88,49 @@ def test_samples_and_losses_go_on_where_an_earlier_session_left_off() -> None:
     )
     assert later.sources["b"].validation_first is None
     assert later.sources["b"].validation_best == 1.5
+
+
+def test_losses_on_other_records_of_one_name_are_not_compared() -> None:
+    meter = SourceMeter(["code"], {}, least=1)
+    meter.prepare({"code": Source(data={"val": DataCounts(records=5, used=5)})})
+    meter.validate({"code": 1.0}, is_first=True)
+    same = SourceMeter.going_on(["code"], meter.carried, least=1)
+    same.prepare({"code": Source(data={"val": DataCounts(records=5, used=5)})})
+    assert same.sources == meter.sources
+    other = SourceMeter.going_on(["code"], meter.carried, least=1)
+    other.prepare({"code": Source(data={"val": DataCounts(records=6, used=6)})})
+    assert other.sources["code"].validation_first is None
+    assert other.sources["code"].validation_best is None
+
+
+def test_a_file_of_validations_that_goes_on_keeps_its_columns_and_gets_further_ones(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "validation.csv"
+    with ValidationWriter(path, sources=["code"]) as validation:
+        validation.write(step=1, samples=4, val_loss=1.5, of_sources={"code": 1.25})
+    with path.open("a") as file:
+        file.write("2,8,0.1")  # the machine died
+    with ValidationWriter(path, after_step=1, sources=["french"]) as validation:
+        validation.write(step=2, samples=8, val_loss=1.0, of_sources={"french": 0.5})
+    with ValidationWriter(path, after_step=2, sources=["french", "code"]) as validation:
+        validation.write(step=3, samples=12, val_loss=1.0, of_sources={"code": 2.0, "french": 3.0})
+    header, *lines = path.read_text().splitlines()
+    assert header == ",".join([*VALIDATION_COLUMNS, "val_loss/code", "val_loss/french"])
+    assert lines[0].endswith(",1.25,")
+    columns = ("samples", "val_loss/code", "val_loss/french")
+    assert [tuple(row[column] for column in columns) for row in read_validation(path)] == [
+        (4, 1.25, None),
+        (8, None, 0.5),
+        (12, 2.0, 3.0),
+    ]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_validations_that_nothing_is_added_to_are_not_written_anew(tmp_path: Path) -> None:
+    path = tmp_path / "validation.csv"
+    with ValidationWriter(path, sources=["code"]) as validation:
+        validation.write(step=1, samples=4, val_loss=1.5, of_sources={"code": 1.25})
+    before = path.stat().st_ino
+    ValidationWriter(path, after_step=1).close()
+    assert path.stat().st_ino == before

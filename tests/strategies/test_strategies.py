@@ -22,6 +22,7 @@ from rank_jobs import (
     needs_deepspeed,
 )
 
+from ftkit.checkpoint.metadata import read_metadata
 from ftkit.config.devices import Devices
 from ftkit.config.recipe import Method, Recipe
 from ftkit.config.result_options import UseOptions
@@ -142,24 +143,35 @@ def test_sharded_parameters_of_16_bits_learn_what_whole_ones_do(
     assert not any(torch.tensor(norm).bfloat16().item() == norm for norm in (*norms, *of_one))
 
 
+def _near(loss: float | None) -> Any:
+    return pytest.approx(loss, rel=1e-5)
+
+
 # --- Training control ---------------------------------------------------------------------------
 
 SEVERAL = ["ddp", "fsdp", *(["deepspeed"] if HAS_DEEPSPEED else [])]
+CONTROL_SETS = tuple(change for change in CONTROL if change[0].startswith("eval.sets."))
+WITHOUT_SETS = tuple(change for change in CONTROL if change not in CONTROL_SETS)
 CONTROLLED = {name: Case(name, "full", changes=CONTROL) for name in ["single", *SEVERAL]}
 
 
 @pytest.fixture(scope="module")
 def controlled(run: Run) -> dict[str, Outcome]:
-    """By strategy, and one that began under fsdp and went on elsewhere after 3 of its 6 steps."""
+    """By strategy, and one that began under fsdp and went on elsewhere after 3 of its 6 steps.
+
+    There it has another set to validate on in place of one.
+    """
     first = dataclasses.replace(CONTROLLED["fsdp"], stop_after=3)
     found = run(2, [*(CONTROLLED[name] for name in SEVERAL), first])
-    moved = dataclasses.replace(CONTROLLED["single"], start=found[first].out_dir)
+    other_sets = (*WITHOUT_SETS, CONTROL_SETS[0], ("eval.sets.further", "BESIDE/one.json"))
+    moved = Case("single", "full", changes=other_sets, start=found[first].out_dir)
+    without_sets = Case("single", "full", changes=WITHOUT_SETS)
     padded = dataclasses.replace(
         CONTROLLED["single"], changes=(*CONTROL, *PADDED, ("train.micro_batch_size", 3))
     )
-    found |= run(1, [CONTROLLED["single"], moved, padded])
+    found |= run(1, [CONTROLLED["single"], moved, padded, without_sets])
     assert len(found[first].rows) == 3 and found[first].report.outcome == "stopped"
-    others = {"moved": moved, "padded": padded}
+    others = {"moved": moved, "padded": padded, "without_sets": without_sets}
     return {name: found[case] for name, case in (CONTROLLED | others).items()}
 
 
@@ -175,6 +187,55 @@ def test_what_controls_training_does_the_same_everywhere(
     chosen = found.report.result
     assert chosen is not None and chosen.step == 3, "of 6; where it moved, of its origin"
     assert chosen.validation_loss == min(found.validation_losses)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*STRATEGIES, "padded"])
+def test_each_set_has_the_same_losses_everywhere(controlled: dict[str, Outcome], name: str) -> None:
+    found, expected = controlled[name], controlled["single"]
+    for of_set in ("many", "one"):
+        losses = expected.losses_on(of_set)
+        assert None not in losses and len(losses) == 7
+        assert found.losses_on(of_set) == pytest.approx(losses, rel=1e-5)
+        told = found.report.sets[of_set]
+        assert told.validation_first == found.losses_on(of_set)[0]
+        assert told.validation_last == found.losses_on(of_set)[-1]
+        assert told.validation_best == min(filter(None, found.losses_on(of_set)))
+    counts = (found.report.sets[of_set].data["val"].records for of_set in ("many", "one"))
+    assert tuple(counts) == (25, 1), "all of them are held out"
+    best = found.report.result
+    assert best is not None and best.losses == {
+        of_set: found.losses_on(of_set)[best.step] for of_set in ("many", "one")
+    }
+
+
+@pytest.mark.slow
+def test_sets_to_validate_on_change_nothing_else(controlled: dict[str, Outcome]) -> None:
+    found, without = controlled["single"], controlled["without_sets"]
+    assert found.losses == without.losses
+    assert found.validation_losses == without.validation_losses
+    assert found.report.result.step == without.report.result.step
+    assert found.report.exit_reason == without.report.exit_reason
+    weights = without.weights()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in found.weights().items())
+    metadata = (read_metadata(outcome.checkpoint) for outcome in (found, without))
+    assert len({(one.data, one.base) for one in metadata}) == 1, "what decides whether it goes on"
+    assert without.report.sets == {}
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_with_other_sets_has_columns_of_all(
+    controlled: dict[str, Outcome],
+) -> None:
+    moved, whole = controlled["moved"], controlled["single"]
+    assert moved.losses_on("many") == pytest.approx(whole.losses_on("many"), rel=1e-5)
+    of_one = whole.losses_on("one")
+    assert moved.losses_on("one") == [*map(_near, of_one[:4]), *[None] * 3]
+    assert moved.losses_on("further") == [None] * 4 + [*map(_near, of_one[4:])]
+    first = moved.report.sets["many"].validation_first
+    assert first == pytest.approx(whole.report.sets["many"].validation_first, rel=1e-5)
+    assert moved.report.sets["further"].validation_first is None
+    assert list(moved.report.sets) == ["many", "further"]
 
 
 @pytest.mark.slow

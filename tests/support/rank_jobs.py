@@ -13,7 +13,7 @@ import pytest
 import torch
 from runs import WITHOUT_EVALUATION, run_ranks
 from safetensors.torch import load_file
-from tiny import make_data, make_llama
+from tiny import make_data, make_llama, make_records
 
 from ftkit.checkpoint.store import Store
 from ftkit.config.devices import Devices
@@ -21,7 +21,7 @@ from ftkit.config.parsing import read_recipe
 from ftkit.config.peft_adapter import with_adapter
 from ftkit.config.recipe import Method
 from ftkit.pretrained.base_outline import keeps_rest
-from ftkit.report.metrics import Row, read_metrics, read_validation
+from ftkit.report.metrics import Row, loss_column, read_metrics, read_validation
 from ftkit.report.report import Report, read_report
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import Job, StopAfter
@@ -46,11 +46,16 @@ CONTROL: tuple[tuple[str, Any], ...] = (
     ("train.ema_decay", 0.7),
     ("eval.interval", 1),
     ("eval.patience", 3),
+    ("eval.sets.many", "BESIDE/many.json"),
+    ("eval.sets.one", "BESIDE/one.json"),
     ("checkpoint.result", "best"),
     ("optimizer.lr", 0.06),
     ("optimizer.eps", 1e-6),  # as below, where embedding and head are one
 )
-"""What decides how it is learned beside the optimizer; the loss falls and rises again soon."""
+"""What decides how it is learned beside the optimizer; the loss falls and rises again soon.
+
+BESIDE is the directory of the data; two ranks have one record between them in one of the sets.
+"""
 LORA = ["lora_key", "lora_projection", "lora_mlp", "lora_head"]
 
 
@@ -100,6 +105,11 @@ class Outcome:
         rows = read_validation(self.out_dir / "validation.csv")
         return [float(row["val_loss"] or 0) for row in rows]
 
+    def losses_on(self, source: str) -> list[float | None]:
+        """Of each validation; None: it had none of this source or set."""
+        rows = read_validation(self.out_dir / "validation.csv")
+        return [row[loss_column(source)] for row in rows]
+
     @property
     def report(self) -> Report:
         return read_report(RunDirectory(self.out_dir).rank(0).report)
@@ -126,6 +136,9 @@ def make_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         for name, tied in (("tiny", False), ("tied", True))
     }
     data = make_data(tmp_path_factory.mktemp("data") / "records.json")
+    for name, count in (("many", 25), ("one", 1)):
+        records = make_records(count, seed=count)
+        data.with_name(f"{name}.json").write_text(json.dumps(records))
 
     def run(world_size: int, cases: list[Case]) -> dict[Case, Outcome]:
         jobs = {}
@@ -171,7 +184,9 @@ def write_job(case: Case, world_size: int, out_dir: Path, base: Path, data: Path
         # In its first step one gradient of a value projection is 7e-10, what rounding leaves of
         # terms near 4e-3. Below its usual eps of 1e-8 Adam turns such noise into steps of 1e-5.
         values["optimizer.eps"] = 1e-6
-    values |= dict(case.changes)
+    beside = str(data.parent)
+    for key, value in case.changes:
+        values[key] = value.replace("BESIDE", beside) if isinstance(value, str) else value
     base, start = Path(values["checkpoint_dir"]), None
     if case.start is not None:
         start = Outcome(case.start).checkpoint
