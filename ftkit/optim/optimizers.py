@@ -23,11 +23,6 @@ def base_learning_rate(recipe: Recipe) -> float:
     if given is None:
         signature = inspect.signature(_optimizer_class(recipe.optimizer["class_path"]))
         given = signature.parameters["lr"].default
-    if not isinstance(given, int | float) or given < 0:
-        raise UserError(
-            f"optimizer.init_args.lr is {given!r}, but must be a number of at least 0. "
-            "Try --optimizer.lr 2e-4."
-        )
     return float(given)
 
 

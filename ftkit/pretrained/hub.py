@@ -2,18 +2,21 @@
 
 import json
 import re
+import sys
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from ftkit import embedded
 from ftkit.architectures.quantized import quantized_weights, require_plain_weights
+from ftkit.console.formatting import bytes_text
 from ftkit.errors import UserError
 from ftkit.pretrained.hub_errors import explained, nearest_names
 from ftkit.pretrained.licences import is_licence
 from ftkit.remote.fetch import fetch_whole
 from ftkit.remote.urls import is_url, local_path
 from ftkit.utils.files import free_disk_bytes
+from ftkit.utils.progress import print_notice
 
 ROOT = Path("checkpoints")
 """Where downloads go, as LitGPT has it: checkpoints/ORG/NAME."""
@@ -184,7 +187,8 @@ def download(repo_id: str, *, token: str | None = None, root: Path = ROOT) -> Pa
         info = HfApi(token=token).model_info(repo_id, files_metadata=True)
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
         files = _files_to_fetch(repo_id, list(sizes))
-        _require_space(repo_id, directory, {file: sizes[file] for file in files})
+        missing_bytes = _require_space(repo_id, directory, {file: sizes[file] for file in files})
+        print_notice(f"fetching {repo_id}, {bytes_text(missing_bytes)}", sys.stderr)
         for wanted in (["config.json"], files):  # what cannot be trained is not downloaded
             snapshot_download(
                 repo_id, revision=info.sha, local_dir=directory, token=token, allow_patterns=wanted
@@ -414,8 +418,8 @@ def _files_to_fetch(repo_id: str, files: list[str]) -> list[str]:
     )
 
 
-def _require_space(repo_id: str, directory: Path, sizes_bytes: dict[str, int]) -> None:
-    """UserError if what is still to come does not fit on the disk."""
+def _require_space(repo_id: str, directory: Path, sizes_bytes: dict[str, int]) -> int:
+    """Bytes that are still to come; UserError if they do not fit on the disk."""
     needed_bytes = sum(
         size for file, size in sizes_bytes.items() if not (directory / file).is_file()
     )
@@ -427,6 +431,7 @@ def _require_space(repo_id: str, directory: Path, sizes_bytes: dict[str, int]) -
             f"{free_bytes / 2**30:.1f} GiB are free there. Free some space, or make "
             f"{ROOT} a link to a larger disk."
         )
+    return max(needed_bytes, 0)
 
 
 def _suggestion(name: str) -> str:

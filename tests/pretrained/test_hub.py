@@ -19,6 +19,7 @@ from litgpt.config import configs
 from stand_in_hub import HubHandler, serving
 
 from ftkit import embedded
+from ftkit.console.formatting import bytes_text
 from ftkit.errors import UserError
 from ftkit.pretrained import hub
 from ftkit.pretrained.hub import download, find_or_download, missing_files
@@ -152,13 +153,16 @@ def needed(files: dict[str, bytes]) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("files", [SAFE, SHARDED])
 def test_settings_tokenizer_and_weights_are_fetched_and_nothing_else(
-    files: dict[str, Any], served: Hub, root: Path
+    files: dict[str, Any], served: Hub, root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     served.files = {**files, "consolidated.safetensors": b"x", "flax_model.msgpack": b"x"}
     directory = download(REPOSITORY, root=root)
     assert directory == root / REPOSITORY
     assert contents(directory) == needed(files)
     assert missing_files(directory) == []
+    size = sum(map(len, needed(files).values()))
+    shown = capsys.readouterr()
+    assert (shown.out, f"fetching {REPOSITORY}, {bytes_text(size)}\n" in shown.err) == ("", True)
 
 
 def test_bin_files_are_fetched_only_where_there_are_no_safetensors(served: Hub, root: Path) -> None:
