@@ -14,6 +14,7 @@ from ftkit.console.display import Display
 from ftkit.console.formatting import loss_text, number_text, percent_text
 from ftkit.console.grid import labelled_grid
 from ftkit.data.dataset import HeldOut, ValidationSets, load_held_out, load_sets
+from ftkit.data.sources import validation_sets
 from ftkit.errors import UserError
 from ftkit.inference.result import Result
 from ftkit.inference.session import InUse, put_to_use
@@ -45,6 +46,8 @@ def evaluate(result: Result, options: EvaluateOptions) -> int:
     if options.tasks is not None:
         return evaluate_tasks(result, options)
     recipe, is_of_run = _recipe(result, options), result.recipe is not None
+    for source in validation_sets(recipe.data, recipe.eval.sets).values():
+        source.files()  # a missing one is named before anything is loaded
     scoring = _scoring(recipe, options)
     result = dataclasses.replace(result, recipe=recipe)
     in_use = put_to_use(result, options)

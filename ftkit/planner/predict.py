@@ -238,7 +238,7 @@ def plan_recipe(recipe: Recipe, *, gpu: Gpu | None = None, name: str = "") -> Pl
     require_trainable(base)
     layout = _result_layout(base, recipe)
     max_seq_length = checked_length(base, recipe.train.max_seq_length)
-    length = sequence_length(recipe.data, base, recipe.train.max_seq_length)
+    length = sequence_length(recipe.data, base, recipe.train.max_seq_length, recipe.eval.sets)
     samples = length.train_samples
     steps = _steps(recipe, samples)
     padding_free = attention_path(base.architecture.attention, made) != "padded"

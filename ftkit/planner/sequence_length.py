@@ -2,10 +2,11 @@
 
 import dataclasses
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ftkit.chat_templates.named import OF_TOKENIZER
 from ftkit.config.recipe import Component
@@ -13,12 +14,13 @@ from ftkit.data.longest_sample import Longest, longest_in_all, longest_of, longe
 from ftkit.data.parts import SPLITS, Split, find_part
 from ftkit.data.prepare import Prepared
 from ftkit.data.renderers import make_renderer
-from ftkit.data.sources import data_source
-from ftkit.data.spec import Part
+from ftkit.data.sources import data_source, validation_sets
+from ftkit.data.spec import DataSource, Part
 from ftkit.errors import UserError
 from ftkit.pretrained.base_model import BaseModel
 from ftkit.pretrained.hub import has_tokenizer
 from ftkit.pretrained.tokenizer import Tokenizer
+from ftkit.records.record import Record
 
 ASSUMED_TOKENS = 2048
 """Of sequences of which nothing is known; the records of most instruction data sets are shorter."""
@@ -63,13 +65,16 @@ class SequenceLength:
         }[self.source]
 
 
-def sequence_length(data: Component, base: BaseModel, asked: int | None) -> SequenceLength:
+def sequence_length(
+    data: Component, base: BaseModel, asked: int | None, sets: Mapping[str, Any] | None = None
+) -> SequenceLength:
     """Tokens of the longest sequence that a run will train on or validate on.
 
     Args:
         data: of the recipe, checked.
         base: the model; its tokenizer is looked for beside its settings.
         asked: train.max_seq_length.
+        sets: eval.sets of the recipe, checked; those that are not here count as no longer.
 
     Raises:
         UserError: as a run would, for data that are here.
@@ -79,9 +84,12 @@ def sequence_length(data: Component, base: BaseModel, asked: int | None) -> Sequ
     files = data_source(data).files()
     if files is None:
         return _unknown(asked, context)
+    for one in validation_sets(data, sets).values():
+        files += one.files() or ()
     stamps = tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
     directory = base.tokenizer_directory if has_tokenizer(base.tokenizer_directory) else None
-    found = _longest(json.dumps(data, default=str), stamps, directory, limit)
+    texts = json.dumps(data, default=str), json.dumps(sets, default=str)
+    found = _longest(*texts, stamps, directory, limit)
     train, val, count = found or (None, None, 0)
     if train is None:  # the run will say so
         lacks: Literal["data", "tokenizer"] = "tokenizer" if found is None else "data"
@@ -109,9 +117,9 @@ _Stamps = tuple[tuple[Path, int, int], ...]
 
 @lru_cache(maxsize=32)
 def _longest(
-    data: str, stamps: _Stamps, tokenizer_directory: Path | None, limit: int
+    data: str, sets: str, stamps: _Stamps, tokenizer_directory: Path | None, limit: int
 ) -> tuple[Longest | None, Longest | None, int] | None:
-    """The longest sample to train on, and to validate on; how many an epoch takes.
+    """The longest sample to train on, and to validate on, also of sets; how many an epoch takes.
 
     A plan is made many times over where changes are looked for. None: nothing is known, since the
     texts are those of a tokenizer that is not here.
@@ -132,6 +140,8 @@ def _longest(
             train = dataclasses.replace(train, at_least=0, label_tokens=0)
         of_parts.append((train, val, taken))
     trains, vals, counts = zip(*of_parts, strict=True)
+    others = validation_sets(json.loads(data), json.loads(sets)).values()
+    vals += tuple(_of_set(source, tokenizer, limit) for source in others)
     return longest_in_all(trains), longest_in_all(vals), sum(counts)
 
 
@@ -143,24 +153,45 @@ def _of_cache(found: dict[Split, Prepared]) -> _OfPart:
     return train, val, len(found["train"].samples)
 
 
+def _of_set(source: DataSource, tokenizer: Tokenizer | None, limit: int) -> Longest | None:
+    """The longest sample of a set of eval.sets; None: it is not known."""
+    if source.files() is None:
+        return None
+    (part,) = source.parts()
+    found = tokenizer and find_part(part, tokenizer, limit, ("val",))
+    if found:
+        return longest_of(found["val"].samples)
+    read = part.read()
+    return _longest_among(read.val, read, tokenizer, limit) if _is_known(read, tokenizer) else None
+
+
 def _of_records(
     data: str, stamps: _Stamps, number: int, tokenizer: Tokenizer | None, limit: int
 ) -> _OfPart | None:
     part = _part(data, stamps, number)
-    if tokenizer is None and part.rules.chat_template == OF_TOKENIZER:
+    if not _is_known(part, tokenizer):
         return None
-    renderer = make_renderer(part, tokenizer)
     train, val = (
-        longest_sample(
-            records,
-            renderer,
-            max_seq_length=limit,
-            overlong=part.rules.overlong,
-            by_bytes=tokenizer is None,
-        )
-        for records in (part.train, part.val)
+        _longest_among(records, part, tokenizer, limit) for records in (part.train, part.val)
     )
     return train, val, len(part.train)
+
+
+def _is_known(part: Part, tokenizer: Tokenizer | None) -> bool:
+    """Whether the texts of its samples are."""
+    return tokenizer is not None or part.rules.chat_template != OF_TOKENIZER
+
+
+def _longest_among(
+    records: Sequence[Record], part: Part, tokenizer: Tokenizer | None, limit: int
+) -> Longest | None:
+    return longest_sample(
+        records,
+        make_renderer(part, tokenizer),
+        max_seq_length=limit,
+        overlong=part.rules.overlong,
+        by_bytes=tokenizer is None,
+    )
 
 
 @lru_cache(maxsize=4)

@@ -114,6 +114,8 @@ def make_place(place: Path, tiny_base: Path) -> None:
     (place / "chats.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 20)
     metric = "def names_found(answer, expected, record):\n    return expected in answer\n"
     (place / "metrics.py").write_text(metric)
+    (place / "opposites.jsonl").write_text('{"instruction": "red?", "output": "blue"}\n')
+    (place / "capitals.csv").write_text("question,answer\nred?,blue\n")
     write_tasks(place / "tasks", *LOCAL_TASKS)
     (place / "questions.txt").write_text("Who is Lena?\nWho is Max?\n")
     for source in (ROOT / "recipes").rglob("*.yaml"):

@@ -24,7 +24,7 @@ from ftkit.comparison.compare import compare
 from ftkit.errors import UserError
 from ftkit.report.answers import AnswerScore, TaskScore
 from ftkit.report.peak_memory import PeakMemory
-from ftkit.report.report import read_report, write_report
+from ftkit.report.report import ChosenResult, Source, read_report, write_report
 from ftkit.report.step_memory import StepMemory
 
 
@@ -671,3 +671,23 @@ def test_without_matplotlib_the_error_names_the_extra(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "pip install 'ftkit[plot]'" in mistake(out, "--plot", "x.png")
+
+
+def test_losses_on_sources_and_sets_are_those_of_the_result(tmp_path: Path) -> None:
+    """Of the last validation, or of the checkpoint that was chosen."""
+    chosen = ChosenResult(step=10, validation_loss=0.5, losses={"my_data.json": 4.0, "code": 5.0})
+    for name, result in (("last", None), ("best", chosen), ("without", None)):
+        report = make_run(tmp_path / name)
+        if name != "without":
+            sources = {"my data.json": Source(validation_last=1.0), "b": Source()}
+            sets = {"code": Source(validation_last=2.0)}
+            report = dataclasses.replace(report, sources=sources, sets=sets, result=result)
+            write_report(report, tmp_path / name)
+    runs = in_order(compare((tmp_path,)).runs, "val_loss/code")
+    columns = {column.key: column for column in measure_columns(runs)}
+    assert [run.name for run in runs] == ["last", "best", "without"]
+    assert columns["val_loss/code"].head == "loss on code"
+    assert columns["val_loss/code"].values == [2.0, 5.0, None]
+    assert columns["val_loss/my_data.json"].values == [1.0, 4.0, None]
+    order = [column.key for column in by_worth(list(columns.values()))]
+    assert order.index("val_loss/code") > order.index("validation_loss")

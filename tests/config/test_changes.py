@@ -192,3 +192,20 @@ def test_a_weight_of_1_may_be_said_or_not_and_a_source_may_move() -> None:
     saved = recipe(data="JSON", data__sources=[{"path": "a.json"}, {"path": "b.json"}])
     entries = [{"path": "x/a.json", "weight": 1}, {"path": "b.json", "weight": 1.0}]
     assert recipe_changes(saved, recipe(data="JSON", data__sources=entries)) == ([], [])
+
+
+def test_sets_to_validate_on_may_change_with_a_notice_for_each() -> None:
+    before = read_recipe([], [("checkpoint_dir", "x"), ("eval.sets", "{a: a.json, b: b.json}")])
+    same = read_recipe(
+        [], [("checkpoint_dir", "x"), ("eval.sets.a.path", "a.json"), ("eval.sets.b", "b.json")]
+    )
+    assert recipe_changes(before, same) == ([], [])
+    after = read_recipe([], [("checkpoint_dir", "x"), ("eval.sets", "{b: c.json, d: d.json}")])
+    assert recipe_changes(before, after) == (
+        [],
+        [
+            "eval.sets.a a.json -> empty",
+            "eval.sets.b b.json -> c.json",
+            "eval.sets.d empty -> d.json",
+        ],
+    )

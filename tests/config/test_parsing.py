@@ -1,5 +1,6 @@
 """Recipe files and overrides: what is asked comes out, and mistakes are named."""
 
+import re
 import shlex
 import subprocess
 import sys
@@ -593,3 +594,44 @@ def test_a_refused_class_is_never_imported(tmp_path: Path) -> None:
     assert (run.returncode, run.stderr) == (0, "")
     assert run.stdout.count("recipes may only name classes") == 2
     assert not sign.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "sets"),
+    [
+        ([("eval.sets.b", "b.json")], {"a": "a.json", "b": "b.json"}),
+        ([("eval.sets", "{b: b.json}")], {"b": "b.json"}),
+        ([("eval.sets.b", "b.json"), ("eval.sets", "null")], {"b": "b.json"}),
+        ([("eval.sets", "null")], None),
+        ([("eval.sets.a.path", "b.json")], {"a": {"path": "b.json"}}),
+        ([("eval.sets.a.split", "test")], {"a": {"path": "a.json", "split": "test"}}),
+        (
+            [("eval.sets.a", "{path: b.json, columns: {text: t}}")],
+            {"a": {"path": "b.json", "columns": {"text": "t"}}},
+        ),
+    ],
+)
+def test_sets_to_validate_on_are_given_together_or_one_by_one(
+    tmp_path: Path, options: list[tuple[str, str]], sets: dict[str, Any] | None
+) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text("checkpoint_dir: x\neval:\n  sets:\n    a: a.json\n")
+    recipe = read_recipe([file], options)
+    assert recipe.eval.sets == sets
+    assert from_dict(to_dict(recipe), recipe.method) == recipe
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "[a.json]",
+            "must be names with a file each. Try --eval.sets '{code: code.jsonl}'.",
+        ),
+        ("a.json", "eval.sets is 'a.json', but must be names with a file each."),
+        ("{a: a.json, a: b.json}", "is not valid YAML or JSON: the key 'a' appears twice."),
+    ],
+)
+def test_sets_that_have_no_names_are_refused(text: str, message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        read_recipe([], [("checkpoint_dir", "x"), ("eval.sets", text)])

@@ -47,6 +47,29 @@ def test_a_result_has_the_numbers_that_its_run_reported(
     assert found["quantize"] == ended_run.report.resolved.quantize
     assert found["step"] == ended_run.report.progress.steps
     assert found["base_model"] == ended_run.report.resolved.base_model
+    sets = {of_set: one.validation_last for of_set, one in ended_run.report.sets.items()}
+    assert found.get("losses", {}) == pytest.approx(sets, rel=1e-5)
+    assert list(sets) == (["further"] if name == "lora" else [])
+
+
+def test_the_loss_on_a_set_is_that_on_its_records_alone(
+    ended: dict[str, Ended], values: Callable[..., dict[str, Any]], held_out: Path
+) -> None:
+    run_, few = ended["lora"], ("--exact_match", 0, "--max_iters", 1)  # of 11 records
+    own = values(run_.out_dir, *few)
+    alone = values(run_.out_dir, *few, "--data.json_path", held_out)
+    assert "losses" not in alone and alone["records"] == 11, "other data have no sets of the run"
+    named = values(run_.out_dir, *few, "--sets", json.dumps({"mine": str(held_out)}))
+    assert named["losses"] == {"mine": pytest.approx(alone["loss"], rel=1e-5)}
+    assert named["loss"] == own["loss"] and list(own["losses"]) == ["further"]
+    assert "losses" not in values(run_.out_dir, *few, "--sets", "null")
+
+
+def test_a_set_that_is_not_there_is_named(ended: dict[str, Ended]) -> None:
+    said = mistake(ended["lora"].out_dir, "--sets", "{mine: none.json}")
+    assert "eval.sets.mine.path is none.json, but there is no such file" in said
+    said = mistake(ended["lora"].out_dir, "--tasks", "x", "--sets", "null")
+    assert "--tasks and --sets exclude each other" in said
 
 
 def test_another_storage_of_the_base_gives_other_numbers(

@@ -23,6 +23,7 @@ from ftkit.cli.app import run
 from ftkit.errors import UserError
 from ftkit.live_page.server import PageServer
 from ftkit.live_page.sights import Sights, thinned
+from ftkit.report.metrics import ValidationWriter
 from ftkit.report.report import write_report
 from ftkit.system_metrics.table import SystemWriter
 
@@ -174,6 +175,19 @@ class TestWhatIsTold:
         both = asked(server, "/runs.json")
         assert [one["name"] for one in both["losses"]] == ["a", "b"]
         assert both["comparison"].count("<tr") == 3
+
+    def test_a_set_to_validate_on_has_a_curve_beside_the_validation(
+        self, server: PageServer, out: Path
+    ) -> None:
+        make_run(out / "a")
+        with ValidationWriter(out / "a/validation.csv", sources=["code"]) as rows:
+            rows.write(step=10, samples=10, val_loss=2.0, of_sources={})
+            rows.write(step=20, samples=20, val_loss=1.0, of_sources={"code": 0.5})
+        (chart,) = (c for c in asked(server, "/run.json?run=a")["charts"] if c["title"] == "Loss")
+        assert chart["series"][1:] == [
+            {"name": "validation", "points": [[10.0, 2.0], [20.0, 1.0]]},
+            {"name": "code", "points": [[20.0, 0.5]]},
+        ]
 
     def test_a_run_that_was_killed_and_one_that_has_just_begun_are_shown(
         self, server: PageServer, out: Path

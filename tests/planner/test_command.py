@@ -16,7 +16,7 @@ from ftkit.config.devices import Cuda, Devices, VisibleGpu
 from ftkit.config.parsing import Override, read_recipe
 from ftkit.config.plan import make_plan
 from ftkit.console.terminal import plain_text
-from ftkit.data.dataset import load_data
+from ftkit.data.dataset import load_data, load_sets
 from ftkit.data.longest_sample import Longest
 from ftkit.errors import UserError
 from ftkit.memory.gpus import GPUS, find_gpu
@@ -390,6 +390,24 @@ def test_the_longest_sample_of_several_sources_is_planned_for(
     assert found.train_samples == made.samples_per_epoch
     lengths = made.parts[0].splits["train"].samples.lengths
     assert found.trained.at_least == lengths.max() + 1, "not every epoch has the longest"
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_the_longest_sample_of_sets_to_validate_on_is_planned_for(
+    long_data: str, short_data: str, cached: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FTKIT_CACHE_DIR", str(tmp_path))
+    base = read_blueprint(MODEL)
+    data: Any = {"class_path": "JSON", "init_args": {"json_path": short_data, "seed": int(cached)}}
+    sets = {"long": long_data, "elsewhere": "owner/name"}
+    alone = sequence_length(data, base, None)
+    if cached:
+        load_sets(data, {"long": long_data}, base.tokenizer, 512)
+        monkeypatch.setattr("ftkit.planner.sequence_length.longest_sample", None)
+    found = sequence_length(data, base, None, sets)
+    assert alone.tokens < 400 < found.tokens == 512
+    assert (found.source, found.train_samples) == ("data", alone.train_samples)
+    assert found.trained == alone.trained
 
 
 def test_of_conversations_without_the_tokenizer_nothing_is_known(

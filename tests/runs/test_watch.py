@@ -24,6 +24,7 @@ from runs import FOREVER, content, wait_for
 from ftkit.checkpoint.store import Store
 from ftkit.cli.app import run
 from ftkit.errors import UserError
+from ftkit.report.metrics import ValidationWriter
 from ftkit.report.report import Report
 from ftkit.runs.watch import Watcher
 
@@ -79,6 +80,19 @@ def test_a_run_at_work_shows_progress_measurements_and_a_curve(
     assert lines[6] == ""
     assert lines[7].startswith(" 2.221 ⠑") and lines[14].startswith("0.5996 ")
     assert lines[15:] == ["loss from step 1 to 20"]
+
+
+def test_each_source_and_set_is_shown_with_its_losses(
+    said: Callable[..., list[str]], out: Path
+) -> None:
+    make_run(out)
+    with ValidationWriter(out / "validation.csv", sources=["code", "some.json"]) as rows:
+        for step, code in ((10, 2.0), (20, 1.0), (30, 1.5)):
+            losses = {"code": code, "some.json": 3.0}
+            rows.write(step=step, samples=step, val_loss=2.5, of_sources=losses)
+    lines = [re.sub("  +", "  ", line) for line in said(out, "--once")]
+    assert "on code  2.0000 -> 1.5000, best 1.0000" in lines
+    assert "on some.json  3.0000" in lines
 
 
 def test_a_run_that_has_ended_shows_its_outcome_and_nothing_is_waited_for(

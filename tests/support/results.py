@@ -11,7 +11,7 @@ from ftkit.model_card.card import write_card
 from ftkit.report.report import Report
 
 CASES = {
-    "lora": Case("single", "lora"),
+    "lora": Case("single", "lora", changes=(("eval.sets.further", "BESIDE/many.json"),)),
     "qlora": Case("single", "lora", changes=(("quantize", "bnb.nf4-dq"),)),
     "dora": Case(
         "single",
