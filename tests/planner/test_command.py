@@ -399,10 +399,12 @@ def test_the_longest_sample_of_sets_to_validate_on_is_planned_for(
     monkeypatch.setenv("FTKIT_CACHE_DIR", str(tmp_path))
     base = read_blueprint(MODEL)
     data: Any = {"class_path": "JSON", "init_args": {"json_path": short_data, "seed": int(cached)}}
-    sets = {"long": long_data, "elsewhere": "owner/name"}
+    long = f"{long_data}/train.json"
+    sets = {"long": long, "elsewhere": "owner/name"}
     alone = sequence_length(data, base, None)
     if cached:
-        load_sets(data, {"long": long_data}, base.tokenizer, 512)
+        load_data(data, base.tokenizer, 512)
+        load_sets(data, {"long": long}, base.tokenizer, 512)
         monkeypatch.setattr("ftkit.planner.sequence_length.longest_sample", None)
     found = sequence_length(data, base, None, sets)
     assert alone.tokens < 400 < found.tokens == 512

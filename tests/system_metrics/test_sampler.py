@@ -160,9 +160,9 @@ def test_a_run_that_goes_on_elsewhere_has_further_columns(tmp_path: Path) -> Non
         writer.write(3, 20.0, {"host": 2.0, "gpu1": 0.25})
     assert path.read_text().splitlines() == [
         "step,time_s,host,gpu0,gpu1",
-        "1,11.0,1.0,0.5,",
-        "1,11.0,1.0,0.5,",
-        "2,12.0,1.0,0.5,",
+        "1,11.00,1.0,0.5,",
+        "1,11.00,1.0,0.5,",
+        "2,12.00,1.0,0.5,",
         "3,20.00,2.0,,0.25",
     ]
 
