@@ -134,7 +134,7 @@ def placeholder_of(kind: Any) -> str:
             names = parts[0] is str or _is_choice(parts[0])
             found.append("[NAME,...]" if names else f"[{placeholder_of(parts[0])},...]")
         elif origin is dict:
-            found.append("{NAME:FILE,...}" if parts[0] is str else "{KEY:VALUE,...}")
+            found.append("{KEY:VALUE,...}")
         elif origin is tuple:
             found.append(f"[{','.join(map(placeholder_of, parts))}]")
         elif accepted in words:
