@@ -49,13 +49,13 @@ def test_a_result_has_the_numbers_that_its_run_reported(
     assert found["base_model"] == ended_run.report.resolved.base_model
     sets = {of_set: one.validation_last for of_set, one in ended_run.report.sets.items()}
     assert found.get("losses", {}) == pytest.approx(sets, rel=1e-5)
-    assert list(sets) == (["further"] if name == "lora" else [])
+    assert list(sets) == (["further"] if name == "full" else [])
 
 
 def test_the_loss_on_a_set_is_that_on_its_records_alone(
     ended: dict[str, Ended], values: Callable[..., dict[str, Any]], held_out: Path
 ) -> None:
-    run_, few = ended["lora"], ("--exact_match", 0, "--max_iters", 1)  # of 11 records
+    run_, few = ended["full"], ("--exact_match", 0, "--max_iters", 1)  # of 11 records
     own = values(run_.out_dir, *few)
     alone = values(run_.out_dir, *few, "--data.json_path", held_out)
     assert "losses" not in alone and alone["records"] == 11, "other data have no sets of the run"
@@ -66,9 +66,9 @@ def test_the_loss_on_a_set_is_that_on_its_records_alone(
 
 
 def test_a_set_that_is_not_there_is_named(ended: dict[str, Ended]) -> None:
-    said = mistake(ended["lora"].out_dir, "--sets", "{mine: none.json}")
+    said = mistake(ended["full"].out_dir, "--sets", "{mine: none.json}")
     assert "eval.sets.mine.path is none.json, but there is no such file" in said
-    said = mistake(ended["lora"].out_dir, "--tasks", "x", "--sets", "null")
+    said = mistake(ended["full"].out_dir, "--tasks", "x", "--sets", "null")
     assert "--tasks and --sets exclude each other" in said
 
 

@@ -11,7 +11,7 @@ from ftkit.model_card.card import write_card
 from ftkit.report.report import Report
 
 CASES = {
-    "lora": Case("single", "lora", changes=(("eval.sets.further", "BESIDE/many.json"),)),
+    "lora": Case("single", "lora"),
     "qlora": Case("single", "lora", changes=(("quantize", "bnb.nf4-dq"),)),
     "dora": Case(
         "single",
@@ -19,7 +19,7 @@ CASES = {
         changes=(("lora_variant", "dora"), ("lora_modules_to_save", ("embed_tokens",))),
     ),
     "pissa": Case("single", "lora", changes=(("lora_init", "pissa"), ("quantize", "bnb.nf4"))),
-    "full": Case("single", "full"),
+    "full": Case("single", "full", changes=(("eval.sets.further", "BESIDE/many.json"),)),
     "tied": Case("single", "full", tied=True),
     "mixed": Case("single", "lora", "bf16-mixed"),
     "bf16": Case("single", "full", "bf16-true"),
