@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import torch
 
+from ftkit.accelerators.peak_flops import peak_flops
 from ftkit.accelerators.use import product_name
 from ftkit.bodies.routing import Routing
 from ftkit.checkpoint.metadata import Metadata
@@ -18,7 +19,6 @@ from ftkit.memory.meter import DevicePeak
 from ftkit.report.answers import AnsweredExample, AnswerScore, ExactMatch, TaskScore
 from ftkit.report.expert_load import ExpertLoad
 from ftkit.report.metrics import MetricsWriter, ValidationWriter
-from ftkit.report.peak_flops import peak_flops
 from ftkit.report.peak_memory import PeakMemory, RankMemory
 from ftkit.report.report import (
     Checkpoints,

@@ -10,6 +10,7 @@ import torch
 from command import ROOT
 from recorders import make_recorder, train
 
+from ftkit.accelerators.peak_flops import BEFORE_AMPERE_TFLOPS, TENSOR_CORE_TFLOPS, peak_flops
 from ftkit.bodies.routing import Routing
 from ftkit.config.parsing import read_recipe
 from ftkit.config.recipe import Method
@@ -17,7 +18,6 @@ from ftkit.model.flops import flops_per_token, mean_flops_per_token
 from ftkit.model.language_model import LanguageModel, outline
 from ftkit.pretrained.base_model import open_base
 from ftkit.rendering.renderer import Rendered
-from ftkit.report.peak_flops import BEFORE_AMPERE_TFLOPS, TENSOR_CORE_TFLOPS, peak_flops
 from ftkit.samples.sample_set import SampleSet
 
 CARDS = ROOT / "docs" / "cards.md"
