@@ -52,11 +52,14 @@ LONGEST = (
     "strategies/test_strategies.py",
     "report/test_step_memory.py",
     "checkpoint/test_faults.py",
+    "strategies/test_transformers_models.py",
     "model/test_quantization.py",
     "checkpoint/test_resume_anywhere.py",
     "lora/test_adapters_everywhere.py",
     "checkpoint/test_optimizer_state.py",
     "memory/test_meter.py",
+    "strategies/test_model_families.py",
+    "strategies/test_router_loss.py",
     "launch/test_ranks.py",
     "launch/test_heartbeats.py",
     "launch/test_hosts.py",
@@ -64,6 +67,7 @@ LONGEST = (
     "launch/test_shortage.py",
     "runs/test_stop_and_resume.py",
     "notebook/test_api.py",
+    "scripts/test_release.py",
 )
 """Files that come first, so that no process is at work on a long one when all others are done."""
 
