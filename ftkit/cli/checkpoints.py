@@ -75,7 +75,7 @@ def list_checkpoints(options: CheckpointsOptions) -> int:
         return _print_json([entry.as_dict() for entry in entries])
     if not entries:
         return _print(f"{spelt(options.out_dir)} holds no checkpoint")
-    table = _table("step", "epoch", "loss", "val loss", "size", "age", "written under", "state")
+    table = _table("step", "epoch", "loss", "val loss", "size", "age", "layout", "state")
     for entry in entries:
         table.add_row(*_cells(entry, time.time()))
     problems = (problem for entry in entries for problem in entry.problems)

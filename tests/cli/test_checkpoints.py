@@ -111,7 +111,7 @@ def test_a_list_has_a_row_for_each_checkpoint(
 ) -> None:
     code, out = said("list", out_dir)
     assert code == 0
-    heads = ["step", "epoch", "loss", "val loss", "size", "age", "written under", "state"]
+    heads = ["step", "epoch", "loss", "val loss", "size", "age", "layout", "state"]
     assert re.split("  +", out.splitlines()[0].strip()) == heads
     for row, step, epoch, loss in zip(
         rows(out),
