@@ -42,6 +42,7 @@ _WORTH = (
     OWN,
     ROUGE_L,
     "steps",
+    "restarts",
     "reserved_bytes",
     "training_s",
     "mfu",

@@ -695,7 +695,7 @@ def test_checkpoints_that_will_not_fit_on_the_disk_are_refused_before_weights_lo
         checkpoint__keep_last=10**12, train__max_steps=10**13, train__epochs="null"
     )
     with refused(run, words) as err:
-        assert re.match(r"ftkit: The checkpoints need [0-9.]+ GiB \(1000000000001 x", err)
+        assert re.match(r"ftkit: The checkpoints need [0-9,.]+ GiB \(1000000000001 x", err)
         assert "Try --checkpoint.keep_last 1" in err
     assert list(tmp_path.iterdir()) == []
 
