@@ -44,6 +44,23 @@ def command_lines(text: str) -> list[str]:
 LINES = sorted({line for file in DOCUMENTS for line in command_lines(file.read_text())})
 
 
+def anchors(text: str) -> set[str]:
+    """What headings are called in addresses."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings}
+
+
+@pytest.mark.parametrize("file", DOCUMENTS, ids=lambda file: str(file.relative_to(ROOT)))
+def test_links_of_a_document_lead_to_files_and_headings_that_are_there(file: Path) -> None:
+    prose = re.sub(r"^```.*?^```", "", file.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose):
+        if not link.startswith(("http:", "https:")):
+            path, _, anchor = link.partition("#")
+            target = file.parent / path if path else file
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target.read_text()), link
+
+
 def test_documents_show_every_kind_of_command() -> None:
     shown = {line.split()[1] for line in LINES}
     assert shown >= {"finetune", "finetune_full", "plan", "sweep", "compare", "checkpoints"}
