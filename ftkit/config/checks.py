@@ -73,14 +73,15 @@ def check_ranges(recipe: Recipe) -> None:
     if recipe.seed >= 2**63:
         raise UserError(f"seed is {recipe.seed}, but must be below 2**63. Try --seed 1337.")
     rate = recipe.optimizer["init_args"].get("lr")
-    if rate is not None and (not isinstance(rate, int | float) or not rate >= 0):
+    if rate is not None and (not isinstance(rate, int | float) or not 0 <= rate < math.inf):
         raise UserError(
             f"optimizer.lr is {rate!r}, but must be a number of at least 0. "
             "Try --optimizer.lr 2e-4."
         )
-    if not train.min_lr >= 0:
+    if not 0 <= train.min_lr < math.inf:
         raise UserError(
-            f"train.min_lr is {train.min_lr:g}, but must not be negative. Try --train.min_lr 0."
+            f"train.min_lr is {train.min_lr:g}, but must be a number of at least 0. "
+            "Try --train.min_lr 0."
         )
     if not 0 < train.lr_decay_fraction <= 1:
         raise UserError(

@@ -58,6 +58,14 @@ ELSEWHERE = {
 }
 """Keys by their names in other programs, which people type here."""
 
+USUAL = {
+    "checkpoint.max_staged_bytes": "1073741824",
+    "eval.patience": "3",
+    "train.ema_decay": "0.999",
+    "train.neftune_noise_alpha": "5",
+}
+"""Values of keys that are empty by default, where not any number would do."""
+
 FOREIGN_RECIPES = {
     "axolotl": {"base_model", "datasets"},
     "LLaMA-Factory": {"model_name_or_path", "finetuning_type"},
@@ -178,7 +186,8 @@ def _meant(key: str, known: Iterable[str]) -> str:
     last_name = key.rpartition(".")[2]
     if last_name in ELSEWHERE:
         return f" Did you mean {ELSEWHERE[last_name]}?"
-    close = nearest(key, names)
+    longer = [name for name in names if name.startswith(f"{key}_")]
+    close = min(longer, key=len) if longer else nearest(key, names)
     if not close:
         by_last = {name.rpartition(".")[2]: name for name in names}
         last = nearest(last_name, by_last)
@@ -242,7 +251,7 @@ def example_of(key: str, method: Method, wrong: Any = None) -> str:
     if choices:
         return choices[0]
     examples = {int: "100", float: "1.0", bool: "true"}
-    return examples.get(accepted[0], "[lm_head]")
+    return USUAL.get(key) or examples.get(accepted[0], "[lm_head]")
 
 
 def shown_value(value: Any) -> str:

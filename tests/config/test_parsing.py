@@ -422,6 +422,8 @@ def test_a_recorded_recipe_is_read_as_it_stands_whatever_version_wrote_it(tmp_pa
         ("--train.micro_batchsize 3", "train.micro_batch_size"),
         ("--trian.epochs 3", "train.epochs"),
         ("--lora_rank 3", "lora_r"),
+        ("--train.lr_decay 0.2", "train.lr_decay_fraction"),
+        ("--train.neftune 5", "train.neftune_noise_alpha"),
         ("--eval.intervall 3", "eval.interval"),
         ("--seed.x 3", "seed"),
         ("--lr 3", "optimizer.lr"),

@@ -12,6 +12,7 @@ from ftkit.config.devices import Devices
 from ftkit.config.parsing import read_recipe
 from ftkit.config.plan import Plan, make_plan
 from ftkit.config.recipe import Method, Recipe
+from ftkit.config.recipe_keys import accepted_types, key_types
 from ftkit.config.strategies import DeepSpeedOptions
 from ftkit.errors import UserError
 
@@ -466,9 +467,11 @@ def test_whole_numbers_have_a_least_value(key: str, least: int) -> None:
         ({"router_aux_loss_coef": ".inf"}, "router_aux_loss_coef is inf, but must be finite."),
         ({"optimizer__lr": -1}, "optimizer.lr is -1, but must be a number of at least 0."),
         ({"optimizer__lr": ".nan"}, "optimizer.lr is nan, but must be a number of at least 0."),
+        ({"optimizer__lr": ".inf"}, "optimizer.lr is inf, but must be a number of at least 0."),
         ({"optimizer__lr": "fast"}, "optimizer.lr is 'fast', but must be a number of at least 0."),
-        ({"train__min_lr": -1e-5}, "train.min_lr is -1e-05, but must not be negative."),
-        ({"train__min_lr": ".nan"}, "train.min_lr is nan, but must not be negative."),
+        ({"train__min_lr": -1e-5}, "train.min_lr is -1e-05, but must be a number of at least 0."),
+        ({"train__min_lr": ".nan"}, "train.min_lr is nan, but must be a number of at least 0."),
+        ({"train__min_lr": ".inf"}, "train.min_lr is inf, but must be a number of at least 0."),
         ({"train__lr_warmup_fraction": 1.5}, "train.lr_warmup_fraction is 1.5, but must lie"),
         ({"train__lr_warmup_fraction": -0.1}, "train.lr_warmup_fraction is -0.1, but must lie"),
         ({"train__epochs": "null"}, "train.epochs and train.max_steps are both empty"),
@@ -489,6 +492,20 @@ def test_a_value_out_of_range_says_so_and_suggests_options_that_work(
     suggested = re.findall(r"--(\S+) (\S+?)\.?(?= |$)", text.rpartition("Try ")[2])
     assert suggested
     assert plan(**keys | {key.replace(".", "__"): value for key, value in suggested})
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        key
+        for key, kind in key_types("lora").items()
+        if accepted_types(kind) in ([int], [float]) and key != "train.max_tokens"
+    ],
+)
+def test_a_number_that_is_suggested_in_place_of_a_word_is_one_that_can_be_used(key: str) -> None:
+    name = key.replace(".", "__")
+    value = refusal(**{name: "[]"}).rpartition(f"Try --{key} ")[2].removesuffix(".")
+    assert value and plan(**{name: value})
 
 
 @pytest.mark.parametrize("value", ["first", "random", 0, 3])
