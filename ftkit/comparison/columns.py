@@ -85,9 +85,14 @@ def setting_columns(runs: list[ComparedRun]) -> list[Column]:
     """The settings that differ."""
     keys = differing_settings(runs)
     measured = {measure.head.replace(" ", "_") for measure in MEASURES}
-    short = distinct(keys, lambda key: key.rpartition(".")[2])
+    short = distinct(keys, _short)
     heads = [key if head in measured else head for key, head in zip(keys, short, strict=True)]
     return [_setting(runs, key, head) for key, head in zip(keys, heads, strict=True)]
+
+
+def _short(key: str) -> str:
+    """A key without the groups it is in; sets to validate on have names that say nothing alone."""
+    return key.removeprefix("eval.") if key.startswith("eval.sets.") else key.rpartition(".")[2]
 
 
 def measure_columns(runs: list[ComparedRun]) -> list[Column]:

@@ -192,6 +192,14 @@ def test_data_are_one_setting_by_either_of_its_names(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_sets_to_validate_on_are_settings_by_their_names(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", eval={"sets": {"code": "b.json", "path": {"path": "c.json"}}})
+    make_run(tmp_path / "b", eval={"sets": None})
+    shown = at_width(100, tmp_path)
+    assert re.search(r"^sets\.code +b\.json *$", shown, re.M)
+    assert re.search(r"^sets\.path\.path +c\.json *$", shown, re.M)
+
+
 class AtOnce(threading.Timer):
     """A timer to which any time is long."""
 
