@@ -177,12 +177,16 @@ def _rows(report: Report, base: BaseOrigin, data: DataOrigin) -> Iterator[tuple[
     if resolved is not None:
         optimizer = recipe.get("optimizer", {})
         rate = optimizer.get("init_args", {}).get("lr")
+        schedule = recipe.get("train", {}).get("lr_schedule")  # earlier versions had the one
         yield (
             "Each step",
             f"{resolved.global_batch_size:,} sequences of at most {resolved.max_seq_length:,} "
             f"tokens, {str(resolved.optimizer).rpartition('.')[2]}"
-            + (f", learning rate {rate:g}" if isinstance(rate, int | float) else ""),
+            + (f", learning rate {rate:g}" if isinstance(rate, int | float) else "")
+            + (f", {schedule}" if schedule else ""),
         )
+    if weights := _weights(report):
+        yield "Weights", weights
     if loss is not None:
         yield "Training loss", from_to_text(loss.first, loss.last, loss_text)
         if (found := report.validation_loss) is not None:
@@ -209,6 +213,16 @@ def _rows(report: Report, base: BaseOrigin, data: DataOrigin) -> Iterator[tuple[
         sessions = "last session: " * (report.resumed is not None)
         yield "Time", sessions + duration_text(report.phases_s.total)
     yield "Versions", ", ".join(f"{name} {text}" for name, text in report.versions.items())
+
+
+def _weights(report: Report) -> str:
+    """Which ones the result has, if they are not just those of the last step."""
+    chosen, decay = report.result, report.recipe.get("train", {}).get("ema_decay")
+    parts = (
+        chosen and f"of step {chosen.step:,}, which had the lowest validation loss",
+        decay is not None and f"exponential moving average over the steps, decay {decay:g}",
+    )
+    return "; ".join(part for part in parts if part)
 
 
 def _method(report: Report) -> str:

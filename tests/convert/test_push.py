@@ -1,6 +1,7 @@
 """ftkit push, to a stand-in for the Hugging Face hub, and model cards."""
 
 import base64
+import dataclasses
 import hashlib
 import json
 import os
@@ -25,7 +26,9 @@ import ftkit
 from ftkit.cli.app import run
 from ftkit.console.formatting import number_text
 from ftkit.errors import UserError
+from ftkit.model_card.card import card_text
 from ftkit.model_card.origin import BaseOrigin, DataOrigin, card_metadata
+from ftkit.report.report import ChosenResult
 
 TOKEN = "hf_secretsecretsecret"
 NAME, BASE = "me/my-adapter", "org/tiny"
@@ -278,6 +281,22 @@ def test_a_result_has_a_card_with_what_was_measured(ended: dict[str, Ended]) -> 
     assert "| length | " in card.text and "on 4 validation records, by `metric.py` |" in card.text
     assert length.file == "metric.py"
     assert str(ended["full"].out_dir.parent) not in card.text, "a directory of this machine"
+
+
+def test_a_card_says_which_weights_a_result_has(ended: dict[str, Ended]) -> None:
+    report = ended["full"].report
+    text = card_text(report, None, "hf")
+    assert "learning rate 0.003, cosine |" in text and "| Weights |" not in text
+    train = report.recipe["train"] | {"ema_decay": 0.99}
+    chosen = dataclasses.replace(
+        report,
+        recipe=report.recipe | {"train": train},
+        result=ChosenResult(step=3, validation_loss=1.5),
+    )
+    assert (
+        "| Weights | of step 3, which had the lowest validation loss; "
+        "exponential moving average over the steps, decay 0.99 |"
+    ) in card_text(chosen, None, "hf")
 
 
 @pytest.mark.slow
