@@ -162,9 +162,13 @@ class LiveTensors(TorchDispatchMode):
                 self._change(known, storage, category)
 
     def assign_unknown(self, tensors: Iterable[Tensor]) -> None:
-        """Say which tensors there are besides; those that nothing has shown are unattributed."""
+        """Say which tensors there are besides; those that nothing has shown are unattributed.
+
+        Memory that torch has not allocated is not counted, as no allocator counts it: files that
+        are mapped, and the host's copy of a checkpoint.
+        """
         for storage in self._storages(tensors):
-            if storage._cdata not in self._alive and storage.nbytes():
+            if storage._cdata not in self._alive and storage.nbytes() and storage.resizable():
                 self._enter(storage, "unattributed", is_new=False)
 
     def restart(self) -> None:

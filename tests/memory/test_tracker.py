@@ -1,6 +1,7 @@
 """Tensors alive in a step are counted byte by byte, real or fake."""
 
 import gc
+import mmap
 from collections.abc import Iterator
 from contextlib import nullcontext
 
@@ -138,6 +139,16 @@ def test_what_was_there_before_counts_from_the_start_once_it_is_shown() -> None:
     (whole,) = live.stretches()
     assert whole.start.bytes["gradients"] == 400
     assert whole.start.bytes["unattributed"] == 40
+
+
+def test_memory_that_torch_has_not_allocated_is_not_looked_for() -> None:
+    mapped = torch.frombuffer(mmap.mmap(-1, 400), dtype=torch.float32)
+    own = torch.randn(10)
+    live = LiveTensors(torch.device("cpu"))
+    live.assign_unknown([mapped, own])
+    assert live.now().total_bytes == 40
+    live.assign([mapped], "parameters")
+    assert live.now().bytes["parameters"] == 400, "what a step is known to need counts"
 
 
 def test_a_buffer_for_gradients_that_is_made_in_a_forward_pass_is_no_activation() -> None:

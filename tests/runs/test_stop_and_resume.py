@@ -427,6 +427,15 @@ def test_a_run_in_three_sessions_is_the_run_in_one(chains: Chains, whole: Path) 
     assert learned(run.out_dir)[:LAST] == learned(whole)
 
 
+def test_what_a_checkpoint_is_read_from_and_copied_to_is_no_memory_of_a_step(
+    chains: Chains,
+) -> None:
+    for session in chains["in_sessions"].result().done[:3]:
+        assert session.report.step_memory is not None
+        (rank,) = session.report.step_memory.ranks
+        assert rank.peak_breakdown_bytes.unattributed < 0.01 * rank.peak_bytes
+
+
 def test_the_same_command_on_a_complete_run_says_so(chains: Chains) -> None:
     before, found = chains["in_sessions"].result().done[2:4]
     assert (found.code, found.err) == (0, "")
