@@ -50,6 +50,7 @@ def pytest_unconfigure() -> None:
 LONGEST = (
     "simulated_card/test_commands.py",
     "strategies/test_strategies.py",
+    "strategies/test_training_control.py",
     "report/test_step_memory.py",
     "checkpoint/test_faults.py",
     "strategies/test_transformers_models.py",

@@ -195,11 +195,7 @@ def set_of(name: str, entry: Any, rendering: Mapping[str, Any]) -> SourceOptions
     """
     key = f"eval.sets.{name}"
     own = {"path": entry} if isinstance(entry, str | Path) else entry
-    if not isinstance(own, dict) or not own.get("path"):
-        raise UserError(
-            f"{key} is {entry!r}, but has to be a path, or an object with one.\nTry --{key} FILE."
-        )
-    for option in own:
+    for option in own if isinstance(own, dict) else ():
         if option in RENDERING:
             raise UserError(
                 f"{key}.{option} is {own[option]!r}, but the records of a set are rendered as "
@@ -211,6 +207,10 @@ def set_of(name: str, entry: Any, rendering: Mapping[str, Any]) -> SourceOptions
             raise UserError(
                 f"{key} has no key {option}, only {', '.join(KEYS_OF_SETS)}.\n{advice}."
             )
+    if not isinstance(own, dict) or not own.get("path"):
+        raise UserError(
+            f"{key} is {entry!r}, but has to be a path, or an object with one.\nTry --{key} FILE."
+        )
     own = {option: value for option, value in own.items() if value is not None}
     _check_values(own, f"{key}.")
     kept = {option: rendering[option] for option in _INHERITED if option in rendering}

@@ -113,6 +113,7 @@ def test_no_sets_are_none(tokenizer: Tokenizer, files: tuple[str, str, str]) -> 
         ({7: "FILE"}, r"a set 7, but names are texts.*\nName it set_7."),
         ({"code": 5}, r"code is 5, but has to be a path.*\nTry --eval.sets.code "),
         ({"code": {}}, r"code is {}, but has to be a path"),
+        ({"code": {"pth": "FILE"}}, r"code has no key pth, only path, .*\nWrite path instead."),
         ({"code": "none.json"}, r"eval.sets.code.path is none.json, but there is no such file"),
         (
             {"code": {"path": "FILE", "colums": {}}},
