@@ -1,6 +1,5 @@
 """Promise P1: the strategy and the number of ranks never change what is learned."""
 
-import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -8,10 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
-from losses import load, loss_of
 from rank_jobs import (
-    CONTROL,
     HAS_DEEPSPEED,
     METHODS,
     Case,
@@ -22,7 +18,6 @@ from rank_jobs import (
     needs_deepspeed,
 )
 
-from ftkit.checkpoint.metadata import read_metadata
 from ftkit.config.devices import Devices
 from ftkit.config.recipe import Method, Recipe
 from ftkit.config.result_options import UseOptions
@@ -141,130 +136,6 @@ def test_sharded_parameters_of_16_bits_learn_what_whole_ones_do(
     norms, of_one = ([float(row["grad_norm"] or 0) for row in o.rows] for o in (found, expected))
     assert norms == pytest.approx(of_one, rel=3e-3)
     assert not any(torch.tensor(norm).bfloat16().item() == norm for norm in (*norms, *of_one))
-
-
-def _near(loss: float | None) -> Any:
-    return pytest.approx(loss, rel=1e-5)
-
-
-# --- Training control ---------------------------------------------------------------------------
-
-SEVERAL = ["ddp", "fsdp", *(["deepspeed"] if HAS_DEEPSPEED else [])]
-CONTROL_SETS = tuple(change for change in CONTROL if change[0].startswith("eval.sets."))
-WITHOUT_SETS = tuple(change for change in CONTROL if change not in CONTROL_SETS)
-CONTROLLED = {name: Case(name, "full", changes=CONTROL) for name in ["single", *SEVERAL]}
-
-
-@pytest.fixture(scope="module")
-def controlled(run: Run) -> dict[str, Outcome]:
-    """By strategy, and one that began under fsdp and went on elsewhere after 3 of its 6 steps.
-
-    There it has another set to validate on in place of one.
-    """
-    first = dataclasses.replace(CONTROLLED["fsdp"], stop_after=3)
-    found = run(2, [*(CONTROLLED[name] for name in SEVERAL), first])
-    other_sets = (*WITHOUT_SETS, CONTROL_SETS[0], ("eval.sets.further", "BESIDE/one.json"))
-    moved = Case("single", "full", changes=other_sets, start=found[first].out_dir)
-    without_sets = Case("single", "full", changes=WITHOUT_SETS)
-    padded = dataclasses.replace(
-        CONTROLLED["single"], changes=(*CONTROL, *PADDED, ("train.micro_batch_size", 3))
-    )
-    found |= run(1, [CONTROLLED["single"], moved, padded, without_sets])
-    assert len(found[first].rows) == 3 and found[first].report.outcome == "stopped"
-    others = {"moved": moved, "padded": padded, "without_sets": without_sets}
-    return {name: found[case] for name, case in (CONTROLLED | others).items()}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*STRATEGIES, "moved", "padded"])
-def test_what_controls_training_does_the_same_everywhere(
-    controlled: dict[str, Outcome], name: str
-) -> None:
-    found, expected = controlled[name], controlled["single"]
-    # The rate is 20 times that of the other tests, and so is what rounding does to weights.
-    assert_same_maths(found, expected, weights_within=2e-4, validations=7)
-    assert found.report.exit_reason == expected.report.exit_reason
-    chosen = found.report.result
-    assert chosen is not None and chosen.step == 3, "of 6; where it moved, of its origin"
-    assert chosen.validation_loss == min(found.validation_losses)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*STRATEGIES, "padded"])
-def test_each_set_has_the_same_losses_everywhere(controlled: dict[str, Outcome], name: str) -> None:
-    found, expected = controlled[name], controlled["single"]
-    for of_set in ("many", "one"):
-        losses = expected.losses_on(of_set)
-        assert None not in losses and len(losses) == 7
-        assert found.losses_on(of_set) == pytest.approx(losses, rel=1e-5)
-        told = found.report.sets[of_set]
-        assert told.validation_first == found.losses_on(of_set)[0]
-        assert told.validation_last == found.losses_on(of_set)[-1]
-        assert told.validation_best == min(filter(None, found.losses_on(of_set)))
-    counts = (found.report.sets[of_set].data["val"].records for of_set in ("many", "one"))
-    assert tuple(counts) == (25, 1), "all of them are held out"
-    best = found.report.result
-    assert best is not None and best.losses == {
-        of_set: found.losses_on(of_set)[best.step] for of_set in ("many", "one")
-    }
-
-
-@pytest.mark.slow
-def test_sets_to_validate_on_change_nothing_else(controlled: dict[str, Outcome]) -> None:
-    found, without = controlled["single"], controlled["without_sets"]
-    assert found.losses == without.losses
-    assert found.validation_losses == without.validation_losses
-    assert found.report.result.step == without.report.result.step
-    assert found.report.exit_reason == without.report.exit_reason
-    weights = without.weights()
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in found.weights().items())
-    metadata = (read_metadata(outcome.checkpoint) for outcome in (found, without))
-    assert len({(one.data, one.base) for one in metadata}) == 1, "what decides whether it goes on"
-    assert without.report.sets == {}
-
-
-@pytest.mark.slow
-def test_a_run_that_goes_on_with_other_sets_has_columns_of_all(
-    controlled: dict[str, Outcome],
-) -> None:
-    moved, whole = controlled["moved"], controlled["single"]
-    assert moved.losses_on("many") == pytest.approx(whole.losses_on("many"), rel=1e-5)
-    of_one = whole.losses_on("one")
-    assert moved.losses_on("one") == [*map(_near, of_one[:4]), *[None] * 3]
-    assert moved.losses_on("further") == [None] * 4 + [*map(_near, of_one[4:])]
-    first = moved.report.sets["many"].validation_first
-    assert first == pytest.approx(whole.report.sets["many"].validation_first, rel=1e-5)
-    assert moved.report.sets["further"].validation_first is None
-    assert list(moved.report.sets) == ["many", "further"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*STRATEGIES, "single", "moved"])
-def test_the_best_checkpoint_is_what_the_result_is_made_of(
-    controlled: dict[str, Outcome], name: str
-) -> None:
-    from transformers import LlamaForCausalLM
-
-    found = controlled[name]
-    final = found.out_dir / "final"
-    written = yaml.safe_load((found.checkpoint / "recipe.yaml").read_text())
-    data = load(final, Path(written["data"]["init_args"]["json_path"]))
-    model = LlamaForCausalLM.from_pretrained(final)
-    loss = loss_of(model, data.val, range(len(data.val)))
-    assert loss == pytest.approx(min(found.validation_losses), rel=1e-5)
-    assert loss < found.validation_losses[-1] - 0.05
-
-
-@pytest.mark.slow
-def test_the_recipe_of_that_bends_its_schedule_and_ends_out_of_patience(
-    controlled: dict[str, Outcome],
-) -> None:
-    found = controlled["single"]
-    assert len(found.rows) == 6, "of 18"
-    rates = [float(row["lr"] or 0) for row in found.rows]
-    assert rates[:3] == [0.03, 0.06, 0.06] and 0.05 < rates[4] < rates[3] < 0.06
-    assert "eval.patience of 3 reached: no validation loss below " in found.report.exit_reason
-    assert found.report.exit_reason.endswith(", of step 3")
 
 
 # --- Options of the strategies ------------------------------------------------------------------
