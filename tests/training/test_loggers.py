@@ -186,6 +186,30 @@ class TestMlflow:
         loggers.finalize("success")
         assert mlflow_values(tmp_path, run_ids["mlflow"], "val_loss") == [(2, 0.5)]
 
+    def test_losses_of_sets_are_there_beside_the_loss_whatever_the_sets_are_called(
+        self, tmp_path: Path
+    ) -> None:
+        plan, run_ids, warnings = make("mlflow", tmp_path), dict[str, str](), Warnings()
+        for start_step in (0, 3):
+            made = make_loggers(plan, start_step=start_step, run_ids=run_ids)
+            loggers = Loggers(made, plan.recipe, warnings)
+            losses = {
+                "val_loss": 3.0,
+                "val_loss/code": 1.0,
+                "val_loss/c++": 2.0,
+                "val_loss/../a": 4,
+            }
+            for step in range(1, 4 + start_step):
+                loggers.log(losses, step)
+            loggers.finalize("success")
+        assert warnings.said == []
+        assert mlflow_run(tmp_path, run_ids["mlflow"]).data.metrics == {
+            "val_loss": 3.0, "val_losses/code": 1.0, "val_losses/c__": 2.0, "val_losses/a": 4.0,
+        }  # fmt: skip
+        assert mlflow_values(tmp_path, run_ids["mlflow"], "val_losses/code") == [
+            (step, 1.0) for step in range(1, 7)
+        ]
+
     def test_a_run_that_branches_off_is_another_one(self, tmp_path: Path) -> None:
         origin, branch = dict[str, str](), dict[str, str]()
         told(make("mlflow", tmp_path), range(1, 5), origin)

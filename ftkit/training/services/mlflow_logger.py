@@ -1,6 +1,7 @@
 """MLflow: a run of its tracking server, or of files in out_dir, that goes on over sessions."""
 
 import os
+import re
 import threading
 import time
 from argparse import Namespace
@@ -17,6 +18,8 @@ _NAME = "mlflow"
 _MOST_VALUES = 1000
 """In one request, as the server takes them."""
 _MOST_PARAMETERS, _MOST_CHARACTERS = 100, 500
+_UNFIT = re.compile(r"[^\w/.\- ]")
+"""What no name in MLflow may have, though a source of data may be called c++."""
 _WAIT_AT_END_S = 60.0
 _SETTINGS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",  # of 7, and of 2 minutes each: training would wait
@@ -74,11 +77,8 @@ class MlflowLogger(Logger):
         self._client = MlflowClient(uri)
         known = self._go_on() or self._begin()
         values = params if isinstance(params, dict) else vars(params)
-        new = [
-            Param(key, str(value)[:_MOST_CHARACTERS])
-            for key, value in values.items()
-            if key not in known
-        ]
+        named = {_name_of(key): str(value)[:_MOST_CHARACTERS] for key, value in values.items()}
+        new = [Param(key, value) for key, value in named.items() if key not in known]
         for first in range(0, len(new), _MOST_PARAMETERS):
             part = new[first : first + _MOST_PARAMETERS]
             self._client.log_batch(self.version, params=part)
@@ -95,10 +95,11 @@ class MlflowLogger(Logger):
         if self._failure is not None:
             raise self._failure
         now_ms, at = int(time.time() * 1000), step or 0
+        named = {_name_of(key): value for key, value in metrics.items()}
         with self._lock:
             self._waiting += [
                 Metric(key, value, now_ms, at)
-                for key, value in metrics.items()
+                for key, value in named.items()
                 if at > self._last_steps.get(key, -1)
             ]
             self._lock.notify()
@@ -164,3 +165,14 @@ class MlflowLogger(Logger):
             except Exception as error:  # whatever it is, the next call tells it
                 self._failure = error
                 return
+
+
+def _name_of(key: str) -> str:
+    """How MLflow may call a metric or a parameter.
+
+    It takes names for paths and has files of these names: none may be a directory of another.
+    """
+    if key.startswith("val_loss/"):  # of a set, beside val_loss
+        key = key.replace("val_loss/", "val_losses/", 1)
+    parts = _UNFIT.sub("_", key).split("/")
+    return "/".join(part for part in parts if part not in ("", ".", ".."))
