@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 from ftkit.comparison.measures import (
@@ -73,7 +74,7 @@ class Column:
     is_setting: bool = False
     """Whether it was asked for, not measured."""
 
-    @property
+    @cached_property
     def is_numeric(self) -> bool:
         """Whether its values stand below each other by their last digits."""
         return all(isinstance(v, int | float | None) for v in self.values) and not all(

@@ -67,8 +67,12 @@ class _Handler(BaseHTTPRequestHandler):
         """Answer."""
         port = self.server.server_port
         # A page elsewhere whose name was made to lead here has that name as its host.
-        if self.headers.get("Host") not in (f"{_ADDRESS}:{port}", f"localhost:{port}"):
+        hosts = self.headers.get_all("Host")
+        if hosts not in ([f"{_ADDRESS}:{port}"], [f"localhost:{port}"]):
             self._refuse(403, f"This page is at http://{_ADDRESS}:{port} alone.")
+            return
+        if "Content-Length" in self.headers or "Transfer-Encoding" in self.headers:
+            self._refuse(400, "What is asked here has no content.")
             return
         address = urlsplit(self.path)
         asked = {key: values[0] for key, values in parse_qs(address.query).items()}

@@ -4,6 +4,7 @@ import math
 import threading
 import time
 from collections.abc import Iterable
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,13 @@ _LOOKS_EVERY_S = 1.0
 """However many pages ask."""
 _SCALES = {"_bytes": 2.0**-30, "_utilization": 100.0, "_power_w": 1.0}
 """Of what is sampled, by the ending of its name: what makes GiB, % and W of it."""
+_LONG_S = 3 * 3600
+"""Of this and less, time is in minutes."""
+_LOGARITHMIC = ("Loss", "Gradient norm")
+"""Charts that may be shown so."""
 _FROM_ZERO = ("tokens/s", "GiB", "%", "W")
 
-_Points = list[tuple[float, float]]
+_Points = list[tuple[float, ...]]
 
 
 class Sights:
@@ -50,6 +55,8 @@ class Sights:
         self._lock = threading.Lock()
         self._watchers: dict[Path, Watcher] = {}
         self._entries: dict[Path, CheckpointEntry] = {}
+        self._losses: dict[Path, tuple[tuple[int, int], dict[str, Any]]] = {}
+        """Thinned losses of runs, with size and time of the file that they are of."""
         self._runs: list[ComparedRun] = []
         self._left_out: list[LeftOutRun] = []
         self._looked_s = -math.inf
@@ -68,12 +75,7 @@ class Sights:
                 "runs": [_in_short(run) for run in self._runs],
                 "left_out": [f"{spelt(one.path)} {one.reason}" for one in self._left_out],
                 "comparison": comparison_as_html(self._runs) if several else "",
-                "losses": [
-                    {"name": run.name, "points": thinned(_loss_points(run))}
-                    for run in self._runs[:_MOST_COMPARED]
-                ]
-                if several
-                else [],
+                "losses": [self._loss(run) for run in _drawn(self._runs)] if several else [],
             }
 
     def run(self, name: str) -> dict[str, Any] | None:
@@ -91,6 +93,10 @@ class Sights:
             return
         self._runs, self._left_out = self._found()
         self._looked_s = now_s
+        places = {run.files.path for run in self._runs}
+        for gone in self._watchers.keys() - places:
+            del self._watchers[gone]
+            self._losses.pop(gone, None)
 
     def _found(self) -> tuple[list[ComparedRun], list[LeftOutRun]]:
         if self._copies is None:
@@ -109,6 +115,19 @@ class Sights:
             self._watchers[place] = Watcher(run.out_dir, run.copy)
         return self._watchers[place]
 
+    def _loss(self, run: ComparedRun) -> dict[str, Any]:
+        """The losses of a run; of one that goes on only new rows are read, of others none."""
+        metrics = run.files.metrics
+        try:
+            status = metrics.stat()
+        except OSError:
+            return {"name": run.name, "points": []}
+        stamp, place = (status.st_size, status.st_mtime_ns), run.files.path
+        if place not in self._losses or self._losses[place][0] != stamp:
+            rows = self._watcher(run).rows()
+            self._losses[place] = stamp, _by_step(rows, "loss", run.name, noisy=True)
+        return {**self._losses[place][1], "name": run.name}
+
     def _in_full(self, run: ComparedRun) -> dict[str, Any] | None:
         try:
             sight = self._watcher(run).look()
@@ -120,10 +139,7 @@ class Sights:
             **_in_short(run),
             "sight": sight_as_html(sight, with_curve=False),
             "charts": [chart for chart in _charts(sight) if chart["series"]],
-            "memory": [
-                {"name": name, "text": bytes_text(size), "bytes": size}
-                for name, size in run.memory_parts.items()
-            ],
+            "memory": _memory(run),
             "memory_limit": bytes_text(limit) if (limit := run.memory_limit_bytes) else "",
             "checkpoints": self._checkpoints(run.files),
             "report": report_as_html(report, sight.run.out_dir) if ended and report else "",
@@ -150,15 +166,20 @@ class Sights:
 
 
 def thinned(points: Iterable[tuple[float, float]], most: int = _MOST_POINTS) -> _Points:
-    """At most so many points, each the mean of its neighbours; finite ones only."""
+    """At most so many points, finite ones only.
+
+    Of more, each is the mean of its neighbours, and has their least and their highest value, so
+    that a spike of one step is seen.
+    """
     found = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
     if len(found) <= most:
-        return found
+        return list(found)
     edges = [round(i * len(found) / most) for i in range(most + 1)]
-    parts = [found[start:end] for start, end in pairwise(edges)]
-    return [
-        (sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in parts
-    ]
+    made: _Points = []
+    for start, end in pairwise(edges):
+        xs, ys = zip(*found[start:end], strict=True)
+        made.append((sum(xs) / len(xs), sum(ys) / len(ys), min(ys), max(ys)))
+    return made
 
 
 def _in_short(run: ComparedRun) -> dict[str, Any]:
@@ -173,42 +194,85 @@ def _in_short(run: ComparedRun) -> dict[str, Any]:
     }
 
 
-def _loss_points(run: ComparedRun) -> Iterable[tuple[float, float]]:
-    return zip(map(float, run.training.steps), run.training.losses, strict=True)
+def _drawn(runs: list[ComparedRun]) -> list[ComparedRun]:
+    """The runs whose losses are in one picture: of many, those that began last."""
+    latest = sorted(runs, key=lambda run: run.report.started_at, reverse=True)[:_MOST_COMPARED]
+    names = {run.name for run in latest}
+    return [run for run in runs if run.name in names]
+
+
+def _memory(run: ComparedRun) -> list[dict[str, Any]]:
+    """What memory was at its peak, and what was predicted of it, in bytes and as text."""
+    measured = run.memory_parts
+    of_step = run.report.step_memory
+    predicted: dict[str, int] = {}
+    if of_step and of_step.predicted:
+        named = asdict(of_step.predicted.peak_breakdown_bytes)
+        predicted = {name.replace("_", " "): size for name, size in named.items() if size}
+    return [
+        {
+            "name": name,
+            "measured": [measured.get(name, 0), _size(measured.get(name))],
+            "predicted": [predicted.get(name, 0), _size(predicted.get(name))],
+        }
+        for name in dict.fromkeys((*measured, *predicted))
+    ]
+
+
+def _size(size_bytes: int | None) -> str:
+    return "" if size_bytes is None else bytes_text(size_bytes)
 
 
 def _charts(sight: Sight) -> list[dict[str, Any]]:
     """Of the steps, and of host and devices over the time."""
 
-    def by_step(rows: list[Row], column: str, name: str) -> dict[str, Any]:
-        return {"name": name, "points": thinned(_column(rows, "step", column))}
-
     def chart(title: str, unit: str, *series: dict[str, Any], x: str = "step") -> dict[str, Any]:
         told = [one for one in series if one["points"]]
         least = 0 if unit in _FROM_ZERO else None
         most = 100 if unit == "%" else None
-        return {"title": title, "unit": unit, "x": x, "least": least, "most": most, "series": told}
+        return {
+            "title": title,
+            "unit": unit,
+            "x": x,
+            "least": least,
+            "most": most,
+            "log": title in _LOGARITHMIC,
+            "series": told,
+        }
 
     rows, of_sources = sight.rows, loss_columns(sight.validations)
+    samples = sight.samples
+    sampled_s = (samples[-1]["time_s"] or 0) - (samples[0]["time_s"] or 0) if samples else 0
+    across, unit_s = ("hours", 3600) if sampled_s > _LONG_S else ("minutes", 60)
     return [
         chart(
             "Loss",
             "nats per label token",
-            by_step(rows, "loss", "training"),
-            by_step(sight.validations, "val_loss", "validation"),
-            *(by_step(sight.validations, column, name) for name, column in of_sources),
+            _by_step(rows, "loss", "training", noisy=True),
+            _by_step(sight.validations, "val_loss", "validation"),
+            *(_by_step(sight.validations, column, name) for name, column in of_sources),
         ),
-        chart("Speed", "tokens/s", by_step(rows, "tokens_per_s", "speed")),
-        chart("Learning rate", "", by_step(rows, "lr", "learning rate")),
-        chart("Gradient norm", "", by_step(rows, "grad_norm", "norm")),
-        chart("Memory", "GiB", *_of_system(sight.samples, "_bytes"), x="minutes"),
-        chart("Busy", "%", *_of_system(sight.samples, "_utilization"), x="minutes"),
-        chart("Power", "W", *_of_system(sight.samples, "_power_w"), x="minutes"),
+        chart("Speed", "tokens/s", _by_step(rows, "tokens_per_s", "speed", noisy=True)),
+        chart("Learning rate", "", _by_step(rows, "lr", "learning rate")),
+        chart("Gradient norm", "", _by_step(rows, "grad_norm", "norm", noisy=True)),
+        *(
+            chart(title, unit, *_of_system(samples, ending, unit_s), x=across)
+            for title, unit, ending in (
+                ("Memory", "GiB", "_bytes"),
+                ("Busy", "%", "_utilization"),
+                ("Power", "W", "_power_w"),
+            )
+        ),
     ]
 
 
-def _of_system(samples: list[Row], ending: str) -> list[dict[str, Any]]:
-    """Series of host and devices whose names end so, over minutes from the first sample."""
+def _by_step(rows: list[Row], column: str, name: str, *, noisy: bool = False) -> dict[str, Any]:
+    """A series over the steps; one that is noisy may be shown smoothed."""
+    return {"name": name, "noisy": noisy, "points": thinned(_column(rows, "step", column))}
+
+
+def _of_system(samples: list[Row], ending: str, unit_s: float) -> list[dict[str, Any]]:
+    """Series of host and devices whose names end so, over the time from the first sample."""
     columns = [column for column in (samples[-1] if samples else ()) if column.endswith(ending)]
     began_s = samples[0]["time_s"] or 0.0 if samples else 0.0
     scale = _SCALES[ending]
@@ -216,7 +280,7 @@ def _of_system(samples: list[Row], ending: str) -> list[dict[str, Any]]:
         {
             "name": column.removesuffix(ending).replace("_", " "),
             "points": thinned(
-                ((time_s - began_s) / 60, value * scale)
+                ((time_s - began_s) / unit_s, value * scale)
                 for time_s, value in _column(samples, "time_s", column)
             ),
         }

@@ -156,6 +156,10 @@ class Watcher:
         self._validations = RowsReader(self._directory.validation)
         self._samples = RowsReader(self._directory.system, several_in_step=True)
 
+    def rows(self) -> list[Row]:
+        """Of its steps so far; those that were read before are not read again."""
+        return self._rows.read_on()
+
     def look(self) -> Sight:
         """What there is to see now.
 
@@ -164,7 +168,7 @@ class Watcher:
         """
         # Before the rows: then those of a run that has ended are all.
         run = look(self._out_dir, self._copy)
-        rows = self._rows.read_on()
+        rows = self.rows()
         step, age_s = self._newest_checkpoint()
         return Sight(
             run=run,

@@ -2,15 +2,19 @@
 
 import dataclasses
 import json
+import math
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from browser import CHROMIUM, Page, browser
@@ -106,6 +110,23 @@ class TestWhoMayLook:
         response, _ = answer(server, "/runs.json", Cookie=cookie(server), Host=host)
         assert response.status == 403
 
+    @pytest.mark.parametrize(
+        "more", ["Host: evil.example", "Content-Length: 3", "Transfer-Encoding: chunked"]
+    )
+    def test_what_follows_a_request_is_no_other_one(self, server: PageServer, more: str) -> None:
+        port = server.server_port
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+            sent = f"GET / HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nCookie: {cookie(server)}\r\n"
+            connection.sendall(f"{sent}{more}\r\n\r\nabc{sent}\r\n".encode())
+            answers = connection.makefile("rb").read()
+        assert re.findall(rb"HTTP/1.1 (\d+)", answers) in ([b"400"], [b"403"])
+
+    def test_clients_that_say_nothing_keep_nobody_waiting(self, server: PageServer) -> None:
+        silent = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(30)]
+        assert answer(server, "/", Cookie=cookie(server))[0].status == 200
+        for connection in silent:
+            connection.close()
+
     def test_localhost_is_this_machine(self, server: PageServer) -> None:
         host = f"localhost:{server.server_port}"
         assert answer(server, "/", Cookie=cookie(server), Host=host)[0].status == 200
@@ -169,7 +190,12 @@ class TestWhatIsTold:
         assert charts["Power"]["series"] == [
             {"name": "device0", "points": [[0.0, 250.0], [1.0, 300.0]]}
         ]
-        assert sum(part["bytes"] for part in found["memory"]) == 11 * 2**30
+        memory = {part["name"]: part for part in found["memory"]}
+        assert sum(part["measured"][0] for part in memory.values()) == 11 * 2**30
+        assert memory["gradients"]["measured"] == memory["gradients"]["predicted"] == [
+            2**30, "1.0 GiB",
+        ]  # fmt: skip
+        assert memory["reserved, not used"]["predicted"] == [0, ""]
         assert ">10</td>" in found["checkpoints"] and "all 2 epochs done" in found["report"]
         assert "data.json does not exist" in asked(server, "/run.json?run=b")["report"]
         both = asked(server, "/runs.json")
@@ -185,8 +211,8 @@ class TestWhatIsTold:
             rows.write(step=20, samples=20, val_loss=1.0, of_sources={"code": 0.5})
         (chart,) = (c for c in asked(server, "/run.json?run=a")["charts"] if c["title"] == "Loss")
         assert chart["series"][1:] == [
-            {"name": "validation", "points": [[10.0, 2.0], [20.0, 1.0]]},
-            {"name": "code", "points": [[20.0, 0.5]]},
+            {"name": "validation", "noisy": False, "points": [[10.0, 2.0], [20.0, 1.0]]},
+            {"name": "code", "noisy": False, "points": [[20.0, 0.5]]},
         ]
 
     def test_a_run_that_was_killed_and_one_that_has_just_begun_are_shown(
@@ -203,8 +229,50 @@ class TestWhatIsTold:
         points = [(float(i), 1.0 if i % 2 else 3.0) for i in range(4000)]
         found = thinned([*points, (4000.0, float("nan")), (4001.0, float("inf"))])
         assert len(found) == 400
-        assert {y for _, y in found} == {2.0}
+        assert {tuple(values) for _, *values in found} == {(2.0, 1.0, 3.0)}  # mean, least, most
         assert thinned(points[:5]) == points[:5]
+
+    def test_of_a_run_that_goes_on_only_new_rows_are_read(
+        self, server: PageServer, out: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("ftkit.live_page.sights._LOOKS_EVERY_S", 0.0)
+        make_run(out / "a", "failed")
+        make_run(out / "b")
+        read: list[str] = []
+
+        def number(column: str, cell: str) -> float:
+            read.append(column)
+            return float(cell or 0)
+
+        monkeypatch.setattr("ftkit.report.metrics._number", number)
+        asked(server, "/runs.json")
+        assert len(read) == 2 * 40 * 7
+        asked(server, "/runs.json")
+        with (out / "a/metrics.csv").open("a") as rows:
+            rows.write("41,656,0.25,0.1,,2000,4000.0\n")
+        a, b = asked(server, "/runs.json")["losses"]
+        assert len(read) == (2 * 40 + 1) * 7
+        assert (a["points"][-1], b["points"][-1][0]) == ([41.0, 0.25], 40.0)
+
+    def test_of_many_runs_those_are_drawn_that_began_last(
+        self, server: PageServer, out: Path
+    ) -> None:
+        for i in range(12):
+            report = make_run(out / f"{i:02}", write=False)
+            began = f"2026-01-{i + 1:02}T00:00:00Z"
+            write_report(dataclasses.replace(report, started_at=began), out / f"{i:02}")
+        found = asked(server, "/runs.json")
+        assert len(found["runs"]) == 12
+        assert [one["name"] for one in found["losses"]] == [f"{i:02}" for i in range(2, 12)]
+
+    def test_hours_of_samples_are_told_in_hours(self, server: PageServer, out: Path) -> None:
+        make_run(out / "a")
+        with SystemWriter(out / "a/system.csv", ("host_memory_bytes",), None) as rows:
+            for hour in range(5):
+                rows.write(1, 1e9 + 3600 * hour, {"host_memory_bytes": 2.0**30})
+        (chart,) = (c for c in asked(server, "/run.json?run=a")["charts"] if c["title"] == "Memory")
+        assert chart["x"] == "hours"
+        assert chart["series"][0]["points"] == [[float(hour), 1.0] for hour in range(5)]
 
 
 class TestCommand:
@@ -253,6 +321,20 @@ class TestCommand:
     def test_what_cannot_be_served_is_refused(self, argv: list[str], said: str) -> None:
         with pytest.raises(UserError, match=re.escape(said)):
             run(["watch", *argv])
+
+
+@contextmanager
+def watching(out: Path, port: int | None) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The command, and the link that it prints."""
+    with subprocess.Popen(
+        command_line("watch", out, "--serve", port, "--interval", "0.2s"),
+        stdout=subprocess.PIPE, text=True, env=command_environment(),
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        try:
+            yield process, process.stdout.readline().split()[0]
+        finally:
+            process.kill()
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
@@ -323,3 +405,64 @@ class TestInABrowser:
         said = page.wait_for("document.querySelector('.legend').innerText")
         step = re.search(r"\(step (\d+)\)", said)
         assert step is not None and 15 < int(step[1]) < 26, said
+
+    def test_losses_may_be_logarithmic_smoothed_and_taken_out(
+        self, page: Page, server: PageServer, out: Path
+    ) -> None:
+        make_run(out / "a")
+        legend = "document.querySelector('.legend').innerText"
+        page.wait_for(f"{legend}.includes('training 0.505 (step 40)')")
+        labels = (
+            "[...document.querySelector('svg').querySelectorAll('text')].map(t => t.textContent)"
+        )
+        assert {"0.5", "1.5"} <= set(page.value(labels))
+        page.value("document.getElementById('log').click()")
+        page.wait_for(f"!{labels}.includes('1.5')")
+        assert {"0.5", "1", "2"} <= set(page.value(labels))
+        page.value(
+            "{const one = document.getElementById('smoothing'); one.value = 0.9;"
+            "one.dispatchEvent(new Event('input'))}"
+        )
+        # Each value counts 0.9 as much as the one after it.
+        losses = [0.5 + 2 * math.exp(-6 * step / 40) for step in range(1, 41)]
+        weights = [0.9 ** (40 - step) for step in range(1, 41)]
+        mean = sum(w * v for w, v in zip(weights, losses, strict=True)) / sum(weights)
+        page.wait_for(f"{legend}.includes('training 0.505, smoothed {mean:.4g} (step 40)')")
+        assert page.value(f"{legend}.includes('validation 0.605 (step 40)')")
+        page.value("document.querySelector('.legend button').click()")
+        curves = "document.querySelector('svg').querySelectorAll('polyline').length"
+        assert page.value(curves) == 1
+        pressed = "document.querySelector('.legend button').getAttribute('aria-pressed')"
+        assert page.value(pressed) == "false"
+        page.value("document.querySelector('.legend button').click()")
+        assert page.value(curves) == 3  # raw, smoothed, and the validation
+
+    def test_a_run_that_is_removed_is_shown_no_more(
+        self, page: Page, server: PageServer, out: Path
+    ) -> None:
+        for name in ("a", "b", "c %"):
+            make_run(out / name)
+        page.wait_for("document.querySelectorAll('nav a').length == 4")
+        page.value("location.hash = '%'")  # no address
+        page.value("location.hash = 'c%20%25'")
+        page.wait_for("document.title.startsWith('c % - ')")
+        shutil.rmtree(out / "c %")
+        page.wait_for("!!document.querySelector('section.comparison')")
+        assert page.value("document.querySelectorAll('nav a').length") == 3
+
+    def test_a_command_that_was_killed_is_told_and_another_shows_the_page_again(
+        self, page: Page, out: Path
+    ) -> None:
+        make_run(out / "a")
+        said = "document.getElementById('connection').innerText"
+        with watching(out, 0) as (process, link):
+            page.open(link)
+            page.wait_for(f"{said}.startsWith('looked at')")
+            process.kill()
+            page.wait_for(f"{said}.startsWith('ftkit watch does not answer')")
+            assert page.value("document.querySelectorAll('svg').length") == 3  # what it last said
+        port = urlsplit(link).port
+        with watching(out, port) as (_, link):
+            page.wait_for(f"{said}.includes('Open the link that ftkit watch has printed')")
+            page.open(link)
+            page.wait_for(f"{said}.startsWith('looked at')")
