@@ -82,7 +82,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         try:
             self._answer(address.path, asked.get("run", ""), with_cookie=by_link)
-        except OSError:
+        except (ConnectionError, TimeoutError):
             raise  # the browser is gone
         except Exception as error:
             self._refuse(500, f"{type(error).__name__}: {error}")

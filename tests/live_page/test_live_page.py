@@ -1,6 +1,7 @@
 """ftkit watch --serve: runs in a browser, for those who have the link, and nothing else."""
 
 import dataclasses
+import errno
 import json
 import math
 import re
@@ -224,6 +225,18 @@ class TestWhatIsTold:
             found = asked(server, "/runs.json")
         assert [(one["name"], one["state"]) for one in found["runs"]] == [("killed", "killed")]
         assert found["left_out"] == [f"{out / 'new'} has not measured anything yet"]
+
+    def test_a_directory_that_may_not_be_read_is_told(
+        self, server: PageServer, out: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def steps(store: Store) -> list[int]:  # to root, everything is readable
+            raise PermissionError(errno.EACCES, "Permission denied", str(store.directory))
+
+        make_run(out / "a")
+        monkeypatch.setattr(Store, "steps", steps)
+        response, text = answer(server, "/run.json?run=a", Cookie=cookie(server))
+        assert response.status == 500
+        assert "Permission denied" in text and "a/checkpoints" in text
 
     def test_long_curves_are_thinned_and_numbers_that_are_none_left_out(self) -> None:
         points = [(float(i), 1.0 if i % 2 else 3.0) for i in range(4000)]

@@ -1,8 +1,12 @@
 """Loggers over several sessions of one run, without training anything."""
 
+import os
 import shutil
 import socket
 import sqlite3
+import sys
+import types
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +261,83 @@ class TestMlflow:
         run_ids = {"mlflow": "0" * 32}
         assert told(make("mlflow", tmp_path), range(3, 5), run_ids, start_step=2) == []
         assert [s for s, _ in mlflow_values(tmp_path, run_ids["mlflow"], "loss")] == [3, 4]
+
+
+class TrackioRun:
+    """Stands in for a run of Trackio: its rows, and what it warns of."""
+
+    def __init__(self, rows: list[tuple[int, dict[str, float]]]) -> None:
+        self.rows = rows
+        self.warning = ""
+        self._next_step = 1 + max((step for step, _ in rows), default=-1)
+        self._warned_failures: set[str] = set()
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        self.rows.append((step, metrics))
+
+    def finish(self) -> None:
+        if self.warning:
+            warnings.warn(self.warning, UserWarning, stacklevel=1)
+
+
+class TestTrackio:
+    """What it is asked for; the next test has Trackio itself, where it is installed."""
+
+    @pytest.fixture(autouse=True)
+    def runs(self, monkeypatch: pytest.MonkeyPatch) -> dict[str, TrackioRun]:
+        """By their names, as `trackio.init` finds them."""
+        made: dict[str, TrackioRun] = {}
+
+        def init(*, project: str, name: str, resume: str, **more: Any) -> TrackioRun:
+            assert (name in made) == (resume == "allow") and project == "pets"
+            assert "access_token" not in more["config"] and more["config"]["lora_r"] == 8
+            made[name] = TrackioRun(made[name].rows if name in made else [])
+            return made[name]
+
+        module = types.ModuleType("trackio")
+        module.init = init  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "trackio", module)
+        monkeypatch.setenv("TRACKIO_DIR", "")  # so that it is as before after the test
+        return made
+
+    def test_a_run_goes_on_with_each_step_once_and_a_branch_is_another(
+        self, tmp_path: Path, runs: dict[str, TrackioRun]
+    ) -> None:
+        plan = make("trackio", tmp_path, log__project="pets", log__run="cats", access_token="hf_x")
+        run_ids: dict[str, str] = {}
+        assert told(plan, range(1, 10), run_ids) == []
+        assert told(plan, range(7, 12), run_ids, start_step=6) == []
+        assert os.environ["TRACKIO_DIR"] == str(tmp_path / "trackio")
+        assert told(plan, range(7, 9), {}, start_step=6) == []
+        first, second = runs.items()
+        assert first[0] == run_ids["trackio"] and first[0].startswith("cats-")
+        assert [step for step, row in first[1].rows if "loss" in row] == list(range(1, 12))
+        assert [step for step, row in second[1].rows if "loss" in row] == [7, 8]
+
+    def test_values_that_are_not_written_or_sent_are_said_once(
+        self, tmp_path: Path, runs: dict[str, TrackioRun]
+    ) -> None:
+        plan, warned = make("trackio", tmp_path, log__project="pets"), Warnings()
+        for failure in ("write-logs-to-sqlite", "", "local-sender-loop"):
+            made = make_loggers(plan, start_step=0, run_ids={})
+            loggers = Loggers(made, plan.recipe, warned)
+            loggers.log({"loss": 1.0}, 1)
+            (*_, run) = runs.values()
+            run.warning = "" if failure else "* Some logs could not be sent to the remote server"
+            run._warned_failures |= {failure}
+            if failure == "write-logs-to-sqlite":
+                loggers.log({"loss": 1.0}, 2)
+                loggers.log({"loss": 1.0}, 3)
+            loggers.finalize("success")
+        begun, ended = (
+            "trackio gets no values any more (OSError: ",
+            "); metrics.csv has all of them",
+        )
+        assert warned.said == [
+            f"{begun}values could not be written, see its warning{ended}",
+            f"{begun}Some logs could not be sent to the remote server{ended}",
+            f"{begun}values could not be written, see its warning{ended}",
+        ]
 
 
 def test_trackio_goes_on_and_has_every_step_once_where_sessions_overlap(

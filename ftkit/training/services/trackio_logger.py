@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import warnings
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from ftkit.config.recipe import Log
 _DIRECTORY = "trackio"
 """In out_dir: where values go that are not sent to a server."""
 _NAME = "trackio"
+_LOST = frozenset({"local-sender-loop", "persist-logs-locally", "write-logs-to-sqlite"})
+"""What it has warned of if values are lost; private, seen in 0.43."""
 _PLACES = ("TRACKIO_DIR", "TRACKIO_SERVER_URL", "TRACKIO_SPACE_ID")
 
 
@@ -68,13 +71,33 @@ class TrackioLogger(Logger):
         self._last_step = self._run._next_step - 1  # private; seen in 0.43
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Have values sent."""
+        """Have values sent.
+
+        Raises:
+            OSError: earlier ones could not be written.
+        """
+        self._check()
         at = step or 0
         # What belongs to a step after its loss, as its validation, may have been missing.
         if at > self._last_step or (at == self._last_step and "loss" not in metrics):
             self._run.log(metrics, step=at)
 
     def finalize(self, status: str) -> None:
-        """Wait until values are written or sent, half a minute at most."""
-        if self._run is not None:
+        """Wait until values are written or sent, half a minute at most.
+
+        Raises:
+            OSError: they cannot be; Trackio only warns.
+        """
+        if self._run is None:
+            return
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always", UserWarning)
             self._run.finish()
+        for warning in said:
+            if issubclass(warning.category, UserWarning):
+                raise OSError(str(warning.message).removeprefix("* "))
+        self._check()
+
+    def _check(self) -> None:
+        if _LOST & getattr(self._run, "_warned_failures", set()):
+            raise OSError("values could not be written, see its warning")
