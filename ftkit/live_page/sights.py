@@ -64,7 +64,7 @@ class Sights:
     @property
     def title(self) -> str:
         """What is shown."""
-        return spelt(self._directory)
+        return spelt(self._directory if self._directory.name else self._directory.resolve())
 
     def all_runs(self) -> dict[str, Any]:
         """All runs in short, their losses, and the comparison of several, ready for JSON."""
