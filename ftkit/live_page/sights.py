@@ -124,7 +124,7 @@ class Sights:
             return {"name": run.name, "points": []}
         stamp, place = (status.st_size, status.st_mtime_ns), run.files.path
         if place not in self._losses or self._losses[place][0] != stamp:
-            rows = self._watcher(run).rows()
+            rows = self._watcher(run).rows.read_on()
             self._losses[place] = stamp, _by_step(rows, "loss", run.name, noisy=True)
         return {**self._losses[place][1], "name": run.name}
 

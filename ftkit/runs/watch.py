@@ -152,13 +152,9 @@ class Watcher:
         """
         self._out_dir, self._copy = out_dir, copy
         self._directory = RunDirectory(out_dir if copy is None else copy.directory)
-        self._rows = RowsReader(self._directory.metrics)
+        self.rows = RowsReader(self._directory.metrics)
         self._validations = RowsReader(self._directory.validation)
         self._samples = RowsReader(self._directory.system, several_in_step=True)
-
-    def rows(self) -> list[Row]:
-        """Of its steps so far; those that were read before are not read again."""
-        return self._rows.read_on()
 
     def look(self) -> Sight:
         """What there is to see now.
@@ -168,7 +164,7 @@ class Watcher:
         """
         # Before the rows: then those of a run that has ended are all.
         run = look(self._out_dir, self._copy)
-        rows = self.rows()
+        rows = self.rows.read_on()
         step, age_s = self._newest_checkpoint()
         return Sight(
             run=run,
