@@ -95,8 +95,8 @@ def _changes(changed: Sequence[Difference]) -> str:
     rows = [
         [
             f"<code>{escaped(difference.key)}</code>",
-            escaped(_value(difference.before)),
-            f"<b>{escaped(_value(difference.now))}</b>",
+            _value(difference.before),
+            f"<b>{_value(difference.now)}</b>",
         ]
         for difference in changed
     ]
@@ -104,7 +104,9 @@ def _changes(changed: Sequence[Difference]) -> str:
 
 
 def _value(value: Any) -> str:
-    return value if isinstance(value, str) else shown_value(value)
+    """As it is in the recipe; a long one, such as a path, takes several lines."""
+    text = value if isinstance(value, str) else shown_value(value)
+    return f'<span style="white-space:normal;overflow-wrap:anywhere">{escaped(text)}</span>'
 
 
 def _where(planned: Planned) -> str:

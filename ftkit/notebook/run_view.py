@@ -29,7 +29,7 @@ _HEADS: dict[Category, str] = {
 }
 _VISIBLE = 1 / 500
 """Share of a peak from which on a part of it has a column."""
-_BAR_WIDTH, _BAR_HEIGHT = 160, 12
+_BAR_WIDTH, _BAR_HEIGHT = 120, 12
 _CURVE = 300, 50
 _CURVE_POINTS = 150
 _FEWEST_SAMPLES = 5
@@ -163,12 +163,17 @@ def _mean(passed: Sequence[float], values: Sequence[float]) -> float:
 
 
 def _curve(passed: Sequence[float], values: Sequence[float], high: float) -> str:
-    """The values over time, above a line at zero, if they are enough for a curve."""
+    """The values above a line at zero, with the time below it, if they are enough for a curve."""
     if len(values) < _FEWEST_SAMPLES or not high:
         return ""
     at = means(list(accumulate(passed)), _CURVE_POINTS)
     picture = curve_picture(means(values, _CURVE_POINTS), *_CURVE, bounds=(0.0, high), at=at)
-    return f'<div style="border-bottom:1px solid #8888;line-height:0">{picture}</div>'
+    ends = ("0 s", " time ", duration_text(sum(passed)))
+    return (
+        f'<div style="border-bottom:1px solid #8888;line-height:0">{picture}</div>'
+        '<div style="display:flex;justify-content:space-between;opacity:0.7">'
+        f"{''.join(f'<span>{escaped(end)}</span>' for end in ends)}</div>"
+    )
 
 
 def _part(category: Category, count: int) -> str:
@@ -190,7 +195,8 @@ def _bar(parts: Breakdown, shown: Sequence[Category]) -> str:
         left += share * _BAR_WIDTH
     return (
         f'<svg viewBox="0 0 {_BAR_WIDTH} {_BAR_HEIGHT}" width="{_BAR_WIDTH}" '
-        f'height="{_BAR_HEIGHT}" role="img" aria-label="shares of the peak">{"".join(pieces)}</svg>'
+        f'height="{_BAR_HEIGHT}" style="max-width:none" role="img" '
+        f'aria-label="shares of the peak">{"".join(pieces)}</svg>'
     )
 
 

@@ -4,13 +4,14 @@ import re
 from pathlib import Path
 
 import pytest
+from browser import CHROMIUM, browser
 from command import ROOT
 
 import ftkit
 from ftkit.errors import UserError
 from ftkit.notebook.experiment_view import Difference, changed_keys, experiment_as_html
 from ftkit.report.step_memory import CATEGORIES
-from ftkit.runs.state import RunState
+from ftkit.runs.state import RunState, look
 
 RECIPE = ROOT / "recipes/tiny-llama-full.yaml"
 LORA = ROOT / "recipes/tiny-llama-lora.yaml"
@@ -77,6 +78,30 @@ def test_its_view_has_what_is_new_and_a_line_each_for_prediction_and_measurement
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+def test_its_view_shows_bars_and_long_values_also_in_a_narrow_window(
+    experiments: ftkit.Experiments, tmp_path: Path
+) -> None:
+    """JupyterLab's style sheet lets no picture be wider than its cell, which the picture widens."""
+    shown = experiment_as_html(
+        "narrow",
+        [Difference("checkpoint_dir", "a/long/path/" * 8, "another/long/path/" * 8)],
+        experiments["bf16"].plan,
+        look(experiments["bf16"].run.out_dir),
+    )
+    page = tmp_path / "page.html"
+    page.write_text(f"<style>svg {{ max-width: 100% }}</style>{shown}")
+    with browser(tmp_path / "profile") as seen:
+        seen.open(page.as_uri())
+        seen.wait_for("document.querySelectorAll('svg[role=img]').length >= 2")
+        seen.resize(700)
+        width = "Math.min(...[...document.querySelectorAll('svg')].map(s => s.clientWidth))"
+        assert seen.value(width) > 50
+        change = "document.querySelector('table')"
+        assert seen.value(f"{change}.scrollWidth <= {change}.parentNode.clientWidth")
+
+
+@pytest.mark.slow
 def test_all_of_them_are_one_table_of_plans_and_one_comparison(
     experiments: ftkit.Experiments,
 ) -> None:
@@ -121,6 +146,10 @@ def test_memory_and_use_over_time_are_curves_where_there_are_samples_enough(
     assert page.count("<polyline") == (2 if samples == 40 else 0)
     told = [f"{device[1]}: at most 1.0 GiB", f"{device[0]} busy: {busy} on average"]
     assert all((text in page) == (samples > 0) for text in told)
+    # 20 times 1.5 s, 18 times 0.5 s, and 2.5 s in place of the night.
+    assert page.count("<span>0 s</span><span> time </span><span>41.5 s</span>") == (
+        2 if samples == 40 else 0
+    )
 
 
 @pytest.mark.parametrize(
