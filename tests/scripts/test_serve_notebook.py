@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import nbformat
 import psutil
 import pytest
 import websocket
@@ -46,7 +47,7 @@ class Clone:
         self.root = root
         self.log = root / "log"
         (root / "scripts").mkdir(parents=True)
-        for name in ("serve_notebook", "notebook_server.py"):
+        for name in ("serve_notebook", "colab_links", "notebook_server.py"):
             shutil.copy(ROOT / "scripts" / name, root / "scripts" / name)
         write_script(root / "scripts/setup_env", 'echo "setup_env $*" >>calls')
         write_script(root / ".venv/bin/python", f'exec "{sys.executable}" "$@"')
@@ -72,6 +73,18 @@ class Clone:
         return self.start(*options, **environment).wait(timeout=120), self.log.read_text()
 
 
+def of_clone(root: Path, origin: str | None, *command: str) -> "subprocess.CompletedProcess[str]":
+    """What a script says in a clone with the notebooks, at the branch work."""
+    if not (root / "notebooks").exists():
+        shutil.copytree(ROOT / "notebooks", root / "notebooks")
+        subprocess.run(["git", "init", "--quiet", "--initial-branch", "work", root], check=True)
+    subprocess.run(["git", "-C", root, "remote", "remove", "origin"], capture_output=True)
+    if origin is not None:
+        subprocess.run(["git", "-C", root, "remote", "add", "origin", origin], check=True)
+    script = [sys.executable, root / "scripts" / command[0], *command[1:]]
+    return subprocess.run(script, capture_output=True, text=True)
+
+
 @pytest.fixture
 def clone(tmp_path: Path) -> Clone:
     return Clone(tmp_path / "clone")
@@ -88,6 +101,7 @@ def process_and_server(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple["subprocess.Popen[str]", Server, Clone]]:
     clone = Clone(tmp_path_factory.mktemp("served") / "clone")
+    of_clone(clone.root, "https://github.com/someone/ftkit.git", "colab_links")
     port = free_port()
     process = clone.start("--port", str(port))
 
@@ -98,7 +112,7 @@ def process_and_server(
         )
 
     try:
-        wait_for(lambda: url() is not None)
+        wait_for(lambda: url() is not None and "5_chat.ipynb" in clone.log.read_text())
         found = url()
         assert found[1] == f"http://127.0.0.1:{port}"  # type: ignore[index]
         yield process, Server(url=found[1], token=found[2]), clone  # type: ignore[index]
@@ -120,6 +134,8 @@ def test_it_sets_up_jupyter_and_says_how_to_come_in(
     port = server.url.rpartition(":")[2]
     assert f"  ssh -N -L {port}:127.0.0.1:{port} " in clone.log.read_text()
     assert len(server.token) >= 32
+    links = re.findall(r"^https://colab\S+ftkit/blob/work/(\S+)$", clone.log.read_text(), re.M)
+    assert len(links) == 6 and all((clone.root / link).is_file() for link in links)
 
 
 @pytest.mark.parametrize(
@@ -135,26 +151,40 @@ def test_it_sets_up_jupyter_and_says_how_to_come_in(
 def test_of_a_clone_from_github_it_knows_where_colab_opens_its_notebooks(
     clone: Clone, origin: str | None, place: str | None
 ) -> None:
-    shutil.copytree(ROOT / "notebooks", clone.root / "notebooks")
-    subprocess.run(["git", "init", "--quiet", "--initial-branch", "work", clone.root], check=True)
-    if origin is not None:
-        subprocess.run(["git", "-C", clone.root, "remote", "add", "origin", origin], check=True)
-    script = (clone.root / "scripts/serve_notebook").read_text()
-    function = re.search(r"^colab_link\(\) \{.*?^\}", script, re.MULTILINE | re.DOTALL)
-    assert function is not None
-    shown = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", f"{function[0]}\ncolab_link"],
-        cwd=clone.root,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    links = of_clone(clone.root, origin, "colab_links").stdout.split()
     if place is None:
-        assert shown == ""
+        assert links == []
         return
-    link = f"https://colab.research.google.com/github/{place}/blob/work/"
-    assert shown.startswith(link)
-    assert (clone.root / shown.removeprefix(link).strip()).is_file()
+    there = f"https://colab.research.google.com/github/{place}/blob/work/"
+    assert all(link.startswith(there) for link in links)
+    named = [clone.root / link.removeprefix(there) for link in links]
+    assert named == sorted((clone.root / "notebooks").glob("*.ipynb")) and len(named) == 6
+
+
+def test_links_to_colab_are_put_into_notebooks_which_stay_as_they_are_otherwise(
+    clone: Clone,
+) -> None:
+    for owner in ("someone", "another"):  # a fork replaces the links of where it comes from
+        origin = f"git@github.com:{owner}/ftkit.git"
+        links = of_clone(clone.root, origin, "colab_links", "--write").stdout.split()
+        for notebook, link in zip(
+            sorted((clone.root / "notebooks").glob("*.ipynb")), links, strict=True
+        ):
+            original = (ROOT / "notebooks" / notebook.name).read_text()
+            before, now = nbformat.reads(original, 4), nbformat.read(notebook, 4)
+            now_first, before_first = now.cells[0].source, before.cells[0].source
+            badge = re.findall(r"^\[!\[Open in Colab\]\(.*?\)\]\((.*)\)$", now_first, re.MULTILINE)
+            assert badge == [link] and owner in link
+            title, _, rest = now_first.partition("\n\n[![Open")
+            assert title == before_first.split("\n")[0]
+            assert rest.partition("\n\n")[2] == before_first.partition("\n\n")[2]
+            now.cells[0].source = before_first
+            assert now == before
+
+
+def test_without_github_no_link_can_be_put_into_notebooks(clone: Clone) -> None:
+    refused = of_clone(clone.root, None, "colab_links", "--write")
+    assert refused.returncode == 1 and "Try git remote set-url origin" in refused.stderr
 
 
 def test_it_runs_code_for_another_process_in_the_environment_of_the_project(
