@@ -55,6 +55,8 @@ def evaluate(result: str | os.PathLike[str], /, **options: Any) -> Evaluation:
 def merge(result: str | os.PathLike[str], /, out: str | os.PathLike[str], **options: Any) -> Path:
     """Make an adapter and its base one model, as `ftkit merge`; the model's directory.
 
+    Prints what the command prints: what became of the logits.
+
     ::
 
         model = ftkit.merge(run, "out/merged", dtype="bfloat16")
@@ -67,7 +69,8 @@ def merge(result: str | os.PathLike[str], /, out: str | os.PathLike[str], **opti
     Raises:
         UserError: as the command would.
     """
-    output_of(["merge", os.fspath(result), f"--out={os.fspath(out)}", *option_words(options)])
+    words = ["merge", os.fspath(result), f"--out={os.fspath(out)}", *option_words(options)]
+    print(output_of(words), end="")
     return Path(out)
 
 

@@ -1,6 +1,7 @@
 """What is done with a result from Python: one program does all of it and notes what it saw."""
 
 import json
+import re
 import subprocess
 import sys
 from typing import Any
@@ -74,7 +75,7 @@ def seen(common: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[st
     out, err = program.communicate(timeout=300)
     assert program.returncode == 0, out + err
     found: dict[str, Any] = json.loads((place / "seen.json").read_text())
-    return found
+    return found | {"said": out}
 
 
 def test_answers_come_with_their_length_and_that_of_the_base_model(seen: dict[str, Any]) -> None:
@@ -105,6 +106,10 @@ def test_models_are_where_it_is_said(seen: dict[str, Any]) -> None:
     merged, exported = seen["files"]
     assert {"config.json", "model.safetensors"} <= set(merged)
     assert {"lit_model.pth", "model_config.yaml"} <= set(exported)
+
+
+def test_a_merge_says_what_became_of_the_logits(seen: dict[str, Any]) -> None:
+    assert re.search(r"^merged into +logits differ by.*\noriginal +\d", seen["said"], re.MULTILINE)
 
 
 def test_bad_input_raises_what_the_command_says(seen: dict[str, Any]) -> None:
