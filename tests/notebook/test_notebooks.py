@@ -106,7 +106,7 @@ def test_the_experiments_on_a_single_gpu_are_those_of_the_committed_sweep() -> N
     assert asked == sweep
 
 
-@pytest.mark.parametrize("notebook", EXECUTED, ids=lambda notebook: notebook.stem)
+@pytest.mark.parametrize("notebook", [GPU_SERVER, *EXECUTED], ids=lambda notebook: notebook.stem)
 def test_a_notebook_says_what_is_learned_and_why_asks_before_it_shows_and_ends_with_exercises(
     notebook: Path,
 ) -> None:
