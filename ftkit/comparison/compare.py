@@ -69,8 +69,11 @@ class Comparison:
         """
         return Picture.of(self.runs) if path is None else save_plot(self.runs, Path(path))
 
-    def __repr__(self) -> str:
+    def __str__(self) -> str:
         return plain_text(self.table(), _WIDTH)
+
+    def __repr__(self) -> str:
+        return f"<ftkit comparison of {', '.join(run.name for run in self.runs)}>"
 
     def _repr_html_(self) -> str:
         return table.comparison_as_html(self.runs)

@@ -15,10 +15,17 @@ from ftkit.utils.json_values import from_json
 
 
 class ShownInspection(Inspection):
-    """An inspection that shows itself: as HTML in a notebook, as text anywhere else."""
+    """An inspection that shows itself in a notebook; `print` shows the text of the command."""
+
+    def __str__(self) -> str:
+        return plain_text(InspectionText(self))
 
     def __repr__(self) -> str:
-        return plain_text(InspectionText(self))
+        train = [source.train for source in self.sources]
+        return (
+            f"<ftkit preview: samples {sum(each.samples for each in train):,}, "
+            f"tokens {sum(each.tokens for each in train):,}, findings {len(self.findings)}>"
+        )
 
     def _repr_html_(self) -> str:
         return fragment(self)

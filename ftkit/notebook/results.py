@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ftkit.notebook.commands import option_words, output_of
+from ftkit.notebook.run_view import short
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,10 @@ def merge(result: str | os.PathLike[str], /, out: str | os.PathLike[str], **opti
     Raises:
         UserError: as the command would.
     """
-    words = ["merge", os.fspath(result), f"--out={os.fspath(out)}", *option_words(options)]
+    name = os.fspath(result)
+    if os.path.isabs(name):
+        name = str(short(Path(name)))
+    words = ["merge", name, f"--out={os.fspath(out)}", *option_words(options)]
     print(output_of(words), end="")
     return Path(out)
 

@@ -256,6 +256,7 @@ def test_what_is_shown_of_a_run_is_escaped_html(
     assert "10.0 GiB allocated" in text
     assert "10.0 GiB" in words(ftkit.compare([run])._repr_html_())
     assert "10.0 GiB" in str(ftkit.compare([run]))
+    assert repr(ftkit.compare([run])) == "<ftkit comparison of a>"
 
 
 def test_what_is_shown_of_a_run_at_work_is_escaped_html(

@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ from typing import Any
 
 import nbformat
 import pytest
+import warm
 import yaml
 from command import ROOT, command_environment
 from notebook_cells import SINGLE_GPU, cells
@@ -19,6 +21,27 @@ from notebook_cells import SINGLE_GPU, cells
 GPU_SERVER = ROOT / "notebooks/0_gpu_server.ipynb"
 EXECUTED = sorted((ROOT / "notebooks").glob("[1-9]*.ipynb"))
 QUICKEST = ROOT / "notebooks/4_your_data_to_huggingface.ipynb"
+KERNEL = """
+import json, sys
+import nbformat
+from ipykernel.inprocess.manager import InProcessKernelManager
+
+manager = InProcessKernelManager()
+manager.start_kernel()
+client = manager.client()
+client.start_channels()
+for cell in nbformat.read(sys.argv[1], as_version=4).cells:
+    if cell.cell_type == "code":
+        client.execute(cell.source)
+        shown = []
+        while client.iopub_channel.msg_ready():
+            shown.append(client.get_iopub_msg(timeout=1))
+        print(json.dumps([message["msg_type"] for message in shown]))
+        for message in shown:
+            if message["msg_type"] == "error":
+                sys.exit("\\n".join([cell.source, *message["content"]["traceback"]]))
+"""
+"""Runs a notebook; prints the kinds of what each cell shows."""
 
 
 def types_of(program: str, directory: Path) -> str:
@@ -127,6 +150,21 @@ def test_what_a_notebook_shows_has_no_warning_of_a_library(notebook: Path) -> No
     assert not [output for output in shown if "WARNING" in str(output.get("text", ""))]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "notebook", [path for path in EXECUTED if path != QUICKEST], ids=lambda notebook: notebook.stem
+)
+def test_each_cell_of_a_notebook_runs_in_a_kernel(notebook: Path, tmp_path: Path) -> None:
+    """The kernel and what it starts are forks of a process that has imported the libraries."""
+    command = [sys.executable, "-c", KERNEL, str(notebook)]
+    program = warm.SERVER.start(command, command_environment(), cwd=tmp_path)
+    out, err = program.communicate(timeout=900)
+    assert program.returncode == 0, out + err
+    kinds = [set(json.loads(line)) for line in out.splitlines()]
+    assert len(kinds) == len(cells(notebook)) and not any("error" in kind for kind in kinds)
+    assert any("update_display_data" in kind for kind in kinds)
+
+
 @pytest.mark.parametrize(
     "notebook",
     [
@@ -137,7 +175,9 @@ def test_what_a_notebook_shows_has_no_warning_of_a_library(notebook: Path) -> No
         if path != SINGLE_GPU  # which tests/scripts/test_serve_notebook.py runs
     ],
 )
-def test_a_notebook_runs_from_any_directory(notebook: Path, tmp_path: Path) -> None:
+def test_a_notebook_runs_from_any_directory_and_keeps_what_it_shows(
+    notebook: Path, tmp_path: Path
+) -> None:
     copy = Path(shutil.copy(notebook, tmp_path))
     run = subprocess.run(
         [sys.executable, ROOT / "scripts/execute_notebooks", copy],

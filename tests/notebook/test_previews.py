@@ -1,6 +1,7 @@
 """`ftkit.preview`: a look at data in a notebook and in a program."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -24,7 +25,8 @@ def test_it_has_the_numbers_of_the_command_and_shows_itself(keys: dict[str, obje
     expected = look(Path(str(keys["checkpoint_dir"])), Path(str(keys["data.path"])), show=2)
     assert vars(seen) == vars(expected)
     assert seen.sources[0].train.records == 38 and len(seen.samples) == 2
-    assert repr(seen).startswith("data for model ---")
+    assert str(seen).startswith("data for model ---")
+    assert re.fullmatch(r"<ftkit preview: samples 38, tokens [\d,]+, findings \d+>", repr(seen))
     assert seen._repr_html_().startswith("<div")
     json.dumps(seen.samples[0].ids)
 

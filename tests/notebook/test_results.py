@@ -109,6 +109,7 @@ def test_models_are_where_it_is_said(seen: dict[str, Any]) -> None:
 
 
 def test_a_merge_says_what_became_of_the_logits(seen: dict[str, Any]) -> None:
+    assert re.search(r"^merged +run/final into the original weights", seen["said"], re.MULTILINE)
     assert re.search(r"^merged into +logits differ by.*\noriginal +\d", seen["said"], re.MULTILINE)
 
 
