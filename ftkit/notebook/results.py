@@ -71,7 +71,7 @@ def merge(result: str | os.PathLike[str], /, out: str | os.PathLike[str], **opti
         UserError: as the command would.
     """
     name = os.fspath(result)
-    if os.path.isabs(name):
+    if Path(name).is_absolute():
         name = str(short(Path(name)))
     words = ["merge", name, f"--out={os.fspath(out)}", *option_words(options)]
     print(output_of(words), end="")
