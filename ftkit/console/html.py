@@ -4,12 +4,14 @@ Text has the colour of the page. Where colour means something, it is one that st
 and from black alike, and the text says the same.
 """
 
+import base64
 import html
 from collections.abc import Iterable, Sequence
 
 from ftkit.console.formatting import printable
 
 GOOD = "#0b8457"
+_NEUTRAL = "#888888"
 _COLORS = {"green": GOOD, "yellow": "#a06a00", "red": "#d1493f"}
 _CELL = "padding:0.1em 1.2em 0.1em 0;vertical-align:top;background:none;border:none;"
 
@@ -94,6 +96,21 @@ def bar(done: float, total: float) -> str:
     return (
         f'<progress value="{done:g}" max="{total:g}" style="width:100%;max-width:30em" '
         f'title="{share}">{share}</progress>'
+    )
+
+
+def as_image(drawing: str, words: str) -> str:
+    """A drawing as an image: JupyterLab removes drawings from notebooks that it does not trust.
+
+    Args:
+        drawing: SVG. Images do not know the colour of the text: it becomes one for light and dark.
+        words: what is shown instead where there are no images.
+    """
+    named = drawing.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+    content = base64.b64encode(named.replace("currentColor", _NEUTRAL).encode()).decode()
+    return (
+        f'<img alt="{escaped(words)}" style="max-width:none" '
+        f'src="data:image/svg+xml;base64,{content}">'
     )
 
 

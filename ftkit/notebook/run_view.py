@@ -8,7 +8,7 @@ from pathlib import Path
 from ftkit.comparison.plots import PART_COLORS
 from ftkit.console.curve import means
 from ftkit.console.formatting import bytes_text, duration_text, number_text, percent_text
-from ftkit.console.html import block, curve_picture, escaped, grid, labelled, styled
+from ftkit.console.html import as_image, block, curve_picture, escaped, grid, labelled, styled
 from ftkit.errors import UserError
 from ftkit.report.metrics import Row, read_metrics
 from ftkit.report.report import Report
@@ -129,8 +129,10 @@ def over_time(file: Path) -> str:
             times = _column(known, "time_s")
             passed = [0.0, *(min(max(b - a, 0.0), _BREAK_S) for a, b in pairwise(times))]
             most, mean = bytes_text(int(max(taken))), percent_text(_mean(passed, used))
-            cells.append(f"{memory}: at most {most}{_curve(passed, taken, max(taken))}")
-            cells.append(f"{device} busy: {mean} on average{_curve(passed, used, 1.0)}")
+            curve = _curve(f"{memory} over time", passed, taken, max(taken))
+            cells.append(f"{memory}: at most {most}{curve}")
+            curve = _curve(f"use of the {device} over time", passed, used, 1.0)
+            cells.append(f"{device} busy: {mean} on average{curve}")
             break
     return grid([], [cells]) if cells else ""
 
@@ -162,7 +164,7 @@ def _mean(passed: Sequence[float], values: Sequence[float]) -> float:
     return sum(map(mul, values, passed)) / sum(passed)
 
 
-def _curve(passed: Sequence[float], values: Sequence[float], high: float) -> str:
+def _curve(words: str, passed: Sequence[float], values: Sequence[float], high: float) -> str:
     """The values above a line at zero, with the time below it, if they are enough for a curve."""
     if len(values) < _FEWEST_SAMPLES or not high:
         return ""
@@ -170,7 +172,8 @@ def _curve(passed: Sequence[float], values: Sequence[float], high: float) -> str
     picture = curve_picture(means(values, _CURVE_POINTS), *_CURVE, bounds=(0.0, high), at=at)
     ends = ("0 s", " time ", duration_text(sum(passed)))
     return (
-        f'<div style="border-bottom:1px solid #8888;line-height:0">{picture}</div>'
+        '<div style="border-bottom:1px solid #8888;line-height:0">'
+        f"{as_image(picture, words)}</div>"
         '<div style="display:flex;justify-content:space-between;opacity:0.7">'
         f"{''.join(f'<span>{escaped(end)}</span>' for end in ends)}</div>"
     )
@@ -189,15 +192,14 @@ def _bar(parts: Breakdown, shown: Sequence[Category]) -> str:
         share = getattr(parts, category) / (parts.total or 1)
         pieces.append(
             f'<rect x="{left:.1f}" y="0" width="{share * _BAR_WIDTH:.1f}" height="{_BAR_HEIGHT}" '
-            f'fill="{_colour(category)}">'
-            f"<title>{_HEADS[category]} {percent_text(share)}</title></rect>"
+            f'fill="{_colour(category)}"></rect>'
         )
         left += share * _BAR_WIDTH
-    return (
+    drawing = (
         f'<svg viewBox="0 0 {_BAR_WIDTH} {_BAR_HEIGHT}" width="{_BAR_WIDTH}" '
-        f'height="{_BAR_HEIGHT}" style="max-width:none" role="img" '
-        f'aria-label="shares of the peak">{"".join(pieces)}</svg>'
+        f'height="{_BAR_HEIGHT}">{"".join(pieces)}</svg>'
     )
+    return as_image(drawing, "shares of the peak")
 
 
 def _colour(category: Category) -> str:
