@@ -86,8 +86,9 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
             super()._execute_child(*arguments)  # type: ignore[misc]
             return
         ends = [asked[name] for name in ("p2cread", "c2pwrite", "errwrite")]
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+            if stream is not None:
+                stream.flush()
         self.pid = os.fork()
         if not self.pid:
             _leave_with(lambda: _become(asked, ends))
@@ -114,6 +115,7 @@ def _become(asked: Mapping[str, Any], ends: list[int]) -> None:
     for number, end in enumerate(given):
         if end is not None:
             os.dup2(end, number)
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # a kernel has others in their place
     kept = {0, 1, 2, *asked["pass_fds"]}
     for link in list(Path("/proc/self/fd").iterdir()):
         if int(link.name) not in kept:
