@@ -49,6 +49,7 @@ def pytest_unconfigure() -> None:
 
 LONGEST = (
     "simulated_card/test_commands.py",
+    "notebook/test_notebooks.py",
     "strategies/test_strategies.py",
     "strategies/test_training_control.py",
     "report/test_step_memory.py",
