@@ -131,6 +131,9 @@ def answer_records(
 ) -> list[Tensor]:
     """The greedy answers to records of a data set, all at once.
 
+    A prompt is asked whole, however much of it is trained; what the model's context has no room
+    for is not answered.
+
     Args:
         model: in evaluation mode.
         tokenizer: of its base model.
@@ -144,11 +147,42 @@ def answer_records(
     """
     assert tokenizer.eos_id is not None
     stop_ids = frozenset({tokenizer.eos_id}).union(*(question.stop_ids for question in questions))
-    prompts = [torch.tensor(question.prompt) for question in questions]
-    with context():
-        return answer_greedily(
-            model, prompts, stop_ids=stop_ids, max_new_tokens=max_new_tokens, goes_on=goes_on
+    context_length = model.architecture.context_length
+    asked = [i for i, question in enumerate(questions) if len(question.prompt) < context_length]
+    answers = [torch.empty(0, dtype=torch.long) for _ in questions]
+    if not asked:
+        return answers
+    prompts = [torch.tensor(questions[i].prompt) for i in asked]
+    longest = min(max(map(len, prompts)) + max_new_tokens, context_length)
+
+    def of_interest(row: int, ids: list[int]) -> bool:
+        return goes_on is None or goes_on(asked[row], ids)
+
+    with _reaching(model, longest), context():
+        found = answer_greedily(
+            model,
+            prompts,
+            stop_ids=stop_ids,
+            max_new_tokens=max_new_tokens,
+            goes_on=None if goes_on is None else of_interest,
         )
+    for i, answer in zip(asked, found, strict=True):
+        answers[i] = answer
+    return answers
+
+
+@contextmanager
+def _reaching(model: LanguageModel, length: int) -> Iterator[None]:
+    """Have the model take sequences of so many tokens, though it trains on shorter ones."""
+    body, usual = model.body, model.body.max_length
+    if length <= usual:
+        yield
+        return
+    body.place_rotary_tables(body.device, length)
+    try:
+        yield
+    finally:
+        body.place_rotary_tables(body.device, usual)
 
 
 def answer_scores(

@@ -125,6 +125,33 @@ def test_each_metric_has_the_value_that_it_has_alone(
     assert together == exact | rouge | length
 
 
+def test_a_prompt_that_is_longer_than_what_is_trained_is_asked_whole(loaded: Loaded) -> None:
+    body, context_length = loaded.model.body, loaded.base.architecture.context_length
+    prompts = [PROMPT * 4, PROMPT * (context_length // len(PROMPT) + 1), PROMPT]
+    questions = [Example(prompt, "", frozenset({9999}), {}, "") for prompt in prompts]
+
+    def answers() -> list[list[int]]:
+        found = evaluation.answer_records(
+            loaded.model,
+            loaded.base.tokenizer,
+            questions,
+            max_new_tokens=6,
+            context=nullcontext,
+            goes_on=lambda row, ids: len(ids) < (6, 0, 3)[row],
+        )
+        return [answer.tolist() for answer in found]
+
+    usual = body.max_length
+    whole = answers()
+    assert [len(answer) for answer in whole] == [6, 0, 3], "the second is longer than the context"
+    body.place_rotary_tables(body.device, 8)
+    try:
+        assert answers() == whole
+        assert body.max_length == 8, "as trained again"
+    finally:
+        body.place_rotary_tables(body.device, usual)
+
+
 def test_spaces_and_half_characters_that_may_still_change_decide_nothing() -> None:
     wanted = evaluation._letters("Hello, world \u00e9!")
     for beginning in ("", "He", " Hello ,", "Hello, world", "Hello, world \ufffd", "Hello, w o"):
