@@ -48,6 +48,7 @@ ELSEWHERE = {
     "load_best_model_at_end": "checkpoint.result",
     "max_length": "train.max_seq_length",
     "model": "checkpoint_dir",
+    "model_name": "checkpoint_dir",
     "model_name_or_path": "checkpoint_dir",
     "num_epochs": "train.epochs",
     "num_train_epochs": "train.epochs",

@@ -87,8 +87,7 @@ def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
             )
         if report.outcome != "completed":
             display.show_text(last_words(out_dir, job.recipe.method, max(steps, job.start_step)))
-        elif gives_advice():
-            commands = next_commands(job.directory, job.recipe.method)
+        elif gives_advice() and (commands := next_commands(job.directory, job.recipe.method)):
             display.show_text("\n  ".join(("next:", *commands)))
     return report.exit_code
 
@@ -96,10 +95,11 @@ def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
 def next_commands(run: RunDirectory, method: Method) -> list[str]:
     """What may be done with a run that is complete: commands as they can be typed."""
     this = shlex.quote(spelt(run.path))
-    commands = [f"ftkit chat {this}"]
+    has_result = run.final.is_dir()  # of a base of random weights nothing is saved
+    commands = [f"ftkit chat {this}"] * has_result
     merged = Path(run.path.name if url_of(run.path) else run.path)
     merged = merged.with_name(f"{merged.name}-merged")
-    if method == "lora" and not merged.exists():
+    if has_result and method == "lora" and not merged.exists():
         commands.append(f"ftkit merge {this} --out {shlex.quote(str(merged))}")
     if other := _newest_beside(run):
         commands.append(f"ftkit compare {this} {shlex.quote(spelt(other))}")

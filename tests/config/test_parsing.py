@@ -430,6 +430,7 @@ def test_a_recorded_recipe_is_read_as_it_stands_whatever_version_wrote_it(tmp_pa
         ("--learning_rate 3", "optimizer.lr"),
         ("--train.learning_rate 3", "optimizer.lr"),
         ("--output_dir x", "out_dir"),
+        ("--model_name x", "checkpoint_dir"),
     ],
 )
 def test_an_unknown_key_names_the_nearest_one_in_full(line: str, nearest: str) -> None:

@@ -103,17 +103,30 @@ def test_a_complete_run_says_what_to_do_next_unless_it_is_the_child_of_a_noteboo
         f"  ftkit merge {this} --out {shlex.quote(f'{out_dir}-merged')}",
     ]
     as_child = (
-        f"{DEFAULT_SIGNALS}import ftkit.cli.app as app\n"
-        "main = app.main\napp.main = lambda: main('child')\n"
+        f"{DEFAULT_SIGNALS}import functools\nimport ftkit.cli.app as app\n"
+        "app.main = functools.partial(app.main, 'child')\n"
     )
     other = tmp_path / "other"
     with start(other, before=as_child) as started:
-        _, out, _ = started.end()
+        code, out, err = started.end()
+    assert code == 0, err
     assert "next:" not in out
     assert next_commands(RunDirectory(other), "full") == [
         f"ftkit chat {other}",
         f"ftkit compare {other} {this}",
     ]
+
+
+def test_what_has_no_result_is_not_offered_for_talks(tmp_path: Path) -> None:
+    """As with a base of random weights, of which nothing is saved."""
+    run, other = RunDirectory(tmp_path / "a"), RunDirectory(tmp_path / "b")
+    run.path.mkdir()
+    assert next_commands(run, "lora") == []
+    other.path.mkdir()
+    other.report.touch()
+    assert next_commands(run, "lora") == [f"ftkit compare {run.path} {other.path}"]
+    run.final.mkdir()
+    assert next_commands(run, "lora")[0] == f"ftkit chat {run.path}"
 
 
 # --- Standard input -----------------------------------------------------------------------------
