@@ -14,7 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
@@ -59,6 +60,8 @@ from ftkit.runs.lock import claimed, is_at_work
 from ftkit.runs.remote_run import url_checkpoints
 from ftkit.utils.files import remove
 
+_ANY_WIDTH = 1000
+"""More than a row takes."""
 PROGRESS_AFTER_S = 2.0
 """Seconds after which verifying shows how far it is."""
 
@@ -367,8 +370,18 @@ def _cleaned_text(kept: list[int], freed: int, rule: dict[str, KeepEvery], dry_r
     return f"{verb} {bytes_text(freed)}; kept: {steps}{reason}"
 
 
+class _ByWidth(Table):
+    """A table whose columns move together where there is little room."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        unlimited = options.update(max_width=_ANY_WIDTH)
+        if Measurement.get(console, unlimited, self).maximum > options.max_width:
+            self.padding = (0, 1, 0, 0)
+        yield from super().__rich_console__(console, options)
+
+
 def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table = _ByWidth(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for column in columns:
         numbers = column in ("step", "epoch", "loss", "val loss", "size", "age")
         table.add_column(column, justify="right" if numbers else "left", overflow="fold")

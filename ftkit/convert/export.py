@@ -1,5 +1,6 @@
 """`ftkit export`: a result in the layout of Hugging Face, LitGPT or PEFT, or as a GGUF file."""
 
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ from ftkit.pretrained.hub import CARD, TOKENIZER_FILES, find_or_download, is_lit
 from ftkit.pretrained.save import save_hf, save_litgpt
 from ftkit.utils.imports import silence_libraries
 from ftkit.utils.process import cleaning_up_on_signals
-from ftkit.utils.progress import OnProgress, gives_advice
+from ftkit.utils.progress import OnProgress, gives_advice, print_next
 
 
 def export(result: Result, options: ExportOptions) -> int:
@@ -71,7 +72,9 @@ def export(result: Result, options: ExportOptions) -> int:
             _write_model(result, options, phase.advance)
     size_bytes = sum(path.stat().st_size for path in out.iterdir())
     print(f"{out} is ready for {options.format}: {bytes_text(size_bytes)}")
-    if options.format == "gguf" and gives_advice():
+    if options.format != "gguf":
+        print_next(f"ftkit chat {shlex.quote(str(out))}")
+    elif gives_advice():
         print(_next_steps(file, is_adapter=is_adapter))
     return 0
 

@@ -4,6 +4,7 @@ Weights are read, changed and written one after the other. So is the model whose
 compared with the result's: no model is in memory as a whole.
 """
 
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -41,7 +42,7 @@ from ftkit.pretrained.hub import is_litgpt
 from ftkit.pretrained.save import save_hf
 from ftkit.utils.imports import silence_libraries
 from ftkit.utils.process import cleaning_up_on_signals
-from ftkit.utils.progress import OnProgress
+from ftkit.utils.progress import OnProgress, print_next
 
 SAMPLES, SAMPLE_TOKENS = 4, 128
 """Validation records that are compared, and how much of each at most."""
@@ -308,3 +309,5 @@ def _show(
     with Display(None) as display:
         display.show(grid)
         display.show(table)
+    written = shlex.quote(str(options.directory))
+    print_next(f"ftkit chat {written}", f"ftkit push {written} ORG/NAME")

@@ -28,6 +28,7 @@ from ftkit.pretrained.hub import (
     read_json,
     weight_files,
 )
+from ftkit.pretrained.hub_errors import nearest_directory
 from ftkit.remote.urls import is_url
 from ftkit.report.report import Report, read_report
 from ftkit.runs.checkpoints import find, misnamed
@@ -109,7 +110,7 @@ def find_result(name: str) -> Result:
         )
         raise UserError(
             f"{name} {what}. Name the out_dir of a run, such as out/finetune/lora, one of its "
-            "checkpoints, an adapter, or a model."
+            f"checkpoints, an adapter, or a model.{nearest_directory(name)}"
         )
     return Result(name=name, kind="model", directory=find_or_download(name))
 

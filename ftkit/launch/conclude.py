@@ -32,7 +32,7 @@ from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import FOR_MEMORY, WITHOUT_A_WORD, Job, RankError
 from ftkit.runs.resume import last_words
 from ftkit.utils.files import insist
-from ftkit.utils.progress import gives_advice
+from ftkit.utils.progress import gives_advice, next_text
 
 
 def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
@@ -88,7 +88,7 @@ def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
         if report.outcome != "completed":
             display.show_text(last_words(out_dir, job.recipe.method, max(steps, job.start_step)))
         elif gives_advice() and (commands := next_commands(job.directory, job.recipe.method)):
-            display.show_text("\n  ".join(("next:", *commands)))
+            display.show_text(next_text(commands))
     return report.exit_code
 
 

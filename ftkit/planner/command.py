@@ -1,5 +1,6 @@
 """`ftkit plan`: one recipe, several, variations of them, or the runs of a sweep."""
 
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,12 +15,13 @@ from ftkit.console.display import Display
 from ftkit.errors import DoesNotFit, UserError
 from ftkit.memory.gpus import find_gpu
 from ftkit.utils.imports import silence_libraries
+from ftkit.utils.progress import print_next
 from ftkit.utils.yaml_files import STANDARD_INPUT
 
 silence_libraries()  # before they are imported
 
 from ftkit.planner.predict import Planned, plan_files  # noqa: E402
-from ftkit.planner.suggest import Change, changes_that_fit  # noqa: E402
+from ftkit.planner.suggest import Change, changes_that_fit, run_command  # noqa: E402
 from ftkit.planner.table import show, show_changes  # noqa: E402
 
 
@@ -31,7 +33,26 @@ def plan_all(options: PlanOptions) -> int:
         show(found, options.format)
     else:
         show_changes(found[0], changes, options.format)
+    if options.format == "table" and len(found) == 1 and found[0].gpu is not None and not changes:
+        _tell_next(found[0], options)
     return _exit_code(found)
+
+
+def _tell_next(planned: Planned, options: PlanOptions) -> None:
+    """What to do about one plan on a GPU: run it, or look for what makes it fit."""
+    recipes, keys = sorted_words(options.recipes, options.config, options.keys)
+    files = list(map(Path, recipes))
+    if STANDARD_INPUT in files or options.sweep or any(map(is_sweep, files)):
+        return
+    if planned.fits:
+        print_next(run_command(planned, recipes, keys))
+    elif not options.fit:
+        words = [
+            *options.recipes,
+            *(word for file in options.config for word in ("--config", file)),
+        ]
+        words += [word for key, value in options.keys for word in (f"--{key}", value)]
+        print_next(shlex.join(["ftkit", "plan", *words, "--gpu", str(options.gpu), "--fit"]))
 
 
 def _plan_and_fit(

@@ -31,13 +31,18 @@ class Change:
 
     def command(self, files: Sequence[str], given: Sequence[Override]) -> str:
         """The run with this change, as a line to copy."""
-        method = self.planned.plan.recipe.method
-        words = ["ftkit", "finetune" if method == "lora" else "finetune_full"]
-        for file in files:
-            words += ["--config", file]
-        for key, value in dict([*given, *self.overrides]).items():
-            words += [f"--{key}", value]
-        return shlex.join(words)
+        return run_command(self.planned, files, [*given, *self.overrides])
+
+
+def run_command(planned: Planned, files: Sequence[str], keys: Sequence[Override]) -> str:
+    """What is planned as a run, as a line to copy."""
+    method = planned.plan.recipe.method
+    words = ["ftkit", "finetune" if method == "lora" else "finetune_full"]
+    for file in files:
+        words += ["--config", file]
+    for key, value in dict(keys).items():
+        words += [f"--{key}", value]
+    return shlex.join(words)
 
 
 def changes_that_fit(planned: Planned, attempt: Try, *, most: int | None = None) -> list[Change]:

@@ -68,7 +68,8 @@ def read_blueprint(
         "model_config.yaml."
     )
     near = [*nearest_names(name), *(f"random:{t}" for t in nearest_types(Path(name).name))]
-    hint = f" Did you mean {' or '.join(near)}?" if near else ""
+    asks = "Did you mean" in str(wanted)
+    hint = f" Did you mean {' or '.join(near)}?" if near and not asks else ""
     raise UserError(
         f"checkpoint_dir {checkpoint_dir}: its architecture is unknown, because LitGPT knows no "
         f"model of this name and its config.json is not here. {wanted}{hint}"

@@ -4,8 +4,9 @@ The latter holds for the whole process, and the command line sets it once; ranks
 sweep are told what their parent was told. Errors and warnings are always shown.
 """
 
+import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, TextIO
 
@@ -42,6 +43,17 @@ def print_notice(text: str, stream: TextIO | None = None) -> None:
         print(text, file=stream, flush=True)
 
 
+def next_text(commands: Sequence[str]) -> str:
+    """What may be done next, each command on a line of its own, to be copied."""
+    return "\n  ".join(("next:", *commands))
+
+
+def print_next(*commands: str) -> None:
+    """Print what may be done with what a command has written or found."""
+    if gives_advice():
+        print(next_text(commands), flush=True)
+
+
 @contextmanager
 def told_if_late(tell: Callable[[], None]) -> Iterator[None]:
     """Tell that something goes on if the block takes long."""
@@ -56,20 +68,23 @@ def told_if_late(tell: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def loading_shown(terminal: TextIO) -> Iterator[None]:
-    """Say on a terminal that libraries are loaded, as long as that takes, if it takes long."""
+    """Say on a terminal that libraries are loaded, as long as that takes, if it takes long.
+
+    On one that cannot erase a line it stays.
+    """
     if is_quiet() or not terminal.isatty():
         yield
         return
-    told = False
+    told, erases = False, os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
     def tell() -> None:
         nonlocal told
         told = True
-        terminal.write("loading libraries ...")
+        terminal.write("loading libraries ..." + "\n" * (not erases))
         terminal.flush()
 
     with told_if_late(tell):
         yield
-    if told:
+    if told and erases:
         terminal.write("\r\x1b[K")
         terminal.flush()

@@ -17,6 +17,7 @@ from ftkit.checkpoint.store import Store
 from ftkit.cli import checkpoints as manage
 from ftkit.cli.app import run
 from ftkit.console.formatting import utc_now
+from ftkit.console.terminal import plain_text
 from ftkit.errors import UserError
 from ftkit.runs import checkpoints as survey
 from ftkit.runs.checkpoints import CheckpointEntry
@@ -124,6 +125,19 @@ def test_a_list_has_a_row_for_each_checkpoint(
         assert row[3 : 3 + len(loss)] == loss
         assert row[-3:] == ["fsdp", "x2", "complete"]
     assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(("width", "apart"), [(60, 1), (80, 2), (200, 2)])
+def test_columns_of_a_list_move_together_before_they_are_torn(width: int, apart: int) -> None:
+    table = manage._table("step", "epoch", "loss", "val loss", "size", "age", "layout", "state")
+    row = ["1,500", "1.50", "1.2500", "0.5000", "212 MiB", "23 min", "fsdp x2", "complete"]
+    table.add_row(*row)
+    head, line = plain_text(table, width).splitlines()
+    assert line == (" " * apart).join(
+        cell.rjust(width) if place < 6 else cell.ljust(width)
+        for place, (cell, width) in enumerate(zip(row, (5, 5, 6, 8, 7, 6, 7, 8), strict=True))
+    )
+    assert len(head) <= width
 
 
 @pytest.mark.parametrize("path", ["out/lora/", "out/lora/checkpoints", "~/out/lora"])

@@ -79,6 +79,17 @@ def test_a_misspelt_directory_is_not_only_taken_for_a_hub_name(
     assert told.endswith("Did you mean the directory models/llama?")
 
 
+@pytest.mark.parametrize(
+    "words", [("generate", "models/lama", "--prompt", "x"), ("merge", "models/lama", "--out", "m")]
+)
+def test_a_misspelt_result_is_told_what_is_there(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models/llama").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert refusal_of(*words).endswith("Did you mean the directory models/llama?")
+
+
 def notices(**train: object) -> list[str]:
     keys = [("checkpoint_dir", "x"), *((f"train.{k}", str(v)) for k, v in train.items())]
     recipe = read_recipe([], keys, method="full")

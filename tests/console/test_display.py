@@ -651,6 +651,12 @@ def test_libraries_that_load_long_are_told_on_a_terminal_and_nowhere_else(
             before = stream.getvalue()
     assert (pipe.getvalue(), before) == ("", "loading libraries ...")
     assert terminal.getvalue() == "loading libraries ...\r\x1b[K"
+    monkeypatch.setenv("TERM", "dumb")
+    terminal = Terminal()
+    with progress.loading_shown(terminal):
+        while not terminal.getvalue():
+            assert time.monotonic() < deadline
+    assert terminal.getvalue() == "loading libraries ...\n", "a line that is not erased"
 
 
 def test_a_phase_without_a_live_line_is_told_after_a_while(

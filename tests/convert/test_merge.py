@@ -93,6 +93,8 @@ def test_a_merged_model_is_used_as_its_run_is(
     ended: dict[str, Ended], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     merged = merge(ended["lora"].out_dir, tmp_path / "merged")
+    told = capsys.readouterr().out
+    assert told.endswith(f"\nnext:\n  ftkit chat {merged}\n  ftkit push {merged} ORG/NAME\n")
     answers = []
     for path in (ended["lora"].out_dir, merged):
         capsys.readouterr()

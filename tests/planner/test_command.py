@@ -28,6 +28,7 @@ from ftkit.planner.sequence_length import SequenceLength, sequence_length
 from ftkit.planner.suggest import changes_that_fit
 from ftkit.planner.table import side_by_side
 from ftkit.pretrained.blueprint import read_blueprint
+from ftkit.utils import progress
 
 MODEL = "random:pythia-14m"
 
@@ -108,6 +109,16 @@ def test_experts_are_planned_in_every_implementation_and_number_format(tmp_path:
 def test_an_unknown_model_is_an_error_that_names_similar_ones() -> None:
     with pytest.raises(UserError, match=r"Did you mean openlm-research/open_llama_7b"):
         read_blueprint("openlm-research/open_lama_7b")
+
+
+def test_a_plan_asks_once_what_was_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models/llama").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(UserError) as error:
+        run(["plan", "models/lama"])
+    assert str(error.value).endswith("Did you mean the directory models/llama?")
+    assert str(error.value).count("Did you mean") == 1
 
 
 def test_any_lora_key_means_lora() -> None:
@@ -587,6 +598,31 @@ def test_where_one_change_is_not_enough_several_are_tried(long_data: str) -> Non
 
     changes = changes_that_fit(found, attempt)
     assert changes and changes[-1].planned.fits is not False
+
+
+@pytest.mark.parametrize(
+    ("gpu", "words", "following"),
+    [
+        ("80GiB", (), "ftkit finetune --lora_r 4 --checkpoint_dir {}"),
+        ("80GiB", ("--fit",), "ftkit finetune --lora_r 4 --checkpoint_dir {}"),
+        ("1MiB", (), "ftkit plan {} --lora_r 4 --gpu 1MiB --fit"),
+    ],
+)
+def test_a_plan_says_what_to_do_next(
+    gpu: str, words: tuple[str, ...], following: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(["plan", MODEL, "--lora_r", "4", "--gpu", gpu, *words])
+    assert capsys.readouterr().out.endswith(f"\nnext:\n  {following.format(MODEL)}\n")
+
+
+def test_several_plans_and_a_plan_for_no_gpu_say_nothing_more(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "_verbosity", "full")  # as it is after the test
+    run(["plan", MODEL])
+    run(["plan", MODEL, "--gpu", "80GiB", "--sweep", "lora_r=4,8"])
+    run(["plan", MODEL, "--gpu", "80GiB", "--quiet"])
+    assert "next:" not in capsys.readouterr().out
 
 
 def test_fit_needs_one_plan_and_a_gpu() -> None:
