@@ -263,6 +263,7 @@ class _Step:
         self._plan = plan = strategy.plan
         self._accumulates = accumulates
         self._mixed = plan.precision.endswith("-mixed") and strategy.mixes_by_autocast
+        self._mixed_dtype = torch.float16 if plan.precision == "16-mixed" else torch.bfloat16
         self._live = LiveTensors(CPU, granularity_bytes=plan.kind.allocator_block_bytes)
         self._trained = trainable(model)
         self._buckets: dict[Tensor, Tensor] = {}
@@ -343,7 +344,7 @@ class _Step:
         live.assign([ids, label_indices, labels, is_real], "activations")
         routing = self._model.routing
         with routing.of(is_real):
-            with torch.autocast("cpu", torch.bfloat16) if self._mixed else nullcontext():
+            with torch.autocast("cpu", self._mixed_dtype) if self._mixed else nullcontext():
                 total = self._model(ids, label_indices, labels, sequence_lengths=batch.lengths)
             loss = step_share(total, batch.targets)
             routed, of_routers = routing.take(), routing.loss

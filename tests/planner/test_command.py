@@ -121,6 +121,20 @@ def test_a_plan_asks_once_what_was_meant(tmp_path: Path, monkeypatch: pytest.Mon
     assert str(error.value).count("Did you mean") == 1
 
 
+@pytest.mark.slow
+def test_quantised_weights_are_planned_where_the_gpu_has_no_bfloat16() -> None:
+    """Their products are in float16: so is autocast, which takes no other 16-bit numbers."""
+    found = planned(
+        "random:gemma-3-1b-it",
+        "random:gemma-3-1b-it",
+        gpu="t4",
+        precision="16-mixed",
+        quantize="bnb.nf4",
+        train__max_seq_length=32,
+    )
+    assert found.fits
+
+
 def test_any_lora_key_means_lora() -> None:
     assert planned().plan.recipe.method == "full"
     assert planned(lora_r=4).plan.recipe.method == "lora"
