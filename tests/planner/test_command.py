@@ -125,12 +125,7 @@ def test_a_plan_asks_once_what_was_meant(tmp_path: Path, monkeypatch: pytest.Mon
 def test_quantised_weights_are_planned_where_the_gpu_has_no_bfloat16() -> None:
     """Their products are in float16: so is autocast, which takes no other 16-bit numbers."""
     found = planned(
-        "random:gemma-3-1b-it",
-        "random:gemma-3-1b-it",
-        gpu="t4",
-        precision="16-mixed",
-        quantize="bnb.nf4",
-        train__max_seq_length=32,
+        "random:gemma-3-1b-it", gpu="t4", precision="16-mixed", quantize="bnb.nf4", lora_r=4
     )
     assert found.fits
 
