@@ -183,7 +183,8 @@ class FinetuneOptions(CommonOptions):
 
     words: tuple[str, ...] = word("RECIPE.yaml", ())
     """Recipes to start from, also as --config FILE: later ones win, and keys given as options win
-    over all of them. What does not end in .yaml is the base model: checkpoint_dir."""
+    over all of them. embedded:NAME.yaml is one that comes with ftkit. What does not end in .yaml is
+    the base model: checkpoint_dir."""
     config: tuple[str, ...] = option((), placeholder="RECIPE.yaml")
     """As a word on its own; several times. -: standard input."""
     print_config: bool = False
@@ -214,8 +215,9 @@ class PlanOptions(CommonOptions):
     """Of ftkit plan."""
 
     recipes: tuple[str, ...] = word("RECIPE.yaml", ())
-    """Recipes, each a plan of its own, and sweeps, whose runs are. Also as --config FILE. What does
-    not end in .yaml is the base model: checkpoint_dir."""
+    """Recipes, each a plan of its own, and sweeps, whose runs are. Also as --config FILE.
+    embedded:NAME.yaml is one that comes with ftkit. What does not end in .yaml is the base model:
+    checkpoint_dir."""
     config: tuple[str, ...] = option((), placeholder="RECIPE.yaml")
     """As a word on its own; several times. -: standard input."""
     gpu: str | None = option(None, placeholder="GPU")
@@ -237,7 +239,8 @@ class DataOptions(CommonOptions):
 
     words: tuple[str, ...] = word("RECIPE.yaml", ())
     """Recipes to start from, also as --config FILE: later ones win, and keys given as options win
-    over all of them. What does not end in .yaml is the base model: checkpoint_dir."""
+    over all of them. embedded:NAME.yaml is one that comes with ftkit. What does not end in .yaml is
+    the base model: checkpoint_dir."""
     config: tuple[str, ...] = option((), placeholder="RECIPE.yaml")
     """As a word on its own; several times. -: standard input."""
     show: int = option(3, placeholder="N", least=0)

@@ -12,6 +12,7 @@ from typing import Any
 from ftkit.config.parsing import Override, as_text, read_recipe, to_dict
 from ftkit.config.peft_adapter import with_adapter
 from ftkit.config.recipe import FINETUNE, Recipe
+from ftkit.embedded import recipe_file
 from ftkit.errors import UserError
 from ftkit.utils.dotted_keys import leaves
 from ftkit.utils.yaml_files import STANDARD_INPUT, load_yaml
@@ -184,10 +185,11 @@ def _run_of(file: Path, item: Any, overrides: Sequence[Override], out_dir: Path)
     for key in (key for key in _OF_THE_SWEEP if key in keys):
         raise UserError(f"{file}: {name} has the key {key}, which the sweep sets. Remove it.")
     configs = [config] if isinstance(config, str) else config or []
+    folder = recipe_file(file).parent
     return SweepRun(
         name=name,
         command=command,
-        files=tuple(os.path.normpath(file.parent / path) for path in configs),
+        files=tuple(os.path.normpath(folder / path) for path in configs),
         varied=tuple((str(key), as_text(value)) for key, value in keys.items()),
         overrides=tuple(overrides),
         out_dir=out_dir / name,

@@ -2,12 +2,28 @@
 
 `quickstart` holds a tiny base model in Hugging Face layout (`model/`) and instructions in Alpaca
 format (`data/train.json`, `data/val.json`). The scripts `make_quickstart_model` and
-`make_quickstart_data` make them.
+`make_quickstart_data` make them. `recipes` is the directory of that name of the repository; in an
+installed package a copy of it.
 """
 
 from pathlib import Path
+
+PREFIX = "embedded:"
+"""Before the name of a model, of data or of a recipe that comes with ftkit."""
+_RECIPES = Path(__file__).parent / "recipes"
 
 
 def path(name: str) -> Path:
     """The directory of the embedded set `name`, whether or not its files have been made."""
     return Path(__file__).parent / name
+
+
+def recipe_file(file: Path) -> Path:
+    """The file that is meant: embedded:NAME.yaml is a recipe that comes with ftkit."""
+    name = str(file)
+    return _RECIPES / name.removeprefix(PREFIX) if name.startswith(PREFIX) else file
+
+
+def recipe_names() -> list[str]:
+    """Recipes and sweeps that come with ftkit, as they are asked for."""
+    return [f"{PREFIX}{f.relative_to(_RECIPES)}" for f in sorted(_RECIPES.rglob("*.yaml"))]

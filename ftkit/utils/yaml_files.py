@@ -8,6 +8,7 @@ from typing import Any, TextIO
 
 import yaml
 
+from ftkit import embedded
 from ftkit.errors import UserError
 from ftkit.utils.nearest import nearest
 
@@ -69,7 +70,7 @@ def load_yaml(path: Path, option: str = "") -> dict[str, Any]:
     """The keys and values of a YAML file.
 
     Args:
-        path: the file, or `STANDARD_INPUT`, which may be asked for several times.
+        path: the file, `STANDARD_INPUT`, which may be asked for several times, or embedded:NAME.
         option: what named it on the command line, with a space at its end; for messages.
 
     Raises:
@@ -89,7 +90,9 @@ def load_yaml(path: Path, option: str = "") -> dict[str, Any]:
 
 
 def _text_of(path: Path) -> str:
-    return _all_of(sys.stdin) if path == STANDARD_INPUT else path.read_text(encoding="utf-8")
+    if path == STANDARD_INPUT:
+        return _all_of(sys.stdin)
+    return embedded.recipe_file(path).read_text(encoding="utf-8")
 
 
 @functools.lru_cache(maxsize=1)
@@ -99,7 +102,10 @@ def _all_of(stream: TextIO) -> str:
 
 def _missing_file(path: Path, option: str) -> str:
     folder = path.parent
-    known = [str(folder / f.name) for f in folder.glob("*.y*ml")] if folder.is_dir() else []
-    close = nearest(str(path), known, cutoff=0.5)
-    hint = f" Did you mean {close}?" if close else " Check the path; recipes/ holds examples."
-    return f"{option}{path} does not exist.{hint}"
+    beside = [str(folder / f.name) for f in folder.glob("*.y*ml")] if folder.is_dir() else []
+    close = nearest(str(path), beside, cutoff=0.5)
+    if close is None:  # also where there is no recipes/, beside an installed package
+        name = path.name.removeprefix(embedded.PREFIX)
+        close = nearest(f"{embedded.PREFIX}{name}", embedded.recipe_names(), cutoff=0.9)
+    hint = f"Did you mean {close}?" if close else "Check the path."
+    return f"{option}{path} does not exist. {hint}"

@@ -1,5 +1,6 @@
 """Releases: the wheel runs outside the checkout, and scripts/release says what is missing."""
 
+import re
 import shutil
 import site
 import subprocess
@@ -42,11 +43,14 @@ def copy_of_checkout(place: Path) -> Path:
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, text=True
     )
     for name in filter(None, listed.split("\0")):
-        if name.split("/")[0] in ("tests", "notebooks", "docs") or not (ROOT / name).is_file():
+        file = ROOT / name
+        if name.split("/")[0] in ("tests", "notebooks", "docs") or not (
+            file.is_file() or file.is_symlink()
+        ):
             continue
         target = place / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, target)
+        shutil.copy2(file, target, follow_symlinks=False)
     return place
 
 
@@ -115,12 +119,15 @@ def test_the_archives_hold_what_the_package_needs_and_no_tests(released: tuple[s
     ]
     with zipfile.ZipFile(out / f"{name}-py3-none-any.whl") as wheel:
         inside = set(wheel.namelist())
-    package = subprocess.check_output(["git", "ls-files", "ftkit"], cwd=ROOT, text=True)
-    assert set(package.splitlines()) - {"ftkit/report/README.md"} <= inside
-    assert not any(file.startswith(("tests/", "scripts/")) for file in inside)
+    listed = subprocess.check_output(["git", "ls-files", "ftkit", "recipes"], cwd=ROOT, text=True)
+    package = {re.sub("^recipes/", "ftkit/embedded/recipes/", file) for file in listed.splitlines()}
+    package -= {"ftkit/report/README.md", "ftkit/embedded/recipes"}
+    assert package <= inside
+    others = {file for file in inside - package if not file.startswith(f"{name}.dist-info/")}
+    assert others == set()
     assert any(file.endswith("entry_points.txt") for file in inside)
     with tarfile.open(out / f"{name}.tar.gz") as source:
-        assert f"{name}/pyproject.toml" in source.getnames()
+        assert {f"{name}/{file}" for file in ("pyproject.toml", *package)} <= {*source.getnames()}
     assert said.splitlines()[-4:-1] == [
         "what is left:",
         f"  git tag v{ftkit.__version__}",
@@ -144,6 +151,11 @@ def test_the_wheel_explains_itself_in_a_bare_environment(
     assert said.returncode == 0 and "finetune" in said.stdout, said.stderr
     said = ended(command, "finetune", "--help", cwd=tmp_path)
     assert said.returncode == 0 and "--train.max_steps N" in said.stdout, said.stderr
+    # a recipe is read without the repository, and one that only the repository has is found
+    said = ended(command, "finetune", "recipes/quickstart.yaml", "--print_config", cwd=tmp_path)
+    assert "Did you mean embedded:quickstart.yaml?" in said.stderr
+    said = ended(command, "finetune", "embedded:quickstart.yaml", "--print_config", cwd=tmp_path)
+    assert said.returncode == 0 and "out_dir: out/quickstart\n" in said.stdout, said.stderr
 
 
 @pytest.mark.slow
@@ -153,9 +165,8 @@ def test_the_wheel_runs_the_quick_start_in_a_bare_environment(
     """Of the Python of the tests, whose libraries there are."""
     (wheel,) = released[1].glob("*.whl")
     command = installed(HERE, wheel, tmp_path / "environment")
-    recipe = ROOT / "recipes/quickstart.yaml"
     few = ["--train.max_steps", "2", "--eval.exact_match", "4", "--eval.max_iters", "1"]
-    done = ended(command, "finetune", recipe, *few, cwd=tmp_path)
+    done = ended(command, "finetune", "embedded:quickstart.yaml", *few, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "out/quickstart/final/adapter_model.safetensors").is_file()
 

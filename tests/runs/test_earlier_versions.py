@@ -1,0 +1,164 @@
+"""Runs of earlier versions are read, verified and gone on with, step for step.
+
+Those in tests/runs/earlier/COMMIT were written by the ftkit of that commit itself
+(`scripts/make_earlier_runs`): completed ones, whose losses are to come out, and stopped ones.
+"""
+
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from command import Command
+from rank_jobs import HAS_DEEPSPEED
+from runs import losses
+
+from ftkit.checkpoint.files import METADATA
+from ftkit.config.parsing import read_keys, read_recipe, to_dict
+from ftkit.config.recipe import RECIPE_OF, Method
+from ftkit.utils.dotted_keys import leaves
+
+EARLIER = Path(__file__).parent / "earlier"
+COMMITS = sorted(path.parent.name for path in EARLIER.glob("*/lora-whole"))
+RUNS = sorted(str(path.relative_to(EARLIER)) for path in EARLIER.glob("*/*"))
+RUNS = [name for name in RUNS if (EARLIER / name / "recipe.yaml").is_file()]
+STOPPED = [name for name in RUNS if (EARLIER / name / "checkpoints").is_dir()]
+NAMES = [pytest.param(name, id=name.replace("/", "-")) for name in RUNS]
+
+OTHERS = [
+    ("fsdp", 2),
+    pytest.param("ddp", 2, marks=pytest.mark.matrix),
+    pytest.param(
+        "deepspeed",
+        2,
+        marks=[
+            pytest.mark.matrix,
+            pytest.mark.skipif(not HAS_DEEPSPEED, reason="DeepSpeed is not installed"),
+        ],
+    ),
+]
+
+
+def command_of(name: str) -> tuple[str, Method]:
+    return ("finetune", "lora") if "/lora-" in name else ("finetune_full", "full")
+
+
+def series(run: Path, file: str, column: str) -> list[float]:
+    with (run / file).open(encoding="utf-8") as rows:
+        return [float(row[column]) for row in csv.DictReader(rows)]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A copy of all of them, where the commands work."""
+    shutil.copytree(EARLIER, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def test_there_are_runs_of_earlier_versions() -> None:
+    assert "18499ae" in COMMITS
+    for commit in COMMITS:
+        of_it = {name.partition("/")[2] for name in STOPPED if name.startswith(commit)}
+        assert of_it >= {"lora-single", "lora-ddp", "full-fsdp"}
+
+
+def go_on(ftkit: Command, place: Path, name: str, strategy: str, devices: int) -> None:
+    """To the end, with the losses that the version of the run had recorded of a whole one."""
+    command, _ = command_of(name)
+    run = place / name
+    words = (command, "--config", run / "recipe.yaml", "--resume", "auto")
+    ended = ftkit(*words, "--strategy", strategy, "--devices", devices)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    before = len(losses(EARLIER / name))
+    assert f"going on from step {before}" in ended.stdout
+    whole = EARLIER / f"{name.rpartition('-')[0]}-whole"
+    assert before < len(losses(whole))
+    for file, column in [("metrics.csv", "loss"), ("validation.csv", "val_loss")]:
+        assert series(run, file, column) == pytest.approx(series(whole, file, column), rel=1e-5)
+    assert series(run, "metrics.csv", "lr") == series(whole, "metrics.csv", "lr")
+
+
+@pytest.mark.parametrize("name", STOPPED, ids=lambda name: name.replace("/", "-"))
+def test_a_stopped_run_goes_on_with_the_losses_of_its_own_version(
+    ftkit: Command, place: Path, name: str
+) -> None:
+    go_on(ftkit, place, name, "single", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "devices"), OTHERS)
+@pytest.mark.parametrize("name", STOPPED, ids=lambda name: name.replace("/", "-"))
+def test_it_goes_on_under_another_strategy(
+    ftkit: Command, place: Path, name: str, strategy: str, devices: int
+) -> None:
+    go_on(ftkit, place, name, strategy, devices)
+
+
+def test_its_checkpoints_are_listed_and_verified_and_damage_is_found(
+    ftkit: Command, place: Path
+) -> None:
+    for name in STOPPED:
+        (checkpoint,) = (place / name / "checkpoints").glob("step-*")
+        listed = ftkit("checkpoints", "list", place / name)
+        assert listed.returncode == 0 and " 3 " in listed.stdout, listed.stdout + listed.stderr
+        verified = ftkit("checkpoints", "verify", place / name)
+        assert verified.returncode == 0, verified.stdout + verified.stderr
+        assert json.loads((checkpoint / METADATA).read_text())["format_version"] == 1
+        shard = max(checkpoint.glob("*.safetensors"), key=lambda file: file.stat().st_size)
+        content = bytearray(shard.read_bytes())
+        content[-1] ^= 1
+        shard.write_bytes(content)
+        verified = ftkit("checkpoints", "verify", place / name)
+        assert verified.returncode == 1 and shard.name in verified.stdout + verified.stderr
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_recipe_says_today_what_it_said(
+    name: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recorded one, with every default of that version; new keys have their defaults."""
+    monkeypatch.chdir(place)
+    _, method = command_of(name)
+    file = place / name / "recipe.yaml"
+    then = read_keys(file)
+    now = dict(leaves(to_dict(read_recipe([file], method=method))))
+    of_today = dict(leaves(to_dict(RECIPE_OF[method](checkpoint_dir="base"))))
+    for key, value in then.items():
+        assert now[key] == value, key
+    for key in now.keys() - then.keys():
+        assert now[key] == of_today[key], key
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_command_line_asks_for_the_same_today(name: str, place: Path, ftkit: Command) -> None:
+    words = json.loads((place / name / "report.json").read_text())["command"]
+    assert words[0] == "ftkit"
+    (place / "today.yaml").write_text(ftkit(*words[1:], "--print_config").stdout)
+    _, method = command_of(name)
+    now, then = (
+        read_recipe([file], method=method)
+        for file in (place / "today.yaml", place / name / "recipe.yaml")
+    )
+    assert to_dict(now) == to_dict(then)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("commit", COMMITS)
+def test_a_completed_run_is_compared_asked_measured_and_merged(
+    ftkit: Command, place: Path, commit: str
+) -> None:
+    def said(*words: object) -> str:
+        ended = ftkit(*words)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        return ended.stdout
+
+    run = place / commit / "lora-whole"
+    (row,) = json.loads(said("compare", run, "--format", "json"))["runs"]
+    assert row["outcome"] == "completed" and row["steps"] == 6
+    measured = json.loads(said("evaluate", run, "--exact_match", 0, "--format", "json"))
+    last = series(run, "validation.csv", "val_loss")[-1]
+    assert measured["loss"] == pytest.approx(last, rel=1e-5)
+    assert said("generate", run, "--prompt", "red cat", "--max_new_tokens", 3)
+    said("merge", run, "--out", place / "merged")
+    assert said("generate", place / "merged", "--prompt", "red cat", "--max_new_tokens", 3)
