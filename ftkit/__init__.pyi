@@ -1,4 +1,12 @@
-"""What type checkers and editors see of `import ftkit`, which imports nothing before it is used."""
+"""What type checkers and editors see of `import ftkit`, which imports nothing before it is used.
+
+Options of functions that take keys of recipes are Any here: as `**{"train.epochs": 2}` these keys
+could be any of them, for all that a type checker knows.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import Any
 
 from ftkit.comparison.compare import compare as compare
 from ftkit.errors import DoesNotFit as DoesNotFit
@@ -8,16 +16,48 @@ from ftkit.notebook.answers import chat as chat
 from ftkit.notebook.answers import generate as generate
 from ftkit.notebook.api import Run as Run
 from ftkit.notebook.api import attach as attach
-from ftkit.notebook.api import finetune as finetune
-from ftkit.notebook.api import finetune_full as finetune_full
 from ftkit.notebook.experiments import Experiments as Experiments
 from ftkit.notebook.plans import Plans as Plans
-from ftkit.notebook.plans import plan as plan
-from ftkit.notebook.previews import preview as preview
+from ftkit.notebook.plans import ShownPlan
+from ftkit.notebook.previews import ShownInspection
 from ftkit.notebook.results import evaluate as evaluate
 from ftkit.notebook.results import export as export
 from ftkit.notebook.results import merge as merge
 from ftkit.notebook.results import push as push
 
+_Path = str | os.PathLike[str]
+
 __all__: list[str]
 __version__: str
+
+def finetune(
+    recipe: _Path | Sequence[_Path] | None = None,
+    /,
+    *,
+    wait: Any = True,
+    overwrite: Any = False,
+    force: Any = False,
+    stop_after: Any = None,
+    **keys: Any,
+) -> Run: ...
+def finetune_full(
+    recipe: _Path | Sequence[_Path] | None = None,
+    /,
+    *,
+    wait: Any = True,
+    overwrite: Any = False,
+    force: Any = False,
+    stop_after: Any = None,
+    **keys: Any,
+) -> Run: ...
+def plan(
+    recipe: _Path | Sequence[_Path] | None = None,
+    /,
+    *,
+    gpu: Any = None,
+    name: Any = "",
+    **keys: Any,
+) -> ShownPlan: ...
+def preview(
+    recipe: _Path | Sequence[_Path] | None = None, /, *, show: Any = 3, **keys: Any
+) -> ShownInspection: ...

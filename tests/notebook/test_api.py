@@ -1,5 +1,7 @@
 """The Python API: in a real Jupyter kernel, and without one."""
 
+import ast
+import inspect
 import json
 import re
 import signal
@@ -211,6 +213,28 @@ def test_import_ftkit_imports_nothing_else_of_it_until_it_is_used() -> None:
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'finetun'"):
         ftkit.finetun  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_type_checkers_see_what_is_there_with_its_parameters() -> None:
+    """In the stub beside ftkit/__init__.py; the rest of the package is its own."""
+    stub = ast.parse((ROOT / "ftkit/__init__.pyi").read_text(encoding="utf-8"))
+    names = {
+        alias.asname
+        for node in stub.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    } - {None}
+    written = {node.name: node for node in stub.body if isinstance(node, ast.FunctionDef)}
+    assert names | written.keys() == {*ftkit.__all__}
+    for name, node in written.items():
+        there = inspect.signature(getattr(ftkit, name)).parameters
+        given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        assert [a.arg for a in given] + ["keys"] == [*there]
+        defaults = [*node.args.defaults, *node.args.kw_defaults]
+        assert [ast.literal_eval(d) for d in defaults if d is not None] == [
+            p.default for p in there.values() if p.kind is not p.VAR_KEYWORD
+        ]
+    assert (ROOT / "ftkit/py.typed").is_file()
 
 
 class Words(HTMLParser):
