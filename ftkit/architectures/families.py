@@ -62,9 +62,8 @@ def litgpt_config(settings: Settings, name: str) -> Config:
     family = family_of_settings(settings)
     if family is None:
         raise UserError(
-            f"{name} is of model_type {settings.get('model_type')!r}. Hugging Face directories "
-            f"are read for: {', '.join(FAMILIES)}. For other models run `litgpt convert_to_litgpt` "
-            "first, and give its directory."
+            f"{name} is of model_type {settings.get('model_type')!r}, and LitGPT's code computes "
+            f"Hugging Face directories of: {', '.join(FAMILIES)}. Try --model_implementation auto."
         )
     try:
         fields = _llama_settings(settings) | family.settings(settings)

@@ -251,8 +251,9 @@ def _config_in(directory: Path) -> Config:
         return families.within_window(Config.from_file(file))
     except Exception as error:  # of the YAML parser, or of a field or value LitGPT does not know
         raise UserError(
-            f"{file} is no model configuration of this LitGPT version ({error}). Convert the "
-            "original model again with `litgpt convert_to_litgpt`."
+            f"{file} is no model configuration of this LitGPT version ({error}). Give the original "
+            "model, or write this directory anew from it: ftkit export ORIGINAL --format litgpt "
+            "--out DIR."
         ) from error
 
 

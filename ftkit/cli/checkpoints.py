@@ -346,9 +346,10 @@ def _rows(entry: CheckpointEntry, metadata: Metadata) -> Iterator[tuple[str, str
 
 
 def _value_text(value: Any) -> str:
-    """A value as people read it; nested ones in short."""
+    """A value as people read it; nested ones in short, and of a dict nothing that is empty."""
     if isinstance(value, dict):
-        return ", ".join(f"{key} {shortened(_value_text(item))}" for key, item in value.items())
+        texts = {key: shortened(_value_text(item)) for key, item in value.items() if item != []}
+        return ", ".join(f"{key} {text}" for key, text in texts.items() if text)
     if isinstance(value, bool | None):
         return {None: "empty", True: "true", False: "false"}[value]
     if isinstance(value, list):

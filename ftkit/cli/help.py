@@ -1,6 +1,9 @@
 """Help and completion of every command, as parsers of jsonargparse."""
 
 import argparse
+import re
+import shutil
+import textwrap
 from typing import Any
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, set_parsing_settings
@@ -119,11 +122,11 @@ def _add_component_keys(parser: ArgumentParser, component: str, name: str) -> bo
 
 def _command_parser(command: Command) -> ArgumentParser:
     prog = f"ftkit {command.name}"
-    usages = command.usage or (_usage(command),)
+    usages = (f"{prog} {usage}" for usage in command.usage or (_usage(command),))
     examples = "".join(f"\n  {prog} {example}" for example in command.examples)
     parser = ArgumentParser(
         prog=prog,
-        usage="\n       ".join(f"{prog} {usage}" for usage in usages),
+        usage="\n       ".join(line for usage in usages for line in _usage_lines(usage)),
         description=command.text,
         epilog=f"Examples:{examples}",
         formatter_class=Help,
@@ -160,6 +163,19 @@ def _usage(command: Command) -> str:
     few = len(options) <= 2 and heads_of(command.options) is None
     needed = [option for option in options if not option.startswith("[")]
     return " ".join([*words, *(options if few else [*needed, "[--KEY VALUE ...]"])])
+
+
+def _usage_lines(usage: str) -> list[str]:
+    """As many lines as a usage takes on the terminal; what is in brackets stays together."""
+    width = shutil.get_terminal_size().columns - len("usage: ") - 1
+    whole = re.sub(r"\[[^]]*\]", lambda bracket: bracket[0].replace(" ", _NO_BREAK), usage)
+    lines = textwrap.wrap(
+        whole, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+    return [line.replace(_NO_BREAK, " ") for line in lines]
+
+
+_NO_BREAK = "\xa0"
 
 
 def _add_word(parser: ArgumentParser, item: Declared) -> None:

@@ -216,6 +216,8 @@ def _losses(report: Report) -> dict[str, float | None]:
     parts, chosen = report.sources | report.sets, report.result
     if chosen is not None:
         return {name: chosen.losses.get(column_name(name)) for name in parts}
+    if report.loss is not None and report.loss.is_of_start:
+        return {}
     return {name: part.validation_last for name, part in parts.items()}
 
 

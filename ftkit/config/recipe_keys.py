@@ -67,13 +67,16 @@ USUAL = {
 }
 """Values of keys that are empty by default, where not any number would do."""
 
-FOREIGN_RECIPES = {
-    "axolotl": {"base_model", "datasets"},
-    "LLaMA-Factory": {"model_name_or_path", "finetuning_type"},
-    "torchtune": {"tokenizer", "model", "checkpointer"},
-    "LitGPT's pretraining": {"model_name", "initial_checkpoint_dir"},
-}
-"""Keys that tell what program a file is of."""
+_PRETRAINING = "LitGPT's pretraining"
+FOREIGN_RECIPES = (
+    ("axolotl", {"base_model", "datasets"}),
+    ("LLaMA-Factory", {"model_name_or_path", "finetuning_type"}),
+    ("torchtune", {"tokenizer", "model", "checkpointer"}),
+    (_PRETRAINING, {"model_name", "initial_checkpoint_dir"}),
+    (_PRETRAINING, {"model_name", "tokenizer_dir"}),
+    (_PRETRAINING, {"model_config", "tokenizer_dir"}),
+)
+"""Programs, and keys that tell that a file is of them."""
 
 OF_COMMANDS = {
     "metric": "names a file that is executed, so it is an option of ftkit finetune, finetune_lora, "
@@ -158,7 +161,7 @@ def check_keys(merged: dict[str, Any], method: Method) -> None:
         UserError: names the key that was meant.
     """
     known = key_types(method)
-    for program, telling in FOREIGN_RECIPES.items():
+    for program, telling in FOREIGN_RECIPES:
         if telling <= merged.keys():
             raise UserError(
                 f"This is a recipe of {program}: {' and '.join(sorted(telling))} are no keys of "

@@ -9,6 +9,7 @@ from typing import TextIO, cast
 
 from rich.console import Console, ConsoleDimensions, RenderableType
 from rich.file_proxy import FileProxy
+from rich.text import Text
 
 REPORT_WIDTH = 80
 """Width of tables where there is no terminal."""
@@ -117,6 +118,12 @@ def plain_text(renderable: RenderableType, width: int = REPORT_WIDTH) -> str:
     )
     console.print(renderable)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+
+
+def fitted(text: str, stream: TextIO) -> str:
+    """The text with its lines broken between words, where they are shown on a terminal."""
+    terminal = terminal_of(stream)
+    return text if terminal is None else plain_text(Text(text), terminal.width)
 
 
 def print_directly() -> None:

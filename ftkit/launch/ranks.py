@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
+from ftkit.console.terminal import fitted
 from ftkit.errors import EXIT_BY_SIGNAL, UserError
 from ftkit.launch.environment import ExternalRanks
 from ftkit.report.report import ENDED_WELL, read_report
@@ -222,7 +223,7 @@ class Ranks:
             return
         if self._placed is None or self._placed.rank == 0:
             with suppress(OSError):  # the terminal may be gone
-                print_line(f"\nftkit: {text}")
+                print_line(fitted(f"\nftkit: {text}", sys.stderr))
 
     def _kill(self) -> None:
         self._killing = True

@@ -5,6 +5,7 @@ A sweep has no state of its own: what has to be done is read from the directorie
 
 import shlex
 import signal
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -18,6 +19,7 @@ from ftkit.config.devices import find_devices
 from ftkit.config.plan import make_plan
 from ftkit.config.recipe import FINETUNE
 from ftkit.config.sweep import SweepRun, differences, runs_of_file, runs_of_keys
+from ftkit.console.terminal import fitted
 from ftkit.data.sources import check_data
 from ftkit.errors import EXIT_BY_SIGNAL, EXIT_OUT_OF_MEMORY, DoesNotFit, UserError
 from ftkit.report.report import ENDED_WELL
@@ -106,7 +108,8 @@ def sweep(
             what = f" ({run.varied_text})" if run.varied else ""
             why = f": {reason}" if reason else ""
             tell = print if dry_run else print_notice
-            tell(f"{number} of {len(runs)}: {action} {run.name}{what}{why}")
+            head = f"{number} of {len(runs)}: {action} {run.name}{what}{why}"
+            tell(fitted(head, sys.stdout))
             words = [*run.words, *_WORDS.get(action, []), *["--quiet"] * is_quiet()]
             if dry_run:
                 print(f"  {shlex.join(['ftkit', *words])}")

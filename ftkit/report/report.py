@@ -393,10 +393,10 @@ class Report:
 
     @property
     def validation_loss(self) -> float | None:
-        """Of the result; without a chosen one, of the last validation."""
+        """Of the result; without a chosen one, of the last validation that came after a step."""
         if self.result is not None:
             return self.result.validation_loss
-        return None if self.loss is None else self.loss.validation_last
+        return None if self.loss is None or self.loss.is_of_start else self.loss.validation_last
 
 
 def write_report(report: Report, out_dir: Path) -> Path:

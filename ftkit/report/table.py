@@ -8,7 +8,7 @@ from rich.rule import Rule
 from rich.text import Text
 
 from ftkit.console.formatting import printable
-from ftkit.console.grid import labelled_grid
+from ftkit.console.grid import Value, labelled_grid
 from ftkit.console.html import block, escaped, labelled, styled
 from ftkit.remote.urls import spelt
 from ftkit.report.report import Report
@@ -73,7 +73,7 @@ def _title(report: Report) -> str:
 
 
 class _Parts:
-    """A text that wraps after its commas and colons, so that no number is torn from its unit."""
+    """A text that wraps after its commas and colons; what is longer than a line, between words."""
 
     def __init__(self, text: str) -> None:
         self._text = printable(text)
@@ -86,4 +86,4 @@ class _Parts:
                 lines[-1] += f" {part}"
             else:
                 lines.append(part)
-        yield Text("\n".join(lines), overflow="fold")
+        yield Value("\n".join(lines))

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from ftkit.console.formatting import number_text
+from ftkit.console.formatting import number_text, percent_text
 from ftkit.errors import UserError
 from ftkit.report.answers import (
     AnsweredExample,
@@ -182,7 +182,8 @@ class Evaluator:
         if score.metric.is_exact_match:
             match = recorder.report.exact_match or ExactMatch(samples=records)
             recorder.note(exact_match=_with_value(match, step, score.mean))
-            text = f"exact match {when} training: {score.mean:.1%} of {records} held-out records"
+            share = percent_text(score.mean)
+            text = f"exact match {when} training: {share} of {records} held-out records"
         else:
             noted = _with_value(self._known_score(score), step, score.mean)
             others = [one for one in recorder.report.scores if one.identity != noted.identity]

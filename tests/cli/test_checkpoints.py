@@ -284,6 +284,14 @@ def test_show_tells_all_of_the_newest(said: Callable[..., tuple[int, str]], out_
         assert name in out
 
 
+def test_show_leaves_out_what_is_empty(
+    said: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    carried = {"loss": {"first": 4.5}, "sources": {}, "scores": [], "sets": {"code": {}}}
+    save(store_of(tmp_path), 500, carried=carried)
+    assert re.search("^carried +loss first 4.5$", said("show", tmp_path)[1], re.MULTILINE)
+
+
 @pytest.mark.parametrize("step", ["500", "00500", "step-00000500"])
 def test_show_takes_a_step(values: Callable[..., Any], out_dir: Path, step: str) -> None:
     assert values("show", out_dir, step)["step"] == 500

@@ -56,6 +56,8 @@ def test_a_file_without_a_directory_as_data_is_told_its_place(
         ("axolotl", "base_model: x\nadapter: lora\ndatasets:\n  - {path: x, type: alpaca}\n"),
         ("LLaMA-Factory", "model_name_or_path: x\nfinetuning_type: lora\nstage: sft\n"),
         ("LitGPT's pretraining", "model_name: pythia-14m\ninitial_checkpoint_dir: null\n"),
+        ("LitGPT's pretraining", "model_name: pythia-14m\ntokenizer_dir: t\ndata: TinyStories\n"),
+        ("LitGPT's pretraining", "model_config: {name: x, n_layer: 2}\ntokenizer_dir: t\n"),
     ],
 )
 def test_a_recipe_of_another_program_is_named_as_such(

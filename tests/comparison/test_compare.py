@@ -302,6 +302,21 @@ def test_nothing_is_best_where_all_are_equal_as_shown(tmp_path: Path) -> None:
     assert best(tmp_path) == {"a": [], "b": []}
 
 
+def test_what_was_measured_before_the_first_step_is_no_loss_of_a_run(tmp_path: Path) -> None:
+    report = make_run(tmp_path / "a", "interrupted", steps=5, validated=False)
+    assert report.loss is not None
+    sources = {"code": Source(validation_first=4.25, validation_last=4.25)}
+    for name, step, shown in (("a", 0, [None, None]), ("b", 5, [4.5, 4.25])):
+        loss = report.loss.with_validation(step, 4.5)
+        (tmp_path / name).mkdir(exist_ok=True)
+        write_report(dataclasses.replace(report, loss=loss, sources=sources), tmp_path / name)
+        columns = {
+            column.key: column for column in measure_columns(compare([tmp_path / name]).runs)
+        }
+        found = [columns.get(key) for key in ("validation_loss", "val_loss/code")]
+        assert [None if column is None else column.values[0] for column in found] == shown
+
+
 @pytest.mark.parametrize("changes", [{"steps": 20, "total_steps": 20}, {"resumed": True}])
 def test_no_time_is_best_where_one_run_did_less(tmp_path: Path, changes: dict[str, Any]) -> None:
     make_run(tmp_path / "a")

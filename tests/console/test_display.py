@@ -25,7 +25,7 @@ from rich.table import Table
 
 from ftkit.console.display import Display
 from ftkit.console.formatting import clock_text
-from ftkit.console.terminal import terminal_of
+from ftkit.console.terminal import fitted, terminal_of
 from ftkit.utils import progress
 
 STAMP = "2026-11-20T21:30:00Z"
@@ -636,6 +636,17 @@ def test_a_console_is_as_wide_as_its_stream_whatever_standard_input_is(
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 203, 0, 0))
         assert console.width == 203
     os.close(ours)
+
+
+def test_a_sentence_breaks_between_words_on_a_terminal_and_nowhere_on_a_pipe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    text = "\nftkit: stopping after the current step (Ctrl+C again stops at once)"
+    assert fitted(text, io.StringIO()) == text
+    assert fitted(text, Terminal()) == (
+        "\nftkit: stopping after the current step\n(Ctrl+C again stops at once)"
+    )
 
 
 def test_libraries_that_load_long_are_told_on_a_terminal_and_nowhere_else(

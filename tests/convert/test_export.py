@@ -1,5 +1,6 @@
 """ftkit export: directories that other programs load, exact in both directions."""
 
+import io
 import json
 import shutil
 from pathlib import Path
@@ -151,6 +152,23 @@ def test_an_adapter_is_exported_as_it_is(ended: dict[str, Ended], tmp_path: Path
         for file in out.iterdir():
             assert file.read_bytes() == (source / file.name).read_bytes()
         assert torch.equal(own_logits(out), own_logits(run.out_dir))
+
+
+@pytest.mark.parametrize("form", ["hf", "litgpt", "peft"])
+def test_what_is_exported_is_offered_for_a_talk(
+    ended: dict[str, Ended],
+    form: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = export(ended["lora" if form == "peft" else "full"].out_dir, form, tmp_path / form)
+    head, *following = capsys.readouterr().out.splitlines()
+    assert head.startswith(f"{out} is ready for {form}: ") and head.endswith("iB")
+    assert following == ["next:", f"  ftkit chat {out}"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("what is the colour of the moon\n"))
+    words = ("--max_new_tokens", "4", "--accelerator", "cpu")
+    assert run([*following[1].split()[1:], *words]) == 0
 
 
 def test_the_number_format_is_as_asked(ended: dict[str, Ended], tmp_path: Path) -> None:

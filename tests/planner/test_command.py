@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ from ftkit.optim.schedule import make_schedule
 from ftkit.planner.predict import Planned, certain_micro_batch, plan_files
 from ftkit.planner.sequence_length import SequenceLength, sequence_length
 from ftkit.planner.suggest import changes_that_fit
-from ftkit.planner.table import side_by_side
+from ftkit.planner.table import plan_table, side_by_side
 from ftkit.pretrained.blueprint import read_blueprint
 from ftkit.utils import progress
 
@@ -342,6 +343,16 @@ def test_a_table_shows_what_a_terminal_has_room_for(
     assert there in head and first.endswith(" fits") and second.endswith(" fits")
     assert max(map(len, (head, first, second))) <= width
     assert left_out is None or (left_out not in head and left_out in " ".join(rest))
+
+
+def test_a_narrow_plan_tears_no_number_from_its_unit() -> None:
+    table = plan_table(planned(gpu="100MiB"))
+    _, rows = plain_text(table, 200).split("\n", 1)
+    for width in range(40, 84):
+        text = plain_text(table, width)
+        assert max(map(len, text.splitlines())) <= width
+        assert re.search(r"\d *\n +([KMG]iB|B|%)", text) is None
+        assert text.partition("\n")[2].split() == rows.split()
 
 
 @pytest.fixture
