@@ -7,6 +7,7 @@ leave nothing behind when a rank is killed.
 import dataclasses
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -20,6 +21,7 @@ from ftkit.config.peft_adapter import with_adapter
 from ftkit.config.plan import make_plan
 from ftkit.config.recipe import Recipe
 from ftkit.console.display import Display
+from ftkit.console.terminal import fitted
 from ftkit.data.sources import check_data
 from ftkit.errors import UserError
 from ftkit.launch.conclude import conclude
@@ -196,9 +198,8 @@ def prepare_run(
                 require_free(wanted, recipe.method)
             run = stack.enter_context(claim(wanted, "overwrite" if overwrite else "new"))
             if run.path != wanted:
-                print_notice(
-                    f"{spelt(wanted)} holds another run: this one goes to {spelt(run.path)}"
-                )
+                text = f"{spelt(wanted)} holds another run: this one goes to {spelt(run.path)}"
+                print_notice(fitted(text, sys.stdout))
             mirror = stack.enter_context(mirrored(run, print_notice, received, goes_on=False))
         if start is not None:
             with Display(None) as display:

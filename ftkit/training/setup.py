@@ -144,15 +144,6 @@ def identities(
     """
     if rank() > 0:
         return BaseIdentity(name="", fingerprint=""), DataIdentity(fingerprint="", train_samples=0)
-    epoch = data.samples_per_epoch
-    of_data = DataIdentity(fingerprint=data.fingerprint, train_samples=epoch)
-    if start is not None and of_data != start.data:
-        raise UserError(
-            f"data: these are not the training samples that the checkpoint of step {start.step} "
-            f"has learned from ({epoch:,} now, {start.data.train_samples:,} then; their "
-            "text, masks or order differ). Continue with the same data and prompt style, or start "
-            "a new run with another --out_dir."
-        )
     if not base.has_weights:
         assert start is not None
         known = implementation_of(start.base.fingerprint)
@@ -164,6 +155,15 @@ def identities(
             f"checkpoint_dir {recipe.checkpoint_dir} is not the model that the checkpoint of step "
             f"{start.step} was made from ({start.base.name}): its weights differ. Give that model, "
             "or start a new run with another --out_dir."
+        )
+    epoch = data.samples_per_epoch
+    of_data = DataIdentity(fingerprint=data.fingerprint, train_samples=epoch)
+    if start is not None and of_data != start.data:
+        raise UserError(
+            f"data: these are not the training samples that the checkpoint of step {start.step} "
+            f"has learned from ({epoch:,} now, {start.data.train_samples:,} then; their "
+            "text, masks or order differ). Continue with the same data and prompt style, or start "
+            "a new run with another --out_dir."
         )
     return of_base, of_data
 

@@ -50,6 +50,7 @@ from ftkit.report.report import (
     write_report,
 )
 from ftkit.report.restarts import Resumed
+from ftkit.report.rows import summary_text
 from ftkit.report.step_memory import Breakdown, RankStepMemory, StepMemory, StepMoments
 from ftkit.report.table import render
 from ftkit.report.throughput import StepTimes, Throughput, ThroughputMeter
@@ -680,6 +681,16 @@ class TestTable:
         report = dataclasses.replace(COMPLETED, loss=loss, sources=sources)
         shown = " ".join(text_of(report).split())
         assert "validation 4.4207 -> 4.4207" in shown and "4.2500 -> 4.2500" in shown
+
+    @pytest.mark.parametrize(
+        ("steps", "samples", "told"),
+        [(1, 1, "\n1 step of 1 sample ("), (106_125, 32, "\n106,125 steps of 32 samples (")],
+    )
+    def test_steps_are_counted_in_words(self, steps: int, samples: int, told: str) -> None:
+        resolved = dataclasses.replace(
+            COMPLETED.resolved, total_steps=steps, global_batch_size=samples
+        )
+        assert told in summary_text(resolved, "lora")
 
     def test_sections_with_nothing_in_them_have_no_row(self) -> None:
         report = dataclasses.replace(

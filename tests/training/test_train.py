@@ -7,16 +7,19 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from checkpoints import some_metadata
 from losses import SEED, load, loss_of
 from orders import make_elastic_order
 from safetensors.torch import load_file, save_file
 from tiny import make_data, make_llama
 
 from ftkit.checkpoint.host_copies import HostCopies
+from ftkit.checkpoint.metadata import BaseIdentity
 from ftkit.checkpoint.shards import Piece
 from ftkit.config.devices import Devices
 from ftkit.config.parsing import from_dict, read_recipe
@@ -27,7 +30,9 @@ from ftkit.errors import UserError
 from ftkit.memory.predict import predict
 from ftkit.model.language_model import LanguageModel
 from ftkit.optim.clipping import clip_gradients
+from ftkit.pretrained.base_model import open_base
 from ftkit.pretrained.blueprint import read_blueprint
+from ftkit.pretrained.fingerprint import fingerprint
 from ftkit.report.metrics import Row, read_metrics, read_validation
 from ftkit.report.report import Report
 from ftkit.report.step_memory import MicroBatchSize
@@ -37,6 +42,7 @@ from ftkit.training.journal import Journal
 from ftkit.training.loop import NonFiniteLoss
 from ftkit.training.rank import _explain, run_job
 from ftkit.training.recorder import Recorder
+from ftkit.training.setup import identities
 from ftkit.training.signals import StopRequest
 from ftkit.training.step import TrainStep
 
@@ -416,6 +422,18 @@ def test_of_a_base_model_with_values_that_are_no_numbers_the_learning_rate_is_no
     save_file(weights, file, {"format": "pt"})
     with pytest.raises(NonFiniteLoss, match="step 1 is nan, before anything was learned"):
         train("full", checkpoint_dir=str(broken))
+
+
+def test_another_base_model_is_not_told_as_other_data(base: Path) -> None:
+    """Its tokenizer may be another one, and then the samples are, too."""
+    recipe = read_recipe([], [("checkpoint_dir", str(base))])
+    data: Any = SimpleNamespace(samples_per_epoch=1, fingerprint="of other tokens")
+    model, told = open_base(str(base)), f"checkpoint_dir {base} is not the model that .* of step 5"
+    with pytest.raises(UserError, match=told):
+        identities(recipe, model, data, some_metadata(5))
+    same = some_metadata(5, base=BaseIdentity(name="x", fingerprint=fingerprint(model)))
+    with pytest.raises(UserError, match="data: these are not the training samples"):
+        identities(recipe, model, data, same)
 
 
 def test_training_ends_at_the_time_limit_and_the_result_is_kept(train: Train) -> None:
