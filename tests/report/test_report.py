@@ -687,9 +687,9 @@ class TestTable:
         [(1, 1, "\n1 step of 1 sample ("), (106_125, 32, "\n106,125 steps of 32 samples (")],
     )
     def test_steps_are_counted_in_words(self, steps: int, samples: int, told: str) -> None:
-        resolved = dataclasses.replace(
-            COMPLETED.resolved, total_steps=steps, global_batch_size=samples
-        )
+        known = COMPLETED.resolved
+        assert known is not None
+        resolved = dataclasses.replace(known, total_steps=steps, global_batch_size=samples)
         assert told in summary_text(resolved, "lora")
 
     def test_sections_with_nothing_in_them_have_no_row(self) -> None:
