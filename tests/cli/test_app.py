@@ -165,6 +165,16 @@ def test_help_of_a_command_explains_its_words_and_options_with_examples(
     assert said(*name.split(), "-h", "out/run") == (0, out, "")
 
 
+@pytest.mark.parametrize("name", ["finetune", "plan", "sweep", "export"])
+def test_a_usage_takes_several_lines_where_the_terminal_is_narrow(
+    said: Callable[..., tuple[Any, str, str]], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    lines = said(name, "--help")[1].partition("\n\n")[0].splitlines()
+    assert max(map(len, lines)) <= 60
+    assert any(line.endswith("[--KEY VALUE ...]") for line in lines)
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_of_a_command_is_explained(name: str) -> None:
     for item in declared(COMMANDS[name].options):
@@ -259,6 +269,7 @@ def test_help_of_checkpoints_lists_its_commands(said: Callable[..., tuple[Any, s
         (["finetune", "-s", "1"], "'-s' is not an option. Write --KEY VALUE"),
         (["finetune", "--", "x"], "'--' is not an option. Write --KEY VALUE"),
         (["finetune", "--overwrite=true"], "--overwrite is a switch and takes no value."),
+        (["finetune", "--quiet=1"], "--quiet is a switch and takes no value. Try --quiet."),
         (["finetune", "--overwrite", "true"], "--overwrite is a switch and takes no value."),
         (["finetune", "--config", "none.yaml"], "--config none.yaml does not exist."),
         (["finetune", "--device", "3"], "device is not a key of a recipe. Did you mean devices?"),
