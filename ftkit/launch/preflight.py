@@ -15,6 +15,7 @@ from ftkit.accelerators.kinds import HOST_KIND
 from ftkit.config.devices import Devices, free_bytes
 from ftkit.config.parsing import to_yaml
 from ftkit.config.recipe import Recipe, Train
+from ftkit.console.display import Display
 from ftkit.console.formatting import bytes_text
 from ftkit.errors import DoesNotFit, UserError
 from ftkit.pretrained.hub import fetch_settings
@@ -48,7 +49,7 @@ def with_micro_batch(recipe: Recipe, devices: Devices) -> Recipe:
     if key is None:
         return recipe
     memory_bytes = _free_bytes(recipe, devices)
-    found = _ask(recipe, devices, memory_bytes)
+    found = _ask_shown(recipe, devices, memory_bytes)
     if "error" in found:
         raise UserError(str(found["error"]))
     if found["fits"] is False:
@@ -74,7 +75,7 @@ def require_room(recipe: Recipe, devices: Devices, command: Sequence[str]) -> No
     memory_bytes = _gpu_bytes(devices, _ranks(recipe, devices))
     if memory_bytes is None or not _is_worth_a_look(recipe, memory_bytes):
         return
-    found = _ask(recipe, devices, memory_bytes)
+    found = _ask_shown(recipe, devices, memory_bytes)
     if found.get("fits", True) is None:
         print(
             f"memory may not be enough: this run needs {bytes_text(found['low_bytes'])} to "
@@ -238,6 +239,15 @@ def _free_bytes(recipe: Recipe, devices: Devices) -> int:
     if devices.accelerator == "cpu":
         return available_host_bytes(ranks)
     return min(free_bytes(min(ranks, devices.count), devices.accelerator))
+
+
+def _ask_shown(recipe: Recipe, devices: Devices, memory_bytes: int) -> dict[str, Any]:
+    """What `_ask` finds, before a run, with a line that moves: it takes seconds."""
+    with (
+        Display(None, stream=sys.stderr) as display,
+        display.phase("predicting memory", brief=True),
+    ):
+        return _ask(recipe, devices, memory_bytes)
 
 
 def _ask(

@@ -1,10 +1,12 @@
 """Uploads to the Hugging Face hub: files of a result, in one commit."""
 
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ftkit.console.display import Display
 from ftkit.errors import UserError
 from ftkit.pretrained.hub_errors import explained_upload
 
@@ -55,7 +57,14 @@ def upload(
     try:
         url = api.create_repo(repo_id, private=not public, exist_ok=True)
         there, is_public = _found(api, repo_id, public=public)
-        additions = [CommitOperationAdd(name, content) for name, content in files.items()]
+        with (
+            Display(None, stream=sys.stderr) as display,
+            display.phase("computing checksums", brief=True) as phase,
+        ):
+            additions = []
+            for done, (name, content) in enumerate(files.items(), start=1):
+                additions.append(CommitOperationAdd(name, content))
+                phase.advance(done, len(files))
         stale = [n for n in there if _WEIGHTS.fullmatch(n) and n not in files]
         deletions = [CommitOperationDelete(name) for name in stale]
         api.create_commit(repo_id, [*additions, *deletions], commit_message=message)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import sys
+import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -119,13 +120,25 @@ def fetch_files(
     Raises:
         StorageError: they cannot be read.
     """
-    told_s = time.monotonic() + _TOLD_AFTER_S - _TOLD_EVERY_S
-    for done, name in enumerate(names):
-        if time.monotonic() - told_s > _TOLD_EVERY_S:
-            told_s = time.monotonic()
+    start_s, done, ended = time.monotonic(), 0, threading.Event()
+
+    def tell() -> None:
+        wait_s = _TOLD_AFTER_S
+        while not ended.wait(wait_s):
+            wait_s = _TOLD_EVERY_S
             fetched = f"{done} of {len(names)} files"
-            print_notice(f"ftkit: fetching {objects.url}: {fetched}", sys.stderr)
-        objects.download(name, directory / name)
+            took_s = time.monotonic() - start_s
+            print_notice(f"ftkit: fetching {objects.url}: {fetched}, {took_s:.0f} s", sys.stderr)
+
+    teller = threading.Thread(target=tell, daemon=True)  # one file alone may take minutes
+    teller.start()
+    try:
+        for name in names:
+            objects.download(name, directory / name)
+            done += 1
+    finally:
+        ended.set()
+        teller.join()
 
 
 def unreachable(error: StorageError) -> UserError:

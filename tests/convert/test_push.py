@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import huggingface_hub
 import pytest
 from huggingface_hub import ModelCard
 from results import Ended
@@ -28,7 +30,9 @@ from ftkit.console.formatting import number_text
 from ftkit.errors import UserError
 from ftkit.model_card.card import card_text
 from ftkit.model_card.origin import BaseOrigin, DataOrigin, card_metadata
+from ftkit.pretrained.upload import upload
 from ftkit.report.report import ChosenResult
+from ftkit.utils import progress
 
 TOKEN = "hf_secretsecretsecret"
 NAME, BASE = "me/my-adapter", "org/tiny"
@@ -226,6 +230,27 @@ def test_gguf_files_are_pushed_as_they_are(
     assert hub.files["adapter-f32.gguf"] == (out / "adapter-f32.gguf").read_bytes()
     card = ModelCard(hub.files["README.md"].decode())
     assert card.data.to_dict()["library_name"] == "gguf" and "--lora" in card.text
+
+
+def test_reading_files_for_their_checksums_is_told_while_it_goes_on(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "LATE_S", 0.0)
+    told: list[str] = []
+
+    class Addition(huggingface_hub.CommitOperationAdd):
+        """One whose file takes until something is told."""
+
+        def __post_init__(self) -> None:
+            deadline = time.monotonic() + 10
+            while not told:
+                assert time.monotonic() < deadline, "nothing was told"
+                told.extend(capfd.readouterr().err.splitlines())
+            super().__post_init__()
+
+    monkeypatch.setattr(huggingface_hub, "CommitOperationAdd", Addition)
+    upload({"a.txt": b"a"}, NAME, public=False, message="one")
+    assert told == ["computing checksums ..."] and hub.files["a.txt"] == b"a"
 
 
 def test_python_pushes_as_the_command_does_and_has_the_url(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from ftkit.errors import DoesNotFit
 from ftkit.launch import preflight
 from ftkit.memory.gpus import HOST, Gpu
 from ftkit.planner.check import check
+from ftkit.utils import progress
 from ftkit.utils.hardware import processes_killed_for_memory
 
 CUDA = Devices(accelerator="cuda", count=1, names=("NVIDIA Some GPU",), memory_bytes=(24 * 2**30,))
@@ -196,6 +198,38 @@ def test_auto_takes_the_micro_batch_that_was_found_and_says_what_it_assumes(
     assert capsys.readouterr().out == said
     given = dataclasses.replace(asked, train=dataclasses.replace(asked.train, micro_batch_size=2))
     assert preflight.with_micro_batch(given, CUDA) == given
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+@pytest.mark.parametrize("place", ["auto", "too large"])
+def test_a_prediction_before_a_run_is_told_while_it_is_made(
+    gpu: Gpu24GiB,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    place: str,
+    quiet: bool,
+) -> None:
+    gpu.answer |= {"fits": True}
+    monkeypatch.setattr(progress, "LATE_S", 0.0)
+    monkeypatch.setattr(progress, "_verbosity", "quiet" if quiet else "full")
+    shown: list[str] = []
+
+    def ask(*words: Any) -> dict[str, Any]:
+        deadline = time.monotonic() + 10
+        while not quiet and not shown:
+            assert time.monotonic() < deadline, "nothing was told"
+            shown.extend(capsys.readouterr().err.splitlines())
+        return gpu.ask(*words)
+
+    monkeypatch.setattr(preflight, "_ask", ask)
+    if place == "auto":
+        asked = recipe(train__micro_batch_size="auto", accelerator="cpu")
+        preflight.with_micro_batch(asked, Devices(accelerator="cpu", count=2))
+    else:
+        preflight.require_room(recipe(checkpoint_dir="random:Llama-2-7b-hf"), CUDA, COMMAND)
+    assert gpu.plans == 1
+    assert shown == ([] if quiet else ["predicting memory ..."])
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("size", ["auto", "4", "null"])
