@@ -20,6 +20,7 @@ from kernels import Kernel, kernel
 from runs import DEFAULT_SIGNALS, FOREVER, rows, wait_for, watched
 
 import ftkit
+import ftkit.notebook.plans  # libraries set environment variables
 from ftkit.checkpoint.store import Store
 from ftkit.errors import UserError
 from ftkit.runs.lock import Supervisor

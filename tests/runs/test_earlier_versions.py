@@ -155,7 +155,7 @@ def test_a_completed_run_is_compared_asked_measured_and_merged(
 
     run = place / commit / "lora-whole"
     (row,) = json.loads(said("compare", run, "--format", "json"))["runs"]
-    assert row["outcome"] == "completed" and row["steps"] == 6
+    assert row["state"] == "completed" and row["results"]["steps"] == 6
     measured = json.loads(said("evaluate", run, "--exact_match", 0, "--format", "json"))
     last = series(run, "validation.csv", "val_loss")[-1]
     assert measured["loss"] == pytest.approx(last, rel=1e-5)
