@@ -34,10 +34,13 @@ NOT_UNDERSTOOD = re.compile(
 
 
 def command_lines(text: str) -> list[str]:
-    """Those of `ftkit` in blocks of code, each on one line."""
-    blocks = re.findall(r"^```(?:bash|console|sh)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    commands = [line.strip().removeprefix("$ ") for line in lines]
+    """Those of `ftkit` in blocks of code, each on one line; what a command prints is none."""
+    blocks = re.findall(r"^```(bash|console|sh)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    commands: list[str] = []
+    for kind, block in blocks:
+        lines = [line.strip() for line in block.replace("\\\n", " ").splitlines()]
+        prompt = "$ " if kind == "console" else ""
+        commands += [line.removeprefix(prompt) for line in lines if line.startswith(prompt)]
     return [command for command in commands if command.startswith("ftkit ")]
 
 
