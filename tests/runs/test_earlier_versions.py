@@ -63,7 +63,7 @@ def test_there_are_runs_of_earlier_versions() -> None:
         assert of_it >= {"lora-single", "lora-ddp", "full-fsdp"}
 
 
-def go_on(ftkit: Command, place: Path, name: str, strategy: str, devices: int) -> None:
+def assert_goes_on(ftkit: Command, place: Path, name: str, strategy: str, devices: int) -> None:
     """To the end, with the losses that the version of the run had recorded of a whole one."""
     command, _ = command_of(name)
     run = place / name
@@ -83,7 +83,7 @@ def go_on(ftkit: Command, place: Path, name: str, strategy: str, devices: int) -
 def test_a_stopped_run_goes_on_with_the_losses_of_its_own_version(
     ftkit: Command, place: Path, name: str
 ) -> None:
-    go_on(ftkit, place, name, "single", 1)
+    assert_goes_on(ftkit, place, name, "single", 1)
 
 
 @pytest.mark.slow
@@ -92,7 +92,7 @@ def test_a_stopped_run_goes_on_with_the_losses_of_its_own_version(
 def test_it_goes_on_under_another_strategy(
     ftkit: Command, place: Path, name: str, strategy: str, devices: int
 ) -> None:
-    go_on(ftkit, place, name, strategy, devices)
+    assert_goes_on(ftkit, place, name, strategy, devices)
 
 
 def test_its_checkpoints_are_listed_and_verified_and_damage_is_found(
