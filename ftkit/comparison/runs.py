@@ -127,18 +127,20 @@ class ComparedRun:
     def memory_parts(self) -> dict[str, int]:
         """Bytes of the rank that needed most at its peak, by what they were; they add up.
 
-        What the tensors are is known of the measured steps; the peak may be at another moment.
+        What the tensors are is known of the measured steps; the peak may be at another moment. Of a
+        run at work that is all: its peak is known at its end.
         """
         ranks = self.report.peak_memory.ranks if self.report.peak_memory else []
-        if not ranks:
-            return {}
-        fullest = max(ranks, key=lambda rank: (rank.allocated_bytes or 0, _host_bytes(rank)))
         parts: dict[str, int] = {}
-        if self.report.step_memory:
-            measured = self.report.step_memory.fullest
-            fullest = next((rank for rank in ranks if rank.rank == measured.rank), fullest)
+        measured = self.report.step_memory.fullest if self.report.step_memory else None
+        if measured:
             named = asdict(measured.peak_breakdown_bytes)
-            parts = {name.replace("_", " "): size for name, size in named.items()}
+            parts = {name.replace("_", " "): size for name, size in named.items() if size > 0}
+        if not ranks:  # the run is at work
+            return parts
+        fullest = max(ranks, key=lambda rank: (rank.allocated_bytes or 0, _host_bytes(rank)))
+        if measured:
+            fullest = next((rank for rank in ranks if rank.rank == measured.rank), fullest)
         known = sum(parts.values())
         if fullest.allocated_bytes is None:
             rest = {"other host memory": _host_bytes(fullest) - known}

@@ -203,6 +203,18 @@ class TestWhatIsTold:
         assert [one["name"] for one in both["losses"]] == ["a", "b"]
         assert both["comparison"].count("<tr") == 3
 
+    def test_a_run_at_work_shows_what_the_memory_of_its_measured_steps_was(
+        self, server: PageServer, out: Path
+    ) -> None:
+        report = make_run(out / "a", "failed", steps=30, write=False)
+        note_in_ranks(out / "a", dataclasses.replace(report, peak_memory=None))
+        with at_work(out / "a"):
+            found = asked(server, "/run.json?run=a")
+        assert found["state"] == "running"
+        memory = {part["name"]: part["measured"] for part in found["memory"]}
+        assert memory["gradients"] == [2**30, "1.0 GiB"]
+        assert sum(size for size, _ in memory.values()) == 10 * 2**30
+
     def test_a_set_to_validate_on_has_a_curve_beside_the_validation(
         self, server: PageServer, out: Path
     ) -> None:
