@@ -212,12 +212,14 @@ def test_the_first_notebook_runs_remotely_and_its_outputs_come_back(
     process_and_server: tuple["subprocess.Popen[str]", Server, Clone],
 ) -> None:
     _, server, clone = process_and_server
-    outputs = run_cells(server, cells(SINGLE_GPU))
-    assert not [output for cell in outputs for output in cell if output["output_type"] == "error"]
-    *_, plans, comparison, picture = outputs
-    for shown in (plans[-1], comparison[-1]):
-        assert re.findall(r"14-13b-lora", shown["data"]["text/html"])
-    assert base64.b64decode(picture[-1]["data"]["image/png"]).startswith(b"\x89PNG")
+    program = cells(SINGLE_GPU)
+    outputs = dict(zip(program, run_cells(server, program), strict=True))
+    shown = [output for cell in outputs.values() for output in cell]
+    assert not [output for output in shown if output["output_type"] == "error"]
+    for cell in ("lab.plans", "comparison = lab.compare()\ncomparison"):
+        assert "14-13b-lora" in outputs[cell][-1]["data"]["text/html"]
+    picture = outputs["comparison.plot()"][-1]["data"]["image/png"]
+    assert base64.b64decode(picture).startswith(b"\x89PNG")
     runs = sorted((clone.root / "out/single_gpu").iterdir())
     assert len(runs) == 14
     assert {read_report(run / "report.json").outcome for run in runs} == {"completed"}
