@@ -275,7 +275,7 @@ class ExportOptions(OutputOptions):
     """Of ftkit export."""
 
     out: Path | None = option(None, example="out/exported")
-    """Directory to write."""
+    """Directory to write, for gguf too."""
     format: Literal["hf", "litgpt", "peft", "gguf"] | None = option(None, example="hf")
     """hf: Hugging Face's layout; litgpt: LitGPT's; peft: the adapter of a LoRA run; gguf: a model
     or an adapter for llama.cpp and Ollama."""
@@ -311,6 +311,11 @@ class ExportOptions(OutputOptions):
             raise UserError(
                 f"--dtype is {self.dtype}, but GGUF files have number formats of their own. Try "
                 "--quantization f16 instead."
+            )
+        if self.format == "gguf" and self.out.suffix == ".gguf":
+            raise UserError(
+                f"--out is {self.out}, but it names a directory, for the GGUF file and what goes "
+                f"with it. Try --out {self.out.with_suffix('')}."
             )
         if self.format != "gguf" and self.quantization is not None:
             raise UserError(

@@ -301,6 +301,7 @@ def test_options_disks_and_packages_that_do_not_suit_are_refused(
 ) -> None:
     base, out = make_llama(tmp_path / "tiny"), ("--out", tmp_path / "out")
     assert "Try --quantization f16" in mistake(base, "--dtype", "float16", *out)
+    assert f"Try --out {tmp_path / 'out'}." in mistake(base, "--out", tmp_path / "out.gguf")
     assert "--quantization is 'q4_0'" in mistake(base, "--quantization", "q4_0", *out)
     with pytest.raises(UserError, match="only GGUF files have it"):
         run(["export", str(base), "--format", "hf", "--quantization", "f16", "--out", "x"])
