@@ -1,20 +1,17 @@
 """`ftkit push`: a result and its model card, onto the Hugging Face hub."""
 
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from ftkit.config.peft_adapter import CONFIG as ADAPTER_CONFIG
 from ftkit.config.result_options import PushOptions
-from ftkit.console.formatting import bytes_text
 from ftkit.convert.cards import card_files
 from ftkit.errors import UserError
 from ftkit.inference.result import Result, find_result
 from ftkit.model_card.card import with_name
 from ftkit.pretrained.hub import CARD, hub_name, read_json
 from ftkit.pretrained.upload import upload
-from ftkit.utils.progress import print_notice
 
 _BASE = "base_model_name_or_path"
 """Where an adapter says of what it is one."""
@@ -39,8 +36,6 @@ def push(options: PushOptions) -> int:
     else:
         result = find_result(options.result)
         kind, files = result.kind, _files_of(result, options)
-    size = bytes_text(sum(_size(content) for content in files.values()))
-    print_notice(f"sending {len(files)} files, {size}", sys.stderr)
     url, is_public = upload(
         files,
         options.repo_id,
@@ -116,7 +111,3 @@ def _card(result: Result, repo_id: str, base: str | None) -> Mapping[str, bytes]
             return {}
         text = found[CARD].decode()
     return {CARD: with_name(text, repo_id, base).encode()}
-
-
-def _size(content: Path | bytes) -> int:
-    return len(content) if isinstance(content, bytes) else content.stat().st_size

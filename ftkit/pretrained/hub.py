@@ -9,6 +9,7 @@ from typing import Any
 
 from ftkit import embedded
 from ftkit.architectures.quantized import quantized_weights, require_plain_weights
+from ftkit.console.display import Display
 from ftkit.console.formatting import bytes_text
 from ftkit.errors import UserError
 from ftkit.pretrained.hub_errors import explained, nearest_names
@@ -16,7 +17,6 @@ from ftkit.pretrained.licences import is_licence
 from ftkit.remote.fetch import fetch_whole
 from ftkit.remote.urls import is_url, local_path
 from ftkit.utils.files import free_disk_bytes
-from ftkit.utils.progress import print_notice
 
 ROOT = Path("checkpoints")
 """Where downloads go, as LitGPT has it: checkpoints/ORG/NAME."""
@@ -176,6 +176,8 @@ def download(repo_id: str, *, token: str | None = None, root: Path = ROOT) -> Pa
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HFValidationError
 
+    from ftkit.pretrained.hub_bars import telling
+
     hub_name = _repository(repo_id, root)
     if hub_name is None:
         raise UserError(
@@ -187,13 +189,22 @@ def download(repo_id: str, *, token: str | None = None, root: Path = ROOT) -> Pa
         info = HfApi(token=token).model_info(repo_id, files_metadata=True)
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
         files = _files_to_fetch(repo_id, list(sizes))
-        missing_bytes = _require_space(repo_id, directory, {file: sizes[file] for file in files})
-        print_notice(f"fetching {repo_id}, {bytes_text(missing_bytes)}", sys.stderr)
-        for wanted in (["config.json"], files):  # what cannot be trained is not downloaded
-            snapshot_download(
-                repo_id, revision=info.sha, local_dir=directory, token=token, allow_patterns=wanted
-            )
-            _require_plain_weights(directory)
+        absent = {file: sizes[file] for file in files if not (directory / file).is_file()}
+        missing_bytes = _require_space(repo_id, directory, absent)
+        with (
+            Display(None, stream=sys.stderr) as display,
+            display.phase(f"fetching {repo_id}, {bytes_text(missing_bytes)}") as phase,
+        ):
+            for wanted in (["config.json"], files):  # what cannot be trained is not downloaded
+                snapshot_download(
+                    repo_id,
+                    revision=info.sha,
+                    local_dir=directory,
+                    token=token,
+                    allow_patterns=wanted,
+                    tqdm_class=telling(phase.advance, sum(absent.values())),
+                )
+                _require_plain_weights(directory)
     except (httpx.HTTPError, HFValidationError, OSError, RuntimeError) as error:
         raise explained(error, repo_id, directory, lambda: _suggestion(repo_id)) from error
     for stale in _incomplete_files(directory):
@@ -231,6 +242,8 @@ def fetch_settings(name: str, *, token: str | None = None, root: Path = ROOT) ->
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HFValidationError
 
+    from ftkit.pretrained.hub_bars import telling
+
     token = token or None
     try:
         info = HfApi(token=token).model_info(repo_id, timeout=_SETTINGS_TIMEOUT_S)
@@ -241,6 +254,7 @@ def fetch_settings(name: str, *, token: str | None = None, root: Path = ROOT) ->
             token=token,
             allow_patterns=list(_SETTINGS_FILES),
             etag_timeout=_SETTINGS_TIMEOUT_S,
+            tqdm_class=telling(lambda done, total: None, 0),
         )
     except (httpx.HTTPError, HFValidationError, OSError, RuntimeError) as error:
         return explained(error, repo_id, directory, str)
@@ -418,11 +432,9 @@ def _files_to_fetch(repo_id: str, files: list[str]) -> list[str]:
     )
 
 
-def _require_space(repo_id: str, directory: Path, sizes_bytes: dict[str, int]) -> int:
+def _require_space(repo_id: str, directory: Path, absent_bytes: dict[str, int]) -> int:
     """Bytes that are still to come; UserError if they do not fit on the disk."""
-    needed_bytes = sum(
-        size for file, size in sizes_bytes.items() if not (directory / file).is_file()
-    )
+    needed_bytes = sum(absent_bytes.values())
     needed_bytes -= sum(file.stat().st_size for file in _incomplete_files(directory))
     free_bytes = free_disk_bytes(directory)
     if needed_bytes > free_bytes:

@@ -2,13 +2,16 @@
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftkit.console.display import Display
+from ftkit.console.formatting import bytes_text
 from ftkit.errors import UserError
 from ftkit.pretrained.hub_errors import explained_upload
+from ftkit.utils.progress import is_quiet, print_notice
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -67,10 +70,30 @@ def upload(
                 phase.advance(done, len(files))
         stale = [n for n in there if _WEIGHTS.fullmatch(n) and n not in files]
         deletions = [CommitOperationDelete(name) for name in stale]
-        api.create_commit(repo_id, [*additions, *deletions], commit_message=message)
+        with _sending(files):
+            api.create_commit(repo_id, [*additions, *deletions], commit_message=message)
     except (httpx.HTTPError, HFValidationError, OSError, RuntimeError) as error:
         raise explained_upload(error, repo_id) from error
     return str(url), is_public
+
+
+@contextmanager
+def _sending(files: Mapping[str, Path | bytes]) -> Iterator[None]:
+    """Show that files are sent: on a terminal by the bars of huggingface_hub, else by lines."""
+    from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
+
+    sizes = (len(c) if isinstance(c, bytes) else c.stat().st_size for c in files.values())
+    title = f"sending {len(files)} files, {bytes_text(sum(sizes))}"
+    if sys.stderr.isatty() and not is_quiet():
+        print_notice(title, sys.stderr)
+        yield
+        return
+    disable_progress_bars()
+    try:
+        with Display(None, stream=sys.stderr) as display, display.phase(title):
+            yield
+    finally:
+        enable_progress_bars()
 
 
 def _found(api: "HfApi", repo_id: str, *, public: bool) -> tuple[list[str], bool]:

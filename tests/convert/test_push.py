@@ -219,6 +219,19 @@ def test_what_broke_off_goes_on_and_nothing_is_there_before_all_of_it(
     assert hub.files.keys() == {file.name for file in model.iterdir()}, "what is stale is gone"
 
 
+def test_in_a_log_a_line_says_what_is_sent_and_quiet_says_nothing(
+    hub: Hub, ended: dict[str, Ended], capfd: pytest.CaptureFixture[str]
+) -> None:
+    push(ended["full"].out_dir, NAME)
+    assert re.fullmatch(
+        r"sending \d+ files, [\d.]+ MiB \.\.\. [\d.]+ m?s\n", capfd.readouterr().err
+    )
+    hub.files, hub.objects = {}, {}
+    push(ended["full"].out_dir, NAME, "--quiet")
+    assert hub.files
+    assert capfd.readouterr() == (f"{hub.url}/{NAME} has it, private\n", "")
+
+
 def test_gguf_files_are_pushed_as_they_are(
     hub: Hub, ended: dict[str, Ended], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

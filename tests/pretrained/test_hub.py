@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from ftkit.errors import UserError
 from ftkit.pretrained import hub
 from ftkit.pretrained.hub import download, find_or_download, missing_files
 from ftkit.pretrained.hub_errors import nearest_names
+from ftkit.utils import progress
 
 REPOSITORY = "org/tiny-model"
 COMMIT = "a" * 40
@@ -160,9 +162,39 @@ def test_settings_tokenizer_and_weights_are_fetched_and_nothing_else(
     assert directory == root / REPOSITORY
     assert contents(directory) == needed(files)
     assert missing_files(directory) == []
-    size = sum(map(len, needed(files).values()))
+    size = bytes_text(sum(map(len, needed(files).values())))
     shown = capsys.readouterr()
-    assert (shown.out, f"fetching {REPOSITORY}, {bytes_text(size)}\n" in shown.err) == ("", True)
+    assert shown.out == ""
+    assert re.fullmatch(rf"fetching {REPOSITORY}, {size} \.\.\. [\d.]+ m?s\n", shown.err)
+
+
+@pytest.mark.parametrize("arrived", [0, 300_000])
+def test_how_much_has_arrived_is_told_in_a_log_too(
+    arrived: int,
+    served: Hub,
+    root: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served.files = SHARDED
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 2**16)
+    if arrived:
+        served.cut_after_bytes = arrived
+        with pytest.raises(UserError):
+            download(REPOSITORY, root=root)
+        capsys.readouterr()
+    monkeypatch.setattr("ftkit.console.progress.LINE_INTERVAL_S", 0.0)
+    download(REPOSITORY, root=root)
+    shares = [int(share) for share in re.findall(r"(\d+) %", capsys.readouterr().err)]
+    assert len(shares) > 3 and shares == sorted(shares) and shares[-1] == 100
+
+
+def test_quiet_downloads_say_nothing(
+    served: Hub, root: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "_verbosity", "quiet")
+    download(REPOSITORY, root=root)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_bin_files_are_fetched_only_where_there_are_no_safetensors(served: Hub, root: Path) -> None:
