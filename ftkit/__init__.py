@@ -11,6 +11,8 @@ In Python and in notebooks::
 """
 
 import importlib
+import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 __version__ = "0.1.0"
@@ -42,7 +44,18 @@ __all__ = [*_MODULE_OF]
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'ftkit' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"ftkit.{_MODULE_OF[name]}"), name)
+    with _told_in_a_cell():
+        module = importlib.import_module(f"ftkit.{_MODULE_OF[name]}")
+    return getattr(module, name)
+
+
+def _told_in_a_cell() -> AbstractContextManager[None]:
+    """In a notebook, show that libraries are loaded if that takes long."""
+    if "IPython" not in sys.modules:
+        return nullcontext()
+    from ftkit.notebook import display
+
+    return display.told_if_late("loading libraries ...") if display.in_notebook() else nullcontext()
 
 
 def __dir__() -> list[str]:

@@ -88,7 +88,7 @@ _FORMATS: dict[str, Callable[[Comparison], str]] = {
 
 
 def compare(
-    paths: Iterable[str | os.PathLike[str]],
+    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
     *,
     sort: str | None = None,
     progress: OnProgress | None = None,
@@ -96,14 +96,15 @@ def compare(
     """Compare runs, whatever became of them.
 
     Args:
-        paths: runs (each its out_dir), or directories that hold runs.
+        paths: runs (each its out_dir), or directories that hold runs; one, or several.
         sort: a column to sort by; see `ftkit.comparison.columns.in_order`.
         progress: told of each run that is read.
 
     Raises:
         UserError: none of the paths leads to a run, or there is no such column.
     """
-    runs, left_out = read_runs(paths, progress)
+    several = [paths] if isinstance(paths, str | os.PathLike) else paths
+    runs, left_out = read_runs(several, progress)
     if not runs:
         found = "; ".join(f"{spelt(item.path)} {item.reason}" for item in left_out)
         raise UserError(

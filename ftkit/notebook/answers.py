@@ -85,7 +85,7 @@ class Chat:
     def __init__(self, child: "subprocess.Popen[bytes]", said: IO[bytes]) -> None:
         """Begin; see `chat`."""
         self._child, self._said = child, said
-        show_progress(self._answers_soon, said)
+        show_progress("ftkit chat", self._answers_soon, said)
         self.has_history: bool = self._read()["history"]
         """Whether earlier turns count; without a chat template they do not."""
 

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
@@ -11,6 +12,7 @@ from ftkit.config.parsing import as_text
 from ftkit.notebook import display
 from ftkit.notebook.child_output import printed, refusal
 from ftkit.utils.process import PassingOn, start_command
+from ftkit.utils.progress import LATE_S
 
 _POLL_S = 0.2
 
@@ -38,23 +40,26 @@ def output_of(words: Sequence[str]) -> str:
         with PassingOn(signal.SIGINT) as signals:
             child = start_command(words, said, result=result)
             signals.to(child)
-            show_progress(lambda: _has_ended(child), said)
+            show_progress(f"ftkit {words[0]}", lambda: _has_ended(child), said)
         if child.returncode:
             raise failure(printed(said), child.returncode)
         return printed(result)
 
 
-def show_progress(is_done: Callable[[], bool], said: IO[bytes]) -> None:
+def show_progress(what: str, is_done: Callable[[], bool], said: IO[bytes]) -> None:
     """Show the last line that a command has said until something is done.
 
     Args:
+        what: goes on; shown while the command, which loads libraries first, has said nothing yet.
         is_done: whether it is, asked again and again; takes a moment.
         said: where the command writes.
     """
-    place, told = display.place(), ""
+    place, told, late_s = display.place(), "", time.monotonic() + LATE_S
     while not is_done():
         progress, _, _ = printed(said).partition("ftkit: ")
         *_, last = ["", *progress.split("\n")[:-1]]
+        if not last and time.monotonic() > late_s:
+            last = f"{what} ..."
         if last != told:
             place.say(last)
             told = last

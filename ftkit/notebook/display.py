@@ -1,13 +1,15 @@
 """The display of a run in a notebook cell, or plain lines in a program."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from ftkit.console.html import block, escaped, styled
 from ftkit.notebook.run_view import ended_as_html
 from ftkit.runs.state import RunState
 from ftkit.runs.watch import Lines, Sight, sight_as_html
+from ftkit.utils import progress
 
 
 class OutputPlace(Protocol):
@@ -42,6 +44,22 @@ def in_notebook() -> bool:
     """Whether this process is a kernel, whose cells show HTML."""
     shell: Any = sys.modules.get("IPython")
     return shell is not None and hasattr(shell.get_ipython(), "kernel")
+
+
+@contextmanager
+def told_if_late(text: str) -> Iterator[None]:
+    """Show that something goes on while the block does, if it takes long."""
+    shown, told = place(), False
+
+    def tell() -> None:
+        nonlocal told
+        told = True
+        shown.say(text)
+
+    with progress.told_if_late(tell):
+        yield
+    if told:
+        shown.say("")
 
 
 class Cell:

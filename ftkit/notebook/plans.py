@@ -13,6 +13,7 @@ from ftkit.config.parsing import as_text  # noqa: E402
 from ftkit.console.formatting import bytes_text  # noqa: E402
 from ftkit.console.terminal import REPORT_WIDTH, plain_text  # noqa: E402
 from ftkit.memory.gpus import find_gpu  # noqa: E402
+from ftkit.notebook import display  # noqa: E402
 from ftkit.planner import predict  # noqa: E402
 from ftkit.planner.table import (  # noqa: E402
     plan_table,
@@ -68,10 +69,11 @@ def plan(
         UserError: as a run would.
     """
     several = [recipe] if isinstance(recipe, str | os.PathLike) else recipe or ()
-    found = predict.plan_files(
-        [os.fspath(file) for file in several],
-        [(key, as_text(value)) for key, value in keys.items()],
-        gpu=None if gpu is None else find_gpu(gpu),
-        name=name,
-    )
+    with display.told_if_late("ftkit plan ..."):
+        found = predict.plan_files(
+            [os.fspath(file) for file in several],
+            [(key, as_text(value)) for key, value in keys.items()],
+            gpu=None if gpu is None else find_gpu(gpu),
+            name=name,
+        )
     return ShownPlan(**{f.name: getattr(found, f.name) for f in dataclasses.fields(found)})

@@ -2,9 +2,10 @@
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from ftkit.notebook.commands import option_words, output_of
 from ftkit.notebook.run_view import short
@@ -25,22 +26,53 @@ class Evaluation:
     """All that `ftkit evaluate --format json` says."""
 
 
-def evaluate(result: str | os.PathLike[str], /, **options: Any) -> Evaluation:
-    """Measure a result on held-out data, as `ftkit evaluate`.
+@dataclass(frozen=True, kw_only=True)
+class TaskEvaluation:
+    """What tasks of the lm-evaluation-harness have measured."""
+
+    scores: dict[str, dict[str, float]]
+    """Of each task by its metrics: `scores["arc_easy"]["acc"]`. A metric of which a task has
+    several filters has theirs in its name, as the harness writes it: "exact_match,strict-match"."""
+    values: dict[str, Any] = field(repr=False)
+    """All that `ftkit evaluate --format json` says: standard errors and numbers of records too."""
+
+
+@overload
+def evaluate(
+    result: str | os.PathLike[str], /, *, tasks: None = None, **options: Any
+) -> Evaluation: ...
+@overload
+def evaluate(
+    result: str | os.PathLike[str], /, *, tasks: str | Sequence[str], **options: Any
+) -> TaskEvaluation: ...
+def evaluate(
+    result: str | os.PathLike[str],
+    /,
+    *,
+    tasks: str | Sequence[str] | None = None,
+    **options: Any,
+) -> Evaluation | TaskEvaluation:
+    """Measure a result on held-out data, or by tasks, as `ftkit evaluate`.
 
     ::
 
         ftkit.evaluate(run).loss
         ftkit.evaluate(run, data="JSON", **{"data.path": "held_out.json"}).exact_match
+        ftkit.evaluate(run, tasks=["arc_easy", "my_task.yaml"], limit=100).scores
 
     Args:
         result: a run, a checkpoint, an adapter, a model or a hub name.
+        tasks: names, task files or directories of them.
         options: of the command, with dots as they are there.
 
     Raises:
         UserError: as the command would.
     """
     words = ["evaluate", os.fspath(result), "--format=json", *option_words(options)]
+    if tasks is not None:
+        names = [tasks] if isinstance(tasks, str) else tasks
+        values = json.loads(output_of([*words, f"--tasks={','.join(map(os.fspath, names))}"]))
+        return TaskEvaluation(scores=_scores(values["tasks"]), values=values)
     values = json.loads(output_of(words))
     matches = values["exact_match"]
     return Evaluation(
@@ -51,6 +83,14 @@ def evaluate(result: str | os.PathLike[str], /, **options: Any) -> Evaluation:
         exact_match=None if matches is None else matches["share"],
         values=values,
     )
+
+
+def _scores(measured: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    scores: dict[str, dict[str, float]] = {}
+    for one in measured:
+        metric = ",".join(filter(None, (one["metric"], one["filter"])))
+        scores.setdefault(one["task"], {})[metric] = one["value"]
+    return scores
 
 
 def merge(result: str | os.PathLike[str], /, out: str | os.PathLike[str], **options: Any) -> Path:

@@ -4,15 +4,22 @@ import json
 import re
 import subprocess
 import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import pytest
 import warm
 from command import command_environment
+from compared_runs import make_run
+from local_tasks import LETTERS, SUMS, write_tasks
 
 import ftkit
 from ftkit.comparison.plots import Picture
 from ftkit.errors import UserError
+from ftkit.notebook import commands, display, results
+from ftkit.utils import progress
 
 PROGRAM = """
 import json, sys
@@ -45,6 +52,8 @@ measured = ftkit.evaluate(run, exact_match=2)
 report = run.report
 seen["evaluated"] = [measured.loss, measured.values["loss"], measured.exact_match]
 seen["reported"] = [report.loss.validation_last, repr(report), str(report)]
+tasks = ftkit.evaluate(run, tasks=["tasks/sums.yaml", "tasks/letters.yaml"], limit=2)
+seen["tasks"] = [tasks.scores, tasks.values["tasks"], repr(tasks)]
 merged = ftkit.merge(run, "merged")
 exported = ftkit.export(merged, "litgpt", format="litgpt")
 seen["files"] = [sorted(path.name for path in place.iterdir()) for place in (merged, exported)]
@@ -69,6 +78,7 @@ def seen(common: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[st
     """What the program saw."""
     place = tmp_path_factory.mktemp("results")
     keys = {word[2:]: value for word, value in zip(common[::2], common[1::2], strict=True)}
+    write_tasks(place / "tasks", SUMS, LETTERS)
     environment = command_environment()
     command = [sys.executable, "-c", PROGRAM, json.dumps(keys)]
     program = warm.SERVER.start(command, environment, cwd=place)
@@ -100,6 +110,29 @@ def test_what_is_measured_is_what_the_run_has_reported(seen: dict[str, Any]) -> 
     assert 0 <= exact_match <= 1
     assert shown == "<ftkit report: completed, train.max_steps of 5 reached>"
     assert "\nloss " in table
+
+
+def test_tasks_are_measured_as_the_command_does(seen: dict[str, Any]) -> None:
+    scores, measured, shown = seen["tasks"]
+    assert {task: set(metrics) for task, metrics in scores.items()} == {
+        "sums": {"acc", "acc_norm"}, "letters": {"acc"},
+    }  # fmt: skip
+    for one in measured:
+        assert scores[one["task"]][one["metric"]] == one["value"] and one["samples"] == 2
+    assert shown == f"TaskEvaluation(scores={scores})"
+
+
+def test_a_metric_of_a_task_with_filters_is_called_as_the_harness_calls_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entries = [
+        {"task": "gsm8k", "metric": "exact_match", "filter": name, "value": value}
+        for name, value in (("strict-match", 0.25), ("flexible-extract", 0.5))
+    ]
+    monkeypatch.setattr(results, "output_of", lambda words: json.dumps({"tasks": entries}))
+    assert ftkit.evaluate("out/a", tasks="gsm8k").scores == {
+        "gsm8k": {"exact_match,strict-match": 0.25, "exact_match,flexible-extract": 0.5}
+    }
 
 
 def test_models_are_where_it_is_said(seen: dict[str, Any]) -> None:
@@ -151,3 +184,45 @@ def test_every_function_of_the_api_has_an_example() -> None:
 
 def test_ipython_shows_the_message_alone() -> None:
     assert UserError("seed is x.")._render_traceback_() == ["UserError: seed is x."]
+
+
+def test_one_run_or_directory_of_runs_is_compared_as_it_is(tmp_path: Path) -> None:
+    for name in "ab":
+        make_run(tmp_path / name)
+    assert [run.name for run in ftkit.compare(tmp_path).runs] == ["a", "b"]
+    assert [run.name for run in ftkit.compare(str(tmp_path / "a")).runs] == ["a"]
+
+
+# --- While it takes long --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("late_s", "told"), [(0.0, "ftkit merge ...\n"), (60.0, "")])
+def test_a_command_that_has_not_said_anything_yet_is_seen_to_be_at_work(
+    late_s: float,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(commands, "LATE_S", late_s)
+    with TemporaryFile() as said:
+        looks = iter([False, False, True])
+        commands.show_progress("ftkit merge", lambda: next(looks), said)
+        assert capsys.readouterr().out == told
+        said.write(b"writing merged ... 40 % 5.0 s\n")
+        said.flush()
+        looks = iter([False, False, True])
+        commands.show_progress("ftkit merge", lambda: next(looks), said)
+        assert capsys.readouterr().out == "writing merged ... 40 % 5.0 s\n"
+
+
+@pytest.mark.parametrize(("takes_s", "told"), [(1.0, "ftkit plan ...\n"), (0.0, "")])
+def test_what_takes_long_in_this_process_is_told(
+    takes_s: float,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(progress, "LATE_S", 0.05)
+    with display.told_if_late("ftkit plan ..."):
+        time.sleep(takes_s)
+    assert capsys.readouterr().out == told
