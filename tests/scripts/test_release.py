@@ -24,7 +24,13 @@ VERSIONS = [
 """That pyproject.toml promises."""
 
 
-def ended(*words: object, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+FEW = ("--train.max_steps", "2", "--eval.exact_match", "4", "--eval.max_iters", "1")
+"""Of the quick start, which takes minutes otherwise."""
+
+
+def ended(
+    *words: object, cwd: Path, timeout: float = 300, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """A program, outside the checkout."""
     environment = {k: v for k, v in command_environment().items() if k != "PYTHONPATH"}
     return subprocess.run(
@@ -33,7 +39,7 @@ def ended(*words: object, cwd: Path, **variables: str) -> subprocess.CompletedPr
         text=True,
         cwd=cwd,
         env=environment | variables,
-        timeout=300,
+        timeout=timeout,
     )
 
 
@@ -165,10 +171,36 @@ def test_the_wheel_runs_the_quick_start_in_a_bare_environment(
     """Of the Python of the tests, whose libraries there are."""
     (wheel,) = released[1].glob("*.whl")
     command = installed(HERE, wheel, tmp_path / "environment")
-    few = ["--train.max_steps", "2", "--eval.exact_match", "4", "--eval.max_iters", "1"]
-    done = ended(command, "finetune", "embedded:quickstart.yaml", *few, cwd=tmp_path)
+    done = ended(command, "finetune", "embedded:quickstart.yaml", *FEW, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "out/quickstart/final/adapter_model.safetensors").is_file()
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
+def test_pip_installs_the_wheel_with_its_libraries_and_the_quick_start_runs(
+    version: str, released: tuple[str, Path], tmp_path: Path
+) -> None:
+    """From pip's index, gigabytes of it where that has torch with CUDA alone."""
+    (wheel,) = released[1].glob("*.whl")
+    python = interpreter(version)
+    if python is None:
+        pytest.skip(f"there is no Python {version}")
+    place = tmp_path / "environment"
+    assert ended(python, "-m", "venv", place, cwd=tmp_path).returncode == 0
+    pip = [place / "bin/python", "-m", "pip", "--no-input", "--no-cache-dir"]
+    pinned = ["--constraint", ROOT / "constraints.txt"]
+    done = ended(*pip, "install", "--quiet", *pinned, wheel, cwd=tmp_path, timeout=3000)
+    assert done.returncode == 0, done.stderr
+    done = ended(*pip, "check", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    command = place / "bin/ftkit"
+    assert "finetune" in ended(command, "--help", cwd=tmp_path).stdout
+    done = ended(command, "finetune", "embedded:quickstart.yaml", *FEW, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "out/quickstart/final/adapter_model.safetensors").is_file()
+    shutil.rmtree(place)
 
 
 def refused(checkout: Path, *changes: tuple[str, str, str], tag: str = "") -> str:
