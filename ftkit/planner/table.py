@@ -16,7 +16,7 @@ from ftkit.config.recipe import LoraRecipe
 from ftkit.console.formatting import bytes_text, percent_text
 from ftkit.console.grid import labelled_grid
 from ftkit.console.html import block, escaped, grid, labelled, styled
-from ftkit.console.terminal import REPORT_WIDTH, plain_text
+from ftkit.console.terminal import REPORT_WIDTH, fitted, plain_text
 from ftkit.planner.predict import Planned
 from ftkit.planner.suggest import Change
 from ftkit.pretrained.gguf.convert import Conversion
@@ -103,7 +103,8 @@ def show_changes(
     for change, command in changes:
         least, high = change.planned.least_bytes, change.planned.memory.high_bytes
         needs = f"{least / 2**30:.1f} to {high / 2**30:.1f} GiB"
-        print(f"\n{change.title}: needs {needs}, {verdict(change.planned)}\n  {command}")
+        head = f"{change.title}: needs {needs}, {verdict(change.planned)}"
+        print(f"\n{fitted(head, sys.stdout)}\n  {command}")
 
 
 def verdict(planned: Planned) -> str:

@@ -1,10 +1,12 @@
 """What a recipe needs is predicted without weights, downloads or a GPU."""
 
+import io
 import json
 import math
 import re
 import shlex
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,8 @@ from ftkit.notebook import plans
 from ftkit.optim.schedule import make_schedule
 from ftkit.planner.predict import Planned, certain_micro_batch, plan_files
 from ftkit.planner.sequence_length import SequenceLength, sequence_length
-from ftkit.planner.suggest import changes_that_fit
-from ftkit.planner.table import plan_table, side_by_side
+from ftkit.planner.suggest import Change, changes_that_fit
+from ftkit.planner.table import plan_table, show_changes, side_by_side
 from ftkit.pretrained.blueprint import read_blueprint
 from ftkit.utils import progress
 
@@ -591,6 +593,25 @@ def test_fit_lists_changes_that_fit_with_command_lines_that_plan_the_same(
         assert run(["plan", *words, "--gpu", size, "--format", "json"]) == 0
         again = json.loads(capsys.readouterr().out)
         assert again["peak_bytes"] == change["plan"]["peak_bytes"]
+
+
+def test_on_a_narrow_terminal_words_stay_whole_and_commands_can_be_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Narrow(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("COLUMNS", "40")
+    fits = planned(gpu="24GiB")
+    command = "ftkit finetune --strategy fsdp --strategy.cpu_offload true"
+    title = "parameters and optimizer in host memory"
+    change = Change(title=title, overrides=(), planned=fits)
+    with redirect_stdout(Narrow()) as shown:
+        show_changes(fits, [(change, command)], "table")
+    *_, head, rest, copied = shown.getvalue().splitlines()
+    assert head == "parameters and optimizer in host memory:"
+    assert rest.startswith("needs ") and copied == f"  {command}"
 
 
 @pytest.mark.slow
