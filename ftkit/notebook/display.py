@@ -56,10 +56,12 @@ def told_if_late(text: str) -> Iterator[None]:
         told = True
         shown.say(text)
 
-    with progress.told_if_late(tell):
-        yield
-    if told:
-        shown.say("")
+    try:
+        with progress.told_if_late(tell):
+            yield
+    finally:
+        if told:
+            shown.say("")
 
 
 class Cell:

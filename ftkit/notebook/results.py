@@ -10,6 +10,8 @@ from typing import Any, overload
 from ftkit.notebook.commands import option_words, output_of
 from ftkit.notebook.run_view import short
 
+_Tasks = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
@@ -43,13 +45,13 @@ def evaluate(
 ) -> Evaluation: ...
 @overload
 def evaluate(
-    result: str | os.PathLike[str], /, *, tasks: str | Sequence[str], **options: Any
+    result: str | os.PathLike[str], /, *, tasks: _Tasks, **options: Any
 ) -> TaskEvaluation: ...
 def evaluate(
     result: str | os.PathLike[str],
     /,
     *,
-    tasks: str | Sequence[str] | None = None,
+    tasks: _Tasks | None = None,
     **options: Any,
 ) -> Evaluation | TaskEvaluation:
     """Measure a result on held-out data, or by tasks, as `ftkit evaluate`.
@@ -70,8 +72,9 @@ def evaluate(
     """
     words = ["evaluate", os.fspath(result), "--format=json", *option_words(options)]
     if tasks is not None:
-        names = [tasks] if isinstance(tasks, str) else tasks
-        values = json.loads(output_of([*words, f"--tasks={','.join(map(os.fspath, names))}"]))
+        names = [tasks] if isinstance(tasks, str | os.PathLike) else tasks
+        asked = ",".join(os.fspath(name) for name in names)
+        values = json.loads(output_of([*words, f"--tasks={asked}"]))
         return TaskEvaluation(scores=_scores(values["tasks"]), values=values)
     values = json.loads(output_of(words))
     matches = values["exact_match"]

@@ -80,7 +80,11 @@ def upload(
 @contextmanager
 def _sending(files: Mapping[str, Path | bytes]) -> Iterator[None]:
     """Show that files are sent: on a terminal by the bars of huggingface_hub, else by lines."""
-    from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
+    from huggingface_hub.utils.tqdm import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
 
     sizes = (len(c) if isinstance(c, bytes) else c.stat().st_size for c in files.values())
     title = f"sending {len(files)} files, {bytes_text(sum(sizes))}"
@@ -88,12 +92,14 @@ def _sending(files: Mapping[str, Path | bytes]) -> Iterator[None]:
         print_notice(title, sys.stderr)
         yield
         return
+    were_shown = not are_progress_bars_disabled()
     disable_progress_bars()
     try:
         with Display(None, stream=sys.stderr) as display, display.phase(title):
             yield
     finally:
-        enable_progress_bars()
+        if were_shown:
+            enable_progress_bars()
 
 
 def _found(api: "HfApi", repo_id: str, *, public: bool) -> tuple[list[str], bool]:
