@@ -220,8 +220,12 @@ def test_what_broke_off_goes_on_and_nothing_is_there_before_all_of_it(
 
 
 def test_in_a_log_a_line_says_what_is_sent_and_quiet_says_nothing(
-    hub: Hub, ended: dict[str, Ended], capfd: pytest.CaptureFixture[str]
+    hub: Hub,
+    ended: dict[str, Ended],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(progress, "_verbosity", "full")  # as it is after the test
     push(ended["full"].out_dir, NAME)
     assert re.fullmatch(
         r"sending \d+ files, [\d.]+ MiB \.\.\. [\d.]+ m?s\n", capfd.readouterr().err
