@@ -63,6 +63,8 @@ def generate(
     words = ["generate", os.fspath(result), "--format=json", *option_words(options)]
     if isinstance(prompt, str):
         return _answer_of(json.loads(output_of([*words, f"--prompt={prompt}"])))
+    if not prompt:
+        return []
     with tempfile.NamedTemporaryFile("w", suffix=".jsonl", encoding="utf-8") as file:
         file.writelines(json.dumps({"instruction": text}) + "\n" for text in prompt)
         file.flush()

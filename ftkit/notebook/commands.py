@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
 from ftkit.config.parsing import as_text
+from ftkit.errors import UserError
 from ftkit.notebook import display
 from ftkit.notebook.child_output import printed, refusal
 from ftkit.utils.process import PassingOn, start_command
@@ -17,10 +18,23 @@ from ftkit.utils.progress import LATE_S
 _POLL_S = 0.2
 
 
+_RETURNED = ("format", "out")
+"""Options of commands that say how and where their result is written, which is returned here."""
+
+
 def option_words(options: Mapping[str, Any]) -> list[str]:
-    """Options as words of a command line; what is None or False is left out."""
+    """Options as words of a command line; what is None or False is left out.
+
+    Raises:
+        UserError: one is about what the command writes.
+    """
     words = []
     for key, value in options.items():
+        if key in _RETURNED:
+            raise UserError(
+                f"{key} is an option of the command alone: here its result is returned. Leave it "
+                "out, and write what is returned."
+            )
         if value is True:
             words.append(f"--{key}")
         elif value is not None and value is not False:

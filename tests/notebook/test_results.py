@@ -159,6 +159,17 @@ def test_bad_input_raises_what_the_command_says(seen: dict[str, Any]) -> None:
         assert said.startswith(start)
 
 
+@pytest.mark.parametrize("options", [{"format": "table"}, {"out": "answers.jsonl"}])
+def test_what_a_command_would_write_is_returned(options: dict[str, str]) -> None:
+    (name,) = options
+    with pytest.raises(UserError, match=f"^{name} is an option of the command alone"):
+        ftkit.generate("out/a", "Who is Lena?", **options)
+
+
+def test_no_prompts_have_no_answers() -> None:
+    assert ftkit.generate("out/a", []) == []
+
+
 def test_the_program_itself_loads_no_torch() -> None:
     program = "import sys, ftkit; ftkit.chat, ftkit.merge; print('torch' in sys.modules)"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
