@@ -55,7 +55,9 @@ def _told_in_a_cell() -> AbstractContextManager[None]:
         return nullcontext()
     from ftkit.notebook import display
 
-    return display.told_if_late("loading libraries ...") if display.in_notebook() else nullcontext()
+    if not display.in_notebook():
+        return nullcontext()
+    return display.shown_if_late("loading libraries ...")
 
 
 def __dir__() -> list[str]:

@@ -47,7 +47,7 @@ def in_notebook() -> bool:
 
 
 @contextmanager
-def told_if_late(text: str) -> Iterator[None]:
+def shown_if_late(text: str) -> Iterator[None]:
     """Show that something goes on while the block does, if it takes long."""
     shown, told = place(), False
 

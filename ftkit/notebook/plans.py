@@ -69,7 +69,7 @@ def plan(
         UserError: as a run would.
     """
     several = [recipe] if isinstance(recipe, str | os.PathLike) else recipe or ()
-    with display.told_if_late("ftkit plan ..."):
+    with display.shown_if_late("ftkit plan ..."):
         found = predict.plan_files(
             [os.fspath(file) for file in several],
             [(key, as_text(value)) for key, value in keys.items()],

@@ -176,7 +176,7 @@ def download(repo_id: str, *, token: str | None = None, root: Path = ROOT) -> Pa
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HFValidationError
 
-    from ftkit.pretrained.hub_bars import telling
+    from ftkit.console.library_bars import bars_telling
 
     hub_name = _repository(repo_id, root)
     if hub_name is None:
@@ -195,15 +195,12 @@ def download(repo_id: str, *, token: str | None = None, root: Path = ROOT) -> Pa
             Display(None, stream=sys.stderr) as display,
             display.phase(f"fetching {repo_id}, {bytes_text(missing_bytes)}") as phase,
         ):
+            bars = bars_telling(phase.advance, sum(absent.values()))
             for wanted in (["config.json"], files):  # what cannot be trained is not downloaded
                 snapshot_download(
-                    repo_id,
-                    revision=info.sha,
-                    local_dir=directory,
-                    token=token,
-                    allow_patterns=wanted,
-                    tqdm_class=telling(phase.advance, sum(absent.values())),
-                )
+                    repo_id, revision=info.sha, local_dir=directory, token=token,
+                    allow_patterns=wanted, tqdm_class=bars,
+                )  # fmt: skip
                 _require_plain_weights(directory)
     except (httpx.HTTPError, HFValidationError, OSError, RuntimeError) as error:
         raise explained(error, repo_id, directory, lambda: _suggestion(repo_id)) from error
@@ -242,20 +239,16 @@ def fetch_settings(name: str, *, token: str | None = None, root: Path = ROOT) ->
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HFValidationError
 
-    from ftkit.pretrained.hub_bars import telling
+    from ftkit.console.library_bars import bars_telling
 
     token = token or None
     try:
         info = HfApi(token=token).model_info(repo_id, timeout=_SETTINGS_TIMEOUT_S)
         snapshot_download(
-            repo_id,
-            revision=info.sha,
-            local_dir=directory,
-            token=token,
-            allow_patterns=list(_SETTINGS_FILES),
-            etag_timeout=_SETTINGS_TIMEOUT_S,
-            tqdm_class=telling(lambda done, total: None, 0),
-        )
+            repo_id, revision=info.sha, local_dir=directory, token=token,
+            allow_patterns=list(_SETTINGS_FILES), etag_timeout=_SETTINGS_TIMEOUT_S,
+            tqdm_class=bars_telling(None),
+        )  # fmt: skip
     except (httpx.HTTPError, HFValidationError, OSError, RuntimeError) as error:
         return explained(error, repo_id, directory, str)
     return None

@@ -234,6 +234,6 @@ def test_what_takes_long_in_this_process_is_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(progress, "LATE_S", 0.05)
-    with display.told_if_late("ftkit plan ..."):
+    with display.shown_if_late("ftkit plan ..."):
         time.sleep(takes_s)
     assert capsys.readouterr().out == told

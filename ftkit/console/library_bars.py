@@ -1,4 +1,4 @@
-"""What huggingface_hub counts while it fetches files, told as progress of ours."""
+"""Bars that libraries draw by themselves, told as progress of ours instead."""
 
 from typing import Any
 
@@ -7,12 +7,12 @@ from tqdm import tqdm
 from ftkit.utils.progress import OnProgress
 
 
-def telling(progress: OnProgress, total_bytes: int) -> Any:
-    """Bars for huggingface_hub, which draws its own on terminals alone and in spite of --quiet.
+def bars_telling(progress: OnProgress | None, total_bytes: int = 0) -> Any:
+    """A class of bars for huggingface_hub, which else draws in spite of --quiet, and in no log.
 
     Args:
-        progress: told of bytes, from any thread.
-        total_bytes: of all files, with what an earlier download has left of them.
+        progress: told of bytes, from any thread; None: nobody is.
+        total_bytes: of all that is fetched.
     """
 
     class Bar(tqdm):  # type: ignore[misc]  # it has no types
@@ -22,7 +22,7 @@ def telling(progress: OnProgress, total_bytes: int) -> Any:
             super().__init__(*args, **settings | {"disable": True})
 
         def update(self, n: float | None = 1) -> None:
-            if not self._counts_bytes or n is None:
+            if progress is None or not self._counts_bytes or n is None:
                 return
             with self.get_lock():
                 self.n += n
