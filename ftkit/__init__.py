@@ -53,11 +53,11 @@ def _told_in_a_cell() -> AbstractContextManager[None]:
     """In a notebook, show that libraries are loaded if that takes long."""
     if "IPython" not in sys.modules:
         return nullcontext()
-    from ftkit.notebook import display
-
+    display = importlib.import_module("ftkit.notebook.display")
     if not display.in_notebook():
         return nullcontext()
-    return display.shown_if_late("loading libraries ...")
+    shown: AbstractContextManager[None] = display.shown_if_late("loading libraries ...")
+    return shown
 
 
 def __dir__() -> list[str]:
