@@ -195,11 +195,12 @@ def download(repo_id: str, *, token: str | None = None, root: Path = ROOT) -> Pa
             Display(None, stream=sys.stderr) as display,
             display.phase(f"fetching {repo_id}, {bytes_text(missing_bytes)}") as phase,
         ):
-            bars = bars_telling(phase.advance, sum(absent.values()))
+            phase.announce()
             for wanted in (["config.json"], files):  # what cannot be trained is not downloaded
                 snapshot_download(
                     repo_id, revision=info.sha, local_dir=directory, token=token,
-                    allow_patterns=wanted, tqdm_class=bars,
+                    allow_patterns=wanted,
+                    tqdm_class=bars_telling(phase.advance, sum(absent.values())),
                 )  # fmt: skip
                 _require_plain_weights(directory)
     except (httpx.HTTPError, HFValidationError, OSError, RuntimeError) as error:
@@ -241,11 +242,10 @@ def fetch_settings(name: str, *, token: str | None = None, root: Path = ROOT) ->
 
     from ftkit.console.library_bars import bars_telling
 
-    token = token or None
     try:
-        info = HfApi(token=token).model_info(repo_id, timeout=_SETTINGS_TIMEOUT_S)
+        info = HfApi(token=token or None).model_info(repo_id, timeout=_SETTINGS_TIMEOUT_S)
         snapshot_download(
-            repo_id, revision=info.sha, local_dir=directory, token=token,
+            repo_id, revision=info.sha, local_dir=directory, token=token or None,
             allow_patterns=list(_SETTINGS_FILES), etag_timeout=_SETTINGS_TIMEOUT_S,
             tqdm_class=bars_telling(None),
         )  # fmt: skip

@@ -95,7 +95,8 @@ def _sending(files: Mapping[str, Path | bytes]) -> Iterator[None]:
     were_shown = not are_progress_bars_disabled()
     disable_progress_bars()
     try:
-        with Display(None, stream=sys.stderr) as display, display.phase(title):
+        with Display(None, stream=sys.stderr) as display, display.phase(title) as phase:
+            phase.announce()
             yield
     finally:
         if were_shown:
