@@ -1,0 +1,77 @@
+"""The guard at the border of every reader of files: any failure to read becomes one message."""
+
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ftkit.errors import UserError
+from ftkit.utils.files import cache_root
+
+_MOST_LOG_BYTES = 2**20
+_MOST_SHOWN = 200
+"""Characters of a library's own message."""
+
+
+class DamagedFile(UserError):
+    """A file that does not hold what its format promises."""
+
+
+@contextmanager
+def reading(file: Path | str, expected: str, *, key: str = "", advice: str = "") -> Iterator[None]:
+    """Turn whatever a reader raises into one `DamagedFile`, and log the original traceback.
+
+    Only parsing belongs inside: a mistake of ours in there is reported as a damaged file, and the
+    log (`traceback_log`) is the only place that shows it.
+
+    Args:
+        file: what is read, as the user knows it.
+        expected: what a sound file holds, such as "a JSON object".
+        key: the part that is being read, if known.
+        advice: a change that works; the default is a fresh copy of the file.
+
+    Raises:
+        DamagedFile: for any exception but a `UserError`, which passes through.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except OSError as error:
+        raise DamagedFile(
+            f"{file} cannot be read: {error.strerror or error}. {advice}".rstrip()
+        ) from error
+    except Exception as error:
+        _log(file, error)
+        place = f"{key}: " if key else ""
+        raise DamagedFile(
+            f"{file} is damaged: {place}{_reason(error)}. Expected: {expected}. "
+            f"{advice or 'Get a fresh copy of it.'} (The traceback is in {traceback_log()}.)"
+        ) from error
+
+
+def traceback_log() -> Path:
+    """The file with the tracebacks of the newest damaged files."""
+    return cache_root() / "damaged_files.log"
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    if isinstance(error, MemoryError):
+        return "too large for memory"
+    message = str(error).strip().partition("\n")[0].rstrip(".")
+    shown = message if len(message) <= _MOST_SHOWN else f"{message[:_MOST_SHOWN]} ..."
+    return f"{type(error).__name__}: {shown}" if shown else type(error).__name__
+
+
+def _log(file: Path | str, error: Exception) -> None:
+    log = traceback_log()
+    with suppress(OSError):  # a read-only home must not hide the message
+        log.parent.mkdir(parents=True, exist_ok=True)
+        if log.exists() and log.stat().st_size > _MOST_LOG_BYTES:
+            log.replace(log.with_suffix(".log.1"))
+        with log.open("a", encoding="utf-8", errors="backslashreplace") as out:
+            out.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {file}\n")
+            out.writelines(traceback.format_exception(error))
