@@ -14,6 +14,7 @@ _DATA_LIMIT_BYTES = 8 * 2**30
 
 
 def main() -> None:
+    """Run the command, and write what it used when it ends."""
     usage_file = Path(sys.argv[1])
     sys.argv[:] = ["ftkit", *sys.argv[2:]]
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S + 5))

@@ -20,7 +20,19 @@ Tree = Any
 
 _EXTREMES: tuple[Tree, ...] = (
     *(None, True, False, -1, 0, 1, 3, 2**31, 10**9, 10**18, 10**30, -(10**30)),
-    *(0.5, -1.5, 1e308, float("nan"), float("inf"), "", "x", "../x", "/etc/passwd", "\0", "é\ud800"),
+    *(
+        0.5,
+        -1.5,
+        1e308,
+        float("nan"),
+        float("inf"),
+        "",
+        "x",
+        "../x",
+        "/etc/passwd",
+        "\0",
+        "é\ud800",
+    ),
     *("9" * 6000, "x" * 100_000, [], {}, [[]], {"x": 1}, [0] * 50_000, ["x"], {"": None}),
 )
 _NOT_REGULAR = 0.03
@@ -105,7 +117,9 @@ def _change_bytes(content: bytes, rng: random.Random) -> tuple[bytes, str]:
             low, high = sorted((start, other))
             length = min(length, high - low, size - high)
             a, b = content[low : low + length], content[high : high + length]
-            swapped = content[:low] + b + content[low + length : high] + a + content[high + length :]
+            swapped = (
+                content[:low] + b + content[low + length : high] + a + content[high + length :]
+            )
             return swapped, f"{length} bytes swapped between {low} and {high}"
         case _:
             numbers = list(re.finditer(rb"\d+", content))
@@ -170,7 +184,8 @@ _YAML_BOMBS = (
     + b"".join(b"a%d: &a%d [*a%d, *a%d, *a%d]\n" % (i, i, *[i - 1] * 3) for i in range(1, 40)),
     b"a0: &a0 {x: 1}\n"
     + b"".join(
-        b"a%d: &a%d {<<: [%s]}\n" % (i, i, b", ".join([b"*a%d" % (i - 1)] * 9)) for i in range(1, 12)
+        b"a%d: &a%d {<<: [%s]}\n" % (i, i, b", ".join([b"*a%d" % (i - 1)] * 9))
+        for i in range(1, 12)
     ),
     b"train: &t\n  epochs: *t\n",
     b"seed: !!int foo\n",
@@ -260,16 +275,21 @@ def _change_torch_zip(content: bytes, rng: random.Random) -> tuple[bytes, str]:
     return out.getvalue(), what
 
 
+_VALUE_OPERATIONS = (
+    *("BININT", "LONG", "BINUNICODE", "SHORT_BINUNICODE", "BINFLOAT", "NONE", "NEWTRUE"),
+    *("NEWFALSE", "EMPTY_DICT", "EMPTY_TUPLE", "BINGET"),
+)
+
+
 def _change_pickle(data: bytes, rng: random.Random) -> tuple[bytes, str]:
     """One number, text or reference of a pickle is changed, without unpickling it."""
-    ops = list(pickletools.genops(data))
-    ends = [position for _, _, position in ops[1:]] + [len(data)]
-    changeable = []
-    for (op, argument, start), end in zip(ops, ends, strict=True):
-        if op.name.startswith(("BININT", "LONG", "BINUNICODE", "SHORT_BINUNICODE", "BINFLOAT")):
-            changeable.append((op.name, argument, start, end))
-        elif op.name in ("NONE", "NEWTRUE", "NEWFALSE", "EMPTY_DICT", "EMPTY_TUPLE", "BINGET"):
-            changeable.append((op.name, argument, start, end))
+    ops = [(op.name, argument, place or 0) for op, argument, place in pickletools.genops(data)]
+    ends = [place for _, _, place in ops[1:]] + [len(data)]
+    changeable = [
+        (*operation, end)
+        for operation, end in zip(ops, ends, strict=True)
+        if operation[0].startswith(_VALUE_OPERATIONS)
+    ]
     name, argument, start, end = rng.choice(changeable)
     if name == "BINGET":
         new, value = b"h" + bytes([rng.randrange(256)]), "another object"
@@ -280,9 +300,9 @@ def _change_pickle(data: bytes, rng: random.Random) -> tuple[bytes, str]:
         new, value = _pickled(extreme), repr(extreme)[:40]
     changed = data[:start] + new + data[end:]
     # Frames say how long they are; a pickle without them is valid.
-    frames = [position for op, _, position in ops if op.name == "FRAME"]
-    for position in reversed(frames):
-        place = position if position < start else position + len(new) - (end - start)
+    frames = [place for name, _, place in ops if name == "FRAME"]
+    for frame in reversed(frames):
+        place = frame if frame < start else frame + len(new) - (end - start)
         changed = changed[:place] + changed[place + 9 :]
     return changed, f"pickle: {repr(argument)[:40]} at {start} becomes {value}"
 

@@ -23,7 +23,14 @@ Run = Callable[[Sequence[str], Path], None]
 
 LEARNING = (
     *("--train.epochs", "null", "--train.max_steps", "6", "--train.global_batch_size", "8"),
-    *("--train.micro_batch_size", "4", "--train.save_interval", "2", "--train.lr_warmup_steps", "1"),
+    *(
+        "--train.micro_batch_size",
+        "4",
+        "--train.save_interval",
+        "2",
+        "--train.lr_warmup_steps",
+        "1",
+    ),
     *("--eval.interval", "0", "--eval.initial_validation", "false", "--eval.max_new_tokens", "0"),
     *("--eval.final_validation", "false", "--precision", "32-true", "--accelerator", "cpu"),
     *("--data", "JSON", "--data.path", "data.json", "--checkpoint.keep_last", "3"),
@@ -145,7 +152,7 @@ def _make_chats(directory: Path, run: Run) -> None:
                 said("assistant", record["output"]),
             ],
         }
-        for number, record in enumerate(make_records(12))
+        for number, record in enumerate(make_records(40))
     ]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (directory / "chats.jsonl").write_text(text)
