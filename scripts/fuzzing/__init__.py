@@ -1,0 +1,1 @@
+"""What scripts/fuzz damages, how, and what it looks at afterwards."""

@@ -1,0 +1,36 @@
+"""One `ftkit` command under limits; writes what it used beside its output.
+
+Run as a program: bounded.py USAGE.json ARGUMENT ... The CPU limit kills whatever does not end; the
+limit on data only protects the machine: what counts is the memory that was really used.
+"""
+
+import json
+import resource
+import sys
+from pathlib import Path
+
+CPU_LIMIT_S = 20
+_DATA_LIMIT_BYTES = 8 * 2**30
+
+
+def main() -> None:
+    """Run the command, and write what it used when it ends."""
+    usage_file = Path(sys.argv[1])
+    sys.argv[:] = ["ftkit", *sys.argv[2:]]
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S + 5))
+    resource.setrlimit(resource.RLIMIT_DATA, (_DATA_LIMIT_BYTES, _DATA_LIMIT_BYTES))
+    from ftkit.cli.app import main as command
+
+    try:
+        command()
+    finally:
+        used = [resource.getrusage(w) for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        values = {
+            "cpu_s": sum(u.ru_utime + u.ru_stime for u in used),
+            "peak_bytes": max(u.ru_maxrss for u in used) * 1024,
+        }
+        usage_file.write_text(json.dumps(values))
+
+
+if __name__ == "__main__":
+    main()
