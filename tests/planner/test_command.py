@@ -18,6 +18,7 @@ from ftkit.config import devices
 from ftkit.config.devices import Cuda, Devices, VisibleGpu
 from ftkit.config.parsing import Override, read_recipe
 from ftkit.config.plan import make_plan
+from ftkit.config.recipe_keys import LORA_KEYS
 from ftkit.console.terminal import plain_text
 from ftkit.data.dataset import load_data, load_sets
 from ftkit.data.longest_sample import Longest
@@ -36,12 +37,13 @@ from ftkit.utils import progress
 MODEL = "random:pythia-14m"
 
 
-def planned(model: str = MODEL, gpu: str | None = None, **keys: object) -> Planned:
+def planned(model: str = MODEL, gpu: str = "h200", **keys: object) -> Planned:
     values = {"checkpoint_dir": model, "train.max_seq_length": 64} | {
         key.replace("__", "."): value for key, value in keys.items()
     }
     overrides = [(key, json.dumps(value)) for key, value in values.items()]
-    return plan_files((), overrides, gpu=None if gpu is None else find_gpu(gpu))
+    command = "finetune" if LORA_KEYS & values.keys() else "finetune_full"
+    return plan_files((), overrides, command=command, gpu=find_gpu(gpu))
 
 
 @pytest.mark.parametrize(
