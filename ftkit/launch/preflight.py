@@ -116,7 +116,7 @@ def _possible_shortages(
         where = "of host memory that each rank may take now"
         if there < device.memory_bytes and device.swap_bytes:
             where += ", and swap is slow"
-    if found["high_bytes"] > there:
+    if found["high_bytes"] > there and (device.name == HOST or found["fits"] is None):
         needs = f"{bytes_text(found['low_bytes'])} to {bytes_text(found['high_bytes'])}"
         yield f"{needs} of {bytes_text(there)} {where} {sequences}"
     if device.host_bytes is not None and found["host_bytes"] > device.host_bytes:

@@ -139,7 +139,7 @@ def device_here(recipe: Recipe, devices: Devices) -> Gpu | None:
     if not sizes:
         return None
     return Gpu(
-        name=devices.names[sizes.index(min(sizes))],
+        name=devices.names[0],
         memory_bytes=min(sizes),
         bf16=devices.bf16_native,
         host_bytes=host.memory_bytes + host.swap_bytes,
