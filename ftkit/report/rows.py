@@ -286,8 +286,8 @@ def _step_memory_rows(memory: StepMemory) -> Iterator[tuple[str, str]]:
         yield (
             "  heaviest",
             (
-                f"{bytes_text(heaviest.peak_bytes)} predicted for the heaviest step there can be "
-                f"({tokens:,} tokens at once), as by ftkit plan"
+                f"{bytes_text(heaviest.peak_bytes)} predicted, with the most tokens at once that "
+                f"there can be ({tokens:,}), as by ftkit plan"
             ),
         )
 

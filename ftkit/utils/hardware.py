@@ -183,7 +183,7 @@ def _control_groups(membership: Path, groups: Path) -> Iterator[Path]:
     directory is the container's own group.
     """
     own = {groups: "", groups / "memory": ""}
-    with suppress(OSError):
+    with suppress(OSError, ValueError):
         for line in membership.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if not controllers:

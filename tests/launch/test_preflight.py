@@ -244,6 +244,7 @@ def test_host_memory_beside_gpus_is_looked_at_too(
         preflight.require_room(recipe(), CUDA, COMMAND)
 
 
+@pytest.mark.slow
 def test_a_run_of_a_large_model_is_refused_before_its_weights_are_made(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -256,9 +257,22 @@ def test_a_run_of_a_large_model_is_refused_before_its_weights_are_made(
     with pytest.raises(DoesNotFit) as refused:
         run([*words, "--train.micro_batch_size", "1", "--train.global_batch_size", "1"])
     text = str(refused.value)
-    assert "at least 5" in text and "of host memory for each rank" in text
+    assert "at least 83.4 GiB" in text and "of host memory for each rank" in text
     assert "QLoRA: ftkit finetune model" in text, "which fits"
     assert [path.name for path in tmp_path.iterdir()] == ["model"], "nothing is left behind"
+
+
+@pytest.mark.slow
+def test_force_starts_a_run_on_cpus_that_is_predicted_not_to_fit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, common: list[str]
+) -> None:
+    monkeypatch.setattr(gpus, "host_limit", lambda ranks: HostLimit(2**20, 0))
+    monkeypatch.setattr(gpus, "available_host_bytes", lambda ranks: 2**20)
+    words = ["finetune", *common, "--train.max_steps", "1", "--out_dir", str(tmp_path / "out")]
+    with pytest.raises(DoesNotFit, match=r"of which there are 1\.0 MiB"):
+        run(words)
+    assert not list(tmp_path.iterdir())
+    assert run([*words, "--force"]) == 0
 
 
 @pytest.mark.parametrize(("devices", "gib"), [("1", 80), ("2", 24), ("auto", 8)])
