@@ -169,8 +169,7 @@ def _rows(planned: Planned) -> Iterator[tuple[str, str]]:
     yield "devices", ", ".join(settings)
     where = "host memory" if plan.accelerator == "cpu" else "device memory"
     peak = bytes_text(memory.peak_bytes)
-    moment = _moment_text(memory.moment)
-    yield "peak", f"{peak} of {where} in tensors of each rank, in the heaviest step ({moment})"
+    yield "peak", f"{peak} of {where} in tensors of each rank ({_moment_text(memory.moment)})"
     for category in CATEGORIES:
         if memory.breakdown_bytes[category]:
             words = category.replace("_", " ")

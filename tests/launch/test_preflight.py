@@ -264,12 +264,12 @@ def test_a_run_of_a_large_model_is_refused_before_its_weights_are_made(
 
 @pytest.mark.slow
 def test_force_starts_a_run_on_cpus_that_is_predicted_not_to_fit(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, common: list[str]
+    gpu: Gpu24GiB, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, common: list[str]
 ) -> None:
-    monkeypatch.setattr(gpus, "host_limit", lambda ranks: HostLimit(2**20, 0))
-    monkeypatch.setattr(gpus, "available_host_bytes", lambda ranks: 2**20)
+    monkeypatch.setattr(gpus, "host_limit", lambda ranks: HostLimit(2**18, 0))
+    monkeypatch.setattr(gpus, "available_host_bytes", lambda ranks: 2**18)
     words = ["finetune", *common, "--train.max_steps", "1", "--out_dir", str(tmp_path / "out")]
-    with pytest.raises(DoesNotFit, match=r"of which there are 1\.0 MiB"):
+    with pytest.raises(DoesNotFit, match=r"of which there are 0.2 MiB"):
         run(words)
     assert not list(tmp_path.iterdir())
     assert run([*words, "--force"]) == 0
