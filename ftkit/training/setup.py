@@ -95,13 +95,6 @@ class Setup:
         )
 
     @property
-    def longest_sample_tokens(self) -> int:
-        """Of all samples to train on and to validate on."""
-        parts = (*self.data.parts, *self.sets.parts)
-        lengths = [split.samples.lengths for part in parts for split in part.splits.values()]
-        return 1 + max(int(of_split.max()) for of_split in lengths if len(of_split))
-
-    @property
     def is_saved(self) -> bool:
         """Whether there will be checkpoints and a result."""
         return self.job.recipe.checkpoint.save and not self.base.random
@@ -398,7 +391,7 @@ def _tell(setup: Setup, journal: Journal) -> None:
         kept_bytes=setup.base.rest_bytes or None,
         chat_template=setup.template.name,
         max_seq_length=setup.max_seq_length,
-        longest_sample_tokens=setup.longest_sample_tokens,
+        longest_sample_tokens=max(setup.data.longest_tokens, setup.sets.longest_tokens),
         global_batch_size=recipe.train.global_batch_size,
         micro_batch_size=plan.micro_batch_size,
         micro_batch_tokens=plan.micro_batch_tokens,

@@ -11,8 +11,11 @@ from runs import WITHOUT_EVALUATION, Run, command_of
 from ftkit.cli.app import run
 from ftkit.report.report import read_report
 
-QUICKSTART = {"config": "embedded:quickstart.yaml", "checkpoint_dir": "embedded:quickstart"}
-TWO = {"devices": 2, "train__micro_batch_size": 3}
+QUICKSTART: dict[str, object] = {
+    "config": "embedded:quickstart.yaml",
+    "checkpoint_dir": "embedded:quickstart",
+}
+TWO: dict[str, object] = {"devices": 2, "train__micro_batch_size": 3}
 CASES: dict[str, dict[str, object]] = {
     "LoRA": {},
     "full, accumulated, cut": {
