@@ -198,20 +198,23 @@ FTKIT = Group(
         Command(
             name="plan",
             summary="predict memory, disk and steps before anything is loaded",
-            text="Predict what recipes need: memory of each rank with its parts, host memory, "
-            "disk, steps. No weights are loaded or downloaded, and no GPU is needed. Of a hub name "
-            "config.json and the tokenizer are fetched if the hub answers; without them the sizes "
-            "are those that LitGPT knows by this name. Several "
-            "recipes, the runs of a sweep and variations become one table. Any LoRA key or "
-            "quantize means LoRA, else full fine-tuning. The exit code is 3 if it does not fit on "
-            f"the GPU; of several, if none does. GPUs by name: {', '.join(GPUS)}.",
+            text="Predict what ftkit finetune with the same words would need here, or with --gpu "
+            "elsewhere: memory of each rank with its parts, host memory, disk, steps. No weights "
+            "are loaded or downloaded, and no GPU is needed. Of a hub name config.json and the "
+            "tokenizer are fetched if the hub answers; without them the sizes are those that "
+            "LitGPT knows by this name. Several recipes, the runs of a sweep and variations become "
+            "one table. The command as the first word says the method; without it a recipe in "
+            "which no key is of LoRA and none is quantize means full fine-tuning, all else LoRA. "
+            "The exit code is 3 if it does not fit; of several, if none does. GPUs by name: "
+            f"{', '.join(GPUS)}.",
             options=PlanOptions,
             function="ftkit.planner.command:plan_all",
             usage=(
-                "[RECIPE.yaml | SWEEP.yaml ...] [CHECKPOINT_DIR] [--gpu GPU] [--KEY VALUE ...]",
+                "[COMMAND] [RECIPE.yaml | SWEEP.yaml ...] [CHECKPOINT_DIR] [--gpu GPU] [--KEY VALUE ...]",
             ),
             examples=(
                 "recipes/open-llama-7b-full.yaml --precision bf16-true --gpu a100-80gb",
+                "finetune_full TinyLlama/TinyLlama_v1.1 --gpu 24GiB",
                 "recipes/*.yaml --gpu 24GiB",
                 "recipes/sweeps/single_gpu.yaml --gpu a100-80gb",
                 "recipes/tiny-llama-full.yaml --sweep train.micro_batch_size=1,2,4,8",

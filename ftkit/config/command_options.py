@@ -193,7 +193,8 @@ class FinetuneOptions(CommonOptions):
     """Replace what is in out_dir. Default: leave it and take OUT_DIR-2, OUT_DIR-3, ...; a run there
     that can be continued is refused."""
     force: bool = False
-    """Start even if, by prediction, the GPU's memory is certainly too small."""
+    """Start even if, by prediction, the memory of the GPUs or of the host is certainly too
+    small."""
     stop_after: str | None = option(None, placeholder="N|DURATION")
     """Save and stop after this many optimizer steps of this command, or after a time such as 90min.
     The schedule stays that of the whole run; --resume auto continues it."""
@@ -214,19 +215,21 @@ class FinetuneOptions(CommonOptions):
 class PlanOptions(CommonOptions):
     """Of ftkit plan."""
 
-    recipes: tuple[str, ...] = word("RECIPE.yaml", ())
+    words: tuple[str, ...] = word("RECIPE.yaml", ())
     """Recipes, each a plan of its own, and sweeps, whose runs are. Also as --config FILE.
     embedded:NAME.yaml is one that comes with ftkit. What does not end in .yaml is the base model:
-    checkpoint_dir."""
+    checkpoint_dir. finetune, finetune_lora or finetune_full as the first word plans that command;
+    without it a recipe without a LoRA key and without quantize is a full fine-tuning, all else
+    LoRA."""
     config: tuple[str, ...] = option((), placeholder="RECIPE.yaml")
     """As a word on its own; several times. -: standard input."""
     gpu: str | None = option(None, placeholder="GPU")
     """What each rank runs on: a GPU by its name, see above, a size such as 24GiB, or auto for the
-    one here."""
+    one here. Default: this machine, as a run would take it, its GPUs or else its CPU."""
     sweep: tuple[str, ...] = option((), placeholder="KEY=A,B,C")
     """Plan once for each value; several sweeps: for every combination."""
     fit: bool = False
-    """Show the smallest changes that make it fit on the GPU, cheapest in speed first."""
+    """Show the smallest changes that make it fit, cheapest in speed first."""
     format: OutputFormat = "table"
     """json: nothing else is written to standard output."""
     keys: tuple[Override, ...] = keys_beside()

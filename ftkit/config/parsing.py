@@ -11,6 +11,7 @@ import functools
 import json
 import os
 import re
+import shlex
 import types
 import typing
 from collections.abc import Iterable, Sequence
@@ -54,6 +55,9 @@ PROMPT_MARK = "{instruction}"
 EXCLUSIVE = [("train.lr_warmup_steps", "train.lr_warmup_fraction")]
 """Two ways to say one thing: the one that is set later replaces the other."""
 
+_DATA_ENDINGS = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".txt", ".arrow")
+"""What no base model is called."""
+
 Override = tuple[str, str]
 
 
@@ -89,13 +93,18 @@ def sorted_words(
     """Recipes, later ones win, and keys; a word that is no recipe is the base model.
 
     Raises:
-        UserError: there is more than one base model.
+        UserError: there is more than one base model, or a word names a file of data.
     """
     recipes: list[str] = []
     overrides = list(keys)
     for text in words:
         if Path(text).suffix in (".yaml", ".yml"):
             recipes.append(text)
+        elif _is_data(Path(text)):
+            raise UserError(
+                f"{text!r} is a file of data, but a word on its own is a recipe or the base model. "
+                f"Try --data JSON --data.path {shlex.quote(text)}, with the base model before it."
+            )
         elif "checkpoint_dir" in dict(overrides):
             raise UserError(
                 f"{text!r} is one base model too many: there is "
@@ -105,6 +114,14 @@ def sorted_words(
         else:
             overrides.append(("checkpoint_dir", text))
     return [*recipes, *config], overrides
+
+
+def _is_data(path: Path) -> bool:
+    """Whether a word names a file of data by its ending, compressed or not."""
+    endings = [suffix.lower() for suffix in path.suffixes[-2:]]
+    if endings and endings[-1] in (".gz", ".zst"):
+        endings.pop()
+    return bool(endings) and endings[-1] in _DATA_ENDINGS
 
 
 def with_overrides(recipe: Recipe, overrides: Sequence[Override]) -> Recipe:
@@ -274,7 +291,10 @@ def _is_of_mapping(key: str) -> bool:
 def _merge_component(
     field: str, current: Component | None, rest: str, value: Any
 ) -> Component | None:
-    """Naming another class starts from its defaults; a dotted key sets one of its arguments."""
+    """Naming another class starts from its defaults; a dotted key sets one of its arguments.
+
+    In a mapping, arguments may lie beside `class_path` as well as in `init_args`.
+    """
     if rest.startswith("init_args."):
         rest = rest.removeprefix("init_args.")
     if rest and rest != "class_path" and rest != "init_args":
@@ -306,12 +326,6 @@ def _merge_component(
             f"{field} is {shown_value(value)}, but must be a name, or a mapping with "
             f"class_path and init_args. Try --{field} {default_name(field)}."
         )
-    unknown = value.keys() - {"class_path", "init_args"}
-    if unknown:
-        raise UserError(
-            f"{field} has the key {sorted(unknown)[0]!r}, but holds class_path and init_args only. "
-            f"Put it under {field}.init_args."
-        )
     class_path = value.get("class_path")
     arguments = value.get("init_args") or {}
     if class_path is None:
@@ -321,6 +335,12 @@ def _merge_component(
             f"{field} must have a class_path (text) and init_args (keys and values). "
             f"Try --{field} {default_name(field)}."
         )
+    beside = {k: v for k, v in value.items() if k not in ("class_path", "init_args")}
+    for key in beside.keys() & arguments.keys():
+        raise UserError(
+            f"{field} has {key} twice: beside init_args and in it. Leave one of the two out."
+        )
+    arguments = arguments | beside
     package = COMPONENTS[field]
     if package and "." not in class_path:
         class_path = f"{package}.{class_path}"

@@ -59,6 +59,12 @@ class _Loaded:
         """Of the sources."""
         return tuple(part.source.name for part in self.parts)
 
+    @property
+    def longest_tokens(self) -> int:
+        """Of the longest sample, to train on or to validate on; 0: there is none."""
+        samples = [one.samples for part in self.parts for one in part.splits.values()]
+        return max((int(one.lengths.max()) + 1 for one in samples if len(one)), default=0)
+
     @cached_property
     def questions(self) -> Questions:
         """The validation records, to be answered."""

@@ -7,23 +7,23 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ftkit.accelerators.kinds import HOST_KIND
-from ftkit.config.devices import Devices, free_bytes
+from ftkit.config.devices import Devices
 from ftkit.config.parsing import to_yaml
 from ftkit.config.recipe import Recipe, Train
 from ftkit.console.display import Display
 from ftkit.console.formatting import bytes_text
 from ftkit.errors import DoesNotFit, UserError
+from ftkit.memory.gpus import HOST, Gpu, device_here, free_here, ranks_here
 from ftkit.pretrained.hub import fetch_settings
 from ftkit.pretrained.size_estimate import rough_model
 from ftkit.report.peak_memory import PeakMemory
 from ftkit.report.step_memory import Shortage
 from ftkit.runs.job import Job
-from ftkit.utils.hardware import available_host_bytes
 from ftkit.utils.out_of_memory import device_line
 from ftkit.utils.progress import print_notice
 from ftkit.utils.units import SIZE_UNITS
@@ -35,8 +35,8 @@ _FULL_BYTES, _LORA_BYTES = 16, 4
 _WIDTH_BYTES, _INNER_BYTES = 64, 16
 """What a layer keeps of a token for the backward pass, for each number of its width and of its
 MLP's; without activation checkpointing, in float32."""
-_ANY_RUN_BYTES = 2 * 2**30
-"""Context, logits and what the allocator holds besides."""
+_ANY_RUN_BYTES, _ANY_CPU_RUN_BYTES = 2 * 2**30, 2**29
+"""Context, logits and what the allocator holds besides; of a process without a GPU."""
 
 
 def with_micro_batch(recipe: Recipe, devices: Devices) -> Recipe:
@@ -48,14 +48,14 @@ def with_micro_batch(recipe: Recipe, devices: Devices) -> Recipe:
     key = recipe.train.filled
     if key is None:
         return recipe
-    memory_bytes = _free_bytes(recipe, devices)
-    found = _ask_shown(recipe, devices, memory_bytes)
+    free = free_here(recipe, devices)
+    found = _ask_shown(recipe, devices, free)
     if "error" in found:
         raise UserError(str(found["error"]))
     if found["fits"] is False:
         raise DoesNotFit(
             f"train.{key} is auto, but one sequence needs {_gib(found)} on each rank, "
-            f"and {bytes_text(memory_bytes)} are free. ftkit plan --fit shows what would fit."
+            f"and {bytes_text(free.memory_bytes)} are free. ftkit plan --fit shows what would fit."
         )
     value = int(found[key])
     if found["length_source"] == "assumed":
@@ -64,29 +64,37 @@ def with_micro_batch(recipe: Recipe, devices: Devices) -> Recipe:
 
 
 def require_room(recipe: Recipe, devices: Devices, command: Sequence[str]) -> None:
-    """Refuse a run on GPUs that certainly cannot fit, and say so where it may not.
+    """Refuse a run that certainly cannot fit, and say so where it may not.
 
-    A plan takes seconds, and is made where the model is large for the device; other runs start
-    at once.
+    What its devices have in all is certain, and so is the host memory with its swap; what others
+    leave free of it is not. A plan takes seconds, and is made where the model is large for the
+    device; other runs start at once.
 
     Raises:
         DoesNotFit: says what would fit.
     """
-    memory_bytes = _gpu_bytes(devices, _ranks(recipe, devices))
-    if memory_bytes is None or not _is_worth_a_look(recipe, memory_bytes):
+    device = device_here(recipe, devices)
+    if device is None or not _is_worth_a_look(recipe, devices, device):
         return
-    found = _ask_shown(recipe, devices, memory_bytes)
-    if found.get("fits", True) is None:
-        print(
-            f"memory may not be enough: this run needs {bytes_text(found['low_bytes'])} to "
-            f"{bytes_text(found['high_bytes'])} of {bytes_text(memory_bytes)} on each GPU "
-            f"(sequences: {found['length']})",
-            flush=True,
+    found = _ask_shown(recipe, devices, device)
+    if "fits" not in found:  # the run will say why
+        return
+    if found["fits"] is not False:
+        for shortage in _possible_shortages(found, device, recipe, devices):
+            print(f"memory may not be enough: this run needs {shortage}", flush=True)
+        return
+    if found["low_bytes"] > device.memory_bytes + device.swap_bytes:
+        swap = f" and {bytes_text(device.swap_bytes)} of swap" * (device.swap_bytes > 0)
+        place = _each_has(device, f"{bytes_text(device.memory_bytes)}{swap}")
+        needed = f"{_gib(found)} {place}"
+    else:
+        assert device.host_bytes is not None
+        needed = (
+            f"{bytes_text(found['host_low_bytes'])} of host memory for each rank, of which there "
+            f"are {bytes_text(device.host_bytes)}"
         )
-    if found.get("fits") is not False:
-        return
     lines = [
-        f"This run needs at least {_gib(found)} on each GPU, which has {bytes_text(memory_bytes)}.",
+        f"This run needs at least {needed}.",
         f"Sequences: {found['length']}.",
         "Nothing was started; --force tries it all the same.",
     ]
@@ -95,6 +103,31 @@ def require_room(recipe: Recipe, devices: Devices, command: Sequence[str]) -> No
     for change in found["changes"]:
         lines.append(f"  {change['title']}: {_command(command, change)}")
     raise DoesNotFit("\n".join(lines))
+
+
+def _possible_shortages(
+    found: dict[str, Any], device: Gpu, recipe: Recipe, devices: Devices
+) -> Iterator[str]:
+    """What a run may need more of than there is."""
+    sequences = f"(sequences: {found['length']})"
+    there, where = device.memory_bytes, "on each GPU"
+    if device.name == HOST:
+        there = free_here(recipe, devices).memory_bytes
+        where = "of host memory that each rank may take now"
+        if there < device.memory_bytes and device.swap_bytes:
+            where += ", and swap is slow"
+    if found["high_bytes"] > there and (device.name == HOST or found["fits"] is None):
+        needs = f"{bytes_text(found['low_bytes'])} to {bytes_text(found['high_bytes'])}"
+        yield f"{needs} of {bytes_text(there)} {where} {sequences}"
+    if device.host_bytes is not None and found["host_bytes"] > device.host_bytes:
+        needs = f"{bytes_text(found['host_low_bytes'])} to {bytes_text(found['host_bytes'])}"
+        yield f"{needs} of {bytes_text(device.host_bytes)} of host memory for each rank {sequences}"
+
+
+def _each_has(device: Gpu, there: str) -> str:
+    if device.name == HOST:
+        return f"of host memory for each rank, of which there are {there}"
+    return f"on each GPU, which has {there}"
 
 
 _ASKED = re.compile(r"tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", re.IGNORECASE)
@@ -112,17 +145,21 @@ def find_shortage(job: Job, peak: PeakMemory | None, message: str) -> Shortage:
         peak: highest memory of the rank that ran out of it.
         message: how it ended.
     """
-    devices, ranks = job.devices, job.plan.devices
-    if devices.accelerator == "cpu":
+    devices = job.devices
+    recipe = dataclasses.replace(job.recipe, checkpoint_dir=job.base, devices=job.plan.devices)
+    device = device_here(recipe, devices)
+    if devices.accelerator == HOST_KIND:
         held_bytes = (peak.host_bytes or peak.rss_bytes) if peak else None
-        available_bytes: int | None = available_host_bytes(ranks)
+        device = free_here(recipe, devices)
     else:
         held_bytes = peak.allocated_bytes if peak else None
-        available_bytes = _bytes_in(_CAPACITY, message) or _gpu_bytes(devices, ranks)
-    recipe = dataclasses.replace(job.recipe, checkpoint_dir=job.base, devices=ranks)
+        if capacity := _bytes_in(_CAPACITY, message):
+            known = device or Gpu(name="GPU", memory_bytes=0, bf16=devices.bf16_native)
+            device = dataclasses.replace(known, memory_bytes=capacity)
+    available_bytes = None if device is None else device.memory_bytes
     found: dict[str, Any] = {}
-    if available_bytes is not None:
-        found = _ask(recipe, devices, available_bytes, failed=True, timeout_s=_ADVICE_S)
+    if device is not None:
+        found = _ask(recipe, devices, device, failed=True, timeout_s=_ADVICE_S)
     return Shortage(
         held_bytes=held_bytes,
         asked_bytes=_bytes_in(_ASKED, message),
@@ -167,11 +204,15 @@ def _bytes_in(pattern: re.Pattern[str], message: str) -> int | None:
     return found and int(float(found[1]) * SIZE_UNITS.get(found[2], 1))
 
 
-def _is_worth_a_look(recipe: Recipe, memory_bytes: int) -> bool:
+def _is_worth_a_look(recipe: Recipe, devices: Devices, device: Gpu) -> bool:
     """Whether a run may be too large, judged generously by the settings of its model alone.
 
     So it is the same whether the weights are on this machine or not.
     """
+    on_cpu = device.name == HOST
+    memory_bytes = device.memory_bytes
+    if on_cpu:
+        memory_bytes = free_here(recipe, devices).memory_bytes
     name = recipe.checkpoint_dir
     if name.startswith("random:"):
         return True
@@ -184,12 +225,18 @@ def _is_worth_a_look(recipe: Recipe, memory_bytes: int) -> bool:
     number_bytes = _FULL_BYTES if recipe.method == "full" else _LORA_BYTES
     inner_width = model.inner_width * model.experts_per_token
     layer_bytes = _WIDTH_BYTES * model.width + _INNER_BYTES * inner_width
+    of_parameters = model.parameters * number_bytes
     needed_bytes = (
-        model.parameters * number_bytes
+        of_parameters
         + _most_positions(train, length) * model.layers * layer_bytes
-        + _ANY_RUN_BYTES
+        + (_ANY_CPU_RUN_BYTES if on_cpu else _ANY_RUN_BYTES)
     )
-    return needed_bytes > _SUSPICIOUS * memory_bytes
+    if needed_bytes > _SUSPICIOUS * memory_bytes:
+        return True
+    if device.host_bytes is None:
+        return False
+    offloaded_bytes = of_parameters / ranks_here(recipe, devices)  # at most, by any strategy
+    return offloaded_bytes > _SUSPICIOUS * device.host_bytes
 
 
 def _most_positions(train: Train, length: int) -> int:
@@ -221,54 +268,34 @@ def _gib(found: dict[str, Any]) -> str:
     return bytes_text(int(found["low_bytes"]))
 
 
-def _ranks(recipe: Recipe, devices: Devices) -> int:
-    """Ranks on this machine; there is no plan yet."""
-    if isinstance(recipe.devices, int):
-        return recipe.devices
-    return 1 if devices.accelerator == HOST_KIND else devices.count
-
-
-def _gpu_bytes(devices: Devices, ranks: int) -> int | None:
-    """Memory of the smallest GPU that is used; None: there is none, or it is not known."""
-    return min(devices.memory_bytes[:ranks], default=None)
-
-
-def _free_bytes(recipe: Recipe, devices: Devices) -> int:
-    """What each rank may take now."""
-    ranks = _ranks(recipe, devices)
-    if devices.accelerator == "cpu":
-        return available_host_bytes(ranks)
-    return min(free_bytes(min(ranks, devices.count), devices.accelerator))
-
-
-def _ask_shown(recipe: Recipe, devices: Devices, memory_bytes: int) -> dict[str, Any]:
+def _ask_shown(recipe: Recipe, devices: Devices, device: Gpu) -> dict[str, Any]:
     """What `_ask` finds, before a run, with a line that moves: it takes seconds."""
     with (
         Display(None, stream=sys.stderr) as display,
         display.phase("predicting memory", brief=True),
     ):
-        return _ask(recipe, devices, memory_bytes)
+        return _ask(recipe, devices, device)
 
 
 def _ask(
     recipe: Recipe,
     devices: Devices,
-    memory_bytes: int,
+    device: Gpu,
     *,
     failed: bool = False,
     timeout_s: float | None = None,
 ) -> dict[str, Any]:
     """What `ftkit.planner.check` finds; {} if it finds nothing, or not in time."""
-    if devices.accelerator == "cpu":
+    recipe = dataclasses.replace(recipe, devices=ranks_here(recipe, devices))
+    if devices.accelerator == HOST_KIND:
         recipe = dataclasses.replace(recipe, accelerator="cpu")
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "recipe.yaml"
         file.write_text(to_yaml(recipe), encoding="utf-8")
-        name = devices.names[0] if devices.names else "host memory"
-        words = [str(file), str(memory_bytes // 2**20), str(devices.bf16_native), name]
+        words = [str(file), json.dumps(dataclasses.asdict(device)), str(failed)]
         try:
             answer = subprocess.run(
-                [sys.executable, "-m", "ftkit.planner.check", *words, str(failed)],
+                [sys.executable, "-m", "ftkit.planner.check", *words],
                 capture_output=True,
                 text=True,
                 check=False,

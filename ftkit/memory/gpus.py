@@ -1,9 +1,13 @@
-"""GPU kinds: their memory, and what a CUDA process takes beside its tensors."""
+"""GPU kinds: their memory, and what a CUDA process takes beside its tensors; what is here."""
 
+import dataclasses
 from dataclasses import dataclass
 
-from ftkit.config.devices import AMPERE, visible_gpus
+from ftkit.accelerators.kinds import HOST_KIND, device_kind
+from ftkit.config.devices import AMPERE, Devices, free_bytes, visible_gpus
+from ftkit.config.recipe import Recipe
 from ftkit.errors import UserError
+from ftkit.utils.hardware import available_host_bytes, host_limit
 from ftkit.utils.units import parse_size
 
 _GIB = 2**30
@@ -11,13 +15,17 @@ _GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """A kind of GPU."""
+    """A kind of GPU, or the host memory that stands in its place on CPUs."""
 
     name: str
     memory_bytes: int
     """What CUDA offers to programs: less than the product's name says."""
     bf16: bool = True
     """Whether it computes bfloat16 in hardware (compute capability 8.0 and later)."""
+    swap_bytes: int = 0
+    """Of host memory: what can be swapped out besides, which is far too slow to train in."""
+    host_bytes: int | None = None
+    """Host memory and swap for each rank beside its GPU; None: not known, as of a GPU elsewhere."""
 
 
 GPUS = {
@@ -104,3 +112,48 @@ def _gpu_here() -> Gpu:
         memory_bytes=smallest.memory_bytes,
         bf16=smallest.capability >= AMPERE,
     )
+
+
+def ranks_here(recipe: Recipe, devices: Devices) -> int:
+    """Ranks of a run on this machine."""
+    if isinstance(recipe.devices, int):
+        return recipe.devices
+    return 1 if devices.accelerator == HOST_KIND else devices.count
+
+
+def device_here(recipe: Recipe, devices: Devices) -> Gpu | None:
+    """What each rank of a run here has: the smallest GPU that is used, or its part of host memory.
+
+    Args:
+        recipe: what is asked.
+        devices: of this machine.
+
+    Returns:
+        None where the memory of the devices is not known.
+    """
+    ranks = ranks_here(recipe, devices)
+    host = host_limit(ranks)
+    if devices.accelerator == HOST_KIND:
+        return Gpu(name=HOST, memory_bytes=host.memory_bytes, swap_bytes=host.swap_bytes)
+    sizes = devices.memory_bytes[:ranks]
+    if not sizes:
+        return None
+    return Gpu(
+        name=devices.names[0],
+        memory_bytes=min(sizes),
+        bf16=devices.bf16_native,
+        host_bytes=host.memory_bytes + host.swap_bytes,
+    )
+
+
+def free_here(recipe: Recipe, devices: Devices) -> Gpu:
+    """What each rank of a run may take now of what it has."""
+    ranks = ranks_here(recipe, devices)
+    if devices.accelerator == HOST_KIND:
+        return Gpu(name=HOST, memory_bytes=available_host_bytes(ranks))
+    free = min(free_bytes(min(ranks, devices.count), devices.accelerator))
+    known = device_here(recipe, devices)
+    if known is None:
+        name = devices.names[0] if devices.names else device_kind(devices.accelerator).noun
+        return Gpu(name=name, memory_bytes=free, bf16=devices.bf16_native)
+    return dataclasses.replace(known, memory_bytes=free)

@@ -1,13 +1,16 @@
 """The memory prediction of a plan, before anything is loaded."""
 
+import dataclasses
 import math
 from dataclasses import dataclass, field
 
+from ftkit.accelerators.kinds import HOST_KIND
+from ftkit.bodies.attention import attention_path
 from ftkit.config.checks import has_liger
 from ftkit.config.plan import Plan
 from ftkit.config.recipe import LoraRecipe, Recipe
 from ftkit.memory import gpus
-from ftkit.memory.simulate import CPU, simulate
+from ftkit.memory.simulate import CPU, largest_micro_batch, simulate
 from ftkit.optim.state_kinds import bytes_per_number, state_kinds
 from ftkit.pretrained.base_model import BaseModel
 from ftkit.pretrained.blueprint import read_blueprint
@@ -15,9 +18,10 @@ from ftkit.report.step_memory import (
     CATEGORIES,
     Breakdown,
     Category,
+    HeaviestStep,
     MicroBatchSize,
     PredictedStep,
-    RankStepMemory,
+    StepMemory,
 )
 from ftkit.strategies.precision import parameter_dtype, updated_dtype
 from ftkit.strategies.select import make_strategy
@@ -25,6 +29,10 @@ from ftkit.strategies.strategy import Strategy
 
 PROCESS_BYTES = int(1.2 * 2**30)
 """Host memory of a rank with its libraries and no model, roughly."""
+CPU_PROCESS_BYTES = int(0.5 * 2**30)
+"""The same of a rank that computes on CPUs, without CUDA's libraries."""
+HOST_ERROR = 0.05
+"""Of the bytes in tensors in host memory: pages that nothing has written to take none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +47,8 @@ class PredictedMemory:
     """Where in a step that is."""
     host_bytes: int
     """Host memory of the rank's process, with what is offloaded and the copy of a save."""
+    host_low_bytes: int
+    """What of it is needed at least, whatever the micro-batch, beside a GPU."""
     reserved_bytes: int
     """What torch will take from the device for these tensors, most likely."""
     low_bytes: int
@@ -62,11 +72,22 @@ class PredictedMemory:
         of_batch: tuple[Category, ...] = ("gradients", "activations", "temporaries", "unattributed")
         return self.low_bytes - sum(self.breakdown_bytes[category] for category in of_batch)
 
-    def fits(self, memory_bytes: int) -> bool | None:
-        """Whether a device of this size is enough; None: it is too close to say."""
-        if self.high_bytes <= memory_bytes:
-            return True
-        return False if self.low_bytes > memory_bytes else None
+    def fits(self, device: gpus.Gpu, low_bytes: int) -> bool | None:
+        """Whether a device and the host memory beside it are enough; None: it is too close to say.
+
+        What fits with the help of swap alone is too close: it is killed only where that is full.
+
+        Args:
+            device: what each rank has.
+            low_bytes: the device memory that is needed at least.
+        """
+        host_bytes = device.host_bytes
+        if low_bytes > device.memory_bytes + device.swap_bytes:
+            return False
+        if host_bytes is not None and self.host_low_bytes > host_bytes:
+            return False
+        is_enough = host_bytes is None or self.host_bytes <= host_bytes
+        return True if is_enough and self.high_bytes <= device.memory_bytes else None
 
 
 def predict(
@@ -88,7 +109,7 @@ def predict(
     if simulation.hosted_bytes:
         offloaded["activations"] = simulation.hosted_bytes
     moment = max(peaks, key=lambda name: peaks[name].total_bytes)
-    if plan.accelerator == "cpu":  # there is one kind of memory
+    if plan.accelerator == HOST_KIND:  # there is one kind of memory
         breakdown = {c: peaks[moment].bytes[c] + offloaded.get(c, 0) for c in CATEGORIES}
         offloaded = {}
     else:
@@ -98,14 +119,16 @@ def predict(
     trained = simulation.sizes.trained
     number_bytes = _number_bytes(strategy, simulation.sizes.hidden / trained)
     saved_bytes = round(trained * number_bytes)
-    host_bytes = PROCESS_BYTES + sum(offloaded.values())
+    on_cpu = plan.accelerator == HOST_KIND
+    process_bytes = CPU_PROCESS_BYTES if on_cpu else PROCESS_BYTES
+    host_bytes = process_bytes + sum(offloaded.values())
     if plan.recipe.checkpoint.save and plan.recipe.checkpoint.asynchronous:
         staged_bytes = math.ceil(saved_bytes / plan.world_size)
         host_bytes += min(staged_bytes, plan.recipe.checkpoint.max_staged_bytes or staged_bytes)
-    if plan.accelerator == "cpu":
+    if on_cpu:
+        low, reserved = round(peak_bytes * (1 - HOST_ERROR)), peak_bytes
+        high = host_bytes + round(peak_bytes * (1 + HOST_ERROR))
         host_bytes += peak_bytes
-        low = high = host_bytes
-        reserved = peak_bytes
     else:
         low, reserved, high = _device_bytes(peak_bytes, plan)
     if isinstance(plan.recipe, LoraRecipe):
@@ -115,6 +138,7 @@ def predict(
         breakdown_bytes=breakdown,
         moment=moment,
         host_bytes=host_bytes,
+        host_low_bytes=round(_kept_in_host_bytes(plan, offloaded) * (1 - HOST_ERROR)),
         reserved_bytes=reserved,
         low_bytes=low,
         high_bytes=high,
@@ -124,6 +148,14 @@ def predict(
         is_more_because=_is_more_because(plan.recipe),
         offloaded_bytes=offloaded,
     )
+
+
+def _kept_in_host_bytes(plan: Plan, offloaded: dict[Category, int]) -> int:
+    """What is in host memory for certain; the driver moves a paged state there when it must."""
+    kept: list[Category] = ["parameters", "gradients"]
+    if not plan.recipe.optimizer["class_path"].rpartition(".")[2].startswith("Paged"):
+        kept.append("optimizer_state")
+    return sum(offloaded.get(category, 0) for category in kept)
 
 
 def _is_more_because(recipe: Recipe) -> str:
@@ -136,24 +168,56 @@ def _is_more_because(recipe: Recipe) -> str:
     return "; ".join(reasons)
 
 
-def predict_measured(base: str, plan: Plan, measured: RankStepMemory) -> PredictedStep | None:
-    """The step that a rank has measured, as it would have been predicted.
+def heaviest_micro_batch(base: BaseModel, plan: Plan, tokens: int) -> MicroBatchSize:
+    """What no micro-batch of a plan exceeds.
+
+    Args:
+        base: whose attention takes it.
+        plan: how it is trained.
+        tokens: of the longest sample.
+    """
+    return largest_micro_batch(
+        plan.micro_batch_size,
+        tokens,
+        padding_free=attention_path(base.architecture.attention, plan) != "padded",
+        most_tokens=plan.micro_batch_tokens,
+    )
+
+
+def predict_measured(
+    base: str, plan: Plan, measured: StepMemory, longest_sample_tokens: int
+) -> StepMemory:
+    """What a run has measured on rank 0, beside what is predicted of it.
+
+    Predicted are the measured step, whose micro-batch is known now, and the heaviest step that
+    there can be, which `ftkit plan` predicts beforehand.
 
     Args:
         base: the base model: a directory, or random:NAME.
         plan: what was run.
         measured: tells which micro-step needed most, and the size of its micro-batch.
+        longest_sample_tokens: of all samples to train on and to validate on.
     """
-    if measured.micro_batch is None or measured.micro_step is None:
-        return None
-    accumulates = measured.micro_step > 1
+    first = measured.ranks[0]
     model = read_blueprint(base, plan.recipe.implementation)
-    memory = predict(model, plan, measured.micro_batch, accumulates=accumulates)
-    return PredictedStep(
+    batch = heaviest_micro_batch(model, plan, longest_sample_tokens)
+    memory = predict(model, plan, batch)
+    heaviest = HeaviestStep(
         peak_bytes=memory.peak_bytes,
         peak_breakdown_bytes=Breakdown(**memory.breakdown_bytes),
-        error_fraction=memory.peak_bytes / measured.peak_bytes - 1,
+        micro_batch=batch,
     )
+    predicted = None
+    if first.micro_batch is not None and first.micro_step is not None:
+        accumulates = first.micro_step > 1
+        if (first.micro_batch, accumulates) != (batch, plan.accumulates):
+            memory = predict(model, plan, first.micro_batch, accumulates=accumulates)
+        predicted = PredictedStep(
+            peak_bytes=memory.peak_bytes,
+            peak_breakdown_bytes=Breakdown(**memory.breakdown_bytes),
+            error_fraction=memory.peak_bytes / first.peak_bytes - 1,
+        )
+    return dataclasses.replace(measured, predicted=predicted, heaviest=heaviest)
 
 
 def _device_bytes(peak_bytes: int, plan: Plan) -> tuple[int, int, int]:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from ftkit.comparison.compare import Comparison, compare
-from ftkit.config.recipe import FINETUNE
 from ftkit.errors import UserError
 from ftkit.notebook import display
 from ftkit.notebook.api import PathLike, Run, ShownReport, start
@@ -120,10 +119,8 @@ class Experiments:
             UserError: it refused to run, and says why.
             KeyboardInterrupt: it was interrupted before it began, or twice.
         """
-        if command not in FINETUNE:
-            raise UserError(f"command is {command!r}, but must be one of {', '.join(FINETUNE)}.")
         out_dir = self._out_dir / name
-        planned = plan(recipe, gpu=self._gpu, name=name, **keys)
+        planned = plan(recipe, command=command, gpu=self._gpu, name=name, **keys)
         done = Experiment(name, planned, Run(out_dir.absolute()), self._before(name, than))
         asked = keys | self._here | dict(here or {}) | {"out_dir": os.fspath(out_dir)}
         switches = ["--overwrite", *["--force"] * force]

@@ -10,8 +10,10 @@ from ftkit.utils.imports import silence_libraries
 silence_libraries()  # before they are imported
 
 from ftkit.config.parsing import as_text  # noqa: E402
+from ftkit.config.recipe import FINETUNE  # noqa: E402
 from ftkit.console.formatting import bytes_text  # noqa: E402
 from ftkit.console.terminal import REPORT_WIDTH, plain_text  # noqa: E402
+from ftkit.errors import UserError  # noqa: E402
 from ftkit.memory.gpus import find_gpu  # noqa: E402
 from ftkit.notebook import display  # noqa: E402
 from ftkit.planner import predict  # noqa: E402
@@ -53,26 +55,33 @@ def plan(
     recipe: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
     /,
     *,
+    command: str | None = None,
     gpu: str | None = None,
     name: str = "",
     **keys: Any,
 ) -> ShownPlan:
-    """Predict what a recipe will need, as `ftkit plan`; no weights are loaded or downloaded.
+    """Predict what a run will need, as `ftkit plan`; no weights are loaded or downloaded.
 
     Args:
         recipe: recipe files, later ones win.
-        gpu: what it is to run on: a100-80gb, 24GiB, or auto for the one here.
+        command: finetune or finetune_full. Default: as the keys of the recipe say, of which any
+            LoRA key and quantize mean LoRA; without a recipe, finetune.
+        gpu: what it is to run on: a100-80gb, 24GiB, or auto for the one here. Default: this
+            machine, as a run would take it.
         name: what to call it among several; else its recipe.
         keys: of the recipe, dotted: `**{"train.micro_batch_size": 8}`.
 
     Raises:
         UserError: as a run would.
     """
+    if command is not None and command not in FINETUNE:
+        raise UserError(f"command is {command!r}, but must be one of {', '.join(FINETUNE)}.")
     several = [recipe] if isinstance(recipe, str | os.PathLike) else recipe or ()
     with display.shown_if_late("ftkit plan ..."):
         found = predict.plan_files(
             [os.fspath(file) for file in several],
             [(key, as_text(value)) for key, value in keys.items()],
+            command=command,
             gpu=None if gpu is None else find_gpu(gpu),
             name=name,
         )

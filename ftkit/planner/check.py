@@ -1,8 +1,8 @@
 """The plan of a run that is about to start, made in a process of its own.
 
 The supervisor imports no torch: it starts
-`python -m ftkit.planner.check RECIPE.yaml MIB BF16 DEVICE FAILED` and reads JSON from its standard
-output.
+`python -m ftkit.planner.check RECIPE.yaml GPU FAILED`, with the fields of a `Gpu` as JSON, and
+reads JSON from its standard output.
 """
 
 import dataclasses
@@ -33,12 +33,13 @@ def check(file: str, gpu: Gpu, *, failed: bool = False) -> dict[str, object]:
 
     Args:
         file: the recipe.
-        gpu: what it is to run on.
+        gpu: what each rank has.
         failed: it has run, and did not fit: there is less memory than is predicted for it.
     """
     if failed:
         needed_bytes = plan_files([file], gpu=gpu).memory.high_bytes
-        gpu = dataclasses.replace(gpu, memory_bytes=min(gpu.memory_bytes, needed_bytes - 1))
+        less_bytes = min(gpu.memory_bytes, needed_bytes - 1)
+        gpu = dataclasses.replace(gpu, memory_bytes=less_bytes, swap_bytes=0)
 
     def attempt(changed: Sequence[Override]) -> Planned:
         return plan_files([file], changed, gpu=gpu)
@@ -53,6 +54,8 @@ def check(file: str, gpu: Gpu, *, failed: bool = False) -> dict[str, object]:
         "micro_batch_tokens": planned.plan.micro_batch_tokens,
         "low_bytes": planned.least_bytes,
         "high_bytes": planned.memory.high_bytes,
+        "host_bytes": planned.memory.host_bytes,
+        "host_low_bytes": planned.memory.host_low_bytes,
         "peak_bytes": planned.memory.peak_bytes,
         "length_source": planned.length.source,
         "length": planned.length.words,
@@ -71,10 +74,9 @@ def check(file: str, gpu: Gpu, *, failed: bool = False) -> dict[str, object]:
 if __name__ == "__main__":
     gc.freeze()
     gc.enable()
-    _file, _mib, _bf16, _name, _failed = sys.argv[1:]
-    _gpu = Gpu(name=_name, memory_bytes=int(_mib) * 2**20, bf16=_bf16 == "True")
+    _file, _gpu, _failed = sys.argv[1:]
     try:
-        _found = check(_file, _gpu, failed=_failed == "True")
+        _found = check(_file, Gpu(**json.loads(_gpu)), failed=_failed == "True")
     except UserError as error:  # told better by the run itself
         _found = {"error": str(error)}
     print(json.dumps(_found))

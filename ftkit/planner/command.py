@@ -9,7 +9,8 @@ from pathlib import Path
 
 from ftkit.config.command_options import PlanOptions
 from ftkit.config.parsing import Override, sorted_words
-from ftkit.config.recipe import FINETUNE, Method
+from ftkit.config.recipe import FINETUNE
+from ftkit.config.recipe_keys import LORA_KEYS
 from ftkit.config.sweep import is_sweep, runs_of_file, variations
 from ftkit.console.display import Display
 from ftkit.errors import DoesNotFit, UserError
@@ -33,26 +34,28 @@ def plan_all(options: PlanOptions) -> int:
         show(found, options.format)
     else:
         show_changes(found[0], changes, options.format)
-    if options.format == "table" and len(found) == 1 and found[0].gpu is not None and not changes:
+    if options.format == "table" and len(found) == 1 and not changes:
         _tell_next(found[0], options)
     return _exit_code(found)
 
 
 def _tell_next(planned: Planned, options: PlanOptions) -> None:
-    """What to do about one plan on a GPU: run it, or look for what makes it fit."""
-    recipes, keys = sorted_words(options.recipes, options.config, options.keys)
+    """What to do about one plan: run it, or look for what makes it fit."""
+    _, words = _command_and_words(options.words)
+    recipes, keys = sorted_words(words, options.config, options.keys)
     files = list(map(Path, recipes))
     if STANDARD_INPUT in files or options.sweep or any(map(is_sweep, files)):
         return
-    if planned.fits:
+    if planned.fits or planned.gpu is None:
         print_next(run_command(planned, recipes, keys))
     elif not options.fit:
-        words = [
-            *options.recipes,
+        again = [
+            *options.words,
             *(word for file in options.config for word in ("--config", file)),
         ]
-        words += [word for key, value in options.keys for word in (f"--{key}", value)]
-        print_next(shlex.join(["ftkit", "plan", *words, "--gpu", str(options.gpu), "--fit"]))
+        again += [word for key, value in options.keys for word in (f"--{key}", value)]
+        again += [] if options.gpu is None else ["--gpu", options.gpu]
+        print_next(shlex.join(["ftkit", "plan", *again, "--fit"]))
 
 
 def _plan_and_fit(
@@ -62,27 +65,31 @@ def _plan_and_fit(
     device = None if options.gpu is None else find_gpu(options.gpu)
     found: list[Planned] = []
     given: list[Override] = []
-    recipes, keys = sorted_words(options.recipes, options.config, options.keys)
-    for recipe in _asked(recipes):
+    command, words = _command_and_words(options.words)
+    recipes, keys = sorted_words(words, options.config, options.keys)
+    for recipe in _asked(recipes, command):
         for variation in variations(options.sweep):
             varied = [f"{key.rpartition('.')[2]} {value}" for key, value in variation]
             given = [*recipe.overrides, *keys, *variation]
             name = ", ".join([*recipe.names, *varied])
             what = name or dict(given).get("checkpoint_dir", "it")
-            plan = partial(plan_files, recipe.files, method=recipe.method, gpu=device, name=name)
+            plan = partial(plan_files, recipe.files, command=recipe.command, gpu=device, name=name)
             title = f"predicting what {what} needs"
             found.append(_shown(display, title, partial(plan, given)))
     if not options.fit:
         return found, None
-    if device is None or len(found) != 1:
+    if found[0].gpu is None or len(found) != 1:
         raise UserError(
-            "--fit is for one plan and one GPU. Try ftkit plan RECIPE.yaml --gpu a100-80gb --fit."
+            "--fit is for one plan, and for devices whose memory is known. "
+            "Try ftkit plan RECIPE.yaml --gpu a100-80gb --fit."
         )
-    method = recipe.method if recipe.method == "lora" else None  # a change may make it LoRA
+    method = found[0].plan.recipe.method
 
     def attempt(changed: Sequence[Override]) -> Planned:
         keys = " ".join(f"--{key} {value}" for key, value in changed)
-        plan = partial(plan_files, recipe.files, [*given, *changed], method=method, gpu=device)
+        is_lora = method == "lora" or LORA_KEYS & dict(changed).keys()
+        command = "finetune" if is_lora else "finetune_full"
+        plan = partial(plan_files, recipe.files, [*given, *changed], command=command, gpu=device)
         return _shown(display, f"trying {keys}", plan)
 
     changes = changes_that_fit(found[0], attempt)
@@ -107,20 +114,31 @@ class _Asked:
     names: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
     overrides: tuple[Override, ...] = ()
-    method: Method | None = None
-    """None: the keys tell."""
+    command: str | None = None
+    """None: the keys of the recipe tell."""
 
 
-def _asked(files: Sequence[str]) -> Iterator[_Asked]:
+def _command_and_words(words: Sequence[str]) -> tuple[str | None, Sequence[str]]:
+    """The command that the first word names, and the other words; None: it names none."""
+    is_named = bool(words) and words[0] in FINETUNE
+    return (words[0], words[1:]) if is_named else (None, words)
+
+
+def _asked(files: Sequence[str], command: str | None) -> Iterator[_Asked]:
     for file in files:
-        if is_sweep(Path(file)):
-            for run in runs_of_file(Path(file), (), None):
-                yield _Asked((run.name,), run.files, run.varied, FINETUNE[run.command])
-        else:
+        if not is_sweep(Path(file)):
             is_named = Path(file) != STANDARD_INPUT
-            yield _Asked((Path(file).stem,) if is_named else (), (file,))
+            yield _Asked((Path(file).stem,) if is_named else (), (file,), command=command)
+            continue
+        if command is not None:
+            raise UserError(
+                f"{file} is a sweep, whose runs name their commands. Leave {command} out: "
+                f"try ftkit plan {file}."
+            )
+        for run in runs_of_file(Path(file), (), None):
+            yield _Asked((run.name,), run.files, run.varied, run.command)
     if not files:
-        yield _Asked()
+        yield _Asked(command=command)
 
 
 def _exit_code(found: Sequence[Planned]) -> int:

@@ -7,19 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ftkit.accelerators.kinds import USUAL_KIND
+from ftkit.accelerators.kinds import HOST_KIND, USUAL_KIND
 from ftkit.architectures.architecture import ModelLayout
-from ftkit.bodies.attention import attention_path
-from ftkit.config.devices import Devices, has_deepspeed
+from ftkit.config.devices import Devices, find_devices, has_deepspeed
 from ftkit.config.parsing import Override, read_recipe
 from ftkit.config.peft_adapter import with_adapter
-from ftkit.config.plan import KNOWN_MICRO_BATCH, Plan, make_plan
-from ftkit.config.recipe import LoraRecipe, Method, MicroBatchKey, Recipe
+from ftkit.config.plan import Plan, make_plan
+from ftkit.config.recipe import FINETUNE, LoraRecipe, Method, MicroBatchKey, Recipe
 from ftkit.data.sources import check_data
 from ftkit.errors import UserError
 from ftkit.lora.save import check_adapter
-from ftkit.memory.gpus import HOST, Gpu
-from ftkit.memory.predict import PredictedMemory, predict
+from ftkit.memory.gpus import HOST, Gpu, device_here, free_here, ranks_here
+from ftkit.memory.predict import PredictedMemory, heaviest_micro_batch, predict
 from ftkit.memory.simulate import largest_micro_batch
 from ftkit.model.trial import require_trainable
 from ftkit.optim.optimizers import base_learning_rate
@@ -34,6 +33,9 @@ from ftkit.report.step_memory import MicroBatchSize
 from ftkit.strategies.precision import parameter_dtype
 
 ResultLayout = ModelLayout | Literal["peft"]
+MethodSource = Literal["command", "recipe", "default"]
+"""What says how the model is adapted: the command, the keys of a recipe (any LoRA key or quantize
+means LoRA), or nothing, which means LoRA, as `ftkit finetune` does."""
 TOKENS_APART = 128
 """Numbers of tokens that are tried for a micro-batch are multiples of this."""
 
@@ -81,7 +83,9 @@ class Planned:
     least_bytes: int
     """The device memory that it needs at least, whatever is not known of the data."""
     gpu: Gpu | None
-    """What it is to run on; None: not asked."""
+    """What each rank has: a GPU, or the host memory of CPUs; None: its memory is not known."""
+    method_source: MethodSource
+    """What says whether it is LoRA."""
     conversion: Conversion | None
     """What has to be done before with the base model; None: nothing."""
     kept_bytes: int
@@ -99,11 +103,8 @@ class Planned:
 
     @property
     def fits(self) -> bool | None:
-        """Whether each device is large enough; None: too close to say, or not asked."""
-        if self.gpu is None:
-            return None
-        found = self.memory.fits(self.gpu.memory_bytes)
-        return None if found is False and self.least_bytes <= self.gpu.memory_bytes else found
+        """Whether what each rank has is enough; None: too close to say, or not known."""
+        return None if self.gpu is None else self.memory.fits(self.gpu, self.least_bytes)
 
     @property
     def micro_steps(self) -> int:
@@ -165,40 +166,40 @@ def plan_files(
     files: Sequence[str | Path] = (),
     overrides: Sequence[Override] = (),
     *,
-    method: Method | None = None,
+    command: str | None = None,
     gpu: Gpu | None = None,
     name: str = "",
 ) -> Planned:
-    """Predict what a recipe will need.
+    """Predict what a run will need.
 
     Args:
         files: recipes, later ones win.
         overrides: dotted key and YAML text, as on the command line.
-        method: of fine-tuning; None: any LoRA key means LoRA.
-        gpu: what it is to run on. None: a GPU of any size, unless the recipe asks for CPUs.
+        command: finetune, finetune_lora or finetune_full; None: see `MethodSource`.
+        gpu: what it is to run on; None: this machine, as the run itself would.
         name: of the result, among several.
 
     Raises:
         UserError: as a run would.
     """
+    source: MethodSource = "command" if command else "recipe" if files else "default"
+    method: Method | None = None if source == "recipe" else FINETUNE[command or "finetune"]
     recipe = with_adapter(read_recipe(files, overrides, method=method))
     name = name or (Path(files[-1]).stem if files else "")
+    place = _place(recipe, gpu)
     key = recipe.train.filled
     if key is None:
-        return plan_recipe(recipe, gpu=gpu, name=name)
+        return _plan_at(place, recipe, source, name)
     if gpu is None:
-        raise UserError(
-            f"train.{key} is auto, but no device is named. Try --gpu a100-80gb with it, "
-            f"or --train.{key} {KNOWN_MICRO_BATCH[key]}."
-        )
+        place = dataclasses.replace(place, gpu=free_here(recipe, place.devices))
 
     def with_bound(bound: int) -> Planned:
-        train = recipe.train.filled_with(bound)
-        return plan_recipe(dataclasses.replace(recipe, train=train), gpu=gpu, name=name)
+        filled = dataclasses.replace(recipe, train=recipe.train.filled_with(bound))
+        return _plan_at(place, filled, source, name)
 
     least = 1 if key == "micro_batch_size" else with_bound(1).micro_batch.least
-    nodes, devices = recipe.num_nodes, recipe.devices
-    ranks = (1 if nodes == "auto" else nodes) * (1 if devices == "auto" else devices)
+    nodes = 1 if recipe.num_nodes == "auto" else recipe.num_nodes
+    ranks = nodes * ranks_here(recipe, place.devices)
     whole = with_bound(math.ceil(recipe.train.global_batch_size / ranks) * least)
     return whole if whole.fits else largest_that_fits(whole, with_bound) or with_bound(least)
 
@@ -229,10 +230,39 @@ def largest_that_fits(whole: Planned, attempt: Callable[[int], Planned]) -> Plan
     return one
 
 
-def plan_recipe(recipe: Recipe, *, gpu: Gpu | None = None, name: str = "") -> Planned:
-    """Predict what a recipe will need; see `plan_files`."""
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Where a plan is to run."""
+
+    devices: Devices
+    gpu: Gpu | None
+    is_here: bool
+
+
+def _place(recipe: Recipe, gpu: Gpu | None) -> _Place:
+    """This machine, unless a GPU is named, of which there are as many as the recipe needs.
+
+    Raises:
+        UserError: the recipe cannot run there.
+    """
+    if gpu is not None:
+        return _Place(devices=_devices_of(recipe, gpu), gpu=gpu, is_here=False)
+    try:
+        devices = find_devices(recipe)
+    except UserError as error:
+        raise _with_advice(error, recipe) from None
+    return _Place(devices=devices, gpu=device_here(recipe, devices), is_here=True)
+
+
+def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> Planned:
+    """The plan of a recipe at a place.
+
+    Raises:
+        UserError: as a run would.
+    """
     check_data(recipe.data, recipe.eval.sets)
-    made = make_plan(recipe, _devices(recipe, gpu))
+    gpu = place.gpu
+    made = _make_plan(recipe, place)
     unreached = fetch_settings(recipe.checkpoint_dir, token=recipe.access_token)
     base = read_blueprint(recipe.checkpoint_dir, recipe.implementation, unreached=unreached)
     require_trainable(base)
@@ -241,16 +271,11 @@ def plan_recipe(recipe: Recipe, *, gpu: Gpu | None = None, name: str = "") -> Pl
     length = sequence_length(recipe.data, base, recipe.train.max_seq_length, recipe.eval.sets)
     samples = length.train_samples
     steps = _steps(recipe, samples)
-    padding_free = attention_path(base.architecture.attention, made) != "padded"
-    largest = largest_micro_batch(
-        made.micro_batch_size,
-        length.tokens,
-        padding_free=padding_free,
-        most_tokens=made.micro_batch_tokens,
-    )
+    largest = heaviest_micro_batch(base, made, length.tokens)
     memory = predict(base, made, largest)
     least_bytes = memory.low_bytes
-    certain = certain_micro_batch(made, length, steps, padding_free=padding_free)
+    in_row = largest.tokens is not None
+    certain = certain_micro_batch(made, length, steps, padding_free=in_row)
     if gpu is not None and certain != largest and least_bytes > gpu.memory_bytes:
         least_bytes = predict(base, made, certain, accumulates=False).low_bytes
     return Planned(
@@ -263,6 +288,7 @@ def plan_recipe(recipe: Recipe, *, gpu: Gpu | None = None, name: str = "") -> Pl
         memory=memory,
         least_bytes=least_bytes,
         gpu=gpu,
+        method_source=source,
         conversion=_conversion(recipe),
         kept_bytes=base.rest_bytes,
         disk_bytes=_disk_bytes(made, memory, steps, base.rest_bytes) if layout else 0,
@@ -271,6 +297,32 @@ def plan_recipe(recipe: Recipe, *, gpu: Gpu | None = None, name: str = "") -> Pl
         samples=samples,
         steps=steps,
     )
+
+
+def _make_plan(recipe: Recipe, place: _Place) -> Plan:
+    try:
+        return make_plan(recipe, place.devices)
+    except UserError as error:
+        raise (_with_advice(error, recipe) if place.is_here else error) from None
+
+
+def _with_advice(error: UserError, recipe: Recipe) -> UserError:
+    """Why a recipe cannot run here, with what to do if it could on other machines."""
+    if not _runs_on_gpus(recipe):
+        return error
+    return UserError(
+        f"{error}\nftkit plan plans for this machine. Try --gpu a100-80gb, which plans for GPUs "
+        "elsewhere."
+    )
+
+
+def _runs_on_gpus(recipe: Recipe) -> bool:
+    """Whether a recipe that cannot run here could on other machines."""
+    try:
+        make_plan(recipe, _devices_of(recipe, Gpu(name="GPU", memory_bytes=0)))
+    except UserError:
+        return False
+    return True
 
 
 def _conversion(recipe: Recipe) -> Conversion | None:
@@ -289,20 +341,18 @@ def _result_layout(base: BaseModel, recipe: Recipe) -> ResultLayout | None:
     return "peft"
 
 
-def _devices(recipe: Recipe, gpu: Gpu | None) -> Devices:
+def _devices_of(recipe: Recipe, gpu: Gpu) -> Devices:
     """As many as the recipe asks for, wherever it will run."""
     count = recipe.devices if isinstance(recipe.devices, int) else 1
-    if recipe.accelerator == "cpu" and (gpu is None or gpu.name == HOST):
-        return Devices(accelerator="cpu", count=count)
-    if recipe.accelerator == "cpu":
-        raise UserError(
-            f"accelerator is cpu, but --gpu is {gpu.name if gpu else ''}. Leave one of them out."
-        )
+    if recipe.accelerator == HOST_KIND and gpu.name == HOST:
+        return Devices(accelerator=HOST_KIND, count=count)
+    if recipe.accelerator == HOST_KIND:
+        raise UserError(f"accelerator is cpu, but --gpu is {gpu.name}. Leave one of them out.")
     return Devices(
         accelerator=USUAL_KIND if recipe.accelerator == "auto" else recipe.accelerator,
         count=max(count, 1),
-        names=(gpu.name,) if gpu else (),
-        bf16_native=gpu is None or gpu.bf16,
+        names=(gpu.name,),
+        bf16_native=gpu.bf16,
         deepspeed=has_deepspeed(),
     )
 

@@ -17,6 +17,7 @@ from ftkit.console.formatting import bytes_text, percent_text
 from ftkit.console.grid import labelled_grid
 from ftkit.console.html import block, escaped, grid, labelled, styled
 from ftkit.console.terminal import REPORT_WIDTH, fitted, plain_text
+from ftkit.memory.gpus import HOST
 from ftkit.planner.predict import Planned
 from ftkit.planner.suggest import Change
 from ftkit.pretrained.gguf.convert import Conversion
@@ -108,7 +109,7 @@ def show_changes(
 
 
 def verdict(planned: Planned) -> str:
-    """Whether it fits, in words; empty: not asked."""
+    """Whether it fits, in words; empty: the memory of the devices is not known."""
     if planned.gpu is None:
         return ""
     return {True: "fits", False: "does not fit", None: "UNCERTAIN"}[planned.fits]
@@ -133,12 +134,18 @@ def _needs(planned: Planned) -> str:
     assert planned.gpu is not None
     low, high = map(bytes_text, (planned.least_bytes, planned.memory.high_bytes))
     there = bytes_text(planned.gpu.memory_bytes)
-    return f"needs {low} to {high} of the {there} of {planned.gpu.name}"
+    each = " for each rank" * (planned.gpu.name == HOST and planned.plan.devices > 1)
+    words = f"needs {low} to {high} of the {there} of {planned.gpu.name}{each}"
+    if planned.gpu.host_bytes is not None and planned.memory.host_bytes > planned.gpu.host_bytes:
+        words += f", and host memory: there are {bytes_text(planned.gpu.host_bytes)} for each rank"
+    return words
 
 
 def _rows(planned: Planned) -> Iterator[tuple[str, str]]:
     plan, memory = planned.plan, planned.memory
     train = plan.recipe.train
+    if planned.method_source == "recipe" and plan.recipe.method == "full":
+        yield "method", "full: no key of LoRA is in the recipe; ftkit plan finetune plans LoRA"
     share = percent_text(memory.trained_parameters / memory.parameters)
     counts = f"{memory.trained_parameters:,} of {memory.parameters:,}"
     yield "parameters", f"{counts} trained ({share})"
@@ -146,9 +153,8 @@ def _rows(planned: Planned) -> Iterator[tuple[str, str]]:
         yield "sizes", f"LitGPT's of {planned.known_as}; its config.json is not here"
     if planned.kept_bytes:
         yield "kept", f"{bytes_text(planned.kept_bytes)} beside the language model, not loaded"
-    device = "CPU" if plan.accelerator == "cpu" else "GPU"
     quantize = getattr(plan.recipe, "quantize", None)
-    settings = [f"{plan.world_size} x {device}", plan.strategy, plan.precision]
+    settings = [f"{plan.world_size} x {plan.kind.noun}", plan.strategy, plan.precision]
     if quantize:
         settings.append(quantize)
     if every := int(plan.recipe.memory.activation_checkpointing):

@@ -76,6 +76,8 @@ class Resolved:
     """How prompts are made of records, and how the result is asked: whose chat template."""
     max_seq_length: int | None = None
     """Sequences are cut to this many tokens."""
+    longest_sample_tokens: int | None = None
+    """Tokens of the longest sample to train on or to validate on, after cutting."""
     global_batch_size: int | None = None
     """Sequences per step, over all ranks."""
     micro_batch_size: int | None = None

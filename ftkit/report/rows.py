@@ -280,6 +280,16 @@ def _step_memory_rows(memory: StepMemory) -> Iterator[tuple[str, str]]:
         consists_of = _bytes_by_name(dataclasses.asdict(expected.peak_breakdown_bytes))
         error = f"{expected.error_fraction * 100:+z.1f} %"
         yield "predicted", f"{bytes_text(expected.peak_bytes)} ({error}): {consists_of}"
+    if heaviest := memory.heaviest:
+        batch = heaviest.micro_batch
+        tokens = batch.sequences * batch.positions if batch.tokens is None else batch.tokens
+        yield (
+            "  heaviest",
+            (
+                f"{bytes_text(heaviest.peak_bytes)} predicted, with the most tokens at once that "
+                f"there can be ({tokens:,}), as by ftkit plan"
+            ),
+        )
 
 
 def _bytes_by_name(counts: dict[str, int]) -> str:

@@ -134,6 +134,21 @@ class PredictedStep:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeaviestStep:
+    """The heaviest step that there can be, predicted: the peak that `ftkit plan` says beforehand.
+
+    Every sample in it is as long as the longest one, and every token carries loss.
+    """
+
+    peak_bytes: int
+    """Highest total within the step."""
+    peak_breakdown_bytes: Breakdown
+    """At that moment."""
+    micro_batch: MicroBatchSize
+    """What a forward pass computes on."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepMemory:
     """Memory of the measured step that took most, of all ranks."""
 
@@ -141,6 +156,8 @@ class StepMemory:
     """One entry per rank."""
     predicted: PredictedStep | None = None
     """What was expected of rank 0."""
+    heaviest: HeaviestStep | None = None
+    """What was expected of rank 0 in the heaviest step that there can be."""
 
     @property
     def fullest(self) -> RankStepMemory:
@@ -151,5 +168,7 @@ class StepMemory:
     def of(cls, parts: Sequence["StepMemory | None"]) -> "StepMemory | None":
         """Those of all ranks in one; None: none was measured."""
         ranks = [rank for part in parts if part is not None for rank in part.ranks]
-        predicted = [part.predicted for part in parts if part is not None and part.predicted]
-        return cls(ranks=ranks, predicted=next(iter(predicted), None)) if ranks else None
+        if not ranks:
+            return None
+        first = next((part for part in parts if part is not None and part.heaviest), cls(ranks=[]))
+        return cls(ranks=ranks, predicted=first.predicted, heaviest=first.heaviest)

@@ -5,7 +5,6 @@ standard output and error in a log from the first import on, and the terminal as
 descriptor.
 """
 
-import dataclasses
 import gc
 import io
 import json
@@ -215,17 +214,19 @@ def _tell(exception: BaseException, job: Job, state: RankDirectory) -> None:
 
 
 def _note_prediction(job: Job, recorder: Recorder, display: Display) -> None:
-    """What the measured step was expected to need; it takes a second, after all else."""
-    measured = recorder.report.step_memory
-    if rank() > 0 or measured is None:
+    """What steps were expected to need; it takes a second, after all else."""
+    measured, resolved = recorder.report.step_memory, recorder.report.resolved
+    if rank() > 0 or measured is None or resolved is None:
         return
+    longest = resolved.longest_sample_tokens
+    assert longest is not None
     try:
         with display.phase("predicting memory", brief=True):
-            predicted = predict_measured(job.base, job.plan, measured.ranks[0])
+            told = predict_measured(job.base, job.plan, measured, longest)
     except Exception as error:  # a report is not worth less without it
         recorder.warn(f"memory was not predicted: {type(error).__name__}: {error}")
     else:
-        recorder.note(step_memory=dataclasses.replace(measured, predicted=predicted))
+        recorder.note(step_memory=told)
 
 
 def _log_libraries() -> None:

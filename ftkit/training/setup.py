@@ -391,6 +391,7 @@ def _tell(setup: Setup, journal: Journal) -> None:
         kept_bytes=setup.base.rest_bytes or None,
         chat_template=setup.template.name,
         max_seq_length=setup.max_seq_length,
+        longest_sample_tokens=max(setup.data.longest_tokens, setup.sets.longest_tokens),
         global_batch_size=recipe.train.global_batch_size,
         micro_batch_size=plan.micro_batch_size,
         micro_batch_tokens=plan.micro_batch_tokens,

@@ -5,6 +5,7 @@ import platform
 import resource
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -121,28 +122,88 @@ def host_memory(status: Path = Path("/proc/self/status")) -> HostMemory:
     )
 
 
+class HostLimit(NamedTuple):
+    """Host memory that the processes of this machine, or of its container, may hold at most."""
+
+    memory_bytes: int
+    """Without what is swapped out."""
+    swap_bytes: int
+    """What the kernel may swap out besides."""
+
+
+def host_limit(
+    processes: int = 1,
+    *,
+    membership: Path = Path("/proc/self/cgroup"),
+    groups: Path = Path("/sys/fs/cgroup"),
+) -> HostLimit:
+    """Host memory that each of some processes can hold at most, whatever others hold now.
+
+    A process that needs more is killed, or is refused memory. Counted are the machine's memory,
+    the control groups of this process and those above them, and the limits of a single process.
+
+    Args:
+        processes: that share the memory of the machine, or of the container.
+        membership: says which control groups this process is in.
+        groups: where control groups are mounted.
+    """
+    memory = total = psutil.virtual_memory().total
+    with warnings.catch_warnings():  # psutil warns where /proc/vmstat lacks counters of swap
+        warnings.simplefilter("ignore", RuntimeWarning)
+        most = memory + psutil.swap_memory().total
+    for directory in _control_groups(membership, groups):
+        of_group = _bytes_in(directory / "memory.max", directory / "memory.limit_in_bytes")
+        swap = _bytes_in(directory / "memory.swap.max")  # version 2: beside memory.max
+        both = _bytes_in(directory / "memory.memsw.limit_in_bytes")  # version 1: memory and swap
+        memory = min(memory, of_group or total)
+        if swap is not None:
+            most = min(most, (of_group or total) + swap)
+        if both is not None:
+            most = min(most, both)
+    own = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS)]
+    limits = [limit for limit in own if limit != resource.RLIM_INFINITY]
+    memory, most = (min([shared // processes, *limits]) for shared in (memory, most))
+    return HostLimit(memory, max(0, most - memory))
+
+
 def available_host_bytes(processes: int = 1) -> int:
-    """Host memory that each of some processes may take now, limits counted.
+    """Host memory that each of some processes may take now, limits counted and swap not.
 
     Args:
         processes: that share the memory of the machine, or of the container.
     """
-    shared = [psutil.virtual_memory().available]
-    for path in _container_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")):
-        with suppress(OSError, ValueError):  # absent, or "max"
-            shared.append(int(path.read_text()))
-    own = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS)]
-    return min([min(shared) // processes, *(n for n in own if n != resource.RLIM_INFINITY)])
+    limit = host_limit(processes).memory_bytes
+    return min(psutil.virtual_memory().available // processes, limit)
 
 
-def _container_limits(membership: Path, groups: Path) -> Iterator[Path]:
-    """Files with the limit of the control group of this process, in version 2 and in version 1."""
-    yield groups / "memory.max"
-    yield groups / "memory" / "memory.limit_in_bytes"
-    with suppress(OSError):
+def _control_groups(membership: Path, groups: Path) -> Iterator[Path]:
+    """The control groups of memory of this process and those above, in versions 2 and 1.
+
+    In a container the path may be that of the host, which does not exist there: then the mounted
+    directory is the container's own group.
+    """
+    own = {groups: "", groups / "memory": ""}
+    with suppress(OSError, ValueError):
         for line in membership.read_text().splitlines():
-            if line.startswith("0::/"):
-                yield groups / line.removeprefix("0::/") / "memory.max"
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                own[groups] = path
+            elif "memory" in controllers.split(","):
+                own[groups / "memory"] = path
+    for mounted, path in own.items():
+        directory = Path(os.path.normpath(mounted / path.lstrip("/")))
+        yield mounted
+        while directory != mounted and directory.is_relative_to(mounted):
+            yield directory
+            directory = directory.parent
+
+
+def _bytes_in(*files: Path) -> int | None:
+    """The number in the first of some files that holds one; None: absent, or "max"."""
+    for file in files:
+        with suppress(OSError, ValueError):
+            return int(file.read_text())
+    return None
 
 
 def processes_killed_for_memory(counters: Path = Path("/proc/vmstat")) -> int | None:

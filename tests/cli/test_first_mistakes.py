@@ -1,6 +1,7 @@
 """What is often tried at first, and what is said to it."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,27 @@ def test_a_command_is_known_by_its_name_in_other_programs(typed: str, meant: str
 
 def test_who_wants_to_serve_is_not_sent_to_a_sweep() -> None:
     assert "ftkit export RESULT --check vllm" in refusal_of("serve")
+
+
+@pytest.mark.parametrize("command", ["finetune", "data"])
+@pytest.mark.parametrize("file", ["chats.jsonl", "my data/a.json.gz", "A.CSV", "b.parquet"])
+def test_a_file_of_data_as_a_word_is_not_taken_for_a_model(command: str, file: str) -> None:
+    told = refusal_of(command, file)
+    assert "is a file of data" in told and f"--data.path {shlex.quote(file)}," in told
+
+
+def test_arguments_of_a_component_may_lie_beside_its_class(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+
+    def optimizer_of(text: str) -> object:
+        file.write_text(f"checkpoint_dir: x\noptimizer: {text}")
+        return read_recipe([file]).optimizer
+
+    assert optimizer_of("{lr: 0.001}") == optimizer_of("{init_args: {lr: 0.001}}")
+    named = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1, "momentum": 0.9}}
+    assert optimizer_of("{class_path: SGD, lr: 0.1, init_args: {momentum: 0.9}}") == named
+    with pytest.raises(UserError, match="optimizer has lr twice"):
+        optimizer_of("{lr: 0.1, init_args: {lr: 0.2}}")
 
 
 @pytest.mark.parametrize("data", ["data/alpaca.json", "tatsu-lab/alpaca", "litgpt.data.x/y"])

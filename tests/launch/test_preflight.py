@@ -8,15 +8,17 @@ from typing import Any
 
 import pytest
 
+from ftkit.cli.app import run
 from ftkit.config.devices import Devices
 from ftkit.config.parsing import read_recipe, to_yaml
 from ftkit.config.recipe import Recipe
 from ftkit.errors import DoesNotFit
 from ftkit.launch import preflight
+from ftkit.memory import gpus
 from ftkit.memory.gpus import HOST, Gpu
 from ftkit.planner.check import check
 from ftkit.utils import progress
-from ftkit.utils.hardware import processes_killed_for_memory
+from ftkit.utils.hardware import HostLimit, processes_killed_for_memory
 
 CUDA = Devices(accelerator="cuda", count=1, names=("NVIDIA Some GPU",), memory_bytes=(24 * 2**30,))
 COMMAND = ["ftkit", "finetune_full", "--config", "mine.yaml"]
@@ -25,6 +27,8 @@ ANSWER: dict[str, Any] = {
     "micro_batch_size": 4,
     "low_bytes": 40 * 2**30,
     "high_bytes": 50 * 2**30,
+    "host_bytes": 2**30,
+    "host_low_bytes": 0,
     "length_source": "data",
     "length": "512 tokens: the longest sample",
     "changes": [
@@ -50,9 +54,9 @@ class Gpu24GiB:
         self.memory_bytes = 0
         """What the last was made for."""
 
-    def ask(self, _: Recipe, __: Devices, memory_bytes: int) -> dict[str, Any]:
+    def ask(self, _: Recipe, __: Devices, device: Gpu) -> dict[str, Any]:
         self.plans += 1
-        self.memory_bytes = memory_bytes
+        self.memory_bytes = device.memory_bytes
         return self.answer
 
 
@@ -91,6 +95,16 @@ LARGE = {
     "intermediate_size": 11008,
     "num_hidden_layers": 32,
     "vocab_size": 32000,
+}
+LARGE_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 6144,
+    "intermediate_size": 16384,
+    "num_hidden_layers": 34,
+    "num_attention_heads": 48,
+    "vocab_size": 32000,
+    "max_position_embeddings": 2048,
 }
 FLAT = LARGE | {"num_hidden_layers": 4}
 LITGPT = {
@@ -162,9 +176,103 @@ def test_a_model_of_which_nothing_is_known_is_looked_at(
     assert gpu.plans == 1
 
 
-def test_on_cpus_nothing_is_refused(gpu: Gpu24GiB) -> None:
-    preflight.require_room(recipe(), Devices(accelerator="cpu", count=2), COMMAND)
-    assert gpu.plans == 0
+CPUS = Devices(accelerator="cpu", count=2)
+
+
+def host_with(monkeypatch: pytest.MonkeyPatch, gib: int, swap_gib: int, free_gib: int) -> None:
+    """Give this machine so much host memory."""
+
+    def limit(processes: int) -> HostLimit:
+        return HostLimit(gib * 2**30 // processes, swap_gib * 2**30 // processes)
+
+    monkeypatch.setattr(gpus, "host_limit", limit)
+    monkeypatch.setattr(gpus, "available_host_bytes", lambda n: free_gib * 2**30 // n)
+
+
+def test_on_cpus_a_run_that_cannot_fit_in_the_host_memory_is_refused_likewise(
+    gpu: Gpu24GiB, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host_with(monkeypatch, gib=60, swap_gib=4, free_gib=60)
+    with pytest.raises(DoesNotFit) as refused:
+        preflight.require_room(recipe(devices="2"), CPUS, COMMAND)
+    text = str(refused.value)
+    assert refused.value.exit_code == 3
+    assert "at least 40.0 GiB of host memory for each rank" in text, "two share it"
+    assert "there are 30.0 GiB and 2.0 GiB of swap" in text and "--force" in text
+    assert "LoRA: ftkit finetune --config mine.yaml --lora_r 8" in text
+
+
+@pytest.mark.parametrize(
+    ("fits", "free_gib", "swap_gib", "warns"),
+    [(True, 80, 0, False), (True, 45, 0, True), (None, 45, 8, True)],
+)
+def test_on_cpus_what_others_hold_now_warns_and_refuses_nothing(
+    gpu: Gpu24GiB,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    fits: bool | None,
+    free_gib: int,
+    swap_gib: int,
+    warns: bool,
+) -> None:
+    host_with(monkeypatch, gib=100, swap_gib=swap_gib, free_gib=free_gib)
+    gpu.answer["fits"] = fits
+    preflight.require_room(recipe(), CPUS, COMMAND)
+    said = capsys.readouterr().out
+    needs = "this run needs 40.0 GiB to 50.0 GiB of 45.0 GiB of host memory that each rank may take"
+    assert (needs in said) == warns
+    assert ("swap is slow" in said) == (warns and swap_gib > 0)
+
+
+@pytest.mark.parametrize(("low_gib", "fits"), [(70, False), (10, None)])
+def test_host_memory_beside_gpus_is_looked_at_too(
+    gpu: Gpu24GiB,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    low_gib: int,
+    fits: bool | None,
+) -> None:
+    host_with(monkeypatch, gib=60, swap_gib=4, free_gib=60)
+    gpu.answer |= {"fits": fits, "low_bytes": 2**30, "high_bytes": 2**31}
+    gpu.answer |= {"host_low_bytes": low_gib * 2**30, "host_bytes": 80 * 2**30}
+    if fits is None:
+        preflight.require_room(recipe(), CUDA, COMMAND)
+        said = capsys.readouterr().out
+        assert "needs 10.0 GiB to 80.0 GiB of 64.0 GiB of host memory for each rank" in said
+        return
+    with pytest.raises(DoesNotFit, match=r"at least 70\.0 GiB of host memory for each rank"):
+        preflight.require_room(recipe(), CUDA, COMMAND)
+
+
+@pytest.mark.slow
+def test_a_run_of_a_large_model_is_refused_before_its_weights_are_made(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The whole way on a machine of 24 GiB: 15.5 billion parameters, whose weights are not here."""
+    host_with(monkeypatch, gib=24, swap_gib=0, free_gib=23)
+    monkeypatch.chdir(tmp_path)
+    Path("model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(LARGE_CONFIG))
+    words = ["finetune", "model", "--accelerator", "cpu", "--train.max_seq_length", "64"]
+    with pytest.raises(DoesNotFit) as refused:
+        run([*words, "--train.micro_batch_size", "1", "--train.global_batch_size", "1"])
+    text = str(refused.value)
+    assert "at least 83.4 GiB" in text and "of host memory for each rank" in text
+    assert "QLoRA: ftkit finetune model" in text, "which fits"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"], "nothing is left behind"
+
+
+@pytest.mark.slow
+def test_force_starts_a_run_on_cpus_that_is_predicted_not_to_fit(
+    gpu: Gpu24GiB, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, common: list[str]
+) -> None:
+    monkeypatch.setattr(gpus, "host_limit", lambda ranks: HostLimit(2**18, 0))
+    monkeypatch.setattr(gpus, "available_host_bytes", lambda ranks: 2**18)
+    words = ["finetune", *common, "--train.max_steps", "1", "--out_dir", str(tmp_path / "out")]
+    with pytest.raises(DoesNotFit, match=r"of which there are 0.2 MiB"):
+        run(words)
+    assert not list(tmp_path.iterdir())
+    assert run([*words, "--force"]) == 0
 
 
 @pytest.mark.parametrize(("devices", "gib"), [("1", 80), ("2", 24), ("auto", 8)])
@@ -177,7 +285,7 @@ def test_the_memory_is_that_of_the_smallest_gpu_that_is_used(
     preflight.require_room(recipe(devices=devices), three, COMMAND)
     assert gpu.memory_bytes == gib * 2**30
     half = [size // 2 for size in sizes]
-    monkeypatch.setattr(preflight, "free_bytes", lambda count, kind: half[:count])
+    monkeypatch.setattr(gpus, "free_bytes", lambda count, kind: half[:count])
     preflight.with_micro_batch(recipe(devices=devices, train__micro_batch_size="auto"), three)
     assert gpu.memory_bytes == gib * 2**29
 

@@ -178,9 +178,9 @@ def test_the_program_itself_loads_no_torch() -> None:
 
 def test_outside_a_notebook_plans_are_short_and_print_shows_them(seen: dict[str, Any]) -> None:
     shown, printed, several = seen["plan"]
-    assert shown.startswith("<ftkit plan: full on random:pythia-14m: needs up to ")
+    assert shown.startswith("<ftkit plan: lora on random:pythia-14m: needs up to ")
     assert shown.endswith(" MiB, fits on 24GiB>")
-    assert printed.startswith("plan: full on random:pythia-14m ---") and "\nsequences " in printed
+    assert printed.startswith("plan: lora on random:pythia-14m ---") and "\nsequences " in printed
     assert len(several.splitlines()) < len(printed.splitlines())
 
 

@@ -14,6 +14,7 @@ from stand_in_hub import HubHandler, serving
 from ftkit.cli.app import run
 from ftkit.console.terminal import plain_text
 from ftkit.errors import UserError
+from ftkit.memory.gpus import find_gpu
 from ftkit.planner.predict import plan_files
 from ftkit.planner.table import plan_table
 from ftkit.pretrained import hub
@@ -89,7 +90,7 @@ def test_of_a_model_that_litgpt_does_not_know_settings_and_tokenizer_are_all_tha
     served: Served, capsys: pytest.CaptureFixture[str]
 ) -> None:
     served.files |= {"tokenizer.json": b"{}", "tokenizer_config.json": b"{}"}
-    assert run(["plan", "--checkpoint_dir", UNKNOWN, "--format", "json"]) == 0
+    assert run(["plan", "finetune_full", UNKNOWN, "--format", "json"]) == 0
     assert sorted(served.asked) == ["config.json", "tokenizer.json", "tokenizer_config.json"]
     found = json.loads(capsys.readouterr().out)
     assert found["known_as"] is None
@@ -121,7 +122,7 @@ def test_its_own_settings_win_over_those_that_litgpt_knows(
     served: Served, capsys: pytest.CaptureFixture[str]
 ) -> None:
     served.repository = KNOWN
-    assert run(["plan", "--checkpoint_dir", KNOWN]) == 0
+    assert run(["plan", "--checkpoint_dir", KNOWN, "--gpu", "h200"]) == 0
     assert served.asked == ["config.json"]
     assert "LitGPT's of" not in capsys.readouterr().out
 
@@ -158,7 +159,7 @@ def test_what_takes_long_is_told_beside_the_plan(
 
 def test_the_moment_of_the_peak_is_told_in_words() -> None:
     overrides = [("checkpoint_dir", "random:pythia-14m"), ("train.max_seq_length", "64")]
-    planned = plan_files([], overrides, method="full")
+    planned = plan_files([], overrides, command="finetune_full", gpu=find_gpu("t4"))
 
     def told(moment: str) -> str:
         memory = dataclasses.replace(planned.memory, moment=moment)

@@ -18,11 +18,12 @@ from ftkit.config import devices
 from ftkit.config.devices import Cuda, Devices, VisibleGpu
 from ftkit.config.parsing import Override, read_recipe
 from ftkit.config.plan import make_plan
+from ftkit.config.recipe_keys import LORA_KEYS
 from ftkit.console.terminal import plain_text
 from ftkit.data.dataset import load_data, load_sets
 from ftkit.data.longest_sample import Longest
 from ftkit.errors import UserError
-from ftkit.memory.gpus import GPUS, find_gpu
+from ftkit.memory.gpus import GPUS, HOST, Gpu, find_gpu
 from ftkit.memory.simulate import largest_micro_batch, simulate, with_layers
 from ftkit.notebook import plans
 from ftkit.optim.schedule import make_schedule
@@ -32,16 +33,18 @@ from ftkit.planner.suggest import Change, changes_that_fit
 from ftkit.planner.table import plan_table, show_changes, side_by_side
 from ftkit.pretrained.blueprint import read_blueprint
 from ftkit.utils import progress
+from ftkit.utils.hardware import HostLimit
 
 MODEL = "random:pythia-14m"
 
 
-def planned(model: str = MODEL, gpu: str | None = None, **keys: object) -> Planned:
+def planned(model: str = MODEL, gpu: str = "h200", **keys: object) -> Planned:
     values = {"checkpoint_dir": model, "train.max_seq_length": 64} | {
         key.replace("__", "."): value for key, value in keys.items()
     }
     overrides = [(key, json.dumps(value)) for key, value in values.items()]
-    return plan_files((), overrides, gpu=None if gpu is None else find_gpu(gpu))
+    command = "finetune" if LORA_KEYS & values.keys() else "finetune_full"
+    return plan_files((), overrides, command=command, gpu=find_gpu(gpu))
 
 
 @pytest.mark.parametrize(
@@ -139,11 +142,23 @@ def test_any_lora_key_means_lora() -> None:
 
 
 def test_a_device_is_large_enough_too_small_or_too_close_to_say() -> None:
-    memory = planned().memory
-    assert memory.fits(memory.high_bytes) is True
-    assert memory.fits(memory.low_bytes - 1) is False
-    assert memory.fits((memory.low_bytes + memory.high_bytes) // 2) is None
-    assert planned(gpu="t4").fits is True and planned().fits is None
+    memory = planned(devices=2, strategy="fsdp", strategy__cpu_offload=True).memory
+    low, high = memory.low_bytes, memory.high_bytes
+
+    def fits(memory_bytes: int, swap_bytes: int = 0, host_bytes: int | None = None) -> bool | None:
+        there = Gpu(
+            name="", memory_bytes=memory_bytes, swap_bytes=swap_bytes, host_bytes=host_bytes
+        )
+        return memory.fits(there, low)
+
+    assert fits(high) is True
+    assert fits(low - 1) is False
+    assert fits((low + high) // 2) is None
+    assert fits(low - 1, swap_bytes=high) is None, "swap saves a run, and makes it slow"
+    assert 0 < memory.host_low_bytes < memory.host_bytes
+    assert fits(high, host_bytes=memory.host_bytes) is True
+    assert fits(high, host_bytes=memory.host_low_bytes) is None
+    assert fits(high, host_bytes=memory.host_low_bytes - 1) is False
 
 
 @pytest.mark.parametrize(
@@ -191,9 +206,82 @@ def test_a_plan_says_how_many_micro_steps_a_step_has_at_most(
 
 
 @pytest.mark.parametrize("key", ["micro_batch_size", "micro_batch_tokens"])
-def test_auto_needs_a_device(key: str) -> None:
-    with pytest.raises(UserError, match=f"train.{key} is auto, but no device is named"):
-        planned(**{f"train__{key}": "auto"})
+def test_auto_takes_the_memory_that_is_free_here(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = [("checkpoint_dir", MODEL), ("train.max_seq_length", "64"), (f"train.{key}", "auto")]
+    found = plan_files((), keys)
+    assert found.gpu and found.gpu.name == HOST and found.fits
+    assert found.micro_batch.full == (16 if key == "micro_batch_size" else 16 * 63)
+    less = (plan_files((), keys[:2]).memory.high_bytes + found.memory.high_bytes) // 2
+    monkeypatch.setattr("ftkit.memory.gpus.available_host_bytes", lambda ranks: less)
+    smaller = plan_files((), keys)
+    assert smaller.fits and smaller.micro_batch.full < found.micro_batch.full
+
+
+@pytest.mark.parametrize(
+    ("words", "method"),
+    [
+        ([MODEL], "lora"),
+        (["finetune_full", MODEL], "full"),
+        (["finetune", MODEL], "lora"),
+        (["finetune_lora", MODEL], "lora"),
+        (["full.yaml"], "full"),
+        (["full.yaml", "--lora_r", "4"], "lora"),
+        (["finetune", "full.yaml"], "lora"),
+        (["lora.yaml"], "lora"),
+    ],
+)
+def test_what_is_planned_is_the_method_of_the_command_or_else_of_the_recipe(
+    words: list[str],
+    method: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("full.yaml").write_text(f"checkpoint_dir: {MODEL}\ntrain: {{max_seq_length: 64}}")
+    Path("lora.yaml").write_text(f"checkpoint_dir: {MODEL}\nquantize: bnb.nf4")
+    monkeypatch.setattr(progress, "_verbosity", "full")
+    assert run(["plan", *words]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"plan: {method} on {MODEL}")
+    is_guess = method == "full" and words[0] == "full.yaml"
+    assert ("ftkit plan finetune plans LoRA" in " ".join(shown.split())) == is_guess
+    following = "finetune" if method == "lora" else "finetune_full"
+    assert f"\nnext:\n  ftkit {following} " in shown
+
+
+def test_a_sweep_names_the_commands_of_its_runs_itself(tmp_path: Path) -> None:
+    sweep = tmp_path / "sweep.yaml"
+    sweep.write_text("runs: []")
+    with pytest.raises(UserError, match="is a sweep, whose runs name their commands"):
+        run(["plan", "finetune", str(sweep)])
+
+
+def test_without_a_gpu_a_plan_is_for_the_cpu_and_its_host_memory(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("ftkit.config.devices.Path.exists", lambda _: False)
+    words = ["plan", MODEL, "--train.max_seq_length", "64", "--devices", "2"]
+    assert run(words) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "devices 2 x CPU, ddp" in shown and "of host memory for each rank" in shown
+    limit = HostLimit(memory_bytes=2**20, swap_bytes=0)
+    monkeypatch.setattr("ftkit.memory.gpus.host_limit", lambda ranks: limit)
+    assert run(words) == 3
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "does not fit" in shown and "of the 1.0 MiB of host memory" in shown
+
+
+@pytest.mark.parametrize("keys", [["--kernels", "liger"], ["--accelerator", "cuda"]])
+def test_what_cannot_run_here_is_refused_as_by_the_run_with_how_to_plan_it_elsewhere(
+    keys: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ftkit.config.devices._asked_once", lambda: Cuda(torch="2", error="none"))
+    words = [MODEL, "--train.max_seq_length", "64", *keys]
+    monkeypatch.setattr("ftkit.config.checks.has_liger", lambda: True)
+    with pytest.raises(UserError, match=r"(?s)CUDA|cuda.*--gpu a100-80gb"):
+        run(["plan", *words])
+    assert run(["plan", *words, "--gpu", "80GiB"]) == 0
 
 
 def test_fewer_tokens_at_once_are_the_first_advice_where_too_many_do_not_fit() -> None:
@@ -305,7 +393,8 @@ def test_json_is_all_that_is_written_and_the_exit_code_says_whether_it_fits(
     assert run([*words, "--gpu", "100MiB"]) == 3
     assert json.loads(capsys.readouterr().out)["fits"] is False
     assert run(words) == 0
-    assert json.loads(capsys.readouterr().out)["fits"] is None
+    here = json.loads(capsys.readouterr().out)
+    assert here["fits"] is True and (here["gpu"], here["accelerator"]) == (HOST, "cpu")
 
 
 def test_several_plans_are_one_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -573,7 +662,8 @@ def test_fit_lists_changes_that_fit_with_command_lines_that_plan_the_same(
 ) -> None:
     # Activations take most of it, also those that the one long sample needs for certain.
     model = "random:tiny-llama-1.1b"
-    keys = ["--checkpoint_dir", model, "--train.max_seq_length", "2048", "--precision", "32-true"]
+    keys = ["finetune_full", "--checkpoint_dir", model]
+    keys += ["--train.max_seq_length", "2048", "--precision", "32-true"]
     keys += ["--data", "JSON", "--data.json_path", long_data]
     keys += ["--train.micro_batch_size", "8", "--train.global_batch_size", "8"]
     values: dict[str, object] = {"checkpoint_dir": model, "train__max_seq_length": 2048}
@@ -588,9 +678,9 @@ def test_fit_lists_changes_that_fit_with_command_lines_that_plan_the_same(
     ]
     assert all(change["plan"]["fits"] is not False for change in changes)
     for change in changes[:2]:
-        program, _, *words = shlex.split(change["command"])
+        program, command, *words = shlex.split(change["command"])
         assert program == "ftkit"
-        assert run(["plan", *words, "--gpu", size, "--format", "json"]) == 0
+        assert run(["plan", command, *words, "--gpu", size, "--format", "json"]) == 0
         again = json.loads(capsys.readouterr().out)
         assert again["peak_bytes"] == change["plan"]["peak_bytes"]
 
@@ -656,27 +746,29 @@ def test_a_plan_says_what_to_do_next(
     assert capsys.readouterr().out.endswith(f"\nnext:\n  {following.format(MODEL)}\n")
 
 
-def test_several_plans_and_a_plan_for_no_gpu_say_nothing_more(
+def test_several_plans_say_nothing_more(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "_verbosity", "full")  # as it is after the test
-    run(["plan", MODEL])
     run(["plan", MODEL, "--gpu", "80GiB", "--sweep", "lora_r=4,8"])
     run(["plan", MODEL, "--gpu", "80GiB", "--quiet"])
     assert "next:" not in capsys.readouterr().out
 
 
-def test_fit_needs_one_plan_and_a_gpu() -> None:
+def test_fit_needs_one_plan() -> None:
     with pytest.raises(UserError, match="--gpu a100-80gb --fit"):
-        run(["plan", "--checkpoint_dir", MODEL, "--fit"])
+        run(["plan", "--checkpoint_dir", MODEL, "--fit", "--sweep", "lora_r=4,8"])
 
 
 def test_in_a_notebook_a_plan_shows_itself_alone_and_among_others() -> None:
     keys = {"checkpoint_dir": MODEL, "train.max_seq_length": 64}
-    found = plans.plan(gpu="t4", name="<b2>", **keys)
+    found = plans.plan(command="finetune_full", gpu="t4", name="<b2>", **keys)
     assert found.fits
     alone, together = (shown._repr_html_() for shown in (found, plans.Plans([found, found])))
     assert f"plan: full on {MODEL}" in alone and "fits" in alone
     assert together.count("&lt;b2&gt;") == 2 and "<b2>" not in together
     with pytest.raises(UserError, match=r"train\.max_stepz is not a key"):
         plans.plan(**keys, **{"train.max_stepz": 1})
+    with pytest.raises(UserError, match="command is 'full', but must be one of finetune,"):
+        plans.plan(command="full", **keys)
+    assert plans.plan(**keys).plan.recipe.method == "lora"

@@ -17,12 +17,11 @@ from torch import Tensor
 
 from ftkit.architectures.litgpt_architecture import LitgptArchitecture
 from ftkit.bodies.norm import RMSNorm
-from ftkit.config.recipe import Recipe, Train
 from ftkit.memory.gpus import find_gpu
 from ftkit.model import liger
 from ftkit.model.language_model import LanguageModel
 from ftkit.model.loss import loss_and_slope
-from ftkit.planner.predict import plan_recipe
+from ftkit.planner.predict import plan_files
 
 SIZES: dict[str, Any] = {
     "n_layer": 2,
@@ -158,12 +157,14 @@ def predicted() -> dict[str, float]:
     """Highest memory of a step on an H100, by whose kernels compute it."""
     found = {}
     for kernels in ("liger", "torch"):
-        recipe = Recipe(
-            checkpoint_dir="random:Llama-3.2-1B",
-            kernels=kernels,
-            train=Train(max_seq_length=512, global_batch_size=4, micro_batch_size=4),
-        )
-        planned = plan_recipe(recipe, gpu=find_gpu("h100"))
+        keys = [
+            ("checkpoint_dir", "random:Llama-3.2-1B"),
+            ("kernels", kernels),
+            ("train.max_seq_length", "512"),
+            ("train.global_batch_size", "4"),
+            ("train.micro_batch_size", "4"),
+        ]
+        planned = plan_files((), keys, command="finetune_full", gpu=find_gpu("h100"))
         assert not planned.memory.is_more_because
         found[kernels] = float(planned.memory.peak_bytes)
         found[f"{kernels}, activations"] = float(planned.memory.breakdown_bytes["activations"])
