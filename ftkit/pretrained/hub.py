@@ -14,8 +14,10 @@ from ftkit.console.formatting import bytes_text
 from ftkit.errors import UserError
 from ftkit.pretrained.hub_errors import explained, nearest_names
 from ftkit.pretrained.licences import is_licence
+from ftkit.pretrained.shard_index import indexed_files
 from ftkit.remote.fetch import fetch_whole
 from ftkit.remote.urls import is_url, local_path
+from ftkit.utils.damaged_files import reading, require_regular
 from ftkit.utils.files import free_disk_bytes
 
 ROOT = Path("checkpoints")
@@ -54,6 +56,7 @@ _SETTINGS_FILES = (
 )
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 """In the order of transformers: the first that is there, alone or in shards, is the model."""
+_AGAIN = "Download it again."
 _DOWNLOADED = Path(".cache/huggingface")
 """What huggingface_hub leaves in a directory that it has filled."""
 _SETTINGS_TIMEOUT_S = 5.0
@@ -142,7 +145,8 @@ def find_gguf(name: str, *, root: Path = ROOT) -> Path | None:
         UserError: the directory holds several.
     """
     for candidate in _places(name, root):
-        if candidate.is_file() and _is_gguf(candidate):
+        if _is_gguf(candidate) and candidate.exists() and not candidate.is_dir():
+            require_regular(candidate)
             return candidate
         if not candidate.is_dir() or _incomplete_files(candidate):
             continue
@@ -321,13 +325,12 @@ def weight_files(directory: Path) -> list[Path]:
         UserError: the index of the shards cannot be read.
     """
     for name in _WEIGHTS:
-        if (single := directory / name).is_file():
+        single = directory / name
+        require_regular(single)
+        if single.is_file():
             return [single]
         if (index := directory / f"{name}.index.json").is_file():
-            weight_map = read_json(index).get("weight_map")
-            if not isinstance(weight_map, dict):
-                raise UserError(f"{index} does not list the weight files. Download it again.")
-            return sorted(directory / shard for shard in set(weight_map.values()))
+            return indexed_files(read_json(index), index)
     return []
 
 
@@ -337,14 +340,13 @@ def read_json(file: Path) -> dict[str, Any]:
     Raises:
         UserError: it is not a JSON object.
     """
+    require_regular(file)
     if not file.is_file():
         return {}
-    try:
+    with reading(file, "a JSON object", advice=_AGAIN):
         content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{file} is no valid JSON ({error}). Download it again.") from error
     if not isinstance(content, dict):
-        raise UserError(f"{file} is no JSON object. Download it again.")
+        raise UserError(f"{file} is no JSON object. {_AGAIN}")
     return content
 
 

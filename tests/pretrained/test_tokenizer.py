@@ -107,7 +107,7 @@ def test_a_token_decoded_alone_keeps_its_space(tmp_path: Path) -> None:
     [
         ("tokenizer.json", None, "has no tokenizer. Copy tokenizer.json"),
         ("tokenizer.json", "{}", "tokenizer.json cannot be read"),
-        ("tokenizer_config.json", "{", "tokenizer_config.json is no valid JSON"),
+        ("tokenizer_config.json", "{", "tokenizer_config.json is damaged"),
         ("tokenizer_config.json", "[]", "tokenizer_config.json is no JSON object"),
         ("tokenizer_config.json", None, 'no end-of-text token.*Name it as "eos_token"'),
     ],
