@@ -62,7 +62,15 @@ _RULES = tuple(
     )
 )
 """By the key, the first that fits. Some models write -1 for a size that is not limited."""
-_FLAGS = frozenset(("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "use_parallel_residual"))
+_FLAGS = frozenset(
+    (
+        "tie_word_embeddings",
+        "attention_bias",
+        "mlp_bias",
+        "use_sliding_window",
+        "use_parallel_residual",
+    )
+)
 """Keys that any text would switch on."""
 _NUMBERS = frozenset(("rope_base", "attention_scores_scalar", "rope_condense_ratio"))
 """Fields of LitGPT's configuration that are annotated as whole numbers and may be others."""

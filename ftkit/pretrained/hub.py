@@ -56,7 +56,6 @@ _SETTINGS_FILES = (
 )
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 """In the order of transformers: the first that is there, alone or in shards, is the model."""
-_AGAIN = "Download it again."
 _DOWNLOADED = Path(".cache/huggingface")
 """What huggingface_hub leaves in a directory that it has filled."""
 _SETTINGS_TIMEOUT_S = 5.0
@@ -343,10 +342,10 @@ def read_json(file: Path) -> dict[str, Any]:
     require_regular(file)
     if not file.is_file():
         return {}
-    with reading(file, "a JSON object", advice=_AGAIN):
+    with reading(file, "a JSON object"):
         content = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(content, dict):
-        raise UserError(f"{file} is no JSON object. {_AGAIN}")
+        raise UserError(f"{file} is no JSON object. Download it again.")
     return content
 
 
