@@ -1,4 +1,4 @@
-"""The index beside weight files in shards: which files it names, all of them below its directory."""
+"""The index beside weight files in shards: the files it names, all below its own directory."""
 
 from collections.abc import Mapping
 from pathlib import Path, PurePath

@@ -1,5 +1,6 @@
 """The tokenizer of a base model."""
 
+import json
 import re
 from collections.abc import Sequence
 from functools import cached_property
@@ -12,6 +13,8 @@ import torch
 from ftkit.chat_templates.template import template_of
 from ftkit.errors import UserError
 from ftkit.pretrained.hub import read_json
+from ftkit.pretrained.tokenizer_growth import require_bounded
+from ftkit.utils.damaged_files import reading, require_regular
 
 
 class Encoded(NamedTuple):
@@ -43,29 +46,29 @@ class Tokenizer(litgpt.tokenizer.Tokenizer):  # type: ignore[misc]
         self._word: int | None = None
         settings = read_json(directory / "tokenizer_config.json")
         vocabulary = directory / "tokenizer.json"
+        require_regular(vocabulary)
         is_sentencepiece = not vocabulary.is_file()
         if is_sentencepiece:
             vocabulary = directory / "tokenizer.model"
+            require_regular(vocabulary)
         if not vocabulary.is_file():
             raise UserError(
                 f"{directory} has no tokenizer. Copy tokenizer.json or tokenizer.model of the "
                 "original model there."
             )
-        try:
+        with reading(vocabulary, "a tokenizer", advice="Download it again."):
             self.processor = _sentencepiece(vocabulary) if is_sentencepiece else _fast(vocabulary)
-        except Exception as error:  # tokenizers raises plain Exception, sentencepiece others
-            raise UserError(f"{vocabulary} cannot be read ({error}). Download it again.") from error
-        if is_sentencepiece:
-            self.backend = "sentencepiece"
-            self.bos_id = _id_or_none(self.processor.bos_id())
-            self.eos_id = _id_or_none(self.processor.eos_id())
-            self.use_bos = self.bos_id is not None
-        else:
-            self.backend = "huggingface"
-            self.bos_id = self._special_token("bos")
-            self.eos_id = self._special_token("eos")
-            self.use_bos = self.processor.encode("a").ids[:1] == [self.bos_id]
-            self._word = self._word_that_loses_its_space()
+            if is_sentencepiece:
+                self.backend = "sentencepiece"
+                self.bos_id = _id_or_none(self.processor.bos_id())
+                self.eos_id = _id_or_none(self.processor.eos_id())
+                self.use_bos = self.bos_id is not None
+            else:
+                self.backend = "huggingface"
+                self.bos_id = self._special_token("bos")
+                self.eos_id = self._special_token("eos")
+                self.use_bos = self.processor.encode("a").ids[:1] == [self.bos_id]
+                self._word = self._word_that_loses_its_space()
         if self.eos_id is None:
             raise UserError(
                 f"The tokenizer in {directory} has no end-of-text token, so a model could not "
@@ -134,10 +137,9 @@ class Tokenizer(litgpt.tokenizer.Tokenizer):  # type: ignore[misc]
             more = settings.get("extra_special_tokens")
             named |= {**settings, **(more if isinstance(more, dict) else {})}
         texts = {
-            key: token["content"] if isinstance(token, dict) else token
+            key: text
             for key, token in named.items()
-            if key.endswith("_token")
-            and (isinstance(token, str) or (isinstance(token, dict) and "content" in token))
+            if key.endswith("_token") and (text := _text_of(token)) is not None
         }
         for key, token_id in (("bos_token", self.bos_id), ("eos_token", self.eos_id)):
             if token_id is not None:
@@ -212,14 +214,20 @@ class Tokenizer(litgpt.tokenizer.Tokenizer):  # type: ignore[misc]
         for name in ("generation_config.json", "config.json"):
             token = read_json(self._directory / name).get(f"{kind}_token_id")
             token = token[0] if isinstance(token, list) and token else token
-            if isinstance(token, int):
+            if isinstance(token, int) and not isinstance(token, bool):
                 return token
         return None
 
     def _named_token(self, kind: str) -> int | None:
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
-            token = read_json(self._directory / name).get(f"{kind}_token")
-            token = token.get("content") if isinstance(token, dict) else token
+            file, key = self._directory / name, f"{kind}_token"
+            named = read_json(file).get(key)
+            token = _text_of(named)
+            if named is not None and token is None:
+                raise UserError(
+                    f"{file} says that {key} is {str(named)[:40]}, but it has to be a text. "
+                    "Download it again."
+                )
             if token is not None and (found := self.processor.token_to_id(token)) is not None:
                 return int(found)
         return None
@@ -234,7 +242,10 @@ def _fast(vocabulary: Path) -> Any:
     """Without the cutting and padding that some files carry over from their last use."""
     from tokenizers import Tokenizer as Processor
 
-    processor = Processor.from_file(str(vocabulary))
+    text = vocabulary.read_text(encoding="utf-8")
+    # Reading runs the steps on the added tokens already.
+    require_bounded(json.loads(text), vocabulary)
+    processor = Processor.from_str(text)
     processor.no_truncation()
     processor.no_padding()
     return processor
@@ -244,6 +255,12 @@ def _sentencepiece(vocabulary: Path) -> Any:
     from sentencepiece import SentencePieceProcessor
 
     return SentencePieceProcessor(model_file=str(vocabulary))
+
+
+def _text_of(token: Any) -> str | None:
+    """A special token as settings name it, a text or the settings of one; None: it is neither."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
 
 
 def _id_or_none(token: int) -> int | None:
