@@ -7,8 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ftkit.config.peft_settings import AGAIN, read_peft_settings, require_known
 from ftkit.config.recipe import LAYER_SWITCHES, LoraRecipe, Recipe
 from ftkit.errors import UserError
+from ftkit.utils.damaged_files import reading, require_regular
+from ftkit.utils.json_values import from_json
 
 CONFIG = "adapter_config.json"
 WEIGHTS, OLD_WEIGHTS = "adapter_model.safetensors", "adapter_model.bin"
@@ -18,19 +21,15 @@ BASE_KEY = "ftkit_base"
 """Key of the header of WEIGHTS with the fingerprint of the base model."""
 PARTS_KEY = "parts"
 """Among the notes: Hugging Face's names of fused layers, each with our layers in order."""
+_NOTES: dict[str, Any] = {"lora_r": int, "lora_alpha": float, "lora_targets": list[str]}
+"""What ftkit notes beside the parts, with its kinds."""
+_ARGUMENTS = (
+    *("r", "lora_alpha", "lora_dropout", "target_modules", "target_parameters", "modules_to_save"),
+    *("rank_pattern", "alpha_pattern", "use_dora", "use_rslora", "fan_in_fan_out"),
+)
+"""Settings of which PEFT makes the layers of an adapter."""
 _OF_LAYER = ".weight"
 """What the name of a parameter that is the weight of a linear layer ends with."""
-
-_UNKNOWN = {
-    "bias": ("none", None),
-    "lora_bias": (False, None),
-    "layers_to_transform": (None,),
-    "exclude_modules": (None, []),
-    "trainable_token_indices": (None,),
-    "layer_replication": (None,),
-    "alora_invocation_tokens": (None,),
-}
-"""Settings of PEFT that change what an adapter is, with the values that change nothing."""
 
 
 def adapter_keys(directory: Path) -> dict[str, Any]:
@@ -39,7 +38,7 @@ def adapter_keys(directory: Path) -> dict[str, Any]:
     Raises:
         UserError: it is no adapter, or of a kind that ftkit does not train.
     """
-    config = _config(directory)
+    config = peft_settings(directory)
     kind = config.get("peft_type")
     if kind != "LORA":
         raise UserError(
@@ -47,12 +46,7 @@ def adapter_keys(directory: Path) -> dict[str, Any]:
             "trained on. Give another adapter, or none."
         )
     notes = read_notes(directory)
-    for key, harmless in _UNKNOWN.items():
-        if config.get(key, harmless[0]) not in harmless:
-            raise UserError(
-                f"adapter {directory} has {key} {json.dumps(config[key])}, which ftkit cannot "
-                "train on. Give another adapter, or none."
-            )
+    require_known(config, directory)
     if (config.get("rank_pattern") or config.get("alpha_pattern")) and not notes:
         raise UserError(
             f"adapter {directory} has ranks of its own for some layers (rank_pattern "
@@ -121,7 +115,7 @@ def with_adapter(recipe: Recipe) -> Recipe:
 
 def target_parameters(directory: Path) -> list[str]:
     """Names of the parameters, not layers, that an adapter adapts: those of experts."""
-    found = _config(directory).get("target_parameters") or []
+    found = peft_settings(directory).get("target_parameters") or []
     return [str(name) for name in found if not str(name).endswith(_OF_LAYER)]
 
 
@@ -143,11 +137,16 @@ def _in_order(value: Any) -> Any:
 
 def read_notes(directory: Path) -> dict[str, Any]:
     """What ftkit noted of the layers that an adapter of its own fuses; {} for others."""
-    try:
+    with reading(directory / WEIGHTS, "JSON", key=f"__metadata__.{NOTES_KEY}", advice=AGAIN):
         notes = json.loads(_header(directory).get(NOTES_KEY, "{}"))
-    except (ValueError, TypeError) as error:
-        raise _unreadable(directory / WEIGHTS, error) from error
-    return notes if isinstance(notes, dict) else {}
+        notes = notes if isinstance(notes, dict) else {}
+        parts = from_json(dict[str, list[str]], notes.get(PARTS_KEY, {}))
+        known = {key: notes[key] for key in _NOTES if key in notes}
+        for key, value in known.items():
+            from_json(_NOTES[key], value)
+        if known.get("lora_r", 1) < 1:
+            raise ValueError(f"lora_r is {known['lora_r']}")
+    return known | {PARTS_KEY: parts} if notes else {}
 
 
 def base_fingerprint(directory: Path) -> str | None:
@@ -159,37 +158,32 @@ def base_fingerprint(directory: Path) -> str | None:
 def _header(directory: Path) -> dict[str, Any]:
     """What the header of the weights says beside their names; {} where there is none."""
     path = directory / WEIGHTS
+    require_regular(path)
     if not path.is_file():
         return {}
-    try:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(min(size, 2**27)))
-        found = header.get("__metadata__", {})
-    except (OSError, ValueError, AttributeError) as error:
-        raise _unreadable(path, error) from error
+    with reading(path, "a header of safetensors", advice=AGAIN), path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if size > path.stat().st_size:
+            raise ValueError(f"its header of {size:,} bytes is longer than the file")
+        found = json.loads(file.read(size)).get("__metadata__", {})
     return found if isinstance(found, dict) else {}
 
 
-def _unreadable(path: Path, error: Exception) -> UserError:
-    return UserError(
-        f"{path} cannot be read ({error}). Take the adapter from where it was saved again."
-    )
+def peft_settings(directory: Path) -> dict[str, Any]:
+    """What ftkit uses of an adapter's settings; see `read_peft_settings`.
+
+    Raises:
+        UserError: there are none, or they are damaged.
+    """
+    return read_peft_settings(directory / CONFIG)
 
 
-def _config(directory: Path) -> dict[str, Any]:
-    path = directory / CONFIG
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(
-            f"adapter is {directory}, but there is no {CONFIG}. Give the directory of a PEFT "
-            "adapter, such as a run's final/."
-        ) from None
-    except (OSError, ValueError) as error:
-        raise _unreadable(path, error) from error
-    if not isinstance(content, dict):
-        raise UserError(
-            f"{path} holds no settings. Take the adapter from where it was saved again."
-        )
-    return content
+def peft_arguments(directory: Path) -> dict[str, Any]:
+    """Arguments of `peft.LoraConfig` for an adapter: none that names a module, class or place.
+
+    Raises:
+        UserError: as `adapter_keys`.
+    """
+    adapter_keys(directory)
+    settings = peft_settings(directory)
+    return {key: settings[key] for key in _ARGUMENTS if key in settings}
