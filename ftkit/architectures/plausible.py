@@ -31,44 +31,46 @@ class _Rule:
     keys: re.Pattern[str]
     least: float
     most: float
+    is_one: bool
+    """Whether nothing but one number may stand there; else also one for each layer, or others."""
 
     @property
     def text(self) -> str:
         return f"a number from {self.least:,} to {self.most:,}"
 
     def allows(self, value: Any) -> bool:
-        """Whether a model's class may have the value: null and other kinds are left to it."""
-        if isinstance(value, list):
-            return all(self.allows(item) for item in value)
-        if isinstance(value, bool | str):
-            return False
-        return not isinstance(value, int | float) or self.least <= value <= self.most
+        """Whether a model's class may have the value; null, and what is no size, is left to it."""
+        if isinstance(value, list | Mapping) and not self.is_one:
+            items = value.values() if isinstance(value, Mapping) else value
+            return all(self.allows(item) for item in items)
+        if value is None:
+            return True
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return not self.is_one
+        return self.least <= value <= self.most
 
 
 _RULES = tuple(
-    _Rule(re.compile(keys), least, most)
-    for keys, least, most in (
-        (r"num_hidden_layers|n_layers?|num_layers|num_blocks", 1, _MOST_LAYERS),
-        (r"hidden_size|vocab_size|padded_vocab_size|n_embd|d_model|head_dim", 1, _MOST_SIZE),
-        (r"(\w+_)?max_position_embeddings|n_positions|n_ctx|block_size", -1, _MOST_POSITIONS),
-        (r"(n|num)_\w*experts?", 0, _MOST_EXPERTS),
-        (r"(n|num)_\w+|\w+_(size|dim|rank|layers|groups|heads|experts|width)", -1, _MOST_SIZE),
-        (r"partial_rotary_factor|rotary_pct|rotary_percentage", 0.0, 1.0),
-        (r"\w*(dropout|_pdrop|dropout_prob|layerdrop)", 0.0, 1.0),
-        (r"(\w+_)?(eps|epsilon)", 0.0, 1.0),
-        (r"rope_theta|rotary_emb_base|rope_base", 1.0, 1e30),
-        (r"factor|low_freq_factor|high_freq_factor", 1e-9, 1e9),
-        (r"\w+_softcapping|query_pre_attn_scalar|attention_scores_scalar", 1e-9, 1e30),
+    _Rule(re.compile(keys), least, most, is_one)
+    for keys, least, most, is_one in (
+        (r"num_hidden_layers|n_layers?|num_layers|num_blocks", 1, _MOST_LAYERS, True),
+        (r"hidden_size|vocab_size|padded_vocab_size|n_embd|d_model|head_dim", 1, _MOST_SIZE, True),
+        (r"(\w+_)?max_position_embeddings|n_positions|n_ctx|block_size", -1, _MOST_POSITIONS, True),
+        (r"(n|num)_\w*experts?", 0, _MOST_EXPERTS, False),
+        (r"(n|num)_\w+|\w+_(size|dim|rank|width)", -1, _MOST_SIZE, False),
+        (r"partial_rotary_factor|rotary_pct|rotary_percentage", 0.0, 1.0, True),
+        (r"\w*(dropout|_pdrop|dropout_prob|layerdrop)", 0.0, 1.0, False),
+        (r"(\w+_)?(eps|epsilon)", 0.0, 1.0, True),
+        (r"rope_theta|rotary_emb_base|rope_base", 1.0, 1e30, True),
+        (r"factor|low_freq_factor|high_freq_factor", 1e-9, 1e9, True),
+        (r"\w+_softcapping|query_pre_attn_scalar|attention_scores_scalar", 1e-9, 1e30, True),
     )
 )
 """By the key, the first that fits. Some models write -1 for a size that is not limited."""
 _FLAGS = frozenset(
     (
-        "tie_word_embeddings",
-        "attention_bias",
-        "mlp_bias",
-        "use_sliding_window",
-        "use_parallel_residual",
+        *("tie_word_embeddings", "attention_bias", "mlp_bias"),
+        *("use_sliding_window", "use_parallel_residual"),
     )
 )
 """Keys that any text would switch on."""

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ftkit.config.peft_adapter import peft_settings
-from ftkit.config.peft_settings import HARMLESS_STARTS
+from ftkit.config.peft_adapter import HARMLESS_STARTS, peft_settings
 
 VLLM_VERSION = "0.33.0"
 """Where the rules were read."""

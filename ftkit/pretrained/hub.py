@@ -14,7 +14,7 @@ from ftkit.console.formatting import bytes_text
 from ftkit.errors import UserError
 from ftkit.pretrained.hub_errors import explained, nearest_names
 from ftkit.pretrained.licences import is_licence
-from ftkit.pretrained.shard_index import indexed_files
+from ftkit.pretrained.weights.shard_index import indexed_files
 from ftkit.remote.fetch import fetch_whole
 from ftkit.remote.urls import is_url, local_path
 from ftkit.utils.damaged_files import reading, require_regular
@@ -305,7 +305,8 @@ def missing_files(directory: Path) -> list[str]:
         return ["the rest of an interrupted download (run ftkit download again)"]
     if is_litgpt(directory):
         return []
-    missing = [] if (directory / "config.json").is_file() else ["config.json"]
+    require_regular(settings := directory / "config.json")
+    missing = [] if settings.is_file() else [settings.name]
     weights = weight_files(directory)
     if not weights:
         missing.append("weights (model.safetensors)")
@@ -324,8 +325,7 @@ def weight_files(directory: Path) -> list[Path]:
         UserError: the index of the shards cannot be read.
     """
     for name in _WEIGHTS:
-        single = directory / name
-        require_regular(single)
+        require_regular(single := directory / name)
         if single.is_file():
             return [single]
         if (index := directory / f"{name}.index.json").is_file():
