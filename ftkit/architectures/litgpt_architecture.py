@@ -21,7 +21,10 @@ from ftkit.architectures.architecture import (
 )
 from ftkit.architectures.families import AttentionBiasConfig, Family, Settings
 from ftkit.architectures.naming import LITGPT, Naming
+from ftkit.architectures.plausible import require_plausible, require_sound
 from ftkit.errors import UserError
+from ftkit.utils.damaged_files import reading
+from ftkit.utils.yaml_files import load_yaml
 
 LITGPT_SETTINGS = "model_config.yaml"
 """The settings file of LitGPT's layout."""
@@ -202,6 +205,7 @@ def read_litgpt_architecture(
         UserError: ftkit cannot run this model exactly, or a settings file is damaged.
     """
     config, family = _described(directory, settings, name, layout)
+    require_sound(config, directory / (LITGPT_SETTINGS if layout == "litgpt" else "config.json"))
     return LitgptArchitecture(config, family, families.window_of(config, settings))
 
 
@@ -247,14 +251,15 @@ def _described(
 
 def _config_in(directory: Path) -> Config:
     file = directory / LITGPT_SETTINGS
-    try:
-        return families.within_window(Config.from_file(file))
-    except Exception as error:  # of the YAML parser, or of a field or value LitGPT does not know
-        raise UserError(
-            f"{file} is no model configuration of this LitGPT version ({error}). Give the original "
-            "model, or write this directory anew from it: ftkit export ORIGINAL --format litgpt "
-            "--out DIR."
-        ) from error
+    expected = "a model configuration of this LitGPT version"
+    advice = (
+        "Give the original model, or write this directory anew from it: ftkit export ORIGINAL "
+        "--format litgpt --out DIR."
+    )
+    with reading(file, expected, advice=advice):
+        fields = load_yaml(file)
+        require_plausible(fields, file)
+        return families.within_window(Config(**fields))
 
 
 def _require_same(theirs: Config, ours: Config, directory: Path) -> None:

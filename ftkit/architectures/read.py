@@ -3,9 +3,19 @@
 from pathlib import Path
 
 from ftkit.architectures.architecture import Architecture, Implementation, ModelLayout
-from ftkit.architectures.families import FAMILIES, Settings
-from ftkit.architectures.litgpt_architecture import read_litgpt_architecture
+from ftkit.architectures.families import Settings, family_of_settings
+from ftkit.architectures.litgpt_architecture import (
+    LITGPT_SETTINGS,
+    LitgptArchitecture,
+    read_litgpt_architecture,
+)
+from ftkit.architectures.plausible import require_plausible
 from ftkit.errors import UserError
+from ftkit.utils.damaged_files import reading
+
+_FEWEST_POSITIONS = 2
+"""One token has nothing to predict."""
+_ADVICE = "Take it from the original model, or choose another model."
 
 
 def read_architecture(
@@ -28,18 +38,18 @@ def read_architecture(
     Raises:
         UserError: ftkit cannot run this model exactly, or a settings file is damaged.
     """
-    if layout == "litgpt":
-        if implementation == "transformers":
-            raise UserError(
-                f"model_implementation is transformers, but {name} is in LitGPT's layout. Try "
-                "--model_implementation litgpt."
-            )
-        return read_litgpt_architecture(directory, settings, name, layout)
-    if implementation == "litgpt":
-        return read_litgpt_architecture(directory, settings, name, layout)
-    if implementation is None and settings.get("model_type") in FAMILIES:
+    if layout == "litgpt" and implementation == "transformers":
+        raise UserError(
+            f"model_implementation is transformers, but {name} is in LitGPT's layout. Try "
+            "--model_implementation litgpt."
+        )
+    file = directory / "config.json"
+    require_plausible(settings, file)
+    if layout == "litgpt" or implementation == "litgpt":
+        return _of_litgpt(directory, settings, name, layout)
+    if implementation is None and family_of_settings(settings) is not None:
         try:
-            known = read_litgpt_architecture(directory, settings, name, layout)
+            known = _of_litgpt(directory, settings, name, layout)
         except UserError:
             pass  # transformers may run what LitGPT cannot
         else:
@@ -48,4 +58,28 @@ def read_architecture(
     # It imports transformers, which takes as long as all the rest.
     from ftkit.architectures.transformers.reading import read_transformers_architecture
 
-    return read_transformers_architecture(settings, name)
+    with reading(file, "settings of which transformers makes a whole model", advice=_ADVICE):
+        found = read_transformers_architecture(settings, name)
+        _require_whole(found)
+    return found
+
+
+def _of_litgpt(
+    directory: Path, settings: Settings, name: str, layout: ModelLayout
+) -> LitgptArchitecture:
+    file = directory / (LITGPT_SETTINGS if layout == "litgpt" else "config.json")
+    with reading(file, "settings of which LitGPT makes a whole model", advice=_ADVICE):
+        found = read_litgpt_architecture(directory, settings, name, layout)
+        if found.window is None or layout == "litgpt":  # else transformers computes it
+            _require_whole(found)
+    return found
+
+
+def _require_whole(architecture: Architecture) -> None:
+    """Have everything made that follows from the settings, which fails where they are damaged."""
+    if architecture.context_length < _FEWEST_POSITIONS:
+        raise ValueError(f"it has {architecture.context_length} positions")
+    architecture.parameter_shapes(tied=False)
+    architecture.attention  # noqa: B018 (fails where heads and sizes are no numbers)
+    architecture.expert_share  # noqa: B018
+    architecture.identity()

@@ -1,14 +1,23 @@
-"""PEFT's adapter_config.json as keys of a recipe; no torch."""
+"""PEFT's adapter_config.json as keys of a recipe; no torch.
+
+Any program may have written the file. PEFT itself imports modules and takes classes that some keys
+name (`megatron_core`, `auto_mapping`), so that nothing reaches it but what is listed here.
+"""
 
 import dataclasses
 import json
+import logging
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from ftkit.config.recipe import LAYER_SWITCHES, LoraRecipe, Recipe
 from ftkit.errors import UserError
+from ftkit.utils.damaged_files import reading, require_regular
+from ftkit.utils.json_values import from_json
 
 CONFIG = "adapter_config.json"
 WEIGHTS, OLD_WEIGHTS = "adapter_model.safetensors", "adapter_model.bin"
@@ -18,19 +27,110 @@ BASE_KEY = "ftkit_base"
 """Key of the header of WEIGHTS with the fingerprint of the base model."""
 PARTS_KEY = "parts"
 """Among the notes: Hugging Face's names of fused layers, each with our layers in order."""
+_NOTES: dict[str, Any] = {"lora_r": int, "lora_alpha": float, "lora_targets": list[str]}
+"""What ftkit notes beside the parts, with its kinds."""
+_ARGUMENTS = (
+    *("r", "lora_alpha", "lora_dropout", "target_modules", "target_parameters", "modules_to_save"),
+    *("rank_pattern", "alpha_pattern", "use_dora", "use_rslora", "fan_in_fan_out"),
+)
+"""Settings of which PEFT makes the layers of an adapter."""
 _OF_LAYER = ".weight"
 """What the name of a parameter that is the weight of a linear layer ends with."""
 
-_UNKNOWN = {
-    "bias": ("none", None),
-    "lora_bias": (False, None),
-    "layers_to_transform": (None,),
-    "exclude_modules": (None, []),
-    "trainable_token_indices": (None,),
-    "layer_replication": (None,),
-    "alora_invocation_tokens": (None,),
+_AGAIN = "Take it from where it was saved again."
+HARMLESS_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
+"""First values (init_lora_weights) that leave the base model's weights as they are."""
+
+_MOST_RANK = 2**16
+_LOG = logging.getLogger(__name__)
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int and 0 < value <= _MOST_RANK
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _is_share(value: Any) -> bool:
+    return _is_number(value) and 0 <= value < 1
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _is_name_or_names(value: Any) -> bool:
+    return _is_text(value) or _are_names(value)
+
+
+def _is_start(value: Any) -> bool:
+    return _is_flag(value) or _is_text(value)
+
+
+def _are_ranks(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_whole, value.values()))
+
+
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_number, value.values()))
+
+
+_USED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "peft_type": (_is_text, "a text"),
+    "base_model_name_or_path": (_is_text, "a text"),
+    "r": (_is_whole, f"a whole number from 1 to {_MOST_RANK:,}"),
+    "lora_alpha": (_is_number, "a number"),
+    "lora_dropout": (_is_share, "a number from 0 to below 1"),
+    "target_modules": (_is_name_or_names, "a text or a list of texts"),
+    "target_parameters": (_are_names, "a list of texts"),
+    "modules_to_save": (_are_names, "a list of texts"),
+    "rank_pattern": (_are_ranks, "names with whole numbers"),
+    "alpha_pattern": (_are_numbers, "names with numbers"),
+    "use_dora": (_is_flag, "true or false"),
+    "use_rslora": (_is_flag, "true or false"),
+    "fan_in_fan_out": (_is_flag, "true or false"),
+    "init_lora_weights": (_is_start, "true, false or a text"),
 }
-"""Settings of PEFT that change what an adapter is, with the values that change nothing."""
+"""What ftkit uses, with the kind of its values; null is as if the key were not there."""
+
+_CHANGING: Mapping[str, tuple[Any, ...]] = {
+    "bias": ("none",),
+    "lora_bias": (False,),
+    "layers_to_transform": ([],),
+    "exclude_modules": ([],),
+    "trainable_token_indices": ([], {}),
+    "layer_replication": ([],),
+    "alora_invocation_tokens": ([],),
+    "arrow_config": ({},),
+    "kasa_config": ({},),
+    "megatron_config": ({},),
+    "monteclora_config": ({},),
+    "use_bdlora": ({}, False),
+    "use_qalora": (False,),
+    "velora_config": ({},),
+}
+"""Settings that change what an adapter computes, with the values, beside null, that do not."""
+
+_NEUTRAL = frozenset(
+    (
+        *("auto_mapping", "corda_config", "ensure_weight_tying", "eva_config", "inference_mode"),
+        *("layers_pattern", "loftq_config", "lora_ga_config", "megatron_core", "peft_version"),
+        *("qalora_group_size", "revision", "runtime_config", "task_type"),
+    )
+)
+"""Settings that change no number of a saved adapter: how it was begun, and what loads it."""
+_SWITCHES = ("use_", "_config")
+"""Beginning and end of PEFT's keys that switch a method on."""
 
 
 def adapter_keys(directory: Path) -> dict[str, Any]:
@@ -39,7 +139,7 @@ def adapter_keys(directory: Path) -> dict[str, Any]:
     Raises:
         UserError: it is no adapter, or of a kind that ftkit does not train.
     """
-    config = _config(directory)
+    config = peft_settings(directory)
     kind = config.get("peft_type")
     if kind != "LORA":
         raise UserError(
@@ -47,12 +147,7 @@ def adapter_keys(directory: Path) -> dict[str, Any]:
             "trained on. Give another adapter, or none."
         )
     notes = read_notes(directory)
-    for key, harmless in _UNKNOWN.items():
-        if config.get(key, harmless[0]) not in harmless:
-            raise UserError(
-                f"adapter {directory} has {key} {json.dumps(config[key])}, which ftkit cannot "
-                "train on. Give another adapter, or none."
-            )
+    _require_known(config, directory)
     if (config.get("rank_pattern") or config.get("alpha_pattern")) and not notes:
         raise UserError(
             f"adapter {directory} has ranks of its own for some layers (rank_pattern "
@@ -121,7 +216,7 @@ def with_adapter(recipe: Recipe) -> Recipe:
 
 def target_parameters(directory: Path) -> list[str]:
     """Names of the parameters, not layers, that an adapter adapts: those of experts."""
-    found = _config(directory).get("target_parameters") or []
+    found = peft_settings(directory).get("target_parameters") or []
     return [str(name) for name in found if not str(name).endswith(_OF_LAYER)]
 
 
@@ -143,11 +238,16 @@ def _in_order(value: Any) -> Any:
 
 def read_notes(directory: Path) -> dict[str, Any]:
     """What ftkit noted of the layers that an adapter of its own fuses; {} for others."""
-    try:
+    with reading(directory / WEIGHTS, "JSON", key=f"__metadata__.{NOTES_KEY}", advice=_AGAIN):
         notes = json.loads(_header(directory).get(NOTES_KEY, "{}"))
-    except (ValueError, TypeError) as error:
-        raise _unreadable(directory / WEIGHTS, error) from error
-    return notes if isinstance(notes, dict) else {}
+        notes = notes if isinstance(notes, dict) else {}
+        parts = from_json(dict[str, list[str]], notes.get(PARTS_KEY, {}))
+        known = {key: notes[key] for key in _NOTES if key in notes}
+        for key, value in known.items():
+            from_json(_NOTES[key], value)
+        if known.get("lora_r", 1) < 1:
+            raise ValueError(f"lora_r is {known['lora_r']}")
+    return known | {PARTS_KEY: parts} if notes else {}
 
 
 def base_fingerprint(directory: Path) -> str | None:
@@ -159,37 +259,97 @@ def base_fingerprint(directory: Path) -> str | None:
 def _header(directory: Path) -> dict[str, Any]:
     """What the header of the weights says beside their names; {} where there is none."""
     path = directory / WEIGHTS
+    require_regular(path)
     if not path.is_file():
         return {}
-    try:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(min(size, 2**27)))
-        found = header.get("__metadata__", {})
-    except (OSError, ValueError, AttributeError) as error:
-        raise _unreadable(path, error) from error
+    with reading(path, "a header of safetensors", advice=_AGAIN), path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if size > path.stat().st_size:
+            raise ValueError(f"its header of {size:,} bytes is longer than the file")
+        found = json.loads(file.read(size)).get("__metadata__", {})
     return found if isinstance(found, dict) else {}
 
 
-def _unreadable(path: Path, error: Exception) -> UserError:
-    return UserError(
-        f"{path} cannot be read ({error}). Take the adapter from where it was saved again."
-    )
+def peft_arguments(directory: Path) -> dict[str, Any]:
+    """Arguments of `peft.LoraConfig` for an adapter: none that names a module, class or place.
+
+    Raises:
+        UserError: as `adapter_keys`.
+    """
+    adapter_keys(directory)
+    settings = peft_settings(directory)
+    return {key: settings[key] for key in _ARGUMENTS if key in settings}
 
 
-def _config(directory: Path) -> dict[str, Any]:
-    path = directory / CONFIG
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+def peft_settings(directory: Path) -> dict[str, Any]:
+    """What ftkit uses of an adapter_config.json, and what it has to refuse.
+
+    Keys of newer versions of PEFT that are switched off pass; others are named once and ignored,
+    but for those that switch a method on.
+
+    Raises:
+        UserError: there is no such file, it is damaged, or switches on what ftkit does not know.
+    """
+    file = directory / CONFIG
+    require_regular(file)
+    if not file.is_file():
         raise UserError(
             f"adapter is {directory}, but there is no {CONFIG}. Give the directory of a PEFT "
             "adapter, such as a run's final/."
-        ) from None
-    except (OSError, ValueError) as error:
-        raise _unreadable(path, error) from error
-    if not isinstance(content, dict):
-        raise UserError(
-            f"{path} holds no settings. Take the adapter from where it was saved again."
         )
-    return content
+    with reading(file, "a JSON object with the settings of an adapter", advice=_AGAIN):
+        content = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise UserError(f"{file} holds no settings. {_AGAIN}")
+    given = {key: value for key, value in content.items() if value is not None}
+    for key, (is_sound, wanted) in _USED.items():
+        if key in given and not is_sound(given[key]):
+            raise UserError(
+                f"{file}: {key} is {_shown(given[key])}, but has to be {wanted}. {_AGAIN}"
+            )
+    unknown = {k: v for k, v in given.items() if k not in (*_USED, *_CHANGING, *_NEUTRAL) and v}
+    beginning, end = _SWITCHES
+    for key, value in unknown.items():
+        if key.startswith(beginning) or key.endswith(end):
+            raise UserError(
+                f"{file} has {key} {_shown(value)}, which this ftkit does not know and which may "
+                "change what the adapter computes. Give another adapter, or none."
+            )
+    if unknown:
+        _say_ignored(file, ", ".join(sorted(unknown)))
+    return {key: value for key, value in given.items() if key in _USED or key in _CHANGING}
+
+
+def _require_known(settings: Mapping[str, Any], directory: Path) -> None:
+    """Refuse an adapter with a setting that changes what it computes in a way ftkit does not know.
+
+    Args:
+        settings: from `peft_settings`.
+        directory: of the adapter.
+
+    Raises:
+        UserError: names the key.
+    """
+    for key, harmless in _CHANGING.items():
+        if settings.get(key) is not None and settings[key] not in harmless:
+            raise UserError(
+                f"adapter {directory} has {key} {_shown(settings[key])}, which ftkit cannot train "
+                "on. Give another adapter, or none."
+            )
+    start = settings.get("init_lora_weights")
+    if isinstance(start, str) and start.lower() not in HARMLESS_STARTS:
+        raise UserError(
+            f"adapter {directory} has init_lora_weights {start}: it belongs to a base model whose "
+            "weights its start has changed. Have PEFT convert it while it is saved "
+            "(path_initial_model_for_weight_conversion), or give another adapter."
+        )
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+@lru_cache
+def _say_ignored(file: Path, keys: str) -> None:
+    _LOG.warning("%s: not used, because ftkit does not know it: %s", file, keys)

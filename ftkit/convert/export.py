@@ -9,7 +9,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ftkit.config.peft_adapter import CONFIG, OLD_WEIGHTS, WEIGHTS, adapter_keys
+from ftkit.config.peft_adapter import (
+    CONFIG,
+    OLD_WEIGHTS,
+    WEIGHTS,
+    adapter_keys,
+    peft_settings,
+)
 from ftkit.config.result_options import ExportOptions
 from ftkit.console.display import Display
 from ftkit.console.formatting import bytes_text
@@ -26,7 +32,7 @@ from ftkit.lora.serving import DEFAULT_RANK, VLLM_VERSION, serving_notice, servi
 from ftkit.model_card.card import CardKind
 from ftkit.pretrained.base_model import parameter_shapes
 from ftkit.pretrained.chat_files import GENERATION
-from ftkit.pretrained.hub import CARD, TOKENIZER_FILES, find_or_download, is_litgpt, read_json
+from ftkit.pretrained.hub import CARD, TOKENIZER_FILES, find_or_download, is_litgpt
 from ftkit.pretrained.save import save_hf, save_litgpt
 from ftkit.utils.imports import silence_libraries
 from ftkit.utils.process import cleaning_up_on_signals
@@ -96,7 +102,7 @@ def _check(result: Result) -> int:
     if (notice := serving_notice(result.directory)) is not None:
         print(f"no   {notice}\n     ftkit merge {result.name} --out out/merged")
         return 1
-    rank = serving_rank(read_json(result.directory / CONFIG))
+    rank = serving_rank(peft_settings(result.directory))
     limit = f" --max-lora-rank {rank}" * (rank != DEFAULT_RANK)
     base = str(result.base)
     if base.startswith("embedded:"):

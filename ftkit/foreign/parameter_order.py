@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ftkit.config.peft_adapter import peft_arguments
 from ftkit.errors import UserError
 from ftkit.pretrained.base_model import BaseModel
 
@@ -54,10 +55,9 @@ def trained_parameters(base: BaseModel, adapter: Path | None) -> tuple[TrainedPa
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config)
         if adapter is not None:
-            from peft import PeftConfig, get_peft_model
+            from peft import LoraConfig, get_peft_model
 
-            found = PeftConfig.from_pretrained(str(adapter))
-            found.inference_mode = False
+            found = LoraConfig(task_type="CAUSAL_LM", **peft_arguments(adapter))
             model = get_peft_model(model, found)
     norms = tuple(
         f"{name}." for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)

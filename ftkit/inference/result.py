@@ -16,7 +16,7 @@ from ftkit.checkpoint.metadata import CheckpointError, Metadata, read_metadata
 from ftkit.checkpoint.store import Store, check_files, problem_of, step_of
 from ftkit.config.parsing import read_recipe
 from ftkit.config.peft_adapter import CONFIG as ADAPTER_CONFIG
-from ftkit.config.peft_adapter import base_fingerprint
+from ftkit.config.peft_adapter import base_fingerprint, peft_settings
 from ftkit.config.recipe import LoraRecipe, Method, Precision, Quantization, Recipe
 from ftkit.errors import UserError
 from ftkit.pretrained.hub import (
@@ -25,7 +25,6 @@ from ftkit.pretrained.hub import (
     find_or_download,
     is_litgpt,
     missing_files,
-    read_json,
     weight_files,
 )
 from ftkit.pretrained.hub_errors import nearest_directory
@@ -182,7 +181,7 @@ def _run_around(directory: Path) -> Path | None:
 
 
 def _adapter(name: str, directory: Path, run: Path | None) -> Result:
-    recorded = read_json(directory / ADAPTER_CONFIG).get("base_model_name_or_path")
+    recorded = peft_settings(directory).get("base_model_name_or_path")
     noted = base_fingerprint(directory)
     result = Result(
         name=name,
@@ -192,7 +191,8 @@ def _adapter(name: str, directory: Path, run: Path | None) -> Result:
         asked=None if template_of(directory) is None else directory,
     )
     result = _of_run(result, run)
-    if not isinstance(recorded, str) or not recorded:
+    # A foreign file must not have ftkit ask a server with the keys of this user.
+    if not isinstance(recorded, str) or not recorded or is_url(recorded):
         return result
     # The recipe may name it relative to another directory; the adapter has where it was found.
     known = result.base

@@ -26,6 +26,10 @@ from ftkit.lora.experts import from_peft, parameters_adapted
 from ftkit.lora.names import TRAINED, our_name
 from ftkit.lora.save import _PREFIX
 from ftkit.pretrained.base_model import BaseModel, parameter_shapes, weights
+from ftkit.pretrained.weights.pickled import load_pickled
+from ftkit.utils.damaged_files import reading, require_regular
+
+_SAVED_AGAIN = "Take it from where it was saved again."
 
 
 @dataclass(frozen=True)
@@ -161,22 +165,19 @@ def stored_adapter(directory: Path) -> dict[str, Tensor]:
     Raises:
         UserError: there is none, or it is damaged or holds something else.
     """
-    try:
-        if (directory / WEIGHTS).is_file():
-            return load_file(directory / WEIGHTS)
-        found = torch.load(directory / OLD_WEIGHTS, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise UserError(
-            f"adapter {directory} has no {WEIGHTS}. Take it from where it was saved again."
-        ) from None
-    except Exception as error:  # of safetensors, of zip files, of pickles with code
-        text = " ".join(str(error).split())[:200]
-        raise UserError(
-            f"The weights of the adapter {directory} cannot be read ({text}). Save it as "
-            f"{WEIGHTS}, or take it from where it was saved again."
-        ) from error
-    if not isinstance(found, dict) or not all(isinstance(t, Tensor) for t in found.values()):
-        raise UserError(f"{directory / OLD_WEIGHTS} holds no tensors. Save it as {WEIGHTS}.")
+    file, old = directory / WEIGHTS, directory / OLD_WEIGHTS
+    for candidate in (file, old):
+        require_regular(candidate)
+    if file.is_file():
+        with reading(file, "tensors of an adapter as safetensors", advice=_SAVED_AGAIN):
+            return load_file(file)
+    if not old.is_file():
+        raise UserError(f"adapter {directory} has no {WEIGHTS}. {_SAVED_AGAIN}")
+    found = load_pickled(old)
+    if not isinstance(found, dict) or not all(
+        isinstance(name, str) and isinstance(t, Tensor) for name, t in found.items()
+    ):
+        raise UserError(f"{old} holds no tensors. Save it as {WEIGHTS}.")
     return found
 
 

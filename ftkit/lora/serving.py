@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ftkit.config.peft_adapter import CONFIG
-from ftkit.pretrained.hub import read_json
+from ftkit.config.peft_adapter import HARMLESS_STARTS, peft_settings
 
 VLLM_VERSION = "0.33.0"
 """Where the rules were read."""
@@ -18,9 +17,9 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What --max-lora-rank of vLLM may be."""
 DEFAULT_RANK = 16
 """What it is if nothing is said."""
+_PEFT_RANK = 8
+"""What PEFT takes where an adapter does not say."""
 _SERVED_WHOLE = ("classifier", "score")
-_HARMLESS_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
-"""First values that leave the base model's weights as they are."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ SERVING_RULES = (
     ServingRule("lora_bias", bool, "its matrices have biases"),
     ServingRule(
         "init_lora_weights",
-        lambda start: isinstance(start, str) and start.lower() not in _HARMLESS_STARTS,
+        lambda start: isinstance(start, str) and start.lower() not in HARMLESS_STARTS,
         "it belongs to a base model whose weights its start has changed",
     ),
     ServingRule("alora_invocation_tokens", bool, "it is an activated LoRA"),
@@ -58,7 +57,8 @@ SERVING_RULES = (
 
 def rank_of(config: Mapping[str, Any]) -> int:
     """The highest rank of an adapter, by its adapter_config.json."""
-    return max([int(config["r"]), *(int(r) for r in (config.get("rank_pattern") or {}).values())])
+    ranks = (config.get("rank_pattern") or {}).values()
+    return max([int(config.get("r", _PEFT_RANK)), *map(int, ranks)])
 
 
 def serving_rank(config: Mapping[str, Any]) -> int | None:
@@ -81,7 +81,7 @@ def obstacles(config: Mapping[str, Any]) -> Iterator[str]:
 
 def serving_notice(directory: Path) -> str | None:
     """What to say of an adapter that vLLM does not serve; None: it does."""
-    found = "; ".join(obstacles(read_json(directory / CONFIG)))
+    found = "; ".join(obstacles(peft_settings(directory)))
     if not found:
         return None
     return (

@@ -1,9 +1,9 @@
 """Target layers of LoRA: the layers that a recipe names, by switch, name or pattern."""
 
 import difflib
-import re
 from collections.abc import Iterable
 
+import regex
 import torch.nn as nn
 
 from ftkit.architectures.architecture import HEAD
@@ -12,6 +12,9 @@ from ftkit.config.recipe import LoraRecipe
 from ftkit.errors import UserError
 from ftkit.lora.names import names_of, our_name
 from ftkit.pretrained.base_model import BaseModel, parameter_shapes
+
+_MATCH_S = 1.0
+"""For one name, which takes microseconds."""
 
 
 def adapted_layers(model: nn.Module, base: BaseModel, recipe: LoraRecipe) -> list[str]:
@@ -101,8 +104,14 @@ def _are_called(names: tuple[str, ...], target: str) -> bool:
 def _match(names: tuple[str, ...], pattern: str) -> bool:
     """Whether a regular expression matches one of the names as a whole."""
     try:
-        return any(re.fullmatch(pattern, name) is not None for name in names)
-    except re.error as error:
+        # An expression of a foreign adapter may take endless time, which `re` does not limit.
+        return any(regex.fullmatch(pattern, name, timeout=_MATCH_S) for name in names)
+    except TimeoutError:
+        raise UserError(
+            f"lora_targets is {pattern!r}, which takes endless time to compare with the name of a "
+            "layer. Try --lora_targets '.*(q_proj|v_proj)'."
+        ) from None
+    except regex.error as error:
         raise UserError(
             f"lora_targets is {pattern!r}, which is no regular expression ({error}). "
             "Try --lora_targets '.*(q_proj|v_proj)'."

@@ -41,7 +41,8 @@ def end_tokens(directory: Path) -> frozenset[int]:
     """
     settings = hub.read_json(directory / "config.json")
     of_language = settings.get("text_config")
-    for known in (hub.read_json(directory / GENERATION), settings, of_language or {}):
+    of_language = of_language if isinstance(of_language, dict) else {}
+    for known in (hub.read_json(directory / GENERATION), settings, of_language):
         value = known.get("eos_token_id")
         found = value if isinstance(value, list) else [value]
         if ids := frozenset(token for token in found if isinstance(token, int)):

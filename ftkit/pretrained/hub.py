@@ -14,8 +14,10 @@ from ftkit.console.formatting import bytes_text
 from ftkit.errors import UserError
 from ftkit.pretrained.hub_errors import explained, nearest_names
 from ftkit.pretrained.licences import is_licence
+from ftkit.pretrained.weights.shard_index import indexed_files
 from ftkit.remote.fetch import fetch_whole
 from ftkit.remote.urls import is_url, local_path
+from ftkit.utils.damaged_files import reading, require_regular
 from ftkit.utils.files import free_disk_bytes
 
 ROOT = Path("checkpoints")
@@ -142,7 +144,8 @@ def find_gguf(name: str, *, root: Path = ROOT) -> Path | None:
         UserError: the directory holds several.
     """
     for candidate in _places(name, root):
-        if candidate.is_file() and _is_gguf(candidate):
+        if _is_gguf(candidate) and candidate.exists() and not candidate.is_dir():
+            require_regular(candidate)
             return candidate
         if not candidate.is_dir() or _incomplete_files(candidate):
             continue
@@ -302,7 +305,8 @@ def missing_files(directory: Path) -> list[str]:
         return ["the rest of an interrupted download (run ftkit download again)"]
     if is_litgpt(directory):
         return []
-    missing = [] if (directory / "config.json").is_file() else ["config.json"]
+    require_regular(settings := directory / "config.json")
+    missing = [] if settings.is_file() else [settings.name]
     weights = weight_files(directory)
     if not weights:
         missing.append("weights (model.safetensors)")
@@ -321,13 +325,11 @@ def weight_files(directory: Path) -> list[Path]:
         UserError: the index of the shards cannot be read.
     """
     for name in _WEIGHTS:
-        if (single := directory / name).is_file():
+        require_regular(single := directory / name)
+        if single.is_file():
             return [single]
         if (index := directory / f"{name}.index.json").is_file():
-            weight_map = read_json(index).get("weight_map")
-            if not isinstance(weight_map, dict):
-                raise UserError(f"{index} does not list the weight files. Download it again.")
-            return sorted(directory / shard for shard in set(weight_map.values()))
+            return indexed_files(read_json(index), index)
     return []
 
 
@@ -337,12 +339,11 @@ def read_json(file: Path) -> dict[str, Any]:
     Raises:
         UserError: it is not a JSON object.
     """
+    require_regular(file)
     if not file.is_file():
         return {}
-    try:
+    with reading(file, "a JSON object"):
         content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{file} is no valid JSON ({error}). Download it again.") from error
     if not isinstance(content, dict):
         raise UserError(f"{file} is no JSON object. Download it again.")
     return content

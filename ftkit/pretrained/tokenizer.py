@@ -1,7 +1,9 @@
 """The tokenizer of a base model."""
 
+import base64
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +14,29 @@ import torch
 from ftkit.chat_templates.template import template_of
 from ftkit.errors import UserError
 from ftkit.pretrained.hub import read_json
+from ftkit.utils.damaged_files import reading, require_regular
+
+_MOST_GROWTH = 2**14
+"""How many times longer the steps of a tokenizer.json may make a text.
+
+The library runs them in Rust without a limit of its own: 30 that each double a text make a billion
+characters of one. Those of published tokenizers come to some hundreds, counted as here.
+"""
+_PARTS = ("normalizer", "pre_tokenizer", "decoder")
+_LONGEST_NFKC = 18
+"""Characters of the longest form of one (U+FDFA)."""
+_GROWTH = {
+    "NFD": 4,
+    "NFC": 3,
+    "NFKD": _LONGEST_NFKC,
+    "NFKC": _LONGEST_NFKC,
+    "Lowercase": 3,
+    "BertNormalizer": 12,
+    "ByteLevel": 4,
+    "Metaspace": 2,
+    "Prepend": 2,
+}
+"""By the kind of a step, at most: characters for each one that it gets."""
 
 
 class Encoded(NamedTuple):
@@ -43,29 +68,29 @@ class Tokenizer(litgpt.tokenizer.Tokenizer):  # type: ignore[misc]
         self._word: int | None = None
         settings = read_json(directory / "tokenizer_config.json")
         vocabulary = directory / "tokenizer.json"
+        require_regular(vocabulary)
         is_sentencepiece = not vocabulary.is_file()
         if is_sentencepiece:
             vocabulary = directory / "tokenizer.model"
+            require_regular(vocabulary)
         if not vocabulary.is_file():
             raise UserError(
                 f"{directory} has no tokenizer. Copy tokenizer.json or tokenizer.model of the "
                 "original model there."
             )
-        try:
+        with reading(vocabulary, "a tokenizer", advice="Download it again."):
             self.processor = _sentencepiece(vocabulary) if is_sentencepiece else _fast(vocabulary)
-        except Exception as error:  # tokenizers raises plain Exception, sentencepiece others
-            raise UserError(f"{vocabulary} cannot be read ({error}). Download it again.") from error
-        if is_sentencepiece:
-            self.backend = "sentencepiece"
-            self.bos_id = _id_or_none(self.processor.bos_id())
-            self.eos_id = _id_or_none(self.processor.eos_id())
-            self.use_bos = self.bos_id is not None
-        else:
-            self.backend = "huggingface"
-            self.bos_id = self._special_token("bos")
-            self.eos_id = self._special_token("eos")
-            self.use_bos = self.processor.encode("a").ids[:1] == [self.bos_id]
-            self._word = self._word_that_loses_its_space()
+            if is_sentencepiece:
+                self.backend = "sentencepiece"
+                self.bos_id = _id_or_none(self.processor.bos_id())
+                self.eos_id = _id_or_none(self.processor.eos_id())
+                self.use_bos = self.bos_id is not None
+            else:
+                self.backend = "huggingface"
+                self.bos_id = self._special_token("bos")
+                self.eos_id = self._special_token("eos")
+                self.use_bos = self.processor.encode("a").ids[:1] == [self.bos_id]
+                self._word = self._word_that_loses_its_space()
         if self.eos_id is None:
             raise UserError(
                 f"The tokenizer in {directory} has no end-of-text token, so a model could not "
@@ -134,10 +159,9 @@ class Tokenizer(litgpt.tokenizer.Tokenizer):  # type: ignore[misc]
             more = settings.get("extra_special_tokens")
             named |= {**settings, **(more if isinstance(more, dict) else {})}
         texts = {
-            key: token["content"] if isinstance(token, dict) else token
+            key: text
             for key, token in named.items()
-            if key.endswith("_token")
-            and (isinstance(token, str) or (isinstance(token, dict) and "content" in token))
+            if key.endswith("_token") and (text := _text_of(token)) is not None
         }
         for key, token_id in (("bos_token", self.bos_id), ("eos_token", self.eos_id)):
             if token_id is not None:
@@ -212,14 +236,20 @@ class Tokenizer(litgpt.tokenizer.Tokenizer):  # type: ignore[misc]
         for name in ("generation_config.json", "config.json"):
             token = read_json(self._directory / name).get(f"{kind}_token_id")
             token = token[0] if isinstance(token, list) and token else token
-            if isinstance(token, int):
+            if isinstance(token, int) and not isinstance(token, bool):
                 return token
         return None
 
     def _named_token(self, kind: str) -> int | None:
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
-            token = read_json(self._directory / name).get(f"{kind}_token")
-            token = token.get("content") if isinstance(token, dict) else token
+            file, key = self._directory / name, f"{kind}_token"
+            named = read_json(file).get(key)
+            token = _text_of(named)
+            if named is not None and token is None:
+                raise UserError(
+                    f"{file} says that {key} is {str(named)[:40]}, but it has to be a text. "
+                    "Download it again."
+                )
             if token is not None and (found := self.processor.token_to_id(token)) is not None:
                 return int(found)
         return None
@@ -234,7 +264,10 @@ def _fast(vocabulary: Path) -> Any:
     """Without the cutting and padding that some files carry over from their last use."""
     from tokenizers import Tokenizer as Processor
 
-    processor = Processor.from_file(str(vocabulary))
+    text = vocabulary.read_text(encoding="utf-8")
+    # Reading runs the steps on the added tokens already.
+    _require_bounded(json.loads(text), vocabulary)
+    processor = Processor.from_str(text)
     processor.no_truncation()
     processor.no_padding()
     return processor
@@ -246,6 +279,74 @@ def _sentencepiece(vocabulary: Path) -> Any:
     return SentencePieceProcessor(model_file=str(vocabulary))
 
 
+def _text_of(token: Any) -> str | None:
+    """A special token as settings name it, a text or the settings of one; None: it is neither."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
 def _id_or_none(token: int) -> int | None:
     """SentencePiece writes -1 for a token it does not have."""
     return token if token >= 0 else None
+
+
+def _require_bounded(content: Mapping[str, Any], file: Path) -> None:
+    """Refuse a tokenizer whose steps can make a text many times longer.
+
+    Args:
+        content: of tokenizer.json.
+        file: for the message.
+
+    Raises:
+        UserError: names the part of the file.
+    """
+    for part in _PARTS:
+        growth = 1.0
+        for step in _steps(content.get(part)):
+            growth *= _growth(step)
+            if growth > _MOST_GROWTH:
+                raise UserError(
+                    f"{file}: the steps of its {part} can make a text more than {_MOST_GROWTH:,} "
+                    "times longer, which no sound tokenizer does. Download it again."
+                )
+
+
+def _steps(content: Any) -> Iterator[Mapping[str, Any]]:
+    """Every step of a part, also of those that hold others."""
+    if isinstance(content, list):
+        for item in content:
+            yield from _steps(item)
+    elif isinstance(content, Mapping):
+        yield content
+        for item in content.values():
+            if isinstance(item, list):
+                yield from _steps(item)
+
+
+def _growth(step: Mapping[str, Any]) -> float:
+    kind = step.get("type")
+    if kind == "Replace":
+        return _growth_of_replacement(step.get("pattern"), str(step.get("content", "")))
+    if kind == "Precompiled":
+        return _longest_of_map(str(step.get("precompiled_charsmap") or ""))
+    if kind == "Prepend":
+        return max(_GROWTH["Prepend"], len(str(step.get("prepend", ""))))
+    return _GROWTH.get(str(kind), 1)
+
+
+def _growth_of_replacement(pattern: Any, content: str) -> float:
+    """A text is replaced where it stands; an expression may also match between two characters."""
+    text = pattern.get("String") if isinstance(pattern, Mapping) else None
+    if isinstance(text, str) and text:
+        return max(1.0, len(content) / len(text))
+    return 1.0 + len(content)
+
+
+def _longest_of_map(encoded: str) -> float:
+    """SentencePiece's map: the length of a trie, the trie, and what it replaces with, each ended.
+
+    https://github.com/google/sentencepiece/blob/master/src/normalizer.cc
+    """
+    content = base64.b64decode(encoded)
+    replacements = content[4 + int.from_bytes(content[:4], "little") :]
+    return max(1, *(len(text.decode(errors="replace")) for text in replacements.split(b"\0")))

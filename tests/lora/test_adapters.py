@@ -333,7 +333,7 @@ def test_an_old_adapter_is_read_without_running_what_it_holds(
     model = build(llama, lora_recipe(llama, adapter=adapter))
     torch.testing.assert_close(logits(model), expected, rtol=0, atol=TOLERANCE)
     torch.save({"x": Path("code")}, adapter / "adapter_model.bin")
-    with pytest.raises(UserError, match=r"weights of the adapter .* cannot be read"):
+    with pytest.raises(UserError, match=r"adapter_model.bin holds more than weights"):
         read_adapter(adapter, llama)
 
 

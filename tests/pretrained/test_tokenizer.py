@@ -106,8 +106,8 @@ def test_a_token_decoded_alone_keeps_its_space(tmp_path: Path) -> None:
     ("file", "content", "message"),
     [
         ("tokenizer.json", None, "has no tokenizer. Copy tokenizer.json"),
-        ("tokenizer.json", "{}", "tokenizer.json cannot be read"),
-        ("tokenizer_config.json", "{", "tokenizer_config.json is no valid JSON"),
+        ("tokenizer.json", "{}", "tokenizer.json is damaged"),
+        ("tokenizer_config.json", "{", "tokenizer_config.json is damaged"),
         ("tokenizer_config.json", "[]", "tokenizer_config.json is no JSON object"),
         ("tokenizer_config.json", None, 'no end-of-text token.*Name it as "eos_token"'),
     ],

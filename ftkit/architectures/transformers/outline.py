@@ -12,6 +12,9 @@ from transformers.pytorch_utils import Conv1D
 
 from ftkit.errors import UserError
 
+_MOST_BUFFER_BYTES = 2**31
+"""Of masks and rotary tables; GPT-J's 28 masks of 2048 x 2048 take an eighteenth of it."""
+
 
 def blocks_of(model: nn.Module, count: int) -> nn.ModuleList:
     """The blocks of a model: its outermost list of so many modules.
@@ -62,7 +65,14 @@ def untranspose_layers(model: nn.Module) -> None:
 
 @torch.no_grad()
 def compute_buffers(model: PreTrainedModel) -> None:
-    """Have the model compute on the CPU what no file holds, as it does after loading."""
+    """Have the model compute on the CPU what no file holds, as it does after loading.
+
+    Raises:
+        ValueError: that would take more memory than any model's.
+    """
+    needed = sum(buffer.nbytes for _, buffer in model.named_non_persistent_buffers())
+    if needed > _MOST_BUFFER_BYTES:
+        raise ValueError(f"tables of its positions would take {needed / 2**30:,.0f} GiB")
     with torch.device("cpu"):
         for name, buffer in list(model.named_non_persistent_buffers()):
             owner, _, kind = name.rpartition(".")

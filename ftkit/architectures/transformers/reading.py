@@ -27,7 +27,8 @@ def read_transformers_architecture(
         name: of the model, for messages.
 
     Raises:
-        UserError: transformers has no such causal language model, or the settings are damaged.
+        UserError: transformers has no such causal language model, or what it needs is missing.
+        Exception: of any family's code, for settings that do not fit each other.
     """
     model_type = _known_type(settings, name)
     if obstacle := obstacle_of_settings(settings):
@@ -41,17 +42,9 @@ def read_transformers_architecture(
             if is_part:
                 require_text_alone(architecture.build(), architecture.language_name, name)
             architecture.logit_scale  # noqa: B018 (refuses what it does not know)
-    except UserError:
-        raise
     except ImportError as error:
         needed = str(error).strip().partition("\n")[0]
         raise UserError(f"{name} is of model_type {model_type!r}: {needed}") from error
-    except Exception as error:  # of any family's code, for settings that do not fit each other
-        raise UserError(
-            f"config.json of {name} does not describe a whole model: transformers makes no "
-            f"{architecture.class_name} of it ({type(error).__name__}: {error}). Download it "
-            "again, or choose another model."
-        ) from error
     if obstacle:
         raise _refusal(name, obstacle)
     return architecture

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ftkit.config.peft_adapter import CONFIG, adapter_keys
+from ftkit.config.peft_adapter import CONFIG, adapter_keys, peft_settings
 from ftkit.config.recipe import Method
 from ftkit.errors import UserError
 from ftkit.foreign.formats.distributed import DCP_METADATA, distributed_state
@@ -54,7 +54,7 @@ class TrainerRun(ForeignRun):
     def told(self) -> dict[str, Any]:
         keys: dict[str, Any] = {}
         if self.adapter is not None:
-            config = read_json(self.adapter / CONFIG)
+            config = peft_settings(self.adapter)
             keys = adapter_keys(self.adapter) | {"lora_dropout": config.get("lora_dropout", 0.0)}
             base = config.get("base_model_name_or_path")
             if isinstance(base, str) and base:

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from ftkit.errors import UserError
+from ftkit.utils.damaged_files import reading, require_regular
 
 BLOCKS = {
     "F32": (0, 1, 4),
@@ -44,10 +45,13 @@ BLOCKS = {
 }
 """Number formats of tensors: their number in files, and the numbers and bytes of a block."""
 
+_ADVICE = "Download or convert it again."
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MOST_HEADER_BYTES = 2**28
 """A vocabulary of a million tokens takes a tenth of it."""
+_MOST_KEYS, _MOST_TENSORS, _MOST_TEXTS = 2**16, 2**17, 2**21
+"""Empty texts and tensors take hardly any bytes of the file, but as much time as others."""
 _MOST_DIMENSIONS = 4
 _DEFAULT_ALIGNMENT, _MOST_ALIGNMENT = 32, 2**20
 _NUMBERS = {
@@ -185,15 +189,13 @@ def read_header(file: Path) -> GgufHeader:
     Raises:
         UserError: it cannot be read, is no such file, is damaged, cut off, or contradicts itself.
     """
-    try:
-        with file.open("rb") as stream:
-            return _Reader(file, stream, file.stat().st_size).header()
-    except OSError as error:
-        raise UserError(
-            f"checkpoint_dir {file} cannot be read ({error.strerror}). Check the file."
-        ) from error
-    except _Unsound as problem:
-        raise _damaged(file, str(problem)) from None
+    require_regular(file)
+    with reading(f"checkpoint_dir {file}", "the header of a GGUF file", advice=_ADVICE):
+        try:
+            with file.open("rb") as stream:
+                return _Reader(file, stream, file.stat().st_size).header()
+        except _Unsound as problem:
+            raise _damaged(file, str(problem)) from None
 
 
 class _Unsound(Exception):
@@ -216,8 +218,8 @@ class _Reader:
             swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS
             what = "is of a machine with the other order of bytes" if swapped else "is not known"
             raise _Unsound(f"its version {version} {what}; 2 and 3 are")
-        tensor_count = self._count("tensors", _LEAST_TENSOR_BYTES)
-        pair_count = self._count("keys", _LEAST_PAIR_BYTES)
+        tensor_count = self._count("tensors", _LEAST_TENSOR_BYTES, _MOST_TENSORS)
+        pair_count = self._count("keys", _LEAST_PAIR_BYTES, _MOST_KEYS)
         metadata: dict[str, Any] = {}
         for _ in range(pair_count):
             key = self._text("a key")
@@ -283,7 +285,8 @@ class _Reader:
         if kind == _ARRAY:
             element = self._whole("<I")
             if element == _STRING:
-                return [self._text(key) for _ in range(self._count(key, 8))]
+                count = self._count(f"texts of {key}", 8, _MOST_TEXTS)
+                return [self._text(key) for _ in range(count)]
             return self._numbers(key, element, None)
         found = self._numbers(key, kind, 1)[0]
         # 1e-05 is stored as 9.99999974737875e-06, and was meant.
@@ -298,9 +301,11 @@ class _Reader:
         content = self._bytes(count * dtype.itemsize)
         return np.frombuffer(content, dtype) if count else np.empty(0, dtype)
 
-    def _count(self, what: str, each_bytes: int) -> int:
+    def _count(self, what: str, each_bytes: int, most: int | None = None) -> int:
         """A number of things of at least so many bytes each, which fit in the rest."""
         count = self._whole("<Q")
+        if most is not None and count > most:
+            raise _Unsound(f"it says that it has {count:,} {what}, but {most:,} are the most")
         if count * each_bytes > self._end - self._position:
             raise _Unsound(f"it says that it has {count:,} {what}, more than fit in its bytes")
         return count
@@ -330,6 +335,4 @@ def _shown(value: Any) -> str:
 
 
 def _damaged(file: Path, problem: str) -> UserError:
-    return UserError(
-        f"checkpoint_dir {file} is no sound GGUF file: {problem}. Download or convert it again."
-    )
+    return UserError(f"checkpoint_dir {file} is no sound GGUF file: {problem}. {_ADVICE}")

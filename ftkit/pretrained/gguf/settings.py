@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from ftkit.architectures.plausible import require_plausible
 from ftkit.errors import UserError
 from ftkit.pretrained.gguf.header import GgufHeader
+from ftkit.utils.damaged_files import reading
 
 ROPE_FACTORS = "rope_freqs.weight"
 """How Llama 3.1 stretches each frequency of its rotary embedding; settings in config.json."""
@@ -46,6 +48,14 @@ def settings_of(header: GgufHeader) -> dict[str, Any]:
     Raises:
         UserError: ftkit cannot run this model exactly, or the header contradicts itself.
     """
+    expected = "sizes and settings of one model"
+    with reading(f"checkpoint_dir {header.file}", expected, advice="Convert the file again."):
+        settings = _settings_of(header)
+        require_plausible(settings, f"checkpoint_dir {header.file}")
+    return settings
+
+
+def _settings_of(header: GgufHeader) -> dict[str, Any]:
     name = header.text("general.architecture")
     family = _FAMILIES.get(name or "")
     if name is None or family is None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from ftkit.errors import UserError
 from ftkit.pretrained.gguf.header import GgufHeader
+from ftkit.utils.damaged_files import reading
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 """Kinds of tokens that are not found by merging; 1 are words, 5 is not used."""
@@ -39,6 +40,12 @@ def tokenizer_files(header: GgufHeader) -> dict[str, bytes]:
         UserError: there is no tokenizer in the file, ftkit cannot rebuild it exactly, or it is
             damaged.
     """
+    expected = "a tokenizer that llama.cpp has written"
+    with reading(f"checkpoint_dir {header.file}", expected, advice="Convert the file again."):
+        return _files_of(header)
+
+
+def _files_of(header: GgufHeader) -> dict[str, bytes]:
     tokens = header.texts("tokenizer.ggml.tokens")
     if len(set(tokens)) != len(tokens):
         raise header.error("its vocabulary has a token twice")

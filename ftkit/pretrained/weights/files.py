@@ -1,18 +1,18 @@
 """Weight files: mapped into memory when read, sharded safetensors when written."""
 
 import json
-import pickle
-import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from ftkit.errors import UserError
+from ftkit.pretrained.weights.pickled import load_pickled
+from ftkit.utils.damaged_files import reading
 from ftkit.utils.safetensors_files import save_tensors
 
 DTYPES = {
@@ -127,41 +127,33 @@ def write_settings(file: Path, content: object) -> None:
 
 
 def _safetensors(file: Path, is_kept: Callable[[str], bool]) -> dict[str, WeightTensor]:
-    try:
-        handle = safe_open(file, "pt")
-    except (OSError, SafetensorError) as error:
-        raise _damaged(file, error) from error
     tensors = {}
-    for name in handle.keys():  # noqa: SIM118 (a handle is no mapping)
-        header = handle.get_slice(name)
-        known = _ANY_DTYPES if is_kept(name) else DTYPES
-        dtype = known.get(header.get_dtype())
-        if dtype is None:
-            raise _unknown_format(file, name, header.get_dtype())
-        tensors[name] = WeightTensor(
-            torch.Size(header.get_shape()), dtype, partial(handle.get_tensor, name)
-        )
+    with reading(file, "weights as safetensors", advice="Download it again."):
+        # It compares the header with the length of the file before it gives out any of it.
+        handle = safe_open(file, "pt")
+        for name in handle.keys():  # noqa: SIM118 (a handle is no mapping)
+            header = handle.get_slice(name)
+            known = _ANY_DTYPES if is_kept(name) else DTYPES
+            dtype = known.get(header.get_dtype())
+            if dtype is None:
+                raise _unknown_format(file, name, header.get_dtype())
+            tensors[name] = WeightTensor(
+                torch.Size(header.get_shape()), dtype, partial(handle.get_tensor, name)
+            )
     return tensors
 
 
 def _pickled(file: Path) -> dict[str, WeightTensor]:
-    try:
-        is_mappable = zipfile.is_zipfile(file)
-        content = torch.load(file, map_location="cpu", mmap=is_mappable, weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise UserError(
-            f"{file} holds more than weights, and loading it could run foreign code. Use a copy "
-            "of the model in safetensors."
-        ) from error
-    except (OSError, RuntimeError, EOFError, ValueError) as error:
-        raise _damaged(file, error) from error
+    content = load_pickled(file)
     if isinstance(content, dict) and isinstance(content.get("model"), dict):
         content = content["model"]
     if not isinstance(content, dict):
         raise _unknown_format(file, "it", type(content).__name__)
     for name, tensor in content.items():
-        if not isinstance(tensor, Tensor):
-            raise _unknown_format(file, name, type(tensor).__name__)
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise _unknown_format(file, repr(name), type(tensor).__name__)
+        if tensor.layout != torch.strided or tensor.device.type != "cpu":
+            raise _unknown_format(file, name, f"{tensor.layout} on {tensor.device.type}")
     return {
         name: WeightTensor(tensor.shape, tensor.dtype, partial(_itself, tensor))
         for name, tensor in content.items()
@@ -170,10 +162,6 @@ def _pickled(file: Path) -> dict[str, WeightTensor]:
 
 def _itself(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def _damaged(file: Path, error: Exception) -> UserError:
-    return UserError(f"{file} is missing or damaged ({error}). Remove it and download it again.")
 
 
 def _unknown_format(file: Path, name: str, kind: str) -> UserError:

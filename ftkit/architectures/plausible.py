@@ -1,0 +1,141 @@
+"""What the settings of a model may say at all: kinds and sizes, before anything is built of them.
+
+A number that no model has would make lists and tensors of that size. Whether settings that pass
+belong to the weights beside them is compared later, tensor by tensor.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from litgpt.config import Config
+
+from ftkit.errors import UserError
+from ftkit.utils.json_values import from_json
+
+_MOST_LAYERS = 2**10
+"""The deepest published language models have an eighth of it."""
+_MOST_EXPERTS = 2**13
+"""Of a layer."""
+_MOST_EXPERTS_OF_ALL_LAYERS = 2**16
+"""Of LitGPT's code, which makes modules of each; the largest published models have a third."""
+_MOST_SIZE = 2**24
+_MOST_POSITIONS = 2**27
+_MOST_NESTING = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rule:
+    keys: re.Pattern[str]
+    least: float
+    most: float
+    is_one: bool
+    """Whether nothing but one number may stand there; else also one for each layer, or others."""
+
+    @property
+    def text(self) -> str:
+        return f"a number from {self.least:,} to {self.most:,}"
+
+    def allows(self, value: Any) -> bool:
+        """Whether a model's class may have the value; null, and what is no size, is left to it."""
+        if isinstance(value, list | Mapping) and not self.is_one:
+            items = value.values() if isinstance(value, Mapping) else value
+            return all(self.allows(item) for item in items)
+        if value is None:
+            return True
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return not self.is_one
+        return self.least <= value <= self.most
+
+
+_RULES = tuple(
+    _Rule(re.compile(keys), least, most, is_one)
+    for keys, least, most, is_one in (
+        (r"num_hidden_layers|n_layers?|num_layers|num_blocks", 1, _MOST_LAYERS, True),
+        (r"hidden_size|vocab_size|padded_vocab_size|n_embd|d_model|head_dim", 1, _MOST_SIZE, True),
+        (r"(\w+_)?max_position_embeddings|n_positions|n_ctx|block_size", -1, _MOST_POSITIONS, True),
+        (r"(n|num)_\w*experts?", 0, _MOST_EXPERTS, False),
+        (r"(n|num)_\w+|\w+_(size|dim|rank|width)", -1, _MOST_SIZE, False),
+        (r"partial_rotary_factor|rotary_pct|rotary_percentage", 0.0, 1.0, True),
+        (r"\w*(dropout|_pdrop|dropout_prob|layerdrop)", 0.0, 1.0, False),
+        (r"(\w+_)?(eps|epsilon)", 0.0, 1.0, True),
+        (r"rope_theta|rotary_emb_base|rope_base", 1.0, 1e30, True),
+        (r"factor|low_freq_factor|high_freq_factor", 1e-9, 1e9, True),
+        (r"\w+_softcapping|query_pre_attn_scalar|attention_scores_scalar", 1e-9, 1e30, True),
+    )
+)
+"""By the key, the first that fits. Some models write -1 for a size that is not limited."""
+_FLAGS = frozenset(
+    (
+        *("tie_word_embeddings", "attention_bias", "mlp_bias"),
+        *("use_sliding_window", "use_parallel_residual"),
+    )
+)
+"""Keys that any text would switch on."""
+_NUMBERS = frozenset(("rope_base", "attention_scores_scalar", "rope_condense_ratio"))
+"""Fields of LitGPT's configuration that are annotated as whole numbers and may be others."""
+
+
+def require_plausible(settings: Mapping[str, Any], file: Path | str) -> None:
+    """Refuse settings with a number that no model has.
+
+    Args:
+        settings: the content of a config.json or model_config.yaml.
+        file: what they were read from, for messages.
+
+    Raises:
+        UserError: names the key, its value and what may stand there.
+    """
+    for key, value, depth in _entries(settings, 0):
+        if depth > _MOST_NESTING:
+            raise _implausible(file, f"what {key} holds is nested too deeply")
+        rule = next((rule for rule in _RULES if rule.keys.fullmatch(key)), None)
+        if rule is not None and not rule.allows(value):
+            raise _implausible(file, f"{key} is {_shown(value)}, but has to be {rule.text}")
+        if key in _FLAGS and not isinstance(value, bool | None):
+            raise _implausible(file, f"{key} is {_shown(value)}, but has to be true or false")
+
+
+def require_sound(config: Config, file: Path | str) -> None:
+    """Refuse a configuration of LitGPT with a field of another kind than its own.
+
+    Args:
+        config: of settings that are plausible.
+        file: what they were read from, for messages.
+
+    Raises:
+        UserError: names the field, its value and its kind.
+    """
+    for name, kind in get_type_hints(Config).items():
+        value = getattr(config, name)
+        if name in _NUMBERS:
+            kind = float | None
+        try:
+            from_json(kind, value)
+        except TypeError:
+            wanted = getattr(kind, "__name__", str(kind))
+            raise _implausible(
+                file, f"what LitGPT calls {name} is {_shown(value)}, but has to be {wanted}"
+            ) from None
+    if config.n_layer * config.n_expert > _MOST_EXPERTS_OF_ALL_LAYERS:
+        raise _implausible(file, f"it has {config.n_layer} layers of {config.n_expert} experts")
+
+
+def _entries(value: Mapping[str, Any] | list[Any], depth: int) -> Iterator[tuple[str, Any, int]]:
+    """Every key and its value, also in nested settings; depth: how many are around it."""
+    keyed = value.items() if isinstance(value, Mapping) else (("a list", v) for v in value)
+    for key, item in keyed:
+        yield str(key), item, depth
+        if isinstance(item, Mapping | list) and depth <= _MOST_NESTING:
+            yield from _entries(item, depth + 1)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
+
+
+def _implausible(file: Path | str, problem: str) -> UserError:
+    return UserError(f"{file} describes no model: {problem}. Take it from the original model.")

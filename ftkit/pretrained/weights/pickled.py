@@ -1,0 +1,105 @@
+"""Pickled weight files, .bin and .pth: read only where they hold tensors as torch.save stores them.
+
+PyTorch's restricted loader runs no foreign code, but it makes what a file says: a `bytearray` of
+any length, and tensors of compressed records, of which it maps the compressed bytes.
+"""
+
+import pickletools
+import zipfile
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from ftkit.errors import UserError
+from ftkit.utils.damaged_files import reading
+
+_MAPS = frozenset(("collections OrderedDict", "torch.nn.parameter Parameter", "torch Size"))
+_REBUILDERS = frozenset(
+    f"torch._utils _rebuild_{kind}"
+    for kind in ("tensor", "tensor_v2", "tensor_v3", "parameter", "parameter_with_state")
+)
+_STORAGES = ("torch ", "torch.storage ")
+"""Modules of classes of storages, whose names end with Storage, and of number formats."""
+_OLD_FORMAT_PICKLES = 4
+"""A number that marks the format, its version, facts of the machine, and the content."""
+
+
+def load_pickled(file: Path) -> Any:
+    """What torch.save has written: mapped into memory, or read if it is of PyTorch before 1.6.
+
+    Raises:
+        UserError: the file is damaged, holds more than tensors, or is packed.
+    """
+    with reading(file, "weights that torch.save has written", advice="Download it again."):
+        is_zip = zipfile.is_zipfile(file)
+        records = _records(file) if is_zip else None
+        if not is_zip:
+            with file.open("rb") as stream:
+                _require_tensors_alone(file, stream, _OLD_FORMAT_PICKLES)
+        content = torch.load(file, map_location="cpu", mmap=is_zip, weights_only=True)
+        if records is not None and (missing := _storages(content) - records):
+            raise ValueError(f"no record has the {min(missing):,} bytes of one of its tensors")
+    return content
+
+
+def _records(file: Path) -> Counter[int]:
+    """How many records of each size a zip file has, none of them packed."""
+    with zipfile.ZipFile(file) as archive:
+        members = archive.infolist()
+        for member in members:
+            if member.compress_type != zipfile.ZIP_STORED:
+                raise UserError(
+                    f"{file} is packed: torch.save stores {member.filename} as it is. Download it "
+                    "again, or take the model in safetensors."
+                )
+        if sum(member.file_size for member in members) > file.stat().st_size:
+            raise ValueError("its records are longer than the file")
+        (content,) = (m for m in members if m.filename.endswith("/data.pkl"))
+        with archive.open(content) as stream:
+            _require_tensors_alone(file, stream, 1)
+    return Counter(member.file_size for member in members)
+
+
+def _require_tensors_alone(file: Path, stream: IO[bytes], pickles: int) -> None:
+    """Refuse pickles that name anything but what tensors and their names are made of."""
+    for _ in range(pickles):
+        for operation, argument, _ in pickletools.genops(stream):
+            if operation.name == "STACK_GLOBAL" or (
+                operation.name in ("GLOBAL", "INST") and not _is_of_tensors(str(argument))
+            ):
+                raise UserError(
+                    f"{file} holds more than weights ({argument}), and loading it could run "
+                    "foreign code. Use a copy of the model in safetensors."
+                )
+
+
+def _is_of_tensors(name: str) -> bool:
+    """Whether a class or function, as a pickle names it, is one of tensors."""
+    if name in _MAPS or name in _REBUILDERS:
+        return True
+    last = name.rpartition(" ")[2]
+    is_dtype = isinstance(getattr(torch, last, None), torch.dtype)
+    return name.startswith(_STORAGES) and (last.endswith("Storage") or is_dtype)
+
+
+def _storages(content: Any) -> Counter[int]:
+    """How many storages of each size the tensors of a content have; views share one."""
+    sizes = {}
+    for tensor in _tensors(content):
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return Counter(sizes.values())
+
+
+def _tensors(content: Any) -> Iterable[Tensor]:
+    if isinstance(content, Tensor):
+        yield content
+    elif isinstance(content, dict):
+        for value in content.values():
+            if value is not content:
+                yield from _tensors(value)
