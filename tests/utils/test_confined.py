@@ -11,14 +11,14 @@ import psutil
 import pytest
 
 from ftkit.errors import UserError
-from ftkit.utils.confined import confined, checked_size
+from ftkit.utils.confinement.confined import checked_size, confined
 from ftkit.utils.damaged_files import DamagedFile, traceback_log
 
 READERS = """
 import os, sys, time
 from ftkit.errors import UserError
 from ftkit.utils.damaged_files import DamagedFile, reading
-from ftkit.utils.limits import without_limits
+from ftkit.utils.confinement.limits import without_limits
 
 def sizes(*paths): return {path: os.path.getsize(path) for path in paths}
 def refuse(): raise UserError("layers is 0. Try 1.")
@@ -122,7 +122,7 @@ def test_a_request_to_end_reaches_the_child_which_tidies_up(
 ) -> None:
     mark = tmp_path / "mark"
     program = (
-        "from pathlib import Path\nfrom ftkit.utils.confined import confined\n"
+        "from pathlib import Path\nfrom ftkit.utils.confinement.confined import confined\n"
         f"confined('readers_here:wait_long', {str(mark)!r}, file=Path({__file__!r}))"
     )
     with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE) as parent:
@@ -139,7 +139,7 @@ def test_a_request_to_end_reaches_the_child_which_tidies_up(
 def test_the_child_ends_with_its_parent(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     program = (
-        "from pathlib import Path\nfrom ftkit.utils.confined import confined\n"
+        "from pathlib import Path\nfrom ftkit.utils.confinement.confined import confined\n"
         f"confined('readers_here:wait_long', {str(mark)!r}, file=Path({__file__!r}))"
     )
     with subprocess.Popen([sys.executable, "-c", program]) as parent:

@@ -129,7 +129,7 @@ def _run(exchange: IO[bytes], stdin: IO[bytes] | None, output: IO[bytes] | None)
         child = subprocess.Popen(
             # -P: modules in the current directory are the user's, not ours
             (
-                *(sys.executable, "-P", "-m", "ftkit.utils.confined_child"),
+                *(sys.executable, "-P", "-m", "ftkit.utils.confinement.child"),
                 *(str(os.getpid()), str(exchange.fileno())),
             ),
             stdin=subprocess.DEVNULL if stdin is None else stdin,
