@@ -45,6 +45,8 @@ from ftkit.strategies.select import make_strategy
 from ftkit.training.checkpointing import write_companions
 from ftkit.training.setup import Setup, identities
 from ftkit.training.starting_point import StartingPoint
+from ftkit.utils.confinement.confined import checked_size
+from ftkit.utils.confinement.limits import extend_limits, without_limits
 from ftkit.utils.files import new_directory, sync, write_durably
 from ftkit.utils.hardware import versions
 from ftkit.utils.process import cleaning_up_on_signals
@@ -92,6 +94,25 @@ def import_run(options: ImportOptions) -> int:
     return 0
 
 
+def import_in_child(
+    source: str,
+    out: str,
+    config: Sequence[str],
+    overwrite: bool,
+    keys: Sequence[tuple[str, str]],
+) -> int:
+    """The same for `confined`, to which the options come as JSON."""
+    return import_run(
+        ImportOptions(
+            source=Path(source),
+            out=Path(out),
+            config=tuple(config),
+            overwrite=overwrite,
+            keys=tuple((key, value) for key, value in keys),
+        )
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Imported:
     """All of a run that is to be written."""
@@ -106,7 +127,10 @@ class _Imported:
 def _read(run: ForeignRun, asked: ImportRecipe, display: Display) -> _Imported:
     recipe = asked.read()
     check_data(recipe.data, recipe.eval.sets)
-    base = open_base(recipe.checkpoint_dir, recipe.implementation, token=recipe.access_token)
+    with without_limits():  # those are for the checkpoint
+        base = open_base(recipe.checkpoint_dir, recipe.implementation, token=recipe.access_token)
+    if base.directory.is_dir():
+        extend_limits(2 * checked_size(base.directory))
     adapter = asked.adapter if isinstance(recipe, LoraRecipe) else None
     if isinstance(recipe, LoraRecipe):
         check_adapter(base, recipe)
@@ -115,7 +139,7 @@ def _read(run: ForeignRun, asked: ImportRecipe, display: Display) -> _Imported:
     with display.phase("reading the checkpoint", brief=True):
         state = run.state(TrainedModel(base, adapter))
     asked.tell(optimizer_told(state))
-    with display.phase("reading data", brief=True) as phase:
+    with display.phase("reading data", brief=True) as phase, without_limits():
         data = load_data(
             recipe.data,
             base.tokenizer,
@@ -128,7 +152,8 @@ def _read(run: ForeignRun, asked: ImportRecipe, display: Display) -> _Imported:
     begun = _begun(recipe, state, run)
     plan = make_plan(_alone(recipe), Devices(accelerator="cpu", count=1), trains=False)
     model = outline(base, recipe, parameter_dtype(plan), compute_dtype(plan))
-    placed = placed_tensors(state, model, base, adapter, run.directory, begun)
+    with run.reading():
+        placed = placed_tensors(state, model, base, adapter, run.directory, begun)
     schedule, notices = make_schedule(
         recipe, of_epoch, base_learning_rate(recipe), start_step=state.step, start_samples=samples
     )

@@ -309,5 +309,5 @@ class DistributedRun(ForeignRun):
 
     program = "torch.distributed.checkpoint"
 
-    def state(self, model: TrainedModel) -> ForeignState:
+    def _state(self, model: TrainedModel) -> ForeignState:
         return distributed_state([self.directory], model)

@@ -56,7 +56,7 @@ class LitgptRun(ForeignRun):
     def method(self) -> Method:
         return self._method
 
-    def told(self) -> dict[str, Any]:
+    def _told(self) -> dict[str, Any]:
         keys: dict[str, Any] = {}
         base = self._asked.get("checkpoint_dir") if self._method == "lora" else None
         if isinstance(base, str) and Path(base).is_dir():
@@ -77,7 +77,7 @@ class LitgptRun(ForeignRun):
             keys |= {key: self._asked[key] for key in wanted if _is_number(self._asked.get(key))}
         return keys
 
-    def state(self, model: TrainedModel) -> ForeignState:
+    def _state(self, model: TrainedModel) -> ForeignState:
         content = load_torch_file(self._file)
         if self._method == "full" and isinstance(content, dict) and _OPTIMIZER in content:
             return self._whole(content)

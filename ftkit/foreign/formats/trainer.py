@@ -39,8 +39,8 @@ class TrainerRun(ForeignRun):
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
-        self._told = read_json(directory / STATE)
-        if not isinstance(self._told.get("global_step"), int):
+        self._trainer_state = read_json(directory / STATE)
+        if not isinstance(self._trainer_state.get("global_step"), int):
             raise self.broken(f"its {STATE} has no global_step")
 
     @property
@@ -51,7 +51,7 @@ class TrainerRun(ForeignRun):
     def adapter(self) -> Path | None:
         return self.directory if (self.directory / CONFIG).is_file() else None
 
-    def told(self) -> dict[str, Any]:
+    def _told(self) -> dict[str, Any]:
         keys: dict[str, Any] = {}
         if self.adapter is not None:
             config = read_json(self.adapter / CONFIG)
@@ -61,11 +61,14 @@ class TrainerRun(ForeignRun):
                 keys["checkpoint_dir"] = base
         elif weight_files(self.directory) and has_tokenizer(self.directory):
             keys["checkpoint_dir"] = str(self.directory)
-        if isinstance(self._told.get("max_steps"), int) and self._told["max_steps"] > 0:
-            keys["train"] = {"max_steps": self._told["max_steps"], "epochs": None}
+        if (
+            isinstance(self._trainer_state.get("max_steps"), int)
+            and self._trainer_state["max_steps"] > 0
+        ):
+            keys["train"] = {"max_steps": self._trainer_state["max_steps"], "epochs": None}
         return keys
 
-    def state(self, model: TrainedModel) -> ForeignState:
+    def _state(self, model: TrainedModel) -> ForeignState:
         if (directory := zero_directory(self.directory)) is not None:
             return ZeroFiles(directory).state(model, **self._progress())
         if (self.directory / _SHARDED[1] / DCP_METADATA).is_file():
@@ -141,8 +144,8 @@ class TrainerRun(ForeignRun):
         return stored_tensors(files)
 
     def _progress(self) -> dict[str, Any]:
-        epochs = self._told.get("epoch")
-        history = self._told.get("log_history")
+        epochs = self._trainer_state.get("epoch")
+        history = self._trainer_state.get("log_history")
         entries = history if isinstance(history, list) else []
         losses = [
             entry["loss"]
@@ -150,7 +153,7 @@ class TrainerRun(ForeignRun):
             if isinstance(entry, dict) and isinstance(entry.get("loss"), int | float)
         ]
         return {
-            "step": self._told["global_step"],
+            "step": self._trainer_state["global_step"],
             "epochs": float(epochs) if isinstance(epochs, int | float) else None,
             "loss": float(losses[-1]) if losses else None,
         }

@@ -391,11 +391,11 @@ class DeepSpeedRun(ForeignRun):
         assert found is not None, "it was looked at before"
         self._zero = ZeroFiles(found)
 
-    def told(self) -> dict[str, Any]:
+    def _told(self) -> dict[str, Any]:
         if self._zero.samples is None or not self._zero.step:
             return {}
         batch = self._zero.samples / self._zero.step
         return {"train": {"global_batch_size": int(batch)}} if batch.is_integer() else {}
 
-    def state(self, model: TrainedModel) -> ForeignState:
+    def _state(self, model: TrainedModel) -> ForeignState:
         return self._zero.state(model)

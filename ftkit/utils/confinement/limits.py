@@ -57,6 +57,13 @@ def without_limits() -> Iterator[None]:
             _set_data_limit(soft + max(0, now - before))
 
 
+def extend_limits(memory_bytes: int) -> None:
+    """Let this process take so much more memory, for a further file that it reads."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if soft != hard:
+        _set_data_limit(soft + memory_bytes)
+
+
 def _set_data_limit(limit_bytes: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limits = [limit for limit in (limit_bytes, hard) if limit != resource.RLIM_INFINITY]
