@@ -28,6 +28,7 @@ from ftkit.data.dataset import load_data
 from ftkit.data.sources import check_data
 from ftkit.errors import UserError
 from ftkit.foreign.placing import PlacedTensor, placed_tensors
+from ftkit.foreign.position import position_in_data
 from ftkit.foreign.recipe import ImportRecipe, continued_rate, optimizer_told
 from ftkit.foreign.sources import open_run
 from ftkit.foreign.state import ForeignRun, ForeignState, TrainedModel
@@ -54,17 +55,11 @@ from ftkit.utils.progress import OnProgress, print_notice
 
 _SHARD_BYTES = 2**31
 """Of a shard, which is held in memory until it is written."""
-_OWN_ORDER = (
-    "not taken over: the order of the samples. ftkit goes on at that place of its own order: until "
-    "the epoch ends, some samples come again and others not at all"
-)
 _NO_OPTIMIZER = (
     "not taken over: the optimizer's state, which its program has not kept here. The optimizer "
     "begins anew, so its first steps are those of a new run; a few steps of warm-up "
     "(train.lr_warmup_steps) keep them small"
 )
-_UNUSUAL = 0.05
-"""Relative difference of batch sizes that is worth a word."""
 
 
 def import_run(options: ImportOptions) -> int:
@@ -147,7 +142,9 @@ def _read(run: ForeignRun, asked: ImportRecipe, display: Display) -> _Imported:
             progress=lambda _, done, total: phase.advance(done, total),
         )
     of_epoch = data.samples_per_epoch
-    samples, lines = _position(state, recipe, of_epoch)
+    position = position_in_data(state, asked, of_epoch)
+    asked.tell(position.keys)
+    samples, lines = position.samples, position.lines
     recipe, rate, words = continued_rate(asked, state, of_epoch, samples)
     begun = _begun(recipe, state, run)
     plan = make_plan(_alone(recipe), Devices(accelerator="cpu", count=1), trains=False)
@@ -221,27 +218,6 @@ def _read(run: ForeignRun, asked: ImportRecipe, display: Display) -> _Imported:
         + [_NO_OPTIMIZER] * (state.moments is None)
         + [*state.notes, *notices],
     )
-
-
-def _position(state: ForeignState, recipe: Recipe, of_epoch: int) -> tuple[int, list[str]]:
-    """Samples consumed so far, and what to tell of the position in the data."""
-    batch = recipe.train.global_batch_size
-    if state.samples is not None:
-        samples, how = state.samples, "as the checkpoint says"
-    elif state.epochs is not None:
-        samples, how = round(state.epochs * of_epoch), f"after {state.epochs:.4g} epochs"
-    else:
-        samples, how = state.step * batch, f"{state.step:,} steps of train.global_batch_size"
-    lines = [
-        f"position in the data: sample {samples:,} ({how}; an epoch has {of_epoch:,})",
-        _OWN_ORDER,
-    ]
-    theirs = samples / max(1, state.step)
-    if abs(theirs - batch) > _UNUSUAL * batch:
-        lines.append(
-            f"train.global_batch_size is {batch}, but a step has taken {theirs:.4g} samples so far"
-        )
-    return samples, lines
 
 
 def _decay_lines(state: ForeignState, recipe: Recipe) -> list[str]:

@@ -113,7 +113,7 @@ def new_directory(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
 
 def discard_partial(out: Path) -> None:
-    """Remove what a process that was killed has left of `new_directory`; not if another fills it."""
+    """Remove what a process that was killed has left of `new_directory`."""
     partial = _partial(out)
     with suppress(OSError):
         descriptor = _locked(partial)

@@ -5,6 +5,7 @@ checkpoint-N holds the model or the adapter in Hugging Face's layout, and beside
 pickle of objects and is not read.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +62,9 @@ class TrainerRun(ForeignRun):
                 keys["checkpoint_dir"] = base
         elif weight_files(self.directory) and has_tokenizer(self.directory):
             keys["checkpoint_dir"] = str(self.directory)
-        if (
-            isinstance(self._trainer_state.get("max_steps"), int)
-            and self._trainer_state["max_steps"] > 0
-        ):
-            keys["train"] = {"max_steps": self._trainer_state["max_steps"], "epochs": None}
+        most = self._trainer_state.get("max_steps")
+        if isinstance(most, int) and most > 0:
+            keys["train"] = {"max_steps": most, "epochs": None}
         return keys
 
     def _state(self, model: TrainedModel) -> ForeignState:
@@ -144,16 +143,19 @@ class TrainerRun(ForeignRun):
         return stored_tensors(files)
 
     def _progress(self) -> dict[str, Any]:
-        epochs = self._trainer_state.get("epoch")
         history = self._trainer_state.get("log_history")
         entries = history if isinstance(history, list) else []
         losses = [
             entry["loss"]
             for entry in entries
-            if isinstance(entry, dict) and isinstance(entry.get("loss"), int | float)
+            if isinstance(entry, dict) and isinstance(entry.get("loss"), float)
         ]
+        # Of one process; processes that train together write a file of random states each.
+        batch = self._trainer_state.get("train_batch_size")
+        processes = len(list(self.directory.glob("rng_state_*.pth"))) or 1
         return {
             "step": self._trainer_state["global_step"],
-            "epochs": float(epochs) if isinstance(epochs, int | float) else None,
-            "loss": float(losses[-1]) if losses else None,
+            "epochs": self._trainer_state.get("epoch"),
+            "micro_batch": batch * processes if isinstance(batch, int) and batch > 0 else None,
+            "loss": losses[-1] if losses and math.isfinite(losses[-1]) else None,
         }
