@@ -107,8 +107,7 @@ class DistributedFiles:
         for name, entry in metadata["state_dict_metadata"].items():
             place = tuple(places.get(name) or name.split("."))
             if entry["size"] is None:
-                if name in chunks:
-                    (self._values[place],) = chunks[name].values()
+                (self._values[place],) = chunks[name].values()
                 continue
             shape = torch.Size(_whole_numbers(entry["size"]))
             dtype = entry["properties"].state[0]
@@ -199,7 +198,7 @@ def distributed_state(
         {*weights, *(name for of_kind in moments.values() for name in of_kind)}, known
     )
     steps = [value for place, value in values.items() if place[-1] in ("step", "global_step")]
-    told = [value for value in steps if isinstance(value, int)] or [int(scalars.get("step", 0))]
+    told = [value for value in steps if isinstance(value, int)] or [int(scalars["step"])]
     trained = set(known)
     return ForeignState(
         **{"step": told[0]} | progress,

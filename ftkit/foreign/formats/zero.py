@@ -140,7 +140,13 @@ class ZeroFiles:
     @property
     def step(self) -> int:
         """Optimizer steps done."""
-        return int(self._model.get("global_steps", 0))
+        found = self._model.get("global_steps")
+        if type(found) is not int:
+            raise UserError(
+                f"{self._model_file} says that {found!r:.100} steps are done (global_steps). Copy "
+                "the whole checkpoint."
+            )
+        return found
 
     @property
     def samples(self) -> int | None:
