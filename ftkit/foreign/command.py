@@ -225,7 +225,9 @@ def _decay_lines(state: ForeignState, recipe: Recipe) -> list[str]:
     decays = {float(group.settings.get("weight_decay") or 0.0) for group in state.groups}
     if len(decays) < 2 or not recipe.optimizer["init_args"].get("weight_decay"):
         return []
-    spared = sum(len(group.names) for group in state.groups if not group.settings["weight_decay"])
+    spared = sum(
+        len(group.names) for group in state.groups if not group.settings.get("weight_decay")
+    )
     words = (
         f"weight decay left out {spared:,} parameters (norms, biases), and is applied to all now"
     )

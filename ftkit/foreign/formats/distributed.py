@@ -117,8 +117,9 @@ class DistributedFiles:
             for box in entry["chunks"]:
                 corner, sizes = _whole_numbers(box["offsets"]), _whole_numbers(box["sizes"])
                 of_name = chunks[name]
-                if (known := of_name.get(corner)) is None:
-                    (known,) = of_name.values()  # of tensors that are no shards
+                known = of_name.get(corner) or of_name.get(())  # of tensors that are no shards
+                if known is None:
+                    raise ValueError(f"{name} has no chunk at {list(corner)}")
                 if math.prod(sizes) * dtype.itemsize > known.length:
                     raise ValueError(
                         f"{name} has {known.length:,} bytes for a chunk of {list(sizes)}"
