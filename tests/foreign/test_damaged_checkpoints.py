@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from command import Command
 from foreign_checkpoints import BASE, KEPT, SHALLOW, recipe
 
 from ftkit.config.command_options import ImportOptions
@@ -326,3 +327,27 @@ def test_metadata_that_is_nested_or_no_object_is_refused_by_the_name_of_the_file
         (tmp_path / METADATA).write_bytes(content)
         with pytest.raises(UserError, match=r"\.metadata is damaged"):
             load_metadata(tmp_path / METADATA)
+
+
+@pytest.mark.slow
+def test_a_small_file_that_explodes_ends_the_import_alone(ftkit: Command, tmp_path: Path) -> None:
+    """Its text has 3 GB: each object holds the one before twice."""
+
+    def explode(metadata: Any) -> None:
+        words: Any = ("word" * 25_000,)
+        for _ in range(15):
+            words = (words, words)
+        for info in metadata.storage_data.values():
+            info.relative_path = words
+
+    source = changed("distributed", METADATA, explode, tmp_path)
+    left = tmp_path / ".run.partial"
+    left.mkdir()
+    ended = ftkit(
+        *("import", source, "--out", tmp_path / "run"),
+        *("--config", recipe(tmp_path, SHALLOW)),
+    )
+    assert ended.returncode == 2
+    assert "Traceback" not in ended.stderr
+    assert f"{source / METADATA} is damaged" in ended.stderr
+    assert not left.exists() and not (tmp_path / "run").exists()
