@@ -28,6 +28,7 @@ from ftkit.data.dataset import load_data
 from ftkit.data.sources import check_data
 from ftkit.errors import UserError
 from ftkit.foreign.placing import PlacedTensor, placed_tensors
+from ftkit.foreign.position import position_in_data
 from ftkit.foreign.recipe import ImportRecipe, continued_rate, optimizer_told
 from ftkit.foreign.sources import open_run
 from ftkit.foreign.state import ForeignRun, ForeignState, TrainedModel
@@ -45,6 +46,8 @@ from ftkit.strategies.select import make_strategy
 from ftkit.training.checkpointing import write_companions
 from ftkit.training.setup import Setup, identities
 from ftkit.training.starting_point import StartingPoint
+from ftkit.utils.confinement.confined import checked_size
+from ftkit.utils.confinement.limits import extend_limits, without_limits
 from ftkit.utils.files import new_directory, sync, write_durably
 from ftkit.utils.hardware import versions
 from ftkit.utils.process import cleaning_up_on_signals
@@ -52,17 +55,11 @@ from ftkit.utils.progress import OnProgress, print_notice
 
 _SHARD_BYTES = 2**31
 """Of a shard, which is held in memory until it is written."""
-_OWN_ORDER = (
-    "not taken over: the order of the samples. ftkit goes on at that place of its own order: until "
-    "the epoch ends, some samples come again and others not at all"
-)
 _NO_OPTIMIZER = (
     "not taken over: the optimizer's state, which its program has not kept here. The optimizer "
     "begins anew, so its first steps are those of a new run; a few steps of warm-up "
     "(train.lr_warmup_steps) keep them small"
 )
-_UNUSUAL = 0.05
-"""Relative difference of batch sizes that is worth a word."""
 
 
 def import_run(options: ImportOptions) -> int:
@@ -92,6 +89,25 @@ def import_run(options: ImportOptions) -> int:
     return 0
 
 
+def import_in_child(
+    source: str,
+    out: str,
+    config: Sequence[str],
+    overwrite: bool,
+    keys: Sequence[tuple[str, str]],
+) -> int:
+    """The same for `confined`, to which the options come as JSON."""
+    return import_run(
+        ImportOptions(
+            source=Path(source),
+            out=Path(out),
+            config=tuple(config),
+            overwrite=overwrite,
+            keys=tuple((key, value) for key, value in keys),
+        )
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Imported:
     """All of a run that is to be written."""
@@ -106,7 +122,10 @@ class _Imported:
 def _read(run: ForeignRun, asked: ImportRecipe, display: Display) -> _Imported:
     recipe = asked.read()
     check_data(recipe.data, recipe.eval.sets)
-    base = open_base(recipe.checkpoint_dir, recipe.implementation, token=recipe.access_token)
+    with without_limits():  # those are for the checkpoint
+        base = open_base(recipe.checkpoint_dir, recipe.implementation, token=recipe.access_token)
+    if base.directory.is_dir():
+        extend_limits(2 * checked_size(base.directory))
     adapter = asked.adapter if isinstance(recipe, LoraRecipe) else None
     if isinstance(recipe, LoraRecipe):
         check_adapter(base, recipe)
@@ -115,7 +134,7 @@ def _read(run: ForeignRun, asked: ImportRecipe, display: Display) -> _Imported:
     with display.phase("reading the checkpoint", brief=True):
         state = run.state(TrainedModel(base, adapter))
     asked.tell(optimizer_told(state))
-    with display.phase("reading data", brief=True) as phase:
+    with display.phase("reading data", brief=True) as phase, without_limits():
         data = load_data(
             recipe.data,
             base.tokenizer,
@@ -123,12 +142,15 @@ def _read(run: ForeignRun, asked: ImportRecipe, display: Display) -> _Imported:
             progress=lambda _, done, total: phase.advance(done, total),
         )
     of_epoch = data.samples_per_epoch
-    samples, lines = _position(state, recipe, of_epoch)
+    position = position_in_data(state, asked, of_epoch)
+    asked.tell(position.keys)
+    samples, lines = position.samples, position.lines
     recipe, rate, words = continued_rate(asked, state, of_epoch, samples)
     begun = _begun(recipe, state, run)
     plan = make_plan(_alone(recipe), Devices(accelerator="cpu", count=1), trains=False)
     model = outline(base, recipe, parameter_dtype(plan), compute_dtype(plan))
-    placed = placed_tensors(state, model, base, adapter, run.directory, begun)
+    with run.reading():
+        placed = placed_tensors(state, model, base, adapter, run.directory, begun)
     schedule, notices = make_schedule(
         recipe, of_epoch, base_learning_rate(recipe), start_step=state.step, start_samples=samples
     )
@@ -198,33 +220,14 @@ def _read(run: ForeignRun, asked: ImportRecipe, display: Display) -> _Imported:
     )
 
 
-def _position(state: ForeignState, recipe: Recipe, of_epoch: int) -> tuple[int, list[str]]:
-    """Samples consumed so far, and what to tell of the position in the data."""
-    batch = recipe.train.global_batch_size
-    if state.samples is not None:
-        samples, how = state.samples, "as the checkpoint says"
-    elif state.epochs is not None:
-        samples, how = round(state.epochs * of_epoch), f"after {state.epochs:.4g} epochs"
-    else:
-        samples, how = state.step * batch, f"{state.step:,} steps of train.global_batch_size"
-    lines = [
-        f"position in the data: sample {samples:,} ({how}; an epoch has {of_epoch:,})",
-        _OWN_ORDER,
-    ]
-    theirs = samples / max(1, state.step)
-    if abs(theirs - batch) > _UNUSUAL * batch:
-        lines.append(
-            f"train.global_batch_size is {batch}, but a step has taken {theirs:.4g} samples so far"
-        )
-    return samples, lines
-
-
 def _decay_lines(state: ForeignState, recipe: Recipe) -> list[str]:
     """What to tell where weight decay leaves out parameters, as ftkit's does not."""
     decays = {float(group.settings.get("weight_decay") or 0.0) for group in state.groups}
     if len(decays) < 2 or not recipe.optimizer["init_args"].get("weight_decay"):
         return []
-    spared = sum(len(group.names) for group in state.groups if not group.settings["weight_decay"])
+    spared = sum(
+        len(group.names) for group in state.groups if not group.settings.get("weight_decay")
+    )
     words = (
         f"weight decay left out {spared:,} parameters (norms, biases), and is applied to all now"
     )

@@ -15,6 +15,7 @@ from torch import nn
 from ftkit.config.peft_adapter import peft_arguments
 from ftkit.errors import UserError
 from ftkit.pretrained.base_model import BaseModel
+from ftkit.utils.confinement.limits import without_limits
 
 _UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 """Names that transformers' Trainer leaves out of weight decay, in lower case."""
@@ -53,7 +54,8 @@ def trained_parameters(base: BaseModel, adapter: Path | None) -> tuple[TrainedPa
     settings = dict(base.settings)
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config)
+        with without_limits():  # those are for the checkpoint, and this is as large as its base
+            model: Any = AutoModelForCausalLM.from_config(config)
         if adapter is not None:
             from peft import LoraConfig, get_peft_model
 

@@ -17,6 +17,7 @@ from ftkit.lora.names import our_name
 from ftkit.model.language_model import LanguageModel
 from ftkit.model.load_weights import kept_parameters
 from ftkit.pretrained.base_model import BaseModel, storage_of
+from ftkit.utils.damaged_files import reading
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,8 @@ def _checked(
     read: Callable[[], Tensor], name: str, parameter: Tensor, source: Path
 ) -> Callable[[], Tensor]:
     def checked() -> Tensor:
-        tensor = read()
+        with reading(source, f"{name} of {list(parameter.shape)} numbers", key=name):
+            tensor = read()
         if tensor.shape != parameter.shape:
             raise UserError(
                 f"{source}: {name} has shape {list(tensor.shape)}, but the model's is "

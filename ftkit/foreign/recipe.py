@@ -46,6 +46,7 @@ class ImportRecipe:
         self.adapter = run.adapter
         """Directory of the adapter's settings, where one is trained and it is known."""
         self.source = run.directory
+        self._run = run
 
     def tell(self, keys: Mapping[str, Any]) -> None:
         """Add what the checkpoint tells; the user's own keys still win."""
@@ -59,7 +60,8 @@ class ImportRecipe:
         """
         with tempfile.TemporaryDirectory() as directory:
             told = Path(directory) / "told.yaml"
-            told.write_text(dump_yaml(self._told), encoding="utf-8")
+            with self._run.reading():
+                told.write_text(dump_yaml(self._told), encoding="utf-8")
             if "checkpoint_dir" not in self.given | self._told.keys():
                 raise UserError(
                     f"{self.source} does not say which base model it is of, or has not its "

@@ -9,6 +9,7 @@ from ftkit.foreign.formats.litgpt import LITGPT_ADAPTER, LITGPT_WEIGHTS, LitgptR
 from ftkit.foreign.formats.trainer import STATE, TrainerRun
 from ftkit.foreign.formats.zero import DeepSpeedRun, zero_directory
 from ftkit.foreign.state import ForeignRun
+from ftkit.utils.damaged_files import reading
 
 IMPORTABLE = (
     "a checkpoint-N of transformers' Trainer, TRL or axolotl; a directory of DeepSpeed or of "
@@ -25,6 +26,11 @@ def open_run(source: Path) -> ForeignRun:
     """
     if not source.exists():
         raise UserError(f"{source} does not exist. Give {IMPORTABLE}.")
+    with reading(source, IMPORTABLE, advice="Copy the whole checkpoint again."):
+        return _opened(source)
+
+
+def _opened(source: Path) -> ForeignRun:
     if source.is_file():
         if source.suffix == ".ckpt":
             return LightningRun(source)

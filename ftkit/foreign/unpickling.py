@@ -10,7 +10,7 @@ import io
 import pickle
 import re
 import zipfile
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ftkit.errors import UserError
 from ftkit.pretrained.weights.files import WeightTensor
+from ftkit.utils.damaged_files import reading
 
 
 class Inert:
@@ -47,6 +48,10 @@ class Inert:
 
     def __eq__(self, other: object) -> bool:
         return self is other
+
+    __iter__ = None
+    """Else `tuple(inert)` would call `__getitem__` with 0, 1, 2, ... without end."""
+    __contains__ = None
 
     def __getitem__(self, name: str) -> Any:
         """One of its attributes, by name; None: it has none."""
@@ -100,6 +105,8 @@ _VALUES: Mapping[str, Any] = MappingProxyType(
     }
 )
 """What `.metadata` may name besides; the classes among them do nothing but hold values."""
+_WRITTEN = "a file as torch.save has written it since torch 1.6"
+_METADATA = "the .metadata of torch.distributed.checkpoint"
 _NAMED = re.compile(r"(?:GLOBAL |[Uu]nsupported (?:global|class|operand)[^\w]*)([\w.]+\.[\w.]+)")
 
 
@@ -111,32 +118,89 @@ def load_torch_file(file: Path, stand_ins: tuple[str, ...] = ()) -> Any:
         stand_ins: full names of classes whose objects become `Inert`.
 
     Raises:
-        UserError: missing, damaged, or it holds an object of another class.
+        UserError: missing, damaged, of torch before 1.6, or it holds an object of another class, or
+            tensors that the file does not hold whole.
     """
-    try:
-        is_mappable = zipfile.is_zipfile(file)
-    except OSError as error:
-        raise _unreadable(file, error) from None
-    return _loaded(file, file, stand_ins, is_mappable)
+    with reading(file, _WRITTEN, advice="Copy the whole checkpoint again."):
+        with zipfile.ZipFile(file) as members:
+            stored = _stored_sizes(members, file.stat().st_size)
+        return _loaded(file, file, stored, stand_ins, is_mapped=True)
 
 
 def load_torch_bytes(content: bytes, file: Path) -> Any:
     """The same of a part of a file, without stand-ins."""
-    return _loaded(io.BytesIO(content), file, (), False)
+    with reading(file, _WRITTEN, advice="Copy the whole checkpoint again."):
+        with zipfile.ZipFile(io.BytesIO(content)) as members:
+            stored = _stored_sizes(members, len(content))
+        return _loaded(io.BytesIO(content), file, stored, (), is_mapped=False)
 
 
-def _loaded(source: Any, file: Path, stand_ins: tuple[str, ...], is_mappable: bool) -> Any:
+def _stored_sizes(members: zipfile.ZipFile, most_bytes: int) -> Counter[int]:
+    """The sizes of the storages in a file, and how often each occurs.
+
+    Raises:
+        ValueError: a member is compressed, as torch.save never does, or there is more in them than
+            in the file.
+    """
+    entries = members.infolist()
+    for entry in entries:
+        if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
+            raise ValueError(f"{entry.filename} is compressed, as torch.save never does")
+    if (total := sum(entry.file_size for entry in entries)) > most_bytes:
+        raise ValueError(f"its members have {total:,} bytes, but the file has {most_bytes:,}")
+    return Counter(
+        entry.file_size for entry in entries if "/data/" in entry.filename and entry.file_size
+    )
+
+
+def _loaded(
+    source: Any, file: Path, stored: Counter[int], stand_ins: tuple[str, ...], *, is_mapped: bool
+) -> Any:
     known: list[Any] = [(Inert, name) for name in stand_ins]
     try:
         with torch.serialization.safe_globals(known):
-            return torch.load(source, map_location="cpu", mmap=is_mappable, weights_only=True)
+            content = torch.load(source, map_location="cpu", mmap=is_mapped, weights_only=True)
     except pickle.UnpicklingError as error:
         found = _NAMED.search(str(error))
         raise _refused(file, found[1] if found else "something else than tensors") from None
-    except FileNotFoundError:
-        raise UserError(f"{file} is missing. Copy the whole checkpoint.") from None
-    except Exception as error:  # of zip files, of old formats, of pickles that make no sense
-        raise _unreadable(file, error) from None
+    _check_tensors(content, stored)
+    return content
+
+
+def _check_tensors(content: Any, stored: Counter[int]) -> None:
+    """Refuse tensors that claim more numbers than their storages hold, or storages of other sizes.
+
+    torch maps as many bytes as the pickle says, from the start of the storage on: what is beyond
+    its end are bytes of its neighbour.
+
+    Raises:
+        ValueError: there is one.
+    """
+    seen: set[int] = set()
+    storages: dict[int, int] = {}
+    left = [content]
+    while left:
+        value = left.pop()
+        if isinstance(value, Tensor):
+            if value.layout != torch.strided or value.device.type != "cpu" or value.is_quantized:
+                raise ValueError(f"a tensor is {value.layout} on {value.device}")
+            storage = value.untyped_storage()
+            if value.numel() * value.element_size() > storage.nbytes():
+                raise ValueError(
+                    f"a tensor of shape {list(value.shape)} has {storage.nbytes():,} bytes"
+                )
+            if storage.nbytes():
+                storages[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(value, dict | list | tuple | set | Inert) and id(value) not in seen:
+            seen.add(id(value))
+            if isinstance(value, dict):
+                left += [*value.keys(), *value.values()]
+            elif isinstance(value, Inert):
+                left += [value.arguments, value.state]
+            else:
+                left += value
+    if other := Counter(storages.values()) - stored:
+        raise ValueError(f"a storage has {next(iter(other)):,} bytes in its pickle alone")
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -166,18 +230,15 @@ def load_metadata(file: Path) -> Inert:
     Raises:
         UserError: missing, damaged, or it names what such files do not.
     """
-    try:
-        with file.open("rb") as stream:
-            found = _MetadataUnpickler(stream).load()
-    except _NotListed as error:
-        raise _refused(file, str(error)) from None
-    except FileNotFoundError:
-        raise UserError(f"{file} is missing. Copy the whole checkpoint.") from None
-    except Exception as error:  # whatever a damaged pickle comes to
-        raise _unreadable(file, error) from None
-    if not isinstance(found, Inert):
-        raise _unreadable(file, ValueError(f"it holds a {type(found).__name__}"))
-    return found
+    with reading(file, _METADATA, advice="Copy the whole checkpoint again."):
+        try:
+            with file.open("rb") as stream:
+                found = _MetadataUnpickler(stream).load()
+        except _NotListed as error:
+            raise _refused(file, str(error)) from None
+        if not isinstance(found, Inert):
+            raise ValueError(f"it holds a {type(found).__name__}")
+        return found
 
 
 def held(tensor: Tensor) -> WeightTensor:
@@ -205,8 +266,3 @@ def _refused(file: Path, name: str) -> UserError:
         f"{file} holds {name}, which is none of the classes that such files hold; to load it could "
         "run foreign code, so nothing of it was. Give a checkpoint as its program has written it."
     )
-
-
-def _unreadable(file: Path, error: Exception) -> UserError:
-    text = " ".join(str(error).split())[:200] or type(error).__name__
-    return UserError(f"{file} is damaged or no checkpoint ({text}). Copy the checkpoint again.")

@@ -44,7 +44,7 @@ def state_kinds(
     try:
         optimizer = optimizer_class(parameters, **arguments)
         optimizer.step()
-    except (RuntimeError, ValueError, TypeError) as error:
+    except Exception as error:  # whatever an optimizer comes to with arguments of a recipe
         if is_out_of_memory(error):
             raise
         raise UserError(

@@ -10,6 +10,8 @@ from ftkit.errors import UserError
 from ftkit.utils.files import cache_root
 
 _MOST_LOG_BYTES = 2**20
+_MOST_TEXT = 2**17
+"""Characters of one failure, the last ones."""
 _MOST_SHOWN = 200
 """Characters of a library's own message."""
 
@@ -46,7 +48,7 @@ def reading(file: Path | str, expected: str, *, key: str = "", advice: str = "")
         # Panics of libraries in Rust are no `Exception`; their class cannot be imported.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        _log(file, error)
+        log_failure(file, "".join(traceback.format_exception(error)))
         place = f"{key}: " if key else ""
         raise DamagedFile(
             f"{file} is damaged: {place}{_reason(error)}. Expected: {expected}. "
@@ -71,22 +73,22 @@ def traceback_log() -> Path:
     return cache_root() / "damaged_files.log"
 
 
-def _reason(error: BaseException) -> str:
-    if isinstance(error, RecursionError):
-        return "nested too deeply"
-    if isinstance(error, MemoryError):
-        return "too large for memory"
-    message = str(error).strip().partition("\n")[0].rstrip(".")
-    shown = message if len(message) <= _MOST_SHOWN else f"{message[:_MOST_SHOWN]} ..."
-    return f"{type(error).__name__}: {shown}" if shown else type(error).__name__
-
-
-def _log(file: Path | str, error: BaseException) -> None:
+def log_failure(file: Path | str, text: str) -> None:
+    """Add to the log what a library has said of a file that it could not read."""
     log = traceback_log()
     with suppress(OSError):  # a read-only home must not hide the message
         log.parent.mkdir(parents=True, exist_ok=True)
         if log.exists() and log.stat().st_size > _MOST_LOG_BYTES:
             log.replace(log.with_suffix(".log.1"))
         with log.open("a", encoding="utf-8", errors="backslashreplace") as out:
-            out.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {file}\n")
-            out.writelines(traceback.format_exception(error))
+            out.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {file}\n{text[-_MOST_TEXT:]}")
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # torch's words
+        return "too large for memory"
+    message = str(error).strip().partition("\n")[0].rstrip(".")
+    shown = message if len(message) <= _MOST_SHOWN else f"{message[:_MOST_SHOWN]} ..."
+    return f"{type(error).__name__}: {shown}" if shown else type(error).__name__

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,7 @@ def new_directory(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
         FileExistsError: something is there.
         OSError: another process fills it, or it cannot be written.
     """
-    partial, replaced = (out.with_name(f".{out.name}.{end}") for end in ("partial", "replaced"))
+    partial, replaced = _partial(out), out.with_name(f".{out.name}.replaced")
     partial.mkdir(parents=True, exist_ok=True)
     descriptor = _locked(partial)
     try:
@@ -110,6 +110,21 @@ def new_directory(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         os.close(descriptor)
+
+
+def discard_partial(out: Path) -> None:
+    """Remove what a process that was killed has left of `new_directory`."""
+    partial = _partial(out)
+    with suppress(OSError):
+        descriptor = _locked(partial)
+        try:
+            shutil.rmtree(partial)
+        finally:
+            os.close(descriptor)
+
+
+def _partial(out: Path) -> Path:
+    return out.with_name(f".{out.name}.partial")
 
 
 def _locked(directory: Path) -> int:

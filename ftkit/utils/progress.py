@@ -27,6 +27,11 @@ def set_verbosity(verbosity: Verbosity) -> None:
     _verbosity = verbosity
 
 
+def get_verbosity() -> Verbosity:
+    """What this process tells, for those that it starts."""
+    return _verbosity
+
+
 def is_quiet() -> bool:
     """Whether progress and notices are left out."""
     return _verbosity == "quiet"

@@ -202,7 +202,7 @@ def test_what_was_imported_is_all_that_the_next_step_of_the_other_program_needed
 
 
 def test_the_document_shows_what_the_import_of_its_example_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     text = (ROOT / "docs/import.md").read_text()
     shown = re.search(r"^\$ ftkit (import .*)\n((?:.*\n)*?)\$ ", text, re.MULTILINE)
@@ -211,7 +211,7 @@ def test_the_document_shows_what_the_import_of_its_example_says(
     shutil.copytree(KEPT / "base", tmp_path / "neox-hf")
     monkeypatch.chdir(tmp_path)
     assert run_command(shlex.split(shown[1])) == 0
-    assert capsys.readouterr().out == shown[2]
+    assert capfd.readouterr().out == shown[2]
 
 
 def test_the_checkpoints_are_as_their_programs_wrote_them() -> None:

@@ -60,6 +60,7 @@ NOT_LIGHT = [
     *(f"launch.apart.{name}" for name in ("host", "lead", "outgoing", "texts")),
     "launch.heartbeats",
     "launch.torchrun",
+    "utils.confinement.child",
     "utils.safetensors_files",
 ]
 """In light packages: a program of its own, and what processes use that have torch anyway."""

@@ -5,9 +5,10 @@ somewhere in a file as torch.save wrote it, and goes through torch's restricted 
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,12 @@ from ftkit.foreign.names import plain_names
 from ftkit.foreign.state import ForeignRun, ForeignState, ParameterGroup, TrainedModel
 from ftkit.foreign.unpickling import Inert, load_metadata, load_torch_bytes
 from ftkit.pretrained.weights.files import WeightTensor
+from ftkit.utils.damaged_files import reading
 
 DCP_METADATA = ".metadata"
+_EXPECTED = (
+    "what torch.distributed.checkpoint has written, in which chunks fill each tensor exactly"
+)
 _STATE, _GROUPS = "state", "param_groups"
 Place = tuple[Any, ...]
 """Keys that led to a value in the state that was saved."""
@@ -38,14 +43,9 @@ class _Chunk:
 
     def read(self) -> Any:
         """What torch.save wrote there."""
-        try:
-            with self.file.open("rb") as stream:
-                stream.seek(self.start)
-                content = stream.read(self.length)
-        except OSError as error:
-            raise UserError(
-                f"{self.file} cannot be read ({error.strerror}). Copy the whole checkpoint."
-            ) from None
+        with reading(self.file, _EXPECTED), self.file.open("rb") as stream:
+            stream.seek(self.start)
+            content = stream.read(self.length)
         return load_torch_bytes(content, self.file)
 
 
@@ -59,16 +59,17 @@ class DistributedFiles:
             UserError: it is missing, damaged or unsafe, or names files outside the directory.
         """
         self._directory = directory
-        try:
-            self._read(load_metadata(directory / DCP_METADATA))
-        except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
-            raise UserError(
-                f"{directory / DCP_METADATA} is not as torch.distributed.checkpoint writes it "
-                f"({type(error).__name__}: {error}). Copy the checkpoint again."
-            ) from None
+        metadata = load_metadata(directory / DCP_METADATA)
+        self.tensors: dict[Place, WeightTensor] = {}
+        """By place."""
+        self._values: dict[Place, _Chunk] = {}
+        with reading(directory / DCP_METADATA, _EXPECTED, advice="Copy the checkpoint again."):
+            self._read(metadata, self._chunks(metadata))
 
-    def _read(self, metadata: Inert) -> None:
+    def _chunks(self, metadata: Inert) -> dict[str, dict[tuple[int, ...], _Chunk]]:
+        """Where chunks lie, by the name of their tensor or value and by their corner in it."""
         chunks: dict[str, dict[tuple[int, ...], _Chunk]] = {}
+        sizes: dict[str, int] = {}
         for index, info in metadata["storage_data"].items():
             if info["transform_descriptors"]:
                 raise UserError(
@@ -81,30 +82,50 @@ class DistributedFiles:
                     f"{self._directory / DCP_METADATA} names the file {name!r}, which does not lie "
                     "beside it. Give a checkpoint as its program has written it."
                 )
-            corner = tuple(index["offset"] or ())
-            chunks.setdefault(index["fqn"], {})[corner] = _Chunk(
-                self._directory / name, int(info["offset"]), int(info["length"]), corner, ()
-            )
+            file = self._directory / name
+            if name not in sizes:
+                with reading(file, _EXPECTED, advice="Copy the whole checkpoint."):
+                    sizes[name] = file.stat().st_size
+            start, length = _whole_numbers((info["offset"], info["length"]))
+            if start + length > sizes[name]:
+                raise UserError(
+                    f"{file} has {sizes[name]:,} bytes, but {DCP_METADATA} says that {length:,} "
+                    f"bytes of {index['fqn']} begin at {start:,}. Copy the whole checkpoint."
+                )
+            corner = () if index["offset"] is None else _whole_numbers(index["offset"])
+            of_name = chunks.setdefault(index["fqn"], {})
+            if corner in of_name:
+                raise ValueError(f"{index['fqn']} has two chunks at {list(corner)}")
+            of_name[corner] = _Chunk(file, start, length, corner, ())
+        _check_apart([chunk for of_name in chunks.values() for chunk in of_name.values()])
+        return chunks
+
+    def _read(
+        self, metadata: Inert, chunks: Mapping[str, Mapping[tuple[int, ...], _Chunk]]
+    ) -> None:
         places = metadata["planner_data"] or {}
-        self.tensors: dict[Place, WeightTensor] = {}
-        """By place."""
-        self._values: dict[Place, _Chunk] = {}
         for name, entry in metadata["state_dict_metadata"].items():
             place = tuple(places.get(name) or name.split("."))
             if entry["size"] is None:
-                if name in chunks:
-                    (self._values[place],) = chunks[name].values()
+                (self._values[place],) = chunks[name].values()
                 continue
-            shape, dtype = torch.Size(entry["size"]), entry["properties"].state[0]
+            shape = torch.Size(_whole_numbers(entry["size"]))
+            dtype = entry["properties"].state[0]
+            if not isinstance(dtype, torch.dtype):
+                raise TypeError(f"the properties of {name} begin with {type(dtype).__name__}")
             boxes = []
             for box in entry["chunks"]:
-                corner, sizes = tuple(box["offsets"]), tuple(box["sizes"])
-                known = chunks[name].get(corner) or chunks[name][()]
+                corner, sizes = _whole_numbers(box["offsets"]), _whole_numbers(box["sizes"])
+                of_name = chunks[name]
+                known = of_name.get(corner) or of_name.get(())  # of tensors that are no shards
+                if known is None:
+                    raise ValueError(f"{name} has no chunk at {list(corner)}")
+                if math.prod(sizes) * dtype.itemsize > known.length:
+                    raise ValueError(
+                        f"{name} has {known.length:,} bytes for a chunk of {list(sizes)}"
+                    )
                 boxes.append(_Chunk(known.file, known.start, known.length, corner, sizes))
-            if sum(math.prod(box.sizes) for box in boxes) != shape.numel():
-                raise UserError(
-                    f"{self._directory} does not hold all of {name}. Copy the whole checkpoint."
-                )
+            _check_tiling(name, shape, [(box.corner, box.sizes) for box in boxes])
             read = partial(self._joined, name, shape, dtype, boxes)
             self.tensors[place] = WeightTensor(shape, dtype, read)
 
@@ -117,10 +138,14 @@ class DistributedFiles:
         whole = torch.empty(shape, dtype=dtype)
         for box in boxes:
             part = box.read()
-            if not isinstance(part, Tensor) or tuple(part.shape) != box.sizes:
+            if (
+                not isinstance(part, Tensor)
+                or tuple(part.shape) != box.sizes
+                or part.dtype != dtype
+            ):
                 raise UserError(
                     f"{box.file} holds something else than the part of {name} that {DCP_METADATA} "
-                    "says. Copy the checkpoint again."
+                    f"says ({dtype}, {list(box.sizes)}). Copy the checkpoint again."
                 )
             where = tuple(
                 slice(first, first + size)
@@ -174,7 +199,7 @@ def distributed_state(
         {*weights, *(name for of_kind in moments.values() for name in of_kind)}, known
     )
     steps = [value for place, value in values.items() if place[-1] in ("step", "global_step")]
-    told = [value for value in steps if isinstance(value, int)] or [int(scalars.get("step", 0))]
+    told = [value for value in steps if isinstance(value, int)] or [int(scalars["step"])]
     trained = set(known)
     return ForeignState(
         **{"step": told[0]} | progress,
@@ -188,6 +213,66 @@ def distributed_state(
         scalars=scalars,
         groups=_groups(tensors, values, known),
     )
+
+
+def _whole_numbers(values: Any) -> tuple[int, ...]:
+    """Sizes or positions, none of which is negative.
+
+    Raises:
+        ValueError: they are anything else.
+    """
+    if not isinstance(values, tuple | list) or not all(
+        type(value) is int and value >= 0 for value in values
+    ):
+        raise ValueError(f"a size or position is {values!r:.100}")
+    return tuple(values)
+
+
+def _check_apart(chunks: Iterable[_Chunk]) -> None:
+    """Refuse two chunks that share bytes of a file: one of them was never saved.
+
+    Raises:
+        ValueError: there are two.
+    """
+    ordered = sorted((chunk.file.name, chunk.start, chunk.length) for chunk in chunks)
+    for before, after in pairwise(ordered):
+        if before[0] == after[0] and before[1] + before[2] > after[1]:
+            raise ValueError(f"two chunks share the bytes of {after[0]} at {after[1]:,}")
+
+
+def _check_tiling(
+    name: str, shape: Sequence[int], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
+) -> None:
+    """Refuse boxes that do not fill a tensor exactly: inside its bounds, without overlap or gap.
+
+    Args:
+        name: of the tensor.
+        shape: of the tensor.
+        boxes: the corner and the sizes of each.
+
+    Raises:
+        ValueError: they do not.
+    """
+    for corner, sizes in boxes:
+        if not len(corner) == len(sizes) == len(shape) or any(
+            first + size > whole for first, size, whole in zip(corner, sizes, shape, strict=True)
+        ):
+            raise ValueError(
+                f"a chunk of {name} {list(shape)} has {list(sizes)} numbers at {list(corner)}"
+            )
+    filled = sorted(box for box in boxes if math.prod(box[1]))
+    # Boxes inside the bounds that do not overlap and have as many numbers as the tensor leave no
+    # gap. In the order of their first rows, a box can only overlap those that reach its own.
+    reaching: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    for corner, sizes in filled:
+        reaching = [box for box in reaching if box[0][:1] and box[0][0] + box[1][0] > corner[0]]
+        for other in reaching:
+            ranges = zip(corner, sizes, *other, strict=True)
+            if all(a < c + d and c < a + b for a, b, c, d in ranges):
+                raise ValueError(f"chunks of {name} overlap at {list(corner)}")
+        reaching.append((corner, sizes))
+    if (held := sum(math.prod(sizes) for _, sizes in filled)) != math.prod(shape):
+        raise ValueError(f"chunks of {name} hold {held:,} of {math.prod(shape):,} numbers")
 
 
 def _is_state(place: Place) -> bool:
@@ -224,5 +309,5 @@ class DistributedRun(ForeignRun):
 
     program = "torch.distributed.checkpoint"
 
-    def state(self, model: TrainedModel) -> ForeignState:
+    def _state(self, model: TrainedModel) -> ForeignState:
         return distributed_state([self.directory], model)

@@ -29,7 +29,7 @@ class LightningRun(ForeignRun):
         if not isinstance(self._content, dict) or not isinstance(self._content.get(_STEP), int):
             raise self.broken(f"{self._file.name} has no {_STEP}")
 
-    def state(self, model: TrainedModel) -> ForeignState:
+    def _state(self, model: TrainedModel) -> ForeignState:
         step = self._content[_STEP]
         if self._is_sharded:
             return distributed_state([self.directory], model, step=step)

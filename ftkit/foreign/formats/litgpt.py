@@ -16,11 +16,12 @@ from ftkit.config.recipe import LAYER_SWITCHES, Method
 from ftkit.errors import UserError
 from ftkit.foreign.formats.torch_optimizer import NamedState, names_by_shape
 from ftkit.foreign.parameter_order import TrainedParameter
-from ftkit.foreign.state import ForeignRun, ForeignState, TrainedModel
+from ftkit.foreign.state import ForeignRun, ForeignState, ParameterGroup, TrainedModel
 from ftkit.foreign.unpickling import held, load_torch_file, mapping_in
 from ftkit.lora.names import TRAINED
 from ftkit.pretrained.base_model import BaseModel, parameter_shapes
 from ftkit.pretrained.hub import has_tokenizer
+from ftkit.utils.damaged_files import reading
 from ftkit.utils.yaml_files import load_yaml
 
 LITGPT_WEIGHTS = "lit_model.pth"
@@ -56,7 +57,7 @@ class LitgptRun(ForeignRun):
     def method(self) -> Method:
         return self._method
 
-    def told(self) -> dict[str, Any]:
+    def _told(self) -> dict[str, Any]:
         keys: dict[str, Any] = {}
         base = self._asked.get("checkpoint_dir") if self._method == "lora" else None
         if isinstance(base, str) and Path(base).is_dir():
@@ -71,13 +72,15 @@ class LitgptRun(ForeignRun):
         keys["train"] = {"max_norm": None} | found
         optimizer = self._mapping(_OPTIMIZER)
         if self._method == "lora" and str(optimizer.get("class_path")).startswith("torch.optim."):
+            with reading(self.directory / _ASKED, "an optimizer of torch", key=_OPTIMIZER):
+                ParameterGroup(names=(), settings=optimizer["init_args"])
             keys["optimizer"] = optimizer
         if self._method == "lora":
             wanted = ("lora_r", "lora_alpha", "lora_dropout", *LAYER_SWITCHES)
             keys |= {key: self._asked[key] for key in wanted if _is_number(self._asked.get(key))}
         return keys
 
-    def state(self, model: TrainedModel) -> ForeignState:
+    def _state(self, model: TrainedModel) -> ForeignState:
         content = load_torch_file(self._file)
         if self._method == "full" and isinstance(content, dict) and _OPTIMIZER in content:
             return self._whole(content)

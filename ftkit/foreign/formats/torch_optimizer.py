@@ -12,7 +12,9 @@ from ftkit.foreign.parameter_order import TrainedParameter
 from ftkit.foreign.state import ForeignTensors, ParameterGroup
 from ftkit.foreign.unpickling import held, mapping_in
 from ftkit.optim.state_kinds import is_scalar_state
+from ftkit.utils.damaged_files import reading
 
+_EXPECTED = "the state of an optimizer of torch, by the numbers of its parameters"
 _IN_8_BITS = ("qmap1", "absmax1", "__bnb_optimizer_quant_state__")
 
 
@@ -30,11 +32,22 @@ class NamedState:
         Raises:
             UserError: it is no such state, or keeps what checkpoints cannot hold.
         """
-        states = mapping_in(content, "state", file)
-        moments: dict[str, dict[str, Tensor]] = {}
         self.scalars: dict[str, float] = {}
         self.groups: list[ParameterGroup] = []
         """All parameters."""
+        with reading(file, _EXPECTED, advice="Copy the whole checkpoint again."):
+            moments = self._sorted(content, names, file)
+        self.moments: Mapping[str, ForeignTensors] = {
+            kind: {name: held(tensor) for name, tensor in tensors.items()}
+            for kind, tensors in moments.items()
+        }
+        """By kind and name."""
+
+    def _sorted(
+        self, content: Any, names: Sequence[Sequence[str]], file: Path
+    ) -> dict[str, dict[str, Tensor]]:
+        states = mapping_in(content, "state", file)
+        moments: dict[str, dict[str, Tensor]] = {}
         for group, of_group in zip(groups_in(content, file), names, strict=True):
             self.groups.append(ParameterGroup(names=tuple(of_group), settings=group))
             for number, name in zip(group["params"], of_group, strict=True):
@@ -49,11 +62,16 @@ class NamedState:
                         self._note(kind, float(value), file)
                     elif isinstance(value, Tensor):
                         moments.setdefault(kind, {})[name] = value
-        self.moments: Mapping[str, ForeignTensors] = {
-            kind: {name: held(tensor) for name, tensor in tensors.items()}
-            for kind, tensors in moments.items()
-        }
-        """By kind and name."""
+                    elif value is not None:
+                        raise TypeError(f"{kind} of {name} is a {type(value).__name__}")
+        keys = {frozenset(state) for state in states.values() if state}
+        if len(keys) > 1:
+            different = sorted(map(str, frozenset.union(*keys) - frozenset.intersection(*keys)))
+            raise UserError(
+                f"{file} keeps {different[0]} of some parameters, and not of others. Copy the "
+                "checkpoint again."
+            )
+        return moments
 
     def _note(self, kind: str, value: float, file: Path) -> None:
         if self.scalars.setdefault(kind, value) != value:
@@ -95,12 +113,13 @@ def names_by_shape(
         UserError: none of them agrees.
     """
     groups, states = groups_in(content, file), mapping_in(content, "state", file)
-    for order in orders:
-        if len(order) == len(groups) and all(
-            _agrees(group["params"], of_group, states)
-            for group, of_group in zip(groups, order, strict=True)
-        ):
-            return [[parameter.name for parameter in of_group] for of_group in order]
+    with reading(file, _EXPECTED, advice="Copy the whole checkpoint again."):
+        for order in orders:
+            if len(order) == len(groups) and all(
+                _agrees(group["params"], of_group, states)
+                for group, of_group in zip(groups, order, strict=True)
+            ):
+                return [[parameter.name for parameter in of_group] for of_group in order]
     sizes = " and ".join(str(len(group["params"])) for group in groups)
     expected = " or ".join(
         " and ".join(str(len(of_group)) for of_group in order) for order in orders

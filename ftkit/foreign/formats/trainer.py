@@ -5,6 +5,7 @@ checkpoint-N holds the model or the adapter in Hugging Face's layout, and beside
 pickle of objects and is not read.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,8 @@ class TrainerRun(ForeignRun):
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
-        self._told = read_json(directory / STATE)
-        if not isinstance(self._told.get("global_step"), int):
+        self._trainer_state = read_json(directory / STATE)
+        if not isinstance(self._trainer_state.get("global_step"), int):
             raise self.broken(f"its {STATE} has no global_step")
 
     @property
@@ -51,7 +52,7 @@ class TrainerRun(ForeignRun):
     def adapter(self) -> Path | None:
         return self.directory if (self.directory / CONFIG).is_file() else None
 
-    def told(self) -> dict[str, Any]:
+    def _told(self) -> dict[str, Any]:
         keys: dict[str, Any] = {}
         if self.adapter is not None:
             config = peft_settings(self.adapter)
@@ -61,11 +62,12 @@ class TrainerRun(ForeignRun):
                 keys["checkpoint_dir"] = base
         elif weight_files(self.directory) and has_tokenizer(self.directory):
             keys["checkpoint_dir"] = str(self.directory)
-        if isinstance(self._told.get("max_steps"), int) and self._told["max_steps"] > 0:
-            keys["train"] = {"max_steps": self._told["max_steps"], "epochs": None}
+        most = self._trainer_state.get("max_steps")
+        if isinstance(most, int) and most > 0:
+            keys["train"] = {"max_steps": most, "epochs": None}
         return keys
 
-    def state(self, model: TrainedModel) -> ForeignState:
+    def _state(self, model: TrainedModel) -> ForeignState:
         if (directory := zero_directory(self.directory)) is not None:
             return ZeroFiles(directory).state(model, **self._progress())
         if (self.directory / _SHARDED[1] / DCP_METADATA).is_file():
@@ -141,16 +143,19 @@ class TrainerRun(ForeignRun):
         return stored_tensors(files)
 
     def _progress(self) -> dict[str, Any]:
-        epochs = self._told.get("epoch")
-        history = self._told.get("log_history")
+        history = self._trainer_state.get("log_history")
         entries = history if isinstance(history, list) else []
         losses = [
             entry["loss"]
             for entry in entries
-            if isinstance(entry, dict) and isinstance(entry.get("loss"), int | float)
+            if isinstance(entry, dict) and isinstance(entry.get("loss"), float)
         ]
+        # Of one process; processes that train together write a file of random states each.
+        batch = self._trainer_state.get("train_batch_size")
+        processes = len(list(self.directory.glob("rng_state_*.pth"))) or 1
         return {
-            "step": self._told["global_step"],
-            "epochs": float(epochs) if isinstance(epochs, int | float) else None,
-            "loss": float(losses[-1]) if losses else None,
+            "step": self._trainer_state["global_step"],
+            "epochs": self._trainer_state.get("epoch"),
+            "micro_batch": batch * processes if isinstance(batch, int) and batch > 0 else None,
+            "loss": losses[-1] if losses and math.isfinite(losses[-1]) else None,
         }

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from ftkit.foreign.names import plain_names
 from ftkit.foreign.state import ForeignRun, ForeignState, ParameterGroup, TrainedModel
 from ftkit.foreign.unpickling import IN_DEEPSPEED, IN_LIGHTNING, held, load_torch_file, mapping_in
 from ftkit.pretrained.weights.files import WeightTensor
+from ftkit.utils.damaged_files import reading
 
 NEWEST_TAG = "latest"
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
@@ -81,6 +83,11 @@ class ZeroFiles:
             raise UserError(f"{directory} has no {_MODEL[0]}. Copy the whole checkpoint.")
         self._model_file = found[0]
         self._model = load_torch_file(self._model_file, _CLASSES)
+        if not isinstance(self._model, dict):
+            raise UserError(
+                f"{self._model_file} holds a {type(self._model).__name__}, but DeepSpeed writes "
+                "values by name there. Copy the whole checkpoint."
+            )
         if self._model.get("mp_world_size", 1) != 1:
             raise UserError(
                 f"{directory} was written with tensor or pipeline parallelism "
@@ -93,7 +100,13 @@ class ZeroFiles:
             if (match := _OPTIMIZER.fullmatch(file.name))
         }
         world = self._model.get("dp_world_size", len(numbered))
-        missing = sorted(set(range(world)) - numbered.keys())
+        if type(world) is not int or world < 1:
+            raise UserError(
+                f"{self._model_file} says that {world!r:.100} ranks have written the checkpoint "
+                "(dp_world_size). Copy the whole checkpoint."
+            )
+        # As many as there are files, and one: the number in the file may be any.
+        missing = [rank for rank in range(min(world, len(numbered) + 1)) if rank not in numbered]
         if missing or len(numbered) != world:
             raise UserError(
                 f"{directory} has the optimizer state of {len(numbered)} of {world} ranks"
@@ -109,7 +122,7 @@ class ZeroFiles:
             for rank in range(world)
         ]
         shapes = self._model.get("param_shapes")
-        if not isinstance(shapes, list):
+        if not isinstance(shapes, list) or not all(map(_are_shapes, shapes)):
             raise UserError(
                 f"{self._model_file} has no param_shapes, by which the files of ranks are put "
                 "together: it is not one of ZeRO, or of a DeepSpeed too old to write them. Load it "
@@ -117,13 +130,23 @@ class ZeroFiles:
             )
         self._shapes: list[Mapping[str, torch.Size]] = shapes
         self._is_cut_by_parameter = "fp32_flat_groups" in self._ranks[0]
-        self._flat = [self._flat_of(state) for state in self._ranks]
+        self._flat = []
+        for rank, state in enumerate(self._ranks):
+            with reading(numbered[rank], "what a rank of DeepSpeed has written under ZeRO"):
+                self._flat.append(self._flat_of(state))
+        self._check_partitions()
         self._settings = self._groups_of(self._ranks[0])
 
     @property
     def step(self) -> int:
         """Optimizer steps done."""
-        return int(self._model.get("global_steps", 0))
+        found = self._model.get("global_steps")
+        if type(found) is not int:
+            raise UserError(
+                f"{self._model_file} says that {found!r:.100} steps are done (global_steps). Copy "
+                "the whole checkpoint."
+            )
+        return found
 
     @property
     def samples(self) -> int | None:
@@ -141,8 +164,6 @@ class ZeroFiles:
         places = dict(self._places())
         found: dict[str, dict[str, WeightTensor]] = {}
         for kind in self._flat[0]:
-            if any(kind not in flat for flat in self._flat):
-                raise self._incomplete(f"the {kind} of some ranks")
             found[kind] = {}
             for name, (shape, ranges) in places.items():
                 dtype = self._flat[0][kind][0].dtype
@@ -202,7 +223,31 @@ class ZeroFiles:
             for kind, value in of_group.items():
                 if isinstance(value, Tensor) and value.dim() > 0:
                     found.setdefault(kind, []).append(value)
+        if any(len(tensors) != len(masters) for tensors in found.values()):
+            raise self._incomplete("as many optimizer states as groups of parameters")
         return found
+
+    def _check_partitions(self) -> None:
+        """Refuse flat tensors that are no equal parts of one, of which padding may be left out.
+
+        Raises:
+            UserError: they are not.
+        """
+        for kind, first in self._flat[0].items():
+            for number, tensor in enumerate(first):
+                of_ranks = [flat.get(kind, []) for flat in self._flat]
+                if any(
+                    len(tensors) != len(first) or tensors[number].dtype != tensor.dtype
+                    for tensors in of_ranks
+                ):
+                    raise self._incomplete(f"the {kind} of some ranks")
+                full = tensor.numel()
+                sizes = [tensors[number].numel() for tensors in of_ranks]
+                shorter = [rank for rank, size in enumerate(sizes) if size != full]
+                # Masters come without the padding, which is at the end of all.
+                is_padded = kind == _MASTER and max(sizes) == full
+                if shorter and not (is_padded and not any(sizes[shorter[0] + 1 :])):
+                    raise self._incomplete(f"equal parts of the {kind}, but {sizes} numbers")
 
     def _optimizer_of(self, state: Mapping[str, Any]) -> Any:
         key = "optimizer_state_dict" if self._is_cut_by_parameter else "base_optimizer_state"
@@ -237,22 +282,39 @@ class ZeroFiles:
             return
         for number, shapes in enumerate(self._shapes):
             mapped = [_mapping(state, number) for state in self._ranks]
-            if all(mapping is not None for mapping in mapped):
-                for name, shape in shapes.items():
-                    yield (
-                        name,
-                        (
-                            shape,
-                            [
-                                _Range(rank, number, address["start"], address["numel"])
-                                for rank, mapping in enumerate(mapped)
-                                if mapping is not None
-                                and (address := mapping.get(name)) is not None
-                            ],
-                        ),
-                    )
+            mappings = [mapping for mapping in mapped if mapping is not None]
+            if len(mappings) == len(mapped):
+                yield from self._as_mapped(number, shapes, mappings)
                 continue
             yield from self._one_after_another(number, shapes)
+
+    def _as_mapped(
+        self, number: int, shapes: Mapping[str, torch.Size], mappings: Sequence[Mapping[str, Any]]
+    ) -> Iterator[tuple[str, tuple[torch.Size, list[_Range]]]]:
+        """Of a group under ZeRO 1 and 2, whose files say where each parameter lies.
+
+        Raises:
+            UserError: the ranges do not lie one after another, or are not of all numbers.
+        """
+        found: dict[str, list[_Range]] = {}
+        last = None
+        is_padding = False
+        for rank, mapping in enumerate(mappings):
+            addresses = {name: (at["start"], at["numel"]) for name, at in mapping.items()}
+            position = 0
+            for name, (start, numel) in sorted(addresses.items(), key=itemgetter(1)):
+                follows = name == last or name not in found
+                if is_padding or start != position or numel < 0 or not follows:
+                    raise self._incomplete(f"{name} in one range of numbers")
+                found.setdefault(name, []).append(_Range(rank, number, start, numel))
+                position += numel
+                last = name
+            is_padding = is_padding or position != self._flat[rank][_MASTER][number].numel()
+        for name, shape in shapes.items():
+            ranges = found.get(name, [])
+            if sum(where.numel for where in ranges) != shape.numel():
+                raise self._incomplete(f"all of {name}")
+            yield name, (shape, ranges)
 
     def _one_after_another(
         self, number: int, shapes: Mapping[str, torch.Size]
@@ -285,9 +347,9 @@ class ZeroFiles:
             if where.start + where.numel > flat.numel():
                 raise self._incomplete(f"all of {name} ({kind})")
             parts.append(flat[where.start : where.start + where.numel])
-        values = torch.cat(parts) if parts else torch.empty(0)
-        if values.numel() < shape.numel():
+        if sum(part.numel() for part in parts) < shape.numel():
             raise self._incomplete(f"all of {name} ({kind})")
+        values = torch.cat([self._flat[0][kind][0].view(-1)[:0], *parts])
         return values[: shape.numel()].view(shape)
 
     def _incomplete(self, what: str) -> UserError:
@@ -303,6 +365,13 @@ def _mapping(state: Mapping[str, Any], number: int) -> Mapping[str, Any] | None:
     if not isinstance(mappings, list) or number >= len(mappings):
         return None
     return mappings[number] if isinstance(mappings[number], dict) else None
+
+
+def _are_shapes(group: Any) -> bool:
+    return isinstance(group, dict) and all(
+        isinstance(name, str) and isinstance(shape, torch.Size) and min(shape, default=0) >= 0
+        for name, shape in group.items()
+    )
 
 
 def _ranges(sizes: Sequence[int], start: int, numel: int, flat: int) -> list[_Range]:
@@ -328,11 +397,11 @@ class DeepSpeedRun(ForeignRun):
         assert found is not None, "it was looked at before"
         self._zero = ZeroFiles(found)
 
-    def told(self) -> dict[str, Any]:
+    def _told(self) -> dict[str, Any]:
         if self._zero.samples is None or not self._zero.step:
             return {}
         batch = self._zero.samples / self._zero.step
         return {"train": {"global_batch_size": int(batch)}} if batch.is_integer() else {}
 
-    def state(self, model: TrainedModel) -> ForeignState:
+    def _state(self, model: TrainedModel) -> ForeignState:
         return self._zero.state(model)

@@ -1,0 +1,68 @@
+"""`python -m ftkit.utils.confinement.child PARENT DESCRIPTOR`: the child of `confined`.
+
+The file behind the descriptor holds the request, and in the end the answer.
+"""
+
+import importlib
+import json
+import os
+import resource
+import sys
+from typing import Any
+
+from ftkit.errors import UserError
+from ftkit.utils.confinement.limits import OutOfTime, set_limits, without_limits
+from ftkit.utils.damaged_files import DamagedFile
+from ftkit.utils.imports import postpone_modules, quick_imports, without_hub_kernels
+from ftkit.utils.process import die_with_parent
+from ftkit.utils.progress import set_verbosity
+
+
+def _answer(request: dict[str, Any]) -> dict[str, Any]:
+    module, _, name = request["function"].partition(":")
+    with quick_imports():
+        function = getattr(importlib.import_module(module), name)
+    set_limits(request["seconds"], request["memory_bytes"])
+    try:
+        return {"result": function(*request["arguments"])}
+    except UserError as error:
+        return {"error": str(error), "is_damaged": isinstance(error, DamagedFile)}
+    except OutOfTime:
+        most = f"{request['seconds']:.0f} s of processor time"
+    except Exception as error:
+        if not isinstance(error, MemoryError) and "can't allocate memory" not in str(error):
+            raise
+        most = f"{request['memory_bytes'] / 2**30:.1f} GiB of memory"
+    size = f"{request['size'] / 2**20:,.1f} MiB"
+    reason = (
+        f"{request['file']} is damaged, or made to exhaust this machine: to read it takes more "
+        f"than {most}, but its size ({size}) justifies no more. Get a fresh copy of it."
+    )
+    return {"error": reason, "is_damaged": True}
+
+
+def _serve(parent: int, descriptor: int) -> None:
+    die_with_parent(parent)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    without_hub_kernels()
+    postpone_modules()
+    with os.fdopen(descriptor, "r+b") as exchange:
+        exchange.seek(0)
+        request = json.loads(exchange.read())
+        set_verbosity(request["verbosity"])
+        answer = _answer(request)
+        with without_limits():
+            sys.stdout.flush()
+            exchange.seek(0)
+            exchange.truncate()
+            exchange.write(json.dumps(answer).encode())
+
+
+if __name__ == "__main__":
+    try:
+        _serve(int(sys.argv[1]), int(sys.argv[2]))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # of what reads our output: see ftkit.cli.app
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
