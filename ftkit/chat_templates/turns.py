@@ -117,7 +117,10 @@ class TurnFinder:
                 if isinstance(found, NotRendered):
                     yield str(found)
                 else:
-                    yield [Written(text, [(a, b) for a, b in spans]) for text, spans in found]
+                    yield [
+                        Written(text, *([(first, end) for first, end in kind] for kind in spans))
+                        for text, *spans in found
+                    ]
         except Exceeded as error:
             raise self._template.explained(error) from None
 

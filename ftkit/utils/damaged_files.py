@@ -42,7 +42,10 @@ def reading(file: Path | str, expected: str, *, key: str = "", advice: str = "")
         raise DamagedFile(
             f"{file} cannot be read: {error.strerror or error}. {advice}".rstrip()
         ) from error
-    except Exception as error:
+    except BaseException as error:
+        # Panics of libraries in Rust are no `Exception`; their class cannot be imported.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         _log(file, error)
         place = f"{key}: " if key else ""
         raise DamagedFile(
@@ -51,12 +54,24 @@ def reading(file: Path | str, expected: str, *, key: str = "", advice: str = "")
         ) from error
 
 
+def require_regular(file: Path) -> None:
+    """Refuse what would block a reader or never end: a pipe, a socket, a device, a directory.
+
+    A link to a regular file is one, as in a cache of the hub; a file that does not exist passes.
+
+    Raises:
+        DamagedFile: the path exists and is no regular file.
+    """
+    if file.exists() and not file.is_file():
+        raise DamagedFile(f"{file} is not a regular file. Put a copy of its content there instead.")
+
+
 def traceback_log() -> Path:
     """The file with the tracebacks of the newest damaged files."""
     return cache_root() / "damaged_files.log"
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     if isinstance(error, RecursionError):
         return "nested too deeply"
     if isinstance(error, MemoryError):
@@ -66,7 +81,7 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {shown}" if shown else type(error).__name__
 
 
-def _log(file: Path | str, error: Exception) -> None:
+def _log(file: Path | str, error: BaseException) -> None:
     log = traceback_log()
     with suppress(OSError):  # a read-only home must not hide the message
         log.parent.mkdir(parents=True, exist_ok=True)
