@@ -21,6 +21,8 @@ from ftkit.errors import UserError
 
 MOST_SECONDS = 10.0
 """Of CPU time for one rendering; real ones take less than a thousandth."""
+_TIMES_OF_CONVERSATION = 6
+"""How many times that all renderings of a conversation may take: there are two for each turn."""
 _MOST_BYTES_OF_CALL = 2**27
 """Of a conversation: it has its place in the memory of the process."""
 _MOST_BYTES_AT_ONCE, _MOST_CALLS = 2**20, 256
@@ -77,9 +79,20 @@ def run_each_apart(
     yield from _results(function, calls)
 
 
-def bounds_are_here(seconds: float) -> None:
-    """Have `run_apart` call functions in this process, which is the bounded one."""
+def begin_call(seconds: float) -> None:
+    """Bound what this process does next; from now on `run_apart` calls functions in it.
+
+    Args:
+        seconds: of CPU time for each function that `run_apart` calls.
+    """
     _State.seconds_here = seconds
+    signal.setitimer(signal.ITIMER_VIRTUAL, _TIMES_OF_CONVERSATION * seconds)
+
+
+def end_call() -> None:
+    """Have no timer end this process while it waits."""
+    for timer in (signal.ITIMER_PROF, signal.ITIMER_VIRTUAL):
+        signal.setitimer(timer, 0)
 
 
 class _Died(Exception):
@@ -89,7 +102,7 @@ class _Died(Exception):
         super().__init__(
             signal.strsignal(-returncode) if returncode < 0 else f"exit code {returncode}"
         )
-        self.by_timer = returncode == -signal.SIGPROF
+        self.returncode = returncode
 
 
 class _Process:
@@ -156,8 +169,11 @@ def _results(function: Callable[..., Any], calls: list[bytes]) -> list[Any | Not
                     replies.append(reply)
             except _Died as death:
                 _State.process = None
-                if death.by_timer:
-                    raise Exceeded(f"takes more than {MOST_SECONDS:g} s") from None
+                if death.returncode == -signal.SIGPROF:
+                    raise Exceeded(f"takes more than {MOST_SECONDS:g} s for one text") from None
+                if death.returncode == -signal.SIGVTALRM:
+                    most = _TIMES_OF_CONVERSATION * MOST_SECONDS
+                    raise Exceeded(f"takes more than {most:g} s for one conversation") from None
                 tries = tries + 1 if before == len(replies) else 1
                 if tries == _MOST_TRIES:
                     raise Exceeded(f"ends the process that renders it ({death})") from None

@@ -1,7 +1,7 @@
 """`python -m ftkit.chat_templates.child PARENT DESCRIPTOR`: the process that renders templates.
 
 It answers the requests of its parent, one after the other, until the parent closes the connection.
-The kernel bounds it, whatever a template calls: a timer of CPU time ends it (SIGPROF), and memory
+The kernel bounds it, whatever a template calls: timers of CPU time end it, and memory
 beyond `MOST_BYTES` raises MemoryError or ends it too. It imports no torch.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from ftkit.chat_templates.apart import bounds_are_here, run_apart
+from ftkit.chat_templates.apart import begin_call, end_call, run_apart
 from ftkit.chat_templates.sandbox import NotRendered
 from ftkit.utils.process import stop_with_parent
 
@@ -37,10 +37,10 @@ def serve(connection: "Connection[Any, Any]") -> None:
         except EOFError:
             return
         seconds, function, calls = pickle.loads(request)  # noqa: S301
-        bounds_are_here(seconds)
         for arguments in calls:
+            begin_call(seconds)
             connection.send_bytes(_reply(function, arguments))
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        end_call()
 
 
 def _reply(function: Callable[..., object], arguments: bytes) -> bytes:
@@ -61,7 +61,8 @@ def _reply(function: Callable[..., object], arguments: bytes) -> bytes:
 def _main() -> None:
     parent, descriptor = map(int, sys.argv[1:])
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    for number in (signal.SIGPROF, signal.SIGVTALRM):
+        signal.signal(number, signal.SIG_DFL)
     stop_with_parent(parent)
     _limit(resource.RLIMIT_AS, MOST_BYTES)
     _limit(resource.RLIMIT_CORE, 0)

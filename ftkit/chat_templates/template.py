@@ -10,6 +10,7 @@ from typing import Any
 from ftkit.chat_templates.apart import Exceeded, run_apart
 from ftkit.chat_templates.sandbox import NotRendered, check, rendered
 from ftkit.errors import UserError
+from ftkit.utils.damaged_files import reading, require_regular
 
 CHAT_TEMPLATE = "chat_template.jinja"
 """Where transformers and ftkit look for the template of a model, beside its tokenizer."""
@@ -19,6 +20,8 @@ Message = Mapping[str, Any]
 Span = tuple[int, int]
 """First character and end."""
 
+_MOST_CHARACTERS = 2**22
+"""Of a template's file; real ones have a few thousand."""
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -121,8 +124,7 @@ class ChatTemplate:
     def explained(self, error: Exceeded) -> UserError:
         """What is said of a template that exceeds its bounds."""
         return UserError(
-            f"The chat template ({self.name}) {error} for one conversation.\n"
-            "Try --data.chat_template chatml."
+            f"The chat template ({self.name}) {error}.\nTry --data.chat_template chatml."
         )
 
 
@@ -140,12 +142,10 @@ def template_of(tokenizer_directory: Path) -> str | None:
     settings = tokenizer_directory / "tokenizer_config.json"
     if not settings.is_file():
         return None
-    try:
+    with reading(settings, expected="a JSON object", key="chat_template"):
         template = json.loads(settings.read_text(encoding="utf-8")).get("chat_template")
-    except (ValueError, AttributeError, OSError) as error:
-        raise UserError(f"{settings} cannot be read ({error}). Download it again.") from error
-    if isinstance(template, list):
-        return _either({entry["name"]: entry["template"] for entry in template})
+        if isinstance(template, list):
+            return _either({entry["name"]: entry["template"] for entry in template})
     return template if isinstance(template, str) else None
 
 
@@ -155,8 +155,16 @@ def read_template(file: Path) -> str:
     Raises:
         UserError: it cannot be read.
     """
+    require_regular(file)
     try:
-        return file.read_text(encoding="utf-8")
+        with file.open(encoding="utf-8") as stream:
+            text = stream.read(_MOST_CHARACTERS + 1)
+        if len(text) > _MOST_CHARACTERS:
+            raise UserError(
+                f"The chat template {file} has more than {_MOST_CHARACTERS:,} characters.\n"
+                "Give a jinja template."
+            )
+        return text
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"The chat template {file} cannot be read ({error}).\nSave it as UTF-8 text."

@@ -13,6 +13,7 @@ from ftkit.chat_templates import apart
 from ftkit.chat_templates.apart import run_each_apart
 from ftkit.chat_templates.sandbox import check
 from ftkit.chat_templates.template import ChatTemplate, TemplateRefusal
+from ftkit.chat_templates.turns import TurnFinder
 from ftkit.errors import UserError
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -214,6 +215,15 @@ class TestTheProcess:
         assert len(found) == 501
         for result, reason in zip(found, refused, strict=False):
             assert reason in str(result) if reason else result is None
+
+    @pytest.mark.usefixtures("short")
+    def test_a_conversation_with_too_many_turns_to_render_each_is_refused(self) -> None:
+        template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", "tried")
+        finder = TurnFinder(template, (), train_on="assistant", reasoning="split")
+        roles = ("user", "assistant") * 5000
+        record = {"messages": [{"role": role, "content": "x" * 99} for role in roles]}
+        with pytest.raises(UserError, match=r"more than 1.8 s for one conversation"):
+            list(finder.written_each([record]))
 
     def test_a_mistake_of_ours_is_not_taken_for_one_of_the_template(self) -> None:
         with pytest.raises(RuntimeError, match="TypeError"):
