@@ -206,11 +206,13 @@ def _environment() -> dict[str, str]:
 
 
 def _children() -> set[psutil.Process]:
-    """Processes started here that still run, but for those that libraries keep to the end."""
+    """Processes started here that still run, except those that are kept to the end."""
     running = set()
     for child in psutil.Process().children(recursive=True):
         try:
-            kept = child.name().startswith("wandb-") or "multiprocessing" in str(child.cmdline())
+            words = str(child.cmdline())
+            kept = child.name().startswith("wandb-") or "multiprocessing" in words
+            kept = kept or "ftkit.chat_templates.child" in words
             kept = kept or child.pid == warm.SERVER.pid
             if not kept and child.status() != psutil.STATUS_ZOMBIE:
                 running.add(child)

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError
-
-from ftkit.chat_templates.sandbox import MOST_SECONDS, Budget, TooLarge, TooSlow, compiled, stream
+from ftkit.chat_templates.apart import Exceeded, run_apart
+from ftkit.chat_templates.sandbox import NotRendered, check, rendered
 from ftkit.errors import UserError
+from ftkit.utils.damaged_files import reading, require_regular
 
 CHAT_TEMPLATE = "chat_template.jinja"
 """Where transformers and ftkit look for the template of a model, beside its tokenizer."""
@@ -20,10 +20,12 @@ Message = Mapping[str, Any]
 Span = tuple[int, int]
 """First character and end."""
 
+_MOST_CHARACTERS = 2**22
+"""Of a template's file; real ones have a few thousand."""
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
-class TemplateRefusal(Exception):
+class TemplateRefusal(NotRendered):
     """A template does not take a conversation; the text is the reason."""
 
 
@@ -45,16 +47,14 @@ class ChatTemplate:
             UserError: it is no template.
         """
         try:
-            compiled(self.source)
-        except TemplateSyntaxError as error:
+            run_apart(check, self.source)
+        except NotRendered as error:
+            problem = (
+                f"is no jinja template: line {error.line}" if error.line else "does not compile"
+            )
             raise UserError(
-                f"The chat template ({self.name}) is no jinja template: line {error.lineno}: "
-                f"{error.message}\nCorrect it there, or try --data.chat_template chatml."
-            ) from None
-        except (RecursionError, SyntaxError, TemplateError, TooLarge, TooSlow) as error:
-            raise UserError(
-                f"The chat template ({self.name}) cannot be compiled: {_reason(error)}.\n"
-                "Try --data.chat_template chatml."
+                f"The chat template ({self.name}) {problem}: {error}.\n"
+                "Correct it there, or try --data.chat_template chatml."
             ) from None
 
     def render(
@@ -75,7 +75,7 @@ class ChatTemplate:
 
         Raises:
             TemplateRefusal: the template raises, or makes too large a text.
-            UserError: it does not come to an end.
+            UserError: it does not end in time, or ends the process that renders it.
         """
         return self._run(messages, tools, add_generation_prompt, variables)[0]
 
@@ -113,18 +113,19 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
             **variables,
         }
-        budget = Budget()
         try:
-            return "".join(stream(compiled(self.source), given, budget)), budget.generated
-        except TooSlow:
-            raise UserError(
-                f"The chat template ({self.name}) takes more than {MOST_SECONDS:.0f} s for one "
-                "conversation, so it may never end.\nTry --data.chat_template chatml."
-            ) from None
-        except MemoryError:
-            raise
-        except Exception as error:  # whatever code of a template raises
-            raise TemplateRefusal(_reason(error)) from None
+            text, blocks = run_apart(rendered, self.source, given)
+        except Exceeded as error:
+            raise self.explained(error) from None
+        except NotRendered as error:
+            raise TemplateRefusal(str(error)) from None
+        return text, [(first, block) for first, block in blocks]
+
+    def explained(self, error: Exceeded) -> UserError:
+        """What is said of a template that exceeds its bounds."""
+        return UserError(
+            f"The chat template ({self.name}) {error}.\nTry --data.chat_template chatml."
+        )
 
 
 def template_of(tokenizer_directory: Path) -> str | None:
@@ -141,12 +142,10 @@ def template_of(tokenizer_directory: Path) -> str | None:
     settings = tokenizer_directory / "tokenizer_config.json"
     if not settings.is_file():
         return None
-    try:
+    with reading(settings, expected="a JSON object", key="chat_template"):
         template = json.loads(settings.read_text(encoding="utf-8")).get("chat_template")
-    except (ValueError, AttributeError, OSError) as error:
-        raise UserError(f"{settings} cannot be read ({error}). Download it again.") from error
-    if isinstance(template, list):
-        return _either({entry["name"]: entry["template"] for entry in template})
+        if isinstance(template, list):
+            return _either({entry["name"]: entry["template"] for entry in template})
     return template if isinstance(template, str) else None
 
 
@@ -156,8 +155,16 @@ def read_template(file: Path) -> str:
     Raises:
         UserError: it cannot be read.
     """
+    require_regular(file)
     try:
-        return file.read_text(encoding="utf-8")
+        with file.open(encoding="utf-8") as stream:
+            text = stream.read(_MOST_CHARACTERS + 1)
+        if len(text) > _MOST_CHARACTERS:
+            raise UserError(
+                f"The chat template {file} has more than {_MOST_CHARACTERS:,} characters.\n"
+                "Give a jinja template."
+            )
+        return text
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"The chat template {file} cannot be read ({error}).\nSave it as UTF-8 text."
@@ -172,10 +179,3 @@ def _either(named: Mapping[str, str]) -> str | None:
     # Line ends at the seams are those of the templates alone.
     first, second = (text.removesuffix("\n") for text in (tool_use, default))
     return f"{{% if tools is not none +%}}{first}{{%+ else +%}}{second}{{%+ endif %}}"
-
-
-def _reason(error: BaseException) -> str:
-    text = str(error).strip().partition("\n")[0]
-    if isinstance(error, TemplateError | TooLarge) and text:
-        return text.rstrip(".")
-    return f"{type(error).__name__}: {text}".rstrip(": .")

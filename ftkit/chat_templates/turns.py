@@ -7,10 +7,12 @@ when it answers.
 """
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from ftkit.chat_templates.apart import Exceeded, run_each_apart
 from ftkit.chat_templates.options import Reasoning, TrainOn
+from ftkit.chat_templates.sandbox import NotRendered
 from ftkit.chat_templates.template import ChatTemplate, Span, TemplateRefusal
 
 NO_TURN = "no turn to train on"
@@ -103,6 +105,24 @@ class TurnFinder:
         if not samples:
             raise TemplateRefusal(NOT_MARKED)
         return samples
+
+    def written_each(self, records: Iterable[dict[str, Any]]) -> Iterator[list[Written] | str]:
+        """Many conversations as the texts of samples, or the reason why one becomes none.
+
+        Raises:
+            UserError: the template exceeds its bounds.
+        """
+        try:
+            for found in run_each_apart(self.written, records):
+                if isinstance(found, NotRendered):
+                    yield str(found)
+                else:
+                    yield [
+                        Written(text, *([(first, end) for first, end in kind] for kind in spans))
+                        for text, *spans in found
+                    ]
+        except Exceeded as error:
+            raise self._template.explained(error) from None
 
     def _chosen(self, messages: Sequence[dict[str, Any]]) -> tuple[list[int], list[int]]:
         """Messages that carry loss, and those of the assistant that are kept from it.

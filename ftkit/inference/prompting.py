@@ -18,6 +18,7 @@ from ftkit.pretrained.base_model import BaseModel
 from ftkit.pretrained.chat_files import chat_files, end_tokens
 from ftkit.pretrained.tokenizer import Tokenizer
 from ftkit.rendering.chat import ChatRenderer
+from ftkit.utils.yaml_files import parse_yaml
 
 if TYPE_CHECKING:
     from litgpt.prompts import PromptStyle
@@ -124,7 +125,7 @@ def _old_style(result: Result) -> "PromptStyle | None":
     if not file.is_file():
         return None
     try:
-        return resolve_prompt_style(yaml.safe_load(file.read_text(encoding="utf-8")))
+        return resolve_prompt_style(parse_yaml(file.read_text(encoding="utf-8")))
     except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file} cannot be read ({error}). Remove it.") from None
 

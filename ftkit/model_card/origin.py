@@ -10,6 +10,7 @@ import yaml
 from ftkit.pretrained.hub import CARD, hub_name
 from ftkit.pretrained.licences import licence_files
 from ftkit.records.paths import is_hub_name
+from ftkit.utils.yaml_files import parse_yaml
 
 _FENCE = "---"
 
@@ -73,7 +74,7 @@ def card_metadata(file: Path) -> dict[str, Any]:
     """What a model card says in its head; {} where there is none, or none that can be read."""
     try:
         head, fence, _ = file.read_text(encoding="utf-8").removeprefix(_FENCE).partition("\n---")
-        found = yaml.safe_load(head) if fence else None
+        found = parse_yaml(head) if fence else None
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return found if isinstance(found, dict) else {}

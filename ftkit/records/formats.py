@@ -16,18 +16,29 @@ from ftkit.records.table_rows import (
     parquet_rows,
     tsv_rows,
 )
+from ftkit.utils.damaged_files import reading
 
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
     """How files of one kind are read."""
 
-    rows: Callable[[Path], Iterator[tuple[int, Any]]]
-    """The rows of a file, each with its number."""
+    parse: Callable[[Path], Iterator[tuple[int, Any]]]
+    """The rows of a file, each with its number; it may raise anything if the file is damaged."""
     unit: str = "record"
     """What is numbered."""
     is_text: bool = True
     """Whether it may be compressed."""
+
+    def rows(self, path: Path) -> Iterator[tuple[int, Any]]:
+        """The rows of a file, each with its number.
+
+        Raises:
+            UserError: it cannot be read.
+        """
+        expected = f"what {path.suffix or 'such'} files hold"
+        with reading(path, expected=expected, advice="Copy or download it again."):
+            yield from self.parse(path)
 
 
 def document_rows(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
@@ -43,15 +54,15 @@ def document_rows(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
 
 
 FORMATS = {
-    ".json": Format(rows=list_rows),
-    ".jsonl": Format(rows=line_rows, unit="line"),
-    ".csv": Format(rows=csv_rows),
-    ".tsv": Format(rows=tsv_rows),
-    ".parquet": Format(rows=parquet_rows, is_text=False),
-    ".txt": Format(rows=document_rows),
+    ".json": Format(parse=list_rows),
+    ".jsonl": Format(parse=line_rows, unit="line"),
+    ".csv": Format(parse=csv_rows),
+    ".tsv": Format(parse=tsv_rows),
+    ".parquet": Format(parse=parquet_rows, is_text=False),
+    ".txt": Format(parse=document_rows),
 }
 """By the end of the name, in the order in which files are looked for."""
-ARROW = Format(rows=arrow_rows, is_text=False)
+ARROW = Format(parse=arrow_rows, is_text=False)
 
 READABLE = f"{', '.join(FORMATS)}, .gz and .zst files of texts, and directories"
 """For people."""

@@ -8,7 +8,7 @@ from typing import Any
 from ftkit.errors import UserError
 from ftkit.records.conversations import CONVERSATION_KEYS
 from ftkit.records.opening import COMPRESSED, lines_of, text_of
-from ftkit.records.record import kind_of
+from ftkit.records.record import keys_of, kind_of
 from ftkit.records.shapes import KNOWN
 
 
@@ -72,7 +72,7 @@ def _list_in(value: Any, file: Path) -> list[Any]:
     what = kind_of(value)
     works = "Put the records between [ and ]."
     if lists:
-        what = f"lists under the keys {', '.join(lists)}"
+        what = f"lists under the keys {keys_of(lists)}"
         works = "Save each list as a file of its own, such as " + " and ".join(
             str(file.with_name(f"{key}.json")) for key in list(lists)[:2]
         )

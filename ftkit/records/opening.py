@@ -5,11 +5,13 @@ import io
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO
 
 from ftkit.errors import UserError
+from ftkit.utils.damaged_files import require_regular
 
 COMPRESSED = (".gz", ".zst")
 """Endings behind those of text files."""
@@ -32,6 +34,10 @@ _MAGIC = {
 _WEB_PAGE = (b"<!doctype html", b"<html")
 _HEAD_BYTES = 64
 _UNPACKED_AT_ONCE = 2**16
+_MOST_LINE_BYTES = 2**27
+"""A record of more is a file that lost its line ends, or is none."""
+_MOST_UNPACKED_BYTES, _MOST_TIMES = 2**28, 200
+"""Of a compressed file, and how many times its size if that is more: texts come to 50 at most."""
 
 
 @contextmanager
@@ -39,20 +45,16 @@ def opened(file: Path) -> Iterator[BinaryIO]:
     """The bytes of a file without compression, for as long as it is read.
 
     Raises:
-        UserError: it cannot be read or decompressed, or is of another kind than its name says.
+        UserError: it cannot be decompressed, or is of another kind than its name says.
+        OSError: it cannot be read.
     """
+    require_regular(file)
     try:
         with file.open("rb") as raw:
             _check_kind(file, raw.read(_HEAD_BYTES))
             raw.seek(0)
             yield _decompressed(file, raw)
-    except gzip.BadGzipFile as error:
-        raise UserError(_explain_damage(file, error)) from None
-    except OSError as error:
-        raise UserError(
-            f"{file} cannot be read: {error.strerror or error}.\nSet data.path to a readable file."
-        ) from None
-    except (EOFError, zlib.error) as error:
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise UserError(_explain_damage(file, error)) from None
 
 
@@ -76,7 +78,12 @@ def lines_of(file: Path) -> Iterator[str]:
     """
     done_bytes = 0
     with opened(file) as stream:
-        for line in stream:
+        for number, line in enumerate(iter(partial(stream.readline, _MOST_LINE_BYTES + 1), b""), 1):
+            if len(line) > _MOST_LINE_BYTES:
+                raise UserError(
+                    f"{file}, line {number}, has more than {_MOST_LINE_BYTES:,} bytes.\n"
+                    "Give each record a line of its own, and cut long ones into several."
+                )
             yield _decoded(file, line, done_bytes)
             done_bytes += len(line)
 
@@ -94,7 +101,7 @@ def _decoded(file: Path, content: bytes, start: int) -> str:
 def _decompressed(file: Path, raw: BinaryIO) -> BinaryIO:
     ending = file.suffix.lower()
     if ending == ".gz":
-        return io.BufferedReader(gzip.GzipFile(fileobj=raw))
+        return _limited(file, gzip.GzipFile(fileobj=raw))
     if ending != ".zst":
         return raw
     try:
@@ -104,7 +111,42 @@ def _decompressed(file: Path, raw: BinaryIO) -> BinaryIO:
             f"{file} is compressed with Zstandard, which needs a package of its own.\n"
             "Try pip install 'ftkit[zstd]', or decompress the file."
         ) from None
-    return io.BufferedReader(_Unpacking(raw, zstandard, file))
+    return _limited(file, _Unpacking(raw, zstandard, file))
+
+
+def most_unpacked_bytes(packed: int) -> int:
+    """How much the content of so many bytes may be; the rest is made to fill memory."""
+    return max(_MOST_UNPACKED_BYTES, _MOST_TIMES * packed)
+
+
+def explain_too_large(file: Path) -> str:
+    """Why a file is refused whose content is much larger than itself."""
+    return (
+        f"{file} unpacks to more than {_MOST_TIMES} times its size, which would fill memory.\n"
+        "Give it unpacked, if it is data."
+    )
+
+
+def _limited(file: Path, content: io.RawIOBase | gzip.GzipFile) -> BinaryIO:
+    return io.BufferedReader(_Limited(file, content), _UNPACKED_AT_ONCE)
+
+
+class _Limited(io.RawIOBase):
+    """What is unpacked, up to `most_unpacked_bytes`."""
+
+    def __init__(self, file: Path, content: io.RawIOBase | gzip.GzipFile) -> None:
+        self._file, self._content = file, content
+        self._left = most_unpacked_bytes(file.stat().st_size)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._content.readinto(buffer) or 0
+        self._left -= count
+        if self._left < 0:
+            raise UserError(explain_too_large(self._file))
+        return count
 
 
 class _Unpacking(io.RawIOBase):

@@ -1,6 +1,7 @@
 """Canonical records: their shapes, and why a value is none."""
 
 import json
+from itertools import islice
 from typing import Any, Literal
 
 Record = dict[str, Any]
@@ -10,6 +11,9 @@ Shape = Literal["instruction", "completion", "messages", "text"]
 """What a record is. instruction: instruction, output and, if needed, input and sys_prompt.
 completion: prompt and completion, taken as they are. messages: a conversation and, if needed, its
 tools. text: a document, every token of which is learned."""
+
+_MOST_KEYS = 20
+"""Shown in a message."""
 
 
 class Misfit(Exception):
@@ -66,4 +70,5 @@ def kind_of(value: object) -> str:
 
 def keys_of(row: dict[str, Any]) -> str:
     """The keys of what is no record, for its error."""
-    return ", ".join(map(str, row)) or "none"
+    shown = ", ".join(map(str, islice(row, _MOST_KEYS)))
+    return (shown or "none") + (" ..." if len(row) > _MOST_KEYS else "")

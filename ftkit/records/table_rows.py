@@ -3,13 +3,15 @@
 import csv
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftkit.errors import UserError
 from ftkit.records.json_rows import explain_empty
-from ftkit.records.opening import lines_of, opened
+from ftkit.records.opening import explain_too_large, lines_of, most_unpacked_bytes, opened
+from ftkit.utils.damaged_files import reading, require_regular
 
 if TYPE_CHECKING:
     import pyarrow
@@ -66,15 +68,14 @@ def parquet_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     Raises:
         UserError: it is none, or damaged.
     """
-    import pyarrow
     import pyarrow.parquet
 
     with opened(file) as stream:
-        try:
-            table = pyarrow.parquet.ParquetFile(stream)
-            yield from _numbered(file, table.iter_batches(batch_size=_AT_ONCE))
-        except (pyarrow.ArrowException, OSError) as error:
-            raise UserError(_explain_damage(file, error)) from None
+        table = pyarrow.parquet.ParquetFile(stream)
+        groups = [table.metadata.row_group(i) for i in range(table.metadata.num_row_groups)]
+        if sum(group.total_byte_size for group in groups) > most_unpacked_bytes(_size(file)):
+            raise UserError(explain_too_large(file))
+        yield from _numbered(file, table.iter_batches(batch_size=_AT_ONCE), _size(file))
 
 
 def is_arrow_directory(path: Path) -> bool:
@@ -88,11 +89,9 @@ def arrow_files(directory: Path) -> list[Path]:
     Raises:
         UserError: it does not name them.
     """
-    try:
+    with reading(directory / _STATE, expected="a JSON object with _data_files"):
         state = json.loads((directory / _STATE).read_text(encoding="utf-8"))
         names = [Path(entry["filename"]).name for entry in state["_data_files"]]
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise UserError(_explain_damage(directory / _STATE, error)) from None
     return [directory / name for name in names]
 
 
@@ -104,15 +103,16 @@ def arrow_rows(directory: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """
     import pyarrow
 
+    files = arrow_files(directory)
+
     def batches() -> Iterator["pyarrow.RecordBatch"]:
-        for file in arrow_files(directory):
+        for file in files:
+            require_regular(file)
             with pyarrow.memory_map(str(file)) as mapped:
                 yield from pyarrow.ipc.open_stream(mapped)
 
-    try:
-        yield from _numbered(directory, batches())
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(_explain_damage(directory, error)) from None
+    size = sum(map(_size, filter(Path.is_file, files)))
+    yield from _numbered(directory, batches(), size)
 
 
 def batch_rows(batches: Iterable["pyarrow.RecordBatch"]) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -132,10 +132,21 @@ def batch_rows(batches: Iterable["pyarrow.RecordBatch"]) -> Iterator[tuple[int, 
 
 
 def _numbered(
-    file: Path, batches: Iterable["pyarrow.RecordBatch"]
+    file: Path, batches: Iterable["pyarrow.RecordBatch"], packed: int
 ) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows of all batches, as long as they are not much larger than the file."""
+
+    def justified() -> Iterator["pyarrow.RecordBatch"]:
+        left = most_unpacked_bytes(packed)
+        for batch in batches:
+            # A value takes Python some bytes too, also where a table has none for it.
+            left -= batch.nbytes + 16 * batch.num_rows * max(batch.num_columns, 1)
+            if left < 0:
+                raise UserError(explain_too_large(file))
+            yield batch
+
     number = 0
-    for number, row in batch_rows(batches):
+    for number, row in batch_rows(justified()):
         yield number, row
     if number == 0:
         raise UserError(explain_empty(file))
@@ -166,7 +177,7 @@ def _same(value: Any) -> Any:
 
 
 def _check_names(file: Path, names: list[str]) -> None:
-    twice = next((name for name in names if names.count(name) > 1), None)
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
     if names and names[0].lstrip().startswith(("{", "[")):
         raise UserError(
             f"{file} holds JSON, not a table.\nRename it to end in .json (a list of records) or "
@@ -178,6 +189,5 @@ def _check_names(file: Path, names: list[str]) -> None:
         )
 
 
-def _explain_damage(file: Path, error: Exception) -> str:
-    reason = str(error).partition("\n")[0]
-    return f"{file} cannot be read: {reason}.\nWrite, copy or download it again."
+def _size(file: Path) -> int:
+    return file.stat().st_size

@@ -123,7 +123,7 @@ class ChatRenderer(Renderer):
             return ""
 
     def render(self, records: Sequence[Record]) -> Iterator[Rendering]:
-        found = [self._written(record) for record in records]
+        found = list(self._finder.written_each(records))
         texts = [sample for written in found if not isinstance(written, str) for sample in written]
         samples = self._tokens(texts)
         for written in found:
@@ -161,13 +161,6 @@ class ChatRenderer(Renderer):
         assert self._tokenizer is not None
         ends = (token for token in self._tokenizer.added_tokens if text.endswith(token))
         return text.removesuffix(max(ends, key=len, default="")).strip()
-
-    def _written(self, record: Record) -> list[Written] | str:
-        """The texts of a conversation's samples, or the reason why there is none."""
-        try:
-            return self._finder.written(record)
-        except TemplateRefusal as refusal:
-            return str(refusal)
 
     def _tokens(self, written: Sequence[Written]) -> Iterator[Rendered]:
         assert self._tokenizer is not None

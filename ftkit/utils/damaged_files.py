@@ -42,7 +42,7 @@ def reading(file: Path | str, expected: str, *, key: str = "", advice: str = "")
         raise
     except OSError as error:
         raise DamagedFile(
-            f"{file} cannot be read: {error.strerror or error}. {advice}".rstrip()
+            f"{file} cannot be read: {error.strerror or _reason(error)}. {advice}".rstrip()
         ) from error
     except BaseException as error:
         # Panics of libraries in Rust are no `Exception`; their class cannot be imported.

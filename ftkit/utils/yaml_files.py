@@ -14,6 +14,15 @@ from ftkit.utils.nearest import nearest
 
 STANDARD_INPUT = Path("-")
 """As a file of a command line."""
+_MOST_CHARACTERS = 2**18
+"""Of a file; recipes have a few thousand."""
+_MOST_DIGITS = 1000
+"""Of a number: Python prints none of more than 4,300, and 1:1:1 takes quadratic time."""
+_NUMBERS = ("tag:yaml.org,2002:float", "tag:yaml.org,2002:int")
+_MOST_SHOWN = 40
+"""Characters of a value in a message."""
+_MOST_VALUES = 100_000
+"""Of a file, each as often as an alias repeats it."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -34,6 +43,21 @@ class _Loader(yaml.SafeLoader):
                 )
             seen.add(key_node.value)
         return super().construct_mapping(node, deep)
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            if node.tag in _NUMBERS and len(node.value) > _MOST_DIGITS:
+                raise ValueError
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError, TypeError, ArithmeticError):
+            kind, shown = node.tag.rpartition(":")[2], repr(node.value)
+            raise yaml.constructor.ConstructorError(
+                None,
+                None,
+                f"{shown if len(shown) <= _MOST_SHOWN else f'{shown[:_MOST_SHOWN]} ...'} cannot be "
+                f"read as {kind}",
+                node.start_mark,
+            ) from None
 
 
 class _Dumper(yaml.SafeDumper):
@@ -56,9 +80,57 @@ def parse_yaml(text: str) -> Any:
     """The value that a text stands for.
 
     Raises:
-        yaml.YAMLError: it is not valid.
+        yaml.YAMLError: it is not valid, or means more than a recipe can: see `_check_size`.
     """
-    return yaml.load(text, _Loader)
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_size(node)
+        return loader.construct_document(node)
+    except yaml.YAMLError:
+        raise
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply") from None
+
+
+def _check_size(root: yaml.Node) -> None:
+    """Refuse what holds itself, and what is much larger than its text, because of aliases.
+
+    Nodes are shared between aliases, so what each one means is counted once: in linear time.
+
+    Raises:
+        yaml.YAMLError: with the line.
+    """
+    sizes: dict[int, int] = {}
+    inside = set()
+    pending = [root]
+    while pending:
+        node = pending[-1]
+        if id(node) in sizes:
+            pending.pop()
+            continue
+        children = _children(node)
+        unknown = [child for child in children if id(child) not in sizes]
+        if unknown and id(node) not in inside:
+            inside.add(id(node))
+            pending += unknown
+            continue
+        pending.pop()
+        inside.discard(id(node))
+        if unknown:
+            raise yaml.composer.ComposerError(None, None, "it holds itself", node.start_mark)
+        sizes[id(node)] = 1 + sum(sizes[id(child)] for child in children)
+        if sizes[id(node)] > _MOST_VALUES:
+            problem = f"it means more than {_MOST_VALUES:,} values, each alias counted"
+            raise yaml.composer.ComposerError(None, None, problem, node.start_mark)
+
+
+def _children(node: yaml.Node) -> list[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        return [child for pair in node.value for child in pair]
+    return list(node.value) if isinstance(node, yaml.SequenceNode) else []
 
 
 def dump_yaml(values: dict[str, Any]) -> str:
@@ -77,7 +149,7 @@ def load_yaml(path: Path, option: str = "") -> dict[str, Any]:
         UserError: it cannot be read, or does not hold keys and values.
     """
     try:
-        loaded = parse_yaml(_text_of(path))
+        loaded = parse_yaml(_text_of(path, option))
     except FileNotFoundError:
         raise UserError(_missing_file(path, option)) from None
     except (OSError, UnicodeDecodeError) as error:
@@ -89,15 +161,32 @@ def load_yaml(path: Path, option: str = "") -> dict[str, Any]:
     return loaded
 
 
-def _text_of(path: Path) -> str:
+def _text_of(path: Path, option: str) -> str:
     if path == STANDARD_INPUT:
         return _all_of(sys.stdin)
-    return embedded.recipe_file(path).read_text(encoding="utf-8")
+    file = embedded.recipe_file(path)
+    if file.exists() and not file.is_file():  # it may block, have no end, or be there only once
+        raise UserError(
+            f"{option}{path} is not a regular file.\n"
+            "Give a file, or - to read the recipe from standard input."
+        )
+    with file.open(encoding="utf-8") as stream:
+        return _limited(stream, f"{option}{path}")
 
 
 @functools.lru_cache(maxsize=1)
 def _all_of(stream: TextIO) -> str:
-    return stream.read()
+    return _limited(stream, "Standard input")
+
+
+def _limited(stream: TextIO, name: str) -> str:
+    text = stream.read(_MOST_CHARACTERS + 1)
+    if len(text) > _MOST_CHARACTERS:
+        raise UserError(
+            f"{name} has more than {_MOST_CHARACTERS:,} characters, which no recipe needs.\n"
+            "Give a YAML file with the keys of a recipe."
+        )
+    return text
 
 
 def _missing_file(path: Path, option: str) -> str:

@@ -1,11 +1,12 @@
 import json
+import os
 import pickle
 from pathlib import Path
 
 import pytest
 from chats import TOOL
 
-from ftkit.chat_templates.template import ChatTemplate, TemplateRefusal, template_of
+from ftkit.chat_templates.template import ChatTemplate, TemplateRefusal, read_template, template_of
 from ftkit.errors import UserError
 
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
@@ -98,7 +99,21 @@ class TestBesideATokenizer:
         settings.write_text(json.dumps({"chat_template": entries[:1]}))
         assert template_of(tmp_path) == named["default"]
 
-    def test_settings_that_cannot_be_read_are_refused(self, tmp_path: Path) -> None:
-        (tmp_path / "tokenizer_config.json").write_text("[")
-        with pytest.raises(UserError, match=r"tokenizer_config.json cannot be read"):
+    @pytest.mark.parametrize(
+        "settings",
+        ["[", "[]", "[" * 100_000, '{"chat_template": [1]}', '{"chat_template": [{"name": "x"}]}'],
+    )
+    def test_settings_that_cannot_be_read_are_refused(self, tmp_path: Path, settings: str) -> None:
+        (tmp_path / "tokenizer_config.json").write_text(settings)
+        with pytest.raises(UserError, match=r"tokenizer_config.json is damaged: chat_template"):
             template_of(tmp_path)
+
+
+def test_a_file_that_is_no_template_is_refused_unread(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for file in (tmp_path / "pipe", Path("/dev/zero"), tmp_path):
+        with pytest.raises(UserError, match=f"{file} is not a regular file"):
+            read_template(file)
+    (tmp_path / "long").write_text("x" * 2**23)
+    with pytest.raises(UserError, match="more than 4,194,304 characters"):
+        read_template(tmp_path / "long")

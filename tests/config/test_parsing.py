@@ -553,7 +553,7 @@ def test_a_missing_file_like_no_other_says_where_to_look(tmp_path: Path) -> None
 
 
 def test_a_directory_is_no_recipe(tmp_path: Path) -> None:
-    assert "cannot be read" in refusal(tmp_path)
+    assert "is not a regular file" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("key", ["lora_r", "lora_query", "quantize"])
