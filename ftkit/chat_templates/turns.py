@@ -3,11 +3,15 @@
 A prompt is what the template makes of all messages before a turn; what it adds with the turn is
 what the assistant says, its end included. Both are rendered for each turn that is trained on, and
 have to stand in the whole as they are: so a turn is learned after exactly what the model is given
-when it answers.
+when it answers. What a template marks as generated is cut to the turn it stands in.
+
+Each text is rendered once more, with brackets around what every other message says: so whoever
+makes tokens of it can check that none of that carries loss, without trusting what was found here.
 """
 
 import re
 from collections.abc import Collection, Iterator, Sequence
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from ftkit.chat_templates.options import Reasoning, TrainOn
@@ -26,6 +30,8 @@ NOT_MARKED = "the template marks no generation in it"
 
 _MOST_SHOWN = 40
 """Characters of a prompt in a reason."""
+_PRIVATE_USE = (0xE000, 0xF900)
+"""Characters of Unicode that no text needs: two of them are brackets."""
 
 
 class Written(NamedTuple):
@@ -34,6 +40,9 @@ class Written(NamedTuple):
     text: str
     trained: list[Span]
     """Characters that carry loss, rising and apart from each other."""
+    others: list[Span]
+    """Where messages stand that must carry no loss, without white space around them. A message is
+    missing here if the template does not write it as it is."""
 
 
 class _Turn(NamedTuple):
@@ -44,7 +53,7 @@ class _Turn(NamedTuple):
     end: int
     """With the token that ends it."""
     generated: list[Span]
-    """What the template marks of it; without marks, all."""
+    """What the template marks of it, and of the white space behind it; without marks, the turn."""
 
 
 class TurnFinder:
@@ -89,12 +98,14 @@ class TurnFinder:
             turns = [self._turn(conversation, i) for i in masked]
             if None in turns:
                 raise TemplateRefusal(CHANGED)
-            whole = conversation.whole
-            return [Written(whole, _between([t for t in turns if t], len(whole)))]
+            spans = _between([turn for turn in turns if turn], len(conversation.whole))
+            return [conversation.written(len(record["messages"]), spans, kept_from_loss=masked)]
         turns = [self._turn(conversation, i) for i in chosen]
         if None not in turns:
             spans = [span for turn in turns if turn for span in turn.generated]
-            samples = [Written(conversation.whole, spans)]
+            count = len(record["messages"])
+            others = {*range(count)}.difference(chosen)
+            samples = [conversation.written(count, spans, kept_from_loss=others)]
         elif self._reasoning == "refuse":
             raise TemplateRefusal(CHANGED)
         else:
@@ -120,21 +131,27 @@ class TurnFinder:
         if self._train_on == "last":
             by_rule = set(said[-1:]) & by_rule
         chosen = [i for i in said if messages[i].get("train", i in by_rule)]
-        masked = [i for i in said if messages[i].get("train") is False]
+        masked = [
+            i
+            for i, message in enumerate(messages)
+            if message["role"] == "assistant" and message.get("train") is False
+        ]
         return chosen, masked if self._train_on == "all" else []
 
     def _turn(self, conversation: "_Conversation", index: int) -> _Turn | None:
         """A turn in the whole; None: it is not there as it was when it was said."""
         start, text, marks = self._said(conversation, index)
+        whole = conversation.whole
         for end in self._ends(text, start):
-            if conversation.whole.startswith(text[:end]):
-                return _Turn(start, end, _generated(start, end, marks))
+            if whole.startswith(text[:end]):
+                return _Turn(start, end, _generated(start, end, marks, text, whole))
         return None
 
     def _alone(self, conversation: "_Conversation", index: int) -> Written:
         """The conversation up to a turn, which alone is trained on."""
         start, text, marks = self._said(conversation, index)
-        return Written(text, _generated(start, next(self._ends(text, start)), marks))
+        spans = _generated(start, next(self._ends(text, start)), marks, text, text)
+        return conversation.written(index + 1, spans, kept_from_loss=range(index))
 
     def _said(
         self, conversation: "_Conversation", index: int
@@ -184,6 +201,29 @@ class _Conversation:
             )
         return self._until[count]
 
+    def written(
+        self, count: int, trained: list[Span], *, kept_from_loss: Collection[int]
+    ) -> Written:
+        """The text of some messages as a sample.
+
+        Args:
+            count: of messages, the first ones.
+            trained: characters that carry loss.
+            kept_from_loss: numbers of the messages of which nothing may carry loss.
+        """
+        text = self.until(count)[0]
+        unused = (chr(code) for code in range(*_PRIVATE_USE) if chr(code) not in text)
+        opening, closing = next(unused), next(unused)
+        messages = [
+            _bracketed(message, opening, closing) if i in kept_from_loss else message
+            for i, message in enumerate(self.messages[:count])
+        ]
+        try:
+            bracketed = self._template.render(messages, tools=self._tools)
+        except TemplateRefusal:  # it looks at how a text begins or ends
+            return Written(text, trained, [])
+        return Written(text, trained, _inside(bracketed, opening, closing, text))
+
     def added_by(self, prompt: str, text: str) -> str:
         """What a prompt ends with and a text does not, if no message says it: for people."""
         pairs = enumerate(zip(prompt, text, strict=False))
@@ -220,10 +260,31 @@ def _called(message: dict[str, Any]) -> list[str]:
     return [call["function"]["name"] for call in message.get("tool_calls") or ()]
 
 
-def _generated(start: int, end: int, marks: list[Span] | None) -> list[Span]:
+def _generated(
+    start: int, end: int, marks: list[Span] | None, text: str, sample: str
+) -> list[Span]:
+    """What carries loss of a turn: what is marked, as far as it is inside the turn.
+
+    A mark may hold the line end behind the turn, which is then learned as in transformers; where
+    the template ends the conversation too, the mark holds more than the sample has there.
+
+    Args:
+        start: of the turn.
+        end: of the turn.
+        marks: of the text; None: the template marks nothing.
+        text: up to the turn, as the template writes it.
+        sample: begins as the text does up to the turn's end.
+    """
     if marks is None:
         return [(start, end)]
-    return [span for span in marks if span[1] > start]
+    behind = zip(text[end:], sample[end : len(text)], strict=False)
+    end += sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1] and pair[0].isspace(), behind))
+    spans: list[Span] = []
+    for first, last in sorted(marks):
+        first, last = max(first, start, spans[-1][1] if spans else 0), min(last, end)
+        if first < last:
+            spans.append((first, last))
+    return spans
 
 
 def _between(turns: list[_Turn], length: int) -> list[Span]:
@@ -231,3 +292,35 @@ def _between(turns: list[_Turn], length: int) -> list[Span]:
     edges = [0, *(edge for turn in turns for edge in (turn.start, turn.end)), length]
     spans = zip(edges[::2], edges[1::2], strict=True)
     return [(first, end) for first, end in spans if first < end]
+
+
+def _bracketed(message: dict[str, Any], opening: str, closing: str) -> dict[str, Any]:
+    """A message with brackets around what it says; white space around it stays outside.
+
+    So a template that trims its texts trims them as before.
+    """
+
+    def bracketed(text: str) -> str:
+        core = text.strip()
+        return text.replace(core, opening + core + closing, 1) if core else text
+
+    keys = ("content", "reasoning_content")
+    return message | {key: bracketed(message[key]) for key in keys if message.get(key)}
+
+
+def _inside(bracketed: str, opening: str, closing: str, text: str) -> list[Span]:
+    """What stands in brackets, as places of a text without them; nothing if it is another text."""
+    spans: list[Span] = []
+    pieces: list[str] = []
+    at, begun = 0, None
+    for piece in re.split(f"([{opening}{closing}])", bracketed):
+        if piece == opening:
+            begun = at
+        elif piece == closing:
+            if begun is not None:
+                spans.append((begun, at))
+            begun = None
+        else:
+            pieces.append(piece)
+            at += len(piece)
+    return spans if "".join(pieces) == text else []

@@ -127,7 +127,7 @@ class TestConversations:
         file.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
         renderer = self.renderer(tokenizer, str(file))
         (rendering,) = renderer.render([{"messages": [said("user", "th"), said("assistant", "e")]}])
-        assert rendering.refused == "no token begins in a turn of the assistant"
+        assert rendering.refused == "no token lies in a turn of the assistant"
 
 
 class TestData:
