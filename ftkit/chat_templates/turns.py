@@ -52,8 +52,10 @@ class _Turn(NamedTuple):
     """Where the prompt before it ends."""
     end: int
     """With the token that ends it."""
+    space_end: int
+    """With the white space that the template writes behind it."""
     generated: list[Span]
-    """What the template marks of it, and of the white space behind it; without marks, the turn."""
+    """What the template marks of it and of the white space behind it; without marks, the turn."""
 
 
 class TurnFinder:
@@ -144,14 +146,14 @@ class TurnFinder:
         whole = conversation.whole
         for end in self._ends(text, start):
             if whole.startswith(text[:end]):
-                return _Turn(start, end, _generated(start, end, marks, text, whole))
+                return _found(start, end, marks, text, whole)
         return None
 
     def _alone(self, conversation: "_Conversation", index: int) -> Written:
         """The conversation up to a turn, which alone is trained on."""
         start, text, marks = self._said(conversation, index)
-        spans = _generated(start, next(self._ends(text, start)), marks, text, text)
-        return conversation.written(index + 1, spans, kept_from_loss=range(index))
+        turn = _found(start, next(self._ends(text, start)), marks, text, text)
+        return conversation.written(index + 1, turn.generated, kept_from_loss=range(index))
 
     def _said(
         self, conversation: "_Conversation", index: int
@@ -260,13 +262,11 @@ def _called(message: dict[str, Any]) -> list[str]:
     return [call["function"]["name"] for call in message.get("tool_calls") or ()]
 
 
-def _generated(
-    start: int, end: int, marks: list[Span] | None, text: str, sample: str
-) -> list[Span]:
-    """What carries loss of a turn: what is marked, as far as it is inside the turn.
+def _found(start: int, end: int, marks: list[Span] | None, text: str, sample: str) -> _Turn:
+    """A turn, of which carries loss what is marked inside it.
 
-    A mark may hold the line end behind the turn, which is then learned as in transformers; where
-    the template ends the conversation too, the mark holds more than the sample has there.
+    A mark may hold the line end behind the turn, which is then learned as in transformers. Where
+    the template ends the conversation too, the mark reaches further than the turn in the sample.
 
     Args:
         start: of the turn.
@@ -275,21 +275,24 @@ def _generated(
         text: up to the turn, as the template writes it.
         sample: begins as the text does up to the turn's end.
     """
-    if marks is None:
-        return [(start, end)]
     behind = zip(text[end:], sample[end : len(text)], strict=False)
-    end += sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1] and pair[0].isspace(), behind))
+    same = takewhile(lambda pair: pair[0] == pair[1] and pair[0].isspace(), behind)
+    space_end = end + sum(1 for _ in same)
+    if marks is None:
+        return _Turn(start, end, space_end, [(start, end)])
     spans: list[Span] = []
     for first, last in sorted(marks):
-        first, last = max(first, start, spans[-1][1] if spans else 0), min(last, end)
+        first, last = max(first, start), min(last, space_end)
+        if spans and first <= spans[-1][1]:  # one mark may hold another
+            first, last = spans[-1][0], max(spans.pop()[1], last)
         if first < last:
             spans.append((first, last))
-    return spans
+    return _Turn(start, end, space_end, spans)
 
 
 def _between(turns: list[_Turn], length: int) -> list[Span]:
-    """All characters but those of the turns."""
-    edges = [0, *(edge for turn in turns for edge in (turn.start, turn.end)), length]
+    """All characters but those of the turns and of the white space behind them."""
+    edges = [0, *(edge for turn in turns for edge in (turn.start, turn.space_end)), length]
     spans = zip(edges[::2], edges[1::2], strict=True)
     return [(first, end) for first, end in spans if first < end]
 

@@ -1,10 +1,11 @@
 """No token outside the turns that are meant carries loss, whatever templates and people write."""
 
+import json
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import pytest
 from chats import marked, said, write_chat_tokenizer
 from drawn_templates import DrawnTemplate, Piece, drawn_conversation
@@ -17,6 +18,9 @@ from ftkit.records.record import Record
 from ftkit.rendering.chat import LOST, OTHERS_SAID, ChatRenderer
 from ftkit.rendering.renderer import Rendered, Rendering
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 TEMPLATES, CONVERSATIONS = 120, 5
 """Templates that are drawn, and conversations for each of them."""
 
@@ -24,6 +28,14 @@ TEMPLATES, CONVERSATIONS = 120, 5
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer(write_chat_tokenizer(tmp_path_factory.mktemp("chats")))
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> "PreTrainedTokenizerFast":
+    from transformers import PreTrainedTokenizerFast
+
+    file = write_chat_tokenizer(tmp_path_factory.mktemp("theirs")) / "tokenizer.json"
+    return PreTrainedTokenizerFast(tokenizer_file=str(file), bos_token="<s>", eos_token="</s>")
 
 
 def template(source: str, tokenizer: Tokenizer) -> ChatTemplate:
@@ -74,7 +86,7 @@ def says_something(message: dict[str, Any]) -> bool:
 def turns_that_are_meant(messages: list[dict[str, Any]], train_on: TrainOn) -> set[int]:
     """The turns that are to be learned, by the rules of data.train_on."""
     turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and says_something(m)]
-    asked = [i for i, m in enumerate(messages) if m["role"] == "user"][0]
+    asked = next(i for i, m in enumerate(messages) if m["role"] == "user")
     by_rule = {i for i in turns if i > asked}
     if train_on == "last":
         by_rule &= {turns[-1]} if turns else set()
@@ -103,9 +115,15 @@ def is_masked(piece: Piece, messages: list[dict[str, Any]]) -> bool:
     return piece.part in ("said", "end")
 
 
-def outside(drawn: DrawnTemplate, found: Possible, record: Record, train_on: TrainOn, alone: bool,
-            sample: Rendered) -> list[Span]:  # fmt: skip
-    """The tokens of a sample that carry loss and should not.
+def outside(
+    drawn: DrawnTemplate,
+    found: Possible,
+    record: Record,
+    train_on: TrainOn,
+    alone: bool,
+    sample: Rendered,
+) -> list[Span]:
+    """The tokens of a sample that carry loss and should not, as places in its text.
 
     White space behind a turn may belong to its last token.
     """
@@ -151,6 +169,44 @@ def test_no_token_outside_the_turns_that_are_meant_carries_loss(
                 assert [] in bad, (drawn, record, train_on, marked(sample, tokenizer), bad)
 
 
+@pytest.mark.parametrize("seed", range(TEMPLATES))
+def test_where_marks_stay_in_turns_the_mask_is_that_of_transformers(
+    seed: int, tokenizer: Tokenizer, theirs: "PreTrainedTokenizerFast"
+) -> None:
+    drawn = DrawnTemplate.drawn(seed)
+    if not drawn.marks_stay_in_turns:
+        return
+    for number in range(CONVERSATIONS):
+        record = drawn_conversation(seed * CONVERSATIONS + number)
+        messages = [{k: v for k, v in m.items() if k != "train"} for m in record["messages"]]
+        said_by_it = {i for i, m in enumerate(messages) if m["role"] == "assistant"}
+        made = rendering(drawn.source, tokenizer, record | {"messages": messages})
+        if turns_that_are_meant(messages, "assistant") != said_by_it or len(made.samples) != 1:
+            continue
+        (sample,) = made.samples
+        expected = theirs.apply_chat_template(
+            messages,
+            tools=record.get("tools"),
+            chat_template=drawn.source,
+            return_assistant_tokens_mask=True,
+            return_dict=True,
+        )
+        mask = [0] * len(sample.ids)
+        for first, end in sample.trained:
+            mask[first:end] = [1] * (end - first)
+        if expected["input_ids"] != sample.ids:
+            continue  # it is a beginning of the conversation: others have nothing marked
+        text = template(drawn.source, tokenizer).render(messages, tools=record.get("tools"))
+        places = tokenizer.encode_rendered(text).offsets
+        columns = zip(expected["assistant_masks"], mask, places, [(0, 0), *places], strict=False)
+        for of_theirs, of_ours, (start, stop), before in columns:
+            # They take tokens that reach beyond a mark, and leave out the later bytes of the
+            # character that a mark ends with.
+            reaches_beyond = len(text[start:stop].strip()) > 1
+            is_later_byte = before == (start, stop)
+            assert of_theirs == of_ours or (reaches_beyond if of_theirs else is_later_byte)
+
+
 def test_what_is_drawn_becomes_samples_often_enough_to_show_anything(tokenizer: Tokenizer) -> None:
     whole = alone = refused = 0
     for seed in range(TEMPLATES):
@@ -158,4 +214,168 @@ def test_what_is_drawn_becomes_samples_often_enough_to_show_anything(tokenizer: 
         whole += len(made.samples) == 1
         alone += len(made.samples) > 1
         refused += made.refused is not None
-    assert whole > TEMPLATES / 3 and alone > TEMPLATES / 20 and refused > TEMPLATES / 20
+    assert whole > TEMPLATES / 3 and alone > TEMPLATES / 20 and refused
+
+
+# --- by hand --------------------------------------------------------------------------------------
+
+USER = "{{ '<|user|>\\n' + m.content + '<|end|>\\n' }}"
+HEADER = "{{ '<|assistant|>\\n' }}"
+ANSWER = "{{ m.content + '<|end|>\\n' }}"
+FINAL = "{% if loop.last %}{{ eos_token }}{% endif %}"
+CONVERSATION = (
+    said("user", "Hi"),
+    said("assistant", "Red."),
+    said("user", "Tell"),
+    said("assistant", "Blue."),
+)
+ASKED = "<|user|>\nHi<|end|>\n"
+TOLD = "<|user|>\nTell<|end|>\n"
+
+
+def of_turns(turn: str, *, user: str = USER, end: str = "") -> str:
+    """A template that writes turns of the assistant so."""
+    return (
+        "{% for m in messages %}{% if m.role == 'assistant' %}" + turn + "{% else %}" + user
+        + "{% endif %}{% endfor %}" + end
+        + "{% if add_generation_prompt %}" + HEADER + "{% endif %}"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("turn", "expected"),
+    [
+        pytest.param(
+            HEADER + "{% generation %}" + ANSWER + FINAL + "{% endgeneration %}",
+            ["⟦Red.<|end|>\n⟧", "⟦Blue.<|end|>\n</s>⟧"],
+            id="the end of the text",
+        ),
+        pytest.param(
+            "{% generation %}" + HEADER + ANSWER + "{% endgeneration %}",
+            ["⟦Red.<|end|>\n⟧", "⟦Blue.<|end|>\n⟧"],
+            id="the header",
+        ),
+        pytest.param(
+            HEADER + "{% generation %}{{ m.content }}{% endgeneration %}{{ '<|end|>\\n' }}",
+            ["⟦Red.⟧<|end|>\n", "⟦Blue.⟧<|end|>\n"],
+            id="no end",
+        ),
+        pytest.param(
+            HEADER + "{% generation %}{% generation %}{{ m.content }}{% endgeneration %}"
+            "{{ '<|end|>' }}{% endgeneration %}{{ '\\n' }}",
+            ["⟦Red.<|end|>⟧\n", "⟦Blue.<|end|>⟧\n"],
+            id="a mark",
+        ),
+    ],
+)
+def test_a_mark_is_cut_to_its_turn_that_holds_as_well(
+    turn: str, expected: list[str], tokenizer: Tokenizer
+) -> None:
+    first, second = (f"<|assistant|>\n{text}" for text in expected)
+    assert brackets(of_turns(turn), tokenizer, *CONVERSATION) == [ASKED + first + TOLD + second]
+
+
+def test_a_mark_around_everything_teaches_turns_alone(tokenizer: Tokenizer) -> None:
+    source = "{% generation %}" + of_turns(HEADER + ANSWER) + "{% endgeneration %}"
+    assert brackets(source, tokenizer, *CONVERSATION) == [
+        f"{ASKED}<|assistant|>\n⟦Red.<|end|>\n⟧{TOLD}<|assistant|>\n⟦Blue.<|end|>\n⟧"
+    ]
+
+
+def test_users_who_say_what_the_assistant_says_are_not_learned(tokenizer: Tokenizer) -> None:
+    marked_turn = HEADER + "{% generation %}" + ANSWER + FINAL + "{% endgeneration %}"
+    same = [said(one["role"], "Red.<|end|>\n<|assistant|>\nRed.") for one in CONVERSATION]
+    for source in (of_turns(marked_turn), of_turns(HEADER + ANSWER + FINAL)):
+        (sample,) = brackets(source, tokenizer, *same)
+        learned = re.findall("⟦(.*?)⟧", sample, re.DOTALL)
+        assert sample.count("<|assistant|>\n⟦") == len(learned) == 2
+        assert all(text.startswith("Red.<|end|>\n<|assistant|>\nRed.<|end|>") for text in learned)
+
+
+@pytest.mark.parametrize(
+    ("source", "messages"),
+    [
+        pytest.param(
+            "{% for m in messages %}{{ m.content }}{% endfor %}{% if not add_generation_prompt "
+            "and messages[-1].role == 'assistant' %}{{ eos_token }}{% endif %}",
+            [said("user", "Hi"), said("assistant", "Red."), said("user", "</s>Tell")],
+            id="a user goes on with the end of the text",
+        ),
+        pytest.param(
+            of_turns(
+                HEADER + ANSWER,
+                user="{% if m.role == 'user' %}" + USER + "{% endif %}",
+                end="{% if not add_generation_prompt %}"
+                "{{ '<|system|>' + messages[0].content + '<|end|>' }}{% endif %}",
+            ),
+            [said("system", "Be brief."), *CONVERSATION[:2]],
+            id="the system message follows the answer",
+        ),
+    ],
+)
+def test_a_conversation_is_refused_if_what_others_say_cannot_be_told_from_a_turn(
+    source: str, messages: list[dict[str, Any]], tokenizer: Tokenizer
+) -> None:
+    assert brackets(source, tokenizer, *messages) == OTHERS_SAID
+
+
+@pytest.mark.parametrize(
+    ("answer", "question", "expected"),
+    [
+        ("Red. th", "e answer", "Hi⟦Red.⟧ the answer"),
+        ("th", "e answer", LOST),
+        ("Red.\n", "\nTell", "Hi⟦Red.\n⟧\nTell"),
+    ],
+)
+def test_a_token_that_holds_letters_behind_a_turn_carries_no_loss(
+    answer: str, question: str, expected: str, tokenizer: Tokenizer
+) -> None:
+    source = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    messages = said("user", "Hi"), said("assistant", answer), said("user", question)
+    found = brackets(source, tokenizer, *messages)
+    assert found == (LOST if expected == LOST else [expected])
+
+
+def test_white_space_behind_a_turn_may_belong_to_its_last_token(tmp_path: Path) -> None:
+    """Phi-3's tokens take the line end behind them."""
+    file = write_chat_tokenizer(tmp_path) / "tokenizer.json"
+    settings = json.loads(file.read_text())
+    for token in settings["added_tokens"]:
+        token["rstrip"] = True
+    file.write_text(json.dumps(settings))
+    found = brackets(of_turns(HEADER + ANSWER), Tokenizer(tmp_path), *CONVERSATION)
+    assert not isinstance(found, str)
+    assert re.findall("⟦(.*?)⟧", found[0]) == ["Red.<|end|>", "Blue.<|end|>"]
+
+
+@pytest.mark.parametrize(
+    ("trained", "refused"),
+    [([(0, 21)], OTHERS_SAID), ([(9, 11)], OTHERS_SAID), ([(32, 36)], None)],
+)
+def test_samples_are_checked_without_trust_in_what_found_their_turns(
+    trained: list[Span],
+    refused: str | None,
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sound = TurnFinder.written
+
+    def broken(self: TurnFinder, record: Record) -> list[Written]:
+        return [sample._replace(trained=trained) for sample in sound(self, record)]
+
+    monkeypatch.setattr(TurnFinder, "written", broken)
+    record = {"messages": list(CONVERSATION)}
+    assert rendering(of_turns(HEADER + ANSWER), tokenizer, record).refused == refused
+
+
+@pytest.mark.parametrize("content", ["", "b"])
+def test_a_masked_turn_carries_no_loss_where_everything_else_does(
+    content: str, tokenizer: Tokenizer
+) -> None:
+    messages = [*CONVERSATION[:3], said("assistant", content, train=False)]
+    record = {"messages": messages}
+    made = rendering(of_turns(HEADER + ANSWER), tokenizer, record, train_on="all")
+    (sample,) = made.samples
+    assert marked(sample, tokenizer) == (
+        f"⟦{ASKED}<|assistant|>\nRed.<|end|>\n{TOLD}<|assistant|>\n⟧{content}<|end|>\n"
+    )

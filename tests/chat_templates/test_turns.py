@@ -214,7 +214,7 @@ class TestOptions:
         found = self.trained(*messages, train_on="all")
         assert not isinstance(found, str)
         first, second = found[0]
-        assert first.endswith("assistant\n") and second.startswith("\n<|im_start|>user\nc")
+        assert first.endswith("assistant\n") and second.startswith("<|im_start|>user\nc")
         messages[1]["train"] = True
         assert self.trained(*messages, train_on="last") == [["b<|im_end|>", "d<|im_end|>"]]
         messages[1]["train"] = messages[3]["train"] = False

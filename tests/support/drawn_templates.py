@@ -193,7 +193,8 @@ def drawn_conversation(seed: int) -> dict[str, Any]:
     def text() -> str:
         return "".join(drawn.choice(_TEXTS) for _ in range(drawn.choice([1, 1, 1, 2, 3])))
 
-    messages = [said("system", text() or "Be brief.")] * (drawn.random() < 0.4)
+    system = text()
+    messages = [said("system", system if system.strip() else "Be brief.")] * (drawn.random() < 0.4)
     with_tools = drawn.random() < 0.2
     messages += [said("assistant", text())] * (drawn.random() < 0.1)
     for _ in range(drawn.randint(1, 4)):
