@@ -11,11 +11,12 @@ makes tokens of it can check that none of that carries loss, without trusting wh
 
 import re
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import takewhile
 from typing import Any, NamedTuple
 
 from ftkit.chat_templates.options import Reasoning, TrainOn
-from ftkit.chat_templates.template import ChatTemplate, Span, TemplateRefusal
+from ftkit.chat_templates.template import ChatTemplate, MarksNotFound, Span, TemplateRefusal
 
 NO_TURN = "no turn to train on"
 """Why a conversation becomes no sample: no assistant says anything, or all of it is masked."""
@@ -27,6 +28,8 @@ NO_TOOLS = "the template leaves out tools or tool calls"
 """Why one is refused that has them: its answers would come from nowhere."""
 NOT_MARKED = "the template marks no generation in it"
 """Why one is refused of a template that says itself what is generated."""
+REFUSED = "the template refuses it: "
+"""How the reason begins where the template itself raises; its own words follow."""
 
 _MOST_SHOWN = 40
 """Characters of a prompt in a reason."""
@@ -43,6 +46,8 @@ class Written(NamedTuple):
     others: list[Span]
     """Where messages stand that must carry no loss, without white space around them. A message is
     missing here if the template does not write it as it is."""
+    omits_reasoning: bool
+    """Whether a turn that carries loss has reasoning that the template does not write with it."""
 
 
 class _Turn(NamedTuple):
@@ -93,7 +98,7 @@ class TurnFinder:
         chosen, masked = self._chosen(record["messages"])
         if not chosen:
             raise TemplateRefusal(NO_TURN)
-        conversation = _Conversation(self._template, record)
+        conversation, count = _Conversation(self._template, record), len(record["messages"])
         if not all(name in conversation.whole for name in _tool_names(record)):
             raise TemplateRefusal(NO_TOOLS)
         if self._train_on == "all":
@@ -101,13 +106,13 @@ class TurnFinder:
             if None in turns:
                 raise TemplateRefusal(CHANGED)
             spans = _between([turn for turn in turns if turn], len(conversation.whole))
-            return [conversation.written(len(record["messages"]), spans, kept_from_loss=masked)]
+            # Earlier turns may well be written without their thoughts: nothing is split here.
+            return [conversation.written(count, spans, learned=chosen[-1:], others=masked)]
         turns = [self._turn(conversation, i) for i in chosen]
         if None not in turns:
             spans = [span for turn in turns if turn for span in turn.generated]
-            count = len(record["messages"])
             others = {*range(count)}.difference(chosen)
-            samples = [conversation.written(count, spans, kept_from_loss=others)]
+            samples = [conversation.written(count, spans, learned=chosen, others=others)]
         elif self._reasoning == "refuse":
             raise TemplateRefusal(CHANGED)
         else:
@@ -153,7 +158,7 @@ class TurnFinder:
         """The conversation up to a turn, which alone is trained on."""
         start, text, marks = self._said(conversation, index)
         turn = _found(start, next(self._ends(text, start)), marks, text, text)
-        return conversation.written(index + 1, turn.generated, kept_from_loss=range(index))
+        return conversation.written(index + 1, turn.generated, learned=[index], others=range(index))
 
     def _said(
         self, conversation: "_Conversation", index: int
@@ -187,6 +192,7 @@ class _Conversation:
         self._template = template
         self.messages, self._tools = plain_messages(record["messages"]), record.get("tools")
         self._until: dict[int, tuple[str, list[Span] | None]] = {}
+        self._prompts: dict[int, str] = {}
 
     @property
     def whole(self) -> str:
@@ -196,35 +202,48 @@ class _Conversation:
         """The text of some messages, and what the template marks; None: it marks nothing ever."""
         if count not in self._until:
             messages = self.messages[:count]
-            self._until[count] = (
-                self._template.render_marked(messages, tools=self._tools)
-                if self._template.marks_generation
-                else (self._template.render(messages, tools=self._tools), None)
-            )
+            with _refusals():
+                self._until[count] = (
+                    self._template.render_marked(messages, tools=self._tools)
+                    if self._template.marks_generation
+                    else (self._template.render(messages, tools=self._tools), None)
+                )
         return self._until[count]
 
     def written(
-        self, count: int, trained: list[Span], *, kept_from_loss: Collection[int]
+        self, count: int, trained: list[Span], *, learned: Sequence[int], others: Collection[int]
     ) -> Written:
         """The text of some messages as a sample.
 
         Args:
             count: of messages, the first ones.
             trained: characters that carry loss.
-            kept_from_loss: numbers of the messages of which nothing may carry loss.
+            learned: numbers of turns that carry loss.
+            others: numbers of messages of which nothing may carry loss.
         """
         text = self.until(count)[0]
         unused = (chr(code) for code in range(*_PRIVATE_USE) if chr(code) not in text)
         opening, closing = next(unused), next(unused)
         messages = [
-            _bracketed(message, opening, closing) if i in kept_from_loss else message
+            _bracketed(message, opening, closing) if i in others else message
             for i, message in enumerate(self.messages[:count])
         ]
         try:
             bracketed = self._template.render(messages, tools=self._tools)
         except TemplateRefusal:  # it looks at how a text begins or ends
-            return Written(text, trained, [])
-        return Written(text, trained, _inside(bracketed, opening, closing, text))
+            bracketed = ""
+        places = _inside(bracketed, opening, closing, text)
+        return Written(text, trained, places, any(map(self._omits_reasoning, learned)))
+
+    def _omits_reasoning(self, index: int) -> bool:
+        """Whether a turn has reasoning that the template does not write when it is said."""
+        thought = _squeezed(self.messages[index].get("reasoning_content") or "")
+        if not thought:
+            return False
+        text = self.until(index + 1)[0]
+        with suppress(TemplateRefusal):  # where every token is learned, there may be no prompt
+            text = text.removeprefix(self.prompt(index))
+        return thought not in _squeezed(text)
 
     def added_by(self, prompt: str, text: str) -> str:
         """What a prompt ends with and a text does not, if no message says it: for people."""
@@ -236,8 +255,24 @@ class _Conversation:
 
     def prompt(self, count: int) -> str:
         """What the model is given after some messages, to say the next one."""
-        messages = self.messages[:count]
-        return self._template.render(messages, tools=self._tools, add_generation_prompt=True)
+        if count not in self._prompts:
+            messages = self.messages[:count]
+            with _refusals():
+                self._prompts[count] = self._template.render(
+                    messages, tools=self._tools, add_generation_prompt=True
+                )
+        return self._prompts[count]
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Inside the block, what the template raises is said to be its own words."""
+    try:
+        yield
+    except MarksNotFound:
+        raise
+    except TemplateRefusal as refusal:
+        raise TemplateRefusal(f"{REFUSED}{refusal}") from None
 
 
 def plain_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -295,6 +330,10 @@ def _between(turns: list[_Turn], length: int) -> list[Span]:
     edges = [0, *(edge for turn in turns for edge in (turn.start, turn.space_end)), length]
     spans = zip(edges[::2], edges[1::2], strict=True)
     return [(first, end) for first, end in spans if first < end]
+
+
+def _squeezed(text: str) -> str:
+    return " ".join(text.split())
 
 
 def _bracketed(message: dict[str, Any], opening: str, closing: str) -> dict[str, Any]:

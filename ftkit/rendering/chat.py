@@ -141,7 +141,8 @@ class ChatRenderer(Renderer):
                 yield Rendering(refused=OTHERS_SAID)
                 continue
             kept = tuple(sample for sample in made if sample and sample.trained)
-            yield Rendering(kept, None if kept else LOST)
+            omits_reasoning = any(sample.omits_reasoning for sample in written)
+            yield Rendering(kept, None if kept else LOST, omits_reasoning)
 
     def example(self, record: Record) -> Example:
         messages, tools = plain_messages(record["messages"]), record.get("tools")
