@@ -55,10 +55,8 @@ class _Turn(NamedTuple):
 
     start: int
     """Where the prompt before it ends."""
-    end: int
-    """With the token that ends it."""
     space_end: int
-    """With the white space that the template writes behind it."""
+    """With the token that ends it, and the white space that the template writes behind it."""
     generated: list[Span]
     """What the template marks of it and of the white space behind it; without marks, the turn."""
 
@@ -314,7 +312,7 @@ def _found(start: int, end: int, marks: list[Span] | None, text: str, sample: st
     same = takewhile(lambda pair: pair[0] == pair[1] and pair[0].isspace(), behind)
     space_end = end + sum(1 for _ in same)
     if marks is None:
-        return _Turn(start, end, space_end, [(start, end)])
+        return _Turn(start, space_end, [(start, end)])
     spans: list[Span] = []
     for first, last in sorted(marks):
         first, last = max(first, start), min(last, space_end)
@@ -322,7 +320,7 @@ def _found(start: int, end: int, marks: list[Span] | None, text: str, sample: st
             first, last = spans[-1][0], max(spans.pop()[1], last)
         if first < last:
             spans.append((first, last))
-    return _Turn(start, end, space_end, spans)
+    return _Turn(start, space_end, spans)
 
 
 def _between(turns: list[_Turn], length: int) -> list[Span]:

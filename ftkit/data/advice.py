@@ -1,7 +1,7 @@
 """Advice about records of which nothing, or not all, is trained: changes are tried on some."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ftkit.chat_templates.named import NAMED
@@ -92,7 +92,7 @@ class _Trial(NamedTuple):
 
 
 def _trial(
-    part: Part, options: dict[str, str], records: Sequence[Record], tokenizer: Any
+    part: Part, options: Mapping[str, Any], records: Sequence[Record], tokenizer: Any
 ) -> _Trial:
     rules = dataclasses.replace(part.rules, **options)
     renderer = make_renderer(dataclasses.replace(part, rules=rules), tokenizer)

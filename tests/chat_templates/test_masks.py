@@ -183,7 +183,7 @@ def test_where_marks_stay_in_turns_the_mask_is_that_of_transformers(
         if turns_that_are_meant(messages, "assistant") != said_by_it or len(made.samples) != 1:
             continue
         (sample,) = made.samples
-        expected = theirs.apply_chat_template(
+        expected: Any = theirs.apply_chat_template(
             messages,
             tools=record.get("tools"),
             chat_template=drawn.source,
@@ -287,9 +287,9 @@ def test_users_who_say_what_the_assistant_says_are_not_learned(tokenizer: Tokeni
     marked_turn = HEADER + "{% generation %}" + ANSWER + FINAL + "{% endgeneration %}"
     same = [said(one["role"], "Red.<|end|>\n<|assistant|>\nRed.") for one in CONVERSATION]
     for source in (of_turns(marked_turn), of_turns(HEADER + ANSWER + FINAL)):
-        (sample,) = brackets(source, tokenizer, *same)
-        learned = re.findall("⟦(.*?)⟧", sample, re.DOTALL)
-        assert sample.count("<|assistant|>\n⟦") == len(learned) == 2
+        found = brackets(source, tokenizer, *same)
+        learned = re.findall("⟦(.*?)⟧", found[0], re.DOTALL)
+        assert found[0].count("<|assistant|>\n⟦") == len(learned) == 2
         assert all(text.startswith("Red.<|end|>\n<|assistant|>\nRed.<|end|>") for text in learned)
 
 
