@@ -12,10 +12,10 @@ from chats import CONVERSATIONS, TURNS, marked, said, write_chat_tokenizer
 from ftkit.chat_templates.named import resolve_chat_template
 from ftkit.config.recipe import Component
 from ftkit.data.dataset import load_data
-from ftkit.data.longest_sample import longest_sample
 from ftkit.data.renderers import make_renderer
 from ftkit.data.spec import Part, Rules
 from ftkit.errors import UserError
+from ftkit.planner.longest_sample import longest_sample
 from ftkit.pretrained.tokenizer import Tokenizer
 from ftkit.records.record import Record, Shape
 from ftkit.rendering.renderer import NO_OUTPUT, Renderer
