@@ -21,7 +21,7 @@ from ftkit.rendering.renderer import Rendered, Rendering
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-TEMPLATES, CONVERSATIONS = 120, 5
+TEMPLATES, CONVERSATIONS = 80, 4
 """Templates that are drawn, and conversations for each of them."""
 MARKED = [seed for seed in range(TEMPLATES) if DrawnTemplate.drawn(seed).marks_stay_in_turns]
 
