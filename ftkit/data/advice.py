@@ -61,7 +61,8 @@ def advice_for(
     trials = {
         name: _trial(part, {"chat_template": name}, records, tokenizer)
         for name in NAMED
-        if _trial(part, {"chat_template": name}, used, tokenizer).taken == len(used)
+        if name != part.rules.chat_template
+        and _trial(part, {"chat_template": name}, used, tokenizer).taken == len(used)
     }
     fitting = {name: trial for name, trial in trials.items() if trial.taken and trial.learns_ends}
     if fitting:

@@ -144,6 +144,8 @@ def nothing_trained(evidence: Evidence, part: LoadedPart) -> Finding | None:
     sufficient = min(counts.longest_tokens, evidence.model_context)
     if most == NO_LABELS and sufficient > evidence.max_seq_length:
         advice = f"Try --train.max_seq_length {sufficient}."
+    elif most == NO_LABELS:
+        advice = f"The model takes {evidence.model_context} tokens at most: shorten the records."
     else:
         advice = _advice(evidence, part, most)
         if len(reasons) > 1:

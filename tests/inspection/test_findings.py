@@ -153,6 +153,17 @@ def test_refusals_of_a_template_are_told_in_its_words_with_a_template_that_takes
     assert kinds(look_again(model, data, found)) == set()
 
 
+def test_answers_behind_what_the_model_takes_need_shorter_records(
+    model: Path, tmp_path: Path
+) -> None:
+    records = questions(40)
+    for record in records[::2]:
+        record["instruction"] += " red" * 300
+    data = write_records(tmp_path / "data.jsonl", records)
+    found = only(look(model, data, data__mask_prompt=True), "nothing_trained")
+    assert found.advice == "The model takes 256 tokens at most: shorten the records."
+
+
 # --- tools and reasoning --------------------------------------------------------------------------
 
 PLAIN = """{%- for message in messages -%}
