@@ -29,6 +29,10 @@ class TemplateRefusal(NotRendered):
     """A template does not take a conversation; the text is the reason."""
 
 
+class MarksNotFound(TemplateRefusal):
+    """A template marks what is generated where it cannot be found in the text."""
+
+
 @dataclass(frozen=True)
 class ChatTemplate:
     """A jinja template as transformers' apply_chat_template renders it, in the same sandbox."""
@@ -85,12 +89,12 @@ class ChatTemplate:
         """The text of a conversation, and where its `generation` blocks are.
 
         Raises:
-            TemplateRefusal, UserError: as `render`; a block is inside a macro, where it has no
-                place of its own.
+            TemplateRefusal, UserError: as `render`.
+            MarksNotFound: a block is inside a macro, where it has no place of its own.
         """
         text, blocks = self._run(messages, tools, False, {})
         if not all(text.startswith(block, first) for first, block in blocks):
-            raise TemplateRefusal("its generation blocks are in macros or filtered")
+            raise MarksNotFound("the template's generation blocks are in macros or filtered")
         return text, [(first, first + len(block)) for first, block in blocks if block]
 
     @property

@@ -3,17 +3,22 @@
 A prompt is what the template makes of all messages before a turn; what it adds with the turn is
 what the assistant says, its end included. Both are rendered for each turn that is trained on, and
 have to stand in the whole as they are: so a turn is learned after exactly what the model is given
-when it answers.
+when it answers. What a template marks as generated is cut to the turn it stands in.
+
+Each text is rendered once more, with brackets around what every other message says: so whoever
+makes tokens of it can check that none of that carries loss, without trusting what was found here.
 """
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from ftkit.chat_templates.apart import Exceeded, run_each_apart
 from ftkit.chat_templates.options import Reasoning, TrainOn
 from ftkit.chat_templates.sandbox import NotRendered
-from ftkit.chat_templates.template import ChatTemplate, Span, TemplateRefusal
+from ftkit.chat_templates.template import ChatTemplate, MarksNotFound, Span, TemplateRefusal
 
 NO_TURN = "no turn to train on"
 """Why a conversation becomes no sample: no assistant says anything, or all of it is masked."""
@@ -25,9 +30,13 @@ NO_TOOLS = "the template leaves out tools or tool calls"
 """Why one is refused that has them: its answers would come from nowhere."""
 NOT_MARKED = "the template marks no generation in it"
 """Why one is refused of a template that says itself what is generated."""
+REFUSED = "the template refuses it: "
+"""How the reason begins where the template itself raises; its own words follow."""
 
 _MOST_SHOWN = 40
 """Characters of a prompt in a reason."""
+_PRIVATE_USE = (0xE000, 0xF900)
+"""Characters of Unicode that no text needs: two of them are brackets."""
 
 
 class Written(NamedTuple):
@@ -36,6 +45,11 @@ class Written(NamedTuple):
     text: str
     trained: list[Span]
     """Characters that carry loss, rising and apart from each other."""
+    others: list[Span]
+    """Where messages stand that must carry no loss, without white space around them. A message is
+    missing here if the template does not write it as it is."""
+    omits_reasoning: bool
+    """Whether a turn that carries loss has reasoning that the template does not write with it."""
 
 
 class _Turn(NamedTuple):
@@ -43,10 +57,10 @@ class _Turn(NamedTuple):
 
     start: int
     """Where the prompt before it ends."""
-    end: int
-    """With the token that ends it."""
+    space_end: int
+    """With the token that ends it, and the white space that the template writes behind it."""
     generated: list[Span]
-    """What the template marks of it; without marks, all."""
+    """What the template marks of it and of the white space behind it; without marks, the turn."""
 
 
 class TurnFinder:
@@ -84,19 +98,21 @@ class TurnFinder:
         chosen, masked = self._chosen(record["messages"])
         if not chosen:
             raise TemplateRefusal(NO_TURN)
-        conversation = _Conversation(self._template, record)
+        conversation, count = _Conversation(self._template, record), len(record["messages"])
         if not all(name in conversation.whole for name in _tool_names(record)):
             raise TemplateRefusal(NO_TOOLS)
         if self._train_on == "all":
             turns = [self._turn(conversation, i) for i in masked]
             if None in turns:
                 raise TemplateRefusal(CHANGED)
-            whole = conversation.whole
-            return [Written(whole, _between([t for t in turns if t], len(whole)))]
+            spans = _between([turn for turn in turns if turn], len(conversation.whole))
+            # Earlier turns may well be written without their thoughts: nothing is split here.
+            return [conversation.written(count, spans, learned=chosen[-1:], others=masked)]
         turns = [self._turn(conversation, i) for i in chosen]
         if None not in turns:
             spans = [span for turn in turns if turn for span in turn.generated]
-            samples = [Written(conversation.whole, spans)]
+            others = {*range(count)}.difference(chosen)
+            samples = [conversation.written(count, spans, learned=chosen, others=others)]
         elif self._reasoning == "refuse":
             raise TemplateRefusal(CHANGED)
         else:
@@ -118,8 +134,8 @@ class TurnFinder:
                     yield str(found)
                 else:
                     yield [
-                        Written(text, *([(first, end) for first, end in kind] for kind in spans))
-                        for text, *spans in found
+                        Written(text, _spans(trained), _spans(others), omits_reasoning)
+                        for text, trained, others, omits_reasoning in found
                     ]
         except Exceeded as error:
             raise self._template.explained(error) from None
@@ -140,21 +156,27 @@ class TurnFinder:
         if self._train_on == "last":
             by_rule = set(said[-1:]) & by_rule
         chosen = [i for i in said if messages[i].get("train", i in by_rule)]
-        masked = [i for i in said if messages[i].get("train") is False]
+        masked = [
+            i
+            for i, message in enumerate(messages)
+            if message["role"] == "assistant" and message.get("train") is False
+        ]
         return chosen, masked if self._train_on == "all" else []
 
     def _turn(self, conversation: "_Conversation", index: int) -> _Turn | None:
         """A turn in the whole; None: it is not there as it was when it was said."""
         start, text, marks = self._said(conversation, index)
+        whole = conversation.whole
         for end in self._ends(text, start):
-            if conversation.whole.startswith(text[:end]):
-                return _Turn(start, end, _generated(start, end, marks))
+            if whole.startswith(text[:end]):
+                return _found(start, end, marks, text, whole)
         return None
 
     def _alone(self, conversation: "_Conversation", index: int) -> Written:
         """The conversation up to a turn, which alone is trained on."""
         start, text, marks = self._said(conversation, index)
-        return Written(text, _generated(start, next(self._ends(text, start)), marks))
+        turn = _found(start, next(self._ends(text, start)), marks, text, text)
+        return conversation.written(index + 1, turn.generated, learned=[index], others=range(index))
 
     def _said(
         self, conversation: "_Conversation", index: int
@@ -188,6 +210,7 @@ class _Conversation:
         self._template = template
         self.messages, self._tools = plain_messages(record["messages"]), record.get("tools")
         self._until: dict[int, tuple[str, list[Span] | None]] = {}
+        self._prompts: dict[int, str] = {}
 
     @property
     def whole(self) -> str:
@@ -197,12 +220,48 @@ class _Conversation:
         """The text of some messages, and what the template marks; None: it marks nothing ever."""
         if count not in self._until:
             messages = self.messages[:count]
-            self._until[count] = (
-                self._template.render_marked(messages, tools=self._tools)
-                if self._template.marks_generation
-                else (self._template.render(messages, tools=self._tools), None)
-            )
+            with _refusals():
+                self._until[count] = (
+                    self._template.render_marked(messages, tools=self._tools)
+                    if self._template.marks_generation
+                    else (self._template.render(messages, tools=self._tools), None)
+                )
         return self._until[count]
+
+    def written(
+        self, count: int, trained: list[Span], *, learned: Sequence[int], others: Collection[int]
+    ) -> Written:
+        """The text of some messages as a sample.
+
+        Args:
+            count: of messages, the first ones.
+            trained: characters that carry loss.
+            learned: numbers of turns that carry loss.
+            others: numbers of messages of which nothing may carry loss.
+        """
+        text = self.until(count)[0]
+        unused = (chr(code) for code in range(*_PRIVATE_USE) if chr(code) not in text)
+        opening, closing = next(unused), next(unused)
+        messages = [
+            _bracketed(message, opening, closing) if i in others else message
+            for i, message in enumerate(self.messages[:count])
+        ]
+        try:
+            bracketed = self._template.render(messages, tools=self._tools)
+        except TemplateRefusal:  # it looks at how a text begins or ends
+            bracketed = ""
+        places = _inside(bracketed, opening, closing, text)
+        return Written(text, trained, places, any(map(self._omits_reasoning, learned)))
+
+    def _omits_reasoning(self, index: int) -> bool:
+        """Whether a turn has reasoning that the template does not write when it is said."""
+        thought = _squeezed(self.messages[index].get("reasoning_content") or "")
+        if not thought:
+            return False
+        text = self.until(index + 1)[0]
+        with suppress(TemplateRefusal):  # where every token is learned, there may be no prompt
+            text = text.removeprefix(self.prompt(index))
+        return thought not in _squeezed(text)
 
     def added_by(self, prompt: str, text: str) -> str:
         """What a prompt ends with and a text does not, if no message says it: for people."""
@@ -214,8 +273,24 @@ class _Conversation:
 
     def prompt(self, count: int) -> str:
         """What the model is given after some messages, to say the next one."""
-        messages = self.messages[:count]
-        return self._template.render(messages, tools=self._tools, add_generation_prompt=True)
+        if count not in self._prompts:
+            messages = self.messages[:count]
+            with _refusals():
+                self._prompts[count] = self._template.render(
+                    messages, tools=self._tools, add_generation_prompt=True
+                )
+        return self._prompts[count]
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Inside the block, what the template raises is said to be its own words."""
+    try:
+        yield
+    except MarksNotFound:
+        raise
+    except TemplateRefusal as refusal:
+        raise TemplateRefusal(f"{REFUSED}{refusal}") from None
 
 
 def plain_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -240,14 +315,77 @@ def _called(message: dict[str, Any]) -> list[str]:
     return [call["function"]["name"] for call in message.get("tool_calls") or ()]
 
 
-def _generated(start: int, end: int, marks: list[Span] | None) -> list[Span]:
+def _found(start: int, end: int, marks: list[Span] | None, text: str, sample: str) -> _Turn:
+    """A turn, of which carries loss what is marked inside it.
+
+    A mark may hold the line end behind the turn, which is then learned as in transformers. Where
+    the template ends the conversation too, the mark reaches further than the turn in the sample.
+
+    Args:
+        start: of the turn.
+        end: of the turn.
+        marks: of the text; None: the template marks nothing.
+        text: up to the turn, as the template writes it.
+        sample: begins as the text does up to the turn's end.
+    """
+    behind = zip(text[end:], sample[end : len(text)], strict=False)
+    same = takewhile(lambda pair: pair[0] == pair[1] and pair[0].isspace(), behind)
+    space_end = end + sum(1 for _ in same)
     if marks is None:
-        return [(start, end)]
-    return [span for span in marks if span[1] > start]
+        return _Turn(start, space_end, [(start, end)])
+    spans: list[Span] = []
+    for first, last in sorted(marks):
+        first, last = max(first, start), min(last, space_end)
+        if spans and first <= spans[-1][1]:  # one mark may hold another
+            first, last = spans[-1][0], max(spans.pop()[1], last)
+        if first < last:
+            spans.append((first, last))
+    return _Turn(start, space_end, spans)
 
 
 def _between(turns: list[_Turn], length: int) -> list[Span]:
-    """All characters but those of the turns."""
-    edges = [0, *(edge for turn in turns for edge in (turn.start, turn.end)), length]
+    """All characters but those of the turns and of the white space behind them."""
+    edges = [0, *(edge for turn in turns for edge in (turn.start, turn.space_end)), length]
     spans = zip(edges[::2], edges[1::2], strict=True)
     return [(first, end) for first, end in spans if first < end]
+
+
+def _spans(pairs: Iterable[Sequence[int]]) -> list[Span]:
+    """Spans that came as JSON, which has no tuples."""
+    return [(first, end) for first, end in pairs]
+
+
+def _squeezed(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _bracketed(message: dict[str, Any], opening: str, closing: str) -> dict[str, Any]:
+    """A message with brackets around what it says; white space around it stays outside.
+
+    So a template that trims its texts trims them as before.
+    """
+
+    def bracketed(text: str) -> str:
+        core = text.strip()
+        return text.replace(core, opening + core + closing, 1) if core else text
+
+    keys = ("content", "reasoning_content")
+    return message | {key: bracketed(message[key]) for key in keys if message.get(key)}
+
+
+def _inside(bracketed: str, opening: str, closing: str, text: str) -> list[Span]:
+    """What stands in brackets, as places of a text without them; nothing if it is another text."""
+    spans: list[Span] = []
+    pieces: list[str] = []
+    at, begun = 0, None
+    for piece in re.split(f"([{opening}{closing}])", bracketed):
+        if piece == opening:
+            begun = at
+        elif piece == closing:
+            if begun is not None:
+                spans.append((begun, at))
+            begun = None
+        else:
+            pieces.append(piece)
+            at += len(piece)
+    return spans if "".join(pieces) == text else []

@@ -304,6 +304,7 @@ def _write(directory: Path, entry: CacheEntry, *, with_records: bool) -> None:
         "counts": dataclasses.asdict(prepared.counts),
         "sufficient_length": prepared.sufficient_length,
         "examples": prepared.examples,
+        "kept": prepared.kept,
         "fingerprint": prepared.samples.fingerprint,
         "files": {name: file_digest(directory / name) for name in names},
     }
@@ -362,6 +363,7 @@ def _open(directory: Path) -> tuple[dict[str, Any], Prepared]:
         sufficient_length=values["sufficient_length"],
         whole_lengths=_mapped(directory / _WHOLE_LENGTHS, "<i4"),
         examples=values["examples"],
+        kept=values["kept"],
     )
     return values, prepared
 

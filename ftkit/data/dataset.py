@@ -11,12 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ftkit.config.recipe import Component
+from ftkit.data.advice import advice_for
 from ftkit.data.parts import SPLITS, LoadedPart, OnSplitProgress, Split, load_part
-from ftkit.data.prepare import Counts
+from ftkit.data.prepare import NO_LABELS, Counts
 from ftkit.data.sources import data_source, validation_sets
 from ftkit.data.spec import DataSource, PartSource
 from ftkit.errors import UserError
-from ftkit.rendering.renderer import Example
+from ftkit.rendering.renderer import NO_OUTPUT, Example
 from ftkit.samples.sample_set import JoinedSamples, Samples, interleave
 from ftkit.samples.sampler import EpochOrder
 
@@ -169,8 +170,8 @@ def load_data(
     source = data_source(data)
     parts = _load(source, tokenizer, max_seq_length, SPLITS, progress)
     for part in parts:
-        _require_samples([part], "train", max_seq_length)
-    _require_samples(parts, "val", max_seq_length)
+        _require_samples([part], "train", tokenizer, max_seq_length)
+    _require_samples(parts, "val", tokenizer, max_seq_length)
     train = [part.splits["train"].samples for part in parts]
     several = len(parts) > 1
     return DataSets(
@@ -203,7 +204,7 @@ def load_held_out(
     """
     source = data_source(data).for_evaluation(given)
     parts = _load(source, tokenizer, max_seq_length, ("val",), progress)
-    _require_samples(parts, "val", max_seq_length)
+    _require_samples(parts, "val", tokenizer, max_seq_length)
     return HeldOut(parts=parts, samples=_interleaved(parts))
 
 
@@ -230,7 +231,7 @@ def load_sets(
     parts: list[LoadedPart] = []
     for name, source in validation_sets(data, sets).items():
         of_set = _load(source, tokenizer, max_seq_length, ("val",), progress)
-        _require_samples(of_set, "val", max_seq_length, f"eval.sets.{name}")
+        _require_samples(of_set, "val", tokenizer, max_seq_length, f"eval.sets.{name}")
         parts += of_set
     return ValidationSets(parts=tuple(parts))
 
@@ -286,28 +287,43 @@ def _check_tokenizer(tokenizer: "Tokenizer") -> None:
 
 
 def _require_samples(
-    parts: Sequence[LoadedPart], split: Split, max_seq_length: int, key: str = "data"
+    parts: Sequence[LoadedPart],
+    split: Split,
+    tokenizer: "Tokenizer",
+    max_seq_length: int,
+    key: str = "data",
 ) -> None:
     """Refuse data of which nothing is left."""
     counts = _counts(parts, split)
     if counts.samples:
         return
-    lengths = [part.splits[split].sufficient_length for part in parts]
-    sufficient = [length for length in lengths if length is not None]
     what = {"train": "train on", "val": "validate on"}[split]
-    advice = "Add records with an output."
-    if sufficient:
-        advice = f"Try --train.max_seq_length {min(sufficient)} or more."
-    others = ""
+    words = {
+        NO_OUTPUT: "have no output",
+        NO_LABELS: f"have none within train.max_seq_length, which is {max_seq_length}",
+    }
+    told = [
+        f"{count:,} {words.get(reason, f'are left out ({reason})')}"
+        for reason, count in counts.reasons.items()
+    ]
+    most = max(counts.reasons, key=lambda reason: counts.reasons[reason], default=NO_OUTPUT)
     if counts.dropped:
-        others = f", {counts.dropped} are longer than that and data.overlong drops them"
+        told.append(
+            f"{counts.dropped:,} are longer than train.max_seq_length, which is {max_seq_length}, "
+            "and data.overlong drops them"
+        )
+    if counts.dropped > counts.reasons.get(most, 0):
         longest = counts.longest_tokens
         advice = f"Try --train.max_seq_length {longest}, or --data.overlong truncate."
-    others += "".join(
-        f", {count} are refused ({reason})" for reason, count in counts.refused.items()
-    )
+    elif most == NO_LABELS:
+        lengths = [part.splits[split].sufficient_length for part in parts]
+        sufficient = min(length for length in lengths if length is not None)
+        advice = f"Try --train.max_seq_length {sufficient} or more."
+    else:
+        part = max(parts, key=lambda one: one.splits[split].counts.reasons.get(most, 0))
+        kept = part.splits[split].kept.get(most, [])
+        advice = advice_for(most, kept, part.part, tokenizer)
     raise UserError(
-        f"{key} leaves nothing to {what}: of {counts.records} records, "
-        f"{counts.skipped_empty_output} have no output and {counts.skipped_no_labels} have "
-        f"none within train.max_seq_length, which is {max_seq_length}{others}.\n{advice}"
+        f"{key} leaves nothing to {what}: of {counts.records:,} records, "
+        f"{', '.join(told) or 'none is there'}.\n{advice}"
     )

@@ -16,9 +16,15 @@ from ftkit.utils.progress import OnProgress
 
 NO_LABELS = "no answer within max_seq_length"
 """Why nothing of a record is trained, where it has an answer."""
+NO_REASONING = "the template leaves out reasoning"
+"""What some records have in common that are trained on."""
 
 _BEGINNING = 200
 """Characters of a record that tell which one it is."""
+_MOST_KEPT = 8
+"""Records that are kept for each reason, of those that are looked at."""
+_MOST_KEPT_CHARACTERS = 50_000
+"""Of a record that is kept."""
 
 
 @dataclass(kw_only=True)
@@ -46,6 +52,8 @@ class Counts:
     """Samples that were too long and became several."""
     split_by_turn: int = 0
     """Conversations that became a sample for each turn, since the template changes earlier ones."""
+    without_reasoning: int = 0
+    """Records that became samples, with a turn that is trained without the reasoning it has."""
     tokens: int = 0
     """Of the samples, as the model is given them: all but the last of each."""
     label_tokens: int = 0
@@ -55,6 +63,12 @@ class Counts:
     """Of all samples, before anything was done about their length."""
     lost_tokens: int = 0
     """Those of them that are not trained on, because they were cut off, dropped or skipped."""
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """Records of which nothing is trained, by the reason, but for those that are dropped."""
+        skipped = {NO_OUTPUT: self.skipped_empty_output, NO_LABELS: self.skipped_no_labels}
+        return {reason: count for reason, count in (skipped | self.refused).items() if count}
 
     @property
     def lost_fraction(self) -> float:
@@ -85,6 +99,8 @@ class Prepared:
     """[samples before anything was done about their length], tokens of each."""
     examples: dict[str, str]
     """How the first record begins of which nothing is trained, by the reason."""
+    kept: dict[str, list[Record]]
+    """Some of the records of which not all is trained, by the reason, to try changes on."""
 
 
 def fit(sample: Rendered, max_seq_length: int, overlong: Overlong) -> list[Rendered]:
@@ -114,6 +130,8 @@ class _Preparation:
         self.sufficient_length: int | None = None
         self.whole_lengths = array("i")
         self.examples: dict[str, str] = {}
+        self.kept: dict[str, list[Record]] = {}
+        self._looked_at: dict[str, int] = {}
 
     def add(self, record: Record, rendering: Rendering) -> None:
         """Take what a record became."""
@@ -130,6 +148,9 @@ class _Preparation:
             parts = [part for whole in rendering.samples for part in self._fit(whole)]
             if parts:
                 counts.split_by_turn += len(rendering.samples) > 1
+                if rendering.omits_reasoning:
+                    counts.without_reasoning += 1
+                    self._note_example(NO_REASONING, record)
                 self.used.append(record)
                 self.rows.extend(parts)
                 counts.used += 1
@@ -160,8 +181,14 @@ class _Preparation:
         return parts
 
     def _note_example(self, reason: str, record: Record) -> None:
-        if reason not in self.examples:
-            self.examples[reason] = json.dumps(record, ensure_ascii=False)[:_BEGINNING]
+        looked_at = self._looked_at.get(reason, 0)
+        if looked_at == _MOST_KEPT:
+            return
+        self._looked_at[reason] = looked_at + 1
+        text = json.dumps(record, ensure_ascii=False)
+        self.examples.setdefault(reason, text[:_BEGINNING])
+        if len(text) <= _MOST_KEPT_CHARACTERS:
+            self.kept.setdefault(reason, []).append(record)
 
     def _note_sufficient_length(self, whole: Rendered) -> None:
         if found := cut(whole, len(whole.ids)).trained:
@@ -198,4 +225,5 @@ def prepare_records(
         sufficient_length=made.sufficient_length,
         whole_lengths=np.frombuffer(made.whole_lengths, dtype=np.int32),
         examples=made.examples,
+        kept=made.kept,
     )

@@ -11,7 +11,7 @@ from ftkit.config.parsing import Override, read_recipe
 from ftkit.config.peft_adapter import with_adapter
 from ftkit.data.dataset import DataSets, load_data
 from ftkit.data.parts import LoadedPart, OnSplitProgress
-from ftkit.data.prepare import NO_LABELS, Prepared
+from ftkit.data.prepare import Prepared
 from ftkit.errors import UserError
 from ftkit.inspection.duplicates import RecordPlace
 from ftkit.inspection.findings import Evidence, findings
@@ -30,7 +30,6 @@ from ftkit.pretrained.blueprint import read_blueprint
 from ftkit.pretrained.chat_files import end_tokens
 from ftkit.pretrained.hub import fetch_settings, find_gguf, find_or_download, has_tokenizer
 from ftkit.pretrained.tokenizer import Tokenizer
-from ftkit.rendering.renderer import NO_OUTPUT
 from ftkit.samples.sample_set import SampleSet
 
 _AS_THEY_ARE = {
@@ -140,18 +139,12 @@ def _source(part: LoadedPart, take: int, limit: int) -> SourceNumbers:
 
 def _split(prepared: Prepared, limit: int) -> SplitNumbers:
     counts = prepared.counts
-    reasons = {
-        NO_OUTPUT: counts.skipped_empty_output,
-        NO_LABELS: counts.skipped_no_labels,
-        **counts.refused,
-    }
     return SplitNumbers(
         records=counts.records,
         used=counts.used,
         left_out=[
             LeftOut(reason=reason, records=count, example=prepared.examples[reason])
-            for reason, count in reasons.items()
-            if count
+            for reason, count in counts.reasons.items()
         ],
         samples=counts.samples,
         truncated=counts.truncated,

@@ -5,15 +5,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from ftkit.chat_templates.turns import NO_TOOLS
 from ftkit.console.formatting import percent_text, shortened
+from ftkit.data.advice import advice_for
 from ftkit.data.dataset import DataSets
 from ftkit.data.parts import LoadedPart
-from ftkit.data.prepare import NO_LABELS
+from ftkit.data.prepare import NO_LABELS, NO_REASONING
 from ftkit.inspection.duplicates import FoundDuplicates, find_duplicates
 from ftkit.inspection.inspection import Finding
 from ftkit.inspection.token_texts import token_name
 from ftkit.records.record import Record
-from ftkit.rendering.renderer import NO_OUTPUT
 from ftkit.samples.sample_set import Sample, SampleSet
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 MOST_EXAMINED = 500
 """Samples and records of a source that are looked at; counts are of all."""
+MOST_TRIED = 20
+"""Records that are trained on which advice is tried on."""
 MANY_CUT = 0.05
 """Share of the samples from which on it is worth a word that they are cut off or dropped."""
 MANY_LOST = 0.01
@@ -131,25 +134,59 @@ def bos_twice(evidence: Evidence, part: LoadedPart) -> Finding | None:
 def nothing_trained(evidence: Evidence, part: LoadedPart) -> Finding | None:
     """Of many records nothing is learned."""
     counts = part.splits["train"].counts
-    lost = counts.records - counts.used
-    lost -= min(counts.dropped, lost)  # told by many_cut
+    # What is dropped is told by many_cut, and tools by tools_dropped.
+    reasons = {why: count for why, count in counts.reasons.items() if why != NO_TOOLS}
+    lost = sum(reasons.values())
     if lost < MANY_LOST * counts.records or not lost:
         return None
-    reasons = {NO_OUTPUT: counts.skipped_empty_output, NO_LABELS: counts.skipped_no_labels}
-    reasons |= counts.refused
-    told = "; ".join(f"{count:,}: {shortened(why)}" for why, count in reasons.items() if count)
-    advice = "Correct or remove them; ftkit data RECIPE shows how one of each kind begins."
+    told = "; ".join(f"{count:,}: {shortened(why)}" for why, count in reasons.items())
+    most = max(reasons, key=lambda why: reasons[why])
     sufficient = min(counts.longest_tokens, evidence.model_context)
-    if max(reasons, key=lambda why: reasons[why]) == NO_LABELS and (
-        sufficient > evidence.max_seq_length
-    ):
+    if most == NO_LABELS and sufficient > evidence.max_seq_length:
         advice = f"Try --train.max_seq_length {sufficient}."
+    elif most == NO_LABELS:
+        advice = f"The model takes {evidence.model_context} tokens at most: shorten the records."
+    else:
+        advice = _advice(evidence, part, most)
+        if len(reasons) > 1:
+            advice = f"For most of them: {advice}"
+        advice += " ftkit data RECIPE shows how one of each kind begins."
     return Finding(
         kind="nothing_trained",
         severity="warning",
         text=f"Of {lost:,} of {counts.records:,} records{evidence.of(part)} nothing is trained "
         f"({told}).",
         advice=advice,
+    )
+
+
+def tools_dropped(evidence: Evidence, part: LoadedPart) -> Finding | None:
+    """Records have tools for which the template has no place, so they are left out."""
+    counts = part.splits["train"].counts
+    dropped = counts.refused.get(NO_TOOLS, 0)
+    if not dropped:
+        return None
+    return Finding(
+        kind="tools_dropped",
+        severity="warning",
+        text=f"The template leaves out tools or tool calls in {dropped:,} of {counts.records:,} "
+        f"records{evidence.of(part)}, so nothing of these is trained.",
+        advice=_advice(evidence, part, NO_TOOLS),
+    )
+
+
+def reasoning_dropped(evidence: Evidence, part: LoadedPart) -> Finding | None:
+    """Answers are trained without the reasoning that the records have."""
+    counts = part.splits["train"].counts
+    if not counts.without_reasoning:
+        return None
+    return Finding(
+        kind="reasoning_dropped",
+        severity="warning",
+        text=f"The template leaves out the reasoning_content of turns that are trained in "
+        f"{counts.without_reasoning:,} of {counts.records:,} records{evidence.of(part)}, so the "
+        "model learns to answer without it.",
+        advice=_advice(evidence, part, NO_REASONING),
     )
 
 
@@ -238,6 +275,8 @@ PART_CHECKS: Sequence[Callable[[Evidence, LoadedPart], Finding | None]] = (
     no_end_of_turn,
     bos_twice,
     nothing_trained,
+    tools_dropped,
+    reasoning_dropped,
     system_message_dropped,
     many_cut,
     end_of_turn_not_known,
@@ -250,6 +289,12 @@ def examined(samples: SampleSet) -> list[Sample]:
     """Some samples, evenly spread."""
     step = max(len(samples) // MOST_EXAMINED, 1)
     return [samples[i] for i in range(0, len(samples), step)]
+
+
+def _advice(evidence: Evidence, part: LoadedPart, reason: str) -> str:
+    """What to do about the records of a reason."""
+    kept, used = part.splits["train"].kept.get(reason, []), part.splits["val"].records
+    return advice_for(reason, kept, part.part, evidence.tokenizer, used=used[:MOST_TRIED])
 
 
 def _trained(sample: Sample) -> set[int]:

@@ -8,6 +8,8 @@ FindingKind = Literal[
     "end_of_turn_not_known",
     "bos_twice",
     "nothing_trained",
+    "tools_dropped",
+    "reasoning_dropped",
     "system_message_dropped",
     "many_cut",
     "train_in_validation",

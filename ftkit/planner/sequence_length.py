@@ -10,13 +10,13 @@ from typing import Any, Literal
 
 from ftkit.chat_templates.named import OF_TOKENIZER
 from ftkit.config.recipe import Component
-from ftkit.data.longest_sample import Longest, longest_in_all, longest_of, longest_sample
 from ftkit.data.parts import SPLITS, Split, find_part
 from ftkit.data.prepare import Prepared
 from ftkit.data.renderers import make_renderer
 from ftkit.data.sources import data_source, validation_sets
 from ftkit.data.spec import DataSource, Part
 from ftkit.errors import UserError
+from ftkit.planner.longest_sample import Longest, longest_in_all, longest_of, longest_sample
 from ftkit.pretrained.base_model import BaseModel
 from ftkit.pretrained.hub import has_tokenizer
 from ftkit.pretrained.tokenizer import Tokenizer

@@ -13,8 +13,10 @@ from ftkit.chat_templates.turns import TurnFinder, Written, plain_messages
 from ftkit.records.record import Record
 from ftkit.rendering.renderer import Example, Rendered, Renderer, Rendering
 
-LOST = "no token begins in a turn of the assistant"
-"""Why a conversation becomes no sample: tokens of the prompt swallow the answer."""
+LOST = "no token lies in a turn of the assistant"
+"""Why a conversation becomes no sample: tokens of what stands around it swallow the answer."""
+OTHERS_SAID = "what another message says would carry loss"
+"""Why one is refused: its turns cannot be told from what stands around them."""
 
 _CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
 _TOOL = {
@@ -69,7 +71,12 @@ class ChatTokenizer(Protocol):
 
 
 class ChatRenderer(Renderer):
-    """Tokens are those of the whole text; one carries loss if it begins in a trained turn."""
+    """Tokens are those of the whole text; one carries loss if it lies in a trained turn.
+
+    White space behind the turn may belong to its last token. Each sample is checked once it is made
+    of tokens: if one that carries loss holds a character that another message says, the record is
+    refused.
+    """
 
     is_python_bound = True
 
@@ -111,9 +118,8 @@ class ChatRenderer(Renderer):
                 written += finder.written(record)
             except TemplateRefusal:  # it has no tools
                 continue
-        last = {
-            sample.ids[end - 1] for sample in self._tokens(written) for _, end in sample.trained
-        }
+        samples = filter(None, self._tokens(written))
+        last = {sample.ids[end - 1] for sample in samples for _, end in sample.trained}
         return frozenset(last & {*self._tokenizer.added_tokens.values()} | {self._tokenizer.eos_id})
 
     def text(self, record: Record) -> str:
@@ -131,8 +137,12 @@ class ChatRenderer(Renderer):
                 yield Rendering(refused=written)
                 continue
             made = [next(samples) for _ in written]
-            kept = tuple(sample for sample in made if sample.trained)
-            yield Rendering(kept, None if kept else LOST)
+            if None in made:
+                yield Rendering(refused=OTHERS_SAID)
+                continue
+            kept = tuple(sample for sample in made if sample and sample.trained)
+            omits_reasoning = any(sample.omits_reasoning for sample in written)
+            yield Rendering(kept, None if kept else LOST, omits_reasoning)
 
     def example(self, record: Record) -> Example:
         messages, tools = plain_messages(record["messages"]), record.get("tools")
@@ -162,18 +172,46 @@ class ChatRenderer(Renderer):
         ends = (token for token in self._tokenizer.added_tokens if text.endswith(token))
         return text.removesuffix(max(ends, key=len, default="")).strip()
 
-    def _tokens(self, written: Sequence[Written]) -> Iterator[Rendered]:
+    def _tokens(self, written: Sequence[Written]) -> Iterator[Rendered | None]:
+        """Tokens of texts; None: some that carry loss hold what another message says."""
         assert self._tokenizer is not None
         encodings = self._tokenizer.encode_all_rendered([sample.text for sample in written])
         for sample, encoded in zip(written, encodings, strict=True):
-            yield Rendered(encoded.ids, _token_spans(encoded.offsets, sample.trained))
+            trained = _token_spans(encoded.offsets, sample)
+            if _hold(encoded.offsets, trained, sample.others):
+                yield None
+            else:
+                yield Rendered(encoded.ids, trained)
 
 
-def _token_spans(offsets: Sequence[Span], spans: Sequence[Span]) -> tuple[Span, ...]:
-    """The tokens that begin in spans of characters."""
-    begins = _begins(offsets)
-    edges = np.searchsorted(begins, np.array(spans, dtype=np.int64)).tolist()
-    return tuple((first, end) for first, end in edges if first < end)
+def _token_spans(offsets: Sequence[Span], sample: Written) -> tuple[Span, ...]:
+    """The tokens that lie in the trained characters of a text.
+
+    A token that begins before them is none of them. White space behind them may belong to their
+    last token: some tokenizers add it to the token that ends a turn.
+    """
+    edges = np.searchsorted(_begins(offsets), np.array(sample.trained, dtype=np.int64)).tolist()
+    spans: list[Span] = []
+    for (first, end), (_, last) in zip(edges, sample.trained, strict=True):
+        while first < end and sample.text[last : offsets[end - 1][1]].strip():
+            end -= 1
+        if first < end:
+            spans.append((first, end))
+    return tuple(spans)
+
+
+def _hold(offsets: Sequence[Span], tokens: Sequence[Span], characters: Sequence[Span]) -> bool:
+    """Whether tokens hold one of the characters, by where the tokenizer says that they are."""
+    if not characters:
+        return False
+    begins, ends = np.sort(np.array(characters, dtype=np.int64), axis=0).T
+    for first, end in tokens:
+        starts, stops = np.array(offsets[first:end], dtype=np.int64).T
+        # Spans that begin before the token ends, without those that end before it begins.
+        held = np.searchsorted(begins, stops) > np.searchsorted(ends, starts, side="right")
+        if np.any(held & (starts < stops)):
+            return True
+    return False
 
 
 def _begins(offsets: Sequence[Span]) -> npt.NDArray[np.int64]:

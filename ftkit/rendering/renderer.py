@@ -36,6 +36,8 @@ class Rendering(NamedTuple):
 
     samples: tuple[Rendered, ...] = ()
     refused: str | None = None
+    omits_reasoning: bool = False
+    """Whether a turn that carries loss has reasoning that the template does not write."""
 
 
 class Example(NamedTuple):

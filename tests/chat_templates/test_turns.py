@@ -12,7 +12,14 @@ from families import FAMILIES
 
 from ftkit.chat_templates.named import NAMED, resolve_chat_template
 from ftkit.chat_templates.template import ChatTemplate
-from ftkit.chat_templates.turns import CHANGED, NO_TOOLS, NO_TURN, NOT_MARKED, OTHER_PROMPT
+from ftkit.chat_templates.turns import (
+    CHANGED,
+    NO_TOOLS,
+    NO_TURN,
+    NOT_MARKED,
+    OTHER_PROMPT,
+    REFUSED,
+)
 from ftkit.pretrained.tokenizer import Tokenizer
 from ftkit.records.record import Record
 from ftkit.rendering.chat import ChatRenderer
@@ -99,8 +106,8 @@ OTHERS: dict[tuple[str, str], list[list[str]] | str] = {
     ("llama3 llama-3.1", "tools"): [[BARE, "Sunny.<|eot_id|>"]],
     ("mistral mistral-v3", "tools"): [[LISTED, " Sunny.</s>"]],
     ("phi-3 smollm2", "tools"): NO_TOOLS,
-    ("zephyr", "tools"): "zephyr has no place for tools; qwen has",
-    ("gemma", "thinking"): "gemma has no place for tool calls and reasoning; qwen has",
+    ("zephyr", "tools"): REFUSED + "zephyr has no place for tools; qwen has",
+    ("gemma", "thinking"): REFUSED + "gemma has no place for tool calls and reasoning; qwen has",
     ("qwen qwen3", "thinking"): [[THOUGHT.format("one more", "2")], [THOUGHT.format("again", "3")]],
     ("deepseek", "thinking"): [
         ["<think>one more</think>2<｜end▁of▁sentence｜>"],
@@ -130,7 +137,7 @@ def test_tokens_are_those_of_transformers(
     found = samples(template, tokenizer, record)
     if isinstance(found, str):
         if not found.startswith((OTHER_PROMPT, NO_TOOLS)):
-            with pytest.raises(Exception, match=re.escape(found)):
+            with pytest.raises(Exception, match=re.escape(found.removeprefix(REFUSED))):
                 apply(record["messages"], tools=record.get("tools"))
         return
     said_at = [i for i, m in enumerate(record["messages"]) if m["role"] == "assistant"]
@@ -214,7 +221,7 @@ class TestOptions:
         found = self.trained(*messages, train_on="all")
         assert not isinstance(found, str)
         first, second = found[0]
-        assert first.endswith("assistant\n") and second.startswith("\n<|im_start|>user\nc")
+        assert first.endswith("assistant\n") and second.startswith("<|im_start|>user\nc")
         messages[1]["train"] = True
         assert self.trained(*messages, train_on="last") == [["b<|im_end|>", "d<|im_end|>"]]
         messages[1]["train"] = messages[3]["train"] = False

@@ -172,6 +172,7 @@ class TestTokens:
             "dropped": 0,
             "split": 0,
             "split_by_turn": 0,
+            "without_reasoning": 0,
         }
         assert [question.instruction for question in loaded.questions] == ["a", "e"]
         assert len(loaded.train) == 2

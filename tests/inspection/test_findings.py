@@ -1,14 +1,17 @@
 """What ruins runs is found where it is, and nowhere else; what is advised mends it."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from chats import TOOLS, write_chat_tokenizer
 from looks import chats, kinds, look, make_settings, questions, write_records
 
 from ftkit.config.parsing import Override
 from ftkit.inspection.collect import inspect_data
+from ftkit.inspection.findings import TOLD_BY_COUNTS
 from ftkit.inspection.inspection import Finding, FindingKind, Inspection
 
 
@@ -136,6 +139,96 @@ def test_answers_behind_the_limit_are_told_with_a_limit_that_holds_them(
     again = look_again(model, data, found, **keys)
     assert kinds(again) == set()
     assert again.sources[0].train.left_out == []
+
+
+def test_refusals_of_a_template_are_told_in_its_words_with_a_template_that_takes_them(
+    model: Path, tmp_path: Path
+) -> None:
+    records = chats(60)
+    for record in records[::4]:
+        record["messages"].insert(0, {"role": "user", "content": "Hello."})
+    data = write_records(tmp_path / "data.jsonl", records)
+    found = only(look(model, data, data__chat_template="gemma"), "nothing_trained")
+    assert "the template refuses it: gemma wants user and assistant by turns" in found.text
+    assert kinds(look_again(model, data, found)) == set()
+
+
+def test_answers_behind_what_the_model_takes_need_shorter_records(
+    model: Path, tmp_path: Path
+) -> None:
+    records = questions(40)
+    for record in records[::2]:
+        record["instruction"] += " red" * 300
+    data = write_records(tmp_path / "data.jsonl", records)
+    found = only(look(model, data, data__mask_prompt=True), "nothing_trained")
+    assert found.advice == "The model takes 256 tokens at most: shorten the records."
+
+
+# --- tools and reasoning --------------------------------------------------------------------------
+
+PLAIN = """{%- for message in messages -%}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}
+{%- endfor -%}{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"""
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its tokenizer has the tokens of chats, and its own template leaves out tools and thoughts."""
+    directory = make_settings(
+        tmp_path_factory.mktemp("chat"), eos_token_id=[1, 3], max_position_embeddings=1024
+    )
+    write_chat_tokenizer(directory, chat_template=PLAIN)
+    return directory
+
+
+def with_tools(count: int) -> list[dict[str, Any]]:
+    """Conversations, each fourth of which has tools."""
+    records = chats(count)
+    for i in range(0, count, 4):
+        records[i] = json.loads(json.dumps(TOOLS).replace("Bonn", f"No. {i}"))
+    return records
+
+
+def with_reasoning(count: int, *, turn: int) -> list[dict[str, Any]]:
+    """Conversations, one turn of which has reasoning."""
+    records = chats(count)
+    for i, record in enumerate(records):
+        record["messages"][turn]["reasoning_content"] = f"{i} it is"
+    return records
+
+
+@pytest.mark.parametrize(
+    ("kind", "records"),
+    [("tools_dropped", with_tools(60)), ("reasoning_dropped", with_reasoning(60, turn=3))],
+)
+def test_a_template_that_leaves_something_out_is_told_with_one_that_does_not(
+    kind: FindingKind, records: list[dict[str, Any]], chat_model: Path, tmp_path: Path
+) -> None:
+    data = write_records(tmp_path / "data.jsonl", records)
+    found = only(look(chat_model, data), kind)
+    assert found.severity == "warning" and found.kind not in TOLD_BY_COUNTS
+    assert advised(found) == [("data.chat_template", "qwen")]
+    again = look_again(chat_model, data, found)
+    assert kinds(again) == {"template_not_used"}
+    assert again.sources[0].train.used == again.sources[0].train.records
+
+
+def test_records_with_reasoning_that_is_left_out_are_counted(
+    chat_model: Path, tmp_path: Path
+) -> None:
+    records = [*with_reasoning(10, turn=1), *chats(60)[10:]]
+    seen = look(chat_model, write_records(tmp_path / "data.jsonl", records), data__seed=3)
+    found = re.search(r"in (\d+) of (\d+) records", only(seen, "reasoning_dropped").text)
+    assert found is not None and 7 <= int(found[1]) <= 10 and int(found[2]) == 57
+
+
+def test_reasoning_of_turns_that_are_not_trained_may_be_left_out(
+    chat_model: Path, tmp_path: Path
+) -> None:
+    data = write_records(tmp_path / "data.jsonl", with_reasoning(60, turn=1))
+    assert kinds(look(chat_model, data, data__train_on="last")) == set()
+    qwen = {"data__chat_template": "qwen"}
+    assert kinds(look(chat_model, data, **qwen)) == {"template_not_used"}
 
 
 # --- many cut -------------------------------------------------------------------------------------

@@ -21,12 +21,12 @@ from ftkit.config.plan import make_plan
 from ftkit.config.recipe_keys import LORA_KEYS
 from ftkit.console.terminal import plain_text
 from ftkit.data.dataset import load_data, load_sets
-from ftkit.data.longest_sample import Longest
 from ftkit.errors import UserError
 from ftkit.memory.gpus import GPUS, HOST, Gpu, find_gpu
 from ftkit.memory.simulate import largest_micro_batch, simulate, with_layers
 from ftkit.notebook import plans
 from ftkit.optim.schedule import make_schedule
+from ftkit.planner.longest_sample import Longest
 from ftkit.planner.predict import Planned, certain_micro_batch, plan_files
 from ftkit.planner.sequence_length import SequenceLength, sequence_length
 from ftkit.planner.suggest import Change, changes_that_fit

@@ -12,10 +12,10 @@ from chats import CONVERSATIONS, TURNS, marked, said, write_chat_tokenizer
 from ftkit.chat_templates.named import resolve_chat_template
 from ftkit.config.recipe import Component
 from ftkit.data.dataset import load_data
-from ftkit.data.longest_sample import longest_sample
 from ftkit.data.renderers import make_renderer
 from ftkit.data.spec import Part, Rules
 from ftkit.errors import UserError
+from ftkit.planner.longest_sample import longest_sample
 from ftkit.pretrained.tokenizer import Tokenizer
 from ftkit.records.record import Record, Shape
 from ftkit.rendering.renderer import NO_OUTPUT, Renderer
@@ -127,7 +127,7 @@ class TestConversations:
         file.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
         renderer = self.renderer(tokenizer, str(file))
         (rendering,) = renderer.render([{"messages": [said("user", "th"), said("assistant", "e")]}])
-        assert rendering.refused == "no token begins in a turn of the assistant"
+        assert rendering.refused == "no token lies in a turn of the assistant"
 
 
 class TestData:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from tiny import WORDS, make_tokenizer
 
-from ftkit.data import longest_sample as longest
-from ftkit.data.longest_sample import longest_sample
 from ftkit.data.prompt_styles import resolve_prompt_style
+from ftkit.planner import longest_sample as longest
+from ftkit.planner.longest_sample import longest_sample
 from ftkit.pretrained.tokenizer import Tokenizer
 from ftkit.records.record import Record
 from ftkit.rendering.prompted import InstructionRenderer
