@@ -210,7 +210,7 @@ FTKIT = Group(
             options=PlanOptions,
             function="ftkit.planner.command:plan_all",
             usage=(
-                "[COMMAND] [RECIPE.yaml | SWEEP.yaml ...] [CHECKPOINT_DIR] [--gpu GPU] [--KEY VALUE ...]",
+                "[COMMAND] [RECIPE.yaml | SWEEP.yaml ...] [CHECKPOINT_DIR] [--gpu GPU] [--KEY VALUE]",
             ),
             examples=(
                 "recipes/open-llama-7b-full.yaml --precision bf16-true --gpu a100-80gb",
