@@ -209,10 +209,7 @@ FTKIT = Group(
             f"{', '.join(GPUS)}.",
             options=PlanOptions,
             function="ftkit.planner.command:plan_all",
-            usage=(
-                "[COMMAND] [RECIPE.yaml | SWEEP.yaml ...] [CHECKPOINT_DIR] [--gpu GPU] "
-                "[--KEY VALUE ...]",
-            ),
+            usage=("[COMMAND] [RECIPE.yaml | SWEEP.yaml ...] [CHECKPOINT_DIR] [--KEY VALUE]",),
             examples=(
                 "recipes/open-llama-7b-full.yaml --precision bf16-true --gpu a100-80gb",
                 "finetune_full TinyLlama/TinyLlama_v1.1 --gpu 24GiB",
@@ -256,7 +253,7 @@ FTKIT = Group(
             "Nothing in the checkpoint is executed. The run goes on with --resume auto, on any "
             "hardware.",
             options=ImportOptions,
-            function="ftkit.foreign.confined_import:import_confined",
+            function="ftkit.foreign.command:import_run",
             usage=("SOURCE --out DIR [--config RECIPE.yaml] [--KEY VALUE ...]",),
             examples=(
                 "trl-out/checkpoint-500 --out out/imported --config RECIPE.yaml",

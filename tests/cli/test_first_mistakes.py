@@ -34,7 +34,7 @@ def test_who_wants_to_serve_is_not_sent_to_a_sweep() -> None:
     assert "ftkit export RESULT --check vllm" in refusal_of("serve")
 
 
-@pytest.mark.parametrize("command", ["finetune", "data"])
+@pytest.mark.parametrize("command", ["finetune"])
 @pytest.mark.parametrize("file", ["chats.jsonl", "my data/a.json.gz", "A.CSV", "b.parquet"])
 def test_a_file_of_data_as_a_word_is_not_taken_for_a_model(command: str, file: str) -> None:
     told = refusal_of(command, file)
