@@ -8,12 +8,13 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, get_type_hints
-
-from litgpt.config import Config
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from ftkit.errors import UserError
 from ftkit.utils.json_values import from_json
+
+if TYPE_CHECKING:  # it imports torch
+    from litgpt.config import Config
 
 _MOST_LAYERS = 2**10
 """The deepest published language models have an eighth of it."""
@@ -98,7 +99,7 @@ def require_plausible(settings: Mapping[str, Any], file: Path | str) -> None:
             raise _implausible(file, f"{key} is {_shown(value)}, but has to be true or false")
 
 
-def require_sound(config: Config, file: Path | str) -> None:
+def require_sound(config: "Config", file: Path | str) -> None:
     """Refuse a configuration of LitGPT with a field of another kind than its own.
 
     Args:
@@ -108,7 +109,7 @@ def require_sound(config: Config, file: Path | str) -> None:
     Raises:
         UserError: names the field, its value and its kind.
     """
-    for name, kind in get_type_hints(Config).items():
+    for name, kind in get_type_hints(type(config)).items():
         value = getattr(config, name)
         if name in _NUMBERS:
             kind = float | None

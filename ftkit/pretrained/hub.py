@@ -306,8 +306,7 @@ def missing_files(directory: Path) -> list[str]:
     if is_litgpt(directory):
         return []
     require_regular(settings := directory / "config.json")
-    missing = [] if settings.is_file() else [settings.name]
-    weights = weight_files(directory)
+    missing, weights = [] if settings.is_file() else [settings.name], weight_files(directory)
     if not weights:
         missing.append("weights (model.safetensors)")
     return missing + [file.name for file in weights if not file.is_file()]
