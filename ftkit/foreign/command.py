@@ -124,7 +124,7 @@ def _read(run: ForeignRun, asked: ImportRecipe, display: Display) -> _Imported:
     check_data(recipe.data, recipe.eval.sets)
     with without_limits():  # those are for the checkpoint
         base = open_base(recipe.checkpoint_dir, recipe.implementation, token=recipe.access_token)
-    if base.directory.is_dir():
+    if base.directory is not None:
         extend_limits(2 * checked_size(base.directory))
     adapter = asked.adapter if isinstance(recipe, LoraRecipe) else None
     if isinstance(recipe, LoraRecipe):

@@ -19,7 +19,7 @@ _WHOLE = 1e-3
 
 
 @dataclass(frozen=True)
-class Position:
+class PositionInData:
     """Where in the data a run goes on."""
 
     samples: int
@@ -30,7 +30,7 @@ class Position:
     """Keys of a recipe that follow from it."""
 
 
-def position_in_data(state: ForeignState, asked: ImportRecipe, of_epoch: int) -> Position:
+def position_in_data(state: ForeignState, asked: ImportRecipe, of_epoch: int) -> PositionInData:
     """Samples consumed so far, and what differs between the checkpoint and the recipe.
 
     transformers' Trainer keeps the epoch, the steps and the batch of one forward pass, but neither
@@ -77,7 +77,7 @@ def position_in_data(state: ForeignState, asked: ImportRecipe, of_epoch: int) ->
             f"{samples / max(1, state.step):.4g} samples so far"
         )
     place = f"position in the data: sample {samples:,} ({how}; an epoch has {of_epoch:,})"
-    return Position(samples, [place, *lines, _OWN_ORDER], keys)
+    return PositionInData(samples, [place, *lines, _OWN_ORDER], keys)
 
 
 def _accumulated(step: int, epochs: float, micro_batch: int, of_epoch: int) -> int | None:

@@ -317,7 +317,7 @@ def test_a_file_of_torch_holds_as_many_bytes_as_it_says(
 
 def test_a_stand_in_has_no_end_of_items_and_so_no_beginning() -> None:
     with pytest.raises(TypeError):
-        tuple(Inert())  # type: ignore[arg-type]
+        tuple(Inert())
 
 
 def test_metadata_that_is_nested_or_no_object_is_refused_by_the_name_of_the_file(
