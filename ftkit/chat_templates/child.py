@@ -2,7 +2,7 @@
 
 It answers the requests of its parent, one after the other, until the parent closes the connection.
 The kernel bounds it, whatever a template calls: timers of CPU time end it, and memory
-beyond `MOST_BYTES` raises MemoryError or ends it too. It imports no torch.
+beyond `_MOST_BYTES` raises MemoryError or ends it too. It imports no torch.
 """
 
 import json
@@ -14,14 +14,15 @@ import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from ftkit.chat_templates.apart import begin_call, end_call, run_apart
 from ftkit.chat_templates.sandbox import NotRendered
 from ftkit.utils.process import stop_with_parent
 
-MOST_BYTES = 2**30
-"""Of address space: Python and jinja take less than a tenth of it."""
+_MOST_BYTES = 2**30
+"""Of address space, beyond what the process has when it starts."""
 
 
 def serve(connection: "Connection[Any, Any]") -> None:
@@ -49,7 +50,7 @@ def _reply(function: Callable[..., object], arguments: bytes) -> bytes:
         return json.dumps({"result": result}).encode()
     except MemoryError:
         reply: dict[str, object] = {
-            "reason": f"it needs more than {MOST_BYTES // 2**20:,} MiB of memory"
+            "reason": f"it needs more than {_MOST_BYTES // 2**20:,} MiB of memory"
         }
     except NotRendered as refusal:
         reply = {"reason": str(refusal), "line": refusal.line}
@@ -64,11 +65,20 @@ def _main() -> None:
     for number in (signal.SIGPROF, signal.SIGVTALRM):
         signal.signal(number, signal.SIG_DFL)
     stop_with_parent(parent)
-    _limit(resource.RLIMIT_AS, MOST_BYTES)
+    _limit(resource.RLIMIT_AS, _address_space() + _MOST_BYTES)
     _limit(resource.RLIMIT_CORE, 0)
     # What Python prints when it ends by a fault of a template helps nobody: the parent says it.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     serve(Connection(descriptor))
+
+
+def _address_space() -> int:
+    """Bytes that this process has mapped: libraries that an environment preloads may map much."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except OSError:  # not Linux
+        return 0
+    return pages * resource.getpagesize()
 
 
 def _limit(kind: int, most: int) -> None:

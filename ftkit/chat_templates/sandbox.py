@@ -53,7 +53,7 @@ class _Output:
 _OUTPUT: ContextVar[_Output] = ContextVar("what the current rendering has written")
 
 
-def check(source: str) -> None:
+def check_source(source: str) -> None:
     """Compile a template.
 
     Raises:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ftkit.chat_templates.apart import Exceeded, run_apart
-from ftkit.chat_templates.sandbox import NotRendered, check, rendered
+from ftkit.chat_templates.sandbox import NotRendered, check_source, rendered
 from ftkit.errors import UserError
 from ftkit.utils.damaged_files import reading, require_regular
 
@@ -51,7 +51,7 @@ class ChatTemplate:
             UserError: it is no template.
         """
         try:
-            run_apart(check, self.source)
+            run_apart(check_source, self.source)
         except NotRendered as error:
             problem = (
                 f"is no jinja template: line {error.line}" if error.line else "does not compile"

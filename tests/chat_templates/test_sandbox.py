@@ -11,7 +11,7 @@ import pytest
 
 from ftkit.chat_templates import apart
 from ftkit.chat_templates.apart import run_each_apart
-from ftkit.chat_templates.sandbox import check
+from ftkit.chat_templates.sandbox import check_source
 from ftkit.chat_templates.template import ChatTemplate, TemplateRefusal
 from ftkit.chat_templates.turns import TurnFinder
 from ftkit.errors import UserError
@@ -210,7 +210,7 @@ class TestTheProcess:
         for _ in range(100_000):
             nested = [nested]
         items = ["{{ 'a' }}", "{% if %}", nested, "{{ 'x' * 10 ** 10 }}", "{{ 'x' }}" * 2**13] * 2
-        found = list(run_each_apart(check, [*items * 50, "last"]))
+        found = list(run_each_apart(check_source, [*items * 50, "last"]))
         refused = ["", "Expected an expression", "nested too deeply", "", ""] * 100
         assert len(found) == 501
         for result, reason in zip(found, refused, strict=False):

@@ -24,8 +24,8 @@ def repeated(first: str, rest: str, levels: int = 30) -> str:
     ("text", "reason"),
     [
         ("a: " + "[" * 100_000, "nested too deeply"),
-        ("a: " + "{a: " * 100_000, "nested too deeply"),
-        ("\n".join(" " * level + "a:" for level in range(1000)), "nested too deeply"),
+        ("a: " + "{a: " * 50_000, "nested too deeply"),
+        ("\n".join(" " * level + "a:" for level in range(500)), "nested too deeply"),
         ("a: !!int foo", "'foo' cannot be read as int"),
         ("a: !!bool foo", "'foo' cannot be read as bool"),
         ("a: !!float foo", "cannot be read as float"),
