@@ -1,9 +1,12 @@
 """Conversations: messages and ShareGPT turns, with tools and tool calls, in one canonical form."""
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
+from ftkit.records.keys import TRAIN_MARKS, Refusal, check_message_keys, is_empty, unused_of
 from ftkit.records.record import Misfit, Record, check_json, check_text, keys_of, kind_of
+from ftkit.records.train_marks import PART_TEXTS, part_text, train_marks
 
 CONVERSATION_KEYS = ("messages", "conversations", "conversation")
 """Under which a record has its messages."""
@@ -18,10 +21,21 @@ _ROLES = {
 }
 """Roles by their names in data; None: its own."""
 _OPENAI, _SHAREGPT = ("role", "content"), ("from", "value")
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""Where a message has what the assistant thinks before it answers."""
+_OF_MESSAGES = {
+    first: frozenset(
+        (first, said, "tool_calls", "function_call", "tool_call_id", "name")
+        + (*_THOUGHTS, *TRAIN_MARKS, "train_detail")
+    )
+    for first, said in (_OPENAI, _SHAREGPT)
+}
+"""Keys that are read of a message, by that of its sender."""
+_OF_PARTS = frozenset(("type", *PART_TEXTS, *TRAIN_MARKS))
 
 
 def conversation_record(row: dict[str, Any], key: str) -> Record:
-    """A conversation with its tools; other keys are dropped.
+    """A conversation with its tools.
 
     Args:
         row: what was read.
@@ -30,17 +44,13 @@ def conversation_record(row: dict[str, Any], key: str) -> Record:
     Raises:
         Misfit: it is none.
     """
-    messages = _messages(row, key)
-    system = row.get("system")
-    if system and not (messages and messages[0]["role"] == "system"):
-        messages.insert(0, {"role": "system", "content": _content(system, ", system", False)})
-    return _with_tools({"messages": messages}, row)
+    return _conversation(_messages(row, key), row)
 
 
 def prompted_conversation(row: dict[str, Any], *, answered: bool) -> Record:
     """The conversation of a prompt and a completion that are lists of messages.
 
-    The assistant's turns of the prompt carry no loss.
+    The assistant's turns of the prompt carry no loss, unless they say it themselves.
 
     Args:
         row: what was read.
@@ -52,24 +62,63 @@ def prompted_conversation(row: dict[str, Any], *, answered: bool) -> Record:
     messages = _messages(row, "prompt")
     for message in messages:
         if message["role"] == "assistant":
-            message["train"] = False
+            message.setdefault("train", False)
     if answered or "completion" in row:
         messages += _messages(row, "completion")
-    return _with_tools({"messages": messages}, row)
+    return _conversation(messages, row)
 
 
-def conversation_of(record: Record) -> Record:
-    """An instruction record as a conversation: of one question and, where there is one, its answer.
+def conversation_of(record: Record, *, keeps_input: bool = False) -> Record:
+    """An instruction record as a conversation: its history, its question and, if any, its answer.
 
-    The input stands below the instruction.
+    Args:
+        record: in canonical form.
+        keeps_input: whether the input stays apart, for templates that have a place for it; else it
+            stands below the instruction.
     """
-    parts = [record["instruction"], record.get("input", "")]
-    messages = [{"role": "user", "content": "\n\n".join(part for part in parts if part)}]
+    messages: list[Record] = []
     if system := record.get("sys_prompt"):
-        messages.insert(0, {"role": "system", "content": system})
+        messages.append({"role": "system", "content": system})
+    for question, answer in record.get("history", ()):
+        messages.append({"role": "user", "content": question})
+        messages.append({"role": "assistant", "content": answer})
+    given = record.get("input", "")
+    if given and keeps_input:
+        messages.append({"role": "user", "content": record["instruction"], "input": given})
+    else:
+        parts = (record["instruction"], given)
+        messages.append({"role": "user", "content": "\n\n".join(part for part in parts if part)})
     if "output" in record:
         messages.append({"role": "assistant", "content": record["output"]})
     return {"messages": messages}
+
+
+def unused_in(row: dict[str, Any], key: str) -> Iterator[str]:
+    """The keys of messages and of their parts that have a value but no use, as KEY.NAME.
+
+    Args:
+        row: as it was read; its messages are some.
+        key: where they are.
+    """
+    turns = row.get(key)
+    for turn in turns if isinstance(turns, list) else ():
+        sender, said = _keys_of_message(turn)
+        yield from unused_of((turn,), _OF_MESSAGES[sender], key)
+        if isinstance(parts := turn.get(said), list):
+            yield from unused_of(parts, _OF_PARTS, f"{key}.{said}")
+
+
+def _conversation(messages: list[Record], row: dict[str, Any]) -> Record:
+    """Messages with the system prompt and the tools that stand beside them."""
+    system = row.get("system")
+    if system and not (messages and messages[0]["role"] == "system"):
+        messages.insert(0, {"role": "system", "content": _content(system, ", system", False)})
+    return _with_tools({"messages": messages}, row)
+
+
+def _keys_of_message(turn: dict[str, Any]) -> tuple[str, str]:
+    """The keys under which a message has its sender and what it says."""
+    return _SHAREGPT if "from" in turn and "role" not in turn else _OPENAI
 
 
 def _messages(row: dict[str, Any], key: str) -> list[Record]:
@@ -87,7 +136,7 @@ def _messages(row: dict[str, Any], key: str) -> list[Record]:
 def _message(turn: Any, where: str) -> Record:
     if not isinstance(turn, dict):
         raise Misfit(f"{where} is {kind_of(turn)}. {_RULE}\nCorrect or remove the record.")
-    sender, said = _SHAREGPT if "from" in turn and "role" not in turn else _OPENAI
+    sender, said = _keys_of_message(turn)
     name = turn.get(sender)
     if not isinstance(name, str) or name not in _ROLES:
         if sender not in turn:
@@ -98,7 +147,7 @@ def _message(turn: Any, where: str) -> Record:
         )
     role = _ROLES[name] or name
     value = turn.get(said)
-    calls = _tool_calls(turn.get("tool_calls"), where)
+    calls = _tool_calls(turn.get("tool_calls") or turn.get("function_call"), where)
     if name == "function_call":
         calls, value = _tool_calls(_parsed(value, said, where), where), None
     message: Record = {"role": role, "content": _content(value, where, bool(calls), said)}
@@ -109,22 +158,34 @@ def _message(turn: Any, where: str) -> Record:
                 "Correct or remove the record."
             )
         message["tool_calls"] = calls
-    if len(turn) > len(_OPENAI):
-        message |= _extras(turn, role, where)
+    if len(turn) > len(_OPENAI) or isinstance(value, list):
+        check_message_keys(turn, role, where)
+        message |= _extras(turn, where)
+        message |= train_marks(turn, role, message["content"], value, where)
     return message
 
 
-def _extras(turn: dict[str, Any], role: str, where: str) -> Record:
-    """What a message has beside role, content and tool calls."""
+def _extras(turn: dict[str, Any], where: str) -> Record:
+    """What a message has beside role, content, tool calls and marks of training."""
     extras: Record = {}
-    for key in ("tool_call_id", "name", "reasoning_content"):
+    for key in ("tool_call_id", "name", *_THOUGHTS):
         if (text := turn.get(key)) is not None:
+            if key in _THOUGHTS[1:] and is_empty(text):
+                continue
             if not isinstance(text, str):
                 raise Misfit(f"{where}: {key} is {kind_of(text)}.\nMake {key} a text.")
             check_text(text, key, where)
             extras[key] = text
-    if (train := _is_trained(turn, role, where)) is not None:
-        extras["train"] = train
+    thoughts = {key: extras[key] for key in _THOUGHTS if extras.get(key)}
+    if len({*thoughts.values()}) > 1:
+        names = " and ".join(thoughts)
+        raise Refusal(
+            f"{where} has {names}, which differ, but an answer follows one thought.\nKeep one of "
+            "them."
+        )
+    if thoughts:
+        # Templates look for it here; those that look elsewhere find it under its own name too.
+        extras["reasoning_content"] = next(iter(thoughts.values()))
     return extras
 
 
@@ -145,12 +206,13 @@ def _content(value: Any, where: str, may_lack: bool, key: str = "content") -> st
 
 def _part(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else kind_of(part)
-    if kind != "text" or not isinstance(part.get("text"), str):
+    text = part_text(part) if kind == "text" else None
+    if text is None:
         raise Misfit(
             f"{where}: its content has a part that is {kind!r}, but ftkit trains on parts of "
             'texts alone: {"type": "text", "text": ...}.\nRemove the part, or the record.'
         )
-    return _content(part["text"], where, False)
+    return _content(text, where, False)
 
 
 def _tool_calls(value: Any, where: str) -> list[Record]:
@@ -186,29 +248,9 @@ def _tool_call(call: Any, where: str) -> Record:
     return {"id": call["id"], **made} if isinstance(call.get("id"), str) else made
 
 
-def _is_trained(turn: dict[str, Any], role: str, where: str) -> bool | None:
-    """What a message says about its loss; None: nothing."""
-    train, weight = turn.get("train"), turn.get("weight")
-    if train is not None and not isinstance(train, bool):
-        raise Misfit(f"{where}: train is {train!r}.\nMake it true or false.")
-    if weight is not None and weight not in (0, 1):
-        raise Misfit(f"{where}: weight is {weight!r}, but a turn counts or not.\nMake it 0 or 1.")
-    said = {mark for mark in (train, weight) if mark is not None}
-    if len(said) > 1:
-        raise Misfit(f"{where}: train is {train}, but weight is {weight}.\nRemove one of the two.")
-    if role == "assistant":
-        return bool(said.pop()) if said else None
-    if True in said:
-        raise Misfit(
-            f"{where} is to be trained on, but only turns of the assistant are.\n"
-            "Remove train and weight from it."
-        )
-    return None
-
-
 def _with_tools(record: Record, row: dict[str, Any]) -> Record:
     """The record with the tools of its row: a list of functions, or JSON text of one."""
-    tools = _parsed(row.get("tools") or [], "tools", "")
+    tools = _parsed(row.get("tools") or row.get("functions") or [], "tools", "")
     if not isinstance(tools, list):
         raise Misfit(f": tools is {kind_of(tools)}.\nMake it a list of functions, or remove it.")
     if not tools:
