@@ -23,13 +23,11 @@ _ROLES = {
 _OPENAI, _SHAREGPT = ("role", "content"), ("from", "value")
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Where a message has what the assistant thinks before it answers."""
-_OF_MESSAGES = {
-    first: frozenset(
-        (first, said, "tool_calls", "function_call", "tool_call_id", "name")
-        + (*_THOUGHTS, *TRAIN_MARKS, "train_detail")
-    )
-    for first, said in (_OPENAI, _SHAREGPT)
-}
+_OF_ALL = (
+    *("tool_calls", "function_call", "tool_call_id", "name"),
+    *(*_THOUGHTS, *TRAIN_MARKS, "train_detail"),
+)
+_OF_MESSAGES = {first: frozenset((first, said, *_OF_ALL)) for first, said in (_OPENAI, _SHAREGPT)}
 """Keys that are read of a message, by that of its sender."""
 _OF_PARTS = frozenset(("type", *PART_TEXTS, *TRAIN_MARKS))
 

@@ -143,9 +143,7 @@ def check_message_keys(turn: Mapping[str, Any], role: str, where: str) -> None:
             check_label(value, key, where)
 
 
-def unused_of(
-    objects: Iterable[Any], used: frozenset[str], prefix: str
-) -> Iterator[str]:
+def unused_of(objects: Iterable[Any], used: frozenset[str], prefix: str) -> Iterator[str]:
     """The keys of messages or content parts that have a value but no use.
 
     Args:

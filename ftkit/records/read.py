@@ -1,7 +1,7 @@
 """Records of a path: files or a data set of the hub, read in one form and by split."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +27,7 @@ class RecordSet:
     """Of a data set of the hub."""
     val_split: str | None = None
     """The name of the split that is validated on, where the source has such names."""
-    unused: UnusedKeys = UnusedKeys()
+    unused: UnusedKeys = field(default_factory=UnusedKeys)
     """Keys that records have, and of which nothing is known."""
 
 

@@ -221,9 +221,7 @@ def recognise(row: dict[str, Any], columns: Mapping[str, str], *, answered: bool
     return Form(
         shape="instruction",
         keys=", ".join(columns.get(key, key) for key in shown if key in row),
-        convert=partial(
-            instruction_record, required=required, has_history="history" in columns
-        ),
+        convert=partial(instruction_record, required=required, has_history="history" in columns),
         used=frozenset(COLUMNS["instruction"]) - {"history"},
     )
 

@@ -8,12 +8,12 @@ from ftkit.records.record import Record
 
 UNTRAINED = "untrained"
 """Of a message: characters of its content that carry no loss, [first, end] each, rising."""
-_RULE = '{"begin_offset": 0, "end_offset": 4, "train": false}, with the last character that it is for'
+_RULE = (
+    '{"begin_offset": 0, "end_offset": 4, "train": false}, with the last character that it is for'
+)
 
 
-def train_marks(
-    turn: Mapping[str, Any], role: str, content: str, value: Any, where: str
-) -> Record:
+def train_marks(turn: Mapping[str, Any], role: str, content: str, value: Any, where: str) -> Record:
     """What a message says about its loss: `train`, and `untrained` parts of its content.
 
     A part that says nothing is learned if its turn is. A turn of which a part says that it is
@@ -125,9 +125,11 @@ def _of_detail(detail: Any, content: str, where: str) -> tuple[list[list[int]], 
 def _sorted(detail: Any, where: str) -> list[dict[str, Any]]:
     entries = detail if isinstance(detail, list) else [detail]
     for entry in entries:
-        offsets = [entry.get(key) for key in ("begin_offset", "end_offset")] if isinstance(
-            entry, dict
-        ) else [None]
+        offsets = (
+            [entry.get(key) for key in ("begin_offset", "end_offset")]
+            if isinstance(entry, dict)
+            else [None]
+        )
         if not all(type(offset) is int for offset in offsets):
             raise Refusal(
                 f"{where}: train_detail has {entry!r}, but has to be a list of {_RULE}.\n"

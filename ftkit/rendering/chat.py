@@ -10,6 +10,7 @@ import numpy.typing as npt
 from ftkit.chat_templates.options import Reasoning, TrainOn
 from ftkit.chat_templates.template import ChatTemplate, Span, TemplateRefusal
 from ftkit.chat_templates.turns import TurnFinder, Written, plain_messages
+from ftkit.chat_templates.untrained import without_untrained
 from ftkit.records.record import Record
 from ftkit.rendering.renderer import Example, Rendered, Renderer, Rendering
 
@@ -92,6 +93,7 @@ class ChatRenderer(Renderer):
         self._tokenizer, self._template = tokenizer, template
         added = tokenizer.added_tokens if tokenizer else ()
         self._finder = TurnFinder(template, added, train_on=train_on, reasoning=reasoning)
+        self._learns_all = train_on == "all"
         self._answers = TurnFinder(template, added, train_on="last", reasoning="split")
 
     @property
@@ -165,7 +167,8 @@ class ChatRenderer(Renderer):
     def _written(self, record: Record) -> list[Written] | str:
         """The texts of a conversation's samples, or the reason why there is none."""
         try:
-            return self._finder.written(record)
+            samples = self._finder.written(record)
+            return without_untrained(self._template, record, samples, of_all=self._learns_all)
         except TemplateRefusal as refusal:
             return str(refusal)
 
