@@ -53,16 +53,15 @@ def without_untrained(
 def _bracketed(message: dict[str, Any]) -> dict[str, Any]:
     """A message with brackets around its untrained parts; white space around them stays outside.
 
-    So a template that trims texts trims them as before, and a word keeps the space before it.
+    So a template that trims texts trims them as before.
     """
     content, text, done = message["content"], "", 0
     if _OPENING in content or _CLOSING in content:
         raise TemplateRefusal(PARTS_CHANGED)
     for first, end in message["untrained"]:
         part = content[first:end]
-        core = part.strip()
-        marked = part.replace(core, _OPENING + core + _CLOSING, 1) if core else part
-        text += content[done:first] + marked
+        core = part.strip() or part
+        text += content[done:first] + part.replace(core, _OPENING + core + _CLOSING, 1)
         done = end
     return message | {"content": text + content[done:]}
 
@@ -76,10 +75,28 @@ def _spans_in(
             found, spans = _unbracketed(template.render(messages[:count], tools=tools))
         except TemplateRefusal:  # no sample ends there
             continue
-        wanted = sum(message["content"].count(_OPENING) for message in messages[:count])
-        if found == text and len(spans) == wanted:
-            return spans
+        tails = [tail for message in messages[:count] for tail in _tails(message["content"])]
+        if found == text and len(spans) == len(tails):
+            return [_with_space(text, span, tail) for span, tail in zip(spans, tails, strict=True)]
     raise TemplateRefusal(PARTS_CHANGED)
+
+
+def _tails(content: str) -> list[int]:
+    """How many spaces belong to each part in brackets: those behind it that end the message."""
+    *parts, last = content.split(_CLOSING)
+    if not parts:
+        return []
+    return [0] * (len(parts) - 1) + [0 if last.strip() else len(last)]
+
+
+def _with_space(text: str, span: Span, tail: int) -> Span:
+    """A part with the white space before it, and so many spaces behind it.
+
+    A word is one token with the space before it. So that space is learned if the word is.
+    """
+    first, end = len(text[: span[0]].rstrip()), span[1]
+    behind = text[end : end + tail]
+    return first, end + len(behind) - len(behind.lstrip())
 
 
 def _unbracketed(text: str) -> tuple[str, list[Span]]:

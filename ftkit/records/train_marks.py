@@ -88,7 +88,7 @@ def _of_parts(parts: Sequence[Mapping[str, Any]], where: str) -> tuple[list[list
     for part, mark in zip(parts, marks, strict=True):
         first, end = end, end + len(part_text(part) or "")
         if mark is False and first < end:
-            spans.append([first, end])
+            _add(spans, first, end)
     return spans, True in marks
 
 
@@ -118,7 +118,7 @@ def _of_detail(detail: Any, content: str, where: str) -> tuple[list[list[int]], 
         if mark:
             some_trained = True
         else:
-            spans.append([first, before])
+            _add(spans, first, before)
     return spans, some_trained
 
 
@@ -136,6 +136,14 @@ def _sorted(detail: Any, where: str) -> list[dict[str, Any]]:
                 "Correct it, or remove train_detail."
             )
     return sorted(entries, key=lambda entry: entry["begin_offset"])
+
+
+def _add(spans: list[list[int]], first: int, end: int) -> None:
+    """Add a span behind the others, to the last one if it begins where that ends."""
+    if spans and spans[-1][1] == first:
+        spans[-1][1] = end
+    else:
+        spans.append([first, end])
 
 
 def _says_nothing_else(turn: Mapping[str, Any], content: str, spans: list[list[int]]) -> bool:
