@@ -91,14 +91,13 @@ def conversation_of(record: Record, *, keeps_input: bool = False) -> Record:
     return {"messages": messages}
 
 
-def unused_in(row: dict[str, Any], key: str) -> Iterator[str]:
+def unused_in(turns: Any, key: str) -> Iterator[str]:
     """The keys of messages and of their parts that have a value but no use, as KEY.NAME.
 
     Args:
-        row: as it was read; its messages are some.
-        key: where they are.
+        turns: messages, as they were read.
+        key: where they stand.
     """
-    turns = row.get(key)
     for turn in turns if isinstance(turns, list) else ():
         sender, said = _keys_of_message(turn)
         yield from unused_of((turn,), _OF_MESSAGES[sender], key)

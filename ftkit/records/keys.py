@@ -93,7 +93,7 @@ def check_keys(row: Mapping[str, Any], shape: Shape, *, answered: bool, named: b
     Raises:
         Refusal: names the key, and what to do.
     """
-    for key in _MEANINGFUL & row.keys():
+    for key in sorted(_MEANINGFUL & row.keys()):
         if is_empty(row[key]):
             continue
         if key in _LABELS:
@@ -153,7 +153,8 @@ def unused_of(objects: Iterable[Any], used: frozenset[str], prefix: str) -> Iter
     """
     for one in objects:
         if isinstance(one, dict) and (others := one.keys() - used):
-            yield from (f"{prefix}.{key}" for key in others if not is_empty(one[key]))
+            named = (key for key in one if key in others and not is_empty(one[key]))
+            yield from (f"{prefix}.{key}" for key in named)
 
 
 def is_turns(value: Any) -> bool:

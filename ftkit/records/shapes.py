@@ -150,12 +150,13 @@ class RecordReader:
         assert self._form is not None
         # A key of ours that another one stands for is not read.
         used = (self._form.used - self._columns.keys()) | {*self._columns.values()}
-        for key in value.keys() - used:
+        others = value.keys() - used
+        for key in filter(others.__contains__, value) if others else ():
             item = value[key]
             if not (is_empty(item) or is_used_weight(key, item) or _is_kept(key, item, record)):
                 self._unused.add(key)
         for key in self._form.messages:
-            for name in unused_in(row, key):
+            for name in unused_in(row.get(key), self._columns.get(key, key)):
                 self._unused.add(name)
 
     def _renamed(self, value: Any) -> dict[str, Any]:
