@@ -1,12 +1,11 @@
 """Conversations: messages and ShareGPT turns, with tools and tool calls, in one canonical form."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ftkit.records.keys import TRAIN_MARKS, Refusal, check_message_keys, is_empty, unused_of
 from ftkit.records.record import Misfit, Record, check_json, check_text, keys_of, kind_of
-from ftkit.records.train_marks import PART_TEXTS, part_text, train_marks
 
 CONVERSATION_KEYS = ("messages", "conversations", "conversation")
 """Under which a record has its messages."""
@@ -29,7 +28,10 @@ _OF_ALL = (
 )
 _OF_MESSAGES = {first: frozenset((first, said, *_OF_ALL)) for first, said in (_OPENAI, _SHAREGPT)}
 """Keys that are read of a message, by that of its sender."""
-_OF_PARTS = frozenset(("type", *PART_TEXTS, *TRAIN_MARKS))
+_PART_TEXTS = ("text", "content", "value")
+"""Where a content part has its text."""
+_DETAIL = '{"begin_offset": 0, "end_offset": 4, "train": false}, where both characters belong to it'
+_OF_PARTS = frozenset(("type", *_PART_TEXTS, *TRAIN_MARKS))
 
 
 def conversation_record(row: dict[str, Any], key: str) -> Record:
@@ -158,7 +160,7 @@ def _message(turn: Any, where: str) -> Record:
     if len(turn) > len(_OPENAI) or isinstance(value, list):
         check_message_keys(turn, role, where)
         message |= _extras(turn, where)
-        message |= train_marks(turn, role, message["content"], value, where)
+        message |= _train_marks(turn, role, message["content"], value, where)
     return message
 
 
@@ -186,6 +188,154 @@ def _extras(turn: dict[str, Any], where: str) -> Record:
     return extras
 
 
+def _train_marks(
+    turn: Mapping[str, Any], role: str, content: str, value: Any, where: str
+) -> Record:
+    """What a message says about its loss: `train`, and `untrained` parts of its content.
+
+    A part that says nothing is learned if its turn is. A turn of which a part says that it is
+    learned is one that is.
+
+    `untrained` has characters of the content, [first, end] each, rising.
+
+    Args:
+        turn: as it was read.
+        role: of the message.
+        content: its text.
+        value: what the text was made of: itself, or parts.
+        where: place within the record, as ", message 2".
+
+    Raises:
+        Refusal: a mark is neither 0 nor 1, or is for what is not learned.
+    """
+    mark = _mark_of(turn, where)
+    spans, some_trained = _of_parts(value, where) if isinstance(value, list) else ([], False)
+    detail = turn.get("train_detail")
+    if not is_empty(detail):
+        if isinstance(value, list):
+            raise Refusal(
+                f"{where} has train_detail, but its content is a list of parts.\nMark the parts "
+                "with train instead, and remove train_detail."
+            )
+        spans, some_trained = _of_detail(detail, content, where)
+    if role != "assistant":
+        if mark or some_trained:
+            raise Refusal(
+                f"{where} is to be trained on, but only turns of the assistant are.\n"
+                f"Remove {_names_of_marks(turn)} from it."
+            )
+        if mark is False and content:
+            spans = [[0, len(content)]]
+    elif mark is False:
+        if some_trained:
+            raise Refusal(
+                f"{where}: {_names_of_marks(turn)} says that it is not learned, but a "
+                "part of it says that it is.\nRemove one of the two."
+            )
+        return {"train": False}
+    elif spans and mark is None and not some_trained and _says_nothing_else(turn, content, spans):
+        return {"train": False}
+    elif some_trained:
+        mark = True
+    marks: Record = {"train": True} if mark else {}
+    return marks | {"untrained": spans} if spans else marks
+
+
+def _mark_of(turn: Mapping[str, Any], where: str) -> bool | None:
+    """Whether a turn or a part is learned; None: it does not say."""
+    said = {key: turn[key] for key in TRAIN_MARKS if not is_empty(turn.get(key))}
+    for key, value in said.items():
+        if not isinstance(value, int | float) or value not in (0, 1):
+            raise Refusal(
+                f"{where}: {key} is {value!r}, but what is said is learned or not: ftkit takes 0 "
+                f"and 1, false and true, and no weights in between yet.\nMake {key} 0 or 1."
+            )
+    if len({bool(value) for value in said.values()}) > 1:
+        (key, value), *others = said.items()
+        other = next(item for item in others if bool(item[1]) != bool(value))
+        raise Refusal(
+            f"{where}: {key} is {value}, but {other[0]} is {other[1]}.\nRemove one of the two."
+        )
+    return next((bool(value) for value in said.values()), None)
+
+
+def _of_parts(parts: Sequence[Mapping[str, Any]], where: str) -> tuple[list[list[int]], bool]:
+    """The characters of untrained parts, and whether some part is to be learned."""
+    marks = [_mark_of(part, f"{where}, part {n}") for n, part in enumerate(parts, 1)]
+    spans: list[list[int]] = []
+    end = 0
+    for part, mark in zip(parts, marks, strict=True):
+        first, end = end, end + len(_part_text(part) or "")
+        if mark is False and first < end:
+            _add_span(spans, first, end)
+    return spans, True in marks
+
+
+def _part_text(part: Mapping[str, Any]) -> str | None:
+    """The text of a content part; None: it has none."""
+    texts = (part.get(key) for key in _PART_TEXTS)
+    return next((text for text in texts if isinstance(text, str)), None)
+
+
+def _of_detail(detail: Any, content: str, where: str) -> tuple[list[list[int]], bool]:
+    """The same of axolotl's train_detail, whose end_offset is a character that counts."""
+    spans: list[list[int]] = []
+    some_trained, before = False, 0
+    for entry in _sorted_detail(detail, where):
+        first, last = entry["begin_offset"], entry["end_offset"]
+        mark = _mark_of(entry, f"{where}, train_detail")
+        if not before <= first <= last < len(content) or mark is None:
+            raise Refusal(
+                f"{where}: train_detail has {entry}, but each entry is a part of its own of the "
+                f"{len(content)} characters: {_DETAIL}.\nCorrect it, or remove train_detail."
+            )
+        before = last + 1
+        if mark:
+            some_trained = True
+        else:
+            _add_span(spans, first, before)
+    return spans, some_trained
+
+
+def _sorted_detail(detail: Any, where: str) -> list[dict[str, Any]]:
+    entries = detail if isinstance(detail, list) else [detail]
+    for entry in entries:
+        offsets = (
+            [entry.get(key) for key in ("begin_offset", "end_offset")]
+            if isinstance(entry, dict)
+            else [None]
+        )
+        if not all(type(offset) is int for offset in offsets):
+            raise Refusal(
+                f"{where}: train_detail has {entry!r}, but has to be a list of {_DETAIL}.\n"
+                "Correct it, or remove train_detail."
+            )
+    return sorted(entries, key=lambda entry: entry["begin_offset"])
+
+
+def _add_span(spans: list[list[int]], first: int, end: int) -> None:
+    """Add a span behind the others, to the last one if it begins where that ends."""
+    if spans and spans[-1][1] == first:
+        spans[-1][1] = end
+    else:
+        spans.append([first, end])
+
+
+def _says_nothing_else(turn: Mapping[str, Any], content: str, spans: list[list[int]]) -> bool:
+    """Whether nothing of a turn is left once the untrained characters are gone."""
+    rest, done = "", 0
+    for first, end in spans:
+        rest, done = rest + content[done:first], end
+    others = ("tool_calls", "function_call", "reasoning_content", "thinking", "reasoning")
+    return not (rest + content[done:]).strip() and all(is_empty(turn.get(key)) for key in others)
+
+
+def _names_of_marks(turn: Mapping[str, Any]) -> str:
+    """The keys by which a turn says whether it is learned, for people."""
+    said = [key for key in (*TRAIN_MARKS, "train_detail") if not is_empty(turn.get(key))]
+    return " and ".join(said) or "train"
+
+
 def _content(value: Any, where: str, may_lack: bool, key: str = "content") -> str:
     """The text of a message; of parts, they are joined."""
     if isinstance(value, str):
@@ -203,7 +353,7 @@ def _content(value: Any, where: str, may_lack: bool, key: str = "content") -> st
 
 def _part(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else kind_of(part)
-    text = part_text(part) if kind == "text" else None
+    text = _part_text(part) if kind == "text" else None
     if text is None:
         raise Misfit(
             f"{where}: its content has a part that is {kind!r}, but ftkit trains on parts of "

@@ -80,7 +80,7 @@ def is_empty(value: Any) -> bool:
     return value is None or value == ""
 
 
-def check_keys(row: Mapping[str, Any], shape: Shape, *, answered: bool, named: bool) -> None:
+def check_record_keys(row: Mapping[str, Any], shape: Shape, *, answered: bool, named: bool) -> None:
     """Refuse a record with a key that changes what is meant to be learned from it.
 
     Args:

@@ -16,7 +16,7 @@ from ftkit.records.keys import (
     KeyCounter,
     Refusal,
     UnusedKeys,
-    check_keys,
+    check_record_keys,
     is_empty,
     is_used_weight,
 )
@@ -141,7 +141,7 @@ class RecordReader:
         elif not self._columns and _is_preference(row):
             raise Refusal(_explain_preference(row))
         shape, named = self._form.shape, bool(self._columns)
-        check_keys(row, shape, answered=self._answered, named=named)
+        check_record_keys(row, shape, answered=self._answered, named=named)
         record = self._form.convert(row)
         self._count_unused(value, row, record)
         return record

@@ -36,8 +36,11 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 def rendered(
     tokenizer: Tokenizer, template: str, messages: Sequence[Record], tmp_path: Path, **rules: Any
-) -> list[str] | str:
-    """The samples of messages as they are read, with what carries loss in brackets."""
+) -> list[str]:
+    """The samples of messages as they are read, with what carries loss in brackets.
+
+    Or the reason why there is none, as the only text.
+    """
     if "{" in template:
         file = tmp_path / "own.jinja"
         file.write_text(template)
@@ -51,7 +54,9 @@ def rendered(
         val=[],
     )
     (rendering,) = make_renderer(part, tokenizer).render([record])
-    return rendering.refused or [marked(sample, tokenizer) for sample in rendering.samples]
+    if rendering.refused:
+        return [rendering.refused]
+    return [marked(sample, tokenizer) for sample in rendering.samples]
 
 
 @pytest.mark.parametrize(
@@ -110,4 +115,4 @@ def test_a_part_that_cannot_be_told_from_the_rest_is_not_guessed(
     messages = [CHAT[0], {"role": "assistant", "content": content}]
     added = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     template += "" if "add_generation" in template else added
-    assert rendered(tokenizer, template, messages, tmp_path) == reason
+    assert rendered(tokenizer, template, messages, tmp_path) == [reason]
