@@ -177,7 +177,7 @@ class TestData:
         tmp_path: Path,
         tokenizer: Tokenizer,
     ) -> None:
-        record = {"instruction": "do", "input": "this", "output": "done"}
+        record: Record = {"instruction": "do", "input": "this", "output": "done"}
         record |= {"history": [["a question", "an answer"]]}
         if "chat_template" not in options:
             options = options | {"prompt_style": "Q: {instruction}\nA:"}
