@@ -295,7 +295,8 @@ def _refusals() -> Iterator[None]:
 
 def plain_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages without what is said about their training."""
-    return [{key: value for key, value in m.items() if key != "train"} for m in messages]
+    marks = ("train", "untrained")
+    return [{key: value for key, value in m.items() if key not in marks} for m in messages]
 
 
 def _says_something(message: dict[str, Any]) -> bool:

@@ -253,7 +253,7 @@ FTKIT = Group(
             "Nothing in the checkpoint is executed. The run goes on with --resume auto, on any "
             "hardware.",
             options=ImportOptions,
-            function="ftkit.foreign.command:import_run",
+            function="ftkit.foreign.confined_import:import_confined",
             usage=("SOURCE --out DIR [--config RECIPE.yaml] [--KEY VALUE ...]",),
             examples=(
                 "trl-out/checkpoint-500 --out out/imported --config RECIPE.yaml",

@@ -59,10 +59,10 @@ def advice_for(
                 words = " ".join(f"--data.{key} {value}" for key, value in options.items())
                 return f"Try {words}, which makes a sample of each turn."
     trials = {
-        name: _trial(part, {"chat_template": name}, records, tokenizer)
+        name: _trial(part, _with_template(name), records, tokenizer)
         for name in NAMED
         if name != part.rules.chat_template
-        and _trial(part, {"chat_template": name}, used, tokenizer).taken == len(used)
+        and _trial(part, _with_template(name), used, tokenizer).taken == len(used)
     }
     fitting = {name: trial for name, trial in trials.items() if trial.taken and trial.learns_ends}
     if fitting:
@@ -77,6 +77,11 @@ def advice_for(
             "--data.chat_template FILE."
         )
     return _TO_TEMPLATES.get(reason, "Use another template: --data.chat_template FILE.")
+
+
+def _with_template(name: str) -> dict[str, Any]:
+    """Rules that take a chat template by name, also in the place of a prompt style."""
+    return {"chat_template": name, "prompt_style": None}
 
 
 class _Trial(NamedTuple):

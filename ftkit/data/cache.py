@@ -28,6 +28,7 @@ import ftkit
 from ftkit.data.prepare import Counts, Prepared
 from ftkit.data.renderers import make_renderer
 from ftkit.data.spec import Content, Part, Rules
+from ftkit.records.keys import UnusedKeys
 from ftkit.records.record import Record
 from ftkit.samples.sample_set import SampleArrays, SampleSet
 from ftkit.utils.files import cache_root, new_directory, write_json
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from litgpt.prompts import PromptStyle
     from litgpt.tokenizer import Tokenizer
 
-CACHE_FORMAT = 1
+CACHE_FORMAT = 2
 _LIBRARIES = ("litgpt", "sentencepiece", "tokenizers")
 """Which make texts and tokens, beside ftkit."""
 _CODE = ("chat_templates", "data", "pretrained/tokenizer.py", "records", "rendering")
@@ -298,6 +299,7 @@ def _write(directory: Path, entry: CacheEntry, *, with_records: bool) -> None:
     values = {
         "shape": part.shape,
         "description": part.description,
+        "unused": dataclasses.asdict(part.unused),
         "rules": _plain(part.rules),
         "has_prompt_style": part.rules.prompt_style is not None,
         "rendering": entry.rendering,
@@ -327,6 +329,7 @@ def _part(values: Mapping[str, Any], name: str, style: "PromptStyle | None") -> 
         name=name,
         description=values["description"],
         shape=values["shape"],
+        unused=UnusedKeys(names=tuple(values["unused"]["names"]), more=values["unused"]["more"]),
         rules=Rules(**values["rules"], prompt_style=style),
         train=(),
         val=(),

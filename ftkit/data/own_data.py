@@ -208,7 +208,11 @@ class OwnData(DataSource):
             train, val = _split(train, fraction, self._options.seed, records.where, source.key)
             said += f", {len(val):,} of them to validate on"
         if shape != records.form.shape:
-            train, val = list(map(conversation_of, train)), list(map(conversation_of, val))
+            keeps_input = rules.prompt_style is not None
+            train, val = (
+                [conversation_of(record, keeps_input=keeps_input) for record in split]
+                for split in (train, val)
+            )
         return Part(
             name=name,
             description=said,
@@ -216,6 +220,7 @@ class OwnData(DataSource):
             rules=rules,
             train=train,
             val=val,
+            unused=records.unused,
         )
 
     def _read(self, source: SourceOptions) -> RecordSet:
@@ -247,7 +252,9 @@ class OwnData(DataSource):
             rules = dataclasses.replace(
                 rules, prompt_style=style, train_on=source.train_on or masked
             )
-            return rules, shape
+            # A prompt of one question has no place for others: with them it is a conversation.
+            every = (*records.train, *(records.val or ()))
+            return rules, "messages" if any("history" in one for one in every) else shape
         template, default = None, _TRAINED[shape]
         if shape in ("instruction", "messages"):
             template = source.chat_template or "tokenizer"

@@ -32,8 +32,8 @@ class OwnDataOptions:
     mask_prompt."""
     columns: dict[str, str] | None = None
     """Keys of the records that are named otherwise: --data.columns.instruction question
-    --data.columns.output answer; ours are instruction, input, output, sys_prompt; prompt,
-    completion; messages, tools, system; text."""
+    --data.columns.output answer; ours are instruction, input, output, sys_prompt, history;
+    prompt, completion; messages, tools, system; text."""
     subset: str | None = None
     """Which subset (configuration) of a hub data set."""
     split: str | None = None

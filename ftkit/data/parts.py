@@ -133,7 +133,8 @@ class _Loading:
                 continue
             if entry and entry.rendering == rendering_of(entry.part, self._tokenizer):
                 found[split] = entry.prepared
-                self._known = entry.part
+                if self._part is None:  # the same records may have been written otherwise
+                    self._known = entry.part
         return found
 
     def _prompt_style(self) -> "PromptStyle | None":

@@ -1,10 +1,12 @@
 """Renderers by the shape and the rules of records: what makes their samples."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from ftkit.chat_templates.named import OF_TOKENIZER, resolve_chat_template, text_template
+from ftkit.chat_templates.styles import template_of_style
 from ftkit.chat_templates.template import ChatTemplate
-from ftkit.data.spec import Part
+from ftkit.data.spec import Part, Rules
 from ftkit.rendering.chat import ChatRenderer
 from ftkit.rendering.document import TextRenderer
 from ftkit.rendering.prompted import CompletionRenderer, InstructionRenderer
@@ -27,10 +29,9 @@ def make_renderer(part: Part, tokenizer: Any) -> Renderer:
     if part.shape == "completion":
         return CompletionRenderer(tokenizer, mask_prompt=rules.train_on != "all")
     if part.shape == "messages":
-        assert rules.chat_template is not None
         return ChatRenderer(
             tokenizer,
-            _template(rules.chat_template, tokenizer),
+            _template(rules, tokenizer),
             train_on=rules.train_on,
             reasoning=rules.reasoning,
         )
@@ -38,7 +39,18 @@ def make_renderer(part: Part, tokenizer: Any) -> Renderer:
     return InstructionRenderer(tokenizer, rules.prompt_style, mask_prompt=rules.train_on != "all")
 
 
-def _template(value: str, tokenizer: Any) -> ChatTemplate:
+def _template(rules: Rules, tokenizer: Any) -> ChatTemplate:
+    if rules.prompt_style is not None:
+        return template_of_style(rules.prompt_style, tokenizer or _NoTokenizer())
+    assert rules.chat_template is not None
     if tokenizer is not None:
-        return resolve_chat_template(value, tokenizer)
-    return text_template("chatml" if value == OF_TOKENIZER else value, {})
+        return resolve_chat_template(rules.chat_template, tokenizer)
+    is_of_tokenizer = rules.chat_template == OF_TOKENIZER
+    return text_template("chatml" if is_of_tokenizer else rules.chat_template, {})
+
+
+class _NoTokenizer:
+    """What a prompt style needs of a tokenizer, where there is none."""
+
+    use_bos = False
+    special_tokens: Mapping[str, str] = {"bos_token": "", "eos_token": ""}

@@ -5,13 +5,14 @@ Imports neither torch nor litgpt, so that a mistake shows before any process is 
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from ftkit.chat_templates.options import Reasoning, TrainOn
 from ftkit.config.recipe import Component
 from ftkit.errors import UserError
+from ftkit.records.keys import UnusedKeys
 from ftkit.records.paths import how_to_set
 from ftkit.records.record import Record, Shape
 from ftkit.rendering.renderer import Overlong
@@ -30,9 +31,11 @@ class Rules:
     """How records become tokens; a tokenizer is all that is missing."""
 
     prompt_style: "PromptStyle | None" = None
-    """How the instruction of a record becomes a prompt; None: records are of another shape."""
+    """How the instruction of a record becomes a prompt, also each of a conversation; None: a chat
+    template says it, or records are of another shape."""
     chat_template: str | None = None
-    """How a conversation becomes text: tokenizer, a name, or a file; None: it does not."""
+    """How a conversation becomes text: tokenizer, a name, or a file; None: it does not, or as the
+    prompt style says."""
     train_on: TrainOn = "assistant"
     reasoning: Reasoning = "split"
     overlong: Overlong = "truncate"
@@ -50,6 +53,14 @@ class Part:
     val: Sequence[Record]
     description: str = ""
     """For people: how many records of which kind."""
+    unused: UnusedKeys = field(default_factory=UnusedKeys)
+    """Keys that records have, and of which nothing is known."""
+
+    @property
+    def summary(self) -> str:
+        """The records, and which of their keys are not used."""
+        unused = self.unused.text
+        return self.description + (f"; not used: {unused}" if unused else "")
 
 
 @dataclass(frozen=True, kw_only=True)

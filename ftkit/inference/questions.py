@@ -40,7 +40,12 @@ def question_of(record: Mapping[str, Any]) -> Question:
     if record.get("input"):
         user["input"] = record["input"]
     system = system_message(record.get("sys_prompt"))
-    return Question(text=record["instruction"], messages=(*system, user))
+    before = (
+        {"role": role, "content": text}
+        for pair in record.get("history", ())
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    )
+    return Question(text=record["instruction"], messages=(*system, *before, user))
 
 
 def system_message(text: str | None) -> tuple[Message, ...]:

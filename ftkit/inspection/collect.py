@@ -127,6 +127,7 @@ def _source(part: LoadedPart, take: int, limit: int) -> SourceNumbers:
         name=part.source.name,
         where=part.source.where,
         records=part.part.description,
+        unused=part.part.unused,
         shape=part.part.shape,
         template=_AS_THEY_ARE.get(part.part.shape) or part.renderer.template.name,
         train_on=part.part.rules.train_on,

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from ftkit.records.keys import UnusedKeys
+
 FindingKind = Literal[
     "no_end_of_turn",
     "end_of_turn_not_known",
@@ -110,6 +112,8 @@ class SourceNumbers:
     """The file, directory or data set that it is of."""
     records: str
     """How many of which kind, in words."""
+    unused: UnusedKeys
+    """Keys that the records have, and of which nothing is known."""
     shape: str
     """instruction, completion, messages or text."""
     template: str

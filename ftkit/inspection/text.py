@@ -64,6 +64,8 @@ def source_rows(source: SourceNumbers) -> Iterator[tuple[str, str]]:
     """Label and value of what is said of a source."""
     yield "source", source.where
     yield "records", source.records or source.shape
+    if unused := source.unused.text:
+        yield "not used", unused
     yield "template", source.template
     yield "trained", f"{TRAINED_WORDS[source.train_on]} (train_on {source.train_on})"
     for name, split in (("train", source.train), ("validation", source.val)):

@@ -1,12 +1,13 @@
 """Records of a path: files or a data set of the hub, read in one form and by split."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from ftkit.records.formats import format_of
 from ftkit.records.hub import HubData, HubName
+from ftkit.records.keys import UnusedKeys
 from ftkit.records.paths import DataFiles
 from ftkit.records.record import Record
 from ftkit.records.shapes import Form, RecordReader
@@ -26,6 +27,8 @@ class RecordSet:
     """Of a data set of the hub."""
     val_split: str | None = None
     """The name of the split that is validated on, where the source has such names."""
+    unused: UnusedKeys = field(default_factory=UnusedKeys)
+    """Keys that records have, and of which nothing is known."""
 
 
 def read_records(file: Path, *, answered: bool = True) -> list[Record]:
@@ -55,7 +58,9 @@ def read_files(files: DataFiles, where: str, columns: Mapping[str, str] | None) 
     reader = RecordReader(columns)
     train = _records(files.train, reader)
     val = _records(files.val, reader) if files.val else None
-    return RecordSet(form=reader.finish(where), where=where, train=train, val=val)
+    return RecordSet(
+        form=reader.finish(where), where=where, train=train, val=val, unused=reader.unused
+    )
 
 
 def read_hub(name: HubName, columns: Mapping[str, str] | None, *, whole: bool = False) -> RecordSet:
@@ -84,6 +89,7 @@ def read_hub(name: HubName, columns: Mapping[str, str] | None, *, whole: bool = 
         train=train,
         val=val,
         val_split=val_split,
+        unused=reader.unused,
     )
 
 

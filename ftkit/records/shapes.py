@@ -10,6 +10,15 @@ from ftkit.records.conversations import (
     CONVERSATION_KEYS,
     conversation_record,
     prompted_conversation,
+    unused_in,
+)
+from ftkit.records.keys import (
+    KeyCounter,
+    Refusal,
+    UnusedKeys,
+    check_record_keys,
+    is_empty,
+    is_used_weight,
 )
 from ftkit.records.record import Misfit, Record, Shape, keys_of, kind_of
 from ftkit.records.texts import (
@@ -21,7 +30,7 @@ from ftkit.records.texts import (
 )
 
 COLUMNS: dict[str, tuple[str, ...]] = {
-    "instruction": ("instruction", "input", "output", "sys_prompt"),
+    "instruction": ("instruction", "input", "output", "sys_prompt", "history"),
     "completion": ("prompt", "completion"),
     "messages": ("messages", "tools", "system"),
     "text": ("text",),
@@ -32,6 +41,7 @@ KNOWN = (
     "A record has instruction and output, prompt and completion, messages, conversations "
     "(ShareGPT), or text."
 )
+_BESIDE_MESSAGES = ("tools", "functions", "system")
 _NOUNS: dict[Shape, str] = {
     "instruction": "instruction",
     "completion": "completion",
@@ -50,6 +60,10 @@ class Form:
     """For people: how they are written, as "instruction, output" or "ShareGPT"."""
     convert: Callable[[dict[str, Any]], Record]
     """The canonical record of a row; raises Misfit."""
+    used: frozenset[str]
+    """Keys of a row that are read."""
+    messages: tuple[str, ...] = ()
+    """Those of them that hold messages."""
 
     def counted(self, count: int) -> str:
         """A number of such records for people: "300 conversations (messages)"."""
@@ -76,6 +90,7 @@ class RecordReader:
         self._found: set[str] = set()
         self._answered = answered
         self._form: Form | None = None
+        self._unused = KeyCounter()
 
     def records(self, rows: Iterable[tuple[int, Any]], place: Callable[[int], str]) -> list[Record]:
         """The canonical records of rows.
@@ -114,11 +129,35 @@ class RecordReader:
                 )
         return self._form
 
+    @property
+    def unused(self) -> UnusedKeys:
+        """The keys that records so far have, and of which nothing is known."""
+        return self._unused.unused
+
     def _record(self, value: Any) -> Record:
         row = self._renamed(value)
         if self._form is None:
             self._form = recognise(row, self._columns, answered=self._answered)
-        return self._form.convert(row)
+        elif not self._columns and _is_preference(row):
+            raise Refusal(_explain_preference(row))
+        shape, named = self._form.shape, bool(self._columns)
+        check_record_keys(row, shape, answered=self._answered, named=named)
+        record = self._form.convert(row)
+        self._count_unused(value, row, record)
+        return record
+
+    def _count_unused(self, value: dict[str, Any], row: dict[str, Any], record: Record) -> None:
+        assert self._form is not None
+        # A key of ours that another one stands for is not read.
+        used = (self._form.used - self._columns.keys()) | {*self._columns.values()}
+        others = value.keys() - used
+        for key in filter(others.__contains__, value) if others else ():
+            item = value[key]
+            if not (is_empty(item) or is_used_weight(key, item) or _is_kept(key, item, record)):
+                self._unused.add(key)
+        for key in self._form.messages:
+            for name in unused_in(row.get(key), self._columns.get(key, key)):
+                self._unused.add(name)
 
     def _renamed(self, value: Any) -> dict[str, Any]:
         if not isinstance(value, dict):
@@ -135,6 +174,8 @@ class RecordReader:
 
     def _explained(self, misfit: Misfit, value: Any) -> str:
         """Why a value is no such record: it may be of another shape."""
+        if isinstance(misfit, Refusal):
+            return str(misfit)
         if self._columns:
             read = ", ".join(f"{ours} from {theirs}" for ours, theirs in self._columns.items())
             text, _, advice = str(misfit).partition("\n")
@@ -170,30 +211,30 @@ def recognise(row: dict[str, Any], columns: Mapping[str, str], *, answered: bool
     if shape == "completion":
         return _completions(row, columns, answered=answered)
     if shape == "text":
-        return Form(shape="text", keys=columns.get("text", "text"), convert=text_record)
+        return Form(
+            shape="text",
+            keys=columns.get("text", "text"),
+            convert=text_record,
+            used=frozenset(COLUMNS["text"]),
+        )
     required = INSTRUCTION if answered else INSTRUCTION[:1]
-    keys = [columns.get(key, key) for key in ("instruction", "input", "output") if key in row]
+    shown = ("instruction", "input", "output", "history")
     return Form(
         shape="instruction",
-        keys=", ".join(keys),
-        convert=partial(instruction_record, required=required),
+        keys=", ".join(columns.get(key, key) for key in shown if key in row),
+        convert=partial(instruction_record, required=required, has_history="history" in columns),
+        used=frozenset(COLUMNS["instruction"]) - {"history"},
     )
 
 
 def _shape_of(row: dict[str, Any]) -> Shape:
     keys = row.keys()
+    if _is_preference(row):
+        raise Refusal(_explain_preference(row))
     if keys >= set(INSTRUCTION):
         return "instruction"
-    if keys >= {"chosen", "rejected"}:
-        raise Misfit(_explain_preference(row))
     if keys & set(CONVERSATION_KEYS):
         return "messages"
-    if keys >= {"prompt", "completion"} and isinstance(row.get("label"), bool):
-        raise Misfit(
-            " has a label that says whether its completion is wanted, as preference optimisation "
-            "needs it; ftkit would learn unwanted ones too.\nRemove such records, and the key "
-            "label from the others."
-        )
     if keys & set(INSTRUCTION):
         return "instruction"
     if keys & {"prompt", "completion"}:
@@ -212,6 +253,8 @@ def _conversations(row: dict[str, Any], columns: Mapping[str, str]) -> Form:
         shape="messages",
         keys="ShareGPT" if is_sharegpt else columns.get(key, key),
         convert=partial(conversation_record, key=key),
+        used=frozenset((key, *_BESIDE_MESSAGES)),
+        messages=(key,),
     )
 
 
@@ -222,17 +265,36 @@ def _completions(row: dict[str, Any], columns: Mapping[str, str], *, answered: b
             shape="messages",
             keys=keys,
             convert=partial(prompted_conversation, answered=answered),
+            used=frozenset((*COLUMNS["completion"], *_BESIDE_MESSAGES)),
+            messages=COLUMNS["completion"],
         )
     required = ("prompt", "completion") if answered else ("prompt",)
     return Form(
         shape="completion",
         keys=keys,
         convert=partial(completion_record, required=required),
+        used=frozenset(COLUMNS["completion"]),
     )
+
+
+def _is_preference(row: dict[str, Any]) -> bool:
+    return not is_empty(row.get("chosen")) and not is_empty(row.get("rejected"))
+
+
+def _is_kept(key: str, item: Any, record: Record) -> bool:
+    """Whether a key that may hold anything is one of the record's."""
+    kept = {"history": "history", "system": "sys_prompt"}.get(key)
+    return kept in record and (key == "history" or record["sys_prompt"] == item)
 
 
 def _explain_preference(row: dict[str, Any]) -> str:
     chosen = row["chosen"]
+    if isinstance(chosen, dict):
+        return (
+            " is a preference pair (chosen and rejected), which preference optimisation such as "
+            "DPO needs; ftkit trains on one answer.\nTo train on the chosen answers alone, put "
+            "each into the messages of its record, and remove chosen and rejected."
+        )
     if isinstance(chosen, list):
         ours = "completion" if isinstance(row.get("prompt"), list) else "messages"
         works = f"--data.columns.{ours} chosen"

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from ftkit.records.keys import Refusal, history_of, is_empty, is_turns
 from ftkit.records.record import Misfit, Record, check_text, keys_of, kind_of
 
 INSTRUCTION = ("instruction", "output")
@@ -24,21 +25,41 @@ _ALIASES = {
 """Names that keys have elsewhere."""
 
 
-def instruction_record(row: dict[str, Any], required: Sequence[str] = INSTRUCTION) -> Record:
-    """The texts of an instruction record; other keys are dropped.
+def instruction_record(
+    row: dict[str, Any], required: Sequence[str] = INSTRUCTION, *, has_history: bool = False
+) -> Record:
+    """The texts of an instruction record, and the turns before it.
 
     Args:
         row: what was read.
         required: texts that it must have.
+        has_history: whether data.columns names the key that is its history; else a key of that name
+            that holds something else is not one.
 
     Raises:
         Misfit: a text is missing, or is no text.
     """
-    return _texts("instruction", row, required, ("instruction", "input", "output", "sys_prompt"))
+    record = _texts("instruction", row, required, ("instruction", "input", "output", "sys_prompt"))
+    system = row.get("system")
+    if isinstance(system, str) and system:
+        check_text(system, "system")
+        if record.get("sys_prompt") not in (None, "", system):
+            raise Refusal(
+                " has sys_prompt and system, which differ, but one system prompt alone is used.\n"
+                "Keep one of them."
+            )
+        record["sys_prompt"] = system
+    history = row.get("history")
+    if not is_empty(history) and (has_history or is_turns(history)):
+        record["history"] = history_of(history)
+        for pair in record["history"]:
+            for text in pair:
+                check_text(text, "history")
+    return record
 
 
 def completion_record(row: dict[str, Any], required: Sequence[str]) -> Record:
-    """Prompt and completion; other keys are dropped.
+    """Prompt and completion.
 
     Raises:
         Misfit: one is missing, or is no text.
@@ -47,7 +68,7 @@ def completion_record(row: dict[str, Any], required: Sequence[str]) -> Record:
 
 
 def text_record(row: dict[str, Any]) -> Record:
-    """A document; other keys are dropped.
+    """A document.
 
     Raises:
         Misfit: there is no text.

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from ftkit.chat_templates.options import Reasoning, TrainOn
 from ftkit.chat_templates.template import ChatTemplate, Span, TemplateRefusal
 from ftkit.chat_templates.turns import TurnFinder, Written, plain_messages
+from ftkit.chat_templates.untrained import without_untrained
 from ftkit.records.record import Record
 from ftkit.rendering.renderer import Example, Rendered, Renderer, Rendering
 
@@ -99,6 +100,7 @@ class ChatRenderer(Renderer):
         self._tokenizer, self._template = tokenizer, template
         added = tokenizer.added_tokens if tokenizer else ()
         self._finder = TurnFinder(template, added, train_on=train_on, reasoning=reasoning)
+        self._learns_all = train_on == "all"
         self._answers = TurnFinder(template, added, train_on="last", reasoning="split")
 
     @property
@@ -129,7 +131,8 @@ class ChatRenderer(Renderer):
             return ""
 
     def render(self, records: Sequence[Record]) -> Iterator[Rendering]:
-        found = list(self._finder.written_each(records))
+        each = zip(records, self._finder.written_each(records), strict=True)
+        found = [self._without_untrained(record, written) for record, written in each]
         texts = [sample for written in found if not isinstance(written, str) for sample in written]
         samples = self._tokens(texts)
         for written in found:
@@ -171,6 +174,17 @@ class ChatRenderer(Renderer):
         assert self._tokenizer is not None
         ends = (token for token in self._tokenizer.added_tokens if text.endswith(token))
         return text.removesuffix(max(ends, key=len, default="")).strip()
+
+    def _without_untrained(
+        self, record: Record, written: list[Written] | str
+    ) -> list[Written] | str:
+        """The texts of a conversation's samples, or the reason why there is none."""
+        if isinstance(written, str):
+            return written
+        try:
+            return without_untrained(self._template, record, written, of_all=self._learns_all)
+        except TemplateRefusal as refusal:
+            return str(refusal)
 
     def _tokens(self, written: Sequence[Written]) -> Iterator[Rendered | None]:
         """Tokens of texts; None: some that carry loss hold what another message says."""

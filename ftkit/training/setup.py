@@ -288,7 +288,7 @@ def tell_data(data: DataSets, journal: Journal) -> None:
         of_source = f" of {part.source.name}" if len(data.parts) > 1 else ""
         where = part.source.where
         shown = where if len(where) <= _MOST_SHOWN else Path(where).name
-        journal.display.message(f"data of {shown}: {part.part.description}")
+        journal.display.message(f"data of {shown}: {part.part.summary}")
         for split, known in counts.items():
             if text := losses_of_data_text(known):
                 journal.display.message(f"{split} data{of_source}: {text}{_why(known)}")
@@ -304,7 +304,7 @@ def tell_sets(sets: ValidationSets, journal: Journal) -> None:
     for part in sets.parts:
         name, known = part.source.name, data_counts(part.splits["val"].counts)
         counts[name] = Source(data={"val": known})
-        journal.display.message(f"set {name}: {part.part.description}")
+        journal.display.message(f"set {name}: {part.part.summary}")
         if text := losses_of_data_text(known):
             journal.display.message(f"set {name}: {text}{_why(known)}")
         for notice in part.notices:

@@ -97,6 +97,14 @@ def test_data_are_tokenised_once(load: Load, file: Path) -> None:
     assert first.train.label_counts.tolist() == again.train.label_counts.tolist()
 
 
+def test_the_cache_names_the_keys_that_are_not_used(load: Load, file: Path) -> None:
+    rows = json.loads(records(40))
+    file.write_text(json.dumps([row | {"id": i, "source": "web"} for i, row in enumerate(rows)]))
+    told = [load(file)[0].parts[0].part.summary for _ in range(2)]
+    assert told[0] == told[1]
+    assert told[0].endswith("; not used: id, source")
+
+
 def test_a_copy_elsewhere_is_the_same_data(load: Load, file: Path, tmp_path: Path) -> None:
     load(file)
     (tmp_path / "elsewhere").mkdir()

@@ -15,6 +15,7 @@ from ftkit.data.sources import data_source
 from ftkit.data.spec import Part
 from ftkit.errors import UserError
 from ftkit.records.hub import HubName
+from ftkit.records.keys import UnusedKeys
 from ftkit.records.read import RecordSet
 from ftkit.records.record import Record
 from ftkit.records.shapes import RecordReader
@@ -110,6 +111,27 @@ def test_what_is_learned_follows_from_the_shape_and_the_options(
 def test_what_was_found_is_told(shape: str, description: str) -> None:
     path = write("a.jsonl", ROWS[shape])
     assert part(path=path, val_split_fraction=0.25).description == description
+
+
+def test_the_keys_that_are_not_used_are_told() -> None:
+    found = part(path=write("a.jsonl", ROWS["messages"] | {"source": "web", "score": None}))
+    assert found.unused == UnusedKeys(names=("source", "id"))
+    assert found.summary.endswith("of them to validate on; not used: source, id")
+    write("b.jsonl", ROWS["text"])
+    assert part(path="b.jsonl", columns={"text": "text"}).summary.endswith("; not used: id")
+
+
+def test_a_history_in_a_prompt_style_is_a_conversation() -> None:
+    history = {"history": [["q", "r"]], "input": "c", "sys_prompt": "d"}
+    found = part(path=write("a.jsonl", ROWS["instruction"] | history))
+    assert (found.shape, found.rules.chat_template, found.rules.train_on) == (
+        "messages",
+        None,
+        "all",
+    )
+    assert isinstance(found.rules.prompt_style, prompts.Alpaca)
+    assert [message["content"] for message in found.train[0]["messages"]] == list("dqrab")
+    assert found.train[0]["messages"][3]["input"] == "c"
 
 
 def test_a_directory_says_how_many_more_are_validated_on() -> None:

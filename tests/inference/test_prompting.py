@@ -378,3 +378,5 @@ def test_a_question_is_a_record_up_to_its_last_answer() -> None:
     )
     for key in ("prompt", "text"):
         assert question_of({key: "once"}) == Question(text="once")
+    found = question_of({"instruction": "a", "history": [["q", "r"]]})
+    assert [message["content"] for message in found.messages] == ["q", "r", "a"]

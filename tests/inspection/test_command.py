@@ -73,6 +73,24 @@ def test_a_second_look_reads_what_the_first_has_tokenised(model: Path, tmp_path:
     assert look(model, data, show=2) == look(model, data, show=2)
 
 
+def test_keys_that_are_not_used_are_named(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [row | {"id": i, "source": "web"} for i, row in enumerate(questions(30))]
+    data = write_records(tmp_path / "data.jsonl", records)
+    words = ["data", str(model), *options(data="JSON", data__path=data), "--show", "0"]
+    told = {}
+    for form in ("json", "text", "html"):
+        assert run([*words, "--format", form]) == 0
+        told[form] = capsys.readouterr().out
+    assert json.loads(told["json"])["sources"][0]["unused"] == {
+        "names": ["id", "source"],
+        "more": 0,
+    }
+    assert re.search(r"not used +id, source", told["text"])
+    assert "not used" in told["html"] and "id, source" in told["html"]
+
+
 def test_html_goes_to_a_file(words: list[str], tmp_path: Path) -> None:
     file = tmp_path / "data.html"
     assert run([*words, "--format", "html", "--out", str(file)]) == 0

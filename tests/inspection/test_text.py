@@ -21,6 +21,7 @@ from ftkit.inspection.inspection import (
 )
 from ftkit.inspection.page import fragment, inspection_page
 from ftkit.inspection.text import MOST_TOKENS, InspectionText, visible
+from ftkit.records.keys import UnusedKeys
 
 LENGTHS = Lengths(
     samples=10, shortest=3, median=5, p90=8, p99=9, longest=40, over=2,
@@ -39,7 +40,7 @@ SPLIT = SplitNumbers(
 SOURCE = SourceNumbers(
     name="chats", where="data/chats.jsonl", records="12 conversations (messages)",
     shape="messages", template="chatml", train_on="assistant", overlong="truncate", per_epoch=10,
-    train=SPLIT, val=SPLIT,
+    train=SPLIT, val=SPLIT, unused=UnusedKeys(names=("id", "source"), more=3),
 )  # fmt: skip
 HOSTILE = "\x1b[31m<script>alert(1)</script>\x07\u202e"
 

@@ -158,6 +158,36 @@ class TestData:
         loaded = self.load(tmp_path, tokenizer, record, chat_template="chatml")
         assert self.text(loaded, tokenizer) == "done<|im_end|>"
 
+    @pytest.mark.parametrize(
+        ("options", "trained"),
+        [
+            ({"mask_prompt": True}, "done</s>"),
+            ({"train_on": "assistant"}, "an answer</s>|done</s>"),
+            (
+                {"train_on": "all"},
+                "<s>Q: a question\nA:an answer</s>Q: do\n\nthis\nA:done</s>",
+            ),
+            ({"chat_template": "chatml"}, "an answer<|im_end|>|done<|im_end|>"),
+        ],
+    )
+    def test_a_history_is_a_conversation_before_the_instruction(
+        self,
+        options: dict[str, Any],
+        trained: str,
+        tmp_path: Path,
+        tokenizer: Tokenizer,
+    ) -> None:
+        record: Record = {"instruction": "do", "input": "this", "output": "done"}
+        record |= {"history": [["a question", "an answer"]]}
+        if "chat_template" not in options:
+            options = options | {"prompt_style": "Q: {instruction}\nA:"}
+        loaded = self.load(tmp_path, tokenizer, record, **options)
+        assert self.text(loaded, tokenizer) == trained
+        (question, _) = loaded.questions[:]
+        prompt = tokenizer.processor.decode(question.prompt, skip_special_tokens=False)
+        assert "a question" in prompt and "an answer" in prompt
+        assert question.expected == "done"
+
     def test_a_prompt_may_be_a_text(self, tmp_path: Path, tokenizer: Tokenizer) -> None:
         record = {"instruction": "do", "input": "", "output": "done"}
         loaded = self.load(tmp_path, tokenizer, record, prompt_style="Q: {instruction}\nA: ")
