@@ -17,6 +17,7 @@ from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import Job, RankError
 from ftkit.runs.lock import Supervisor
 from ftkit.runs.resume import Start
+from ftkit.runs.session_report import brought_up_to_files
 from ftkit.utils.json_values import from_json
 from ftkit.utils.process import launcher_starts_again
 
@@ -99,10 +100,16 @@ def _killed(run: RunDirectory, job: Job) -> LastSession:
     return LastSession(
         reason=_reason(run, job),
         ended_at=utc_text(heard_s),
-        steps=(noted.progress or Progress()).steps if noted else job.start_step,
+        steps=_steps_of_killed(run, job, noted),
         world_size=job.plan.world_size,
         restarts=job.restarts,
     )
+
+
+def _steps_of_killed(run: RunDirectory, job: Job, noted: Report | None) -> int:
+    """Steps by the rows on the disk, which a rank writes more often than its report."""
+    report = brought_up_to_files(noted or job.new_report(), run)
+    return max((report.progress or Progress()).steps, job.start_step)
 
 
 def _reason(run: RunDirectory, job: Job) -> str:

@@ -183,18 +183,18 @@ class Tokens:
 
     real: int
     """Tokens of samples, prompt and answer; padding and fillers are not counted."""
-    label: int
-    """Real tokens that carry loss."""
-    padded: int
-    """Positions that were computed and were padding or fillers."""
-    padding_fraction: float
-    """padded / (real + padded)."""
+    label: int | None = None
+    """Real tokens that carry loss; None: the rank was killed before it noted them."""
+    padded: int | None = None
+    """Positions that were computed and were padding or fillers; None as for `label`."""
+    padding_fraction: float | None = None
+    """padded / (real + padded); None as for `label`."""
 
     def with_more(self, *, real: int, label: int, padded: int) -> Self:
         """The same with those of further steps."""
-        real, padded = self.real + real, self.padded + padded
+        real, padded = self.real + real, (self.padded or 0) + padded
         fraction = padded / (real + padded)
-        label += self.label
+        label += self.label or 0
         return type(self)(real=real, label=label, padded=padded, padding_fraction=fraction)
 
 

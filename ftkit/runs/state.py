@@ -20,6 +20,7 @@ from ftkit.runs.carrying.seen import UrlCopy
 from ftkit.runs.checkpoints import RunCheckpoints
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.lock import is_at_work
+from ftkit.runs.session_report import brought_up_to_files, is_report_of
 
 StateName = Literal["starting", OutcomeName, "running", "killed"]
 """`starting`: it has no report yet; `killed`: it ended and nobody could write its report."""
@@ -64,10 +65,13 @@ def look(out_dir: Path, copy: UrlCopy | None = None) -> RunState:
         copy is None and is_at_work(RunCheckpoints(path=out_dir, store=run.store))
     )
     # A run that ends writes its report, then removes its state, and only then lets go of the lock.
-    if at_work or run.lock.exists():
+    if at_work:
         noted = _noted(run)
-        at_work_state: StateName = "running" if noted else "starting"
-        return RunState(out_dir=out_dir, state=at_work_state if at_work else "killed", report=noted)
+        return RunState(out_dir=out_dir, state="running" if noted else "starting", report=noted)
+    if run.lock.exists() and not is_report_of(run.report, run.job):
+        noted = _noted(run)
+        left = None if noted is None else brought_up_to_files(noted, run)
+        return RunState(out_dir=out_dir, state="killed", report=left)
     if not run.report.exists():
         raise UserError(
             f"{spelt(out_dir)} holds no report: its run left none, or has not begun yet."

@@ -85,8 +85,6 @@ def run_job(job: Job, metadata: Metadata | None, stop: StopRequest, journal: Jou
     start = StartingPoint.of(job, metadata)
     setup = set_up(job, start, journal)
     run_ids = dict(metadata.loggers) if metadata is not None and start.in_place else {}
-    if job.start is not None:
-        recorder.resumed(Path(job.start), job.changes)
     loggers = make_loggers(plan, start_step=start.step, run_ids=run_ids)
     load(setup, journal)
     weights = EvaluatedWeights(setup.strategy)
