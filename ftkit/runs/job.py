@@ -19,7 +19,7 @@ from ftkit.runs.directory import RankDirectory, RunDirectory
 from ftkit.scoring.own_metric import OwnMetric
 from ftkit.utils.files import insist, write_json
 from ftkit.utils.hardware import hardware, versions
-from ftkit.utils.json_values import from_json
+from ftkit.utils.json_values import for_json, from_json
 from ftkit.utils.units import parse_duration
 
 ErrorKind = Literal["user", "out_of_memory", "interrupted", "failed", "died", "died_for_memory"]
@@ -177,11 +177,12 @@ class RankError:
 
     def to_text(self) -> str:
         """What its file holds."""
-        return json.dumps(dataclasses.asdict(self))
+        return json.dumps(for_json(dataclasses.asdict(self)))
 
     def write(self, directory: RankDirectory) -> None:
-        """Leave the error for the supervisor, even if the disk is full."""
-        insist(lambda: write_json(directory.error, dataclasses.asdict(self)), directory.run.reserve)
+        """Leave the error for the supervisor, even if the disk is full; secrets are left out."""
+        values = for_json(dataclasses.asdict(self))
+        insist(lambda: write_json(directory.error, values), directory.run.reserve)
 
     @classmethod
     def read(cls, directory: RankDirectory) -> "RankError | None":

@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ftkit.errors import UserError
+from ftkit.redaction import redacted
 from ftkit.utils.files import cache_root
 
 _MOST_LOG_BYTES = 2**20
@@ -61,7 +62,7 @@ def _reason(error: Exception) -> str:
         return "nested too deeply"
     if isinstance(error, MemoryError):
         return "too large for memory"
-    message = str(error).strip().partition("\n")[0].rstrip(".")
+    message = redacted(str(error)).strip().partition("\n")[0].rstrip(".")
     shown = message if len(message) <= _MOST_SHOWN else f"{message[:_MOST_SHOWN]} ..."
     return f"{type(error).__name__}: {shown}" if shown else type(error).__name__
 
@@ -74,4 +75,4 @@ def _log(file: Path | str, error: Exception) -> None:
             log.replace(log.with_suffix(".log.1"))
         with log.open("a", encoding="utf-8", errors="backslashreplace") as out:
             out.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {file}\n")
-            out.writelines(traceback.format_exception(error))
+            out.write(redacted("".join(traceback.format_exception(error))))
