@@ -5,7 +5,6 @@ machine that is lost, leaves its state behind: what its ranks had noted, and its
 of the restarts before it.
 """
 
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,9 +115,8 @@ def _reason(run: RunDirectory, job: Job) -> str:
     """What a rank has said, if one has, or else who has not said anything."""
     found = []
     for rank in range(job.plan.world_size):
-        with suppress(OSError, ValueError, TypeError):
-            if error := RankError.read(run.rank_of_killed(rank)):
-                found.append((error.happened_at_s, f"rank {rank}: {error.message}"))
+        if error := RankError.read(run.rank_of_killed(rank)):
+            found.append((error.happened_at_s, f"rank {rank}: {error.message}"))
     holder = Supervisor.in_file(run.lock_of_killed)
     where = f" on {holder.host}" if holder is not None else ""
     killed = f"rank 0{where} was killed with its supervisor, or its machine is gone"
@@ -128,7 +126,7 @@ def _reason(run: RunDirectory, job: Job) -> str:
 def _job_of_killed(run: RunDirectory) -> Job | None:
     try:
         return Job.read(run.job_of_killed)
-    except (OSError, ValueError, KeyError, TypeError, UserError):  # of another version
+    except UserError:  # damaged, or of another version
         return None
 
 

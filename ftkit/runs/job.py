@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import time
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +18,7 @@ from ftkit.report.report import Progress, Report
 from ftkit.report.restarts import Restart
 from ftkit.runs.directory import RankDirectory, RunDirectory
 from ftkit.scoring.own_metric import OwnMetric
+from ftkit.utils.damaged_files import reading
 from ftkit.utils.files import insist, write_json
 from ftkit.utils.hardware import hardware, versions
 from ftkit.utils.json_values import for_json, from_json
@@ -141,8 +143,16 @@ class Job:
 
     @classmethod
     def read(cls, path: Path) -> "Job":
-        """The job that `write` wrote."""
-        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        """The job that `write` wrote.
+
+        Raises:
+            UserError: it is damaged, or of another version.
+        """
+        with reading(path, "a job, as the supervisor of a run writes it"):
+            return cls._of(json.loads(path.read_bytes()))
+
+    @classmethod
+    def _of(cls, values: dict[str, Any]) -> "Job":
         method: Method = values["method"]
         devices = values["devices"]
         return cls(
@@ -186,7 +196,13 @@ class RankError:
 
     @classmethod
     def read(cls, directory: RankDirectory) -> "RankError | None":
-        """The error a rank left, or None."""
+        """The error a rank left, or None; of a damaged file, that it is damaged."""
         if not directory.error.exists():
             return None
-        return cls(**json.loads(directory.error.read_text(encoding="utf-8")))
+        try:
+            with reading(directory.error, "a JSON object that says how a rank failed"):
+                error = from_json(cls, json.loads(directory.error.read_bytes()))
+                assert isinstance(error, cls)
+                return error
+        except UserError as damage:
+            return cls(kind="failed", message=str(damage), happened_at_s=time.time())

@@ -192,7 +192,7 @@ def test_a_damaged_claim_may_be_that_of_a_run_at_work_until_it_was_watched(
     assert ClaimHolder.parse(content) is None
     bucket.write(CLAIM, content)
     seconds.append(lambda second: bucket.write(CLAIM, content + b" ") if second == 5 else None)
-    with pytest.raises(UserError, match=f"does not name .it is damaged.") as refused:
+    with pytest.raises(UserError, match=r"does not name .it is damaged.") as refused:
         take(bucket)
     assert len(str(refused.value)) < 400
     seconds.pop()
@@ -206,19 +206,19 @@ def test_who_watches_sees_a_run_at_work_until_its_claim_has_stayed_for_too_long(
     clock: timedelta, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket.write(CLAIM, elsewhere(clock).to_bytes())
-    now_s = 0.0
-    monkeypatch.setattr(remote_claim.time, "monotonic", lambda: now_s)
     watch = ClaimWatch(bucket)
-    assert watch.look(bucket.listing()) == (True, True)
+
+    def look(now_s: float) -> tuple[bool, bool]:
+        monkeypatch.setattr(remote_claim.time, "monotonic", lambda: now_s)
+        return watch.look(bucket.listing())
+
+    assert look(0.0) == (True, True)
     assert watch.is_in_doubt == (clock < -timedelta(hours=1))
-    for now_s in (30.0, 60.0):
-        assert watch.look(bucket.listing()) == (True, True)
+    assert look(30.0) == look(60.0) == (True, True)
     bucket.write(CLAIM, elsewhere(clock).to_bytes())
-    for now_s in (61.0, 121.0):
-        assert watch.look(bucket.listing()) == (True, True)
-        assert not watch.is_in_doubt
-    now_s = 122.0
-    assert watch.look(bucket.listing()) == (True, False)
+    assert look(61.0) == look(121.0) == (True, True)
+    assert not watch.is_in_doubt
+    assert look(122.0) == (True, False)
 
 
 @pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
