@@ -53,7 +53,11 @@ class _RedactedOutput(io.TextIOWrapper):
         super().__init__(
             stream.buffer, encoding=stream.encoding, errors=stream.errors, line_buffering=True
         )
-        self._stream = stream  # which would close the buffer when nobody holds it
+        self._stream = stream
+
+    def close(self) -> None:
+        """Flush: the buffer belongs to the stream, which is used again where this one goes."""
+        self.flush()
 
     def write(self, text: str, /) -> int:
         super().write(redacted(text))

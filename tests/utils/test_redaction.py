@@ -124,9 +124,12 @@ def test_it_is_taken_out_of_all_messages(
 
 def test_what_libraries_write_to_a_standard_stream_is_searched_too() -> None:
     file = io.BytesIO()
-    stream = redacted_output(io.TextIOWrapper(file, encoding="utf-8"))
+    before = io.TextIOWrapper(file, encoding="utf-8", write_through=True)
+    stream = redacted_output(before)
     print(f"Retrying http://u:{SECRET}@host", file=stream)
-    assert file.getvalue() == b"Retrying http://***@host\n"
+    del stream
+    print("again", file=before)  # as after contextlib.redirect_stderr
+    assert file.getvalue() == b"Retrying http://***@host\nagain\n"
     assert redacted_output(plain := io.StringIO()) is plain
 
 
