@@ -102,9 +102,9 @@ class Runs:
             end(run, dice)
             code, out, err = run.end()
         assert "Traceback" not in out + err, out + err
-        if (self.out_dir / ".run").exists():
+        if look(self.out_dir).state == "killed":
             self._check_killed()
-        else:
+        else:  # if the command was killed after that, it had written its report
             self._check_report(code, out)
         report = look(self.out_dir).report
         if newest is not None and report is not None:
@@ -114,7 +114,7 @@ class Runs:
     def _check_killed(self) -> None:
         """Nobody could write a report: whoever looks says so, with what the rows say."""
         found = look(self.out_dir)
-        assert found.state == "killed"
+        assert (self.out_dir / ".run/lock").exists()
         assert found.report is not None
         agrees(found.report, self.out_dir)
         (compared,), _ = read_runs([self.out_dir])
