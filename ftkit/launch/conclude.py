@@ -32,7 +32,7 @@ from ftkit.report.table import render, summary_line
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import FOR_MEMORY, WITHOUT_A_WORD, Job, RankError
 from ftkit.runs.resume import last_words
-from ftkit.runs.session_report import brought_up_to_files, report_at_start
+from ftkit.runs.state import brought_up_to_files, report_at_start
 from ftkit.utils.files import insist
 from ftkit.utils.progress import gives_advice, next_text
 

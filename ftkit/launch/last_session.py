@@ -16,7 +16,7 @@ from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import Job, RankError
 from ftkit.runs.lock import Supervisor
 from ftkit.runs.resume import Start
-from ftkit.runs.session_report import brought_up_to_files
+from ftkit.runs.state import brought_up_to_files
 from ftkit.utils.json_values import from_json
 from ftkit.utils.process import launcher_starts_again
 

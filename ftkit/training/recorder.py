@@ -38,7 +38,7 @@ from ftkit.report.step_record import StepRecord
 from ftkit.report.throughput import Throughput, ThroughputMeter
 from ftkit.runs.directory import RankDirectory
 from ftkit.runs.job import Job
-from ftkit.runs.session_report import report_at_start, shown_path
+from ftkit.runs.state import report_at_start, shown_path
 from ftkit.strategies.distributed import make_device
 from ftkit.system_metrics.sampler import SystemSampler
 from ftkit.utils.files import insist

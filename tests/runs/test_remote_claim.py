@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -98,8 +99,8 @@ def seconds(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[int], None]]:
         for one in happens:
             one(waited)
 
-    monkeypatch.setattr(remote_claim.time, "sleep", sleep)
-    monkeypatch.setattr(remote_claim.time, "monotonic", lambda: 1000.0)
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
     happens.append(lambda number: waits.append(number))
     waits: list[int] = []
     return happens
@@ -209,7 +210,7 @@ def test_who_watches_sees_a_run_at_work_until_its_claim_has_stayed_for_too_long(
     watch = ClaimWatch(bucket)
 
     def look(now_s: float) -> tuple[bool, bool]:
-        monkeypatch.setattr(remote_claim.time, "monotonic", lambda: now_s)
+        monkeypatch.setattr(time, "monotonic", lambda: now_s)
         return watch.look(bucket.listing())
 
     assert look(0.0) == (True, True)
@@ -227,7 +228,7 @@ def test_who_watches_a_damaged_claim_sees_a_run_at_work_as_long_as_it_changes(
 ) -> None:
     bucket.write(CLAIM, content)
     now_s = 0.0
-    monkeypatch.setattr(remote_claim.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
     watch = ClaimWatch(bucket)
     assert watch.look(bucket.listing()) == (True, True)
     assert watch.is_in_doubt
