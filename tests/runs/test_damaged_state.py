@@ -12,6 +12,7 @@ from saved_runs import ended, recipe, save_run
 
 from ftkit.comparison.runs import read_runs
 from ftkit.config.devices import Devices
+from ftkit.console.terminal import plain_text
 from ftkit.errors import UserError
 from ftkit.launch.last_session import last_session, restarts_of
 from ftkit.live_page.sights import Sights
@@ -86,7 +87,7 @@ def test_a_damaged_file_of_a_run_is_named_or_passed_over(
 
     console = Console(file=io.StringIO())
     call(lambda: console.print(View(Watcher(run.path).look())))
-    call(lambda: [console.print(render(one.report, None)) for one in read_runs([run.path])[0]])
+    call(lambda: [plain_text(render(one.report, None)) for one in read_runs([run.path])[0]])
     call(lambda: Sights(run.path, copy_at=None).all_runs())
     call(lambda: look(run.path))
     call(lambda: RankError.read(run.rank(0)))
