@@ -2,6 +2,8 @@
 
 import signal
 
+from ftkit.redaction import redacted
+
 EXIT_OUT_OF_MEMORY = 3
 
 
@@ -13,6 +15,10 @@ class UserError(Exception):
     """
 
     exit_code: int = 2
+
+    def __init__(self, message: object = "") -> None:
+        """Keep the message without passwords and tokens, wherever it is shown."""
+        super().__init__(redacted(str(message)))
 
     def _render_traceback_(self) -> list[str]:
         """What IPython shows of it: the message, and nothing of the calls that led to it."""

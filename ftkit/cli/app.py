@@ -11,6 +11,7 @@ from ftkit.cli.commands import COMMANDS_ELSEWHERE, FTKIT, Command, Group
 from ftkit.cli.parser import read_options, split_line
 from ftkit.config.command_options import declared
 from ftkit.errors import UserError
+from ftkit.redaction import redacted_output
 from ftkit.utils.imports import postpone_modules, quick_imports, without_hub_kernels
 from ftkit.utils.nearest import nearest
 from ftkit.utils.process import Interrupts, print_line, turns_before_sleep
@@ -24,6 +25,7 @@ def main(verbosity: Verbosity = "full") -> None:
         verbosity: what it tells if it is not asked to be quiet.
     """
     set_verbosity(verbosity)
+    sys.stderr = redacted_output(sys.stderr)  # results on standard output stay as they are
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(turns_before_sleep()))
     without_hub_kernels()

@@ -20,6 +20,7 @@ from rich.text import Text
 from ftkit.console.formatting import duration_text, printable, utc_now
 from ftkit.console.progress import Phase, TrainingProgress
 from ftkit.console.terminal import LastingStream, plain_text, print_directly, terminal_of
+from ftkit.redaction import redacted
 from ftkit.utils.progress import is_quiet, told_if_late
 
 LOG_NAME = "run.log"
@@ -91,18 +92,18 @@ class Display:
 
     def message(self, text: str) -> None:
         """Show a text, of one line or several."""
-        self._tell(printable(text))
+        self._tell(redacted(printable(text)))
 
     def warning(self, text: str) -> None:
         """Show a warning on one line, the first time it is given."""
-        text = " ".join(printable(text).split())
+        text = " ".join(redacted(printable(text)).split())
         if text not in self._warnings:
             self._warnings.append(text)
             self._write(f"warning: {text}", style="yellow")
 
     def show_text(self, text: str) -> None:
         """Show a text that is a result, of one line or several, so that it can be copied."""
-        self._write(printable(text), wraps=False)
+        self._write(redacted(printable(text)), wraps=False)
 
     def notice(self, renderable: RenderableType) -> None:
         """Show a table or another rich renderable that --quiet leaves out."""
@@ -129,7 +130,7 @@ class Display:
             brief: leave no line behind, unless it takes long or is cut short. Where there is
                 neither a live line nor a log, one line says after a while that it goes on.
         """
-        phase = Phase(printable(title), write=self._write_progress, clock=self._clock)
+        phase = Phase(redacted(printable(title)), write=self._write_progress, clock=self._clock)
         if not brief:
             self._log_lines(phase.start_line)
         verb = "stopped after "

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from ftkit.checkpoint.metadata import read_metadata
 from ftkit.config.recipe import Method
 from ftkit.console.display import Display
 from ftkit.console.formatting import utc_now
@@ -31,6 +32,7 @@ from ftkit.report.table import render, summary_line
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import FOR_MEMORY, WITHOUT_A_WORD, Job, RankError
 from ftkit.runs.resume import last_words
+from ftkit.runs.state import brought_up_to_files, report_at_start
 from ftkit.utils.files import insist
 from ftkit.utils.progress import gives_advice, next_text
 
@@ -47,6 +49,7 @@ def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
     """
     out_dir = job.recipe.out_dir
     reports = [_last_report(job, rank) for rank in range(job.plan.world_size)]
+    reports[0] = brought_up_to_files(reports[0], job.directory)
     rank, error = _cause(job)
     steps = (reports[0].progress or Progress()).steps
     if error is not None and error.kind == "user" and steps <= job.start_step:
@@ -175,7 +178,9 @@ def _collect_output(run: RunDirectory, world_size: int) -> None:
 def _report_of_nothing(job: Job) -> Report:
     """What is known of a rank that ended before it could write a report."""
     seconds = time.time() - job.started_at_s
-    return dataclasses.replace(job.new_report(), phases_s=PhaseTimes(set_up=seconds, total=seconds))
+    start = None if job.start is None else read_metadata(Path(job.start))
+    report = report_at_start(job, start)
+    return dataclasses.replace(report, phases_s=PhaseTimes(set_up=seconds, total=seconds))
 
 
 def _with_outcome(

@@ -5,7 +5,6 @@ machine that is lost, leaves its state behind: what its ranks had noted, and its
 of the restarts before it.
 """
 
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import Job, RankError
 from ftkit.runs.lock import Supervisor
 from ftkit.runs.resume import Start
+from ftkit.runs.state import brought_up_to_files
 from ftkit.utils.json_values import from_json
 from ftkit.utils.process import launcher_starts_again
 
@@ -99,19 +99,24 @@ def _killed(run: RunDirectory, job: Job) -> LastSession:
     return LastSession(
         reason=_reason(run, job),
         ended_at=utc_text(heard_s),
-        steps=(noted.progress or Progress()).steps if noted else job.start_step,
+        steps=_steps_of_killed(run, job, noted),
         world_size=job.plan.world_size,
         restarts=job.restarts,
     )
+
+
+def _steps_of_killed(run: RunDirectory, job: Job, noted: Report | None) -> int:
+    """Steps by the rows on the disk, which a rank writes more often than its report."""
+    report = brought_up_to_files(noted or job.new_report(), run)
+    return max((report.progress or Progress()).steps, job.start_step)
 
 
 def _reason(run: RunDirectory, job: Job) -> str:
     """What a rank has said, if one has, or else who has not said anything."""
     found = []
     for rank in range(job.plan.world_size):
-        with suppress(OSError, ValueError, TypeError):
-            if error := RankError.read(run.rank_of_killed(rank)):
-                found.append((error.happened_at_s, f"rank {rank}: {error.message}"))
+        if error := RankError.read(run.rank_of_killed(rank)):
+            found.append((error.happened_at_s, f"rank {rank}: {error.message}"))
     holder = Supervisor.in_file(run.lock_of_killed)
     where = f" on {holder.host}" if holder is not None else ""
     killed = f"rank 0{where} was killed with its supervisor, or its machine is gone"
@@ -121,7 +126,7 @@ def _reason(run: RunDirectory, job: Job) -> str:
 def _job_of_killed(run: RunDirectory) -> Job | None:
     try:
         return Job.read(run.job_of_killed)
-    except (OSError, ValueError, KeyError, TypeError, UserError):  # of another version
+    except UserError:  # damaged, or of another version
         return None
 
 

@@ -19,6 +19,7 @@ from ftkit.console.formatting import (
 )
 from ftkit.model_card.origin import BaseOrigin, DataOrigin
 from ftkit.pretrained.hub import CARD, is_litgpt
+from ftkit.redaction import redacted
 from ftkit.report.metrics import perplexity
 from ftkit.report.report import Report
 from ftkit.report.rows import memory_text
@@ -104,7 +105,7 @@ def write_card(report: Report, base: Path | None, directory: Path) -> None:
     kind: CardKind = "adapter" if report.method == "lora" else "hf"
     if is_litgpt(directory):
         kind = "litgpt"
-    write_durably(directory / CARD, card_text(report, base, kind))
+    write_durably(directory / CARD, redacted(card_text(report, base, kind)))
 
 
 def card_text(report: Report, base_directory: Path | None, kind: CardKind) -> str:

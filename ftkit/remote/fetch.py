@@ -13,7 +13,9 @@ from typing import Any
 from ftkit.errors import UserError
 from ftkit.remote.objects import ObjectEntry, Objects, StorageError
 from ftkit.remote.urls import url_of, working_root
+from ftkit.utils.damaged_files import reading
 from ftkit.utils.files import write_json
+from ftkit.utils.json_values import from_json
 from ftkit.utils.progress import print_notice
 
 Listing = dict[str, ObjectEntry]
@@ -39,8 +41,9 @@ class Known:
         self._file = working_root() / ".known" / f"{name}.json"
         self._directory = directory
         self._entries: dict[str, list[Any]] = {}
-        with suppress(OSError, ValueError):
-            self._entries = json.loads(self._file.read_bytes())
+        # Without it all is fetched anew, and compared by what it holds.
+        with suppress(UserError), reading(self._file, "what was last seen at a url"):
+            self._entries = from_json(dict[str, list[Any]], json.loads(self._file.read_bytes()))
 
     def version(self, name: str) -> str | None:
         """Of an object, when it was last seen; None: it never was."""

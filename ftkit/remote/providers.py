@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from ftkit.errors import UserError
+from ftkit.redaction import redacted
 from ftkit.remote import azure
 from ftkit.remote.urls import EXTRAS
 
@@ -179,6 +180,7 @@ def in_words(error: BaseException) -> str:
         text = text.replace(secret, f"${name}")
     if code is not None and code not in text and not code.isdecimal():
         text = f"{text} ({code})"
+    text = redacted(text)
     return text if len(text) <= _MOST_WORDS else f"{text[:_MOST_WORDS]} ..."
 
 

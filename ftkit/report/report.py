@@ -25,6 +25,7 @@ from ftkit.report.peak_memory import PeakMemory
 from ftkit.report.restarts import Restart, Resumed
 from ftkit.report.step_memory import Shortage, StepMemory
 from ftkit.report.throughput import StepTimes, Throughput
+from ftkit.utils.damaged_files import reading
 from ftkit.utils.files import write_durably
 from ftkit.utils.hardware import Hardware
 from ftkit.utils.json_values import for_json, from_json
@@ -185,18 +186,18 @@ class Tokens:
 
     real: int
     """Tokens of samples, prompt and answer; padding and fillers are not counted."""
-    label: int
-    """Real tokens that carry loss."""
-    padded: int
-    """Positions that were computed and were padding or fillers."""
-    padding_fraction: float
-    """padded / (real + padded)."""
+    label: int | None = None
+    """Real tokens that carry loss; None: the rank was killed before it noted them."""
+    padded: int | None = None
+    """Positions that were computed and were padding or fillers; None as for `label`."""
+    padding_fraction: float | None = None
+    """padded / (real + padded); None as for `label`."""
 
     def with_more(self, *, real: int, label: int, padded: int) -> Self:
         """The same with those of further steps."""
-        real, padded = self.real + real, self.padded + padded
+        real, padded = self.real + real, (self.padded or 0) + padded
         fraction = padded / (real + padded)
-        label += self.label
+        label += self.label or 0
         return type(self)(real=real, label=label, padded=padded, padding_fraction=fraction)
 
 
@@ -422,26 +423,24 @@ def read_report(path: Path) -> Report:
     """
     file = path / FILE_NAME if path.is_dir() else path
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        text = file.read_bytes()
     except OSError as error:
         raise UserError(
             f"{file} cannot be read ({error.strerror}).\n"
             "Name the directory of a run that has ended."
         ) from error
-    except ValueError as error:
-        raise UserError(f"{file} is not a report: it is not valid JSON ({error}).") from error
-    version = content.get("schema_version") if isinstance(content, dict) else None
-    if version is None:
-        raise UserError(f"{file} is not a report: it has no schema_version.")
-    if version not in READABLE_VERSIONS:
-        raise UserError(
-            f"{file} has schema_version {version}, but this ftkit reads versions "
-            f"{' and '.join(map(str, READABLE_VERSIONS))}.\n"
-            "Read it with the ftkit that wrote it (see its versions.ftkit)."
-        )
-    try:
+    advice = "Name another run, or go on with this one: --resume auto."
+    with reading(file, "a report, as a run of ftkit leaves it", advice=advice):
+        content = json.loads(text)
+        version = content.get("schema_version") if isinstance(content, dict) else None
+        if version is None:
+            raise UserError(f"{file} is not a report: it has no schema_version.")
+        if version not in READABLE_VERSIONS:
+            raise UserError(
+                f"{file} has schema_version {version}, but this ftkit reads versions "
+                f"{' and '.join(map(str, READABLE_VERSIONS))}.\n"
+                "Read it with the ftkit that wrote it (see its versions.ftkit)."
+            )
         report = from_json(Report, content)
-    except (TypeError, KeyError) as error:
-        raise UserError(f"{file} is not a report: {error}") from error
-    assert isinstance(report, Report)
+        assert isinstance(report, Report)
     return report

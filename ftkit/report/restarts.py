@@ -32,7 +32,7 @@ class Restart:
     from_step: int
     """Optimizer steps that this session began with; 0: from the base model."""
     steps_lost: int = 0
-    """Steps done before and done again; of a session that was killed, as far as it had noted."""
+    """Steps done before and done again; of a session that was killed, by the rows it left."""
     world_size: int
     """Ranks of this session."""
     world_size_before: int | None = None

@@ -74,7 +74,7 @@ def measured_rows(report: Report) -> Iterator[tuple[str, str]]:
         yield "step", _parts_text(parts.pop("total"), parts)
     if report.expert_load:
         yield "experts", _expert_load_text(report.expert_load)
-    if report.tokens:
+    if report.tokens and report.tokens.padding_fraction is not None:
         share = f"{percent_text(report.tokens.padding_fraction)} of computed positions"
         path = report.resolved and report.resolved.attention
         yield "padding", _joined((share, path and f"attention {path}"))

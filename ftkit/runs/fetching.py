@@ -17,11 +17,13 @@ from pathlib import Path
 from ftkit.checkpoint.files import METADATA, is_shard
 from ftkit.checkpoint.metadata import CheckpointError, read_metadata
 from ftkit.checkpoint.store import step_of
+from ftkit.errors import UserError
 from ftkit.remote.fetch import Known, Listing, fetch_missing, fetch_whole, unreachable
 from ftkit.remote.objects import Objects, StorageError
 from ftkit.remote.urls import local_path, spelt, url_of
 from ftkit.runs.carrying.files import is_state
 from ftkit.runs.directory import RunDirectory
+from ftkit.utils.damaged_files import reading
 from ftkit.utils.files import remove
 from ftkit.utils.process import print_line
 
@@ -187,9 +189,9 @@ def fetch_killed(run: RunDirectory, listing: Listing, *, heard_at: str | None) -
     if job not in listing:
         return
     objects = Objects.of(run.path)
-    with suppress(OSError, ValueError, KeyError):
-        own = json.loads(run.job_of_killed.read_bytes())["started_at_s"]
-        if own >= json.loads(objects.read(job))["started_at_s"]:  # it was this machine
+    if run.job_of_killed.exists():
+        is_known = Known(run.path).version(job) == listing[job].version  # sent from here
+        if is_known or _start_of(run.job_of_killed.read_bytes()) == _start_of(objects.read(job)):
             return
     remove(run.killed)
     heard_s = time.time() if heard_at is None else datetime.fromisoformat(heard_at).timestamp()
@@ -198,6 +200,13 @@ def fetch_killed(run: RunDirectory, listing: Listing, *, heard_at: str | None) -
             path = run.killed / name.removeprefix(inside)
             objects.download(name, path)
             os.utime(path, (heard_s, heard_s))
+
+
+def _start_of(job: bytes) -> float | None:
+    """When the session of a job file started, which tells it from others; None: it is damaged."""
+    with suppress(UserError), reading("a job file", "a JSON object with started_at_s"):
+        return float(json.loads(job)["started_at_s"])
+    return None
 
 
 def _is_whole(checkpoint: Path) -> bool:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import time
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,9 +18,10 @@ from ftkit.report.report import Progress, Report
 from ftkit.report.restarts import Restart
 from ftkit.runs.directory import RankDirectory, RunDirectory
 from ftkit.scoring.own_metric import OwnMetric
+from ftkit.utils.damaged_files import reading
 from ftkit.utils.files import insist, write_json
 from ftkit.utils.hardware import hardware, versions
-from ftkit.utils.json_values import from_json
+from ftkit.utils.json_values import for_json, from_json
 from ftkit.utils.units import parse_duration
 
 ErrorKind = Literal["user", "out_of_memory", "interrupted", "failed", "died", "died_for_memory"]
@@ -141,8 +143,16 @@ class Job:
 
     @classmethod
     def read(cls, path: Path) -> "Job":
-        """The job that `write` wrote."""
-        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        """The job that `write` wrote.
+
+        Raises:
+            UserError: it is damaged, or of another version.
+        """
+        with reading(path, "a job, as the supervisor of a run writes it"):
+            return cls._of(json.loads(path.read_bytes()))
+
+    @classmethod
+    def _of(cls, values: dict[str, Any]) -> "Job":
         method: Method = values["method"]
         devices = values["devices"]
         return cls(
@@ -177,15 +187,22 @@ class RankError:
 
     def to_text(self) -> str:
         """What its file holds."""
-        return json.dumps(dataclasses.asdict(self))
+        return json.dumps(for_json(dataclasses.asdict(self)))
 
     def write(self, directory: RankDirectory) -> None:
-        """Leave the error for the supervisor, even if the disk is full."""
-        insist(lambda: write_json(directory.error, dataclasses.asdict(self)), directory.run.reserve)
+        """Leave the error for the supervisor, even if the disk is full; secrets are left out."""
+        values = for_json(dataclasses.asdict(self))
+        insist(lambda: write_json(directory.error, values), directory.run.reserve)
 
     @classmethod
     def read(cls, directory: RankDirectory) -> "RankError | None":
-        """The error a rank left, or None."""
+        """The error a rank left, or None; of a damaged file, that it is damaged."""
         if not directory.error.exists():
             return None
-        return cls(**json.loads(directory.error.read_text(encoding="utf-8")))
+        try:
+            with reading(directory.error, "a JSON object that says how a rank failed"):
+                error = from_json(cls, json.loads(directory.error.read_bytes()))
+                assert isinstance(error, cls)
+                return error
+        except UserError as damage:
+            return cls(kind="failed", message=str(damage), happened_at_s=time.time())

@@ -8,7 +8,7 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
@@ -18,7 +18,9 @@ from ftkit.remote.urls import spelt
 from ftkit.runs.checkpoints import RunCheckpoints
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.fetching import refresh
+from ftkit.utils.damaged_files import reading
 from ftkit.utils.files import remove
+from ftkit.utils.json_values import from_json
 from ftkit.utils.progress import print_notice
 
 LOST_S = 150.0
@@ -189,11 +191,13 @@ class Supervisor:
     @classmethod
     def in_file(cls, lock: Path) -> "Supervisor | None":
         """As `of`, from the file of a lock."""
-        try:
-            found = json.loads(lock.read_text(encoding="utf-8"))
-            return cls(host=found["host"], process=found["process"])
-        except (OSError, ValueError, KeyError, TypeError):
+        if not lock.exists() or not lock.stat().st_size:
             return None
+        with suppress(UserError), reading(lock, "a JSON object with host and process"):
+            found = from_json(cls, json.loads(lock.read_bytes()))
+            assert isinstance(found, cls)
+            return found
+        return None
 
     def to_json(self) -> str:
         """What the lock holds."""

@@ -3,11 +3,13 @@
 Claims are numbered objects below .run. The one with the highest number counts, and each is created
 on the condition that it is not there yet, which the storage decides: of two that want the same
 number one gets it. So whoever finds a claim that nobody renews takes the next number, and a holder
-that was away for long sees that it has lost. Clocks of different machines are not compared: whether
-a claim is renewed is watched.
+that was away for long sees that it has lost. Whether a claim is renewed is watched, by looks that
+this process counts: no clock of another machine decides anything. A claim that cannot be read is
+watched like any other, since a run may be at work behind it.
 """
 
 import json
+import math
 import os
 import re
 import socket
@@ -27,17 +29,20 @@ from ftkit.errors import UserError
 from ftkit.remote.background import begun, ends
 from ftkit.remote.fetch import Listing
 from ftkit.remote.objects import Objects, StorageError
+from ftkit.utils.damaged_files import DamagedFile, reading
+from ftkit.utils.json_values import from_json
 
 RENEWED_EVERY_S = 15.0
 EXPIRES_S = 60.0
 """A claim that was not renewed for as long has no holder any more."""
-_CERTAINLY_OLD_S = 3600.0
-"""One with a time so long ago need not be watched, whatever the clocks say."""
+_LOOK_S = 1.0
+_TOLD_EVERY_LOOKS = 15
+_MOST_BYTES = 2**16
+"""A larger object is no claim of ours, and is not read."""
 _GIVEN_BACK_WITHIN_S = 10.0
 """Then it is left to expire: the command ends."""
-_SURELY_SILENT_S = 5 * EXPIRES_S
-"""One that is as old when it is first seen is not shown as that of a run at work; clocks may
-differ by minutes."""
+_LOOKS_SILENT_S = 5 * EXPIRES_S
+"""One that seems as old, by two clocks, is watched before it is shown as that of a run at work."""
 _PREFIX = ".run/claim-"
 _NAME = re.compile(rf"{re.escape(_PREFIX)}([0-9]{{6}})\.json")
 
@@ -54,8 +59,8 @@ class ClaimHolder:
     """What no other machine or container has while it runs."""
     process: int
     """Its process id there."""
-    process_started_s: float
-    """Which another process of that id would not have."""
+    process_started: float
+    """When it started, since that machine was booted; another process of that id has another."""
     renewed_at: str
     """UTC."""
 
@@ -67,17 +72,21 @@ class ClaimHolder:
             host=socket.gethostname(),
             machine=_machine(),
             process=os.getpid(),
-            process_started_s=psutil.Process().create_time(),
+            process_started=_started(os.getpid()),
             renewed_at=utc_now(),
         )
 
     @classmethod
     def parse(cls, content: bytes) -> "ClaimHolder | None":
-        """What an object says; None: nothing that can be read."""
+        """What an object says; None: it is damaged, or of another version."""
         try:
-            return cls(**json.loads(content))
-        except (ValueError, TypeError):
+            with reading("a claim", "a JSON object that says which process holds it"):
+                holder = from_json(cls, json.loads(content))
+                assert isinstance(holder, cls), "not an object"
+                datetime.fromisoformat(holder.renewed_at)
+        except DamagedFile:
             return None
+        return holder
 
     def to_bytes(self) -> bytes:
         """What the object says."""
@@ -88,17 +97,13 @@ class ClaimHolder:
         """Whether it was a process of this machine that has ended."""
         if self.machine != _machine():
             return False
-        try:
-            return psutil.Process(self.process).create_time() != self.process_started_s
-        except psutil.NoSuchProcess:
-            return True
+        return _started(self.process) != self.process_started
 
     @property
-    def age_s(self) -> float:
-        """Since it was renewed, by two clocks."""
-        with suppress(ValueError):
-            return time.time() - datetime.fromisoformat(self.renewed_at).timestamp()
-        return 0.0
+    def seems_silent(self) -> bool:
+        """Whether it was renewed long ago by two clocks, of which either may be wrong."""
+        renewed_s = datetime.fromisoformat(self.renewed_at).timestamp()
+        return time.time() - renewed_s > _LOOKS_SILENT_S
 
     def __str__(self) -> str:
         return f"process {self.process} on {self.host}"
@@ -124,7 +129,7 @@ class RemoteClaim:
         """Claim the url.
 
         Args:
-            on_waiting: told, once, that a holder is watched which may be gone.
+            on_waiting: told that a holder is watched which may be gone, and how long it still is.
 
         Raises:
             UserError: another run is at work there.
@@ -185,10 +190,13 @@ class RemoteClaim:
         return True
 
     def _newest(self) -> tuple[int, bytes | None]:
-        found = [match for name in self._objects.listing() if (match := _NAME.fullmatch(name))]
+        listing = self._objects.listing()
+        found = [match for name in listing if (match := _NAME.fullmatch(name))]
         if not found:
             return 0, None
         newest = max(found, key=lambda match: match[1])
+        if listing[newest[0]].size_bytes > _MOST_BYTES:
+            return int(newest[1]), listing[newest[0]].version.encode()
         try:
             return int(newest[1]), self._objects.read(newest[0])
         except StorageError as error:
@@ -205,21 +213,17 @@ class RemoteClaim:
             UserError: it lives.
         """
         holder = ClaimHolder.parse(content)
-        if holder is not None and (holder.is_dead or holder.age_s > _CERTAINLY_OLD_S):
+        if holder is not None and holder.is_dead:
             return
-        who = str(holder or "another process")
+        place = f"{self._objects.url}/{_name_of(number)}"
+        who = str(holder or f"a process that {place} does not name (it is damaged)")
         is_here = holder is not None and holder.machine == _machine()
         if not is_here:
             on_waiting(
                 f"{self._objects.url} is claimed by {who}: watching for up to {EXPIRES_S:g} s "
-                "whether it is still at work"
+                f"whether it is still at work. If you know that it is not, delete {place}"
             )
-            deadline_s = time.monotonic() + EXPIRES_S
-            while time.monotonic() < deadline_s:
-                time.sleep(1.0)
-                if self._newest() != (number, content):
-                    break
-            else:
+            if self._is_silent(number, content, on_waiting):
                 return
             if self._newest()[1] is None:  # it has ended
                 return
@@ -227,6 +231,20 @@ class RemoteClaim:
             f"out_dir {self._objects.url} belongs to a run that is still at work: {who}. "
             "Wait for it, or try another --out_dir."
         )
+
+    def _is_silent(self, number: int, content: bytes, on_waiting: Callable[[str], None]) -> bool:
+        """Whether a claim stays as it is for as long as a living run would never leave it.
+
+        Looks are counted, so that a process that stood still does not take the others for dead.
+        """
+        looks = math.ceil(EXPIRES_S / _LOOK_S)
+        for look in range(1, looks + 1):
+            time.sleep(_LOOK_S)
+            if self._newest() != (number, content):
+                return False
+            if look % _TOLD_EVERY_LOOKS == 0 and look < looks:
+                on_waiting(f"no sign of it yet; watching for {(looks - look) * _LOOK_S:g} s more")
+        return True
 
     def _renew(self) -> None:
         while not self._ends.wait(RENEWED_EVERY_S):
@@ -244,8 +262,11 @@ class ClaimWatch:
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
         self._seen: str | None = None
+        self._holder: ClaimHolder | None = None
         self._changed_s = 0.0
         self._is_alive = False
+        self.is_in_doubt = False
+        """Whether the holder seems to be silent and was not watched for long enough to know."""
 
     def look(self, listing: Listing) -> tuple[bool, bool]:
         """Whether there is a claim, and whether its holder is there still.
@@ -258,22 +279,26 @@ class ClaimWatch:
         """
         names = [name for name in listing if is_claim(name)]
         if not names:
-            self._seen = None
+            self._seen, self.is_in_doubt = None, False
             return False, False
         newest = max(names)
         version = f"{newest} {listing[newest].version}"
         if version != self._seen:
-            holder = ClaimHolder.parse(self._objects.read(newest))
+            self._holder = self._read(newest, listing)
             is_first, self._seen, self._changed_s = self._seen is None, version, time.monotonic()
-            is_old = is_first and holder is not None and holder.age_s > _SURELY_SILENT_S
-            self._is_alive = holder is not None and not holder.is_dead and not is_old
-        elif time.monotonic() - self._changed_s > EXPIRES_S or self._holder_died(newest):
-            self._is_alive = False
+            self._is_alive = self._holder is None or not self._holder.is_dead
+            seems_silent = self._holder is None or self._holder.seems_silent
+            self.is_in_doubt = is_first and self._is_alive and seems_silent
+        elif time.monotonic() - self._changed_s > EXPIRES_S or (
+            self._holder is not None and self._holder.is_dead
+        ):
+            self._is_alive = self.is_in_doubt = False
         return True, self._is_alive
 
-    def _holder_died(self, name: str) -> bool:
-        holder = ClaimHolder.parse(self._objects.read(name))
-        return holder is not None and holder.is_dead
+    def _read(self, name: str, listing: Listing) -> ClaimHolder | None:
+        if listing[name].size_bytes > _MOST_BYTES:
+            return None
+        return ClaimHolder.parse(self._objects.read(name))
 
 
 def is_claim(name: str) -> bool:
@@ -283,6 +308,21 @@ def is_claim(name: str) -> bool:
 
 def _name_of(number: int) -> str:
     return f"{_PREFIX}{number:06}.json"
+
+
+def _started(process: int) -> float:
+    """When a process of this machine started, since the machine was booted; -1: there is none.
+
+    psutil's create_time is of the wall clock, and changes when that is set.
+    """
+    stat = Path(f"/proc/{process}/stat")
+    try:
+        if Path("/proc/self/stat").exists():
+            # Field 22, in clock ticks; the second field, a name in brackets, may hold anything.
+            return float(stat.read_text(errors="replace").rpartition(")")[2].split()[19])
+        return psutil.Process(process).create_time()
+    except (OSError, ValueError, psutil.Error):
+        return -1.0
 
 
 def _machine() -> str:

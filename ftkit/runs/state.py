@@ -2,24 +2,56 @@
 
 Nothing is written, so any number of processes may look, also from another machine with the same
 disk.
+
+A rank writes its report every few seconds, but each row of metrics.csv and each checkpoint at once.
+So the report of a rank that was killed is older than the rows and checkpoints beside it, and what
+these say of steps, losses, tokens and saved checkpoints counts.
 """
 
 import dataclasses
+import json
+import math
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ftkit.checkpoint.metadata import Metadata
+from ftkit.checkpoint.store import step_of
+from ftkit.console.formatting import utc_text
 from ftkit.errors import UserError
 from ftkit.remote.fetch import unreachable
 from ftkit.remote.objects import StorageError
 from ftkit.remote.urls import spelt
+from ftkit.report.answers import AnsweredExample, AnswerScore, ExactMatch, TaskScore
+from ftkit.report.metrics import (
+    ROUTER_COLUMN,
+    Row,
+    loss_column,
+    read_metrics,
+    read_validation,
+    samples_column,
+)
 from ftkit.report.peak_memory import PeakMemory
-from ftkit.report.report import OutcomeName, Report, read_report
+from ftkit.report.report import (
+    Checkpoints,
+    Loss,
+    OutcomeName,
+    Progress,
+    Report,
+    Tokens,
+    read_report,
+)
+from ftkit.report.restarts import Resumed
+from ftkit.report.source_meter import SourceMeter
 from ftkit.runs.carrying.seen import UrlCopy
-from ftkit.runs.checkpoints import RunCheckpoints
+from ftkit.runs.checkpoints import RunCheckpoints, size_of
 from ftkit.runs.directory import RunDirectory
+from ftkit.runs.job import Job
 from ftkit.runs.lock import is_at_work
+from ftkit.utils.damaged_files import reading
+from ftkit.utils.json_values import from_json
 
 StateName = Literal["starting", OutcomeName, "running", "killed"]
 """`starting`: it has no report yet; `killed`: it ended and nobody could write its report."""
@@ -64,10 +96,13 @@ def look(out_dir: Path, copy: UrlCopy | None = None) -> RunState:
         copy is None and is_at_work(RunCheckpoints(path=out_dir, store=run.store))
     )
     # A run that ends writes its report, then removes its state, and only then lets go of the lock.
-    if at_work or run.lock.exists():
+    if at_work:
         noted = _noted(run)
-        at_work_state: StateName = "running" if noted else "starting"
-        return RunState(out_dir=out_dir, state=at_work_state if at_work else "killed", report=noted)
+        return RunState(out_dir=out_dir, state="running" if noted else "starting", report=noted)
+    if run.lock.exists() and not is_report_of(run.report, run.job):
+        noted = _noted(run)
+        left = None if noted is None else brought_up_to_files(noted, run)
+        return RunState(out_dir=out_dir, state="killed", report=left)
     if not run.report.exists():
         raise UserError(
             f"{spelt(out_dir)} holds no report: its run left none, or has not begun yet."
@@ -93,3 +128,157 @@ def _noted(run: RunDirectory) -> Report | None:
         return None
     memory = [rank for report in reports if report.peak_memory for rank in report.peak_memory.ranks]
     return dataclasses.replace(reports[0], peak_memory=PeakMemory.of(memory) if memory else None)
+
+
+def report_at_start(job: Job, start: Metadata | None) -> Report:
+    """The report of a session before its first step: it covers the steps of earlier sessions.
+
+    Args:
+        job: what the session does.
+        start: metadata of the checkpoint that it goes on from; None: it begins a run.
+    """
+    report = job.new_report()
+    if start is None:
+        return report
+    carried = start.carried
+    return dataclasses.replace(
+        report,
+        progress=Progress(steps=start.step, samples=start.samples, epochs=start.epochs),
+        loss=from_json(Loss, carried.get("loss") or {}),
+        exact_match=from_json(ExactMatch | None, carried.get("exact_match")),
+        examples=from_json(list[AnsweredExample], carried.get("examples") or []),
+        scores=from_json(list[AnswerScore], carried.get("scores") or []),
+        tasks=from_json(list[TaskScore], carried.get("tasks") or []),
+        resumed=None
+        if job.start is None
+        else Resumed(
+            from_step=start.step,
+            checkpoint=shown_path(Path(job.start), job.directory),
+            strategy=start.layout.strategy,
+            world_size=start.layout.world_size,
+            changes=list(job.changes),
+        ),
+    )
+
+
+def shown_path(path: Path, run: RunDirectory) -> str:
+    """A path relative to the directory of the run, if it lies in there."""
+    path, out_dir = path.absolute(), run.path.absolute()
+    return str(path.relative_to(out_dir) if path.is_relative_to(out_dir) else path)
+
+
+def brought_up_to_files(noted: Report, run: RunDirectory) -> Report:
+    """What rank 0 has noted, with what the rows and checkpoints of the session say beyond it.
+
+    Times, throughput and memory stay as they were noted: no other file has them. Damaged rows are
+    named in the warnings and change nothing.
+
+    Args:
+        noted: the report of rank 0 as it last wrote it.
+        run: its directory, as the session has left it.
+    """
+    report = _with_checkpoints(noted, run)
+    if report.files is not None and run.final.is_dir():  # it is renamed once it is complete
+        files = dataclasses.replace(report.files, final=run.final.name)
+        report = dataclasses.replace(report, files=files)
+    try:
+        report = _with_validations(report, _rows_of(run.validation))
+        return _with_steps(report, _rows_of(run.metrics))
+    except UserError as error:
+        return dataclasses.replace(report, warnings=[*report.warnings, str(error)])
+
+
+def is_report_of(report: Path, job: Path) -> bool:
+    """Whether a report is that of the session that a job file describes: both exist and agree."""
+    try:
+        with reading(job, "a JSON object with a number started_at_s"):
+            started_at = utc_text(float(json.loads(job.read_bytes())["started_at_s"]))
+        return read_report(report).started_at == started_at
+    except UserError:
+        return False
+
+
+def _rows_of(file: Path) -> list[Row]:
+    if not file.exists():
+        return []
+    read = read_validation if file.name.startswith("validation") else read_metrics
+    with reading(file, "rows of numbers below a line with their names"):
+        return [row for row in read(file) if row["step"] is not None]
+
+
+def _with_steps(report: Report, rows: Sequence[Row]) -> Report:
+    """With the steps of this session; earlier rows are in what the session began with."""
+    first = report.resumed.from_step if report.resumed else 0
+    rows = [row for row in rows if (row["step"] or 0) > first]
+    noted = report.progress or Progress()
+    if not rows or (rows[-1]["step"] or 0) < noted.steps:  # rows that no disk had room for
+        return report
+    last, loss = rows[-1], report.loss or Loss()
+    samples = int(last["samples"] or 0)
+    real = sum(int(row["tokens"] or 0) for row in rows)
+    tokens = report.tokens
+    if tokens is None or tokens.real != real:  # how many carry loss is in no row
+        tokens = Tokens(real=real)
+    return dataclasses.replace(
+        report,
+        progress=Progress(
+            steps=int(last["step"] or 0), samples=samples, epochs=_epochs(report, samples)
+        ),
+        loss=dataclasses.replace(
+            loss,
+            first=rows[0]["loss"] if loss.first is None else loss.first,
+            last=last["loss"],
+            router_aux_loss=last.get(ROUTER_COLUMN),
+        ),
+        tokens=tokens,
+        sources={
+            name: dataclasses.replace(
+                source, samples=int(last.get(samples_column(name)) or source.samples)
+            )
+            for name, source in report.sources.items()
+        },
+    )
+
+
+def _epochs(report: Report, samples: int) -> float:
+    noted = report.progress or Progress()
+    if report.resolved is not None and report.resolved.samples_per_epoch:
+        return samples / report.resolved.samples_per_epoch
+    return noted.epochs * samples / noted.samples if noted.samples else 0.0
+
+
+def _with_validations(report: Report, rows: Sequence[Row]) -> Report:
+    """With the validations that were not noted yet."""
+    steps, loss = (report.progress or Progress()).steps, report.loss or Loss()
+    sources, sets = (
+        SourceMeter(list(before), before, least=1) for before in (report.sources, report.sets)
+    )
+    for row in rows:
+        step, value = int(row["step"] or 0), row["val_loss"]
+        if step < steps or (step == steps and value == loss.validation_last):
+            continue
+        loss = loss.with_validation(step, math.nan if value is None else value)
+        for meter in (sources, sets):
+            meter.validate(
+                {name: row.get(loss_column(name)) for name in meter.sources}, is_first=step == 0
+            )
+    return dataclasses.replace(report, loss=loss, sources=sources.sources, sets=sets.sources)
+
+
+def _with_checkpoints(report: Report, run: RunDirectory) -> Report:
+    """With the checkpoints that were complete before their rank could count them."""
+    noted = report.checkpoints or Checkpoints()
+    known = step_of(Path(noted.last).name) if noted.last else None
+    if known is None:
+        known = report.resumed.from_step if report.resumed else 0
+    new = [step for step in run.store.steps() if step > known]
+    if not new:
+        return report
+    newest = run.store.path(new[-1])
+    checkpoints = dataclasses.replace(
+        noted,
+        saved=noted.saved + len(new),
+        last=shown_path(newest, run),
+        last_bytes=size_of(newest),
+    )
+    return dataclasses.replace(report, checkpoints=checkpoints)

@@ -250,6 +250,8 @@ def watch(options: WatchOptions) -> int:
     with TemporaryDirectory(prefix="ftkit-watch-") as name:
         is_elsewhere = url_of(out_dir) is not None and not is_at_work_here(RunDirectory(out_dir))
         copy = UrlCopy(out_dir, Path(name)) if is_elsewhere else None
+        if options.once and copy is not None:
+            copy.settle()
         _show(Watcher(out_dir, copy), options, interval_s)
     return 0
 

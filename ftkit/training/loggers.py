@@ -1,6 +1,5 @@
 """Loggers: TensorBoard, Weights & Biases, MLflow and Trackio, any of them at once."""
 
-import re
 import secrets
 from argparse import Namespace
 from collections.abc import Iterator
@@ -13,14 +12,12 @@ from lightning.fabric.loggers.tensorboard import TensorBoardLogger
 from ftkit.config.parsing import to_dict
 from ftkit.config.plan import Plan
 from ftkit.config.recipe import LoggerName, Recipe
+from ftkit.redaction import redacted
 from ftkit.strategies.distributed import rank
 from ftkit.training.journal import Journal
 from ftkit.training.services.mlflow_logger import MlflowLogger
 from ftkit.training.services.trackio_logger import TrackioLogger
 from ftkit.utils.dotted_keys import leaves
-
-_SECRETS = re.compile(r"(?<=//)[^/@\s]+(?=@)|(?<=token=)[^&\s]+")
-"""What the address of a server may hold."""
 
 
 class _TensorBoard(TensorBoardLogger):
@@ -72,8 +69,8 @@ class Loggers:
             elif name == "tensorboard":
                 raise
             else:
-                lines = str(error).strip().splitlines() or [""]
-                reason = _SECRETS.sub("...", f"{type(error).__name__}: {lines[0][:300]}")
+                lines = redacted(str(error)).strip().splitlines() or [""]
+                reason = f"{type(error).__name__}: {lines[0][:300]}"
             del self._loggers[name]
             self._journal.warn(
                 f"{name} gets no values any more ({reason}); metrics.csv has all of them"

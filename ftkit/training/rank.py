@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TextIO
 
 from ftkit.optim.schedule import sample_budget
+from ftkit.redaction import redacted, redacted_output
 from ftkit.utils.imports import postpone_modules, without_hub_kernels
 from ftkit.utils.process import die_with_parent
 from ftkit.utils.progress import loading_shown, set_verbosity
@@ -84,8 +85,6 @@ def run_job(job: Job, metadata: Metadata | None, stop: StopRequest, journal: Jou
     start = StartingPoint.of(job, metadata)
     setup = set_up(job, start, journal)
     run_ids = dict(metadata.loggers) if metadata is not None and start.in_place else {}
-    if job.start is not None:
-        recorder.resumed(Path(job.start), job.changes)
     loggers = make_loggers(plan, start_step=start.step, run_ids=run_ids)
     load(setup, journal)
     weights = EvaluatedWeights(setup.strategy)
@@ -260,7 +259,7 @@ def _log_traceback(exception: BaseException, job: Job) -> None:
     if job.plan.world_size > 1:
         lines = [f"rank {rank()}:\n", *lines]
     with suppress(OSError), job.directory.log.open("a", encoding="utf-8") as file:
-        file.write("".join(lines))
+        file.write(redacted("".join(lines)))
 
 
 def _explain(exception: BaseException) -> RankError:
@@ -292,5 +291,6 @@ if __name__ == "__main__":
     _loading.close()
     gc.freeze()
     gc.enable()
+    sys.stdout, sys.stderr = map(redacted_output, (sys.stdout, sys.stderr))
     with os.fdopen(int(sys.argv[3]), "w") as _terminal:
         sys.exit(run_rank(Path(sys.argv[1]), _terminal))

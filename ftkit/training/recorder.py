@@ -16,7 +16,6 @@ from ftkit.bodies.routing import Routing
 from ftkit.checkpoint.metadata import Metadata
 from ftkit.data.sources import data_source, validation_sets
 from ftkit.memory.meter import DevicePeak
-from ftkit.report.answers import AnsweredExample, AnswerScore, ExactMatch, TaskScore
 from ftkit.report.expert_load import ExpertLoad
 from ftkit.report.metrics import MetricsWriter, ValidationWriter
 from ftkit.report.peak_memory import PeakMemory, RankMemory
@@ -33,18 +32,17 @@ from ftkit.report.report import (
     Tokens,
     write_report,
 )
-from ftkit.report.restarts import Resumed
 from ftkit.report.source_meter import SourceMeter
 from ftkit.report.step_memory import RankStepMemory, StepMemory
 from ftkit.report.step_record import StepRecord
 from ftkit.report.throughput import Throughput, ThroughputMeter
 from ftkit.runs.directory import RankDirectory
 from ftkit.runs.job import Job
+from ftkit.runs.state import report_at_start, shown_path
 from ftkit.strategies.distributed import make_device
 from ftkit.system_metrics.sampler import SystemSampler
 from ftkit.utils.files import insist
 from ftkit.utils.hardware import CpuUtilization, host_memory
-from ftkit.utils.json_values import from_json
 
 STATE_INTERVAL_S = 5.0
 """Most seconds of training that a report can miss when the process is killed."""
@@ -114,14 +112,12 @@ class Recorder:
         self._cpu = CpuUtilization()
         self._host_bytes = 0
         self.report = dataclasses.replace(
-            job.new_report(),
-            loss=Loss(),
+            report_at_start(job, start),
             files=Files(metrics=run.metrics.name, validation=run.validation.name, log=run.log.name),
             sources=self._sources.sources,
             sets=self._sets.sources,
         )
-        if start:
-            self._restore(start)
+        self.note(loss=self.report.loss or Loss())
 
     def __enter__(self) -> "Recorder":
         self._try_to_write()
@@ -179,24 +175,6 @@ class Recorder:
             "restarts": [dataclasses.asdict(restart) for restart in self.report.restarts],
         }
 
-    def resumed(self, checkpoint: Path, changes: Sequence[str] = ()) -> None:
-        """Note where the run went on from.
-
-        Args:
-            checkpoint: directory of the checkpoint whose metadata this recorder started from.
-            changes: fields of the recipe that are not as they were, one line each.
-        """
-        assert self._start is not None
-        self.note(
-            resumed=Resumed(
-                from_step=self._start_step,
-                checkpoint=self._shown(checkpoint),
-                strategy=self._start.layout.strategy,
-                world_size=self._start.layout.world_size,
-                changes=list(changes),
-            )
-        )
-
     def on_save(self, checkpoint: Path, *, size_bytes: int, stall_s: float, write_s: float) -> None:
         """Count a checkpoint that is complete.
 
@@ -214,12 +192,13 @@ class Recorder:
             checkpoints=dataclasses.replace(
                 self._checkpoints(),
                 saved=len(self._stalls_s),
-                last=self._shown(checkpoint),
+                last=shown_path(checkpoint, self._job.directory),
                 last_bytes=size_bytes,
                 stall_s=Spread.of(self._stalls_s),
                 write_s=Spread.of(self._writes_s),
             )
         )
+        self._try_to_write()  # what is deleted later could not be counted by its directory
 
     def sync_rows(self) -> None:
         """Wait until the rows so far are on the disk: a checkpoint counts on those before it."""
@@ -363,17 +342,6 @@ class Recorder:
             expert_load=ExpertLoad.of_choices(self._routing.layers, self._routing.load),
         )
 
-    def _restore(self, start: Metadata) -> None:
-        carried = start.carried
-        self.note(
-            progress=Progress(steps=start.step, samples=start.samples, epochs=start.epochs),
-            loss=from_json(Loss, carried.get("loss") or {}),
-            exact_match=from_json(ExactMatch | None, carried.get("exact_match")),
-            examples=from_json(list[AnsweredExample], carried.get("examples") or []),
-            scores=from_json(list[AnswerScore], carried.get("scores") or []),
-            tasks=from_json(list[TaskScore], carried.get("tasks") or []),
-        )
-
     def _loss(self) -> Loss:
         """The loss with the newest step; its first step may lie in an earlier session."""
         before = self.report.loss
@@ -386,11 +354,6 @@ class Recorder:
 
     def _checkpoints(self) -> Checkpoints:
         return self.report.checkpoints or Checkpoints()
-
-    def _shown(self, path: Path) -> str:
-        """A path relative to out_dir, if it lies in there."""
-        path, out_dir = path.absolute(), self._job.recipe.out_dir.absolute()
-        return str(path.relative_to(out_dir) if path.is_relative_to(out_dir) else path)
 
     def _throughput(self) -> Throughput | None:
         speed = self._meter.result(self._plan.world_size)

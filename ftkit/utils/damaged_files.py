@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ftkit.errors import UserError
+from ftkit.redaction import redacted
 from ftkit.utils.files import cache_root
 
 _MOST_LOG_BYTES = 2**20
@@ -81,7 +82,8 @@ def log_failure(file: Path | str, text: str) -> None:
         if log.exists() and log.stat().st_size > _MOST_LOG_BYTES:
             log.replace(log.with_suffix(".log.1"))
         with log.open("a", encoding="utf-8", errors="backslashreplace") as out:
-            out.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {file}\n{text[-_MOST_TEXT:]}")
+            out.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {file}\n")
+            out.write(redacted(text)[-_MOST_TEXT:])
 
 
 def _reason(error: BaseException) -> str:
@@ -89,6 +91,6 @@ def _reason(error: BaseException) -> str:
         return "nested too deeply"
     if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # torch's words
         return "too large for memory"
-    message = str(error).strip().partition("\n")[0].rstrip(".")
+    message = redacted(str(error)).strip().partition("\n")[0].rstrip(".")
     shown = message if len(message) <= _MOST_SHOWN else f"{message[:_MOST_SHOWN]} ..."
     return f"{type(error).__name__}: {shown}" if shown else type(error).__name__

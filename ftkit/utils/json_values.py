@@ -8,12 +8,12 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from ftkit.redaction import REMOVED, redacted
+
 _SECRET = r"[\w.-]*(?:access_token|hf_token|api_key)"
 _SECRET_KEY = re.compile(_SECRET)
 _SECRET_FLAG = re.compile(rf"--{_SECRET}")
 _SECRET_ASSIGNMENT = re.compile(rf"""({_SECRET}["']?\s*[=:]\s*["']?)[^\s"',}}]+""")
-_HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
-REMOVED = "***"
 
 
 def without_tokens(argv: Sequence[str]) -> list[str]:
@@ -23,12 +23,8 @@ def without_tokens(argv: Sequence[str]) -> list[str]:
         if cleaned and _SECRET_FLAG.fullmatch(cleaned[-1]):
             cleaned.append(REMOVED)
         else:
-            cleaned.append(_redact(_SECRET_ASSIGNMENT.sub(rf"\g<1>{REMOVED}", argument)))
+            cleaned.append(redacted(_SECRET_ASSIGNMENT.sub(rf"\g<1>{REMOVED}", argument)))
     return cleaned
-
-
-def _redact(text: str) -> str:
-    return _HUB_TOKEN.sub(REMOVED, text)
 
 
 def for_json(value: Any) -> Any:
@@ -40,7 +36,7 @@ def for_json(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, str | Path):
-        return _redact(str(value))
+        return redacted(str(value))
     return value
 
 

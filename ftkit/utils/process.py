@@ -12,6 +12,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from ftkit.redaction import redacted
+
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 AT_REST, BUSY = 10_000, 1_000
@@ -61,7 +63,7 @@ def launcher_starts_again() -> bool:
 
 def print_line(text: str) -> None:
     """Print on stderr in one write: `print` makes two, and another process's line gets between."""
-    sys.stderr.write(f"{text}\n")
+    sys.stderr.write(f"{redacted(text)}\n")
     sys.stderr.flush()
 
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, TextIO
 
+from ftkit.redaction import redacted
+
 OnProgress = Callable[[int, int], None]
 """Called with what is done and what there is in all: bytes, parameters, records."""
 Verbosity = Literal["full", "child", "quiet"]
@@ -45,7 +47,7 @@ def gives_advice() -> bool:
 def print_notice(text: str, stream: TextIO | None = None) -> None:
     """Print what a person may want to know and --quiet leaves out; default: on standard output."""
     if not is_quiet():
-        print(text, file=stream, flush=True)
+        print(redacted(text), file=stream, flush=True)
 
 
 def next_text(commands: Sequence[str]) -> str:

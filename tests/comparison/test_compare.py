@@ -410,7 +410,7 @@ def test_what_is_no_run_is_said_and_left_out(
         "ftkit: out/empty holds no run: left out",
         "ftkit: none does not exist: left out",
     ]
-    assert lines[3].startswith("ftkit: out/cut ") and "not valid JSON" in lines[3]
+    assert lines[3].startswith("ftkit: out/cut ") and "is damaged" in lines[3]
 
 
 def test_runs_at_work_and_killed_ones_are_compared_by_what_their_ranks_have_noted(

@@ -284,11 +284,13 @@ class TestFile:
             ('{"schema_version": 3, "result": 5}', "schema_version 3"),
             ("{}", "no schema_version"),
             ("[1, 2]", "no schema_version"),
-            ('{"schema_version": 1', "not valid JSON"),
-            ('{"schema_version": 1}', "not a report"),
-            (json.dumps({**dataclasses.asdict(FAILED), "exit_code": "one"}), "not a report"),
-            (json.dumps({**dataclasses.asdict(FAILED), "outcome": "great"}), "not a report"),
-            (json.dumps({**dataclasses.asdict(FAILED), "loss": [1.0]}), "not a report"),
+            ('{"schema_version": 1', "is damaged: JSONDecodeError"),
+            ("[" * 100_000, "nested too deeply"),
+            ("1" * 5_000, "is damaged"),
+            ('{"schema_version": 1}', "is damaged"),
+            (json.dumps({**dataclasses.asdict(FAILED), "exit_code": "one"}), "is damaged"),
+            (json.dumps({**dataclasses.asdict(FAILED), "outcome": "great"}), "is damaged"),
+            (json.dumps({**dataclasses.asdict(FAILED), "loss": [1.0]}), "is damaged"),
         ],
     )
     def test_what_is_no_report_of_this_version_is_refused(

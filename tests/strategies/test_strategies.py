@@ -103,7 +103,8 @@ def test_rows_learn_what_padded_micro_batches_do(
     assert paths == ["sdpa per sequence", "padded"]
     of_rows, of_padded = (outcome.report.tokens for outcome in (found, expected))
     assert of_rows is not None and of_padded is not None
-    assert of_padded.padding_fraction > 0.05
+    assert of_padded.padding_fraction is not None and of_padded.padding_fraction > 0.05
+    assert of_rows.padded is not None
     assert of_rows.padded <= len(found.rows) * (1 if strategy == "single" else 2), "fillers"
 
 

@@ -19,6 +19,8 @@ def make_recorder(
     start: Metadata | None = None,
     devices: int = 1,
     routing: Routing | None = None,
+    checkpoint: Path | None = None,
+    changes: tuple[str, ...] = (),
 ) -> Recorder:
     recipe = read_recipe(
         [],
@@ -36,6 +38,8 @@ def make_recorder(
         base="base",
         command=(),
         started_at_s=time.time(),
+        start=None if checkpoint is None else str(checkpoint),
+        changes=changes,
     )
     state = job.directory.rank(0)
     state.path.mkdir(parents=True, exist_ok=True)

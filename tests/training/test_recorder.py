@@ -238,8 +238,9 @@ def test_a_checkpoint_holds_the_loss_of_its_own_step(tmp_path: Path) -> None:
 def test_the_report_says_where_the_session_went_on_from(inside: bool, tmp_path: Path) -> None:
     start = first_session(tmp_path)
     checkpoint = tmp_path / ("out" if inside else "other") / "checkpoints/step-00000008"
-    with make_recorder(tmp_path, start) as recorder:
-        recorder.resumed(checkpoint, ["optimizer.lr: 0.001 -> 0.002"])
+    changes = ("optimizer.lr: 0.001 -> 0.002",)
+    with make_recorder(tmp_path, start, checkpoint=checkpoint, changes=changes) as recorder:
+        pass
     resumed = recorder.report.resumed
     assert resumed.checkpoint == ("checkpoints/step-00000008" if inside else str(checkpoint))
     assert (resumed.from_step, resumed.strategy, resumed.world_size) == (8, "fsdp", 2)

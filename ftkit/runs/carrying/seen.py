@@ -1,5 +1,6 @@
 """Runs at a url as other machines see them: copies of the files that tell how they are."""
 
+import math
 import time
 from contextlib import suppress
 from itertools import count
@@ -11,8 +12,9 @@ from ftkit.remote.fetch import Listing
 from ftkit.remote.objects import Objects, StorageError
 from ftkit.runs.carrying.files import is_state
 from ftkit.runs.directory import RunDirectory
-from ftkit.runs.remote_claim import ClaimWatch
+from ftkit.runs.remote_claim import EXPIRES_S, ClaimWatch
 from ftkit.utils.files import remove
+from ftkit.utils.progress import print_notice
 
 _LOOKS_EVERY_S = 5.0
 """Rows come to a url every half a minute; more requests would show nothing more."""
@@ -56,6 +58,21 @@ class UrlCopy:
                 raise
         self._looked_s = now_s
         return self._at_work
+
+    def settle(self) -> None:
+        """Look until it is known whether the run is at work, which one look cannot always tell."""
+        with suppress(StorageError):  # the next look says so
+            self.look()
+        if self._claim.is_in_doubt:
+            print_notice(
+                f"{self._objects.url} seems to have been left long ago: watching for up to "
+                f"{EXPIRES_S:g} s whether its run is still at work"
+            )
+        for _ in range(math.ceil(EXPIRES_S / _LOOKS_EVERY_S) + 1):
+            if not self._claim.is_in_doubt:
+                return
+            time.sleep(_LOOKS_EVERY_S)
+            self.look()
 
     def take(self, listing: Listing) -> None:
         """Bring the copy to what a listing of the run has.

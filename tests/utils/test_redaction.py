@@ -1,0 +1,158 @@
+"""Passwords and tokens in urls: one function takes them out of all that is shown or stored."""
+
+import io
+import json
+import subprocess
+from pathlib import Path
+
+import httpx
+import pytest
+from command import command_environment, command_line
+
+from ftkit.console.display import Display
+from ftkit.errors import DoesNotFit, UserError
+from ftkit.redaction import redacted, redacted_output
+from ftkit.remote.providers import in_words
+from ftkit.runs.directory import RunDirectory
+from ftkit.runs.job import RankError
+from ftkit.utils.damaged_files import DamagedFile, reading, traceback_log
+from ftkit.utils.json_values import for_json, without_tokens
+from ftkit.utils.process import print_line
+from ftkit.utils.progress import print_notice
+
+SECRET = "p4ssw0rd"
+SECRETS = {
+    "a hub's mirror": f"HF_ENDPOINT=http://user:{SECRET}@mirror.example",
+    "a token as the user": f"https://{SECRET}@mirror.example/api",
+    "a proxy": f"HTTPS_PROXY=https://me:{SECRET}@proxy.example:3128",
+    "a proxy without a scheme": f"proxy me:{SECRET}@proxy.example:3128 refused",
+    "a SOCKS proxy": f"socks5h://me:{SECRET}@127.0.0.1:1080",
+    "an endpoint of S3": f"AWS_ENDPOINT_URL=http://key:{SECRET}@minio.example:9000/bucket",
+    "MLflow": f"MLFLOW_TRACKING_URI=https://u:{SECRET}@mlflow.example/api/2.0",
+    "MLflow's database": f"mysql+pymysql://u:{SECRET}@db.example/mlflow",
+    "W&B": f"WANDB_BASE_URL=https://u:{SECRET}@wandb.example",
+    "an @ in the password": f"http://u:a@{SECRET}@host",
+    "a slash in the password": f"http://u:a/{SECRET}@host/x",
+    "a # in the password": f"http://u:a#{SECRET}@host/x",
+    "a quote in the password": f"http://u:a'{SECRET}@host/x",
+    "percent signs": f"http://u:%20{SECRET}@host",
+    "capital letters": f"HTTP://U:{SECRET}@HOST",
+    "no user": f"redis://:{SECRET}@host:6379/0",
+    "an IPv6 host": f"http://u:{SECRET}@[::1]:8080/",
+    "in quotes": f"Cannot connect to 'http://u:{SECRET}@host/' (refused)",
+    "in JSON": json.dumps({"url": f"http://u:{SECRET}@host", "at": "me@example"}),
+    "two urls": f"http://u:{SECRET}@a,http://u:{SECRET}@b",
+    "a signed url of S3": f"https://b.example/k?X-Amz-Date=1&X-Amz-Signature={SECRET}&x=1",
+    "its session": f"https://b.example/k?X-Amz-Security-Token={SECRET}",
+    "its credential": f"https://b.example/k?X-Amz-Credential={SECRET}/20260101/eu/s3",
+    "a signed url of Google": f"https://b.example/k?X-Goog-Signature={SECRET}",
+    "a token of Azure": f"https://a.example/c/b?sv=2024&sig={SECRET}&se=2030",
+    "a token": f"https://a.example/?token={SECRET}",
+    "an access token": f"https://a.example/#access_token={SECRET}",
+    "an API key": f"https://a.example/?a=1&api_key={SECRET}",
+    "a key of Google": f"https://a.example/v1?key={SECRET}",
+    "a connection string": f"AccountName=a;AccountKey={SECRET};EndpointSuffix=x",
+    "a header": f"{{'Authorization': 'Bearer {SECRET}'}}",
+}
+HARMLESS = [
+    "https://huggingface.co/org/name",
+    "http://localhost:8080/a/b@main",
+    "s3://bucket/out/lora",
+    "ssh://git@github.com/me/it",
+    "az://container/prefix",
+    "data.url is https://a.example/?page=2&tokenizer=bpe#top",
+    "me@example.com wrote at 12:30",
+    "optimizer.lr: 0.001 -> 0.002",
+    "rank 1: node2:29500 refused",
+    "org/name@refs/convert/parquet: train",
+]
+everywhere = pytest.mark.parametrize("text", SECRETS.values(), ids=SECRETS)
+
+
+@everywhere
+def test_a_secret_is_taken_out_of_a_text_and_the_rest_stays(text: str) -> None:
+    assert SECRET not in redacted(text)
+    assert "***" in redacted(text)
+    assert redacted(redacted(text)) == redacted(text)
+
+
+def test_the_host_stays_to_be_found() -> None:
+    assert redacted(f"http://user:{SECRET}@host:8080/a?token={SECRET}&b=1") == (
+        "http://***@host:8080/a?token=***&b=1"
+    )
+
+
+@pytest.mark.parametrize("text", HARMLESS)
+def test_other_texts_stay_as_they_are(text: str) -> None:
+    kept = text.replace("&tokenizer=bpe", "&tokenizer=***")
+    assert redacted(text) == kept
+
+
+@pytest.mark.parametrize("unit", ["a:", "http://", "a:b@", "?token", "?a-", "x@", "://a:"])
+def test_the_time_is_linear_in_the_text(unit: str) -> None:
+    redacted(unit * (400_000 // len(unit)) + "@h:1")  # minutes if it were not
+
+
+@everywhere
+def test_it_is_taken_out_of_all_messages(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FTKIT_CACHE_DIR", str(tmp_path / "cache"))
+    found = [str(UserError(text)), str(DoesNotFit(text)), in_words(OSError(text))]
+    print_line(text)
+    print_notice(text)
+    with Display(tmp_path) as display:
+        display.message(text)
+        display.warning(text)
+        display.show_text(text)
+        with display.phase(text):
+            pass
+    with pytest.raises(DamagedFile) as damaged, reading("file", "a url"):
+        raise ValueError("x" * 190 + f" {text}")
+    found += [str(damaged.value), traceback_log().read_text(), (tmp_path / "run.log").read_text()]
+    captured = capsys.readouterr()
+    found += [captured.out, captured.err, *without_tokens(["ftkit", "--data.path", text])]
+    found.append(json.dumps(for_json({"recipe": {"data": [text]}})))
+    error = RankError(kind="failed", message=text, happened_at_s=0.0)
+    directory = RunDirectory(tmp_path).rank(0)
+    directory.path.mkdir(parents=True)
+    error.write(directory)
+    found += [error.to_text(), directory.error.read_text()]
+    assert not [said for said in found if SECRET in said]
+    assert "***" in captured.out and "***" in captured.err
+
+
+def test_what_libraries_write_to_a_standard_stream_is_searched_too() -> None:
+    file = io.BytesIO()
+    before = io.TextIOWrapper(file, encoding="utf-8", write_through=True)
+    stream = redacted_output(before)
+    print(f"Retrying http://u:{SECRET}@host", file=stream)
+    del stream
+    print("again", file=before)  # as after contextlib.redirect_stderr
+    assert file.getvalue() == b"Retrying http://***@host\nagain\n"
+    assert redacted_output(plain := io.StringIO()) is plain
+
+
+def test_an_error_of_a_library_that_quotes_its_proxy_is_shown_without_the_password() -> None:
+    url = f"http://u:{SECRET}@proxy.example:3128"
+    error = httpx.ProxyError(f"407 from {url}")
+    assert SECRET not in str(UserError(f"the hub is not reached: {error}"))
+
+
+@pytest.mark.parametrize("variable", ["HF_ENDPOINT", "HTTPS_PROXY"])
+def test_a_command_that_cannot_reach_the_hub_prints_no_password(
+    variable: str, tmp_path: Path
+) -> None:
+    url = f"http://user:{SECRET}@127.0.0.1:9"
+    environment = command_environment() | {variable: url, "HF_HUB_OFFLINE": "0"}
+    ended = subprocess.run(
+        command_line("download", "org/name"),
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+        timeout=120,
+    )
+    assert ended.returncode == 2, ended.stderr
+    assert SECRET not in ended.stdout + ended.stderr
+    assert "cannot be reached" in ended.stderr
