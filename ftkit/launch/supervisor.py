@@ -46,6 +46,7 @@ from ftkit.runs.mirror import NotCarried
 from ftkit.runs.remote_run import mirrored, require_unclaimed
 from ftkit.runs.resume import (
     Completed,
+    DamageFound,
     Start,
     find_start,
     require_free,
@@ -122,9 +123,19 @@ def launch(
                 f"num_nodes is {recipe.num_nodes}, but this command starts ranks on one machine "
                 "only. Start it on every machine with torchrun or srun, or try --num_nodes 1."
             )
-        with Ranks() as ranks, prepared(ranks.received) as job:
-            ranks.run(job)
-            return ended(job, ranks.received)
+        doubted: set[Path] = set()
+        while True:
+            with Ranks() as ranks:
+                try:
+                    with prepared(ranks.received) as job:
+                        ranks.run(job)
+                        return ended(job, ranks.received)
+                except DamageFound as found:
+                    is_known = found.checkpoint in doubted  # though all of it was read since
+                    if recipe.resume != "auto" or ranks.received or is_known:
+                        raise
+                    doubted.add(found.checkpoint)
+                    print_notice(f"{found.why} Reading all of it ...")
     except Completed as completed:
         print(completed, flush=True)
         return 0
