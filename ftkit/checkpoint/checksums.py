@@ -1,15 +1,16 @@
-"""Checksums of a checkpoint's files: of a whole file, and of its blocks while it is written."""
+"""Checksums of a checkpoint's files: of a whole file, and of its blocks where it was written."""
 
 import hashlib
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import cycle
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ftkit.checkpoint.metadata import FileEntry
-from ftkit.utils.block_checksums import BLOCK_BYTES, BlockChecksums, checksum_of_block
+import xxhash
 
-_READ_BYTES = 4 * 2**20
+from ftkit.checkpoint.metadata import FileEntry
+from ftkit.utils.block_checksums import BLOCK_BYTES, BlockChecksums
+
+_READ_BYTES = 2**18
+"""What fits into a core's own cache, for both kinds of checksums."""
 
 
 def hash_file(path: Path, on_block: Callable[[int], None] | None = None) -> FileEntry:
@@ -17,40 +18,45 @@ def hash_file(path: Path, on_block: Callable[[int], None] | None = None) -> File
 
     Args:
         path: a regular file.
-        on_block: told the length of each block that is done.
+        on_block: called with the length of each part that is done.
     """
-    digest = hashlib.sha256()
-    size = 0
-    block = memoryview(bytearray(_READ_BYTES))
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(block):
-            digest.update(block[:count])
-            size += count
-            if on_block:
-                on_block(count)
+    digest, size = hashlib.sha256(), 0
+    for part in _parts(path, _READ_BYTES):
+        digest.update(part)
+        size += len(part)
+        if on_block:
+            on_block(len(part))
     return FileEntry(size_bytes=size, sha256=digest.hexdigest())
 
 
 def describe_file(path: Path, block_bytes: int = BLOCK_BYTES) -> FileEntry:
     """Size and checksums of a file that was written just now, those of its blocks included.
 
-    It is read once. The checksum of the whole is computed in a thread while the next block is
-    read and its own is, so that the blocks cost no time.
-
     Args:
         path: a regular file.
         block_bytes: length of a block.
     """
     digest, size, of_blocks = hashlib.sha256(), 0, []
-    hashed: Future[None] | None = None
-    buffers = cycle([memoryview(bytearray(block_bytes)) for _ in range(2)])
-    with ThreadPoolExecutor(1) as pool, path.open("rb") as file:
-        while count := file.readinto(buffer := next(buffers)):
-            block = buffer[:count]
-            of_blocks.append(checksum_of_block(block))
-            size += count
-            if hashed is not None:  # its buffer is read into next
-                hashed.result()
-            hashed = pool.submit(digest.update, block)
-    blocks = BlockChecksums(block_bytes=block_bytes, crc32="".join(of_blocks))
+    block = xxhash.xxh3_64()
+    for part in _parts(path, min(_READ_BYTES, block_bytes)):
+        digest.update(part)
+        while len(part):
+            left = part[: block_bytes - size % block_bytes]
+            block.update(left)
+            size += len(left)
+            part = part[len(left) :]
+            if size % block_bytes == 0:
+                of_blocks.append(block.hexdigest())
+                block.reset()
+    if size % block_bytes:
+        of_blocks.append(block.hexdigest())
+    blocks = BlockChecksums(block_bytes=block_bytes, xxh3_64="".join(of_blocks))
     return FileEntry(size_bytes=size, sha256=digest.hexdigest(), blocks=blocks)
+
+
+def _parts(path: Path, most_bytes: int) -> Iterator[memoryview]:
+    """All of a file, in parts that last until the next one is read."""
+    buffer = memoryview(bytearray(most_bytes))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            yield buffer[:count]

@@ -31,9 +31,16 @@ from ftkit.report.step_memory import StepMemory
 from ftkit.report.table import render, summary_line
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import FOR_MEMORY, WITHOUT_A_WORD, Job, RankError
-from ftkit.runs.resume import DamageFound, last_words
+from ftkit.runs.resume import DamagedCheckpoint, last_words
 from ftkit.utils.files import insist
 from ftkit.utils.progress import gives_advice, next_text
+
+
+class DamageFound(DamagedCheckpoint):
+    """A rank found damage in the checkpoint that its session was to go on from.
+
+    The next start reads the whole file before it chooses one.
+    """
 
 
 def conclude(job: Job, received: Sequence[signal.Signals]) -> int:

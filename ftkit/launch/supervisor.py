@@ -24,7 +24,7 @@ from ftkit.console.display import Display
 from ftkit.console.terminal import fitted
 from ftkit.data.sources import check_data
 from ftkit.errors import UserError
-from ftkit.launch.conclude import conclude
+from ftkit.launch.conclude import DamageFound, conclude
 from ftkit.launch.environment import ExternalRanks, external_ranks
 from ftkit.launch.interfaces import check_interfaces
 from ftkit.launch.last_session import restarts_of
@@ -36,7 +36,7 @@ from ftkit.pretrained.hub import find_or_download
 from ftkit.remote.providers import require_provider
 from ftkit.remote.urls import spelt, url_of
 from ftkit.report.report import read_report
-from ftkit.runs.backup import copy_rows, ready_to_go_on
+from ftkit.runs.backup import copy_rows, lost_rows, ready_to_go_on
 from ftkit.runs.carrying.files import Others
 from ftkit.runs.checkpoints import RunCheckpoints
 from ftkit.runs.directory import RunDirectory
@@ -46,7 +46,6 @@ from ftkit.runs.mirror import NotCarried
 from ftkit.runs.remote_run import mirrored, require_unclaimed
 from ftkit.runs.resume import (
     Completed,
-    DamageFound,
     Start,
     find_start,
     require_free,
@@ -293,6 +292,8 @@ def _go_on(start: Start, job: Job, display: Display, *, copy_base: bool) -> None
         copy_rows(start, job.directory)
     for why in start.passed_over:
         display.warning(f"{why} It is kept in {spelt(job.directory.backups)}.")
+    if lost := lost_rows(start, job.directory):
+        display.warning(lost)
     step = start.metadata.step
     display.message(f"going on from step {step:,}: {spelt(start.checkpoint)}")
     for change in start.changes:

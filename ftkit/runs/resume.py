@@ -58,13 +58,6 @@ class DamagedCheckpoint(UserError):
         self.checkpoint, self.why = checkpoint, why
 
 
-class DamageFound(DamagedCheckpoint):
-    """The same of the checkpoint that a session was to go on from, found by a rank.
-
-    The next start reads the whole file before it chooses one.
-    """
-
-
 class Completed(Exception):
     """The run that was to go on is complete; says where the result is and what would go on."""
 

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import time
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 from checkpoints import FILES, save, some_metadata, write_partial
 
 from ftkit.checkpoint import checksums
@@ -606,7 +606,7 @@ def test_a_file_that_is_written_gets_a_checksum_of_each_block(tmp_path: Path, si
     assert entry == hash_file(file)
     parts = [content[start : start + 10] for start in range(0, size, 10)]
     assert entry.blocks == BlockChecksums(
-        block_bytes=10, crc32="".join(f"{zlib.crc32(part):08x}" for part in parts)
+        block_bytes=10, xxh3_64="".join(map(xxhash.xxh3_64_hexdigest, parts))
     )
     assert entry.blocks.problem(size) is None
     for number, part in enumerate(parts):
@@ -614,11 +614,11 @@ def test_a_file_that_is_written_gets_a_checksum_of_each_block(tmp_path: Path, si
         assert not entry.blocks.matches(number, part[:-1] + bytes([part[-1] ^ 1]))
 
 
-@pytest.mark.parametrize("change", [{"crc32": "00"}, {"crc32": "0000000x"}, {"block_bytes": 0}])
+@pytest.mark.parametrize("change", [{"xxh3_64": "00"}, {"xxh3_64": "x" * 16}, {"block_bytes": 0}])
 def test_checksums_of_blocks_that_cannot_be_are_damage(
     tmp_path: Path, change: dict[str, Any]
 ) -> None:
-    blocks = BlockChecksums(**{"block_bytes": 4, "crc32": "00000000"} | change)
+    blocks = BlockChecksums(**{"block_bytes": 4, "xxh3_64": "0" * 16} | change)
     entry = FileEntry(size_bytes=3, sha256="0" * 64, blocks=blocks)
     write_metadata(some_metadata(5, files={"a": entry}), tmp_path)
     with pytest.raises(CheckpointError, match=r"'a': .*checksums"):

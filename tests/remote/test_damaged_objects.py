@@ -184,7 +184,7 @@ SLOW = pytest.mark.slow
             id="noise-two-ranks",
             marks=SLOW,
         ),
-        pytest.param(of_another_step, in_small_blocks, (), "rank", id="other-step", marks=SLOW),
+        pytest.param(of_another_step, in_small_blocks, (), "start", id="other-step", marks=SLOW),
         pytest.param(change(SHARD, flipped), hash_file, (), "start", id="old-version", marks=SLOW),
         *(
             pytest.param(change(name, damage), in_small_blocks, (), "start", id=word, marks=SLOW)
@@ -207,21 +207,22 @@ def test_another_machine_goes_on_from_the_newest_sound_checkpoint_at_a_url(
     found_by: str,
 ) -> None:
     """It ends as if nothing had been damaged, and says why it went back."""
-    url, full = "s3://bucket/damaged/run", {"command": "finetune_full"}
+    prefix, full = f"damaged/{tmp_path.name}", {"command": "finetune_full"}
+    url = f"s3://bucket/{prefix}"
     run("a", url, "--stop_after", "4", **full)
     run("a", tmp_path / "whole", **full)
-    describe_again(bucket, "damaged/run", tmp_path / "described", describe)
-    damage(bucket, "damaged/run")
+    describe_again(bucket, prefix, tmp_path / "described", describe)
+    damage(bucket, prefix)
     said = run("b", url, "--resume", "auto", *layout, **full)
     why = f"{url}/checkpoints/step-00000004 cannot be continued from: "
     assert why in said and "going on from step 2" in said
     assert ("Reading all of it" in said) == (found_by == "rank")
-    copy = bucket.fetch("damaged/run", tmp_path / "copy")
+    copy = bucket.fetch(prefix, tmp_path / "copy")
     found, expected = learned(copy), learned(tmp_path / "whole")
     assert [row[0] for row in found] == [row[0] for row in expected]
     losses = [[float(row[2]) for row in rows] for rows in (found, expected)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert bucket.steps("damaged/run") == [2, 4, 5]
+    assert bucket.steps(prefix) == [2, 4, 5]
 
 
 def test_a_damaged_checkpoint_that_was_asked_for_is_refused(
@@ -238,3 +239,16 @@ def test_a_damaged_checkpoint_that_was_asked_for_is_refused(
     code, said = ended(begin("b", url, "--resume", "4", **full))  # which reads all of it first
     assert code == 2 and "--resume 2" in said
     assert bucket.names("refused") == before
+
+
+@pytest.mark.slow
+def test_rows_that_were_cut_at_a_url_are_named_and_the_run_goes_on(
+    run: Callable[..., str], bucket: Bucket, tmp_path: Path
+) -> None:
+    url = "s3://bucket/rows"
+    run("a", url, "--stop_after", "4")
+    lines = bucket.read("rows/metrics.csv").splitlines(keepends=True)
+    bucket.write("rows/metrics.csv", b"".join(lines[:3]) + lines[3][:4])
+    said = run("b", url, "--resume", "auto")
+    assert f"{url}/metrics.csv was cut: its rows of the steps 3 to 4 are lost" in said
+    assert [row[0] for row in learned(bucket.fetch("rows", tmp_path / "copy"))] == ["1", "2", "5"]
