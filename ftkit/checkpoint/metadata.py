@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ftkit.checkpoint.files import METADATA
-from ftkit.utils.block_checksums import BlockChecksums
+from ftkit.remote.block_checksums import BlockChecksums
 from ftkit.utils.files import write_durably
 from ftkit.utils.json_values import from_json
 

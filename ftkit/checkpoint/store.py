@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
-from ftkit.checkpoint.checksums import hash_file
-from ftkit.checkpoint.elsewhere import problem_elsewhere
+from ftkit.checkpoint.checksums import hash_file, problem_elsewhere
 from ftkit.checkpoint.files import METADATA
 from ftkit.checkpoint.metadata import (
     CheckpointError,

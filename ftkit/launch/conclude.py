@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ftkit.checkpoint.elsewhere import leave_doubt
+from ftkit.checkpoint.checksums import leave_doubt
 from ftkit.config.recipe import Method
 from ftkit.console.display import Display
 from ftkit.console.formatting import utc_now

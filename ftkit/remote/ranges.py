@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ftkit.remote.block_checksums import BLOCK_BYTES, BlockChecksums
 from ftkit.remote.objects import Objects
 from ftkit.remote.urls import url_of
-from ftkit.utils.block_checksums import BLOCK_BYTES, BlockChecksums
 
 _LENGTH_BYTES = 8
 _KEPT_BLOCKS = 8
