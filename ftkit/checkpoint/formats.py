@@ -7,19 +7,25 @@ unpickled; what is no JSON, safetensors or text is refused before anything else 
 import json
 from pathlib import Path
 
+from ftkit.checkpoint.metadata import FileEntry
 from ftkit.remote.objects import StorageError
-from ftkit.remote.ranges import RangedSafetensors, lies_elsewhere
+from ftkit.remote.ranges import DamagedObject, RangedSafetensors, lies_elsewhere
 
 _PICKLES = (*(bytes([0x80, protocol]) for protocol in range(2, 6)), b"PK\x03\x04")
 """How a pickle begins, and the archive that torch.save packs one in."""
 _LENGTH_BYTES = 8
 
 
-def format_problem(path: Path) -> str | None:
-    """What is wrong with a file, by its name and format; None: nothing."""
+def format_problem(path: Path, entry: FileEntry) -> str | None:
+    """What is wrong with a file, by its name and format; None: nothing.
+
+    Args:
+        path: of the file, here or where it would lie here.
+        entry: what the file must be.
+    """
     try:
         if lies_elsewhere(path):
-            RangedSafetensors(path)  # only shards do
+            RangedSafetensors(path, entry.blocks)  # only shards do
             is_sound = True
         elif path.suffix == ".safetensors":
             is_sound = _is_safetensors(path)
@@ -30,7 +36,7 @@ def format_problem(path: Path) -> str | None:
                 is_sound = not file.read(4).startswith(_PICKLES)
     except OSError as error:
         return f"{path} cannot be read ({error.strerror})."
-    except StorageError as error:
+    except (DamagedObject, StorageError) as error:
         return f"{error}."
     except (ValueError, RecursionError):
         is_sound = False

@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ftkit.checkpoint.files import METADATA
+from ftkit.remote.block_checksums import BlockChecksums
 from ftkit.utils.files import write_durably
 from ftkit.utils.json_values import from_json
 
@@ -27,6 +28,14 @@ class CheckpointError(Exception):
     """A checkpoint that is damaged or cannot be read; names the file and what is wrong."""
 
 
+class DamagedPart(CheckpointError):
+    """A part of a file is not what it was, as it turned out when it was read."""
+
+    def __init__(self, file: Path, message: str) -> None:
+        super().__init__(message)
+        self.file = file
+
+
 @dataclass(frozen=True, kw_only=True)
 class FileEntry:
     """What a file must be."""
@@ -35,6 +44,9 @@ class FileEntry:
     """Its length."""
     sha256: str
     """64 hexadecimal digits."""
+    blocks: BlockChecksums | None = field(default=None, compare=False)
+    """For whoever reads a part; None: an earlier version wrote the file. The two above say all
+    that it must be, so that entries with and without these are equal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,3 +246,5 @@ def _check_path(name: str) -> None:
 def _check_entry(name: str, entry: FileEntry) -> None:
     if entry.size_bytes < 0 or not re.fullmatch("[0-9a-f]{64}", entry.sha256):
         raise ValueError(f"the size or checksum of {name!r} is none.")
+    if entry.blocks is not None and (problem := entry.blocks.problem(entry.size_bytes)):
+        raise ValueError(f"{name!r}: {problem}.")

@@ -16,12 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ftkit.checkpoint.checksums import describe_file
 from ftkit.checkpoint.files import receipt_name, shard_name
 from ftkit.checkpoint.host_copies import HostCopies, copied_to_host
 from ftkit.checkpoint.metadata import FileEntry, Metadata
 from ftkit.checkpoint.shards import Piece, write_shard, write_shard_in_portions
-from ftkit.checkpoint.store import KeepEvery, Store, hash_file
+from ftkit.checkpoint.store import KeepEvery, Store
 from ftkit.utils.files import sync, write_json
+from ftkit.utils.json_values import from_json
 
 _PATIENCE_S = 600.0
 """How long rank 0 waits for the shards of the others once its own files are written."""
@@ -204,7 +206,7 @@ class Saver:
             written = [shard, *(companions(partial) if companions is not None else [])]
             for path in written:
                 sync(path)
-                files[path.relative_to(partial).as_posix()] = hash_file(path)
+                files[path.relative_to(partial).as_posix()] = describe_file(path)
         except Exception as failure:
             error = _in_words(failure)
         if self._rank > 0:
@@ -261,7 +263,7 @@ class Saver:
             content = _take_receipt(directory, step)
             if content["error"] is not None:
                 error = error or f"rank {rank}: {content['error']}"
-            entries |= {name: FileEntry(**entry) for name, entry in content["files"].items()}
+            entries |= from_json(dict[str, FileEntry], content["files"])
         return error, entries
 
 

@@ -8,7 +8,7 @@ copies from whatever pieces overlap it, without a word between ranks.
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,10 +17,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ftkit.checkpoint.files import is_shard
-from ftkit.checkpoint.metadata import CheckpointError, Metadata
+from ftkit.checkpoint.metadata import CheckpointError, DamagedPart, FileEntry, Metadata
 from ftkit.optim.state_kinds import BLOCK
 from ftkit.remote.objects import StorageError
-from ftkit.remote.ranges import RangedSafetensors, lies_elsewhere
+from ftkit.remote.ranges import DamagedObject, RangedSafetensors, lies_elsewhere
 from ftkit.remote.urls import spelt
 from ftkit.utils.safetensors_files import save_in_portions, save_tensors
 
@@ -100,20 +100,28 @@ class StoredState:
     """The tensors in the shards of a checkpoint, by name.
 
     Files that are here are mapped into memory: pages are read when touched and are free to be
-    dropped. Of files that lie at a url the ranges that are asked are fetched, and not kept.
+    dropped. Of files that lie at a url the ranges that are asked are fetched, and not kept; what
+    is fetched is compared with the checksums of its blocks.
     """
 
-    def __init__(self, shards: Iterable[Path]) -> None:
+    def __init__(
+        self, shards: Iterable[Path], entries: Mapping[Path, FileEntry] | None = None
+    ) -> None:
         """Read the headers.
+
+        Args:
+            shards: the files.
+            entries: what each must be, as far as that is known.
 
         Raises:
             CheckpointError: a file is missing or damaged, or a tensor is not there completely.
         """
+        entries = entries or {}
         self._tensors: dict[str, StoredTensor] = {}
         pieces: dict[str, list[_StoredPiece]] = {}
         shapes: dict[str, torch.Size] = {}
         for path in shards:
-            for name, shape, piece in _pieces_in(path):
+            for name, shape, piece in _pieces_in(path, entries.get(path)):
                 if shapes.setdefault(name, shape) != shape:
                     raise CheckpointError(f"{path}: {name} has another shape than in other shards")
                 pieces.setdefault(name, []).append(piece)
@@ -131,7 +139,10 @@ class StoredState:
         Raises:
             CheckpointError: a file is missing or damaged, or a tensor is not there completely.
         """
-        return cls(directory / name for name in metadata.files if is_shard(name))
+        entries = {
+            directory / name: entry for name, entry in metadata.files.items() if is_shard(name)
+        }
+        return cls(entries, entries)
 
     def __getitem__(self, name: str) -> "StoredTensor":
         if name not in self._tensors:
@@ -221,9 +232,9 @@ class StoredTensor:
 class _RangedNumbers:
     """The numbers of a tensor in a file that lies elsewhere; a slice of them is fetched."""
 
-    def __init__(self, file: RangedSafetensors, key: str) -> None:
+    def __init__(self, path: Path, file: RangedSafetensors, key: str) -> None:
         entry = file.entries[key]
-        self._file, self._key = file, key
+        self._path, self._file, self._key = path, file, key
         self._dtype = _DTYPES[entry["dtype"]]
         self._numel = math.prod(entry["shape"])
         begin, end = entry["data_offsets"]
@@ -240,6 +251,8 @@ class _RangedNumbers:
         width = self._dtype.itemsize
         try:
             content = self._file.read(self._key, first * width, last * width)
+        except DamagedObject as error:
+            raise DamagedPart(self._path, f"{error}.") from error
         except StorageError as error:
             raise CheckpointError(str(error)) from error
         return torch.frombuffer(content, dtype=self._dtype)
@@ -280,14 +293,18 @@ class _StoredPiece:
         return self.code[values.long()] * scales[first : first + len(values)]
 
 
-def _pieces_in(path: Path) -> Iterable[tuple[str, torch.Size, _StoredPiece]]:
+def _pieces_in(
+    path: Path, entry: FileEntry | None
+) -> Iterable[tuple[str, torch.Size, _StoredPiece]]:
     try:
         if lies_elsewhere(path):
-            file = RangedSafetensors(path)
-            yield from _placed(file.metadata, lambda key: _RangedNumbers(file, key))
+            file = RangedSafetensors(path, None if entry is None else entry.blocks)
+            yield from _placed(file.metadata, lambda key: _RangedNumbers(path, file, key))
         else:
             with safe_open(path, "pt") as mapped:
                 yield from _placed(mapped.metadata() or {}, mapped.get_tensor)
+    except DamagedObject as error:
+        raise DamagedPart(path, f"{error}.") from error
     except (OSError, SafetensorError, StorageError, ValueError, *_NOT_AS_EXPECTED) as error:
         raise CheckpointError(f"{spelt(path)} is missing or damaged: {error}") from error
 

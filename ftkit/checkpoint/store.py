@@ -6,7 +6,6 @@ begin with a dot are on their way, or were left by a crash.
 """
 
 import contextlib
-import hashlib
 import os
 import re
 import stat
@@ -15,6 +14,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
+from ftkit.checkpoint.checksums import hash_file, problem_elsewhere
 from ftkit.checkpoint.files import METADATA
 from ftkit.checkpoint.metadata import (
     CheckpointError,
@@ -23,9 +23,7 @@ from ftkit.checkpoint.metadata import (
     read_metadata,
     write_metadata,
 )
-from ftkit.remote.objects import StorageError
-from ftkit.remote.ranges import lies_elsewhere, remote_blocks, remote_size_bytes
-from ftkit.remote.urls import url_of
+from ftkit.remote.ranges import lies_elsewhere
 from ftkit.utils.files import remove, sync, write_durably
 from ftkit.utils.progress import OnProgress
 
@@ -37,26 +35,6 @@ KeepEvery = int | Mapping[int, int] | None
 """Which steps are kept for good; see `is_milestone`."""
 
 _STEP = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")
-_BLOCK_BYTES = 4 * 2**20
-
-
-def hash_file(path: Path, on_block: Callable[[int], None] | None = None) -> FileEntry:
-    """Size and checksum of a file.
-
-    Args:
-        path: a regular file.
-        on_block: told the length of each block that is done.
-    """
-    digest = hashlib.sha256()
-    size = 0
-    block = memoryview(bytearray(_BLOCK_BYTES))
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(block):
-            digest.update(block[:count])
-            size += count
-            if on_block:
-                on_block(count)
-    return FileEntry(size_bytes=size, sha256=digest.hexdigest())
 
 
 def step_of(name: str) -> int | None:
@@ -100,7 +78,7 @@ def verify(
     Args:
         directory: of the checkpoint.
         progress: called now and then, by the calling thread.
-        fetching: read files that lie at a url as a whole, too; else only their sizes are compared.
+        fetching: read files that lie at a url in any case; see `problem_elsewhere`.
     """
     try:
         files = read_metadata(directory).files
@@ -157,44 +135,19 @@ def problem_of(
         name: of the file, relative to it.
         entry: what the file must be.
         on_block: told the length of each block that is done.
-        fetching: read a file that lies at a url as a whole, too; else only its size is compared.
+        fetching: read a file that lies at a url in any case; see `problem_elsewhere`.
     """
     if problem := _problem(directory, name, entry):
         return problem
     path = directory / name
     if lies_elsewhere(path):
-        return _problem_elsewhere(path, entry, on_block, fetching=fetching)
+        return problem_elsewhere(path, entry, on_block, fetching=fetching)
     try:
         if hash_file(path, on_block) != entry:
             return f"{path} is damaged: its checksum is another."
     except OSError as error:
         return f"{path} cannot be read ({error.strerror})."
     return None
-
-
-def _problem_elsewhere(
-    path: Path, entry: FileEntry, on_block: Callable[[int], None] | None, *, fetching: bool
-) -> str | None:
-    """What is wrong with a file that lies at a url."""
-    url = url_of(path)
-    try:
-        size = remote_size_bytes(path)
-        if size is None:
-            return f"{url} is missing."
-        if size != entry.size_bytes:
-            return f"{url} has {size:,} bytes instead of {entry.size_bytes:,}."
-        if not fetching:
-            return None
-        digest = hashlib.sha256()
-        for block in remote_blocks(path, size):
-            digest.update(block)
-            if on_block:
-                on_block(len(block))
-    except StorageError as error:
-        return f"{error}."
-    return (
-        None if digest.hexdigest() == entry.sha256 else f"{url} is damaged: its checksum differs."
-    )
 
 
 def _problem(directory: Path, name: str, entry: FileEntry) -> str | None:

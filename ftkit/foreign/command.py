@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from ftkit.bodies.attention import attention_path
+from ftkit.checkpoint.checksums import describe_file
 from ftkit.checkpoint.files import shard_name
 from ftkit.checkpoint.metadata import Layout, Metadata
 from ftkit.checkpoint.shards import Piece, write_shard
 from ftkit.checkpoint.state import PARAMETER
-from ftkit.checkpoint.store import Store, hash_file
+from ftkit.checkpoint.store import Store
 from ftkit.config.command_options import ImportOptions
 from ftkit.config.devices import Devices
 from ftkit.config.parsing import sorted_words, to_yaml
@@ -316,7 +317,7 @@ def _write_checkpoint(imported: _Imported, store: Store, progress: OnProgress) -
     entries = {}
     for path in written:
         sync(path)
-        entries[path.relative_to(partial).as_posix()] = hash_file(path)
+        entries[path.relative_to(partial).as_posix()] = describe_file(path)
     store.commit(dataclasses.replace(imported.metadata, files=entries))
 
 

@@ -28,6 +28,7 @@ from ftkit.pretrained.hub import (
     weight_files,
 )
 from ftkit.pretrained.hub_errors import nearest_directory
+from ftkit.remote.ranges import lies_elsewhere
 from ftkit.remote.urls import is_url
 from ftkit.report.report import Report, read_report
 from ftkit.runs.checkpoints import find, misnamed
@@ -217,14 +218,21 @@ def _model(name: str, directory: Path, run: Path | None) -> Result:
 
 
 def _checkpoint(name: str, directory: Path) -> Result:
-    """A checkpoint, whole as far as names and sizes tell, its small files also by checksum."""
+    """A checkpoint, whole as far as names and sizes tell, its small files also by checksum.
+
+    Of shards at a url the blocks that are read are verified then; one without their checksums is
+    read as a whole here.
+    """
     fetch_companions(directory)
     problems = misnamed(directory) or check_files(directory)
     if not problems:
+        metadata = read_metadata(directory)
         problems = [
             problem
-            for file, entry in read_metadata(directory).files.items()
-            if not is_shard(file) and (problem := problem_of(directory, file, entry))
+            for file, entry in metadata.files.items()
+            if not is_shard(file)
+            or (metadata.method == "full" and lies_elsewhere(directory / file))
+            if (problem := problem_of(directory, file, entry, fetching=False))
         ]
     if problems:
         raise UserError(f"{directory} is damaged: {' '.join(problems)} {_other(directory)}")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from ftkit.checkpoint.checksums import leave_doubt
 from ftkit.checkpoint.metadata import read_metadata
 from ftkit.config.recipe import Method
 from ftkit.console.display import Display
@@ -31,10 +32,17 @@ from ftkit.report.step_memory import StepMemory
 from ftkit.report.table import render, summary_line
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import FOR_MEMORY, WITHOUT_A_WORD, Job, RankError
-from ftkit.runs.resume import last_words
+from ftkit.runs.resume import DamagedCheckpoint, last_words
 from ftkit.runs.state import brought_up_to_files, report_at_start
 from ftkit.utils.files import insist
 from ftkit.utils.progress import gives_advice, next_text
+
+
+class DamageFound(DamagedCheckpoint):
+    """A rank found damage in the checkpoint that its session was to go on from.
+
+    The next start reads the whole file before it chooses one.
+    """
 
 
 def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
@@ -46,14 +54,18 @@ def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
 
     Raises:
         UserError: what the user can mend, found before the first step.
+        DamageFound: the checkpoint to go on from is damaged, found then, too.
     """
     out_dir = job.recipe.out_dir
     reports = [_last_report(job, rank) for rank in range(job.plan.world_size)]
     reports[0] = brought_up_to_files(reports[0], job.directory)
     rank, error = _cause(job)
     steps = (reports[0].progress or Progress()).steps
-    if error is not None and error.kind == "user" and steps <= job.start_step:
-        raise UserError(error.message)
+    if error is not None and steps <= job.start_step:
+        if error.kind == "user":
+            raise UserError(error.message)
+        if error.kind == "damaged":
+            _doubt_start(job, error)
     memory = [rank for report in reports if report.peak_memory for rank in report.peak_memory.ranks]
     report = dataclasses.replace(
         _with_outcome(reports[0], received, error, phase=reports[rank].phase),
@@ -95,6 +107,26 @@ def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
     return report.exit_code
 
 
+def _doubt_start(job: Job, error: RankError) -> None:
+    """Have the next start look closely at the checkpoint of this one, in which a rank found damage.
+
+    Raises:
+        DamageFound: says so.
+    """
+    assert job.start is not None and error.file is not None
+    checkpoint = Path(job.start)
+    file = checkpoint.parent / error.file
+    if file.parent != checkpoint:  # it is of another one, from which the result was to be taken
+        return
+    with suppress(OSError):  # then the next start meets the same
+        leave_doubt(file)
+    raise DamageFound(
+        checkpoint,
+        f"{spelt(checkpoint)} cannot be continued from: {error.message}",
+        "Try --resume auto, which goes on from the newest one that is sound.",
+    )
+
+
 def next_commands(run: RunDirectory, method: Method) -> list[str]:
     """What may be done with a run that is complete: commands as they can be typed."""
     this = shlex.quote(spelt(run.path))
@@ -134,7 +166,7 @@ def _cause(job: Job) -> tuple[int, RankError | None]:
     rank, error = min(
         found, key=lambda item: (item[1].kind not in WITHOUT_A_WORD, item[1].happened_at_s)
     )
-    if job.plan.world_size == 1 or error.kind in ("user", "interrupted"):
+    if job.plan.world_size == 1 or error.kind in ("user", "damaged", "interrupted"):
         return rank, error
     return rank, dataclasses.replace(error, message=f"rank {rank}: {error.message}")
 

@@ -24,7 +24,7 @@ from ftkit.console.display import Display
 from ftkit.console.terminal import fitted
 from ftkit.data.sources import check_data
 from ftkit.errors import UserError
-from ftkit.launch.conclude import conclude
+from ftkit.launch.conclude import DamageFound, conclude
 from ftkit.launch.environment import ExternalRanks, external_ranks
 from ftkit.launch.interfaces import check_interfaces
 from ftkit.launch.last_session import restarts_of
@@ -36,7 +36,7 @@ from ftkit.pretrained.hub import find_or_download
 from ftkit.remote.providers import require_provider
 from ftkit.remote.urls import spelt, url_of
 from ftkit.report.report import read_report
-from ftkit.runs.backup import copy_rows, ready_to_go_on
+from ftkit.runs.backup import copy_rows, lost_rows, ready_to_go_on
 from ftkit.runs.carrying.files import Others
 from ftkit.runs.checkpoints import RunCheckpoints
 from ftkit.runs.directory import RunDirectory
@@ -122,9 +122,19 @@ def launch(
                 f"num_nodes is {recipe.num_nodes}, but this command starts ranks on one machine "
                 "only. Start it on every machine with torchrun or srun, or try --num_nodes 1."
             )
-        with Ranks() as ranks, prepared(ranks.received) as job:
-            ranks.run(job)
-            return ended(job, ranks.received)
+        doubted: set[Path] = set()
+        while True:
+            with Ranks() as ranks:
+                try:
+                    with prepared(ranks.received) as job:
+                        ranks.run(job)
+                        return ended(job, ranks.received)
+                except DamageFound as found:
+                    is_known = found.checkpoint in doubted  # though all of it was read since
+                    if recipe.resume != "auto" or ranks.received or is_known:
+                        raise
+                    doubted.add(found.checkpoint)
+                    print_notice(f"{found.why} Reading all of it ...")
     except Completed as completed:
         print(completed, flush=True)
         return 0
@@ -282,6 +292,8 @@ def _go_on(start: Start, job: Job, display: Display, *, copy_base: bool) -> None
         copy_rows(start, job.directory)
     for why in start.passed_over:
         display.warning(f"{why} It is kept in {spelt(job.directory.backups)}.")
+    if lost := lost_rows(start, job.directory):
+        display.warning(lost)
     step = start.metadata.step
     display.message(f"going on from step {step:,}: {spelt(start.checkpoint)}")
     for change in start.changes:

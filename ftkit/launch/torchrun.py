@@ -377,6 +377,8 @@ def _exit_code(directory: RankDirectory) -> int:
         report = directory.report
         return 0 if report.exists() and read_report(report).outcome in ENDED_WELL else 1
     by_signal = {number.name: code for number, (code, _) in EXIT_BY_SIGNAL.items()}
-    codes = {"user": UserError.exit_code} | dict.fromkeys(FOR_MEMORY, EXIT_OUT_OF_MEMORY)
+    codes = dict.fromkeys(("user", "damaged"), UserError.exit_code) | dict.fromkeys(
+        FOR_MEMORY, EXIT_OUT_OF_MEMORY
+    )
     codes |= by_signal
     return codes.get(error.message if error.kind == "interrupted" else error.kind, 1)

@@ -145,23 +145,38 @@ class Objects:
         finally:
             partial.unlink(missing_ok=True)
 
-    def upload(self, path: Path, name: str) -> None:
+    def upload(self, path: Path, name: str) -> ObjectEntry:
         """Send a file; the object is there complete, or as it was.
+
+        The storage is asked for it afterwards: an endpoint that answers everything with a page has
+        taken nothing. What came is compared by the storage itself with the checksums in the
+        requests; an ETag is the MD5 of neither large nor encrypted objects.
+
+        Returns:
+            What is there then.
 
         Raises:
             FileNotFoundError: there is no such file (any more).
         """
         options = send_options(self._scheme)
-        path.stat()
+        before = path.stat().st_size
         self._tried(
             f"writing {name}",
             lambda fs: fs.put_file(str(path), self._path(name), **options),
             ends=lambda: not path.exists(),
         )
+        sizes = [before, path.stat().st_size if path.exists() else before]  # some grow meanwhile
+        entry = self.entry(name)
+        if entry is None or not min(sizes) <= entry.size_bytes <= max(sizes):
+            found = "nothing" if entry is None else f"{entry.size_bytes:,} bytes"
+            raise self._not_stored(name, f"{found} instead of {sizes[-1]:,} bytes")
+        return entry
 
     def write(self, name: str, content: bytes) -> None:
-        """Write an object at once."""
+        """Write an object at once, and read it back."""
         self._tried(f"writing {name}", lambda fs: fs.pipe_file(self._path(name), content))
+        if (found := self.read(name)) != content:
+            raise self._not_stored(name, f"other content ({len(found):,} bytes)")
 
     def create(self, name: str, content: bytes) -> bool:
         """Write an object if there is none of that name, decided by the storage; whether it did.
@@ -196,6 +211,11 @@ class Objects:
 
         for name in names:
             self._tried(f"deleting {name}", functools.partial(delete, name))
+
+    def _not_stored(self, name: str, found: str) -> StorageError:
+        return StorageError(
+            f"{self.url}: writing {name} failed: the storage accepted it and then has {found} there"
+        )
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
@@ -232,4 +252,7 @@ class Objects:
 def _version_of(entry: dict[str, Any]) -> str:
     """What changes with an object: S3 and Google call it differently."""
     keys = ("ETag", "etag", "generation", "md5Hash", "LastModified", "updated")
-    return next(str(entry[key]) for key in keys if entry.get(key) is not None)
+    version = next((str(entry[key]) for key in keys if entry.get(key)), None)
+    if version is None:
+        raise OSError("what answers is no object storage: it gives no version of an object")
+    return version

@@ -6,10 +6,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ftkit.errors import UserError
+from ftkit.remote.urls import spelt
 from ftkit.report.metrics import cut_rows
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.resume import Start
 from ftkit.utils.files import remove
+
+_LONGEST_ROW_BYTES = 2**16
 
 
 @contextmanager
@@ -58,6 +61,39 @@ def copy_rows(start: Start, run: RunDirectory) -> None:
         if source.exists():
             shutil.copyfile(source, own)
             cut_rows(own, start.metadata.step, run.state / own.name)
+
+
+def lost_rows(start: Start, run: RunDirectory) -> str:
+    """What to say if metrics.csv lacks the last rows up to the checkpoint; empty: it has them.
+
+    A run writes a row for each step, and the checkpoint cannot bring them back: it knows how many
+    there were, and carries what the report sums up.
+
+    Args:
+        start: the checkpoint that the run goes on from; nothing is expected of one that was
+            imported.
+        run: its directory, with the rows up to the checkpoint alone.
+    """
+    step, is_imported = start.metadata.step, not start.metadata.carried
+    if is_imported or not (start.in_place or run.metrics.exists()):
+        return ""
+    last = _last_step(run.metrics)
+    if last >= step:
+        return ""
+    return (
+        f"{spelt(run.metrics)} was cut: its rows of the steps {last + 1:,} to {step:,} are lost. "
+        "The run goes on, and its report still counts them."
+    )
+
+
+def _last_step(rows: Path) -> int:
+    """The step of the last row, which is whole; 0: there is none."""
+    if not rows.exists():
+        return 0
+    with rows.open("rb") as file:
+        file.seek(max(0, rows.stat().st_size - _LONGEST_ROW_BYTES))
+        cell = (file.read().splitlines() or [b""])[-1].partition(b",")[0]
+    return int(cell) if cell.isdigit() else 0
 
 
 def _next_number(directory: Path) -> Path:

@@ -220,7 +220,7 @@ def _is_whole(checkpoint: Path) -> bool:
 def _fetch_checkpoint(
     run: RunDirectory, step: int, objects: Objects, known: Known, listing: Listing
 ) -> None:
-    """A checkpoint with its small files but shards; another one of the same step goes."""
+    """A checkpoint with its metadata and small files; another one of the same step goes."""
     store, name = run.store, checkpoint_name(run, step)
     partial = store.partial(step)
     remove(partial)
@@ -228,7 +228,7 @@ def _fetch_checkpoint(
         file: entry
         for file, entry in listing.items()
         if file.startswith(f"{name}/")
-        and entry.size_bytes <= SMALL_BYTES
+        and (entry.size_bytes <= SMALL_BYTES or file == f"{name}/{METADATA}")
         and not is_shard(file.removeprefix(f"{name}/"))
     }
     for file in small:

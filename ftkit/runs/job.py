@@ -24,7 +24,9 @@ from ftkit.utils.hardware import hardware, versions
 from ftkit.utils.json_values import for_json, from_json
 from ftkit.utils.units import parse_duration
 
-ErrorKind = Literal["user", "out_of_memory", "interrupted", "failed", "died", "died_for_memory"]
+ErrorKind = Literal[
+    "user", "damaged", "out_of_memory", "interrupted", "failed", "died", "died_for_memory"
+]
 """What a rank says itself, but for the last two: it ended without a word."""
 WITHOUT_A_WORD: tuple[ErrorKind, ...] = ("died", "died_for_memory")
 FOR_MEMORY: tuple[ErrorKind, ...] = ("out_of_memory", "died_for_memory")
@@ -184,6 +186,8 @@ class RankError:
     """For the user: one or a few lines."""
     happened_at_s: float
     """Seconds since the epoch: the first error of several ranks is the cause."""
+    file: str | None = None
+    """Of `damaged`: the name of the checkpoint's directory, and of the file in it."""
 
     def to_text(self) -> str:
         """What its file holds."""

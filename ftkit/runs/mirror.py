@@ -416,10 +416,10 @@ class Mirror:
             name = self._name(path)
             with suppress(FileNotFoundError):
                 status = path.stat()
-                self._objects.upload(path, name)
+                entry = self._objects.upload(path, name)
                 now = path.stat()
                 if (now.st_size, now.st_mtime_ns) == (status.st_size, status.st_mtime_ns):
-                    self._note(name)
+                    self._known.note(name, entry.version)
         if everything:
             gone = [
                 name

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+from ftkit.checkpoint.checksums import hash_file
 from ftkit.checkpoint.files import METADATA, RECIPE
 from ftkit.checkpoint.formats import format_problem
 from ftkit.checkpoint.metadata import Metadata, read_metadata
-from ftkit.checkpoint.store import Store, check_files, hash_file, step_of, verify
+from ftkit.checkpoint.store import Store, check_files, step_of, verify
 from ftkit.config.changes import recipe_changes
 from ftkit.config.parsing import read_recipe
 from ftkit.config.recipe import Method, Precision, Recipe
@@ -166,7 +167,8 @@ def verify_start(
 ) -> Start:
     """Read all files of the checkpoint: compare their checksums, and look at their formats.
 
-    Of files that lie at a url, size and header are looked at: ranks read what they need of them.
+    Of files that lie at a url, size and header are looked at, and ranks verify what they read. What
+    has no checksums by which they can, or was found damaged by one, is read here.
 
     Args:
         start: what `find_start` found.
@@ -197,8 +199,8 @@ def verify_start(
 def _damage(start: Start, advance: OnProgress) -> list[str]:
     return verify(start.checkpoint, advance, fetching=False) or [
         problem
-        for name in sorted(start.metadata.files)
-        if (problem := format_problem(start.checkpoint / name))
+        for name, entry in sorted(start.metadata.files.items())
+        if (problem := format_problem(start.checkpoint / name, entry))
     ]
 
 

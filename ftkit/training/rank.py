@@ -36,7 +36,7 @@ if __name__ == "__main__":  # before the slow imports: a supervisor may die at a
 import torch
 
 from ftkit.accelerators.use import take_device
-from ftkit.checkpoint.metadata import Metadata, read_metadata
+from ftkit.checkpoint.metadata import DamagedPart, Metadata, read_metadata
 from ftkit.checkpoint.saver import SavingFailed
 from ftkit.config.recipe import LoraRecipe
 from ftkit.console.display import Display
@@ -267,6 +267,9 @@ def _explain(exception: BaseException) -> RankError:
     now = time.time()
     if isinstance(exception, UserError):
         return RankError(kind="user", message=str(exception), happened_at_s=now)
+    if isinstance(exception, DamagedPart):
+        file = f"{exception.file.parent.name}/{exception.file.name}"
+        return RankError(kind="damaged", message=str(exception), happened_at_s=now, file=file)
     if isinstance(exception, Interrupted):
         return RankError(kind="interrupted", message=str(exception), happened_at_s=now)
     message = str(exception)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Self
 
 from ftkit.architectures.architecture import Implementation
-from ftkit.checkpoint.metadata import CheckpointError, Metadata
+from ftkit.checkpoint.metadata import CheckpointError, DamagedPart, Metadata
 from ftkit.checkpoint.shards import StoredState
 from ftkit.config.recipe import Recipe
 from ftkit.errors import UserError
@@ -36,6 +36,8 @@ class StartingPoint:
         directory = Path(job.start)
         try:
             stored = StoredState.in_checkpoint(directory, metadata)
+        except DamagedPart:  # the supervisor may go on from another
+            raise
         except CheckpointError as error:
             raise UserError(
                 f"{error} Take an earlier checkpoint with --resume STEP; ftkit checkpoints list "

@@ -25,8 +25,9 @@ from preloaded import SUPERVISOR, Attempt, Preloaded
 from rank_jobs import Outcome
 from runs import options
 
+from ftkit.checkpoint.checksums import hash_file
 from ftkit.checkpoint.metadata import read_metadata, write_metadata
-from ftkit.checkpoint.store import Store, hash_file
+from ftkit.checkpoint.store import Store
 from ftkit.config.parsing import read_recipe
 from ftkit.config.recipe import Method, Recipe
 from ftkit.console.display import Display

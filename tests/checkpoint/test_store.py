@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 from checkpoints import FILES, save, some_metadata, write_partial
 
+from ftkit.checkpoint import checksums
 from ftkit.checkpoint import metadata as metadata_module
 from ftkit.checkpoint import store as store_module
+from ftkit.checkpoint.checksums import describe_file, hash_file
 from ftkit.checkpoint.metadata import (  # type: ignore[attr-defined]
     FORMAT_VERSION,
     METADATA,
@@ -26,7 +29,8 @@ from ftkit.checkpoint.metadata import (  # type: ignore[attr-defined]
     read_metadata,
     write_metadata,
 )
-from ftkit.checkpoint.store import KeepEvery, Store, check_files, hash_file, is_milestone, verify
+from ftkit.checkpoint.store import KeepEvery, Store, check_files, is_milestone, verify
+from ftkit.remote.block_checksums import BlockChecksums
 
 
 @pytest.fixture
@@ -573,7 +577,7 @@ def test_verifying_ends_at_once_when_it_is_interrupted(
 ) -> None:
     save(store, 5, {"large": bytes(20_000_000)} | FILES)
     monkeypatch.setattr(store_module, "PROGRESS_INTERVAL_S", 0.01)
-    monkeypatch.setattr(store_module, "_BLOCK_BYTES", 1)  # about 10 s for all of it
+    monkeypatch.setattr(checksums, "_READ_BYTES", 1)  # about 10 s for all of it
 
     def interrupt(done: int, total: int) -> None:
         raise KeyboardInterrupt
@@ -589,8 +593,36 @@ def test_the_checksum_is_that_of_sha256sum(tmp_path: Path, monkeypatch: pytest.M
     file.write_bytes(b"abc")
     expected = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
     for size in (1, 2, 100):
-        monkeypatch.setattr(store_module, "_BLOCK_BYTES", size)
+        monkeypatch.setattr(checksums, "_READ_BYTES", size)
         assert hash_file(file) == FileEntry(size_bytes=3, sha256=expected)
+        assert describe_file(file, size) == hash_file(file)
+
+
+@pytest.mark.parametrize("size", [0, 1, 9, 10, 11, 25, 30])
+def test_a_file_that_is_written_gets_a_checksum_of_each_block(tmp_path: Path, size: int) -> None:
+    file, content = tmp_path / "file", bytes(range(100, 100 + size))
+    file.write_bytes(content)
+    entry = describe_file(file, 10)
+    assert entry == hash_file(file)
+    parts = [content[start : start + 10] for start in range(0, size, 10)]
+    assert entry.blocks == BlockChecksums(
+        block_bytes=10, xxh3_64="".join(map(xxhash.xxh3_64_hexdigest, parts))
+    )
+    assert entry.blocks.problem(size) is None
+    for number, part in enumerate(parts):
+        assert entry.blocks.matches(number, part)
+        assert not entry.blocks.matches(number, part[:-1] + bytes([part[-1] ^ 1]))
+
+
+@pytest.mark.parametrize("change", [{"xxh3_64": "00"}, {"xxh3_64": "x" * 16}, {"block_bytes": 0}])
+def test_checksums_of_blocks_that_cannot_be_are_damage(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    blocks = BlockChecksums(**{"block_bytes": 4, "xxh3_64": "0" * 16} | change)
+    entry = FileEntry(size_bytes=3, sha256="0" * 64, blocks=blocks)
+    write_metadata(some_metadata(5, files={"a": entry}), tmp_path)
+    with pytest.raises(CheckpointError, match=r"'a': .*checksums"):
+        read_metadata(tmp_path)
 
 
 # --- Going ----------------------------------------------------------------------------------------

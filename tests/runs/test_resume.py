@@ -567,6 +567,33 @@ def test_a_damaged_newest_checkpoint_is_kept_beside_the_run_that_goes_on(
     )
 
 
+@pytest.mark.parametrize(
+    ("left", "said"),
+    [
+        (10, ""),
+        (12, ""),
+        (9, "rows of the steps 10 to 10 are lost"),
+        (3, "rows of the steps 4 to 10 are lost"),
+        (0, "rows of the steps 1 to 10 are lost"),
+        (None, "rows of the steps 1 to 10 are lost"),
+    ],
+)
+def test_rows_that_are_lost_are_named_and_the_run_goes_on(
+    asked: Callable[..., Recipe], out: Path, left: int | None, said: str
+) -> None:
+    save_run(asked(), 10, carried={"tokens": 1})
+    if left is None:
+        (out / "metrics.csv").unlink()
+    else:
+        write_rows(out, range(1, left + 1))
+    with (out / "metrics.csv").open("a") as file:
+        file.write("11,1" if left else "")
+    with prepared(asked(resume="auto")) as job:
+        assert job.start_step == 10
+    log = (out / "run.log").read_text()
+    assert said in log and ("metrics.csv was cut" in log) == bool(said)
+
+
 def test_auto_takes_a_new_directory_as_it_is(asked: Callable[..., Recipe], out: Path) -> None:
     with prepared(asked(resume="auto")) as job:
         assert job.recipe.out_dir == out and job.start is None

@@ -11,7 +11,8 @@ from simulated_card.build import library, needs_card
 from simulated_card.counts import Counts
 from simulated_card.settings import START, Cards
 
-from ftkit.checkpoint.store import Store, hash_file
+from ftkit.checkpoint.checksums import hash_file
+from ftkit.checkpoint.store import Store
 from ftkit.report.report import read_report
 
 pytestmark = needs_card

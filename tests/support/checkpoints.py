@@ -5,8 +5,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from ftkit.checkpoint.checksums import describe_file
 from ftkit.checkpoint.metadata import BaseIdentity, DataIdentity, Layout, Metadata
-from ftkit.checkpoint.store import Store, hash_file
+from ftkit.checkpoint.store import Store
 
 RECIPE = """\
 checkpoint_dir: base/tiny
@@ -79,7 +80,7 @@ def write_partial(
         with path.open("wb") as file:
             file.write(content)
             os.fsync(file.fileno())
-    entries = {name: hash_file(partial / name) for name in files}
+    entries = {name: describe_file(partial / name) for name in files}
     return some_metadata(step, files=entries, **changes)
 
 
