@@ -6,7 +6,7 @@ from typing import Protocol
 
 from ftkit.chat_templates.template import ChatTemplate, read_template
 from ftkit.errors import UserError
-from ftkit.utils.nearest import nearest
+from ftkit.utils.names import nearest
 
 OF_TOKENIZER = "tokenizer"
 """The template of the base model's tokenizer."""

@@ -13,7 +13,7 @@ from ftkit.config.command_options import declared
 from ftkit.errors import UserError
 from ftkit.redaction import redacted_output
 from ftkit.utils.imports import postpone_modules, quick_imports, without_hub_kernels
-from ftkit.utils.nearest import nearest
+from ftkit.utils.names import nearest
 from ftkit.utils.process import Interrupts, print_line, turns_before_sleep
 from ftkit.utils.progress import Verbosity, loading_shown, set_verbosity
 

@@ -16,7 +16,7 @@ from ftkit.config.strategies import RULES, STRATEGIES
 from ftkit.data.sources import KINDS
 from ftkit.errors import UserError
 from ftkit.utils.imports import quick_imports, silence_libraries
-from ftkit.utils.nearest import nearest
+from ftkit.utils.names import nearest
 
 KNOWN_WITHOUT_IMPORTS = (("data", "JSON"), ("strategy", "fsdp"), ("strategy", "deepspeed"))
 """Components and names whose keys are known before torch is loaded."""

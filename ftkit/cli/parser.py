@@ -15,7 +15,7 @@ from ftkit.config.parsing import Override
 from ftkit.config.recipe_keys import SPELLINGS, accepted_types, describe
 from ftkit.errors import UserError
 from ftkit.remote.urls import is_url, local_path
-from ftkit.utils.nearest import nearest
+from ftkit.utils.names import nearest
 
 
 @dataclass

@@ -22,7 +22,7 @@ from ftkit.errors import UserError
 from ftkit.report.report import ENDED_WELL
 from ftkit.report.step_memory import Breakdown
 from ftkit.runs.state import AT_WORK
-from ftkit.utils.nearest import nearest
+from ftkit.utils.names import nearest
 
 _TIMES = ("time_s", "training_s")
 _SETTING = "setting"

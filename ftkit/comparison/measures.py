@@ -10,7 +10,7 @@ from ftkit.report.answers import score_text
 from ftkit.report.metrics import loss_column
 from ftkit.report.report import Report
 from ftkit.report.step_memory import Breakdown
-from ftkit.utils.dotted_keys import column_name
+from ftkit.utils.names import column_name
 
 ROUGE_L = "rouge_l"
 VALIDATION_LOSS = "validation_loss"

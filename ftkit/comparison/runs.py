@@ -19,8 +19,8 @@ from ftkit.runs.carrying.seen import UrlCopy
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.fetching import refresh
 from ftkit.runs.state import StateName, look
-from ftkit.utils.dotted_keys import leaves
 from ftkit.utils.hardware import Hardware
+from ftkit.utils.names import leaves
 from ftkit.utils.progress import OnProgress
 
 _NOT_COMPARED = ("out_dir", "resume", "access_token", "log")

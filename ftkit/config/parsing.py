@@ -43,8 +43,8 @@ from ftkit.config.recipe_keys import (
 from ftkit.errors import UserError
 from ftkit.remote.fetch import fetch_missing
 from ftkit.remote.urls import is_url, local_path
-from ftkit.utils.dotted_keys import leaves
 from ftkit.utils.json_values import for_json
+from ftkit.utils.names import leaves
 from ftkit.utils.yaml_files import dump_yaml, load_yaml, parse_yaml
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ import yaml
 from ftkit.config.recipe import RECIPE_OF, Component, Lora, Method, Recipe
 from ftkit.errors import UserError
 from ftkit.remote.urls import spelt
-from ftkit.utils.dotted_keys import leaves
-from ftkit.utils.nearest import nearest
+from ftkit.utils.names import leaves, nearest
 
 COMPONENTS = {"data": "litgpt.data", "optimizer": "torch.optim", "strategy": ""}
 """Fields that name a class, with the package a short name belongs to."""

@@ -14,7 +14,7 @@ from ftkit.config.peft_adapter import with_adapter
 from ftkit.config.recipe import FINETUNE, Recipe
 from ftkit.embedded import recipe_file
 from ftkit.errors import UserError
-from ftkit.utils.dotted_keys import leaves
+from ftkit.utils.names import leaves
 from ftkit.utils.yaml_files import STANDARD_INPUT, load_yaml
 
 _NAME = re.compile(r"[\w+=-][\w.,+=-]*")

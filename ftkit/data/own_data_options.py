@@ -12,7 +12,7 @@ from ftkit.errors import UserError
 from ftkit.records.paths import how_to_set
 from ftkit.records.shapes import COLUMNS
 from ftkit.rendering.renderer import Overlong
-from ftkit.utils.nearest import nearest
+from ftkit.utils.names import nearest
 
 
 @dataclass(frozen=True, kw_only=True)

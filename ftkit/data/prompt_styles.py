@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from ftkit.errors import UserError
-from ftkit.utils.nearest import nearest
+from ftkit.utils.names import nearest
 
 if TYPE_CHECKING:
     from litgpt.prompts import PromptStyle

@@ -13,8 +13,7 @@ from ftkit.data.own_data import OwnData
 from ftkit.data.own_data_options import KEYS_OF_SETS
 from ftkit.data.spec import OWN_DATA, DataSource
 from ftkit.errors import UserError
-from ftkit.utils.dotted_keys import column_name
-from ftkit.utils.nearest import nearest
+from ftkit.utils.names import column_name, nearest
 
 _OWN: dict[str, type[DataSource]] = {"JSON": OwnData}
 """Kinds of ours; JSON replaces LitGPT's module of that name."""

@@ -16,7 +16,7 @@ from ftkit.records.keys import UnusedKeys
 from ftkit.records.paths import how_to_set
 from ftkit.records.record import Record, Shape
 from ftkit.rendering.renderer import Overlong
-from ftkit.utils.nearest import nearest
+from ftkit.utils.names import nearest
 
 if TYPE_CHECKING:
     from litgpt.prompts import PromptStyle

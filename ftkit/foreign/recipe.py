@@ -14,7 +14,7 @@ from ftkit.errors import UserError
 from ftkit.foreign.state import ForeignRun, ForeignState
 from ftkit.optim.optimizers import base_learning_rate
 from ftkit.optim.schedule import Schedule, make_schedule
-from ftkit.utils.dotted_keys import leaves
+from ftkit.utils.names import leaves
 from ftkit.utils.yaml_files import dump_yaml, load_yaml
 
 _OF_ADAM = ("betas", "eps", "weight_decay")

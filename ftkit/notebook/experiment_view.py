@@ -23,7 +23,7 @@ from ftkit.report.step_memory import Breakdown
 from ftkit.report.table import report_as_html
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.state import RunState
-from ftkit.utils.dotted_keys import leaves
+from ftkit.utils.names import leaves
 
 _SAY_NOTHING = ("out_dir", "resume", "access_token")
 """Keys in which any two experiments differ."""

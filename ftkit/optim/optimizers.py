@@ -13,7 +13,7 @@ from ftkit.config.recipe import LoraRecipe, Recipe
 from ftkit.errors import UserError
 from ftkit.model.language_model import trainable
 from ftkit.optim.muon import MUON, MuonWithAdamW, muon_groups
-from ftkit.utils.nearest import nearest
+from ftkit.utils.names import nearest
 from ftkit.utils.out_of_memory import is_out_of_memory
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ftkit.errors import UserError
-from ftkit.utils.nearest import nearest
+from ftkit.utils.names import nearest
 
 
 def explained(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ftkit.errors import UserError
 from ftkit.records.paths import VALIDATION
 from ftkit.records.table_rows import batch_rows
-from ftkit.utils.nearest import nearest
+from ftkit.utils.names import nearest
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetBuilder

@@ -9,7 +9,7 @@ from ftkit import embedded
 from ftkit.errors import UserError
 from ftkit.records.formats import FORMATS, READABLE, format_of, stem_of
 from ftkit.records.opening import COMPRESSED
-from ftkit.utils.nearest import nearest
+from ftkit.utils.names import nearest
 
 VALIDATION = ("val", "validation", "valid", "dev", "test")
 """Names of the split to validate on, in the order in which they are looked for."""

@@ -19,8 +19,8 @@ from types import TracebackType
 from typing import BinaryIO, Self, TypeAlias
 
 from ftkit.errors import UserError
-from ftkit.utils.dotted_keys import column_name
 from ftkit.utils.files import widen_table, write_durably
+from ftkit.utils.names import column_name
 
 METRICS_COLUMNS = ("step", "samples", "loss", "lr", "grad_norm", "tokens", "tokens_per_s")
 ROUTER_COLUMN = "router_aux_loss"

@@ -11,7 +11,7 @@ from typing import Any
 
 from ftkit.errors import UserError
 from ftkit.tasks.files import TRUST, check_settings, own_settings, read_task_file
-from ftkit.utils.nearest import nearest
+from ftkit.utils.names import nearest
 
 EXTRA = "pip install 'ftkit[tasks]'"
 _SUFFIXES = (".yaml", ".yml")

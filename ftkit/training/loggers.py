@@ -17,7 +17,7 @@ from ftkit.strategies.distributed import rank
 from ftkit.training.journal import Journal
 from ftkit.training.services.mlflow_logger import MlflowLogger
 from ftkit.training.services.trackio_logger import TrackioLogger
-from ftkit.utils.dotted_keys import leaves
+from ftkit.utils.names import leaves
 
 
 class _TensorBoard(TensorBoardLogger):

@@ -10,7 +10,7 @@ import yaml
 
 from ftkit import embedded
 from ftkit.errors import UserError
-from ftkit.utils.nearest import nearest
+from ftkit.utils.names import nearest
 
 STANDARD_INPUT = Path("-")
 """As a file of a command line."""

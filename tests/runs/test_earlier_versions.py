@@ -17,7 +17,7 @@ from runs import losses
 from ftkit.checkpoint.files import METADATA
 from ftkit.config.parsing import read_keys, read_recipe, to_dict
 from ftkit.config.recipe import RECIPE_OF, Method
-from ftkit.utils.dotted_keys import leaves
+from ftkit.utils.names import leaves
 
 EARLIER = Path(__file__).parent / "earlier"
 COMMITS = sorted(path.parent.name for path in EARLIER.glob("*/lora-whole"))
