@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ftkit.errors import UserError
 from ftkit.pretrained.weights.files import WeightTensor
+from ftkit.pretrained.weights.pickled import record_sizes
 from ftkit.utils.damaged_files import reading
 
 
@@ -106,6 +107,7 @@ _VALUES: Mapping[str, Any] = MappingProxyType(
 )
 """What `.metadata` may name besides; the classes among them do nothing but hold values."""
 _WRITTEN = "a file as torch.save has written it since torch 1.6"
+_BLOCK_BYTES = 2**20
 _METADATA = "the .metadata of torch.distributed.checkpoint"
 _NAMED = re.compile(r"(?:GLOBAL |[Uu]nsupported (?:global|class|operand)[^\w]*)([\w.]+\.[\w.]+)")
 
@@ -123,7 +125,7 @@ def load_torch_file(file: Path, stand_ins: tuple[str, ...] = ()) -> Any:
     """
     with reading(file, _WRITTEN, advice="Copy the whole checkpoint again."):
         with zipfile.ZipFile(file) as members:
-            stored = _stored_sizes(members, file.stat().st_size)
+            stored = _verified_sizes(members, file.stat().st_size)
         return _loaded(file, file, stored, stand_ins, is_mapped=True)
 
 
@@ -131,26 +133,26 @@ def load_torch_bytes(content: bytes, file: Path) -> Any:
     """The same of a part of a file, without stand-ins."""
     with reading(file, _WRITTEN, advice="Copy the whole checkpoint again."):
         with zipfile.ZipFile(io.BytesIO(content)) as members:
-            stored = _stored_sizes(members, len(content))
+            stored = _verified_sizes(members, len(content))
         return _loaded(io.BytesIO(content), file, stored, (), is_mapped=False)
 
 
-def _stored_sizes(members: zipfile.ZipFile, most_bytes: int) -> Counter[int]:
-    """The sizes of the storages in a file, and how often each occurs.
+def _verified_sizes(archive: zipfile.ZipFile, size_bytes: int) -> Counter[int]:
+    """How many records of each size a file has, after a look at their checksums.
+
+    torch maps records without that look; an import reads all of them once anyway.
 
     Raises:
-        ValueError: a member is compressed, as torch.save never does, or there is more in them than
-            in the file.
+        ValueError: the file is not stored as torch.save stores it.
+        zipfile.BadZipFile: a record has other bytes than were written.
     """
-    entries = members.infolist()
-    for entry in entries:
-        if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
-            raise ValueError(f"{entry.filename} is compressed, as torch.save never does")
-    if (total := sum(entry.file_size for entry in entries)) > most_bytes:
-        raise ValueError(f"its members have {total:,} bytes, but the file has {most_bytes:,}")
-    return Counter(
-        entry.file_size for entry in entries if "/data/" in entry.filename and entry.file_size
-    )
+    sizes = record_sizes(archive, size_bytes)
+    for record in archive.infolist():
+        if record.CRC:  # torch.save leaves it out if asked to
+            with archive.open(record) as stream:
+                while stream.read(_BLOCK_BYTES):
+                    pass
+    return sizes
 
 
 def _loaded(

@@ -49,19 +49,31 @@ def load_pickled(file: Path) -> Any:
 def _records(file: Path) -> Counter[int]:
     """How many records of each size a zip file has, none of them packed."""
     with zipfile.ZipFile(file) as archive:
-        members = archive.infolist()
-        for member in members:
-            if member.compress_type != zipfile.ZIP_STORED:
-                raise UserError(
-                    f"{file} is packed: torch.save stores {member.filename} as it is. Download it "
-                    "again, or take the model in safetensors."
-                )
-        if sum(member.file_size for member in members) > file.stat().st_size:
-            raise ValueError("its records are longer than the file")
-        (content,) = (m for m in members if m.filename.endswith("/data.pkl"))
+        sizes = record_sizes(archive, file.stat().st_size)
+        (content,) = (m for m in archive.infolist() if m.filename.endswith("/data.pkl"))
         with archive.open(content) as stream:
             _require_tensors_alone(file, stream, 1)
-    return Counter(member.file_size for member in members)
+    return sizes
+
+
+def record_sizes(archive: zipfile.ZipFile, size_bytes: int) -> Counter[int]:
+    """How many records with numbers of each size torch.save has stored in a zip file.
+
+    Args:
+        archive: the file.
+        size_bytes: of the whole file.
+
+    Raises:
+        ValueError: a record is packed, which torch.save never does and torch maps as it is, or the
+            records are longer than the file.
+    """
+    members = archive.infolist()
+    for member in members:
+        if member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size:
+            raise ValueError(f"it is packed: torch.save stores {member.filename} as it is")
+    if (total := sum(member.file_size for member in members)) > size_bytes:
+        raise ValueError(f"its records have {total:,} bytes, but the file has {size_bytes:,}")
+    return Counter(m.file_size for m in members if "/data/" in m.filename and m.file_size)
 
 
 def _require_tensors_alone(file: Path, stream: IO[bytes], pickles: int) -> None:
