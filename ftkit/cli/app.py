@@ -1,5 +1,6 @@
 """The command line: find the command, parse, call one function, print a UserError alone."""
 
+import errno
 import importlib
 import os
 import sys
@@ -41,6 +42,14 @@ def main(verbosity: Verbosity = "full") -> None:
     except BrokenPipeError:  # `| head` has seen enough; see docs.python.org/3/library/signal.html
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        # Any key may name a file, and asking the system for it is what finds out.
+        print_line(
+            f"ftkit: {str(error.filename)[:60]}... is too long for a path. Give another one."
+        )
+        code = UserError.exit_code
     sys.exit(code)
 
 

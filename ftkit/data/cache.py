@@ -31,6 +31,7 @@ from ftkit.data.spec import Content, Part, Rules
 from ftkit.records.keys import UnusedKeys
 from ftkit.records.record import Record
 from ftkit.samples.sample_set import SampleArrays, SampleSet
+from ftkit.utils.damaged_files import require_regular
 from ftkit.utils.files import cache_root, new_directory, write_json
 from ftkit.utils.json_values import from_json
 
@@ -67,7 +68,9 @@ def file_digest(path: Path) -> str:
 
     Raises:
         OSError: it cannot be read.
+        UserError: it is a pipe, a device or a directory.
     """
+    require_regular(path)
     with path.open("rb") as file:
         descriptor = file.fileno()
         size = os.fstat(descriptor).st_size

@@ -559,3 +559,10 @@ def test_native_code_of_a_hub_is_neither_fetched_nor_run(ftkit: Command, tmp_pat
     told = [line for line in end.stderr.splitlines() if not line.startswith("predicting what ")]
     assert told == []
     assert not (tmp_path / "was-run").exists()
+
+
+@pytest.mark.parametrize("key", ["checkpoint_dir", "out_dir", "data.path"])
+def test_a_text_that_is_too_long_for_a_path_is_a_mistake(ftkit: Command, key: str) -> None:
+    ended = ftkit("finetune", "--data", "JSON", f"--{key}", "x" * 5000)
+    assert ended.returncode == 2
+    assert "Traceback" not in ended.stderr

@@ -9,6 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from ftkit.data.cache import file_digest
 from ftkit.errors import UserError
 from ftkit.records import opening
 from ftkit.records.paths import find_files
@@ -33,6 +34,8 @@ def test_what_is_not_a_regular_file_is_refused_unread(
             file.symlink_to("/dev/zero")
         with pytest.raises(UserError, match=f"^{file} is not a regular file"):
             read_files(find_files(file, "data.path"), "mine", None)
+        with pytest.raises(UserError, match=f"^{file} is not a regular file"):
+            file_digest(file)  # what names the samples in the cache comes first
 
 
 @pytest.mark.parametrize(
