@@ -54,6 +54,7 @@ def plan(
     recipe: _Path | Sequence[_Path] | None = None,
     /,
     *,
+    command: str | None = None,
     gpu: Any = None,
     name: Any = "",
     **keys: Any,

@@ -20,13 +20,17 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MOST_CHARACTERS = 2**24
-"""Of the text of one conversation."""
+FREE_CHARACTERS, MOST_GROWTH = 2**18, 16
+"""A text may have so many characters, and so many more for each one that the template is given,
+beside those of the template itself.
+Without a bound that follows from the conversation, a template that makes megabytes of every record
+keeps the tokenizer busy for hours."""
 DATE = datetime(2024, 7, 26)
 """The date that templates get as today's, so that a rendering does not depend on the day on which
 it is made. Llama 3.1's template writes the same date where it gets none."""
 
 
+_TOO_LONG = f"its text is more than {MOST_GROWTH} times longer than the conversation"
 _MOST_REASON = 500
 """Characters of a reason."""
 
@@ -67,8 +71,9 @@ def rendered(source: str, variables: Mapping[str, object]) -> tuple[str, list[tu
     """Render a template: its text, and where each `generation` block begins, with its text.
 
     Raises:
-        NotRendered: whatever the template raises, or its text is longer than `MOST_CHARACTERS`.
+        NotRendered: whatever the template raises, or its text is much longer than what it is given.
     """
+    most = FREE_CHARACTERS + len(source) + MOST_GROWTH * _characters_in(variables)
     output = _Output()
     token = _OUTPUT.set(output)
     try:
@@ -76,11 +81,22 @@ def rendered(source: str, variables: Mapping[str, object]) -> tuple[str, list[tu
             for piece in _compiled(source).generate(variables):
                 output.pieces.append(piece)
                 output.characters += len(piece)
-                if output.characters > MOST_CHARACTERS:
-                    raise NotRendered(f"it makes more than {MOST_CHARACTERS:,} characters")
+                if output.characters > most:
+                    raise NotRendered(_TOO_LONG)
             return "".join(output.pieces), output.generated
     finally:
         _OUTPUT.reset(token)
+
+
+def _characters_in(value: object) -> int:
+    """Characters of all texts in a value as JSON has it."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_characters_in, value.values()))
+    if isinstance(value, list | tuple):
+        return sum(map(_characters_in, value))
+    return 0
 
 
 @functools.lru_cache(maxsize=64)

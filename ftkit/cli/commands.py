@@ -209,7 +209,7 @@ FTKIT = Group(
             f"{', '.join(GPUS)}.",
             options=PlanOptions,
             function="ftkit.planner.command:plan_all",
-            usage=("[COMMAND] [RECIPE.yaml | SWEEP.yaml ...] [CHECKPOINT_DIR] [--KEY VALUE]",),
+            usage=("[COMMAND] [RECIPE.yaml | SWEEP.yaml ...] [CHECKPOINT_DIR] [--KEY VALUE ...]",),
             examples=(
                 "recipes/open-llama-7b-full.yaml --precision bf16-true --gpu a100-80gb",
                 "finetune_full TinyLlama/TinyLlama_v1.1 --gpu 24GiB",

@@ -218,8 +218,8 @@ def _is_worth_a_look(recipe: Recipe, devices: Devices, device: Gpu) -> bool:
         return True
     fetch_settings(name, token=recipe.access_token)
     model = rough_model(name)
-    if model is None:
-        return True
+    if model is None:  # of a name that stands for nothing the run says so at once
+        return Path(name).expanduser().exists()
     train = recipe.train
     length = min(train.max_seq_length or model.context, model.context)
     number_bytes = _FULL_BYTES if recipe.method == "full" else _LORA_BYTES

@@ -44,7 +44,7 @@ def from_json(kind: Any, value: Any) -> Any:
     """A value read from JSON as the given type; keys that a dataclass lacks are passed over.
 
     Args:
-        kind: a dataclass, list, dict, union with None, literal, scalar or Any.
+        kind: a dataclass, list, tuple of one type, dict, union with None, literal, scalar or Any.
         value: as the json module reads it.
 
     Raises:
@@ -64,6 +64,8 @@ def from_json(kind: Any, value: Any) -> Any:
         return kind(**known)
     if origin is list and isinstance(value, list):
         return [from_json(arguments[0], item) for item in value]
+    if origin is tuple and isinstance(value, list):
+        return tuple(from_json(arguments[0], item) for item in value)
     if origin is dict and isinstance(value, dict):
         return {key: from_json(arguments[1], item) for key, item in value.items()}
     if kind is float and type(value) in (int, float):

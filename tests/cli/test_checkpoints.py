@@ -425,12 +425,12 @@ def test_clean_keeps_the_newest_and_says_what_it_removes(
     store = store_of(out_dir)
     write_partial(store, 2000)
     store.path(500).rename(store.directory / ".step-00000500.deleted")
-    sizes = "7 KiB"
+    sizes = "8 KiB"
     expected = [
         f"removed .step-00000500.deleted ({sizes})",
         "removed .step-00002000.partial (5 KiB)",
         f"removed step-00001000 ({sizes})",
-        "freed 20 KiB; kept: 1,500",
+        "freed 21 KiB; kept: 1,500",
     ]
     dry = [
         line.replace("removed", "would remove").replace("freed", "would free") for line in expected

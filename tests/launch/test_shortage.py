@@ -22,7 +22,7 @@ def run(
 
     def run(faults: dict[int, list[object]], **keys: object) -> tuple[Attempt, Report]:
         words = ["finetune_full", *common, *options(**WITHOUT_EVALUATION | keys)]
-        attempt = server.run(*words, "--out_dir", tmp_path / "out", faults=faults)
+        attempt = server.run(*words, "--force", "--out_dir", tmp_path / "out", faults=faults)
         return attempt, read_report(tmp_path / "out")
 
     return run

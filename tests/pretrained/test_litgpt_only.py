@@ -130,14 +130,14 @@ def test_a_plan_says_in_which_layout_the_result_will_be(
     tmp_path: Path, tiny_base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = make_litgpt_only(tmp_path / "base", ANY)
-    words = ["plan", "--checkpoint_dir", str(base), "--train.max_seq_length", "32"]
+    words = ["plan", "finetune_full", "--checkpoint_dir", str(base), "--train.max_seq_length", "32"]
     assert run([*words, "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["result_layout"] == "litgpt"
     assert run(words) == 0
     assert "LitGPT directory" in capsys.readouterr().out
     usual = [("checkpoint_dir", str(tiny_base))]
-    assert plan_files((), usual).result_layout == "hf"
-    assert plan_files((), [*usual, ("lora_r", "2")]).result_layout == "peft"
+    assert plan_files((), usual, method="full").result_layout == "hf"
+    assert plan_files((), usual).result_layout == "peft"
 
 
 def test_litgpt_directories_of_families_whose_config_is_missing_stay_litgpt_directories(
