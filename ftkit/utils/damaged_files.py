@@ -1,5 +1,7 @@
 """The guard at the border of every reader of files: any failure to read becomes one message."""
 
+import errno
+import os
 import time
 import traceback
 from collections.abc import Iterator
@@ -35,19 +37,25 @@ def reading(file: Path | str, expected: str, *, key: str = "", advice: str = "")
         advice: a change that works; the default is a fresh copy of the file.
 
     Raises:
-        DamagedFile: for any exception but a `UserError`, which passes through.
+        DamagedFile: for any exception but two that pass through: a `UserError`, and what the
+            system says where it cannot map a file into memory.
     """
     try:
         yield
     except UserError:
         raise
     except OSError as error:
+        if error.errno == errno.ENOMEM:
+            raise
         raise DamagedFile(
             f"{file} cannot be read: {error.strerror or _reason(error)}. {advice}".rstrip()
         ) from error
     except BaseException as error:
         # Panics of libraries in Rust are no `Exception`; their class cannot be imported.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        # A file is mapped as long as it is: if that fails, it is memory that is missing.
+        if os.strerror(errno.ENOMEM) in str(error):
             raise
         log_failure(file, "".join(traceback.format_exception(error)))
         place = f"{key}: " if key else ""

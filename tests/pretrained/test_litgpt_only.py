@@ -136,7 +136,7 @@ def test_a_plan_says_in_which_layout_the_result_will_be(
     assert run(words) == 0
     assert "LitGPT directory" in capsys.readouterr().out
     usual = [("checkpoint_dir", str(tiny_base))]
-    assert plan_files((), usual, method="full").result_layout == "hf"
+    assert plan_files((), usual, command="finetune_full").result_layout == "hf"
     assert plan_files((), usual).result_layout == "peft"
 
 

@@ -1,6 +1,8 @@
 """The guard around readers: one message for the user, the traceback for us."""
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,19 @@ def test_a_message_for_the_user_passes_as_it_is() -> None:
     with pytest.raises(UserError, match=r"^num_layers is 0$"), reading("x.json", "anything"):
         raise UserError("num_layers is 0")
     assert not traceback_log().exists()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
+        RuntimeError("unable to mmap 33108176 bytes from file <x>: Cannot allocate memory (12)"),
+    ],
+)
+def test_a_machine_without_memory_is_not_blamed_on_the_file(error: Exception) -> None:
+    with pytest.raises(type(error)) as caught, reading("x.safetensors", "weights"):
+        raise error
+    assert caught.value is error
 
 
 def test_a_file_that_cannot_be_opened_is_not_called_damaged(tmp_path: Path) -> None:
