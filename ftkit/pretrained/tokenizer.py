@@ -22,6 +22,8 @@ _MOST_GROWTH = 2**14
 The library runs them in Rust without a limit of its own: 30 that each double a text make a billion
 characters of one. Those of published tokenizers come to some hundreds, counted as here.
 """
+_MOST_UNUSED_IDS = 2**16
+"""Gaps between the ids of a vocabulary: the library lists every missing one when it writes it."""
 _PARTS = ("normalizer", "pre_tokenizer", "decoder")
 _LONGEST_NFKC = 18
 """Characters of the longest form of one (U+FDFA)."""
@@ -291,7 +293,7 @@ def _id_or_none(token: int) -> int | None:
 
 
 def _require_bounded(content: Mapping[str, Any], file: Path) -> None:
-    """Refuse a tokenizer whose steps can make a text many times longer.
+    """Refuse a tokenizer whose steps can make a text many times longer, or with absurd ids.
 
     Args:
         content: of tokenizer.json.
@@ -300,6 +302,14 @@ def _require_bounded(content: Mapping[str, Any], file: Path) -> None:
     Raises:
         UserError: names the part of the file.
     """
+    vocabulary = content["model"].get("vocab", {})
+    added = [token["id"] for token in content.get("added_tokens") or ()]
+    ids = [*vocabulary.values(), *added] if isinstance(vocabulary, dict) else added
+    if ids and max(ids) > len(vocabulary) + len(added) + _MOST_UNUSED_IDS:
+        raise UserError(
+            f"{file}: a token has the id {max(ids):,}, but the vocabulary has {len(vocabulary):,} "
+            "entries. Download it again."
+        )
     for part in _PARTS:
         growth = 1.0
         for step in _steps(content.get(part)):

@@ -248,6 +248,19 @@ def test_a_tokenizer_that_makes_texts_grow_without_bound_is_refused(
         Tokenizer(model)
 
 
+@pytest.mark.parametrize("where", ["vocabulary", "added tokens"])
+def test_a_vocabulary_with_millions_of_unused_ids_is_refused(where: str, model: Path) -> None:
+    file = model / "tokenizer.json"
+    content = json.loads(file.read_text())
+    if where == "vocabulary":
+        content["model"]["vocab"]["a"] = 10**9
+    else:
+        content["added_tokens"][0]["id"] = 10**9
+    replaced(file, json.dumps(content))
+    with pytest.raises(UserError, match="has the id 1,000,000,000"):
+        Tokenizer(model)
+
+
 def test_steps_of_published_tokenizers_are_not_refused(model: Path) -> None:
     spaces = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
     quotes = {"type": "Replace", "pattern": {"String": "``"}, "content": '"'}
