@@ -8,8 +8,6 @@ import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import xxhash
-
 from ftkit.checkpoint.metadata import FileEntry
 from ftkit.remote.block_checksums import BLOCK_BYTES, BlockChecksums
 from ftkit.remote.objects import StorageError
@@ -44,6 +42,8 @@ def describe_file(path: Path, block_bytes: int = BLOCK_BYTES) -> FileEntry:
         block_bytes: length of a block.
     """
     digest, size, of_blocks = hashlib.sha256(), 0, []
+    import xxhash  # compiled, and commands that read no checkpoint do without
+
     block = xxhash.xxh3_64()
     for part in _parts(path, min(_READ_BYTES, block_bytes)):
         digest.update(part)

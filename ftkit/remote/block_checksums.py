@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-import xxhash
-
 BLOCK_BYTES = 8 * 2**20
 """What is fetched of a file at once; it is verified in such blocks, too."""
 _DIGITS = 16
@@ -38,4 +36,6 @@ class BlockChecksums:
             number: of the block, from 0 on.
             content: all of the block.
         """
+        import xxhash  # compiled, and commands that read no checkpoint do without
+
         return self.xxh3_64[number * _DIGITS :][:_DIGITS] == xxhash.xxh3_64_hexdigest(content)

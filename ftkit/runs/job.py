@@ -148,10 +148,12 @@ class Job:
         """The job that `write` wrote.
 
         Raises:
+            OSError: it is not there; others wait for it then.
             UserError: it is damaged, or of another version.
         """
+        content = path.read_bytes()
         with reading(path, "a job, as the supervisor of a run writes it"):
-            return cls._of(json.loads(path.read_bytes()))
+            return cls._of(json.loads(content))
 
     @classmethod
     def _of(cls, values: dict[str, Any]) -> "Job":
