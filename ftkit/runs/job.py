@@ -148,12 +148,10 @@ class Job:
         """The job that `write` wrote.
 
         Raises:
-            OSError: it is not there; others wait for it then.
             UserError: it is damaged, or of another version.
         """
-        content = path.read_bytes()
         with reading(path, "a job, as the supervisor of a run writes it"):
-            return cls._of(json.loads(content))
+            return cls._of(json.loads(path.read_bytes()))
 
     @classmethod
     def _of(cls, values: dict[str, Any]) -> "Job":

@@ -10,6 +10,7 @@ from command import ROOT
 from hosts import HUB, IMPATIENT, Host
 from runs import TIMEOUT_S, Process, rows, wait_for
 
+from ftkit.errors import UserError
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import Job
 
@@ -83,7 +84,7 @@ class ElasticRun:
         found: list[Job] = []
 
         def read() -> bool:
-            with suppress(OSError, ValueError):
+            with suppress(UserError):  # not there yet
                 found.append(Job.read(RunDirectory(self.out_dir).job))
             return bool(found)
 

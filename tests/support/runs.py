@@ -217,8 +217,8 @@ def losses_of_one(directory: Path, common: list[str], **keys: object) -> list[fl
     out_dir = directory / "out"
     line = command_line(*command_of(out_dir, common, **keys))
     with watched(out_dir, line, directory, command_environment()) as run:
-        code, out, _ = run.end()
-    assert code == 0, out
+        code, out, err = run.end()
+    assert code == 0, out + err
     return losses(out_dir)
 
 
