@@ -40,7 +40,7 @@ class _Rule:
         return f"a number from {self.least:,} to {self.most:,}"
 
     def allows(self, value: Any) -> bool:
-        """Whether a model's class may have the value; null, and what is no size, is left to it."""
+        """Whether the value is possible; null and what is not a size are left to the model."""
         if isinstance(value, list | Mapping) and not self.is_one:
             items = value.values() if isinstance(value, Mapping) else value
             return all(self.allows(item) for item in items)

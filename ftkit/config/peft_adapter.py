@@ -288,7 +288,7 @@ def peft_settings(directory: Path) -> dict[str, Any]:
     but for those that switch a method on.
 
     Raises:
-        UserError: there is no such file, it is damaged, or switches on what ftkit does not know.
+        UserError: the file is missing or damaged, or turns on something that ftkit does not know.
     """
     file = directory / CONFIG
     require_regular(file)
