@@ -3,6 +3,7 @@
 import errno
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -38,6 +39,7 @@ def main(verbosity: Verbosity = "full") -> None:
         print_line(f"ftkit: {error}")
         code = error.exit_code
     except KeyboardInterrupt:
+        _ignore_interrupts()
         code = 130
     except BrokenPipeError:  # `| head` has seen enough; see docs.python.org/3/library/signal.html
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -50,7 +52,13 @@ def main(verbosity: Verbosity = "full") -> None:
             f"ftkit: {str(error.filename)[:60]}... is too long for a path. Give another one."
         )
         code = UserError.exit_code
+    _ignore_interrupts()
     sys.exit(code)
+
+
+def _ignore_interrupts() -> None:
+    """Let one more Ctrl+C not end in a traceback of what Python does at its end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def run(argv: Sequence[str]) -> int:

@@ -21,12 +21,26 @@ _MOST_DIGITS = 1000
 _NUMBERS = ("tag:yaml.org,2002:float", "tag:yaml.org,2002:int")
 _MOST_SHOWN = 40
 """Characters of a value in a message."""
+_MOST_LEVELS = 100
+"""Of nesting. Recipes have five; libraries raise Python's own limit, which then says nothing."""
 _MOST_VALUES = 100_000
 """Of a file, each as often as an alias repeats it."""
 
 
 class _Loader(yaml.SafeLoader):
     """Safe YAML that refuses a key that appears twice, and leaves dates as text."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._level = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self._level += 1
+        if self._level > _MOST_LEVELS:
+            raise yaml.composer.ComposerError(None, None, "it is nested too deeply")
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self._level -= 1
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -82,17 +96,12 @@ def parse_yaml(text: str) -> Any:
     Raises:
         yaml.YAMLError: it is not valid, or means more than a recipe can: see `_check_size`.
     """
-    try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        _check_size(node)
-        return loader.construct_document(node)
-    except yaml.YAMLError:
-        raise
-    except RecursionError:
-        raise yaml.YAMLError("it is nested too deeply") from None
+    loader = _Loader(text)
+    node = loader.get_single_node()
+    if node is None:
+        return None
+    _check_size(node)
+    return loader.construct_document(node)
 
 
 def _check_size(root: yaml.Node) -> None:

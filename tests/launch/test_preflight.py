@@ -166,14 +166,17 @@ def test_what_is_looked_at_hangs_on_the_size_of_the_run_and_not_on_what_is_downl
     assert gpu.plans == plans
 
 
-def test_a_model_of_which_nothing_is_known_is_looked_at(
-    gpu: Gpu24GiB, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_model_without_settings_is_looked_at_if_it_is_there(
+    gpu: Gpu24GiB, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_there: bool
 ) -> None:
     gpu.answer = {"error": "unknown"}
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(preflight, "fetch_settings", lambda *_, **__: None)
+    if is_there:
+        (tmp_path / "org" / "mine").mkdir(parents=True)
     preflight.require_room(recipe(checkpoint_dir="org/mine"), CUDA, COMMAND)
-    assert gpu.plans == 1
+    assert gpu.plans == is_there
 
 
 CPUS = Devices(accelerator="cpu", count=2)

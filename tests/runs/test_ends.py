@@ -1,5 +1,6 @@
 """However a run ends, its report says what metrics.csv and the checkpoints say."""
 
+import contextlib
 import os
 import random
 import signal
@@ -27,7 +28,8 @@ def signals(count: int, *, to_group: bool) -> End:
 
     def end(run: Run, dice: random.Random) -> None:
         for _ in range(count):
-            (os.killpg if to_group else os.kill)(run.process.pid, signal.SIGINT)
+            with contextlib.suppress(ProcessLookupError):  # it may end before the last
+                (os.killpg if to_group else os.kill)(run.process.pid, signal.SIGINT)
             time.sleep(dice.uniform(0.0, 0.05))
 
     return end

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,17 @@ def test_what_is_damaged_or_explodes_is_not_valid(text: str, reason: str, tmp_pa
     file.write_text(text)
     with pytest.raises(UserError, match=rf"^--config {file} is not valid YAML: [\s\S]*{reason}"):
         load_yaml(file, "--config ")
+
+
+def test_the_depth_is_bounded_whatever_pythons_own_limit_is() -> None:
+    """`torch.compile` raises it."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(100_000)
+    try:
+        with pytest.raises(yaml.YAMLError, match="nested too deeply"):
+            parse_yaml("[" * 2_000 + "]" * 2_000)
+    finally:
+        sys.setrecursionlimit(before)
 
 
 def test_aliases_and_merge_keys_are_read() -> None:
