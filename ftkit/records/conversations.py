@@ -22,6 +22,7 @@ _ROLES = {
 _OPENAI, _SHAREGPT = ("role", "content"), ("from", "value")
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Where a message has what the assistant thinks before it answers."""
+_EXTRAS = ("tool_call_id", "name", *_THOUGHTS)
 _OF_ALL = (
     *("tool_calls", "function_call", "tool_call_id", "name"),
     *(*_THOUGHTS, *TRAIN_MARKS, "train_detail"),
@@ -102,7 +103,8 @@ def unused_in(turns: Any, key: str) -> Iterator[str]:
     """
     for turn in turns if isinstance(turns, list) else ():
         sender, said = _keys_of_message(turn)
-        yield from unused_of((turn,), _OF_MESSAGES[sender], key)
+        if not turn.keys() <= _OF_MESSAGES[sender]:
+            yield from unused_of((turn,), _OF_MESSAGES[sender], key)
         if isinstance(parts := turn.get(said), list):
             yield from unused_of(parts, _OF_PARTS, f"{key}.{said}")
 
@@ -167,7 +169,9 @@ def _message(turn: Any, where: str) -> Record:
 def _extras(turn: dict[str, Any], where: str) -> Record:
     """What a message has beside role, content, tool calls and marks of training."""
     extras: Record = {}
-    for key in ("tool_call_id", "name", *_THOUGHTS):
+    if turn.keys().isdisjoint(_EXTRAS):
+        return extras
+    for key in _EXTRAS:
         if (text := turn.get(key)) is not None:
             if key in _THOUGHTS[1:] and is_empty(text):
                 continue
@@ -243,7 +247,9 @@ def _train_marks(
 
 def _mark_of(turn: Mapping[str, Any], where: str) -> bool | None:
     """Whether a turn or a part is learned; None: it does not say."""
-    said = {key: turn[key] for key in TRAIN_MARKS if not is_empty(turn.get(key))}
+    if turn.keys().isdisjoint(TRAIN_MARKS):
+        return None
+    said = {key: turn[key] for key in TRAIN_MARKS if key in turn and not is_empty(turn[key])}
     for key, value in said.items():
         if not isinstance(value, int | float) or value not in (0, 1):
             raise Refusal(

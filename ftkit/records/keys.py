@@ -18,6 +18,7 @@ TRAIN_MARKS = ("train", "weight", "loss", "loss_weight", "loss_scale")
 _LABELS = ("label", "kto_tag")
 _REJECTED = ("rejected_response", "rejected_messages")
 _MEDIA = ("images", "videos", "audios", "image", "video", "audio")
+_OF_MESSAGES = (*_MEDIA, *_LABELS)
 _TEMPLATE_VALUES = (
     *("chat_template_kwargs", "enable_thinking", "reasoning_effort", "model_identity"),
     "thinking",  # of a record; of a message it is what the assistant thinks
@@ -73,11 +74,11 @@ class KeyCounter:
 
 def is_empty(value: Any) -> bool:
     """Whether a value is no use of its key: null, an empty text, or a list or object of such."""
+    if not value:  # 0 and false are values
+        return value is None or isinstance(value, str | list | dict)
     if isinstance(value, list):
         return all(map(is_empty, value))
-    if isinstance(value, dict):
-        return all(map(is_empty, value.values()))
-    return value is None or value == ""
+    return isinstance(value, dict) and all(map(is_empty, value.values()))
 
 
 def check_record_keys(row: Mapping[str, Any], shape: Shape, *, answered: bool, named: bool) -> None:
@@ -93,6 +94,8 @@ def check_record_keys(row: Mapping[str, Any], shape: Shape, *, answered: bool, n
     Raises:
         Refusal: names the key, and what to do.
     """
+    if _MEANINGFUL.isdisjoint(row):
+        return
     for key in sorted(_MEANINGFUL & row.keys()):
         if is_empty(row[key]):
             continue
@@ -133,14 +136,15 @@ def check_message_keys(turn: Mapping[str, Any], role: str, where: str) -> None:
     Raises:
         Refusal: names the key, and what to do.
     """
-    for key in (*_MEDIA, *_LABELS):
-        value = turn.get(key)
-        if is_empty(value):
+    if turn.keys().isdisjoint(_OF_MESSAGES):
+        return
+    for key in _OF_MESSAGES:
+        if is_empty(turn.get(key)):
             continue
         if key in _MEDIA:
             raise Refusal(_explain_media(key, where))
         if role == "assistant":
-            check_label(value, key, where)
+            check_label(turn[key], key, where)
 
 
 def unused_of(objects: Iterable[Any], used: frozenset[str], prefix: str) -> Iterator[str]:

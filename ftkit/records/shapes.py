@@ -278,7 +278,7 @@ def _completions(row: dict[str, Any], columns: Mapping[str, str], *, answered: b
 
 
 def _is_preference(row: dict[str, Any]) -> bool:
-    return not is_empty(row.get("chosen")) and not is_empty(row.get("rejected"))
+    return "chosen" in row and not is_empty(row["chosen"]) and not is_empty(row.get("rejected"))
 
 
 def _is_kept(key: str, item: Any, record: Record) -> bool:
