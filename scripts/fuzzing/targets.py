@@ -58,6 +58,8 @@ class Target:
     None: another content is another wish, such as another learning rate in a recipe."""
     share: int = 1
     """How many of all mutations it gets, relative to the other targets."""
+    numbers_are_verified: bool = True
+    """Whether there are checksums of the numbers in its safetensors files."""
     at_url: bool = False
     """The directory "run" is uploaded to object storage before the command."""
 
@@ -266,6 +268,7 @@ def _foreign_target(name: str) -> Target:
         ),
         result=_imported_tensors,
         share=_SHARES_OF_FOREIGN,
+        numbers_are_verified=False,  # programs elsewhere write none
     )
 
 
