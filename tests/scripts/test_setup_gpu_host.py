@@ -237,7 +237,8 @@ def test_the_image_is_built_by_the_script_that_everybody_uses() -> None:
     copied = {name for names in copies for name in names}
     for name in copied:
         assert (ROOT / name).exists(), name
-    needed = {"constraints.txt", "ftkit/__init__.py", "pyproject.toml", "scripts/setup_env"}
+    needed = {"constraints.txt", "ftkit/__init__.py", "pyproject.toml"}
+    needed |= {"scripts/setup_env", "scripts/uv_pip.py"}
     assert needed <= copied
 
 
