@@ -229,9 +229,7 @@ exit 0
     def __init__(self, root: Path) -> None:
         self.root = root
         (root / "scripts").mkdir()
-        for name in (
-            "scripts/setup_env", "scripts/uv_pip.py", "pyproject.toml", "constraints.txt"
-        ):
+        for name in ("scripts/setup_env", "scripts/uv_pip.py", "pyproject.toml", "constraints.txt"):
             shutil.copy(ROOT / name, root / name)
         self.python = root / "python"
         self.python.write_text(self.STAND_IN.replace("{python}", sys.executable))
