@@ -29,6 +29,7 @@ VARIABLES = {
 IRRELEVANT = {
     "break-system-packages",
     "cache-dir",
+    "config-file",
     "disable-pip-version-check",
     "no-color",
     "no-input",

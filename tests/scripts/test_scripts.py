@@ -482,7 +482,7 @@ def test_the_batch_of_a_recipe_divides_evenly(recipe: Path) -> None:
 
 
 def committed_files() -> list[Path]:
-    folders = (".ci", "ftkit", "notebooks", "recipes", "scripts", "tests")
+    folders = (".ci", ".github", "ftkit", "notebooks", "recipes", "scripts", "tests")
     paths = [path for folder in folders for path in (ROOT / folder).rglob("*")]
     return [
         path

@@ -77,11 +77,12 @@ def run_uv_pip(place: Path, **environment: str) -> subprocess.CompletedProcess[s
     uv.write_text('#!/bin/sh\necho "index $UV_DEFAULT_INDEX"\necho "arguments $*"\n')
     uv.chmod(0o755)
     (place / "uv.py").write_text(f"def find_uv_bin() -> str:\n    return {str(uv)!r}\n")
+    outside_pip = {k: v for k, v in os.environ.items() if not k.startswith(("PIP_", "UV_"))}
     return subprocess.run(
         [sys.executable, ROOT / "scripts/uv_pip.py", "install", "torch"],
         capture_output=True,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(place), "PIP_CONFIG_FILE": os.devnull} | environment,
+        env=outside_pip | {"PYTHONPATH": str(place), "PIP_CONFIG_FILE": os.devnull} | environment,
     )
 
 
