@@ -11,9 +11,10 @@ RUN apt-get update \
 WORKDIR /ftkit
 
 # The libraries, by the script that everybody uses; they stay while only the code changes. No GPU is
-# seen while an image is built.
+# seen while an image is built. A cache of uv would make the image as large again.
+ENV UV_NO_CACHE=1
 COPY LICENSE README.md constraints.txt pyproject.toml ./
-COPY scripts/setup_env scripts/
+COPY scripts/setup_env scripts/uv_pip.py scripts/
 COPY ftkit/__init__.py ftkit/
 RUN scripts/setup_env --notebook --cuda
 

@@ -26,6 +26,7 @@ DOCUMENTS = [
     *(ROOT / "docs").glob("*.md"),
     ROOT / "recipes/README.md",
     ROOT / "notebooks/README.md",
+    *(ROOT / ".github").rglob("*.md"),
 ]
 NOT_UNDERSTOOD = re.compile(
     r"is not an? (option|command|key)|needs a value|is missing: |does not belong|but must be|"

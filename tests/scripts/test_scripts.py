@@ -215,6 +215,9 @@ class SetUp:
 said="$*"
 case "$said" in
   *"-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python && echo venv >>calls ;;
+  *compileall*) ;;
+  *--only-binary*uv) [[ -e no_uv ]] && exit 1 ;;
+  *uv_pip.py*) echo "uv ${said##*constraints.txt }" >>calls && cat uv_says 2>/dev/null && exit 1 ;;
   *"-m pip"*) echo "pip ${said##*constraints.txt }" >>calls && cat pip_says 2>/dev/null && exit 1 ;;
   *version_info* | -V) exec {python} "$@" ;;
   "- "*) [[ -e installed ]] && PYTHONPATH=installed exec {python} "$@"; exit 1 ;;
@@ -226,7 +229,7 @@ exit 0
     def __init__(self, root: Path) -> None:
         self.root = root
         (root / "scripts").mkdir()
-        for name in ("scripts/setup_env", "pyproject.toml", "constraints.txt"):
+        for name in ("scripts/setup_env", "scripts/uv_pip.py", "pyproject.toml", "constraints.txt"):
             shutil.copy(ROOT / name, root / name)
         self.python = root / "python"
         self.python.write_text(self.STAND_IN.replace("{python}", sys.executable))
@@ -275,16 +278,16 @@ def setup(tmp_path: Path) -> SetUp:
 
 
 TORCH = re.search(r"^torch==.*$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[0]  # type: ignore[index]
-FRESH = ["venv", f"pip {TORCH}", "pip setuptools"]
-FROM_PIP = f"pip --force-reinstall {TORCH}"
-FOR_CUDA_12_6 = f"pip --extra-index-url https://download.pytorch.org/whl/cu126 {TORCH}+cu126"
+FRESH = ["venv", f"uv {TORCH}", "uv setuptools"]
+FROM_PIP = f"uv --force-reinstall {TORCH}"
+FOR_CUDA_12_6 = f"uv --extra-index-url https://download.pytorch.org/whl/cu126 {TORCH}+cu126"
 
 
 def install(what: str) -> list[str]:
-    """The calls of pip that install ftkit; DeepSpeed comes where there is a compiler."""
-    chi = ["pip --no-deps python-chi"] if "dev" in what else []
-    deepspeed = ["pip --no-build-isolation ninja deepspeed"] if shutil.which("g++") else []
-    return [f"pip --no-build-isolation --editable {what}", *chi, *deepspeed]
+    """The calls that install ftkit; DeepSpeed comes where there is a compiler."""
+    chi = ["uv --no-deps python-chi"] if "dev" in what else []
+    deepspeed = ["uv --no-build-isolation ninja deepspeed"] if shutil.which("g++") else []
+    return [f"uv --no-build-isolation --editable {what}", *chi, *deepspeed]
 
 
 def test_set_up_installs_torch_and_then_ftkit(setup: SetUp) -> None:
@@ -325,7 +328,7 @@ def test_set_up_adds_an_option_to_the_environment_it_has(setup: SetUp) -> None:
 def test_set_up_with_cuda_does_not_ask_for_a_cpu_build(setup: SetUp) -> None:
     run = setup.run("--cuda")
     assert f"{TORCH} from pip's index ... " in run.stdout
-    assert setup.calls() == ["venv", FROM_PIP, "pip setuptools", *install(".")]
+    assert setup.calls() == ["venv", FROM_PIP, "uv setuptools", *install(".")]
 
 
 @pytest.mark.parametrize(
@@ -344,7 +347,7 @@ def test_set_up_takes_the_build_of_torch_that_gpu_and_driver_need(
     setup: SetUp, capability: str, driver: str, build: str
 ) -> None:
     assert setup.run(PATH=setup.gpu(capability, driver)).returncode == 0
-    assert setup.calls() == ["venv", build, "pip setuptools", *install(".")]
+    assert setup.calls() == ["venv", build, "uv setuptools", *install(".")]
 
 
 @pytest.mark.parametrize(
@@ -361,7 +364,7 @@ def test_set_up_replaces_a_build_of_torch_that_cannot_use_the_gpu(
 ) -> None:
     setup.has(f"{TORCH.removeprefix('torch==')}{installed}")
     setup.run(PATH=setup.gpu(capability, "580.65.06"))
-    assert setup.calls() == ["venv", *expected, "pip setuptools", *install(".")]
+    assert setup.calls() == ["venv", *expected, "uv setuptools", *install(".")]
 
 
 @pytest.mark.parametrize(
@@ -377,14 +380,37 @@ def test_set_up_installs_jupyter_where_it_is_asked_for(
 
 
 def test_a_failed_set_up_shows_what_pip_said_and_starts_over_next_time(setup: SetUp) -> None:
-    (setup.root / "pip_says").write_text("no matching distribution\n")
+    for program in ("uv", "pip"):
+        (setup.root / f"{program}_says").write_text("no matching distribution\n")
     run = setup.run()
     assert run.returncode == 1
     assert "no matching distribution" in run.stderr
-    (setup.root / "pip_says").unlink()
+    for program in ("uv", "pip"):
+        (setup.root / f"{program}_says").unlink()
     setup.calls()
     assert setup.run().returncode == 0
     assert setup.calls()[: len(FRESH)] == FRESH
+
+
+def with_pip(calls: list[str]) -> list[str]:
+    return [re.sub("^uv ", "pip ", call) for call in calls]
+
+
+def test_set_up_without_uv_installs_with_pip_and_says_so(setup: SetUp) -> None:
+    (setup.root / "no_uv").touch()
+    run = setup.run()
+    assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout.count("going on with pip") == 1
+    assert setup.calls() == with_pip([*FRESH, *install(".")])
+
+
+def test_what_uv_cannot_install_and_all_after_it_is_installed_with_pip(setup: SetUp) -> None:
+    (setup.root / "uv_says").write_text("no equivalent\n")
+    run = setup.run()
+    assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout.count("uv failed, trying pip") == 1
+    venv, torch, *rest = [*FRESH, *install(".")]
+    assert setup.calls() == [venv, torch, *with_pip([torch, *rest])]
 
 
 def test_a_moved_repository_gets_a_new_environment(setup: SetUp) -> None:
@@ -456,7 +482,7 @@ def test_the_batch_of_a_recipe_divides_evenly(recipe: Path) -> None:
 
 
 def committed_files() -> list[Path]:
-    folders = (".ci", "ftkit", "notebooks", "recipes", "scripts", "tests")
+    folders = (".ci", ".github", "ftkit", "notebooks", "recipes", "scripts", "tests")
     paths = [path for folder in folders for path in (ROOT / folder).rglob("*")]
     return [
         path
