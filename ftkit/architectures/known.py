@@ -59,7 +59,17 @@ def default_architecture(model_type: str) -> Architecture | None:
         return None
     from ftkit.architectures.transformers.reading import read_transformers_architecture
 
-    return read_transformers_architecture({"model_type": model_type}, f"random:{model_type}")
+    name = f"random:{model_type}"
+    try:
+        return read_transformers_architecture({"model_type": model_type}, name)
+    except UserError:
+        raise
+    except Exception as error:  # of any family's code
+        raise UserError(
+            f"checkpoint_dir {name}: the default settings of {model_type} do not describe a whole "
+            f"model: transformers fails with them ({type(error).__name__}: {error}).\nGive a "
+            "directory with the config.json of a model."
+        ) from error
 
 
 def _settings_of(known: LitgptArchitecture) -> dict[str, Any] | None:

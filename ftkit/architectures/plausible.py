@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # it imports torch
 
 _MOST_LAYERS = 2**10
 """The deepest published language models have an eighth of it."""
-_MOST_EXPERTS = 2**13
+_MOST_EXPERTS = 2**16
 """Of a layer."""
 _MOST_EXPERTS_OF_ALL_LAYERS = 2**16
 """Of LitGPT's code, which makes modules of each; the largest published models have a third."""

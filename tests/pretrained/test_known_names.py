@@ -109,6 +109,11 @@ def test_an_implementation_that_a_name_does_not_have_is_an_error() -> None:
         open_base("random:qwen3", "litgpt")
 
 
+def test_default_settings_that_make_no_whole_model_are_one_error() -> None:
+    with pytest.raises(UserError, match=r"default settings of emu3 do not describe a whole model"):
+        open_base("random:emu3")
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", NAMES)
 def test_every_name_of_litgpt_gives_a_loss_and_gradients(name: str) -> None:
