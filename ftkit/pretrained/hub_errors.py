@@ -4,6 +4,7 @@ import errno
 from collections.abc import Callable
 from pathlib import Path
 
+from ftkit.architectures.litgpt_library import litgpt_is_installed
 from ftkit.errors import UserError
 from ftkit.utils.names import nearest
 
@@ -124,6 +125,8 @@ def nearest_names(name: str) -> list[str]:
     """Hub names of models that LitGPT knows and that are spelled like the given one; up to 3."""
     import difflib
 
+    if not litgpt_is_installed():
+        return []
     from litgpt.config import configs
 
     hub_names = [f"{c['hf_config']['org']}/{c['hf_config']['name']}" for c in configs]
