@@ -14,6 +14,9 @@ from ftkit.architectures.router_loss import RouterLoss
 ModelLayout = Literal["hf", "litgpt"]
 """Whose directories: Hugging Face's, or LitGPT's."""
 
+LITGPT_SETTINGS = "model_config.yaml"
+"""The settings file of LitGPT's layout."""
+
 Implementation = Literal["litgpt", "transformers"]
 """Whose code computes a model."""
 

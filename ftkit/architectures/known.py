@@ -1,13 +1,18 @@
-"""Architectures that are known by a name alone: LitGPT's, and the defaults of transformers."""
+"""Architectures that are known by a name alone: LitGPT's, and the defaults of transformers.
 
-from typing import Any
+What is about LitGPT's is imported where it is needed: LitGPT may be absent.
+"""
 
-from litgpt.config import Config
+from typing import TYPE_CHECKING, Any
 
-from ftkit.architectures import families
 from ftkit.architectures.architecture import Architecture, Implementation
-from ftkit.architectures.litgpt_architecture import LitgptArchitecture, find_by_hub_name
+from ftkit.architectures.litgpt_library import litgpt_is_installed, require_litgpt
 from ftkit.errors import UserError
+
+if TYPE_CHECKING:
+    from litgpt.config import Config
+
+    from ftkit.architectures.litgpt_architecture import LitgptArchitecture
 
 
 def known_architecture(
@@ -24,8 +29,14 @@ def known_architecture(
         implementation: whose code computes it; None: as above.
 
     Raises:
-        UserError: that implementation cannot be had by this name.
+        UserError: that implementation cannot be had by this name, or LitGPT is not installed.
     """
+    if implementation == "litgpt":
+        require_litgpt(f"{name} is computed by LitGPT's code (model_implementation).")
+    if not litgpt_is_installed():
+        return None
+    from ftkit.architectures.litgpt_architecture import find_by_hub_name
+
     found = find_by_hub_name(name)
     if found is None or implementation == "litgpt":
         return found
@@ -72,8 +83,12 @@ def default_architecture(model_type: str) -> Architecture | None:
         ) from error
 
 
-def _settings_of(known: LitgptArchitecture) -> dict[str, Any] | None:
+def _settings_of(known: "LitgptArchitecture") -> dict[str, Any] | None:
     """The config.json of a model of LitGPT's; None: its settings do not tell all of it."""
+    from litgpt.config import Config
+
+    from ftkit.architectures import families
+
     config = Config.from_name(known.name)  # with its whole context
     sizes = families.shared_settings(config)
     if config.n_expert:
@@ -88,7 +103,7 @@ def _settings_of(known: LitgptArchitecture) -> dict[str, Any] | None:
     return None if family is None else families.huggingface_settings(config, family)
 
 
-def _of_experts(config: Config) -> dict[str, Any]:
+def _of_experts(config: "Config") -> dict[str, Any]:
     """Mixtral and Qwen3."""
     chosen = {"num_experts_per_tok": config.n_expert_per_token}
     if config.norm_qk:
@@ -99,7 +114,7 @@ def _of_experts(config: Config) -> dict[str, Any]:
     return chosen | named | {"sliding_window": None}
 
 
-def _of_gemma(config: Config) -> dict[str, Any]:
+def _of_gemma(config: "Config") -> dict[str, Any]:
     """Gemma 2, and the language model of Gemma 3."""
     kinds = ("full_attention", "sliding_attention")
     settings = {

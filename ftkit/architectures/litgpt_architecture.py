@@ -14,6 +14,7 @@ from litgpt.model import GPT
 
 from ftkit.architectures import families
 from ftkit.architectures.architecture import (
+    LITGPT_SETTINGS,
     Architecture,
     AttentionTraits,
     Initial,
@@ -25,9 +26,6 @@ from ftkit.architectures.plausible import require_plausible, require_sound
 from ftkit.errors import UserError
 from ftkit.utils.damaged_files import reading
 from ftkit.utils.yaml_files import load_yaml
-
-LITGPT_SETTINGS = "model_config.yaml"
-"""The settings file of LitGPT's layout."""
 
 _LORA_LAYERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {

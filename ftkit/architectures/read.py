@@ -1,18 +1,25 @@
 """The architecture of a model in a directory, and whose code computes it."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from ftkit.architectures.architecture import Architecture, Implementation, ModelLayout
-from ftkit.architectures.families import Settings, family_of_settings
-from ftkit.architectures.litgpt_architecture import (
+from ftkit.architectures.architecture import (
     LITGPT_SETTINGS,
-    LitgptArchitecture,
-    read_litgpt_architecture,
+    Architecture,
+    Implementation,
+    ModelLayout,
 )
+from ftkit.architectures.litgpt_library import litgpt_is_installed, require_litgpt
 from ftkit.architectures.plausible import require_plausible
 from ftkit.errors import UserError
 from ftkit.utils.damaged_files import reading
 
+if TYPE_CHECKING:
+    from ftkit.architectures.litgpt_architecture import LitgptArchitecture
+
+Settings = Mapping[str, Any]
+"""The content of a config.json."""
 _FEWEST_POSITIONS = 2
 """One token has nothing to predict."""
 _ADVICE = "Take it from the original model, or choose another model."
@@ -32,11 +39,12 @@ def read_architecture(
         settings: the content of its config.json; empty where there is none.
         name: of the model; chooses LitGPT's prompt style.
         layout: of the directory.
-        implementation: whose code computes it; None: LitGPT's where it knows the whole model, else
-            transformers'.
+        implementation: whose code computes it; None: LitGPT's where it is installed and knows the
+            whole model, else transformers'.
 
     Raises:
-        UserError: ftkit cannot run this model exactly, or a settings file is damaged.
+        UserError: ftkit cannot run this model exactly, a settings file is damaged, or the model
+            needs LitGPT, which is not installed.
     """
     if layout == "litgpt" and implementation == "transformers":
         raise UserError(
@@ -45,16 +53,14 @@ def read_architecture(
         )
     file = directory / "config.json"
     require_plausible(settings, file)
-    if layout == "litgpt" or implementation == "litgpt":
+    if layout == "litgpt":
+        require_litgpt(f"{name} is in LitGPT's layout.")
         return _of_litgpt(directory, settings, name, layout)
-    if implementation is None and family_of_settings(settings) is not None:
-        try:
-            known = _of_litgpt(directory, settings, name, layout)
-        except UserError:
-            pass  # transformers may run what LitGPT cannot
-        else:
-            if known.window is None:
-                return known
+    if implementation == "litgpt":
+        require_litgpt(f"{name} is computed by LitGPT's code (model_implementation).")
+        return _of_litgpt(directory, settings, name, layout)
+    if implementation is None and (known := _known_to_litgpt(directory, settings, name)):
+        return known
     # It imports transformers, which takes as long as all the rest.
     from ftkit.architectures.transformers.reading import read_transformers_architecture
 
@@ -64,9 +70,26 @@ def read_architecture(
     return found
 
 
+def _known_to_litgpt(directory: Path, settings: Settings, name: str) -> "LitgptArchitecture | None":
+    """The architecture as LitGPT's code computes the whole model; None: it cannot, or is absent."""
+    if not litgpt_is_installed():
+        return None
+    from ftkit.architectures.families import family_of_settings
+
+    if family_of_settings(settings) is None:
+        return None
+    try:
+        known = _of_litgpt(directory, settings, name, "hf")
+    except UserError:
+        return None  # transformers may run what LitGPT cannot
+    return known if known.window is None else None
+
+
 def _of_litgpt(
     directory: Path, settings: Settings, name: str, layout: ModelLayout
-) -> LitgptArchitecture:
+) -> "LitgptArchitecture":
+    from ftkit.architectures.litgpt_architecture import read_litgpt_architecture
+
     file = directory / (LITGPT_SETTINGS if layout == "litgpt" else "config.json")
     with reading(file, "settings of which LitGPT makes a whole model", advice=_ADVICE):
         found = read_litgpt_architecture(directory, settings, name, layout)

@@ -1,12 +1,10 @@
-"""Prompt styles of LitGPT, and prompts written as a text, as chat templates."""
+"""Prompt styles as chat templates."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
+from ftkit.chat_templates.prompt_styles import STYLES, AnyStyle, PromptStyle, TextPrompt
 from ftkit.chat_templates.template import ChatTemplate
-
-if TYPE_CHECKING:
-    from litgpt.prompts import PromptStyle
 
 
 class SpecialTokens(Protocol):
@@ -19,7 +17,7 @@ class SpecialTokens(Protocol):
     def special_tokens(self) -> Mapping[str, str]: ...
 
 
-_SYSTEM, _INSTRUCTION, _INPUT, _ANSWER = "\ue000", "\ue001", "\ue002", "\ue003"
+_SYSTEM, _INSTRUCTION, _INPUT = "\ue000", "\ue001", "\ue002"
 """Stand for texts; of Unicode's private use, so no style has them."""
 
 
@@ -33,7 +31,7 @@ class _Prompts(NamedTuple):
         return _Prompts(self.plain.removeprefix(start), self.with_input.removeprefix(start))
 
 
-def template_of_style(style: "PromptStyle", tokenizer: SpecialTokens) -> ChatTemplate:
+def template_of_style(style: AnyStyle, tokenizer: SpecialTokens) -> ChatTemplate:
     """A prompt style as a chat template, for conversations and for other programs.
 
     A user's message becomes what the style makes of an instruction, `input` of the message being
@@ -41,7 +39,7 @@ def template_of_style(style: "PromptStyle", tokenizer: SpecialTokens) -> ChatTem
     message is repeated only in styles that have a default one which they cannot leave out.
 
     Args:
-        style: of litgpt.prompts, or a text.
+        style: the style.
         tokenizer: of the base model.
     """
     bare, told = _prompts(style, None), _prompts(style, _SYSTEM)
@@ -50,7 +48,8 @@ def template_of_style(style: "PromptStyle", tokenizer: SpecialTokens) -> ChatTem
         later_told = bare
     elif told.plain.startswith(_SYSTEM):
         later_bare = later_told = told.without(_SYSTEM)
-    elif (later := _later_turn(style)) is not None:
+    elif isinstance(style, PromptStyle) and style.before_later is not None:
+        later = f"{style.before_later}{_INSTRUCTION}{style.after}"
         later_bare = later_told = _Prompts(later, later)
         answers_end = "(eos_token if loop.last else '')"
     bos = tokenizer.special_tokens.get("bos_token", "")
@@ -76,28 +75,14 @@ def template_of_style(style: "PromptStyle", tokenizer: SpecialTokens) -> ChatTem
     return ChatTemplate(source, _name(style), dict(tokenizer.special_tokens))
 
 
-def _prompts(style: "PromptStyle", system: str | None) -> _Prompts:
+def _prompts(style: AnyStyle, system: str | None) -> _Prompts:
     plain, with_input = (
         style.apply(prompt=_INSTRUCTION, sys_prompt=system, input=text) for text in ("", _INPUT)
     )
     return _Prompts(plain, with_input)
 
 
-def _later_turn(style: "PromptStyle") -> str | None:
-    """What follows an answer, in styles that take a whole conversation; None: others."""
-    messages = [
-        {"role": "user", "content": _INPUT},
-        {"role": "assistant", "content": _ANSWER},
-        {"role": "user", "content": _INSTRUCTION},
-    ]
-    try:
-        _, _, later = style.apply(prompt=messages).partition(_ANSWER)
-    except (AttributeError, TypeError, ValueError):
-        return None
-    return later if later.count(_INSTRUCTION) == 1 and "role" not in later else None
-
-
-def _trims(style: "PromptStyle") -> bool:
+def _trims(style: AnyStyle) -> bool:
     return f" {_SYSTEM} " not in style.apply(prompt="", sys_prompt=f" {_SYSTEM} ")
 
 
@@ -137,10 +122,8 @@ def _quoted(text: str) -> str:
     return "'" + escaped.replace("\n", "\\n").replace("\r", "\\r") + "'"
 
 
-def _name(style: "PromptStyle") -> str:
-    from litgpt.prompts import prompt_styles
-
-    if (text := getattr(style, "text", None)) is not None:
-        return f"the prompt {text!r}"
-    names = {kind: name for name, kind in prompt_styles.items()}
-    return f"prompt style {names.get(type(style), type(style).__name__)}"
+def _name(style: AnyStyle) -> str:
+    if isinstance(style, TextPrompt):
+        return f"the prompt {style.text!r}"
+    names = {known.class_name: name for name, known in STYLES.items()}
+    return f"prompt style {names.get(style.class_name, style.class_name)}"

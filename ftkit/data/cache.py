@@ -25,6 +25,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 import ftkit
+from ftkit.chat_templates.prompt_styles import AnyStyle
 from ftkit.data.prepare import Counts, Prepared
 from ftkit.data.renderers import make_renderer
 from ftkit.data.spec import Content, Part, Rules
@@ -36,11 +37,10 @@ from ftkit.utils.files import cache_root, new_directory, write_json
 from ftkit.utils.json_values import from_json
 
 if TYPE_CHECKING:
-    from litgpt.prompts import PromptStyle
-    from litgpt.tokenizer import Tokenizer
+    from ftkit.pretrained.tokenizer import Tokenizer
 
 CACHE_FORMAT = 2
-_LIBRARIES = ("litgpt", "sentencepiece", "tokenizers")
+_LIBRARIES = ("sentencepiece", "tokenizers")
 """Which make texts and tokens, beside ftkit."""
 _CODE = ("chat_templates", "data", "pretrained/tokenizer.py", "records", "rendering")
 """Of ftkit, that does so too."""
@@ -99,7 +99,7 @@ def _plain(rules: Rules) -> dict[str, Any]:
     return {name: getattr(rules, name) for name in names if name != "prompt_style"}
 
 
-def _style_texts(style: "PromptStyle") -> list[str]:
+def _style_texts(style: AnyStyle) -> list[str]:
     """What a prompt style makes of marks, with its name: another class may stop elsewhere."""
     marks: list[dict[str, str]] = [{}, {"input": "\2"}, {"sys_prompt": "\3"}]
     name = f"{type(style).__module__}.{type(style).__qualname__}"
@@ -213,7 +213,7 @@ class SampleCache:
         self._directory = directory
 
     def find(
-        self, address: str, split: str, name: str, prompt_style: Callable[[], "PromptStyle | None"]
+        self, address: str, split: str, name: str, prompt_style: Callable[[], AnyStyle | None]
     ) -> CacheEntry | None:
         """An entry; None: there is none.
 
@@ -326,7 +326,7 @@ def _write_records(directory: Path, records: Sequence[Record]) -> None:
     (directory / _RECORD_OFFSETS).write_bytes(np.array(offsets, dtype="<i8").data)
 
 
-def _part(values: Mapping[str, Any], name: str, style: "PromptStyle | None") -> Part:
+def _part(values: Mapping[str, Any], name: str, style: AnyStyle | None) -> Part:
     """The part of an entry, without its records."""
     return Part(
         name=name,

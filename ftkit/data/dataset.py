@@ -22,7 +22,7 @@ from ftkit.samples.sample_set import JoinedSamples, Samples, interleave
 from ftkit.samples.sampler import EpochOrder
 
 if TYPE_CHECKING:
-    from litgpt.tokenizer import Tokenizer
+    from ftkit.pretrained.tokenizer import Tokenizer
 
 
 class Questions(Sequence[Example]):

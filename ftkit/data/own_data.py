@@ -5,9 +5,10 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from ftkit.chat_templates.options import TrainOn
+from ftkit.chat_templates.prompt_styles import AnyStyle
 from ftkit.config.recipe import Component
 from ftkit.data.own_data_options import (
     KEYS_OF_SETS,
@@ -27,10 +28,6 @@ from ftkit.records.hub import HubName
 from ftkit.records.paths import DataFiles, find_files, how_to_set, is_hub_name
 from ftkit.records.read import RecordSet, read_files, read_hub
 from ftkit.records.record import Record, Shape
-
-if TYPE_CHECKING:
-    from litgpt.prompts import PromptStyle
-
 
 _DEFAULT_VAL_SPLIT_FRACTION = 0.05  # of litgpt.data.JSON
 _TRAINED: dict[Shape, TrainOn] = {
@@ -127,7 +124,7 @@ class OwnData(DataSource):
             file for files in here for path in (*files.train, *files.val) for file in files_of(path)
         )
 
-    def prompt_style(self) -> "PromptStyle":
+    def prompt_style(self) -> AnyStyle:
         return resolve_prompt_style(self._options.prompt_style)
 
     def rendering(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
+from ftkit.chat_templates.prompt_styles import AnyStyle
 from ftkit.data.cache import (
     Building,
     CacheEntry,
@@ -23,8 +24,7 @@ from ftkit.data.spec import Part, PartSource
 from ftkit.rendering.renderer import Renderer
 
 if TYPE_CHECKING:
-    from litgpt.prompts import PromptStyle
-    from litgpt.tokenizer import Tokenizer
+    from ftkit.pretrained.tokenizer import Tokenizer
 
 
 Split = Literal["train", "val"]
@@ -137,7 +137,7 @@ class _Loading:
                     self._known = entry.part
         return found
 
-    def _prompt_style(self) -> "PromptStyle | None":
+    def _prompt_style(self) -> AnyStyle | None:
         if self._source.content is not None:
             return self._source.content.prompt_style()
         return self._read().rules.prompt_style

@@ -1,66 +1,72 @@
-"""Prompt styles: which one a name means, and how it is noted beside a model."""
+"""Prompt styles: which one a recipe names, and how it is noted beside a model."""
 
+import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import yaml
 
+from ftkit.chat_templates.prompt_styles import (
+    CLASSES,
+    STYLES,
+    AnyStyle,
+    PromptStyle,
+    TextPrompt,
+)
 from ftkit.errors import UserError
 from ftkit.utils.names import nearest
 
-if TYPE_CHECKING:
-    from litgpt.prompts import PromptStyle
-
-
 PROMPT_STYLE = "prompt_style.yaml"
 """Where LitGPT and ftkit look for the prompt style of a model, beside its weights."""
+_PACKAGE = "litgpt.prompts"
+_WITH_MESSAGE = "ChatML"
+"""The class that takes an argument: system_message, its default system prompt."""
 
 
-def prompt_style_file(style: "PromptStyle") -> dict[str, bytes]:
+def prompt_style_file(style: AnyStyle) -> dict[str, bytes]:
     """A prompt style as a file: its name and content; none for a text, which LitGPT cannot read."""
-    if type(style).__module__ != "litgpt.prompts":
+    if isinstance(style, TextPrompt):
         return {}
-    name = f"{type(style).__module__}.{type(style).__name__}"
-    return {PROMPT_STYLE: yaml.safe_dump({"class_path": name}).encode()}
+    named = {"class_path": f"{_PACKAGE}.{style.class_name}"}
+    return {PROMPT_STYLE: yaml.safe_dump(named).encode()}
 
 
-def resolve_prompt_style(value: object) -> "PromptStyle":
+def resolve_prompt_style(value: object) -> AnyStyle:
     """The prompt style named in a recipe.
 
     Args:
-        value: a name LitGPT knows (alpaca), a class path (litgpt.prompts.Alpaca), a class path
-            with init_args, or a text with {instruction} in it.
+        value: a name (alpaca), a class path of LitGPT (litgpt.prompts.Alpaca), a class path with
+            init_args, or a text with {instruction} in it.
 
     Raises:
-        UserError: anything else; nothing outside litgpt.prompts is imported.
+        UserError: anything else.
     """
-    from litgpt import prompts
-
-    if isinstance(value, prompts.PromptStyle):
+    if isinstance(value, PromptStyle | TextPrompt):
         return value
-    if isinstance(value, str) and value in prompts.prompt_styles:
-        return prompts.PromptStyle.from_name(value)
+    if isinstance(value, str) and value in STYLES:
+        return STYLES[value]
     if isinstance(value, str) and ("{" in value or "}" in value):
-        from ftkit.chat_templates.text_prompt import TextPrompt
-
         return TextPrompt(value)
     class_path = value.get("class_path") if isinstance(value, Mapping) else value
     package, _, name = str(class_path).rpartition(".")
-    style = getattr(prompts, name, None) if package == "litgpt.prompts" else None
-    if not (isinstance(style, type) and issubclass(style, prompts.PromptStyle)):
-        classes = {style.__name__: key for key, style in prompts.prompt_styles.items()}
-        near = nearest(name, [*prompts.prompt_styles, *classes]) or "alpaca"
+    if package != _PACKAGE or name not in CLASSES:
+        names = {style.class_name: key for key, style in STYLES.items()}
+        near = nearest(name, [*STYLES, *names]) or "alpaca"
         raise UserError(
-            f"data.prompt_style is {class_path}, but has to be one of "
-            f"{', '.join(prompts.prompt_styles)}, a class of litgpt.prompts, or a text with "
-            "{instruction} in it.\n"
-            f"Try --data.prompt_style {classes.get(near, near)}."
+            f"data.prompt_style is {class_path}, but has to be one of {', '.join(STYLES)}, a class "
+            f"of {_PACKAGE}, or a text with {{instruction}} in it.\n"
+            f"Try --data.prompt_style {names.get(near, near)}."
         )
-    init_args = value.get("init_args") or {} if isinstance(value, Mapping) else {}
-    try:
-        return style(**init_args)
-    except TypeError as error:
+    init_args = (value.get("init_args") or {}) if isinstance(value, Mapping) else {}
+    known = ("system_message",) if name == _WITH_MESSAGE else ()
+    if not isinstance(init_args, Mapping) or init_args.keys() - set(known):
         raise UserError(
-            f"data.prompt_style is {class_path} with {init_args}: {error}.\n"
-            "Remove the init_args it does not have."
-        ) from None
+            f"data.prompt_style is {class_path} with {init_args}, but it has "
+            f"{', '.join(known) or 'no init_args'}.\nRemove the init_args it does not have."
+        )
+    message = init_args.get("system_message")
+    if message is not None and not isinstance(message, str):
+        raise UserError(
+            f"data.prompt_style.init_args.system_message is {message!r}, but has to be a text.\n"
+            "Put it into quotation marks."
+        )
+    return dataclasses.replace(CLASSES[name], system=message) if message else CLASSES[name]

@@ -8,16 +8,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from ftkit.config.recipe import Component
-from ftkit.data.litgpt_modules import MAP_STYLE, STREAMING, LitgptModule
 from ftkit.data.own_data import OwnData
 from ftkit.data.own_data_options import KEYS_OF_SETS
+from ftkit.data.public_sets import PUBLIC_SETS, STREAMING, PublicSource
 from ftkit.data.spec import OWN_DATA, DataSource
 from ftkit.errors import UserError
 from ftkit.utils.names import column_name, nearest
 
 _OWN: dict[str, type[DataSource]] = {"JSON": OwnData}
 """Kinds of ours; JSON replaces LitGPT's module of that name."""
-KINDS = {name: _OWN.get(name, LitgptModule) for name in sorted({*_OWN, *MAP_STYLE})}
+KINDS = {name: _OWN.get(name, PublicSource) for name in sorted({*_OWN, *PUBLIC_SETS})}
 """Every kind by the name of its class in recipes; nothing outside this table is ever imported."""
 _UNFIT = re.compile(r"[^A-Za-z0-9_-]+")
 _NAME = re.compile(r"[A-Za-z0-9_-]+")

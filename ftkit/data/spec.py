@@ -7,9 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from ftkit.chat_templates.options import Reasoning, TrainOn
+from ftkit.chat_templates.prompt_styles import AnyStyle
 from ftkit.config.recipe import Component
 from ftkit.errors import UserError
 from ftkit.records.keys import UnusedKeys
@@ -17,10 +18,6 @@ from ftkit.records.paths import how_to_set
 from ftkit.records.record import Record, Shape
 from ftkit.rendering.renderer import Overlong
 from ftkit.utils.names import nearest
-
-if TYPE_CHECKING:
-    from litgpt.prompts import PromptStyle
-
 
 OWN_DATA = "--data JSON --data.path FILE"
 """How records of one's own are given."""
@@ -30,7 +27,7 @@ OWN_DATA = "--data JSON --data.path FILE"
 class Rules:
     """How records become tokens; a tokenizer is all that is missing."""
 
-    prompt_style: "PromptStyle | None" = None
+    prompt_style: AnyStyle | None = None
     """How the instruction of a record becomes a prompt, also each of a conversation; None: a chat
     template says it, or records are of another shape."""
     chat_template: str | None = None
@@ -71,7 +68,7 @@ class Content:
     """Those for training and those for validation; see `DataSource.files`."""
     options: Mapping[str, Any]
     """JSON values: the same files with the same options give the same records and rules."""
-    prompt_style: Callable[[], "PromptStyle"]
+    prompt_style: Callable[[], AnyStyle]
     """The one of the rules, if they have one."""
 
 
@@ -130,7 +127,7 @@ class DataSource(ABC):
         """
 
     @abstractmethod
-    def prompt_style(self) -> "PromptStyle":
+    def prompt_style(self) -> AnyStyle:
         """How an instruction becomes a prompt; no record is looked at.
 
         Raises:

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import yaml
 
 from ftkit.chat_templates.named import OF_TOKENIZER, resolve_chat_template
+from ftkit.chat_templates.prompt_styles import AnyStyle, style_of_model
 from ftkit.chat_templates.styles import template_of_style
 from ftkit.chat_templates.template import ChatTemplate, template_of
 from ftkit.config.result_options import AnswerOptions
@@ -20,9 +21,6 @@ from ftkit.pretrained.tokenizer import Tokenizer
 from ftkit.rendering.chat import ChatRenderer
 from ftkit.utils.yaml_files import parse_yaml
 
-if TYPE_CHECKING:
-    from litgpt.prompts import PromptStyle
-
 
 @dataclass(frozen=True, kw_only=True)
 class Prompting:
@@ -34,7 +32,7 @@ class Prompting:
     models of this name. asked: named for this use."""
     end_ids: frozenset[int]
     """Tokens that end what the model says, as it was trained or as its settings have it."""
-    style: "PromptStyle | None" = None
+    style: AnyStyle | None = None
     """LitGPT's prompt style that the template is of."""
 
     def stop_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
@@ -81,9 +79,7 @@ def prompting_of(result: Result, base: BaseModel) -> Prompting:
     if base.tokenizer.chat_template is not None:
         template = resolve_chat_template(OF_TOKENIZER, base.tokenizer)
         return Prompting(template=template, origin="model", end_ids=_ends_of(template, base))
-    from litgpt.prompts import model_name_to_prompt_style
-
-    return in_style(model_name_to_prompt_style(base.architecture.name), base, "name")
+    return in_style(style_of_model(base.architecture.name), base, "name")
 
 
 def chosen(prompting: Prompting, options: AnswerOptions, base: BaseModel) -> Prompting | None:
@@ -104,7 +100,7 @@ def chosen(prompting: Prompting, options: AnswerOptions, base: BaseModel) -> Pro
 
 
 def in_style(
-    style: "PromptStyle", base: BaseModel, origin: Literal["trained", "name", "asked"]
+    style: AnyStyle, base: BaseModel, origin: Literal["trained", "name", "asked"]
 ) -> Prompting:
     """Prompting in a style of LitGPT's."""
     assert base.tokenizer.eos_id is not None
@@ -117,7 +113,7 @@ def in_style(
     )
 
 
-def _old_style(result: Result) -> "PromptStyle | None":
+def _old_style(result: Result) -> AnyStyle | None:
     """The style of a result that has no template of its own: of its run, or of LitGPT's file."""
     if result.recipe is not None:
         return data_source(result.recipe.data).prompt_style()
@@ -130,7 +126,7 @@ def _old_style(result: Result) -> "PromptStyle | None":
         raise UserError(f"{file} cannot be read ({error}). Remove it.") from None
 
 
-def _style_of(template: ChatTemplate, result: Result, base: BaseModel) -> "PromptStyle | None":
+def _style_of(template: ChatTemplate, result: Result, base: BaseModel) -> AnyStyle | None:
     """The prompt style that a template was made of; None: of none that is known."""
     style = _old_style(result)
     if style is None or template_of_style(style, base.tokenizer).source != template.source:

@@ -18,7 +18,7 @@ from ftkit.records.record import Record
 from ftkit.samples.sample_set import Sample, SampleSet
 
 if TYPE_CHECKING:
-    from litgpt.tokenizer import Tokenizer
+    from ftkit.pretrained.tokenizer import Tokenizer
 
 MOST_EXAMINED = 500
 """Samples and records of a source that are looked at; counts are of all."""

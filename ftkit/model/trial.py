@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import (
 )
 
 from ftkit.architectures.architecture import Architecture
-from ftkit.architectures.litgpt_architecture import LitgptArchitecture
 from ftkit.errors import UserError
 from ftkit.model.language_model import LanguageModel
 from ftkit.pretrained.base_model import BaseModel
@@ -32,7 +31,7 @@ def require_trainable(base: BaseModel) -> None:
     Raises:
         UserError: it does not; says why.
     """
-    if isinstance(base.architecture, LitgptArchitecture):
+    if base.architecture.implementation == "litgpt":
         return  # whose code is one for all
     try:
         _try_shortened(base.architecture)

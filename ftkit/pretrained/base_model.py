@@ -13,9 +13,14 @@ import torch
 from torch import Tensor
 
 from ftkit import embedded
-from ftkit.architectures.architecture import HEAD, Architecture, Implementation, ModelLayout
+from ftkit.architectures.architecture import (
+    HEAD,
+    LITGPT_SETTINGS,
+    Architecture,
+    Implementation,
+    ModelLayout,
+)
 from ftkit.architectures.known import default_architecture, known_architecture
-from ftkit.architectures.litgpt_architecture import LITGPT_SETTINGS, LitgptArchitecture
 from ftkit.architectures.naming import Naming
 from ftkit.architectures.read import read_architecture
 from ftkit.errors import UserError
@@ -295,7 +300,7 @@ def weight_reader(base: BaseModel) -> Callable[[str], Tensor]:
 
 def storage_of(architecture: Architecture, layout: ModelLayout) -> WeightStorage:
     """How files of a layout hold models of an architecture, which the layout can hold."""
-    if isinstance(architecture, LitgptArchitecture):
+    if architecture.implementation == "litgpt":
         naming = architecture.naming_in(layout)
         assert naming is not None, f"{architecture.name} was found in a layout that cannot hold it"
         return NamedStorage(architecture, naming)

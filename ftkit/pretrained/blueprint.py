@@ -6,9 +6,13 @@ from typing import Any
 import torch
 
 from ftkit import embedded
-from ftkit.architectures.architecture import Architecture, Implementation, ModelLayout
+from ftkit.architectures.architecture import (
+    LITGPT_SETTINGS,
+    Architecture,
+    Implementation,
+    ModelLayout,
+)
 from ftkit.architectures.known import known_architecture
-from ftkit.architectures.litgpt_architecture import LITGPT_SETTINGS
 from ftkit.architectures.read import read_architecture
 from ftkit.errors import UserError
 from ftkit.pretrained import hub

@@ -12,7 +12,7 @@ from ftkit.architectures.quantized import quantized_weights, require_plain_weigh
 from ftkit.console.display import Display
 from ftkit.console.formatting import bytes_text
 from ftkit.errors import UserError
-from ftkit.pretrained.hub_errors import explained, nearest_names
+from ftkit.pretrained.hub_errors import explained, http_library, nearest_names
 from ftkit.pretrained.licences import is_licence
 from ftkit.pretrained.weights.shard_index import indexed_files
 from ftkit.remote.fetch import fetch_whole
@@ -175,7 +175,6 @@ def download(repo_id: str, *, token: str | None = None, root: Path = ROOT) -> Pa
     Raises:
         UserError: no such model, no access, no connection or no room; says what to do.
     """
-    import httpx
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HFValidationError
 
@@ -206,7 +205,7 @@ def download(repo_id: str, *, token: str | None = None, root: Path = ROOT) -> Pa
                     tqdm_class=bars_telling(phase.advance, sum(absent.values())),
                 )  # fmt: skip
                 _require_plain_weights(directory)
-    except (httpx.HTTPError, HFValidationError, OSError, RuntimeError) as error:
+    except (http_library().HTTPError, HFValidationError, OSError, RuntimeError) as error:
         raise explained(error, repo_id, directory, lambda: _suggestion(repo_id)) from error
     for stale in _incomplete_files(directory):
         stale.unlink()
@@ -239,7 +238,6 @@ def fetch_settings(name: str, *, token: str | None = None, root: Path = ROOT) ->
     directory = root / repo_id
     if (directory / "config.json").is_file() and has_tokenizer(directory):
         return None
-    import httpx
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HFValidationError
 
@@ -252,7 +250,7 @@ def fetch_settings(name: str, *, token: str | None = None, root: Path = ROOT) ->
             allow_patterns=list(_SETTINGS_FILES), etag_timeout=_SETTINGS_TIMEOUT_S,
             tqdm_class=bars_telling(None),
         )  # fmt: skip
-    except (httpx.HTTPError, HFValidationError, OSError, RuntimeError) as error:
+    except (http_library().HTTPError, HFValidationError, OSError, RuntimeError) as error:
         return explained(error, repo_id, directory, str)
     return None
 

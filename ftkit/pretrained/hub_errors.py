@@ -1,11 +1,21 @@
 """Failures of downloads and uploads, in words that say what to do; names that may be meant."""
 
 import errno
+import importlib
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
+from ftkit.architectures.litgpt_library import litgpt_is_installed
 from ftkit.errors import UserError
 from ftkit.utils.names import nearest
+
+
+def http_library() -> ModuleType:
+    """The library whose errors huggingface_hub raises: httpx, and httpx2 from its version 2 on."""
+    from huggingface_hub import errors
+
+    return importlib.import_module(errors.HTTPError.__module__.partition(".")[0])
 
 
 def explained(
@@ -14,13 +24,14 @@ def explained(
     """The same failure in words that say what to do. Never quotes requests or tokens.
 
     Args:
-        error: of httpx, huggingface_hub or the operating system.
+        error: of the HTTP library, huggingface_hub or the operating system.
         repo_id: what was to be downloaded.
         directory: where to.
         hint: names of models that may have been meant, as a sentence.
     """
-    import httpx
     from huggingface_hub import constants, errors
+
+    http = http_library()
 
     if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ is not None:
         error = error.__cause__  # type: ignore[assignment]
@@ -54,7 +65,7 @@ def explained(
             f"{repo_id} is not complete in {directory}, and HF_HUB_OFFLINE forbids to download "
             "it. Unset HF_HUB_OFFLINE, or copy the model's files to that directory."
         )
-    if isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError)):
+    if isinstance(error, (http.ConnectError, http.ConnectTimeout, http.ProxyError)):
         return UserError(
             f"{repo_id} is not in {directory}, and {hub} cannot be reached from this machine. "
             "Check the network, set HF_ENDPOINT to a mirror, or copy the model's files from "
@@ -79,11 +90,12 @@ def explained_upload(error: Exception, repo_id: str) -> UserError:
     """A failure of an upload in words that say what to do. Never quotes requests or tokens.
 
     Args:
-        error: of httpx, huggingface_hub or the operating system.
+        error: of the HTTP library, huggingface_hub or the operating system.
         repo_id: where to.
     """
-    import httpx
     from huggingface_hub import constants, errors
+
+    http = http_library()
 
     if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):
         error = error.__cause__  # of one file among several
@@ -104,7 +116,7 @@ def explained_upload(error: Exception, repo_id: str) -> UserError:
         return UserError(f"{hub} did not take {repo_id} (HTTP {status}). {again}")
     if isinstance(error, errors.OfflineModeIsEnabled):
         return UserError(f"{repo_id} is not written: HF_HUB_OFFLINE forbids it. Unset it.")
-    if isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError)):
+    if isinstance(error, (http.ConnectError, http.ConnectTimeout, http.ProxyError)):
         return UserError(
             f"{hub} cannot be reached from this machine. Check the network, or push from another "
             "machine that has the files."
@@ -124,6 +136,8 @@ def nearest_names(name: str) -> list[str]:
     """Hub names of models that LitGPT knows and that are spelled like the given one; up to 3."""
     import difflib
 
+    if not litgpt_is_installed():
+        return []
     from litgpt.config import configs
 
     hub_names = [f"{c['hf_config']['org']}/{c['hf_config']['name']}" for c in configs]

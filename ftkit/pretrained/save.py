@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 import yaml
-from litgpt.utils import incremental_save
 from safetensors import SafetensorError
 
-from ftkit.architectures.architecture import HEAD, ModelLayout
-from ftkit.architectures.litgpt_architecture import LITGPT_SETTINGS
+from ftkit.architectures.architecture import HEAD, LITGPT_SETTINGS, ModelLayout
+from ftkit.architectures.litgpt_library import require_litgpt
 from ftkit.errors import UserError
 from ftkit.pretrained.base_model import (
     SETTINGS,
@@ -114,9 +113,13 @@ def save_litgpt(
         others: further files, by name; they replace those of the base model.
 
     Raises:
-        UserError: LitGPT has no such model, or ``out`` is taken or cannot be written.
+        UserError: LitGPT has no such model or is not installed, or ``out`` is taken or cannot be
+            written.
         ValueError: the tensors are not those of the model.
     """
+    require_litgpt("LitGPT's layout is written with LitGPT's own code.")
+    from litgpt.utils import incremental_save
+
     storage = _storage_for(base, "litgpt")
     embedding, head = _ends(base, storage)
     stored: dict[str, Any] = {}

@@ -6,9 +6,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-import litgpt.tokenizer
 import torch
 
 from ftkit.chat_templates.template import template_of
@@ -49,11 +48,11 @@ class Encoded(NamedTuple):
     """First character and end of each; bytes of one character share it."""
 
 
-class Tokenizer(litgpt.tokenizer.Tokenizer):  # type: ignore[misc]
-    """LitGPT's tokenizer, set up by the files alone.
+class Tokenizer:
+    """The tokenizer of a base model, set up by its files alone.
 
-    LitGPT decides by the name of the directory and of the tokenizer's class whether texts begin
-    with BOS, and fails where a file lacks the class. Here the tokenizer itself decides, so a
+    Ids are those of LitGPT's tokenizer, which however decides by the name of the directory and of
+    the tokenizer's class whether texts begin with BOS. Here the tokenizer itself decides, so that a
     renamed copy of a model behaves like the original.
     """
 
@@ -64,6 +63,8 @@ class Tokenizer(litgpt.tokenizer.Tokenizer):  # type: ignore[misc]
             UserError: there is no tokenizer, it cannot be read, or it has no end-of-text token.
         """
         self.model_name = directory.name
+        self.processor: Any
+        self.backend: Literal["huggingface", "sentencepiece"]
         self._directory = directory
         self.bos_id: int | None
         self.eos_id: int | None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ftkit.console.display import Display
 from ftkit.console.formatting import bytes_text
 from ftkit.errors import UserError
-from ftkit.pretrained.hub_errors import explained_upload
+from ftkit.pretrained.hub_errors import explained_upload, http_library
 from ftkit.utils.progress import is_quiet, print_notice
 
 if TYPE_CHECKING:
@@ -46,7 +46,6 @@ def upload(
     Raises:
         UserError: there is no token, the hub refuses, or it cannot be reached.
     """
-    import httpx
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
     from huggingface_hub.errors import HFValidationError
 
@@ -72,7 +71,7 @@ def upload(
         deletions = [CommitOperationDelete(name) for name in stale]
         with _sending(files):
             api.create_commit(repo_id, [*additions, *deletions], commit_message=message)
-    except (httpx.HTTPError, HFValidationError, OSError, RuntimeError) as error:
+    except (http_library().HTTPError, HFValidationError, OSError, RuntimeError) as error:
         raise explained_upload(error, repo_id) from error
     return str(url), is_public
 

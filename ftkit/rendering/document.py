@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ftkit.chat_templates.prompt_styles import DEFAULT
 from ftkit.chat_templates.styles import template_of_style
 from ftkit.chat_templates.template import ChatTemplate
 from ftkit.records.record import Record
 from ftkit.rendering.renderer import Example, Rendered, Renderer, Rendering
 
 if TYPE_CHECKING:
-    from litgpt.tokenizer import Tokenizer
+    from ftkit.pretrained.tokenizer import Tokenizer
 
 NO_TEXT = "no text"
 """Why a document becomes no sample."""
@@ -35,9 +36,7 @@ class TextRenderer(Renderer):
     @cached_property
     def template(self) -> ChatTemplate:
         assert self._tokenizer is not None
-        from litgpt.prompts import Default
-
-        return template_of_style(Default(), self._tokenizer)
+        return template_of_style(DEFAULT, self._tokenizer)
 
     @property
     def stop_ids(self) -> frozenset[int]:

@@ -5,14 +5,14 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from ftkit.chat_templates.prompt_styles import DEFAULT, AnyStyle
 from ftkit.chat_templates.styles import template_of_style
 from ftkit.chat_templates.template import ChatTemplate
 from ftkit.records.record import Record
 from ftkit.rendering.renderer import NO_OUTPUT, Example, Rendered, Renderer, Rendering
 
 if TYPE_CHECKING:
-    from litgpt.prompts import PromptStyle
-    from litgpt.tokenizer import Tokenizer
+    from ftkit.pretrained.tokenizer import Tokenizer
 
 
 class PromptedRenderer(Renderer):
@@ -64,7 +64,7 @@ class InstructionRenderer(PromptedRenderer):
     """Instruction and input in a prompt style, and the output."""
 
     def __init__(
-        self, tokenizer: "Tokenizer | None", prompt_style: "PromptStyle", *, mask_prompt: bool
+        self, tokenizer: "Tokenizer | None", prompt_style: AnyStyle, *, mask_prompt: bool
     ) -> None:
         """Prepare.
 
@@ -105,9 +105,7 @@ class CompletionRenderer(PromptedRenderer):
     @cached_property
     def template(self) -> ChatTemplate:
         assert self._tokenizer is not None
-        from litgpt.prompts import Default
-
-        return template_of_style(Default(), self._tokenizer)
+        return template_of_style(DEFAULT, self._tokenizer)
 
     def prompt(self, record: Record) -> str:
         return record["prompt"]

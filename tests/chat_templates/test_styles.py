@@ -1,23 +1,29 @@
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from chats import write_chat_tokenizer
-from litgpt import prompts
 
+from ftkit.chat_templates.prompt_styles import CLASSES, TextPrompt, style_of_model
+from ftkit.chat_templates.prompt_styles import STYLES as NAMED
 from ftkit.chat_templates.styles import template_of_style
 from ftkit.chat_templates.template import TemplateRefusal
-from ftkit.chat_templates.text_prompt import TextPrompt
 from ftkit.config.parsing import read_recipe
 from ftkit.data.prompt_styles import prompt_style_file, resolve_prompt_style
 from ftkit.errors import UserError
 from ftkit.pretrained.tokenizer import Tokenizer
 
 STYLES = {
-    **{name: style() for name, style in prompts.prompt_styles.items()},
-    **{style.__name__: style() for style in (prompts.Default, prompts.R1Base, prompts.Falcon3)},
-    "chatml with a system message": prompts.ChatML("It's {mine}.\n"),
+    **NAMED,
+    **{name: CLASSES[name] for name in ("Default", "R1Base", "Falcon3")},
+    "chatml with a system message": resolve_prompt_style(
+        {
+            "class_path": "litgpt.prompts.ChatML",
+            "init_args": {"system_message": "It's {mine}.\n"},
+        }
+    ),
     "text": TextPrompt("{sys_prompt}\nQ: {instruction} {input}\nA: "),
     "text without places": TextPrompt("Q: {instruction}\nA: "),
 }
@@ -48,6 +54,35 @@ def asked(record: dict[str, str]) -> list[dict[str, str]]:
     return messages
 
 
+class TestAsLitgptHasThem:
+    """Recipes of LitGPT train on the same tokens."""
+
+    @pytest.fixture
+    def theirs(self) -> Any:
+        return pytest.importorskip("litgpt.prompts", reason="styles are compared with LitGPT's")
+
+    def test_there_are_the_same_ones(self, theirs: Any) -> None:
+        named = {name: kind.__name__ for name, kind in theirs.prompt_styles.items()}
+        assert {name: style.class_name for name, style in NAMED.items()} == named
+        classes = inspect.getmembers(theirs, inspect.isclass)
+        base = theirs.PromptStyle
+        assert set(CLASSES) == {n for n, c in classes if issubclass(c, base) and c is not base}
+
+    @pytest.mark.parametrize("name", CLASSES)
+    def test_they_make_the_same_prompts(self, theirs: Any, name: str) -> None:
+        for record in RECORDS:
+            prompt = record["instruction"]
+            expected = getattr(theirs, name)().apply(prompt=prompt, **record)
+            assert CLASSES[name].apply(prompt, **record) == expected
+
+    def test_models_have_the_same_styles(self, theirs: Any) -> None:
+        from litgpt.config import configs
+
+        for name in [config["name"] for config in configs]:
+            expected = type(theirs.model_name_to_prompt_style(name)).__name__
+            assert style_of_model(name).class_name == expected
+
+
 @pytest.mark.parametrize("name", STYLES)
 def test_a_style_as_a_template_makes_the_same_prompts(name: str) -> None:
     style = STYLES[name]
@@ -72,7 +107,7 @@ def test_bos_that_a_style_writes_itself_is_not_doubled() -> None:
     class Llama(Texts):
         special_tokens: ClassVar[Mapping[str, str]] = {"bos_token": "<|begin_of_text|>"}
 
-    text = template_of_style(prompts.Llama3(), Llama).render(asked({"instruction": "a"}))
+    text = template_of_style(NAMED["llama3"], Llama).render(asked({"instruction": "a"}))
     assert text.count("<|begin_of_text|>") == 1
 
 
@@ -93,7 +128,13 @@ LATER_TURNS = {
     "llama2": (
         "[INST] <<SYS>>\nS\n<</SYS>>\n\n A [/INST] B</s>[INST] <<SYS>>\nS\n<</SYS>>\n\n C [/INST] "
     ),
-    "llama3": prompts.Llama3().apply(CONVERSATION),
+    "llama3": (
+        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nA<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\nB<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nC<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    ),
     "text without places": "Q: A\nA: B</s>Q: C\nA: ",
 }
 
@@ -105,7 +146,7 @@ def test_further_turns_repeat_prompt_and_answer(name: str) -> None:
 
 
 def test_a_role_that_styles_do_not_know_is_refused() -> None:
-    template = template_of_style(prompts.Alpaca(), Texts)
+    template = template_of_style(NAMED["alpaca"], Texts)
     with pytest.raises(TemplateRefusal, match="no place for the role tool"):
         template.render([{"role": "tool", "content": "x"}])
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from tiny import make_tokenizer
 
+from ftkit.chat_templates.prompt_styles import PromptStyle
 from ftkit.config.recipe import Component
 from ftkit.data import cache, parts, prompt_styles
 from ftkit.data.cache import SampleCache, cache_directory, file_digest
@@ -149,11 +150,11 @@ def test_a_changed_file_is_never_stale_whatever_its_time_and_size(load: Load, fi
 def test_a_prompt_style_that_writes_otherwise_is_never_stale(
     load: Load, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from litgpt.prompts import Alpaca
-
     before, _ = load(file)
-    apply = Alpaca.apply
-    monkeypatch.setattr(Alpaca, "apply", lambda *args, **kwargs: apply(*args, **kwargs) + " now")
+    apply = PromptStyle.apply
+    monkeypatch.setattr(
+        PromptStyle, "apply", lambda *args, **kwargs: apply(*args, **kwargs) + " now"
+    )
     after, made = load(file)
     assert made and after.fingerprint != before.fingerprint
     assert prompt_styles.resolve_prompt_style("alpaca")
@@ -264,6 +265,7 @@ def test_the_records_of_a_module_that_cannot_name_its_files_are_the_address(
 
 OPEN = """
 import json, sys
+from ftkit.chat_templates.prompt_styles import PromptStyle
 from ftkit.config.recipe import Component
 from ftkit.data import parts
 from ftkit.data.dataset import load_data

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from ftkit import embedded
+from ftkit.chat_templates.prompt_styles import STYLES
 from ftkit.config.recipe import Component
 from ftkit.data.dataset import DataSets, load_data
 from ftkit.data.sources import check_data
@@ -25,7 +26,6 @@ from ftkit.samples.sample_set import Sample, SampleSet
 from ftkit.samples.sampler import ElasticOrder
 
 litgpt_data = pytest.importorskip("litgpt.data", reason="the data are compared with LitGPT's")
-from litgpt import prompts  # noqa: E402
 from litgpt.tokenizer import Tokenizer  # noqa: E402
 
 RECORDS = [
@@ -489,7 +489,7 @@ class TestPromptStyle:
     ) -> None:
         data = json_data(json_directory(tmp_path, numbered(3)), prompt_style=style)
         loaded = load_data(data, tokenizer, 1000)
-        assert isinstance(loaded.asked.part.rules.prompt_style, prompts.Phi2 | prompts.ChatML)
+        assert loaded.asked.part.rules.prompt_style.class_name in ("Phi2", "ChatML")
         text = tokenizer.decode(torch.from_numpy(loaded.val[0].ids))
         assert text.startswith(loaded.asked.part.rules.prompt_style.apply("Say 0."))
 
@@ -524,7 +524,7 @@ class TestModulesOfLitgpt:
             raise ConnectionError("no route to host")
 
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr("requests.get", no_network)
+        monkeypatch.setattr("urllib.request.urlopen", no_network)
         monkeypatch.setattr("datasets.load_dataset", no_network)
 
     def load(self, name: str, tokenizer: Tokenizer, **init_args: object) -> DataSets:
@@ -565,7 +565,7 @@ class TestModulesOfLitgpt:
         split = table.train_test_split(test_size=0.5, seed=42)
         questions = [question.instruction for question in loaded.questions]
         assert questions == list(split["test"]["instruction"])
-        assert isinstance(loaded.asked.part.rules.prompt_style, prompts.Alpaca)
+        assert loaded.asked.part.rules.prompt_style == STYLES["alpaca"]
 
     def test_conversations_come_through_datasets(
         self, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
@@ -586,7 +586,7 @@ class TestModulesOfLitgpt:
             write_json(file, {"inputs": "Is it?", "targets": "It is.", "task": "cola"})
         loaded = self.load("FLAN", tokenizer, subsets="cola_10templates")
         assert val_records(loaded) == [{"instruction": "Is it?", "output": "It is."}]
-        assert isinstance(loaded.asked.part.rules.prompt_style, prompts.FLAN)
+        assert loaded.asked.part.rules.prompt_style == STYLES["flan"]
         for split in ("train", "val"):
             file = Path(f"data/longform/{split}.json")
             write_json(file, [{"input": "Write.", "output": "Written.", "source": "-"}])

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import litgpt.data  # noqa: F401  # sets variables of the environment, which tests must not
 import pytest
-from litgpt import prompts
 
+from ftkit.chat_templates.prompt_styles import STYLES
 from ftkit.config.parsing import read_recipe
 from ftkit.config.recipe import Component
 from ftkit.data.sources import data_source
@@ -97,7 +96,7 @@ def test_what_is_learned_follows_from_the_shape_and_the_options(
     found = part(path=write("a.jsonl", ROWS[shape]), **options)
     rules = found.rules
     assert (found.shape, rules.chat_template, rules.train_on, rules.overlong) == expected
-    assert isinstance(rules.prompt_style, prompts.Alpaca) == (found.shape == "instruction")
+    assert (rules.prompt_style == STYLES["alpaca"]) == (found.shape == "instruction")
 
 
 @pytest.mark.parametrize(
@@ -129,7 +128,7 @@ def test_a_history_in_a_prompt_style_is_a_conversation() -> None:
         None,
         "all",
     )
-    assert isinstance(found.rules.prompt_style, prompts.Alpaca)
+    assert found.rules.prompt_style == STYLES["alpaca"]
     assert [message["content"] for message in found.train[0]["messages"]] == list("dqrab")
     assert found.train[0]["messages"][3]["input"] == "c"
 
@@ -336,8 +335,8 @@ def test_what_is_said_for_all_sources_holds_where_a_source_says_nothing_else() -
     sources = [{"path": "a.jsonl"}, {"path": "b.jsonl", "train_on": "all"}, {"path": "c.jsonl"}]
     found = parts(sources=sources, mask_prompt=True, prompt_style="phi-2")
     assert [one.rules.train_on for one in found] == ["last", "all", "assistant"]
-    styles = [type(one.rules.prompt_style) for one in found]
-    assert styles == [prompts.Phi2, prompts.Phi2, type(None)]
+    styles = [one.rules.prompt_style for one in found]
+    assert styles == [STYLES["phi-2"], STYLES["phi-2"], None]
 
 
 @pytest.mark.parametrize(

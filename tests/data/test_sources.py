@@ -3,11 +3,10 @@
 import json
 from pathlib import Path
 
-import litgpt.data  # noqa: F401  # sets variables of the environment, which tests must not
 import pytest
 
 from ftkit.config.recipe import Component
-from ftkit.data.litgpt_modules import MAP_STYLE
+from ftkit.data.public_sets import PUBLIC_SETS
 from ftkit.data.sources import data_source
 
 
@@ -27,8 +26,8 @@ def test_json_data_name_the_files_that_they_are_read_from(tmp_path: Path) -> Non
     assert data_source(of(tmp_path)).files() == (train, val)
 
 
-@pytest.mark.parametrize("name", MAP_STYLE)
-def test_modules_of_litgpt_may_have_to_download(name: str) -> None:
+@pytest.mark.parametrize("name", PUBLIC_SETS)
+def test_published_sets_may_have_to_be_downloaded(name: str) -> None:
     source = data_source(Component(class_path=f"litgpt.data.{name}", init_args={}))
     assert source.files() is None
     assert source.for_evaluation({"mask_prompt"}) is source

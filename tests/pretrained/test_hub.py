@@ -97,6 +97,12 @@ def make_handler(served: Hub) -> type[HubHandler]:
             if served.status is not None:
                 error = {"X-Error-Code": served.error_code} if served.error_code else {}
                 self.reply(served.status, b"", error)
+            elif path.startswith(f"/api/models/{REPOSITORY}/tree/"):  # from hub 2 on
+                files = served.files.items()
+                tree = [
+                    {"type": "file", "path": n, "size": len(c), "oid": "0"} for n, c in files
+                ]
+                self.reply(200, json.dumps(tree).encode(), {"Content-Type": "application/json"})
             elif path.startswith(f"/api/models/{REPOSITORY}"):
                 siblings = [{"rfilename": n, "size": len(c)} for n, c in served.files.items()]
                 info = {"id": REPOSITORY, "sha": COMMIT, "siblings": siblings}

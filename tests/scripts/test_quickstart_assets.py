@@ -10,11 +10,11 @@ from types import ModuleType
 import pytest
 import torch
 from command import ROOT
-from litgpt.prompts import Alpaca
-from litgpt.tokenizer import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ftkit import embedded
+from ftkit.chat_templates.prompt_styles import STYLES
+from ftkit.pretrained.tokenizer import Tokenizer
 
 SCRIPTS = ROOT / "scripts"
 QUICKSTART = embedded.path("quickstart")
@@ -108,7 +108,7 @@ def test_transformers_and_litgpt_read_the_same_token_ids() -> None:
     ours, theirs = Tokenizer(MODEL), AutoTokenizer.from_pretrained(MODEL)
     assert (ours.bos_id, ours.eos_id) == (theirs.bos_token_id, theirs.eos_token_id)
     for record in read_records("val")[:50]:
-        prompt = Alpaca().apply(record["instruction"], **record)
+        prompt = STYLES["alpaca"].apply(record["instruction"], **record)
         ids = ours.encode(prompt).tolist()
         assert ids == theirs(prompt)["input_ids"]
         assert theirs.decode(ids, skip_special_tokens=True) == prompt

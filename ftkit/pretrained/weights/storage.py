@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ftkit.architectures.architecture import HEAD, Architecture
-from ftkit.architectures.litgpt_architecture import LitgptArchitecture
 from ftkit.architectures.naming import Naming
 from ftkit.errors import UserError
 from ftkit.pretrained.weights.files import WeightTensor
@@ -114,7 +113,7 @@ def is_old_buffer(name: str) -> bool:
 class NamedStorage(WeightStorage):
     """Tensors with names of their own, some of them several of our parameters in one."""
 
-    def __init__(self, architecture: LitgptArchitecture, naming: Naming) -> None:
+    def __init__(self, architecture: Architecture, naming: Naming) -> None:
         """Know what files call the parameters.
 
         Args:

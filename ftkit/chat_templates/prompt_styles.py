@@ -1,0 +1,419 @@
+"""Prompt styles: how an instruction becomes a prompt for a model without a chat template.
+
+The styles, their names and the models that they belong to are those of LitGPT's `litgpt.prompts`,
+so that its recipes train on the same tokens; the formats are those of the models' authors.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from string import Formatter
+from types import MappingProxyType
+from typing import Any
+
+from ftkit.errors import UserError
+
+PLACES = ("instruction", "input", "sys_prompt")
+"""What a prompt written as a text has places for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptStyle:
+    """The texts around a system prompt, an instruction and its input."""
+
+    class_name: str
+    """Of the class in `litgpt.prompts`, as recipes and prompt_style.yaml name it."""
+    start: str = ""
+    """Before the system prompt."""
+    before_system: str = ""
+    after_system: str = ""
+    """Around the system prompt; left out with it."""
+    system: str = ""
+    """The system prompt of records that have none."""
+    system_with_input: str = ""
+    """The same, for records with an input; empty: the same one."""
+    has_system: bool = True
+    """Whether the style has a place for a system prompt."""
+    strips_system: bool = False
+    before: str = ""
+    """Before the instruction."""
+    before_input: str = ""
+    """Between instruction and input; empty: the style has no place for an input."""
+    after: str = ""
+    """Behind the instruction and its input."""
+    before_later: str | None = None
+    """Between an answer and a later instruction; None: as before the first, with the system prompt
+    where the style cannot do without."""
+
+    def apply(self, prompt: str, *, sys_prompt: str | None = None, **values: Any) -> str:
+        """The prompt for an instruction.
+
+        Args:
+            prompt: the instruction.
+            sys_prompt: in place of the default system prompt, where the style has one.
+            values: `input` of the record; others are ignored.
+        """
+        given = values.get("input") or ""
+        text = self.start
+        default = self.system_with_input if given and self.system_with_input else self.system
+        if self.has_system and (system := sys_prompt or default):
+            system = system.strip() if self.strips_system else system
+            text += f"{self.before_system}{system}{self.after_system}"
+        text += f"{self.before}{prompt}"
+        if given and self.before_input:
+            text += f"{self.before_input}{given}"
+        return text + self.after
+
+
+class TextPrompt:
+    """A prompt style that is written as a text with places."""
+
+    def __init__(self, text: str) -> None:
+        """Take the text.
+
+        Args:
+            text: with {instruction}, and {input} and {sys_prompt} if wanted. {{ and }} stand for
+                braces, a backslash and n, as shells hand them on, for a line end. Without {input},
+                an input stands below the instruction.
+
+        Raises:
+            UserError: it has other places, or none for the instruction.
+        """
+        self.text = text
+        text = text.replace("\\n", "\n")
+        try:
+            parts = [part[:4] for part in Formatter().parse(text)]
+        except ValueError as error:
+            raise UserError(
+                f"data.prompt_style is {self.text!r}, whose braces do not match ({error}).\n"
+                "Write {{ and }} for braces that are meant as such."
+            ) from None
+        self._parts = [(literal, place) for literal, place, _, _ in parts]
+        for _, place, form, conversion in parts:
+            if place is not None and (place not in PLACES or form or conversion):
+                raise UserError(
+                    f"data.prompt_style is {self.text!r}, but {{{place}}} is no place in a prompt; "
+                    f"there are {', '.join(f'{{{known}}}' for known in PLACES)}.\n"
+                    "Write {{ and }} for braces that are meant as such."
+                )
+        self._places = {place for _, place in self._parts}
+        if "instruction" not in self._places:
+            raise UserError(
+                f"data.prompt_style is {self.text!r}, which has no place for the instruction.\n"
+                'Try --data.prompt_style "Q: {instruction}\\nA: ".'
+            )
+
+    def apply(self, prompt: str, *, sys_prompt: str | None = None, **values: Any) -> str:
+        """The prompt for an instruction, as `PromptStyle.apply` makes it."""
+        given = values.get("input") or ""
+        if given and "input" not in self._places:
+            prompt = f"{prompt}\n\n{given}"
+        filled = {"instruction": prompt, "input": given, "sys_prompt": sys_prompt or ""}
+        return "".join(text + (filled[place] if place else "") for text, place in self._parts)
+
+
+AnyStyle = PromptStyle | TextPrompt
+
+_TASK = "Below is an instruction that describes a task"
+_WITH_CONTEXT = f"{_TASK}, paired with an input that provides further context. "
+_RESPOND = "Write a response that appropriately completes the request.\n\n"
+_HELPFUL = "You are a helpful assistant."
+_INSTRUCTION, _RESPONSE = "### Instruction:\n", "\n\n### Response:\n"
+_FUNCTION = {
+    "function": "search_bing",
+    "description": "Search the web for content on Bing. This allows users to search online/the "
+    "internet/the web for content.",
+    "arguments": [{"name": "query", "type": "string", "description": "The search query string"}],
+}
+"""The example of a function in the style for calling functions, whose braces are doubled there."""
+
+
+def _chatml(class_name: str, system: str = "") -> PromptStyle:
+    return PromptStyle(
+        class_name=class_name,
+        before_system="<|im_start|>system\n",
+        after_system="<|im_end|>\n",
+        system=system,
+        before="<|im_start|>user\n",
+        after="<|im_end|>\n<|im_start|>assistant\n",
+    )
+
+
+DEFAULT = PromptStyle(class_name="Default", has_system=False)
+"""The instruction alone."""
+_CHATML = _chatml("ChatML")
+_UNNAMED = (
+    DEFAULT,
+    _CHATML,
+    PromptStyle(
+        class_name="Falcon3",
+        has_system=False,
+        before="<|user|>\n",
+        after="<|endoftext|>\n<|assistant|>\n",
+    ),
+    PromptStyle(class_name="R1Base", before="<｜User｜>", after="<｜Assistant｜>"),
+)
+"""Styles that recipes name by their class alone."""
+STYLES: Mapping[str, PromptStyle] = MappingProxyType(
+    {
+        "alpaca": PromptStyle(
+            class_name="Alpaca",
+            system=f"{_TASK}. {_RESPOND}",
+            system_with_input=f"{_WITH_CONTEXT}{_RESPOND}",
+            before=_INSTRUCTION,
+            before_input="\n\n### Input:\n",
+            after=_RESPONSE,
+        ),
+        "flan": PromptStyle(
+            class_name="FLAN",
+            system=f"{_TASK}. {_RESPOND}",
+            before=_INSTRUCTION,
+            after=_RESPONSE,
+        ),
+        "longform": PromptStyle(
+            class_name="Longform",
+            system=f"{_WITH_CONTEXT}{_RESPOND}",
+            before=_INSTRUCTION,
+            after=_RESPONSE,
+        ),
+        "stablelm-alpha": PromptStyle(
+            class_name="StableLMAlpha",
+            before_system="<|SYSTEM|>",
+            system="# StableLM Tuned (Alpha version)\n"
+            "- StableLM is a helpful and harmless open-source AI language model developed by "
+            "StabilityAI.\n"
+            "- StableLM is excited to be able to help the user, but will refuse to do anything "
+            "that could be considered harmful to the user.\n"
+            "- StableLM is more than just an information source, StableLM is also able to write "
+            "poetry, short stories, and make jokes.\n"
+            "- StableLM will refuse to participate in anything that could harm a human.",
+            before="<|USER|>",
+            after="<|ASSISTANT|>",
+        ),
+        "stablelm-zephyr": PromptStyle(
+            class_name="StableLMZephyr",
+            has_system=False,
+            before="<|user|>\n",
+            after="<|endoftext|>\n<|assistant|>\n",
+        ),
+        "falcon": PromptStyle(class_name="Falcon", has_system=False, after="\nAnswer:"),
+        "llama2-function-calling": PromptStyle(
+            class_name="Llama2FunctionCalling",
+            start="<FUNCTIONS>"
+            + json.dumps(_FUNCTION).replace("{", "{{").replace("}", "}}")
+            + "</FUNCTIONS>\n\n[INST]",
+            before_system="<<SYS>>\n",
+            after_system="\n<</SYS>>\n\n",
+            system="You are a helpful, respectful and honest assistant. Always answer as helpfully "
+            "aspossible. Your only response should be JSON formatted functions",
+            strips_system=True,
+            after="[/INST]\n\n",
+        ),
+        "llama2": PromptStyle(
+            class_name="Llama2",
+            start="[INST] ",
+            before_system="<<SYS>>\n",
+            after_system="\n<</SYS>>\n\n",
+            system="You are a helpful, respectful and honest assistant. Always answer as helpfully "
+            "as possible, while being safe.  Your answers should not include any harmful, "
+            "unethical, racist, sexist, toxic, dangerous, or illegal content. Please ensure that "
+            "your responses are socially unbiased and positive in nature.\n\nIf a question does "
+            "not make any sense, or is not factually coherent, explain why instead of answering "
+            "something not correct. If you don't know the answer to a question, please don't share "
+            "false information.",
+            before=" ",
+            after=" [/INST] ",
+        ),
+        "freewilly2": PromptStyle(
+            class_name="FreeWilly2",
+            before_system="### System:\n",
+            after_system="\n\n",
+            system="This is a system prompt, please behave and help the user.",
+            before="### User:\n",
+            after="\n\n### Assistant:\n",
+        ),
+        "platypus": PromptStyle(
+            class_name="Platypus",
+            has_system=False,
+            before="### Instruction:\n\n",
+            after=_RESPONSE,
+        ),
+        "stablecode": PromptStyle(
+            class_name="StableCode",
+            has_system=False,
+            before="###Instruction\n",
+            after="###Response\n",
+        ),
+        "codellama": PromptStyle(
+            class_name="CodeLlama",
+            start="[INST] ",
+            before_system="<<SYS>>\n",
+            after_system="\n<</SYS>>\n\n",
+            after=" [/INST]",
+        ),
+        "phi-1": PromptStyle(class_name="Phi1", has_system=False, after="\n\nAnswer:"),
+        "phi-2": PromptStyle(
+            class_name="Phi2", has_system=False, before="Instruct: ", after="\nOutput:"
+        ),
+        "phi-3": PromptStyle(
+            class_name="Phi3",
+            before_system="<|system|>\n",
+            after_system="<|end|>\n",
+            system=_HELPFUL,
+            before="<|user|>\n",
+            after="<|end|>\n<|assistant|>\n",
+        ),
+        "phi-4": PromptStyle(
+            class_name="Phi4",
+            before_system="<|im_start|>system<|im_sep|>",
+            after_system="<|im_end|>",
+            before="<|im_start|>user<|im_sep|>",
+            after="<|im_end|><|im_start|>assistant<|im_sep|>",
+        ),
+        "phi-4-reasoning": PromptStyle(
+            class_name="Phi4Reasoning",
+            before_system="<|im_start>system<|im_sep|>",  # without the second bar, as LitGPT has it
+            after_system="<|im_end|>",
+            system="You are Phi, a language model trained by Microsoft to help users. Your role as "
+            "an assistant involves thoroughly exploring questions through a systematic thinking "
+            "process before providing the final precise and accurate solutions. This requires "
+            "engaging in a comprehensive cycle of analysis, summarizing, exploration, "
+            "reassessment, reflection, backtracing, and iteration to develop well-considered "
+            "thinking process. Please structure your response into two main sections: Thought and "
+            "Solution using the specified format: <think> {Thought section} </think> {Solution "
+            "section}. In the Thought section, detail your reasoning process in steps. Each step "
+            "should include detailed considerations such as analysing questions, summarizing "
+            "relevant findings, brainstorming new ideas, verifying the accuracy of the current "
+            "steps, refining any errors, and revisiting previous steps. In the Solution section, "
+            "based on various attempts, explorations, and reflections from the Thought section, "
+            "systematically present the final solution that you deem correct. The Solution section "
+            "should be logical, accurate, and concise and detail necessary steps needed to reach "
+            "the conclusion. Now, try to solve the following question through the above "
+            "guidelines:",
+            before="<|im_start|>user<|im_sep|>",
+            after="<|im_end|><|im_start|>assistant<|im_sep|>",
+        ),
+        "phi-4-mini": PromptStyle(
+            class_name="Phi4Mini",
+            before_system="<|system|>",
+            after_system="<|end|>",
+            before="<|user|>",
+            after="<|end|><|assistant|>",
+        ),
+        "phi-4-mini-reasoning": PromptStyle(
+            class_name="Phi4MiniReasoning",
+            before_system="<|system|>",
+            after_system="<|end|>",
+            system="Your name is Phi, an AI math expert developed by Microsoft.",
+            before="<|user|>",
+            after="<|end|><|assistant|>",
+        ),
+        "tinyllama": PromptStyle(
+            class_name="TinyLlama",
+            before_system="<|system|>\n",
+            after_system="</s>\n",
+            system="You are a friendly chatbot who always gives helpful, detailed, and polite "
+            "answers.",
+            before="<|user|>\n",
+            after="</s>\n<|assistant|>\n",
+        ),
+        "gemma": PromptStyle(
+            class_name="Gemma",
+            has_system=False,
+            before="<start_of_turn>user\n",
+            after="<end_of_turn>\n<start_of_turn>model\n",
+        ),
+        "llama3": PromptStyle(
+            class_name="Llama3",
+            start="<|begin_of_text|>",
+            before_system="<|start_header_id|>system<|end_header_id|>\n\n",
+            after_system="<|eot_id|>",
+            system=_HELPFUL,
+            before="<|start_header_id|>user<|end_header_id|>\n\n",
+            after="<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+            before_later="<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n",
+        ),
+        "olmo": PromptStyle(
+            class_name="OLMo",
+            has_system=False,
+            before="<|endoftext|><|user|>\n",
+            after="\n<|assistant|>\n",
+        ),
+        "qwen2.5": _chatml(
+            "Qwen2_5", "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+        ),
+        "qwen2.5-math": _chatml(
+            "Qwen2_5_Math",
+            "Please reason step by step, and put your final answer within \\boxed{}.",
+        ),
+        "qwq": _chatml(
+            "QwQ",
+            "You are a helpful and harmless assistant. You are Qwen developed by Alibaba. You "
+            "should think step-by-step.",
+        ),
+        "qwen3": _chatml("Qwen3"),
+        "smollm2": _chatml(
+            "SmolLM2", "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+        ),
+        "salamandra": _chatml(
+            "Salamandra",
+            "I am Salamandra, an AI language model developed at the Barcelona Supercomputing "
+            "Centre (BSC) by the Language Technologies Unit. My knowledge base was last updated on "
+            "August 2023. Today Date: 2024-09-30\n"
+            "Soy Salamandra, un modelo lingüístico de IA desarrollado en el Barcelona "
+            "Supercomputing Centre (BSC) por la Language Technologies Unit. Mi base de "
+            "conocimientos se actualizó por última vez en agosto de 2023.\n"
+            "Soc Salamandra, un model de llenguatge d'IA desenvolupat al Barcelona Supercomputing "
+            "Centre (BSC) per la Language Technologies Unit.",
+        ),
+    }
+)
+"""Styles by the names that recipes give them."""
+CLASSES: Mapping[str, PromptStyle] = MappingProxyType(
+    {style.class_name: style for style in (*STYLES.values(), *_UNNAMED)}
+)
+"""Styles by their classes in `litgpt.prompts`."""
+
+_OF_MODELS = (
+    (r"stablelm-tuned-alpha", "StableLMAlpha"),
+    (r"stablelm-zephyr-3b", "StableLMZephyr"),
+    (r"stablecode-instruct", "StableCode"),
+    (r"Falcon3.*-Instruct", "Falcon3"),
+    (r"falcon.*-instruct", "Falcon"),
+    (r"Llama-2-7b-chat-hf-function-calling-v2", "Llama2FunctionCalling"),
+    (r"Llama-2.*-chat", "Llama2"),
+    (r"Llama-3.*-Instruct", "Llama3"),
+    (r"OLMo-2.*-(Instruct|SFT|DPO)", "Llama3"),
+    (r"R1", "R1Base"),
+    (r"FreeWilly2", "FreeWilly2"),
+    (r"Platypus", "Platypus"),
+    (r"CodeLlama|Mi[sx]tral.*Instruct", "CodeLlama"),
+    (r"phi-1", "Phi1"),
+    (r"phi-2", "Phi2"),
+    (r"Phi-3", "Phi3"),
+    (r"Phi-4-reasoning", "Phi4Reasoning"),
+    (r"Phi-4-mini-reasoning", "Phi4MiniReasoning"),
+    (r"Phi-4-mini", "Phi4Mini"),
+    (r"phi-4", "Phi4"),
+    (r"tiny-llama.*chat", "TinyLlama"),
+    (r"(Code)?Gemma.*-it", "Gemma"),
+    (r"OLMo.*-hf", "OLMo"),
+    (r"Qwen2\.5-Math-", "Qwen2_5_Math"),
+    (r"Qwen2\.5-", "Qwen2_5"),
+    (r"QwQ-", "QwQ"),
+    (r"Qwen3-", "Qwen3"),
+    (r"SmolLM2.*-Instruct", "SmolLM2"),
+    (r"salamandra-.*-instruct", "Salamandra"),
+)
+"""Parts of names of models, the first that matches counts, and the classes of their styles."""
+
+
+def style_of_model(name: str) -> PromptStyle:
+    """The style that a model was trained with, by its name; the instruction alone if none is known.
+
+    Args:
+        name: as LitGPT has it, such as Llama-3.2-1B-Instruct.
+    """
+    found = next((style for pattern, style in _OF_MODELS if re.search(pattern, name)), None)
+    return DEFAULT if found is None else CLASSES[found]

@@ -1,0 +1,428 @@
+"""Published data sets of instructions by name, downloaded when they are read.
+
+Names, options, addresses and splits are those of LitGPT's data modules, so that a recipe of LitGPT
+trains on the same samples.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import urllib.request
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from filelock import FileLock
+
+from ftkit.chat_templates.options import TrainOn
+from ftkit.chat_templates.prompt_styles import AnyStyle
+from ftkit.config.changes import default_prompt_style
+from ftkit.config.recipe import Component
+from ftkit.data.prompt_styles import resolve_prompt_style
+from ftkit.data.spec import (
+    OWN_DATA,
+    DataSource,
+    Part,
+    PartSource,
+    Rules,
+    check_init_args,
+    check_shared_values,
+)
+from ftkit.errors import UserError
+from ftkit.records.record import Record
+from ftkit.records.shapes import RecordReader
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+STREAMING = ("LitData", "MicroLlama", "OpenWebText", "TextFiles", "TinyLlama", "TinyStories")
+"""Data modules of LitGPT for pretraining."""
+_TIMEOUT_S = 30.0
+"""Without a byte of a download."""
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+@dataclass(kw_only=True)
+class PublicSet(ABC):
+    """A published data set and the options that recipes may set of it."""
+
+    prompt_style: Any = "alpaca"
+    """How instruction and input become a prompt: a name, a class of litgpt.prompts, or a text such
+    as "Q: {instruction}\\nA: "."""
+    mask_prompt: bool = False
+    """Learn outputs alone, not prompts."""
+    seed: int = 42
+    """Seed of the split into training and validation records."""
+    ignore_index: int = -100
+    """As LitGPT has it; no other value is possible."""
+    num_workers: int = 4
+    """As LitGPT has it; not used."""
+
+    @abstractmethod
+    def rows(self) -> tuple[Rows, Rows]:
+        """Records to train and to validate on, with LitGPT's names of keys; downloads them."""
+
+    def place(self) -> Path | None:
+        """The directory that the data set is downloaded to; None: a cache of a library's."""
+        return None
+
+    def how_to_supply(self, _: Exception) -> str:
+        """What helps where it cannot be downloaded, as the beginning of a sentence."""
+        place = self.place() or "~/.cache/huggingface"
+        return f"Run this once where there is internet and copy {place} here"
+
+
+@dataclass(kw_only=True)
+class Alpaca(PublicSet):
+    """52,000 instructions, cleaned (tloen/alpaca-lora)."""
+
+    val_split_fraction: float = 0.03865
+    """Share of the records to validate on; the default gives 2,000."""
+    download_dir: Path = Path("data/alpaca")
+    """Where the file is kept."""
+    file_url: str = (
+        "https://raw.githubusercontent.com/tloen/alpaca-lora/main/alpaca_data_cleaned_archive.json"
+    )
+    """Where it comes from."""
+    file_name: str = "alpaca_data_cleaned_archive.json"
+    """Its name in download_dir."""
+
+    def place(self) -> Path | None:
+        return self.download_dir
+
+    def rows(self) -> tuple[Rows, Rows]:
+        file = self.download_dir / self.file_name
+        _download(self.file_url, file)
+        return _split(json.loads(file.read_text("utf-8")), self.val_split_fraction, self.seed)
+
+    def how_to_supply(self, error: Exception) -> str:
+        if isinstance(error, json.JSONDecodeError):
+            return f"Delete {self.download_dir}, so that it is downloaded again"
+        return f"Download {self.file_url} elsewhere to {self.download_dir / self.file_name}"
+
+
+@dataclass(kw_only=True)
+class AlpacaGPT4(Alpaca):
+    """The instructions of Alpaca with answers of GPT-4."""
+
+    val_split_fraction: float = 0.03847
+    """Share of the records to validate on; the default gives 2,000."""
+    download_dir: Path = Path("data/alpacagpt4")
+    """Where the file is kept."""
+    file_url: str = (
+        "https://raw.githubusercontent.com/Instruction-Tuning-with-GPT-4/GPT-4-LLM/main/data/"
+        "alpaca_gpt4_data.json"
+    )
+    """Where it comes from."""
+    file_name: str = "alpacagpt4_data_cleaned_archive.json"
+    """Its name in download_dir."""
+
+
+@dataclass(kw_only=True)
+class Alpaca2k(PublicSet):
+    """2,000 instructions of Alpaca."""
+
+    val_split_fraction: float = 0.05
+    """Share of the records to validate on; the default gives 100."""
+    download_dir: Path = Path("data/alpaca2k")
+    """Where the datasets library keeps them."""
+    repo_id: str = "mhenrichsen/alpaca_2k_test"
+    """The data set on the hub."""
+
+    def place(self) -> Path | None:
+        return self.download_dir
+
+    def rows(self) -> tuple[Rows, Rows]:
+        from datasets import load_dataset
+
+        train: Dataset = load_dataset(self.repo_id, cache_dir=self.download_dir)["train"]
+        split = train.train_test_split(test_size=self.val_split_fraction, seed=self.seed)
+        return list(split["train"]), list(split["test"])
+
+
+@dataclass(kw_only=True)
+class Deita(PublicSet):
+    """10,000 conversations, chosen for complexity and quality."""
+
+    include_multiturn_conversations: bool = False
+    """Take every question of a conversation, each by itself, and not the first alone."""
+    download_dir: Path = Path("data/deita")
+    """Where the datasets library keeps them."""
+    repo_id: str = "HuggingFaceH4/deita-10k-v0-sft"
+    """The data set on the hub."""
+
+    def place(self) -> Path | None:
+        return self.download_dir
+
+    def rows(self) -> tuple[Rows, Rows]:
+        from datasets import load_dataset
+
+        train, test = load_dataset(
+            self.repo_id, split=["train_sft", "test_sft"], cache_dir=self.download_dir
+        )
+        every = self.include_multiturn_conversations
+        return _answered(_said(train), every=every), _answered(_said(test), every=every)
+
+
+@dataclass(kw_only=True)
+class FLAN(PublicSet):
+    """Tasks of many kinds, written as instructions by ten templates each."""
+
+    prompt_style: Any = "flan"
+    """How instruction and input become a prompt: a name, a class of litgpt.prompts, or a text such
+    as "Q: {instruction}\\nA: "."""
+    download_dir: Path = Path("data/flan")
+    """Where the files are kept."""
+    url: str = "https://huggingface.co/datasets/Muennighoff/flan/resolve/main"
+    """Where they come from."""
+    subsets: str | None = None
+    """A comma separated list of those to take, such as cola_10templates; null: all 66."""
+
+    def __post_init__(self) -> None:
+        if self.subsets is not None and (unknown := set(self._chosen) - set(_SUBSETS_OF_FLAN)):
+            raise ValueError(f"{', '.join(sorted(unknown))} not in {', '.join(_SUBSETS_OF_FLAN)}")
+
+    @property
+    def _chosen(self) -> Sequence[str]:
+        return _SUBSETS_OF_FLAN if self.subsets is None else self.subsets.split(",")
+
+    def place(self) -> Path | None:
+        return self.download_dir
+
+    def rows(self) -> tuple[Rows, Rows]:
+        return self._rows_of("train"), self._rows_of("test")
+
+    def _rows_of(self, split: str) -> Rows:
+        found = []
+        for subset in self._chosen:
+            file = self.download_dir / f"{subset}_{split}.jsonl"
+            _download(f"{self.url}/{split}/{subset}_{split}.jsonl", file)
+            with file.open(encoding="utf-8") as lines:
+                found += [_renamed(json.loads(line), **_KEYS_OF_FLAN) for line in lines]
+        return found
+
+
+@dataclass(kw_only=True)
+class LIMA(PublicSet):
+    """1,000 conversations, written and chosen with care."""
+
+    val_split_fraction: float = 0.1
+    """Share of the records to validate on."""
+    include_multiturn_conversations: bool = False
+    """Take every question of a conversation, each by itself, and not the first alone."""
+    repo_id: str = "GAIR/lima"
+    """The data set on the hub."""
+    access_token: str | None = None
+    """Of an account that has accepted its terms; HF_TOKEN if it is left out."""
+
+    def __post_init__(self) -> None:
+        if not (self.access_token or os.environ.get("HF_TOKEN")):
+            raise UserError(
+                "data is LIMA, which needs a Hugging Face token.\nTry setting HF_TOKEN, after "
+                "accepting its terms at https://huggingface.co/datasets/GAIR/lima."
+            )
+
+    def rows(self) -> tuple[Rows, Rows]:
+        from datasets import load_dataset
+
+        token = self.access_token or os.environ["HF_TOKEN"]
+        train = load_dataset(self.repo_id, token=token)["train"]
+        conversations = [row["conversations"] for row in train]
+        answered = _answered(conversations, every=self.include_multiturn_conversations)
+        return _split(answered, self.val_split_fraction, self.seed)
+
+
+@dataclass(kw_only=True)
+class LongForm(PublicSet):
+    """Instructions with long texts as their answers (akoksal/LongForm)."""
+
+    prompt_style: Any = "longform"
+    """How instruction and input become a prompt: a name, a class of litgpt.prompts, or a text such
+    as "Q: {instruction}\\nA: "."""
+    download_dir: Path = Path("data/longform")
+    """Where the files are kept."""
+
+    _URL: ClassVar[str] = "https://raw.githubusercontent.com/akoksal/LongForm/main/dataset"
+
+    def place(self) -> Path | None:
+        return self.download_dir
+
+    def rows(self) -> tuple[Rows, Rows]:
+        return self._rows_of("train"), self._rows_of("val")
+
+    def _rows_of(self, split: str) -> Rows:
+        file = self.download_dir / f"{split}.json"
+        _download(f"{self._URL}/{split}.json", file)
+        return [_renamed(row, input="instruction") for row in json.loads(file.read_text("utf-8"))]
+
+
+PUBLIC_SETS: Mapping[str, type[PublicSet]] = {
+    kind.__name__: kind for kind in (Alpaca, Alpaca2k, AlpacaGPT4, Deita, FLAN, LIMA, LongForm)
+}
+"""Every published data set by its name."""
+
+_KEYS_OF_FLAN = {"inputs": "instruction", "targets": "output"}
+_NAMES_OF_FLAN = """
+    aeslc ag_news_subset anli_r1 anli_r2 anli_r3 arc_challenge arc_easy bool_q cb
+    cnn_dailymail cola common_gen copa coqa cosmos_qa dart definite_pronoun_resolution drop
+    e2e_nlg fix_punct gigaword glue_mrpc glue_qqp hellaswag imdb_reviews math_dataset
+    mnli_matched mnli_mismatched multi_news multirc natural_questions openbookqa
+    opinion_abstracts_idebate opinion_abstracts_rotten_tomatoes para_crawl_enes paws_wiki
+    piqa qnli quac record rte samsum sentiment140 snli squad_v1 squad_v2 sst2 story_cloze
+    stsb trec trivia_qa true_case web_nlg_en wic wiki_lingua_english_en wmt14_enfr
+    wmt16_translate_csen wmt16_translate_deen wmt16_translate_fien wmt16_translate_roen
+    wmt16_translate_ruen wmt16_translate_tren wnli word_segment wsc yelp_polarity_reviews
+"""
+_SUBSETS_OF_FLAN = tuple(f"{name}_10templates" for name in _NAMES_OF_FLAN.split())
+
+
+class PublicSource(DataSource):
+    """A published data set as a data source."""
+
+    def __init__(self, name: str, init_args: Mapping[str, Any]) -> None:
+        """Describe the data; nothing is downloaded.
+
+        Args:
+            name: a key of `PUBLIC_SETS`.
+            init_args: its options; they are checked when it is read.
+        """
+        self._name = name
+        self._init_args = init_args
+
+    @classmethod
+    def documented(cls, name: str) -> type:
+        return PUBLIC_SETS[name]
+
+    @classmethod
+    def of(cls, data: Component) -> Self:
+        check_shared_values(data["init_args"])
+        return cls(data["class_path"].rpartition(".")[2], data["init_args"])
+
+    def files(self) -> None:
+        """Unknown: what is not there is downloaded."""
+
+    def prompt_style(self) -> AnyStyle:
+        default = PUBLIC_SETS[self._name].prompt_style
+        return resolve_prompt_style(self._init_args.get("prompt_style", default))
+
+    def rendering(self) -> dict[str, Any]:
+        style = self._init_args.get("prompt_style") or default_prompt_style(self._name)
+        return {"prompt_style": style, "mask_prompt": self._init_args.get("mask_prompt", False)}
+
+    def parts(self) -> tuple[PartSource, ...]:
+        return (PartSource(name=self._name, where=self._name, read=self._read),)
+
+    def _read(self) -> Part:
+        name, data = self._name, _build(self._name, self._init_args)
+        try:
+            with _one_process_at_a_time(data.place()):
+                rows = data.rows()
+        except Exception as error:
+            raise UserError(_explain_failure(name, data, error)) from error
+        train, val = (
+            _records(rows_of_use, f"{name}, {use}")
+            for rows_of_use, use in zip(rows, ("training", "validation"), strict=True)
+        )
+        train_on: TrainOn = "last" if data.mask_prompt else "all"
+        return Part(
+            name=name,
+            description=f"{len(train):,} instructions, {len(val):,} more to validate on",
+            shape="instruction",
+            rules=Rules(prompt_style=data.prompt_style, train_on=train_on),
+            train=train,
+            val=val,
+        )
+
+
+def _build(name: str, init_args: Mapping[str, Any]) -> PublicSet:
+    """The data set with its options, paths made of texts."""
+    kind = PUBLIC_SETS[name]
+    known = {field.name: field.type for field in dataclasses.fields(kind)}
+    check_init_args(init_args, known, name)
+    arguments = dict(init_args)
+    try:
+        for key, value in init_args.items():
+            if key == "prompt_style":
+                arguments[key] = resolve_prompt_style(value)
+            elif known[key] is Path:
+                arguments[key] = Path(value).expanduser()
+        return kind(**{"prompt_style": resolve_prompt_style(kind.prompt_style), **arguments})
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"data is {name}, and its options are refused: {error}.\nRemove the option to take "
+            "its default."
+        ) from None
+
+
+def _records(rows: Rows, where: str) -> list[Record]:
+    numbered = ((n, dict(row)) for n, row in enumerate(rows, 1))
+    return RecordReader().records(numbered, partial("{} record {}".format, where))
+
+
+def _split(rows: Rows, val_share: float, seed: int) -> tuple[Rows, Rows]:
+    """Records to train and to validate on, drawn by torch as LitGPT draws them."""
+    import torch
+    from torch.utils.data import random_split
+
+    generator = torch.Generator().manual_seed(seed)
+    train, val = random_split(rows, [1.0 - val_share, val_share], generator=generator)  # type: ignore[arg-type]
+    return list(train), list(val)
+
+
+def _said(rows: Rows) -> Iterator[list[str]]:
+    """What is said in each conversation, by turns."""
+    for row in rows:
+        yield [message["content"] for message in row["messages"]]
+
+
+def _answered(conversations: Iterator[list[str]] | list[list[str]], *, every: bool) -> Rows:
+    """The first question of each conversation and its answer, or every one."""
+    rows = []
+    for said in conversations:
+        for i in range(0, len(said) - 1, 2) if every else (0,):
+            rows.append({"instruction": said[i], "input": "", "output": said[i + 1]})
+    return rows
+
+
+def _renamed(row: Mapping[str, Any], **names: str) -> dict[str, Any]:
+    return {names.get(key, key): value for key, value in row.items()}
+
+
+def _download(url: str, file: Path) -> None:
+    """Fetch a file that is not there, or is empty."""
+    if file.is_file() and file.stat().st_size > 0:
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial_file = file.with_name(f"{file.name}.partial")
+    with (
+        urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer,
+        partial_file.open("wb") as written,
+    ):
+        shutil.copyfileobj(answer, written)
+    partial_file.replace(file)
+
+
+@contextlib.contextmanager
+def _one_process_at_a_time(directory: Path | None) -> Iterator[None]:
+    """Let one rank download while the others wait and then find the files there."""
+    with contextlib.ExitStack() as stack:
+        # Nothing is downloaded to a directory that cannot be written.
+        with contextlib.suppress(OSError):
+            if directory is not None:
+                directory.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(FileLock(directory / ".lock"))
+        yield
+
+
+def _explain_failure(name: str, data: PublicSet, error: Exception) -> str:
+    reason = str(error).partition("\n")[0] or "no reason given"
+    return (
+        f"data is {name}, which could not be loaded: {type(error).__name__}: {reason}.\n"
+        f"{data.how_to_supply(error)}, or use records of your own: {OWN_DATA}."
+    )
