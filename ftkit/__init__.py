@@ -18,24 +18,24 @@ from typing import Any
 __version__ = "0.1.0"
 
 _MODULE_OF = {
-    "Chat": "notebook.answers",
+    "Chat": "views.notebook.answers",
     "DoesNotFit": "errors",
-    "Experiments": "notebook.experiments",
-    "Plans": "notebook.plans",
-    "Run": "notebook.api",
+    "Experiments": "views.notebook.experiments",
+    "Plans": "views.notebook.plans",
+    "Run": "views.notebook.api",
     "UserError": "errors",
-    "attach": "notebook.api",
-    "chat": "notebook.answers",
-    "compare": "comparison.compare",
-    "evaluate": "notebook.results",
-    "export": "notebook.results",
-    "finetune": "notebook.api",
-    "finetune_full": "notebook.api",
-    "generate": "notebook.answers",
-    "merge": "notebook.results",
-    "plan": "notebook.plans",
-    "preview": "notebook.previews",
-    "push": "notebook.results",
+    "attach": "views.notebook.api",
+    "chat": "views.notebook.answers",
+    "compare": "views.comparison.compare",
+    "evaluate": "views.notebook.results",
+    "export": "views.notebook.results",
+    "finetune": "views.notebook.api",
+    "finetune_full": "views.notebook.api",
+    "generate": "views.notebook.answers",
+    "merge": "views.notebook.results",
+    "plan": "views.notebook.plans",
+    "preview": "views.notebook.previews",
+    "push": "views.notebook.results",
 }
 """The Python API; nothing of it is imported before it is used."""
 __all__ = [*_MODULE_OF]
@@ -53,7 +53,7 @@ def _told_in_a_cell() -> AbstractContextManager[None]:
     """In a notebook, show that libraries are loaded if that takes long."""
     if "IPython" not in sys.modules:
         return nullcontext()
-    display = importlib.import_module("ftkit.notebook.display")
+    display = importlib.import_module("ftkit.views.notebook.display")
     if not display.in_notebook():
         return nullcontext()
     shown: AbstractContextManager[None] = display.shown_if_late("loading libraries ...")

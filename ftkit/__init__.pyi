@@ -8,22 +8,22 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from ftkit.comparison.compare import compare as compare
 from ftkit.errors import DoesNotFit as DoesNotFit
 from ftkit.errors import UserError as UserError
-from ftkit.notebook.answers import Chat as Chat
-from ftkit.notebook.answers import chat as chat
-from ftkit.notebook.answers import generate as generate
-from ftkit.notebook.api import Run as Run
-from ftkit.notebook.api import attach as attach
-from ftkit.notebook.experiments import Experiments as Experiments
-from ftkit.notebook.plans import Plans as Plans
-from ftkit.notebook.plans import ShownPlan
-from ftkit.notebook.previews import ShownInspection
-from ftkit.notebook.results import evaluate as evaluate
-from ftkit.notebook.results import export as export
-from ftkit.notebook.results import merge as merge
-from ftkit.notebook.results import push as push
+from ftkit.views.comparison.compare import compare as compare
+from ftkit.views.notebook.answers import Chat as Chat
+from ftkit.views.notebook.answers import chat as chat
+from ftkit.views.notebook.answers import generate as generate
+from ftkit.views.notebook.api import Run as Run
+from ftkit.views.notebook.api import attach as attach
+from ftkit.views.notebook.experiments import Experiments as Experiments
+from ftkit.views.notebook.plans import Plans as Plans
+from ftkit.views.notebook.plans import ShownPlan
+from ftkit.views.notebook.previews import ShownInspection
+from ftkit.views.notebook.results import evaluate as evaluate
+from ftkit.views.notebook.results import export as export
+from ftkit.views.notebook.results import merge as merge
+from ftkit.views.notebook.results import push as push
 
 _Path = str | os.PathLike[str]
 

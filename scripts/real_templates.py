@@ -10,11 +10,11 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from ftkit.chat_templates.named import text_template
-from ftkit.chat_templates.sandbox import DATE
-from ftkit.chat_templates.template import CHAT_TEMPLATE
-from ftkit.pretrained.tokenizer import Tokenizer
-from ftkit.rendering.chat import ChatRenderer
+from ftkit.data.rendering.chat import ChatRenderer
+from ftkit.models.chat_templates.named import text_template
+from ftkit.models.chat_templates.sandbox import DATE
+from ftkit.models.chat_templates.template import CHAT_TEMPLATE
+from ftkit.models.pretrained.tokenizer import Tokenizer
 
 PLACE = "/vendor/llama.cpp/models/templates/"
 """Of the templates in the source distribution of llama-cpp-python."""

@@ -49,26 +49,26 @@ def pytest_unconfigure() -> None:
 
 LONGEST = (
     "simulated_card/test_commands.py",
-    "notebook/test_notebooks.py",
+    "views/notebook/test_notebooks.py",
     "strategies/test_strategies.py",
     "strategies/test_training_control.py",
-    "report/test_step_memory.py",
+    "planning/memory/test_step_memory.py",
     "checkpoint/test_faults.py",
     "strategies/test_transformers_models.py",
-    "model/test_quantization.py",
+    "models/test_quantization.py",
     "checkpoint/test_resume_anywhere.py",
-    "lora/test_adapters_everywhere.py",
+    "models/lora/test_adapters_everywhere.py",
     "checkpoint/test_optimizer_state.py",
-    "memory/test_meter.py",
+    "planning/memory/test_meter.py",
     "strategies/test_model_families.py",
     "strategies/test_router_loss.py",
     "launch/test_ranks.py",
     "launch/test_heartbeats.py",
     "launch/test_hosts.py",
-    "planner/test_command.py",
+    "planning/test_command.py",
     "launch/test_shortage.py",
     "runs/test_stop_and_resume.py",
-    "notebook/test_api.py",
+    "views/notebook/test_api.py",
     "scripts/test_release.py",
 )
 """Files that come first, so that no process is at work on a long one when all others are done."""
@@ -212,7 +212,7 @@ def _children() -> set[psutil.Process]:
         try:
             words = str(child.cmdline())
             kept = child.name().startswith("wandb-") or "multiprocessing" in words
-            kept = kept or "ftkit.chat_templates.child" in words
+            kept = kept or "ftkit.models.chat_templates.child" in words
             kept = kept or child.pid == warm.SERVER.pid
             if not kept and child.status() != psutil.STATUS_ZOMBIE:
                 running.add(child)

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ftkit.checkpoint.metadata import FileEntry
-from ftkit.remote.block_checksums import BLOCK_BYTES, BlockChecksums
-from ftkit.remote.objects import StorageError
-from ftkit.remote.ranges import remote_blocks, remote_size_bytes
-from ftkit.remote.urls import url_of, working_root
+from ftkit.utils.remote.block_checksums import BLOCK_BYTES, BlockChecksums
+from ftkit.utils.remote.objects import StorageError
+from ftkit.utils.remote.ranges import remote_blocks, remote_size_bytes
+from ftkit.utils.remote.urls import url_of, working_root
 
 _READ_BYTES = 2**18
 """What fits into a core's own cache, for both kinds of checksums."""

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from ftkit.config.recipe import Recipe
-from ftkit.console.formatting import bytes_text
 from ftkit.errors import UserError
+from ftkit.recipe.recipe import Recipe
+from ftkit.utils.console.formatting import bytes_text
 from ftkit.utils.files import free_disk_bytes
 
 

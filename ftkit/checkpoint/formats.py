@@ -8,8 +8,8 @@ import json
 from pathlib import Path
 
 from ftkit.checkpoint.metadata import FileEntry
-from ftkit.remote.objects import StorageError
-from ftkit.remote.ranges import DamagedObject, RangedSafetensors, lies_elsewhere
+from ftkit.utils.remote.objects import StorageError
+from ftkit.utils.remote.ranges import DamagedObject, RangedSafetensors, lies_elsewhere
 
 _PICKLES = (*(bytes([0x80, protocol]) for protocol in range(2, 6)), b"PK\x03\x04")
 """How a pickle begins, and the archive that torch.save packs one in."""

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ftkit.accelerators.kinds import device_kind
-from ftkit.accelerators.use import accelerator_in_use
 from ftkit.checkpoint.shards import Piece
+from ftkit.utils.accelerators.kinds import device_kind
+from ftkit.utils.accelerators.use import accelerator_in_use
 
 COPIES_BESIDE_TRAINING = False
 """Whether training goes on while the device copies. Whether forward and backward passes then really
@@ -24,7 +24,8 @@ class HostCopies:
 
     On CUDA it is page-locked, so that a device copies into it at full speed and by itself. It is
     ordinary memory, registered with the driver: torch's pinned allocator rounds each tensor up to
-    a power of two, which takes a third more for a whole model than `ftkit.memory.predict` counts.
+    a power of two, which takes a third more for a whole model than
+    `ftkit.planning.memory.predict` counts.
     """
 
     def __init__(self) -> None:

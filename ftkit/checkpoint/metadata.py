@@ -16,9 +16,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ftkit.checkpoint.files import METADATA
-from ftkit.remote.block_checksums import BlockChecksums
 from ftkit.utils.files import write_durably
 from ftkit.utils.json_values import from_json
+from ftkit.utils.remote.block_checksums import BlockChecksums
 
 FORMAT_VERSION = 1
 _CHECKSUM = "checksum"

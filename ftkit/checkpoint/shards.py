@@ -18,10 +18,10 @@ from torch import Tensor
 
 from ftkit.checkpoint.files import is_shard
 from ftkit.checkpoint.metadata import CheckpointError, DamagedPart, FileEntry, Metadata
-from ftkit.optim.state_kinds import BLOCK
-from ftkit.remote.objects import StorageError
-from ftkit.remote.ranges import DamagedObject, RangedSafetensors, lies_elsewhere
-from ftkit.remote.urls import spelt
+from ftkit.strategies.optim.state_kinds import BLOCK
+from ftkit.utils.remote.objects import StorageError
+from ftkit.utils.remote.ranges import DamagedObject, RangedSafetensors, lies_elsewhere
+from ftkit.utils.remote.urls import spelt
 from ftkit.utils.safetensors_files import save_in_portions, save_tensors
 
 _PIECES = "pieces"

@@ -23,9 +23,9 @@ from ftkit.checkpoint.metadata import (
     read_metadata,
     write_metadata,
 )
-from ftkit.remote.ranges import lies_elsewhere
 from ftkit.utils.files import remove, sync, write_durably
 from ftkit.utils.progress import OnProgress
+from ftkit.utils.remote.ranges import lies_elsewhere
 
 LATEST = "latest"
 """Names the newest checkpoint, for people and scripts; never read here."""

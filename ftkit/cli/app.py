@@ -11,8 +11,8 @@ from typing import Any
 from ftkit import __version__
 from ftkit.cli.commands import COMMANDS_ELSEWHERE, FTKIT, Command, Group
 from ftkit.cli.parser import read_options, split_line
-from ftkit.config.command_options import declared
 from ftkit.errors import UserError
+from ftkit.recipe.command_options import declared
 from ftkit.redaction import redacted_output
 from ftkit.utils.imports import postpone_modules, quick_imports, without_hub_kernels
 from ftkit.utils.names import nearest

@@ -24,27 +24,14 @@ from ftkit.checkpoint import store as checks
 from ftkit.checkpoint.files import RECIPE
 from ftkit.checkpoint.metadata import CheckpointError, Layout, Metadata, read_metadata
 from ftkit.checkpoint.store import KeepEvery, step_of
-from ftkit.config.command_options import (
+from ftkit.errors import UserError
+from ftkit.recipe.command_options import (
     CheckpointOptions,
     CheckpointsOptions,
     CleanOptions,
     DiffOptions,
 )
-from ftkit.config.parsing import read_keys
-from ftkit.console.display import Display
-from ftkit.console.formatting import (
-    age_text,
-    bytes_text,
-    duration_text,
-    loss_text,
-    number_text,
-    printable,
-    shortened,
-)
-from ftkit.console.grid import labelled_grid
-from ftkit.console.progress import Phase
-from ftkit.errors import UserError
-from ftkit.remote.urls import spelt
+from ftkit.recipe.parsing import read_keys
 from ftkit.runs.checkpoints import (
     CheckpointEntry,
     RunCheckpoints,
@@ -58,7 +45,20 @@ from ftkit.runs.checkpoints import (
 from ftkit.runs.fetching import fetch_companions
 from ftkit.runs.lock import claimed, is_at_work
 from ftkit.runs.remote_run import url_checkpoints
+from ftkit.utils.console.display import Display
+from ftkit.utils.console.formatting import (
+    age_text,
+    bytes_text,
+    duration_text,
+    loss_text,
+    number_text,
+    printable,
+    shortened,
+)
+from ftkit.utils.console.grid import labelled_grid
+from ftkit.utils.console.progress import Phase
 from ftkit.utils.files import remove
+from ftkit.utils.remote.urls import spelt
 
 _ANY_WIDTH = 1000
 """More than a row takes."""

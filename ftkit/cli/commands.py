@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ftkit.config.command_options import (
+from ftkit.planning.memory.gpus import GPUS
+from ftkit.recipe.command_options import (
     CheckpointOptions,
     CheckpointsOptions,
     CleanOptions,
@@ -17,8 +18,8 @@ from ftkit.config.command_options import (
     SweepOptions,
     WatchOptions,
 )
-from ftkit.config.recipe import FINETUNE, RECIPE_OF
-from ftkit.config.result_options import (
+from ftkit.recipe.recipe import FINETUNE, RECIPE_OF
+from ftkit.recipe.result_options import (
     ChatOptions,
     EvaluateOptions,
     ExportOptions,
@@ -26,9 +27,8 @@ from ftkit.config.result_options import (
     MergeOptions,
     PushOptions,
 )
-from ftkit.memory.gpus import GPUS
 
-FIND_RESULT = "ftkit.inference.result:find_result"
+FIND_RESULT = "ftkit.evaluation.result:find_result"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Command:
     text: str
     """What its help says of it."""
     options: type
-    """The class of its options; see `ftkit.config.command_options`."""
+    """The class of its options; see `ftkit.recipe.command_options`."""
     function: str
     """Module and function that take the options and return the exit code. The module is imported
     only when the command is run."""
@@ -208,7 +208,7 @@ FTKIT = Group(
             "The exit code is 3 if it does not fit; of several, if none does. GPUs by name: "
             f"{', '.join(GPUS)}.",
             options=PlanOptions,
-            function="ftkit.planner.command:plan_all",
+            function="ftkit.planning.command:plan_all",
             usage=("[COMMAND] [RECIPE.yaml | SWEEP.yaml ...] [CHECKPOINT_DIR] [--KEY VALUE ...]",),
             examples=(
                 "recipes/open-llama-7b-full.yaml --precision bf16-true --gpu a100-80gb",
@@ -226,7 +226,7 @@ FTKIT = Group(
             "run, with what to change. The tokenizer and the data are all that is needed: no "
             "weights are loaded or downloaded, and no GPU is needed.",
             options=DataOptions,
-            function="ftkit.inspection.command:show_data",
+            function="ftkit.data.inspection.command:show_data",
             usage=("[RECIPE.yaml ...] [CHECKPOINT_DIR] [--show N] [--KEY VALUE ...]",),
             examples=(
                 "recipes/quickstart.yaml",
@@ -253,7 +253,7 @@ FTKIT = Group(
             "Nothing in the checkpoint is executed. The run goes on with --resume auto, on any "
             "hardware.",
             options=ImportOptions,
-            function="ftkit.foreign.confined_import:import_confined",
+            function="ftkit.exchange.foreign.confined_import:import_confined",
             usage=("SOURCE --out DIR [--config RECIPE.yaml] [--KEY VALUE ...]",),
             examples=(
                 "trl-out/checkpoint-500 --out out/imported --config RECIPE.yaml",
@@ -268,7 +268,7 @@ FTKIT = Group(
             "outcome, loss, speed, time and peak memory. A star marks the best of those that ended "
             "well.",
             options=CompareOptions,
-            function="ftkit.comparison.compare:compare_runs",
+            function="ftkit.views.comparison.compare:compare_runs",
             examples=(
                 "out/finetune/lora out/finetune/lora-2",
                 "out --sort allocated_bytes --format csv",
@@ -283,7 +283,7 @@ FTKIT = Group(
             "writes nothing. Ends with the run; Ctrl+C ends it earlier and leaves the run alone. "
             "--serve shows it in a browser instead, or all runs of a directory.",
             options=WatchOptions,
-            function="ftkit.live_page.command:watch_runs",
+            function="ftkit.views.live_page.command:watch_runs",
             examples=(
                 "out/finetune/lora",
                 "out/finetune/lora --once",
@@ -298,7 +298,7 @@ FTKIT = Group(
             "checkpoints, an adapter, or a base model. Prompts are made as the run made them.",
             options=GenerateOptions,
             opens=FIND_RESULT,
-            function="ftkit.inference.generate:generate",
+            function="ftkit.evaluation.generate:generate",
             examples=(
                 "out/finetune/lora --prompt 'Tell me a story.' --temperature 0.8",
                 "out/finetune/lora --prompts questions.txt --out answers.jsonl",
@@ -312,7 +312,7 @@ FTKIT = Group(
             "said before counts where the prompt style has a place for it (llama3, r1).",
             options=ChatOptions,
             opens=FIND_RESULT,
-            function="ftkit.inference.chat:chat",
+            function="ftkit.evaluation.chat:chat",
             examples=("out/finetune/lora --temperature 0.8",),
         ),
         Command(
@@ -324,7 +324,7 @@ FTKIT = Group(
             "the lm-evaluation-harness instead.",
             options=EvaluateOptions,
             opens=FIND_RESULT,
-            function="ftkit.inference.evaluate:evaluate",
+            function="ftkit.evaluation.evaluate:evaluate",
             examples=(
                 "out/finetune/lora",
                 "out/finetune/lora --data JSON --data.path held_out.json",
@@ -339,7 +339,7 @@ FTKIT = Group(
             "sample show how close it comes to the result itself.",
             options=MergeOptions,
             opens=FIND_RESULT,
-            function="ftkit.convert.merge:merge",
+            function="ftkit.exchange.merge:merge",
             examples=(
                 "out/finetune/lora --out out/merged",
                 "out/finetune/qlora --out out/merged --base original",
@@ -353,7 +353,7 @@ FTKIT = Group(
             "llama.cpp. To write a LoRA run as a model, merge it first.",
             options=ExportOptions,
             opens=FIND_RESULT,
-            function="ftkit.convert.export:export",
+            function="ftkit.exchange.export:export",
             usage=("RESULT --format FORMAT --out DIR [--KEY VALUE ...]", "RESULT --check vllm"),
             examples=(
                 "out/finetune/full --format litgpt --out out/for-litgpt",
@@ -371,7 +371,7 @@ FTKIT = Group(
             "unless --public is given. An upload that broke off goes on where it stopped. Edit "
             "README.md beside the result, not on the hub: it is sent each time.",
             options=PushOptions,
-            function="ftkit.convert.push:push",
+            function="ftkit.exchange.push:push",
             examples=(
                 "out/finetune/lora me/my-adapter",
                 "out/merged me/my-model --public",

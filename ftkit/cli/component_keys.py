@@ -10,11 +10,11 @@ from typing import Any, cast
 
 import docstring_parser
 
-from ftkit.config.command_options import field_texts
-from ftkit.config.recipe_keys import ALLOWED_PACKAGES, COMPONENTS
-from ftkit.config.strategies import RULES, STRATEGIES
 from ftkit.data.sources import KINDS
 from ftkit.errors import UserError
+from ftkit.recipe.command_options import field_texts
+from ftkit.recipe.recipe_keys import ALLOWED_PACKAGES, COMPONENTS
+from ftkit.recipe.strategies import RULES, STRATEGIES
 from ftkit.utils.imports import quick_imports, silence_libraries
 from ftkit.utils.names import nearest
 

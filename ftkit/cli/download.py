@@ -1,14 +1,14 @@
 """`ftkit download`: a base model of the Hugging Face hub, into a directory."""
 
-from ftkit.config.command_options import DownloadOptions
-from ftkit.pretrained import hub
+from ftkit.models.pretrained import hub
+from ftkit.recipe.command_options import DownloadOptions
 
 
 def download_model(options: DownloadOptions) -> int:
     """Fetch a model and say where it is; the exit code.
 
     Raises:
-        UserError: see `ftkit.pretrained.hub.download`.
+        UserError: see `ftkit.models.pretrained.hub.download`.
     """
     directory = hub.download(
         options.repo_id, token=options.access_token, root=options.checkpoint_dir

@@ -10,16 +10,16 @@ from jsonargparse import ArgumentParser, DefaultHelpFormatter, set_parsing_setti
 
 from ftkit.cli.commands import FTKIT, Command, Group
 from ftkit.cli.component_keys import KNOWN_WITHOUT_IMPORTS, component_keys, component_names
-from ftkit.config.command_options import (
+from ftkit.recipe.command_options import (
     Declared,
     components_of,
     declared,
     field_texts,
     heads_of,
 )
-from ftkit.config.parsing import add_recipe_keys
-from ftkit.config.recipe import FINETUNE, Method
-from ftkit.config.recipe_keys import key_types, placeholder_of
+from ftkit.recipe.parsing import add_recipe_keys
+from ftkit.recipe.recipe import FINETUNE, Method
+from ftkit.recipe.recipe_keys import key_types, placeholder_of
 
 
 class Help(DefaultHelpFormatter):

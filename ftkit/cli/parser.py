@@ -1,7 +1,7 @@
 """Parsing of a command line into the options of its command.
 
 Values are texts as they were typed: keys of recipes are merged with files before they get types
-(`ftkit.config.parsing`), and a prompt may look like YAML or begin with a dash.
+(`ftkit.recipe.parsing`), and a prompt may look like YAML or begin with a dash.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from ftkit.cli.commands import Command
-from ftkit.config.command_options import Declared, components_of, declared, heads_of
-from ftkit.config.parsing import Override
-from ftkit.config.recipe_keys import SPELLINGS, accepted_types, describe
 from ftkit.errors import UserError
-from ftkit.remote.urls import is_url, local_path
+from ftkit.recipe.command_options import Declared, components_of, declared, heads_of
+from ftkit.recipe.parsing import Override
+from ftkit.recipe.recipe_keys import SPELLINGS, accepted_types, describe
 from ftkit.utils.names import nearest
+from ftkit.utils.remote.urls import is_url, local_path
 
 
 @dataclass

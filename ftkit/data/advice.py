@@ -4,14 +4,14 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ftkit.chat_templates.named import NAMED
-from ftkit.chat_templates.turns import CHANGED, NO_TOOLS, NO_TURN, NOT_MARKED, REFUSED
 from ftkit.data.prepare import NO_REASONING
+from ftkit.data.records.record import Record
 from ftkit.data.renderers import make_renderer
+from ftkit.data.rendering.document import NO_TEXT
+from ftkit.data.rendering.renderer import NO_OUTPUT
 from ftkit.data.spec import Part
-from ftkit.records.record import Record
-from ftkit.rendering.document import NO_TEXT
-from ftkit.rendering.renderer import NO_OUTPUT
+from ftkit.models.chat_templates.named import NAMED
+from ftkit.models.chat_templates.turns import CHANGED, NO_TOOLS, NO_TURN, NOT_MARKED, REFUSED
 
 _TO_RECORDS = {
     NO_OUTPUT: "Add an output to them, or remove them.",

@@ -25,24 +25,24 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 import ftkit
-from ftkit.chat_templates.prompt_styles import AnyStyle
 from ftkit.data.prepare import Counts, Prepared
+from ftkit.data.records.keys import UnusedKeys
+from ftkit.data.records.record import Record
 from ftkit.data.renderers import make_renderer
+from ftkit.data.samples.sample_set import SampleArrays, SampleSet
 from ftkit.data.spec import Content, Part, Rules
-from ftkit.records.keys import UnusedKeys
-from ftkit.records.record import Record
-from ftkit.samples.sample_set import SampleArrays, SampleSet
+from ftkit.models.chat_templates.prompt_styles import AnyStyle
 from ftkit.utils.damaged_files import require_regular
 from ftkit.utils.files import cache_root, new_directory, write_json
 from ftkit.utils.json_values import from_json
 
 if TYPE_CHECKING:
-    from ftkit.pretrained.tokenizer import Tokenizer
+    from ftkit.models.pretrained.tokenizer import Tokenizer
 
 CACHE_FORMAT = 2
 _LIBRARIES = ("sentencepiece", "tokenizers")
 """Which make texts and tokens, beside ftkit."""
-_CODE = ("chat_templates", "data", "pretrained/tokenizer.py", "records", "rendering")
+_CODE = ("data", "models/chat_templates", "models/pretrained/tokenizer.py")
 """Of ftkit, that does so too."""
 _ENTRY, _RECORDS = "entry.json", "records.jsonl"
 _ARRAYS = {"tokens": "<i4", "offsets": "<i8", "spans": "<i4", "span_offsets": "<i8"}

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from ftkit.config.recipe import Component
 from ftkit.data.advice import advice_for
 from ftkit.data.parts import SPLITS, LoadedPart, OnSplitProgress, Split, load_part
 from ftkit.data.prepare import NO_LABELS, Counts
+from ftkit.data.rendering.renderer import NO_OUTPUT, Example
+from ftkit.data.samples.sample_set import JoinedSamples, Samples, interleave
+from ftkit.data.samples.sampler import EpochOrder
 from ftkit.data.sources import data_source, validation_sets
 from ftkit.data.spec import DataSource, PartSource
 from ftkit.errors import UserError
-from ftkit.rendering.renderer import NO_OUTPUT, Example
-from ftkit.samples.sample_set import JoinedSamples, Samples, interleave
-from ftkit.samples.sampler import EpochOrder
+from ftkit.recipe.recipe import Component
 
 if TYPE_CHECKING:
-    from ftkit.pretrained.tokenizer import Tokenizer
+    from ftkit.models.pretrained.tokenizer import Tokenizer
 
 
 class Questions(Sequence[Example]):

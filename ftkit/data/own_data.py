@@ -7,9 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from ftkit.chat_templates.options import TrainOn
-from ftkit.chat_templates.prompt_styles import AnyStyle
-from ftkit.config.recipe import Component
 from ftkit.data.own_data_options import (
     KEYS_OF_SETS,
     RENDERING,
@@ -20,14 +17,17 @@ from ftkit.data.own_data_options import (
     sources_of,
 )
 from ftkit.data.prompt_styles import resolve_prompt_style
+from ftkit.data.records.conversations import conversation_of
+from ftkit.data.records.formats import files_of, format_of
+from ftkit.data.records.hub import HubName
+from ftkit.data.records.paths import DataFiles, find_files, how_to_set, is_hub_name
+from ftkit.data.records.read import RecordSet, read_files, read_hub
+from ftkit.data.records.record import Record, Shape
 from ftkit.data.spec import Content, DataSource, Part, PartSource, Rules
 from ftkit.errors import UserError
-from ftkit.records.conversations import conversation_of
-from ftkit.records.formats import files_of, format_of
-from ftkit.records.hub import HubName
-from ftkit.records.paths import DataFiles, find_files, how_to_set, is_hub_name
-from ftkit.records.read import RecordSet, read_files, read_hub
-from ftkit.records.record import Record, Shape
+from ftkit.models.chat_templates.options import TrainOn
+from ftkit.models.chat_templates.prompt_styles import AnyStyle
+from ftkit.recipe.recipe import Component
 
 _DEFAULT_VAL_SPLIT_FRACTION = 0.05  # of litgpt.data.JSON
 _TRAINED: dict[Shape, TrainOn] = {
@@ -105,7 +105,7 @@ class OwnData(DataSource):
         """
         for source in self._sources:
             if source.chat_template is not None:
-                from ftkit.chat_templates.named import check_chat_template  # needs jinja2
+                from ftkit.models.chat_templates.named import check_chat_template  # needs jinja2
 
                 check_chat_template(source.chat_template)
         found = [self._found(source) for source in self._sources]

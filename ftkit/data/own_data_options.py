@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from ftkit.chat_templates.options import Reasoning, TrainOn
+from ftkit.data.records.paths import how_to_set
+from ftkit.data.records.shapes import COLUMNS
+from ftkit.data.rendering.renderer import Overlong
 from ftkit.data.spec import check_init_args, check_shared_values, check_value
 from ftkit.errors import UserError
-from ftkit.records.paths import how_to_set
-from ftkit.records.shapes import COLUMNS
-from ftkit.rendering.renderer import Overlong
+from ftkit.models.chat_templates.options import Reasoning, TrainOn
 from ftkit.utils.names import nearest
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
-from ftkit.chat_templates.prompt_styles import AnyStyle
 from ftkit.data.cache import (
     Building,
     CacheEntry,
@@ -20,11 +19,12 @@ from ftkit.data.cache import (
 )
 from ftkit.data.prepare import Prepared, prepare_records
 from ftkit.data.renderers import make_renderer
+from ftkit.data.rendering.renderer import Renderer
 from ftkit.data.spec import Part, PartSource
-from ftkit.rendering.renderer import Renderer
+from ftkit.models.chat_templates.prompt_styles import AnyStyle
 
 if TYPE_CHECKING:
-    from ftkit.pretrained.tokenizer import Tokenizer
+    from ftkit.models.pretrained.tokenizer import Tokenizer
 
 
 Split = Literal["train", "val"]

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 import numpy.typing as npt
 
-from ftkit.records.record import Record
-from ftkit.rendering.parallel import rendered_chunks
-from ftkit.rendering.renderer import NO_OUTPUT, Overlong, Rendered, Renderer, Rendering, cut
-from ftkit.samples.sample_set import SampleRows, SampleSet
+from ftkit.data.records.record import Record
+from ftkit.data.rendering.parallel import rendered_chunks
+from ftkit.data.rendering.renderer import NO_OUTPUT, Overlong, Rendered, Renderer, Rendering, cut
+from ftkit.data.samples.sample_set import SampleRows, SampleSet
 from ftkit.utils.progress import OnProgress
 
 NO_LABELS = "no answer within max_seq_length"

@@ -5,14 +5,14 @@ from collections.abc import Mapping
 
 import yaml
 
-from ftkit.chat_templates.prompt_styles import (
+from ftkit.errors import UserError
+from ftkit.models.chat_templates.prompt_styles import (
     CLASSES,
     STYLES,
     AnyStyle,
     PromptStyle,
     TextPrompt,
 )
-from ftkit.errors import UserError
 from ftkit.utils.names import nearest
 
 PROMPT_STYLE = "prompt_style.yaml"

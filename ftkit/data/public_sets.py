@@ -19,11 +19,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from filelock import FileLock
 
-from ftkit.chat_templates.options import TrainOn
-from ftkit.chat_templates.prompt_styles import AnyStyle
-from ftkit.config.changes import default_prompt_style
-from ftkit.config.recipe import Component
 from ftkit.data.prompt_styles import resolve_prompt_style
+from ftkit.data.records.record import Record
+from ftkit.data.records.shapes import RecordReader
 from ftkit.data.spec import (
     OWN_DATA,
     DataSource,
@@ -34,8 +32,10 @@ from ftkit.data.spec import (
     check_shared_values,
 )
 from ftkit.errors import UserError
-from ftkit.records.record import Record
-from ftkit.records.shapes import RecordReader
+from ftkit.models.chat_templates.options import TrainOn
+from ftkit.models.chat_templates.prompt_styles import AnyStyle
+from ftkit.recipe.changes import default_prompt_style
+from ftkit.recipe.recipe import Component
 
 if TYPE_CHECKING:
     from datasets import Dataset

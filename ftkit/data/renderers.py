@@ -3,14 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ftkit.chat_templates.named import OF_TOKENIZER, resolve_chat_template, text_template
-from ftkit.chat_templates.styles import template_of_style
-from ftkit.chat_templates.template import ChatTemplate
+from ftkit.data.rendering.chat import ChatRenderer
+from ftkit.data.rendering.document import TextRenderer
+from ftkit.data.rendering.prompted import CompletionRenderer, InstructionRenderer
+from ftkit.data.rendering.renderer import Renderer
 from ftkit.data.spec import Part, Rules
-from ftkit.rendering.chat import ChatRenderer
-from ftkit.rendering.document import TextRenderer
-from ftkit.rendering.prompted import CompletionRenderer, InstructionRenderer
-from ftkit.rendering.renderer import Renderer
+from ftkit.models.chat_templates.named import OF_TOKENIZER, resolve_chat_template, text_template
+from ftkit.models.chat_templates.styles import template_of_style
+from ftkit.models.chat_templates.template import ChatTemplate
 
 
 def make_renderer(part: Part, tokenizer: Any) -> Renderer:

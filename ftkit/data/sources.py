@@ -7,12 +7,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ftkit.config.recipe import Component
 from ftkit.data.own_data import OwnData
 from ftkit.data.own_data_options import KEYS_OF_SETS
 from ftkit.data.public_sets import PUBLIC_SETS, STREAMING, PublicSource
 from ftkit.data.spec import OWN_DATA, DataSource
 from ftkit.errors import UserError
+from ftkit.recipe.recipe import Component
 from ftkit.utils.names import column_name, nearest
 
 _OWN: dict[str, type[DataSource]] = {"JSON": OwnData}

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from ftkit.chat_templates.options import Reasoning, TrainOn
-from ftkit.chat_templates.prompt_styles import AnyStyle
-from ftkit.config.recipe import Component
+from ftkit.data.records.keys import UnusedKeys
+from ftkit.data.records.paths import how_to_set
+from ftkit.data.records.record import Record, Shape
+from ftkit.data.rendering.renderer import Overlong
 from ftkit.errors import UserError
-from ftkit.records.keys import UnusedKeys
-from ftkit.records.paths import how_to_set
-from ftkit.records.record import Record, Shape
-from ftkit.rendering.renderer import Overlong
+from ftkit.models.chat_templates.options import Reasoning, TrainOn
+from ftkit.models.chat_templates.prompt_styles import AnyStyle
+from ftkit.recipe.recipe import Component
 from ftkit.utils.names import nearest
 
 OWN_DATA = "--data JSON --data.path FILE"

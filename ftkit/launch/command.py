@@ -2,15 +2,15 @@
 
 from pathlib import Path
 
-from ftkit.config.command_options import FinetuneOptions
-from ftkit.config.parsing import read_recipe, sorted_words, to_yaml
-from ftkit.config.recipe import FINETUNE
 from ftkit.errors import UserError
 from ftkit.launch.environment import external_ranks
 from ftkit.launch.supervisor import launch
+from ftkit.recipe.command_options import FinetuneOptions
+from ftkit.recipe.own_metric import own_metrics
+from ftkit.recipe.parsing import read_recipe, sorted_words, to_yaml
+from ftkit.recipe.recipe import FINETUNE
 from ftkit.runs.job import StopAfter
 from ftkit.runs.resume import follow_moved
-from ftkit.scoring.own_metric import own_metrics
 from ftkit.utils.yaml_files import STANDARD_INPUT
 
 

@@ -10,16 +10,15 @@ from pathlib import Path
 
 from ftkit.checkpoint.checksums import leave_doubt
 from ftkit.checkpoint.metadata import read_metadata
-from ftkit.config.recipe import Method
-from ftkit.console.display import Display
-from ftkit.console.formatting import utc_now
 from ftkit.errors import EXIT_BY_SIGNAL, EXIT_OUT_OF_MEMORY, UserError
+from ftkit.exchange.model_card.card import write_card
 from ftkit.launch.preflight import find_shortage, shortage_text
-from ftkit.model_card.card import write_card
-from ftkit.remote.urls import spelt, url_of
-from ftkit.report.expert_load import ExpertLoad
-from ftkit.report.peak_memory import PeakMemory
-from ftkit.report.report import (
+from ftkit.recipe.recipe import Method
+from ftkit.runs.directory import RunDirectory
+from ftkit.runs.job import FOR_MEMORY, WITHOUT_A_WORD, Job, RankError
+from ftkit.runs.report.expert_load import ExpertLoad
+from ftkit.runs.report.peak_memory import PeakMemory
+from ftkit.runs.report.report import (
     ENDED_WELL,
     PhaseName,
     PhaseTimes,
@@ -28,14 +27,15 @@ from ftkit.report.report import (
     read_report,
     write_report,
 )
-from ftkit.report.step_memory import StepMemory
-from ftkit.report.table import render, summary_line
-from ftkit.runs.directory import RunDirectory
-from ftkit.runs.job import FOR_MEMORY, WITHOUT_A_WORD, Job, RankError
+from ftkit.runs.report.table import render, summary_line
 from ftkit.runs.resume import DamagedCheckpoint, last_words
 from ftkit.runs.state import brought_up_to_files, report_at_start
+from ftkit.strategies.step_memory import StepMemory
+from ftkit.utils.console.display import Display
+from ftkit.utils.console.formatting import utc_now
 from ftkit.utils.files import insist
 from ftkit.utils.progress import gives_advice, next_text
+from ftkit.utils.remote.urls import spelt, url_of
 
 
 class DamageFound(DamagedCheckpoint):

@@ -4,10 +4,10 @@ import dataclasses
 import os
 from dataclasses import dataclass
 
-from ftkit.config.devices import Devices
-from ftkit.config.plan import Plan
-from ftkit.config.recipe import Recipe
 from ftkit.errors import UserError
+from ftkit.recipe.devices import Devices
+from ftkit.recipe.plan import Plan
+from ftkit.recipe.recipe import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)

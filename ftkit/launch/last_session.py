@@ -8,15 +8,15 @@ of the restarts before it.
 from dataclasses import dataclass
 from pathlib import Path
 
-from ftkit.console.formatting import utc_text
 from ftkit.errors import UserError
-from ftkit.report.report import ENDED_WELL, Progress, Report, read_report
-from ftkit.report.restarts import Restart
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import Job, RankError
 from ftkit.runs.lock import Supervisor
+from ftkit.runs.report.report import ENDED_WELL, Progress, Report, read_report
+from ftkit.runs.report.restarts import Restart
 from ftkit.runs.resume import Start
 from ftkit.runs.state import brought_up_to_files
+from ftkit.utils.console.formatting import utc_text
 from ftkit.utils.json_values import from_json
 from ftkit.utils.process import launcher_starts_again
 

@@ -11,19 +11,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ftkit.accelerators.kinds import HOST_KIND
-from ftkit.config.devices import Devices
-from ftkit.config.parsing import to_yaml
-from ftkit.config.recipe import Recipe, Train
-from ftkit.console.display import Display
-from ftkit.console.formatting import bytes_text
 from ftkit.errors import DoesNotFit, UserError
-from ftkit.memory.gpus import HOST, Gpu, device_here, free_here, ranks_here
-from ftkit.pretrained.hub import fetch_settings
-from ftkit.pretrained.size_estimate import rough_model
-from ftkit.report.peak_memory import PeakMemory
-from ftkit.report.step_memory import Shortage
+from ftkit.models.pretrained.hub import fetch_settings
+from ftkit.models.pretrained.size_estimate import rough_model
+from ftkit.planning.memory.gpus import HOST, Gpu, device_here, free_here, ranks_here
+from ftkit.recipe.devices import Devices
+from ftkit.recipe.parsing import to_yaml
+from ftkit.recipe.recipe import Recipe, Train
 from ftkit.runs.job import Job
+from ftkit.runs.report.peak_memory import PeakMemory
+from ftkit.strategies.step_memory import Shortage
+from ftkit.utils.accelerators.kinds import HOST_KIND
+from ftkit.utils.console.display import Display
+from ftkit.utils.console.formatting import bytes_text
 from ftkit.utils.out_of_memory import device_line
 from ftkit.utils.progress import print_notice
 from ftkit.utils.units import SIZE_UNITS
@@ -285,7 +285,7 @@ def _ask(
     failed: bool = False,
     timeout_s: float | None = None,
 ) -> dict[str, Any]:
-    """What `ftkit.planner.check` finds; {} if it finds nothing, or not in time."""
+    """What `ftkit.planning.check` finds; {} if it finds nothing, or not in time."""
     recipe = dataclasses.replace(recipe, devices=ranks_here(recipe, devices))
     if devices.accelerator == HOST_KIND:
         recipe = dataclasses.replace(recipe, accelerator="cpu")
@@ -295,7 +295,7 @@ def _ask(
         words = [str(file), json.dumps(dataclasses.asdict(device)), str(failed)]
         try:
             answer = subprocess.run(
-                [sys.executable, "-m", "ftkit.planner.check", *words],
+                [sys.executable, "-m", "ftkit.planning.check", *words],
                 capture_output=True,
                 text=True,
                 check=False,

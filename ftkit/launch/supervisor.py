@@ -14,16 +14,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 from ftkit.checkpoint.files import BASE
-from ftkit.config.checks import check_kernels_installed, check_loggers_installed
-from ftkit.config.devices import find_devices
-from ftkit.config.parsing import to_yaml
-from ftkit.config.peft_adapter import with_adapter
-from ftkit.config.plan import make_plan
-from ftkit.config.recipe import Recipe
-from ftkit.console.display import Display
-from ftkit.console.terminal import fitted
 from ftkit.data.sources import check_data
 from ftkit.errors import UserError
+from ftkit.evaluation.tasks.finding import find_tasks
 from ftkit.launch.conclude import DamageFound, conclude
 from ftkit.launch.environment import ExternalRanks, external_ranks
 from ftkit.launch.interfaces import check_interfaces
@@ -31,11 +24,15 @@ from ftkit.launch.last_session import restarts_of
 from ftkit.launch.preflight import require_room, with_micro_batch
 from ftkit.launch.ranks import Ranks
 from ftkit.launch.requeue import requeue_if_out_of_time
-from ftkit.pretrained.base_outline import keeps_rest
-from ftkit.pretrained.hub import find_or_download
-from ftkit.remote.providers import require_provider
-from ftkit.remote.urls import spelt, url_of
-from ftkit.report.report import read_report
+from ftkit.models.pretrained.base_outline import keeps_rest
+from ftkit.models.pretrained.hub import find_or_download
+from ftkit.recipe.checks import check_kernels_installed, check_loggers_installed
+from ftkit.recipe.devices import find_devices
+from ftkit.recipe.own_metric import OwnMetric
+from ftkit.recipe.parsing import to_yaml
+from ftkit.recipe.peft_adapter import with_adapter
+from ftkit.recipe.plan import make_plan
+from ftkit.recipe.recipe import Recipe
 from ftkit.runs.backup import copy_rows, lost_rows, ready_to_go_on
 from ftkit.runs.carrying.files import Others
 from ftkit.runs.checkpoints import RunCheckpoints
@@ -44,6 +41,7 @@ from ftkit.runs.job import Job, StopAfter
 from ftkit.runs.lock import LOST_S, claim, is_at_work, unwritable
 from ftkit.runs.mirror import NotCarried
 from ftkit.runs.remote_run import mirrored, require_unclaimed
+from ftkit.runs.report.report import read_report
 from ftkit.runs.resume import (
     Completed,
     Start,
@@ -52,12 +50,14 @@ from ftkit.runs.resume import (
     resumes_in_place,
     verify_start,
 )
-from ftkit.scoring.own_metric import OwnMetric
-from ftkit.tasks.finding import find_tasks
+from ftkit.utils.console.display import Display
+from ftkit.utils.console.terminal import fitted
 from ftkit.utils.files import make_reserve, write_durably
 from ftkit.utils.json_values import without_tokens
 from ftkit.utils.process import launcher_starts_again, print_line
 from ftkit.utils.progress import is_quiet, print_notice
+from ftkit.utils.remote.providers import require_provider
+from ftkit.utils.remote.urls import spelt, url_of
 
 
 def launch(

@@ -12,21 +12,21 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
 
-from ftkit.comparison.compare import compare_runs
-from ftkit.comparison.plots import check_plot
-from ftkit.config.command_options import CompareOptions, SweepOptions
-from ftkit.config.devices import find_devices
-from ftkit.config.plan import make_plan
-from ftkit.config.recipe import FINETUNE
-from ftkit.config.sweep import SweepRun, differences, runs_of_file, runs_of_keys
-from ftkit.console.terminal import fitted
 from ftkit.data.sources import check_data
 from ftkit.errors import EXIT_BY_SIGNAL, EXIT_OUT_OF_MEMORY, DoesNotFit, UserError
-from ftkit.report.report import ENDED_WELL
+from ftkit.recipe.command_options import CompareOptions, SweepOptions
+from ftkit.recipe.devices import find_devices
+from ftkit.recipe.plan import make_plan
+from ftkit.recipe.recipe import FINETUNE
+from ftkit.recipe.sweep import SweepRun, differences, runs_of_file, runs_of_keys
 from ftkit.runs.directory import RunDirectory
+from ftkit.runs.report.report import ENDED_WELL
 from ftkit.runs.state import AT_WORK, StateName, look
+from ftkit.utils.console.terminal import fitted
 from ftkit.utils.process import PassingOn, start_command
 from ftkit.utils.progress import is_quiet, print_notice
+from ftkit.views.comparison.compare import compare_runs
+from ftkit.views.comparison.plots import check_plot
 
 Action = Literal["start", "go on", "start again", "skip"]
 """What there is to do about a run."""
@@ -46,7 +46,7 @@ def sweep_runs(options: SweepOptions) -> int:
     """Do the runs of a sweep that are left to do; the exit code.
 
     Raises:
-        UserError: see `sweep` and `ftkit.config.sweep`.
+        UserError: see `sweep` and `ftkit.recipe.sweep`.
     """
     if "resume" in dict(options.keys):
         raise UserError(
@@ -87,7 +87,7 @@ def sweep(
     It is 1 if a run failed, 3 if all ran out of memory, and that of the signal after a signal.
 
     Args:
-        runs: all of them; see `ftkit.config.sweep`.
+        runs: all of them; see `ftkit.recipe.sweep`.
         only: patterns such as `a100-*`, of names of runs; none: all runs.
         overwrite: do them all again.
         dry_run: only say what would be done.

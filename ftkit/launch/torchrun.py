@@ -42,13 +42,13 @@ from ftkit.launch.interfaces import (
     reached_within,
 )
 from ftkit.launch.ranks import POLL_S, Ranks, StoppedEarly
-from ftkit.remote.urls import url_of
-from ftkit.report.report import ENDED_WELL, read_report
 from ftkit.runs.directory import RankDirectory
 from ftkit.runs.job import FOR_MEMORY, Job, RankError
+from ftkit.runs.report.report import ENDED_WELL, read_report
 from ftkit.runs.resume import Completed
 from ftkit.utils.process import die_with_parent, print_line
 from ftkit.utils.progress import print_notice
+from ftkit.utils.remote.urls import url_of
 
 PORT = "port"
 """Key in torchrun's store: the port of the one in the process of rank 0."""

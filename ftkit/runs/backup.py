@@ -6,11 +6,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ftkit.errors import UserError
-from ftkit.remote.urls import spelt
-from ftkit.report.metrics import cut_rows
 from ftkit.runs.directory import RunDirectory
+from ftkit.runs.report.metrics import cut_rows
 from ftkit.runs.resume import Start
 from ftkit.utils.files import remove
+from ftkit.utils.remote.urls import spelt
 
 _LONGEST_ROW_BYTES = 2**16
 

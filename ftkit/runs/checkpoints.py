@@ -13,9 +13,9 @@ from ftkit.checkpoint.files import METADATA
 from ftkit.checkpoint.metadata import CheckpointError, Metadata, read_metadata
 from ftkit.checkpoint.store import Store, check_files, step_of
 from ftkit.errors import UserError
-from ftkit.remote.urls import spelt, url_of
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.fetching import refresh
+from ftkit.utils.remote.urls import spelt, url_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from ftkit.checkpoint.files import BASE, RECIPE
 from ftkit.checkpoint.store import LATEST, Store
-from ftkit.console.display import LOG_NAME
-from ftkit.report.report import FILE_NAME
+from ftkit.runs.report.report import FILE_NAME
+from ftkit.utils.console.display import LOG_NAME
 
 _CHECKPOINTS, _FINAL, _SET_ASIDE, _STATE = "checkpoints", "final", "set_aside", ".run"
 _METRICS, _VALIDATION, _SYSTEM = "metrics.csv", "validation.csv", "system.csv"

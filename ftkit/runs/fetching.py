@@ -2,7 +2,7 @@
 
 Small files are fetched at once. Shards and other large files stay where they are until somebody
 needs them: a checkpoint here whose metadata are here is complete, and what it lacks of its files
-lies at its url (`ftkit.remote.ranges`). What a run of this machine could not send is kept.
+lies at its url (`ftkit.utils.remote.ranges`). What a run of this machine could not send is kept.
 """
 
 import json
@@ -18,14 +18,14 @@ from ftkit.checkpoint.files import METADATA, is_shard
 from ftkit.checkpoint.metadata import CheckpointError, read_metadata
 from ftkit.checkpoint.store import step_of
 from ftkit.errors import UserError
-from ftkit.remote.fetch import Known, Listing, fetch_missing, fetch_whole, unreachable
-from ftkit.remote.objects import Objects, StorageError
-from ftkit.remote.urls import local_path, spelt, url_of
 from ftkit.runs.carrying.files import is_state
 from ftkit.runs.directory import RunDirectory
 from ftkit.utils.damaged_files import reading
 from ftkit.utils.files import remove
 from ftkit.utils.process import print_line
+from ftkit.utils.remote.fetch import Known, Listing, fetch_missing, fetch_whole, unreachable
+from ftkit.utils.remote.objects import Objects, StorageError
+from ftkit.utils.remote.urls import local_path, spelt, url_of
 
 SMALL_BYTES = 2**20
 """A file up to this size is fetched with its run."""

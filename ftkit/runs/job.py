@@ -8,16 +8,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from ftkit.config.devices import Devices
-from ftkit.config.parsing import from_dict, recipe_as_dict, to_dict
-from ftkit.config.plan import Plan, make_plan
-from ftkit.config.recipe import Method, Recipe
-from ftkit.console.formatting import utc_now, utc_text
 from ftkit.errors import UserError
-from ftkit.report.report import Progress, Report
-from ftkit.report.restarts import Restart
+from ftkit.recipe.devices import Devices
+from ftkit.recipe.own_metric import OwnMetric
+from ftkit.recipe.parsing import from_dict, recipe_as_dict, to_dict
+from ftkit.recipe.plan import Plan, make_plan
+from ftkit.recipe.recipe import Method, Recipe
 from ftkit.runs.directory import RankDirectory, RunDirectory
-from ftkit.scoring.own_metric import OwnMetric
+from ftkit.runs.report.report import Progress, Report
+from ftkit.runs.report.restarts import Restart
+from ftkit.utils.console.formatting import utc_now, utc_text
 from ftkit.utils.damaged_files import reading
 from ftkit.utils.files import insist, write_json
 from ftkit.utils.hardware import hardware, versions

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import IO, Literal
 
 from ftkit.errors import UserError
-from ftkit.remote.urls import spelt
 from ftkit.runs.checkpoints import RunCheckpoints
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.fetching import refresh
@@ -22,6 +21,7 @@ from ftkit.utils.damaged_files import reading
 from ftkit.utils.files import remove
 from ftkit.utils.json_values import from_json
 from ftkit.utils.progress import print_notice
+from ftkit.utils.remote.urls import spelt
 
 LOST_S = 150.0
 """How long a run that is started again waits for its former self, which needs up to two minutes to

@@ -15,17 +15,17 @@ from tempfile import TemporaryDirectory
 
 from ftkit.checkpoint.files import METADATA
 from ftkit.checkpoint.metadata import CheckpointError, Metadata, read_metadata
-from ftkit.console.display import Display
-from ftkit.console.formatting import utc_now
-from ftkit.remote.background import begun, each, ends, pause
-from ftkit.remote.fetch import Known, Listing
-from ftkit.remote.objects import Objects, StorageError
-from ftkit.remote.urls import spelt
 from ftkit.runs.carrying.files import Others, carried_files, is_state, linked_checkpoint
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.fetching import checkpoint_name, committed_steps
 from ftkit.runs.remote_claim import RemoteClaim, is_claim
+from ftkit.utils.console.display import Display
+from ftkit.utils.console.formatting import utc_now
 from ftkit.utils.process import print_line
+from ftkit.utils.remote.background import begun, each, ends, pause
+from ftkit.utils.remote.fetch import Known, Listing
+from ftkit.utils.remote.objects import Objects, StorageError
+from ftkit.utils.remote.urls import spelt
 
 LOOKS_EVERY_S = 1.0
 """For new checkpoints."""

@@ -24,13 +24,13 @@ from pathlib import Path
 
 import psutil
 
-from ftkit.console.formatting import utc_now
 from ftkit.errors import UserError
-from ftkit.remote.background import begun, ends
-from ftkit.remote.fetch import Listing
-from ftkit.remote.objects import Objects, StorageError
+from ftkit.utils.console.formatting import utc_now
 from ftkit.utils.damaged_files import DamagedFile, reading
 from ftkit.utils.json_values import from_json
+from ftkit.utils.remote.background import begun, ends
+from ftkit.utils.remote.fetch import Listing
+from ftkit.utils.remote.objects import Objects, StorageError
 
 RENEWED_EVERY_S = 15.0
 EXPIRES_S = 60.0

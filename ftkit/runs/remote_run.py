@@ -6,9 +6,6 @@ from pathlib import Path
 
 from ftkit.checkpoint.files import METADATA
 from ftkit.checkpoint.store import step_of
-from ftkit.remote.fetch import Known, unreachable
-from ftkit.remote.objects import Objects, StorageError
-from ftkit.remote.urls import url_of
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.fetching import (
     checkpoint_name,
@@ -20,6 +17,9 @@ from ftkit.runs.fetching import (
 from ftkit.runs.mirror import Mirror
 from ftkit.runs.remote_claim import RemoteClaim
 from ftkit.runs.resume import Completed
+from ftkit.utils.remote.fetch import Known, unreachable
+from ftkit.utils.remote.objects import Objects, StorageError
+from ftkit.utils.remote.urls import url_of
 
 
 @contextmanager

@@ -17,18 +17,18 @@ from ftkit.checkpoint.files import METADATA, RECIPE
 from ftkit.checkpoint.formats import format_problem
 from ftkit.checkpoint.metadata import Metadata, read_metadata
 from ftkit.checkpoint.store import Store, check_files, step_of, verify
-from ftkit.config.changes import recipe_changes
-from ftkit.config.parsing import read_recipe
-from ftkit.config.recipe import Method, Precision, Recipe
-from ftkit.console.display import Display
 from ftkit.errors import UserError
-from ftkit.optim.schedule import make_schedule
-from ftkit.remote.urls import local_path, spelt
-from ftkit.report.report import Loss, Progress, Report, read_report
+from ftkit.recipe.changes import recipe_changes
+from ftkit.recipe.parsing import read_recipe
+from ftkit.recipe.recipe import Method, Precision, Recipe
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.fetching import fetch_companions, refresh
+from ftkit.runs.report.report import Loss, Progress, Report, read_report
+from ftkit.strategies.optim.schedule import make_schedule
+from ftkit.utils.console.display import Display
 from ftkit.utils.json_values import from_json
 from ftkit.utils.progress import OnProgress
+from ftkit.utils.remote.urls import local_path, spelt
 
 _LIMITS = ("epochs", "max_steps", "max_time")
 """Keys of `train` that end a run."""

@@ -19,13 +19,14 @@ from typing import Literal
 
 from ftkit.checkpoint.metadata import Metadata
 from ftkit.checkpoint.store import step_of
-from ftkit.console.formatting import utc_text
 from ftkit.errors import UserError
-from ftkit.remote.fetch import unreachable
-from ftkit.remote.objects import StorageError
-from ftkit.remote.urls import spelt
-from ftkit.report.answers import AnsweredExample, AnswerScore, ExactMatch, TaskScore
-from ftkit.report.metrics import (
+from ftkit.runs.carrying.seen import UrlCopy
+from ftkit.runs.checkpoints import RunCheckpoints, size_of
+from ftkit.runs.directory import RunDirectory
+from ftkit.runs.job import Job
+from ftkit.runs.lock import is_at_work
+from ftkit.runs.report.answers import AnsweredExample, AnswerScore, ExactMatch, TaskScore
+from ftkit.runs.report.metrics import (
     ROUTER_COLUMN,
     Row,
     loss_column,
@@ -33,8 +34,8 @@ from ftkit.report.metrics import (
     read_validation,
     samples_column,
 )
-from ftkit.report.peak_memory import PeakMemory
-from ftkit.report.report import (
+from ftkit.runs.report.peak_memory import PeakMemory
+from ftkit.runs.report.report import (
     Checkpoints,
     Loss,
     OutcomeName,
@@ -43,15 +44,14 @@ from ftkit.report.report import (
     Tokens,
     read_report,
 )
-from ftkit.report.restarts import Resumed
-from ftkit.report.source_meter import SourceMeter
-from ftkit.runs.carrying.seen import UrlCopy
-from ftkit.runs.checkpoints import RunCheckpoints, size_of
-from ftkit.runs.directory import RunDirectory
-from ftkit.runs.job import Job
-from ftkit.runs.lock import is_at_work
+from ftkit.runs.report.restarts import Resumed
+from ftkit.runs.report.source_meter import SourceMeter
+from ftkit.utils.console.formatting import utc_text
 from ftkit.utils.damaged_files import reading
 from ftkit.utils.json_values import from_json
+from ftkit.utils.remote.fetch import unreachable
+from ftkit.utils.remote.objects import StorageError
+from ftkit.utils.remote.urls import spelt
 
 StateName = Literal["starting", OutcomeName, "running", "killed"]
 """`starting`: it has no report yet; `killed`: it ended and nobody could write its report."""

@@ -12,8 +12,8 @@ from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
 from torch.nn.parallel import DistributedDataParallel
 
-from ftkit.accelerators.kinds import USUAL_KIND
 from ftkit.strategies.strategy import Strategy
+from ftkit.utils.accelerators.kinds import USUAL_KIND
 
 _SYNC_BUFFERS = next(  # torch 2.13 warns of the older name
     name

@@ -25,18 +25,18 @@ from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy
 from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
 from torch import Tensor
 
-from ftkit.checkpoint.state import PARAMETER, Holder, StatePart
-from ftkit.config.plan import Plan
-from ftkit.config.strategies import DeepSpeedOptions
-from ftkit.model.language_model import LanguageModel, trainable
-from ftkit.model.sharding import Rows
-from ftkit.optim.average import AVERAGE
-from ftkit.optim.optimizers import resolve_optimizer
-from ftkit.optim.state_kinds import is_scalar_state, state_kinds
-from ftkit.report.step_memory import Category
+from ftkit.models.language_model import LanguageModel, trainable
+from ftkit.models.sharding import Rows
+from ftkit.recipe.plan import Plan
+from ftkit.recipe.strategies import DeepSpeedOptions
 from ftkit.strategies.deepspeed_build import compile_cpu_optimizer
+from ftkit.strategies.optim.average import AVERAGE
+from ftkit.strategies.optim.optimizers import resolve_optimizer
+from ftkit.strategies.optim.state_kinds import is_scalar_state, state_kinds
 from ftkit.strategies.precision import BuiltDeepSpeedPrecision, parameter_dtype
 from ftkit.strategies.simulated_step import OnDevice, Simulation
+from ftkit.strategies.state import PARAMETER, Holder, StatePart
+from ftkit.strategies.step_memory import Category
 from ftkit.strategies.strategy import ShowPhase, Strategy, tensors_in
 from ftkit.strategies.torch_state import whole_part
 from ftkit.strategies.zero_memory import REDUCE_BUCKET_ELEMENTS, with_zero

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ftkit.accelerators.kinds import HOST_KIND, kind_of_backend
-from ftkit.config.plan import Plan
+from ftkit.recipe.plan import Plan
+from ftkit.utils.accelerators.kinds import HOST_KIND, kind_of_backend
 
 
 def of_rank_0(*values: int) -> list[int]:

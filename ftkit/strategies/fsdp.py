@@ -26,16 +26,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ftkit.accelerators.kinds import HOST_KIND, device_kind
-from ftkit.checkpoint.state import Holder, StatePart
-from ftkit.config.plan import Plan
-from ftkit.config.strategies import FsdpOptions
-from ftkit.model.sharding import Rows, Sharding
-from ftkit.optim.optimizers import make_optimizer
-from ftkit.report.step_memory import Category
+from ftkit.models.sharding import Rows, Sharding
+from ftkit.recipe.plan import Plan
+from ftkit.recipe.strategies import FsdpOptions
+from ftkit.strategies.optim.optimizers import make_optimizer
 from ftkit.strategies.simulated_step import OnDevice, Simulation
+from ftkit.strategies.state import Holder, StatePart
+from ftkit.strategies.step_memory import Category
 from ftkit.strategies.strategy import Strategy
 from ftkit.strategies.torch_state import TorchState
+from ftkit.utils.accelerators.kinds import HOST_KIND, device_kind
 
 _FUSED = ("torch.optim.Adam", "torch.optim.AdamW")
 """torch has fused steps over DTensors for these alone."""
@@ -81,7 +81,7 @@ class Fsdp(Strategy):
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         optimizer_class, arguments = self.optimizer_of()
         if optimizer_class.__module__.startswith("bitsandbytes."):
-            from ftkit.optim.bnb_fsdp import over_local_rows
+            from ftkit.strategies.optim.bnb_fsdp import over_local_rows
 
             optimizer_class = over_local_rows(optimizer_class)
         return make_optimizer(self.plan.recipe, model, optimizer_class, arguments)

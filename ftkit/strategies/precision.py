@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.precision import DeepSpeedPrecision, HalfPrecision
 
-from ftkit.config.plan import Plan
-from ftkit.config.recipe import Recipe
+from ftkit.recipe.plan import Plan
+from ftkit.recipe.recipe import Recipe
 
 
 class TrueHalfPrecision(HalfPrecision):

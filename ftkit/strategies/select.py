@@ -2,7 +2,7 @@
 
 import importlib
 
-from ftkit.config.plan import Plan
+from ftkit.recipe.plan import Plan
 from ftkit.strategies.strategy import Strategy
 
 _CLASSES = {

@@ -1,12 +1,12 @@
 """The simulated step: what was found without numbers, for a strategy to say where that memory is.
 
-`ftkit.memory.simulate` makes it.
+`ftkit.planning.memory.simulate` makes it.
 """
 
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from ftkit.report.step_memory import Category
+from ftkit.strategies.step_memory import Category
 
 
 @dataclass(frozen=True)

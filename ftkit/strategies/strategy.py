@@ -2,7 +2,7 @@
 
 The base class has all of them on every rank, as one device does; what a strategy does in its own
 way is in its own module (`ddp`, `fsdp`, `deepspeed`). What is known of it without torch is in
-`ftkit.config.strategies`.
+`ftkit.recipe.strategies`.
 """
 
 from abc import ABC, abstractmethod
@@ -21,20 +21,20 @@ from lightning.fabric.plugins.precision import MixedPrecision, Precision
 from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
 from torch import Tensor
 
-from ftkit.accelerators.fabric import fabric_accelerator
-from ftkit.checkpoint.state import Holder
-from ftkit.config.plan import Plan
-from ftkit.model.language_model import LanguageModel, trainable
-from ftkit.model.sharding import Sharding, Whole
-from ftkit.optim.average import AVERAGE, StateOf, local_rows, update_average
-from ftkit.optim.clipping import clip_gradients
-from ftkit.optim.in_backward import OptimizerInBackward
-from ftkit.optim.optimizers import make_optimizer, resolve_optimizer
-from ftkit.report.step_memory import Category
+from ftkit.models.language_model import LanguageModel, trainable
+from ftkit.models.sharding import Sharding, Whole
+from ftkit.recipe.plan import Plan
 from ftkit.strategies.distributed import make_device
+from ftkit.strategies.optim.average import AVERAGE, StateOf, local_rows, update_average
+from ftkit.strategies.optim.clipping import clip_gradients
+from ftkit.strategies.optim.in_backward import OptimizerInBackward
+from ftkit.strategies.optim.optimizers import make_optimizer, resolve_optimizer
 from ftkit.strategies.precision import TrueHalfPrecision
 from ftkit.strategies.simulated_step import OnDevice, Simulation
+from ftkit.strategies.state import Holder
+from ftkit.strategies.step_memory import Category
 from ftkit.strategies.torch_state import TorchState
+from ftkit.utils.accelerators.fabric import fabric_accelerator
 
 ShowPhase = Callable[[str], AbstractContextManager[Any]]
 

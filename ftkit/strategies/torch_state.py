@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ftkit.checkpoint.state import PARAMETER, StatePart
 from ftkit.errors import UserError
-from ftkit.lora.names import our_name
-from ftkit.optim.average import AVERAGE, StateOf
-from ftkit.optim.muon import is_muons
-from ftkit.optim.state_kinds import canonical_kind, is_scalar_state, is_tensor_state
+from ftkit.models.lora.names import our_name
+from ftkit.strategies.optim.average import AVERAGE, StateOf
+from ftkit.strategies.optim.muon import is_muons
+from ftkit.strategies.optim.state_kinds import canonical_kind, is_scalar_state, is_tensor_state
+from ftkit.strategies.state import PARAMETER, StatePart
 
 
 def whole_part(tensor: Tensor, kind: str) -> StatePart:

@@ -7,9 +7,9 @@ size, equal shares, and parameters that it gathers ahead. Sources are `runtime/z
 
 import math
 
-from ftkit.config.strategies import DeepSpeedOptions
-from ftkit.report.step_memory import Category
+from ftkit.recipe.strategies import DeepSpeedOptions
 from ftkit.strategies.simulated_step import OnDevice, Simulation, Snapshot
+from ftkit.strategies.step_memory import Category
 
 REDUCE_BUCKET_ELEMENTS = 50_000_000
 """Gradients that ranks add up at once; DeepSpeed's own ten times as many take 2 GB in float32."""

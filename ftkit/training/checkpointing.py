@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ftkit.chat_templates.template import CHAT_TEMPLATE
 from ftkit.checkpoint.best import Candidates, best_checkpoint
 from ftkit.checkpoint.files import ADAPTER, BASE, RECIPE
 from ftkit.checkpoint.interval import (
@@ -22,19 +21,20 @@ from ftkit.checkpoint.saver import Retention, Saved, Saver
 from ftkit.checkpoint.shards import StoredState
 from ftkit.checkpoint.state import capture, has_average, replace_trained, restore
 from ftkit.checkpoint.store import Store, is_milestone
-from ftkit.config.parsing import to_yaml
-from ftkit.config.recipe import LoraRecipe
-from ftkit.console.formatting import bytes_text, duration_text, utc_now
-from ftkit.lora.save import save_adapter
-from ftkit.model.load_weights import trained_weights
-from ftkit.pretrained.base_model import save_companions
-from ftkit.pretrained.chat_files import GENERATION
-from ftkit.report.metrics import loss_columns, read_validation
-from ftkit.report.report import ChosenResult
+from ftkit.evaluation.validation import EvaluatedWeights
+from ftkit.models.chat_templates.template import CHAT_TEMPLATE
+from ftkit.models.load_weights import trained_weights
+from ftkit.models.lora.save import save_adapter
+from ftkit.models.pretrained.base_model import save_companions
+from ftkit.models.pretrained.chat_files import GENERATION
+from ftkit.recipe.parsing import to_yaml
+from ftkit.recipe.recipe import LoraRecipe
+from ftkit.runs.report.metrics import loss_columns, read_validation
+from ftkit.runs.report.report import ChosenResult
 from ftkit.strategies.distributed import of_rank_0, rank
-from ftkit.training.evaluation import EvaluatedWeights
 from ftkit.training.journal import Journal
 from ftkit.training.setup import Setup
+from ftkit.utils.console.formatting import bytes_text, duration_text, utc_now
 from ftkit.utils.hardware import versions
 from ftkit.utils.process import launcher_starts_again
 from ftkit.utils.units import parse_duration

@@ -6,9 +6,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from ftkit.console.formatting import number_text, percent_text
+from ftkit.data.samples.loader import validation_loader
 from ftkit.errors import UserError
-from ftkit.report.answers import (
+from ftkit.evaluation.scoring.metrics import Score, Scoring
+from ftkit.evaluation.tasks.finding import find_tasks
+from ftkit.evaluation.tasks.scoring import AskingEnded, Scorer
+from ftkit.evaluation.validation import (
+    EvaluatedWeights,
+    answer_records,
+    answer_scores,
+    validation_loss,
+)
+from ftkit.runs.report.answers import (
     AnsweredExample,
     AnswerScore,
     ExactMatch,
@@ -16,26 +25,17 @@ from ftkit.report.answers import (
     score_text,
     with_results,
 )
-from ftkit.report.metrics import loss_column, perplexity
-from ftkit.samples.loader import validation_loader
-from ftkit.scoring.metrics import Score, Scoring
+from ftkit.runs.report.metrics import loss_column, perplexity
 from ftkit.strategies.distributed import rank
-from ftkit.tasks.finding import find_tasks
-from ftkit.tasks.scoring import AskingEnded, Scorer
-from ftkit.training.evaluation import (
-    EvaluatedWeights,
-    answer_records,
-    answer_scores,
-    validation_loss,
-)
 from ftkit.training.journal import Journal
 from ftkit.training.loggers import Loggers
 from ftkit.training.setup import Setup
 from ftkit.training.signals import StopRequest
+from ftkit.utils.console.formatting import number_text, percent_text
 from ftkit.utils.progress import OnProgress
 
 if TYPE_CHECKING:
-    from ftkit.tasks.harness import TaskSet
+    from ftkit.evaluation.tasks.harness import TaskSet
 
 MOST_ROWS = 64
 """Sequences of a forward pass when tasks are asked, however short they are."""
@@ -235,7 +235,10 @@ class Evaluator:
             )
 
     def _loaded_tasks(self) -> "TaskSet":
-        from ftkit.tasks.harness import Asking, TaskSet  # seconds, for those who ask tasks
+        from ftkit.evaluation.tasks.harness import (  # seconds, for those who ask tasks
+            Asking,
+            TaskSet,
+        )
 
         settings, trusted = self._settings, self._setup.job.trusted
         definitions = find_tasks(

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from ftkit.console.display import Display
 from ftkit.training.recorder import Recorder
+from ftkit.utils.console.display import Display
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from typing import Any, Literal
 from lightning.fabric.loggers.logger import Logger
 from lightning.fabric.loggers.tensorboard import TensorBoardLogger
 
-from ftkit.config.parsing import to_dict
-from ftkit.config.plan import Plan
-from ftkit.config.recipe import LoggerName, Recipe
+from ftkit.recipe.parsing import to_dict
+from ftkit.recipe.plan import Plan
+from ftkit.recipe.recipe import LoggerName, Recipe
 from ftkit.redaction import redacted
 from ftkit.strategies.distributed import rank
 from ftkit.training.journal import Journal

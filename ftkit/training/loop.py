@@ -5,14 +5,14 @@ import time
 from contextlib import nullcontext
 from enum import IntEnum
 
-from ftkit.memory.meter import MemoryMeter, steps_to_measure
-from ftkit.report.step_record import StepRecord
-from ftkit.samples.loader import train_batches
-from ftkit.samples.sampler import ElasticOrder
-from ftkit.scoring.metrics import Scoring
+from ftkit.data.samples.loader import train_batches
+from ftkit.data.samples.sampler import ElasticOrder
+from ftkit.evaluation.scoring.metrics import Scoring
+from ftkit.evaluation.validation import EvaluatedWeights
+from ftkit.planning.memory.meter import MemoryMeter, steps_to_measure
+from ftkit.runs.report.step_record import StepRecord
 from ftkit.strategies.distributed import of_rank_0
 from ftkit.training.checkpointing import Checkpointing
-from ftkit.training.evaluation import EvaluatedWeights
 from ftkit.training.evaluator import Evaluator
 from ftkit.training.journal import Journal
 from ftkit.training.loggers import Loggers

@@ -17,8 +17,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TextIO
 
-from ftkit.optim.schedule import sample_budget
 from ftkit.redaction import redacted, redacted_output
+from ftkit.strategies.optim.schedule import sample_budget
 from ftkit.utils.imports import postpone_modules, without_hub_kernels
 from ftkit.utils.process import die_with_parent
 from ftkit.utils.progress import loading_shown, set_verbosity
@@ -35,26 +35,24 @@ if __name__ == "__main__":  # before the slow imports: a supervisor may die at a
 
 import torch
 
-from ftkit.accelerators.use import take_device
 from ftkit.checkpoint.metadata import DamagedPart, Metadata, read_metadata
 from ftkit.checkpoint.saver import SavingFailed
-from ftkit.config.recipe import LoraRecipe
-from ftkit.console.display import Display
 from ftkit.data.prompt_styles import prompt_style_file
+from ftkit.data.samples.sampler import ElasticOrder, Position
 from ftkit.errors import UserError
-from ftkit.lora.save import save_adapter
-from ftkit.lora.serving import serving_notice
-from ftkit.memory.predict import predict_measured
-from ftkit.model.load_weights import trained_weights
-from ftkit.pretrained.save import layout_of, save_hf, save_litgpt
+from ftkit.evaluation.scoring.metrics import Scoring
+from ftkit.evaluation.validation import EvaluatedWeights
+from ftkit.models.load_weights import trained_weights
+from ftkit.models.lora.save import save_adapter
+from ftkit.models.lora.serving import serving_notice
+from ftkit.models.pretrained.save import layout_of, save_hf, save_litgpt
+from ftkit.planning.memory.predict import predict_measured
+from ftkit.recipe.recipe import LoraRecipe
 from ftkit.runs.directory import RankDirectory
 from ftkit.runs.job import Job, RankError
-from ftkit.samples.sampler import ElasticOrder, Position
-from ftkit.scoring.metrics import Scoring
 from ftkit.strategies.distributed import make_device, rank
 from ftkit.strategies.precision import set_arithmetic
 from ftkit.training.checkpointing import Checkpointing
-from ftkit.training.evaluation import EvaluatedWeights
 from ftkit.training.journal import Journal
 from ftkit.training.loggers import Loggers, make_loggers
 from ftkit.training.loop import NonFiniteLoss, Training
@@ -62,6 +60,8 @@ from ftkit.training.recorder import Recorder
 from ftkit.training.setup import Setup, load, set_up
 from ftkit.training.signals import Interrupted, StopRequest
 from ftkit.training.starting_point import StartingPoint
+from ftkit.utils.accelerators.use import take_device
+from ftkit.utils.console.display import Display
 from ftkit.utils.out_of_memory import device_line, is_out_of_memory
 
 

@@ -10,16 +10,16 @@ from typing import Any, get_args
 
 import torch
 
-from ftkit.accelerators.peak_flops import peak_flops
-from ftkit.accelerators.use import product_name
-from ftkit.bodies.routing import Routing
 from ftkit.checkpoint.metadata import Metadata
 from ftkit.data.sources import data_source, validation_sets
-from ftkit.memory.meter import DevicePeak
-from ftkit.report.expert_load import ExpertLoad
-from ftkit.report.metrics import MetricsWriter, ValidationWriter
-from ftkit.report.peak_memory import PeakMemory, RankMemory
-from ftkit.report.report import (
+from ftkit.models.bodies.routing import Routing
+from ftkit.planning.memory.meter import DevicePeak
+from ftkit.runs.directory import RankDirectory
+from ftkit.runs.job import Job
+from ftkit.runs.report.expert_load import ExpertLoad
+from ftkit.runs.report.metrics import MetricsWriter, ValidationWriter
+from ftkit.runs.report.peak_memory import PeakMemory, RankMemory
+from ftkit.runs.report.report import (
     Checkpoints,
     DataCounts,
     Files,
@@ -32,15 +32,15 @@ from ftkit.report.report import (
     Tokens,
     write_report,
 )
-from ftkit.report.source_meter import SourceMeter
-from ftkit.report.step_memory import RankStepMemory, StepMemory
-from ftkit.report.step_record import StepRecord
-from ftkit.report.throughput import Throughput, ThroughputMeter
-from ftkit.runs.directory import RankDirectory
-from ftkit.runs.job import Job
+from ftkit.runs.report.source_meter import SourceMeter
+from ftkit.runs.report.step_record import StepRecord
+from ftkit.runs.report.throughput import Throughput, ThroughputMeter
 from ftkit.runs.state import report_at_start, shown_path
+from ftkit.runs.system_metrics.sampler import SystemSampler
 from ftkit.strategies.distributed import make_device
-from ftkit.system_metrics.sampler import SystemSampler
+from ftkit.strategies.step_memory import RankStepMemory, StepMemory
+from ftkit.utils.accelerators.peak_flops import peak_flops
+from ftkit.utils.accelerators.use import product_name
 from ftkit.utils.files import insist
 from ftkit.utils.hardware import CpuUtilization, host_memory
 
@@ -53,7 +53,7 @@ class Recorder:
 
     The report so far lies in the state directory, so that the supervisor has one however the
     rank ends. A run that goes on from a checkpoint keeps its logs and what the report says of the
-    whole run; see `ftkit.report.report`.
+    whole run; see `ftkit.runs.report.report`.
 
     A full disk does not stop a run: rows wait for space, the report for the next time it is due.
     """
@@ -72,7 +72,7 @@ class Recorder:
             job: what is done.
             state: where this rank's report goes. Rank 0 also writes metrics.csv and
                 validation.csv, of which rows after the start are gone already (see
-                `ftkit.report.metrics.cut_rows`).
+                `ftkit.runs.report.metrics.cut_rows`).
             start: of the checkpoint that the run goes on from; None: it begins.
             show_warning: shows a warning of the recorder itself to a person.
         """

@@ -5,48 +5,48 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
-from ftkit.architectures.architecture import Implementation
-from ftkit.bodies.attention import AttentionPath, attention_kernel, attention_path
-from ftkit.chat_templates.named import OF_TOKENIZER, resolve_chat_template
-from ftkit.chat_templates.template import ChatTemplate
 from ftkit.checkpoint.disk_room import check_disk
 from ftkit.checkpoint.metadata import BaseIdentity, DataIdentity, Metadata
 from ftkit.checkpoint.state import check_kinds, trained_parameter
-from ftkit.config.checks import check_validations
-from ftkit.config.plan import Plan
-from ftkit.config.recipe import LoraRecipe, Recipe
-from ftkit.console.formatting import percent_text
 from ftkit.data.dataset import DataSets, ValidationSets, load_data, load_sets
+from ftkit.data.inspection.findings import TOLD_BY_COUNTS, Evidence, findings
 from ftkit.data.prepare import Counts
+from ftkit.data.samples.layout import IntArray, RankLayout
 from ftkit.errors import UserError
-from ftkit.inspection.findings import TOLD_BY_COUNTS, Evidence, findings
-from ftkit.lora.load import Adapter, check_shapes, read_adapter
-from ftkit.lora.save import check_adapter
-from ftkit.model.flops import attention_cost, mean_flops_per_token, parameter_count
-from ftkit.model.language_model import LanguageModel, outline, trainable, trained_router_loss
-from ftkit.model.load_weights import fill, kept_parameters
-from ftkit.model.trial import require_trainable
-from ftkit.optim.muon import hidden_matrices
-from ftkit.optim.optimizers import base_learning_rate
-from ftkit.optim.schedule import Schedule, make_schedule
-from ftkit.optim.state_kinds import bytes_per_number, state_kinds
-from ftkit.pretrained.base_model import BaseModel, checked_length, open_base, open_companions
-from ftkit.pretrained.base_outline import OUTLINE
-from ftkit.pretrained.chat_files import chat_files, end_tokens
-from ftkit.pretrained.fingerprint import fingerprint, implementation_of
-from ftkit.pretrained.hub import find_here
-from ftkit.pretrained.save import layout_of
-from ftkit.report.report import DataCounts, Resolved, Source
-from ftkit.report.rows import losses_of_data_text, summary_text
+from ftkit.models.architectures.architecture import Implementation
+from ftkit.models.bodies.attention import AttentionPath, attention_kernel, attention_path
+from ftkit.models.chat_templates.named import OF_TOKENIZER, resolve_chat_template
+from ftkit.models.chat_templates.template import ChatTemplate
+from ftkit.models.flops import attention_cost, mean_flops_per_token, parameter_count
+from ftkit.models.language_model import LanguageModel, outline, trainable, trained_router_loss
+from ftkit.models.load_weights import fill, kept_parameters
+from ftkit.models.lora.load import Adapter, check_shapes, read_adapter
+from ftkit.models.lora.save import check_adapter
+from ftkit.models.pretrained.base_model import BaseModel, checked_length, open_base, open_companions
+from ftkit.models.pretrained.base_outline import OUTLINE
+from ftkit.models.pretrained.chat_files import chat_files, end_tokens
+from ftkit.models.pretrained.fingerprint import fingerprint, implementation_of
+from ftkit.models.pretrained.hub import find_here
+from ftkit.models.pretrained.save import layout_of
+from ftkit.models.trial import require_trainable
+from ftkit.recipe.checks import check_validations
+from ftkit.recipe.plan import Plan
+from ftkit.recipe.recipe import LoraRecipe, Recipe
 from ftkit.runs.checkpoints import size_of
 from ftkit.runs.job import Job
-from ftkit.samples.layout import IntArray, RankLayout
+from ftkit.runs.report.report import DataCounts, Resolved, Source
+from ftkit.runs.report.rows import losses_of_data_text, summary_text
 from ftkit.strategies.distributed import rank
+from ftkit.strategies.optim.muon import hidden_matrices
+from ftkit.strategies.optim.optimizers import base_learning_rate
+from ftkit.strategies.optim.schedule import Schedule, make_schedule
+from ftkit.strategies.optim.state_kinds import bytes_per_number, state_kinds
 from ftkit.strategies.precision import compute_dtype, parameter_dtype, updated_dtype
 from ftkit.strategies.select import make_strategy
 from ftkit.strategies.strategy import Strategy
 from ftkit.training.journal import Journal
 from ftkit.training.starting_point import StartingPoint
+from ftkit.utils.console.formatting import percent_text
 
 _IN_LITGPT_LAYOUT = (
     "The result will be a LitGPT directory (lit_model.pth, model_config.yaml): ftkit cannot write "
@@ -371,7 +371,12 @@ def _tell(setup: Setup, journal: Journal) -> None:
     samples_per_epoch = setup.data.samples_per_epoch
     journal.recorder.expect(
         samples_per_epoch,
-        mean_flops_per_token(model, setup.data.train, setup.data.repetitions),
+        mean_flops_per_token(
+            model,
+            setup.data.train.lengths,
+            setup.data.train.label_counts,
+            setup.data.repetitions,
+        ),
         model.routing,
     )
     resolved = Resolved(

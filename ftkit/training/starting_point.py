@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from ftkit.architectures.architecture import Implementation
 from ftkit.checkpoint.metadata import CheckpointError, DamagedPart, Metadata
 from ftkit.checkpoint.shards import StoredState
-from ftkit.config.recipe import Recipe
 from ftkit.errors import UserError
-from ftkit.pretrained.fingerprint import implementation_of
+from ftkit.models.architectures.architecture import Implementation
+from ftkit.models.pretrained.fingerprint import implementation_of
+from ftkit.recipe.recipe import Recipe
 from ftkit.runs.job import Job
 
 

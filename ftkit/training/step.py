@@ -10,18 +10,18 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
-from ftkit.accelerators.kinds import HOST_KIND, device_kind
-from ftkit.accelerators.use import sum_dtype
-from ftkit.bodies.embedding_noise import EmbeddingNoise
-from ftkit.memory.meter import MemoryMeter
-from ftkit.model.compiled import compiled_graphs
-from ftkit.model.loss import step_share
-from ftkit.report.step_record import PARTS, StepPart, StepRecord
+from ftkit.models.bodies.embedding_noise import EmbeddingNoise
+from ftkit.models.compiled import compiled_graphs
+from ftkit.models.loss import step_share
+from ftkit.planning.memory.meter import MemoryMeter
+from ftkit.runs.report.step_record import PARTS, StepPart, StepRecord
 from ftkit.strategies.distributed import rank, sum_over_ranks
 from ftkit.training.setup import Setup
+from ftkit.utils.accelerators.kinds import HOST_KIND, device_kind
+from ftkit.utils.accelerators.use import sum_dtype
 
 Batch = dict[str, Any]
-"""As `ftkit.samples.loader.collate` returns it."""
+"""As `ftkit.data.samples.loader.collate` returns it."""
 
 
 def seed_of_step(seed: int, step: int, rank: int) -> int:

@@ -8,8 +8,8 @@ from typing import Any, TextIO
 
 import yaml
 
-from ftkit import embedded
 from ftkit.errors import UserError
+from ftkit.utils import embedded
 from ftkit.utils.names import nearest
 
 STANDARD_INPUT = Path("-")

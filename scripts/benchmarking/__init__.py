@@ -5,7 +5,7 @@ from pathlib import Path
 
 import psutil
 
-from ftkit import embedded
+from ftkit.utils import embedded
 from ftkit.utils.hardware import host_memory
 
 MIB = 2**20

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarking.figures import Measured, steps_of
 from benchmarking.watch import Event, own_bytes, watch
-from ftkit.report.report import read_report
+from ftkit.runs.report.report import read_report
 
 LEARNING_RATE = 2e-4
 IMPORTS = """

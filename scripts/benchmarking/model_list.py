@@ -6,10 +6,10 @@ from typing import Any
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ftkit.architectures.transformers.architecture import TransformersArchitecture
-from ftkit.architectures.transformers.reading import read_transformers_architecture
 from ftkit.errors import UserError
-from ftkit.model.trial import try_architecture
+from ftkit.models.architectures.transformers.architecture import TransformersArchitecture
+from ftkit.models.architectures.transformers.reading import read_transformers_architecture
+from ftkit.models.trial import try_architecture
 
 DOCUMENT = "docs/models.md"
 START, END = "<!-- made by scripts/list_models -->", "<!-- end -->"

@@ -259,7 +259,7 @@ def in_file_order(records: Sequence[Record], drawn: Sequence[int]) -> list[Recor
 
 def order_of_ftkit(samples: int, seed: int) -> list[int]:
     """The places that ftkit draws in its first epoch."""
-    from ftkit.samples.sampler import EpochOrder
+    from ftkit.data.samples.sampler import EpochOrder
 
     return [int(place) for place in EpochOrder([samples], [samples], seed).of(0)]
 

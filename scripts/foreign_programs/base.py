@@ -56,9 +56,9 @@ def make_base(directory: Path, layers: int) -> None:
 
 
 def _tokens(directory: Path, data: Path) -> list[list[int]]:
-    from ftkit.config.recipe import Component
     from ftkit.data.dataset import load_data
-    from ftkit.pretrained.tokenizer import Tokenizer
+    from ftkit.models.pretrained.tokenizer import Tokenizer
+    from ftkit.recipe.recipe import Component
 
     asked = Component(class_path="litgpt.data.JSON", init_args={"path": str(data)})
     found = load_data(asked, Tokenizer(directory), 64, progress=lambda *_: None).train

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from ftkit.checkpoint.store import Store
-from ftkit.report.metrics import read_metrics
-from ftkit.report.report import Report, read_report
+from ftkit.runs.report.metrics import read_metrics
+from ftkit.runs.report.report import Report, read_report
 from gpu_parts.part import Found, Scene, call, ftkit, last_words
 
 PLAIN: dict[str, Any] = {

@@ -50,14 +50,14 @@ def kernels(scene: Scene, found: Found) -> None:
 
 def _train(scene: Scene) -> None:
     """Train in this process: the profiler sees no other."""
-    from ftkit.config.devices import find_devices
-    from ftkit.config.parsing import read_recipe
-    from ftkit.console.display import Display
+    from ftkit.recipe.devices import find_devices
+    from ftkit.recipe.parsing import read_recipe
     from ftkit.runs.job import Job
     from ftkit.training.journal import Journal
     from ftkit.training.rank import run_job
     from ftkit.training.recorder import Recorder
     from ftkit.training.signals import StopRequest
+    from ftkit.utils.console.display import Display
 
     out = scene.directory / "out"
     values: dict[str, Any] = PLAIN | {

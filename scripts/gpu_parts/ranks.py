@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from ftkit.report.metrics import read_metrics
+from ftkit.runs.report.metrics import read_metrics
 from gpu_parts.correctness import PLAIN
 from gpu_parts.part import ROOT, Found, Scene, ftkit, last_words
 

@@ -8,8 +8,8 @@ import pytest
 from saved_runs import recipe
 
 from ftkit.checkpoint.disk_room import check_disk
-from ftkit.console.formatting import bytes_text
 from ftkit.errors import UserError
+from ftkit.utils.console.formatting import bytes_text
 
 GIB = 2**30
 

@@ -28,12 +28,12 @@ from runs import options
 from ftkit.checkpoint.checksums import hash_file
 from ftkit.checkpoint.metadata import read_metadata, write_metadata
 from ftkit.checkpoint.store import Store
-from ftkit.config.parsing import read_recipe
-from ftkit.config.recipe import Method, Recipe
-from ftkit.console.display import Display
 from ftkit.errors import UserError
-from ftkit.report.report import read_report
+from ftkit.recipe.parsing import read_recipe
+from ftkit.recipe.recipe import Method, Recipe
+from ftkit.runs.report.report import read_report
 from ftkit.runs.resume import find_start, verify_start
+from ftkit.utils.console.display import Display
 
 COMMANDS: dict[Method, str] = {"full": "finetune_full", "lora": "finetune"}
 SINGLE: tuple[str, ...] = ()

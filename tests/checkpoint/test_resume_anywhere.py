@@ -7,7 +7,7 @@ import pytest
 import torch
 from rank_jobs import HAS_DEEPSPEED, METHODS, NO_EVALUATION, Case, Outcome, Run, make_run
 
-from ftkit.config.recipe import Method
+from ftkit.recipe.recipe import Method
 
 LAST = 9
 """Optimizer steps of the whole run."""

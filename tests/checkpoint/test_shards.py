@@ -22,7 +22,7 @@ from ftkit.checkpoint.shards import (
     write_shard,
     write_shard_in_portions,
 )
-from ftkit.optim.state_kinds import BLOCK
+from ftkit.strategies.optim.state_kinds import BLOCK
 from ftkit.utils.safetensors_files import save_tensors
 
 SHAPE = torch.Size((7, 5))

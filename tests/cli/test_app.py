@@ -18,11 +18,11 @@ from ftkit import __version__
 from ftkit.cli.app import main
 from ftkit.cli.commands import COMMANDS, FTKIT
 from ftkit.cli.parser import parse, split_line
-from ftkit.config.command_options import components_of, declared, heads_of
-from ftkit.config.parsing import read_recipe
-from ftkit.config.recipe_keys import COMPONENTS, key_types
-from ftkit.config.strategies import DeepSpeedOptions, FsdpOptions
 from ftkit.data.own_data_options import OwnDataOptions
+from ftkit.recipe.command_options import components_of, declared, heads_of
+from ftkit.recipe.parsing import read_recipe
+from ftkit.recipe.recipe_keys import COMPONENTS, key_types
+from ftkit.recipe.strategies import DeepSpeedOptions, FsdpOptions
 
 RECIPES = ROOT / "recipes"
 FINETUNE = ["finetune", "finetune_lora", "finetune_full"]

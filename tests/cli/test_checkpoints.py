@@ -16,11 +16,11 @@ from checkpoints import FILES, RECIPE, save, write_partial
 from ftkit.checkpoint.store import Store
 from ftkit.cli import checkpoints as manage
 from ftkit.cli.app import run
-from ftkit.console.formatting import utc_now
-from ftkit.console.terminal import plain_text
 from ftkit.errors import UserError
 from ftkit.runs import checkpoints as survey
 from ftkit.runs.checkpoints import CheckpointEntry
+from ftkit.utils.console.formatting import utc_now
+from ftkit.utils.console.terminal import plain_text
 
 
 @pytest.fixture
@@ -405,7 +405,7 @@ def test_verify_shows_how_far_it_is_if_it_takes_long(
         return []
 
     monkeypatch.setattr("ftkit.checkpoint.store.verify", verify)
-    monkeypatch.setattr("ftkit.console.progress.LINE_INTERVAL_S", 0)
+    monkeypatch.setattr("ftkit.utils.console.progress.LINE_INTERVAL_S", 0)
     argv = ["checkpoints", "verify", str(out_dir), "--format", "json"]
     assert run(argv) == 0
     assert capsys.readouterr().err == ""

@@ -15,11 +15,11 @@ from local_tasks import write_tasks
 from runs import TIMEOUT_S
 from tiny import make_data
 
-import ftkit.planner.command  # noqa: F401 (libraries set environment variables)
+import ftkit.planning.command  # noqa: F401 (libraries set environment variables)
 from ftkit.cli.app import run
-from ftkit.config.recipe import FINETUNE
 from ftkit.errors import UserError
-from ftkit.report.report import read_report
+from ftkit.recipe.recipe import FINETUNE
+from ftkit.runs.report.report import read_report
 
 DOCUMENTS = [
     *ROOT.glob("*.md"),
@@ -76,8 +76,8 @@ def test_a_command_line_in_a_document_is_understood(
     line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Nothing is trained, fetched or written; runs that it names need not be there."""
-    monkeypatch.setattr("ftkit.pretrained.hub.download", lambda *_, **__: tmp_path)
-    monkeypatch.setattr("ftkit.planner.command.plan_all", lambda *_, **__: 0)
+    monkeypatch.setattr("ftkit.models.pretrained.hub.download", lambda *_, **__: tmp_path)
+    monkeypatch.setattr("ftkit.planning.command.plan_all", lambda *_, **__: 0)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     name, *words = shlex.split(line, comments=True)[1:]
@@ -119,7 +119,7 @@ BEFORE = [
 """What the documents take for done: runs that their lines name."""
 OF_A_HUB = ("ftkit download", "ftkit push", "openai/gsm8k")
 SHOWN_ELSEWHERE = ("--serve", "--tasks hellaswag")
-"""One does not end, the other is refused: tests/live_page, tests/tasks."""
+"""One does not end, the other is refused: tests/views/live_page, tests/evaluation/tasks."""
 READS_RUNS = {"generate", "evaluate", "merge", "export", "compare", "checkpoints"}
 
 
@@ -127,7 +127,7 @@ def make_place(place: Path, tiny_base: Path) -> None:
     """A directory as the reader has it, but with small models, few data and short recipes."""
     for name in BASES:
         shutil.copytree(tiny_base, place / "checkpoints" / name)
-    kept = ROOT / "tests/foreign/checkpoints"
+    kept = ROOT / "tests/exchange/foreign/checkpoints"
     shutil.copytree(kept / "gpt-neox", place / "neox")
     shutil.copytree(kept / "base", place / "neox-hf")
     make_data(place / "my.json", 20)
@@ -154,8 +154,8 @@ def make_place(place: Path, tiny_base: Path) -> None:
 def test_the_command_lines_of_documents_run(tmp_path: Path, tiny_base: Path) -> None:
     """Every line as it stands there; what reads runs comes when there are some.
 
-    Lines that need a hub are shown with one in tests/pretrained/test_hub.py,
-    tests/records/test_hub.py and tests/convert/test_push.py.
+    Lines that need a hub are shown with one in tests/models/pretrained/test_hub.py,
+    tests/data/records/test_hub.py and tests/exchange/test_push.py.
     """
     make_place(tmp_path, tiny_base)
     lines = [*BEFORE, *(line for file in DOCUMENTS for line in command_lines(file.read_text()))]

@@ -8,12 +8,12 @@ import pytest
 from compared_runs import make_run
 
 from ftkit.cli.app import run
-from ftkit.comparison.columns import setting_columns
-from ftkit.comparison.compare import compare
-from ftkit.config.parsing import read_recipe
 from ftkit.errors import UserError
-from ftkit.optim.schedule import make_schedule
-from ftkit.pretrained.hub_errors import nearest_directory
+from ftkit.models.pretrained.hub_errors import nearest_directory
+from ftkit.recipe.parsing import read_recipe
+from ftkit.strategies.optim.schedule import make_schedule
+from ftkit.views.comparison.columns import setting_columns
+from ftkit.views.comparison.compare import compare
 
 
 def refusal_of(*words: str) -> str:

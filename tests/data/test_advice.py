@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 from chats import THINKING, TOOLS, TURNS, said, write_chat_tokenizer
 
-from ftkit.chat_templates.turns import (
+from ftkit.data.advice import advice_for
+from ftkit.data.dataset import load_data
+from ftkit.data.prepare import NO_REASONING
+from ftkit.data.records.record import Record
+from ftkit.data.renderers import make_renderer
+from ftkit.data.rendering.chat import LOST, OTHERS_SAID
+from ftkit.data.rendering.document import NO_TEXT
+from ftkit.data.rendering.renderer import NO_OUTPUT, Rendering
+from ftkit.data.spec import Part, Rules
+from ftkit.errors import UserError
+from ftkit.models.chat_templates.turns import (
     CHANGED,
     NO_TOOLS,
     NO_TURN,
@@ -17,18 +27,8 @@ from ftkit.chat_templates.turns import (
     OTHER_PROMPT,
     REFUSED,
 )
-from ftkit.config.recipe import Component
-from ftkit.data.advice import advice_for
-from ftkit.data.dataset import load_data
-from ftkit.data.prepare import NO_REASONING
-from ftkit.data.renderers import make_renderer
-from ftkit.data.spec import Part, Rules
-from ftkit.errors import UserError
-from ftkit.pretrained.tokenizer import Tokenizer
-from ftkit.records.record import Record
-from ftkit.rendering.chat import LOST, OTHERS_SAID
-from ftkit.rendering.document import NO_TEXT
-from ftkit.rendering.renderer import NO_OUTPUT, Rendering
+from ftkit.models.pretrained.tokenizer import Tokenizer
+from ftkit.recipe.recipe import Component
 
 ONE = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + eos_token }}{% endfor %}"
 PROMPT = "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 from tiny import make_tokenizer
 
-from ftkit.chat_templates.prompt_styles import PromptStyle
-from ftkit.config.recipe import Component
 from ftkit.data import cache, parts, prompt_styles
 from ftkit.data.cache import SampleCache, cache_directory, file_digest
 from ftkit.data.dataset import DataSets, load_data, load_held_out
 from ftkit.data.prepare import prepare_records
-from ftkit.pretrained.tokenizer import Tokenizer
+from ftkit.models.chat_templates.prompt_styles import PromptStyle
+from ftkit.models.pretrained.tokenizer import Tokenizer
+from ftkit.recipe.recipe import Component
 
 
 @pytest.fixture(autouse=True)
@@ -265,11 +265,11 @@ def test_the_records_of_a_module_that_cannot_name_its_files_are_the_address(
 
 OPEN = """
 import json, sys
-from ftkit.chat_templates.prompt_styles import PromptStyle
-from ftkit.config.recipe import Component
+from ftkit.models.chat_templates.prompt_styles import PromptStyle
+from ftkit.recipe.recipe import Component
 from ftkit.data import parts
 from ftkit.data.dataset import load_data
-from ftkit.pretrained.tokenizer import Tokenizer
+from ftkit.models.pretrained.tokenizer import Tokenizer
 from pathlib import Path
 made = []
 prepare_records = parts.prepare_records

@@ -11,19 +11,19 @@ from orders import make_elastic_order
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from ftkit import embedded
-from ftkit.chat_templates.prompt_styles import STYLES
-from ftkit.config.recipe import Component
 from ftkit.data.dataset import DataSets, load_data
+from ftkit.data.records.read import read_records
+from ftkit.data.records.record import Record
+from ftkit.data.rendering.renderer import Rendered
+from ftkit.data.samples.layout import FILLER, RankLayout
+from ftkit.data.samples.loader import collate, train_batches, validation_loader
+from ftkit.data.samples.sample_set import Sample, SampleSet
+from ftkit.data.samples.sampler import ElasticOrder
 from ftkit.data.sources import check_data
 from ftkit.errors import UserError
-from ftkit.records.read import read_records
-from ftkit.records.record import Record
-from ftkit.rendering.renderer import Rendered
-from ftkit.samples.layout import FILLER, RankLayout
-from ftkit.samples.loader import collate, train_batches, validation_loader
-from ftkit.samples.sample_set import Sample, SampleSet
-from ftkit.samples.sampler import ElasticOrder
+from ftkit.models.chat_templates.prompt_styles import STYLES
+from ftkit.recipe.recipe import Component
+from ftkit.utils import embedded
 
 litgpt_data = pytest.importorskip("litgpt.data", reason="the data are compared with LitGPT's")
 from litgpt.tokenizer import Tokenizer  # noqa: E402

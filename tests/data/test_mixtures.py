@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from tiny import make_tokenizer
 
-from ftkit.config.recipe import Component
 from ftkit.data.dataset import DataSets, load_data
+from ftkit.data.samples.layout import FILLER, RankLayout
+from ftkit.data.samples.loader import validation_loader
+from ftkit.data.samples.sample_set import interleave
 from ftkit.errors import UserError
-from ftkit.pretrained.tokenizer import Tokenizer
-from ftkit.samples.layout import FILLER, RankLayout
-from ftkit.samples.loader import validation_loader
-from ftkit.samples.sample_set import interleave
+from ftkit.models.pretrained.tokenizer import Tokenizer
+from ftkit.recipe.recipe import Component
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_sources_of_weight_1_are_taken_in_the_order_of_one(
 
 
 def load_order(samples: int, seed: int) -> list[int]:
-    from ftkit.samples.sampler import permutation
+    from ftkit.data.samples.sampler import permutation
 
     return permutation(samples, seed, 0).tolist()
 

@@ -9,14 +9,14 @@ from typing import get_args
 import pytest
 from tiny import make_tokenizer
 
-from ftkit.chat_templates.template import ChatTemplate
-from ftkit.config.recipe import Component
 from ftkit.data.dataset import DataSets, load_data
 from ftkit.data.prepare import Counts, fit, prepare_records
+from ftkit.data.records.record import Record
+from ftkit.data.rendering.renderer import Example, Overlong, Rendered, Renderer, Rendering
 from ftkit.errors import UserError
-from ftkit.pretrained.tokenizer import Tokenizer
-from ftkit.records.record import Record
-from ftkit.rendering.renderer import Example, Overlong, Rendered, Renderer, Rendering
+from ftkit.models.chat_templates.template import ChatTemplate
+from ftkit.models.pretrained.tokenizer import Tokenizer
+from ftkit.recipe.recipe import Component
 
 LONG = Rendered(list(range(10)), ((2, 5), (7, 10)))
 

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from ftkit.chat_templates.prompt_styles import STYLES
-from ftkit.config.parsing import read_recipe
-from ftkit.config.recipe import Component
+from ftkit.data.records.hub import HubName
+from ftkit.data.records.keys import UnusedKeys
+from ftkit.data.records.read import RecordSet
+from ftkit.data.records.record import Record
+from ftkit.data.records.shapes import RecordReader
 from ftkit.data.sources import data_source
 from ftkit.data.spec import Part
 from ftkit.errors import UserError
-from ftkit.records.hub import HubName
-from ftkit.records.keys import UnusedKeys
-from ftkit.records.read import RecordSet
-from ftkit.records.record import Record
-from ftkit.records.shapes import RecordReader
+from ftkit.models.chat_templates.prompt_styles import STYLES
+from ftkit.recipe.parsing import read_recipe
+from ftkit.recipe.recipe import Component
 
 SAID = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
 ROWS: dict[str, Record] = {

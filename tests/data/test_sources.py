@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from ftkit.config.recipe import Component
 from ftkit.data.public_sets import PUBLIC_SETS
 from ftkit.data.sources import data_source
+from ftkit.recipe.recipe import Component
 
 
 def write(file: Path, count: int) -> Path:

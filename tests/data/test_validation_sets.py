@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from tiny import make_records, make_tokenizer
 
-from ftkit.config.recipe import Component
 from ftkit.data.dataset import load_data, load_held_out, load_sets
 from ftkit.data.sources import check_data
 from ftkit.errors import UserError
-from ftkit.pretrained.tokenizer import Tokenizer
+from ftkit.models.pretrained.tokenizer import Tokenizer
+from ftkit.recipe.recipe import Component
 
 
 @pytest.fixture(scope="module")

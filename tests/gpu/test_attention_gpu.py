@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ftkit.bodies.attention import AttentionKernel, Scores, Sequences, attend
+from ftkit.models.bodies.attention import AttentionKernel, Scores, Sequences, attend
 
 needs_flash = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0),

@@ -9,8 +9,8 @@ import pytest
 import torch
 from command import command_environment, command_line
 
-from ftkit.report.metrics import read_metrics
-from ftkit.report.report import Report, read_report
+from ftkit.runs.report.metrics import read_metrics
+from ftkit.runs.report.report import Report, read_report
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
 

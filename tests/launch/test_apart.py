@@ -8,15 +8,15 @@ import pytest
 import torch.distributed as dist
 
 from ftkit.checkpoint.files import receipt_name
-from ftkit.config.devices import Devices
-from ftkit.config.parsing import read_recipe
 from ftkit.launch.apart.host import HostRelay
 from ftkit.launch.apart.lead import LeadRelay
 from ftkit.launch.apart.texts import SharedTexts
 from ftkit.launch.heartbeats import farewell
-from ftkit.remote.urls import local_path
+from ftkit.recipe.devices import Devices
+from ftkit.recipe.parsing import read_recipe
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import Job
+from ftkit.utils.remote.urls import local_path
 
 ELSEWHERE = 1
 

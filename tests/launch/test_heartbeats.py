@@ -20,7 +20,7 @@ from runs import DEFAULT_SIGNALS, FOREVER, TIMEOUT_S, Run, command_of, rows, wai
 
 from ftkit.launch import heartbeats
 from ftkit.launch.heartbeats import BEAT_S, MISSED_BEATS, Heartbeats, Silence, farewell
-from ftkit.report.report import read_report
+from ftkit.runs.report.report import read_report
 
 TWO_RANKS = {"devices": 2, "strategy": "ddp", "train__micro_batch_size": 1, "eval__interval": 0}
 IMPATIENT = f"""{DEFAULT_SIGNALS}

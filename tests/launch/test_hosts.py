@@ -13,10 +13,10 @@ from hosts import INTERFACE, PATIENCE_S, STORE, Host, network
 from rank_jobs import needs_deepspeed
 from runs import command_of, losses, losses_of_one, rows, wait_for
 
-from ftkit.config.parsing import read_recipe
 from ftkit.launch.interfaces import GLOO
-from ftkit.report.report import Report, read_report
-from ftkit.report.restarts import Restart
+from ftkit.recipe.parsing import read_recipe
+from ftkit.runs.report.report import Report, read_report
+from ftkit.runs.report.restarts import Restart
 
 pytestmark = pytest.mark.slow
 

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 from saved_runs import ended, recipe, save_run
 
-from ftkit.config.devices import Devices
-from ftkit.config.recipe import Recipe
 from ftkit.errors import UserError
 from ftkit.launch.last_session import restarts_of
-from ftkit.report.report import Progress, Resolved, read_report, write_report
-from ftkit.report.restarts import Restart
-from ftkit.report.rows import restart_text
+from ftkit.recipe.devices import Devices
+from ftkit.recipe.recipe import Recipe
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import Job, RankError
 from ftkit.runs.lock import claim
+from ftkit.runs.report.report import Progress, Resolved, read_report, write_report
+from ftkit.runs.report.restarts import Restart
+from ftkit.runs.report.rows import restart_text
 from ftkit.runs.resume import find_start
 from ftkit.runs.state import look
 

@@ -19,7 +19,7 @@ from torch.distributed.run import parse_args
 
 from ftkit.cli.app import run
 from ftkit.launch.requeue import NEAR_THE_LIMIT
-from ftkit.report.report import read_report
+from ftkit.runs.report.report import read_report
 
 LAUNCHERS = ROOT / "docs/launchers"
 SLURM = (LAUNCHERS / "slurm.sbatch").read_text()

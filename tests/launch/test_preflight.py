@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from ftkit.cli.app import run
-from ftkit.config.devices import Devices
-from ftkit.config.parsing import read_recipe, to_yaml
-from ftkit.config.recipe import Recipe
 from ftkit.errors import DoesNotFit
 from ftkit.launch import preflight
-from ftkit.memory import gpus
-from ftkit.memory.gpus import HOST, Gpu
-from ftkit.planner.check import check
+from ftkit.planning.check import check
+from ftkit.planning.memory import gpus
+from ftkit.planning.memory.gpus import HOST, Gpu
+from ftkit.recipe.devices import Devices
+from ftkit.recipe.parsing import read_recipe, to_yaml
+from ftkit.recipe.recipe import Recipe
 from ftkit.utils import progress
 from ftkit.utils.hardware import HostLimit, processes_killed_for_memory
 

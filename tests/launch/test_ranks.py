@@ -17,15 +17,15 @@ from saved_runs import ended, save_run
 
 from ftkit.cli.commands import COMMANDS
 from ftkit.cli.parser import parse
-from ftkit.config.devices import Devices
-from ftkit.config.parsing import read_recipe
-from ftkit.config.plan import make_plan
-from ftkit.config.recipe import Recipe
 from ftkit.errors import UserError
 from ftkit.launch.environment import ExternalRanks
 from ftkit.launch.ranks import ALLOCATOR_SETTINGS, MATMUL_CACHES, rank_environment
-from ftkit.report.report import Report, read_report
+from ftkit.recipe.devices import Devices
+from ftkit.recipe.parsing import read_recipe
+from ftkit.recipe.plan import make_plan
+from ftkit.recipe.recipe import Recipe
 from ftkit.runs.job import Job
+from ftkit.runs.report.report import Report, read_report
 
 TWO_RANKS = {"devices": 2, "strategy": "ddp", "train__micro_batch_size": 1, "eval__interval": 0}
 FSDP = {"strategy": "fsdp"}
@@ -74,16 +74,16 @@ def assert_reported(run: Run, out: str, outcome: str, reason: str, phase: str) -
 
 SPEAKING_OF_ALL = """
 import warnings
-import ftkit.model.language_model
-outline = ftkit.model.language_model.outline
+import ftkit.models.language_model
+outline = ftkit.models.language_model.outline
 def speaking(*arguments):
     warnings.warn("a library warns on all ranks", UserWarning, stacklevel=1)
     return outline(*arguments)
-ftkit.model.language_model.outline = speaking
+ftkit.models.language_model.outline = speaking
 """
 SPEAKING_OF_ONE = """
-import ftkit.optim.schedule
-make_schedule = ftkit.optim.schedule.make_schedule
+import ftkit.strategies.optim.schedule
+make_schedule = ftkit.strategies.optim.schedule.make_schedule
 def noticing(*arguments, **keys):
     for _ in range(2):
         warnings.warn("a library warns on rank 1", UserWarning, stacklevel=1)
@@ -91,7 +91,7 @@ def noticing(*arguments, **keys):
         os.system("echo a program prints on rank 1")
     schedule, notices = make_schedule(*arguments, **keys)
     return schedule, [*notices, "only rank 1 knows this"]
-ftkit.optim.schedule.make_schedule = noticing
+ftkit.strategies.optim.schedule.make_schedule = noticing
 """
 
 
@@ -311,23 +311,23 @@ OUT_OF_MEMORY = "torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2
     ("where", "error", "phase"),
     [
         pytest.param(
-            "ftkit.model.load_weights:fill", OUT_OF_MEMORY, "set_up", marks=pytest.mark.slow
+            "ftkit.models.load_weights:fill", OUT_OF_MEMORY, "set_up", marks=pytest.mark.slow
         ),
         pytest.param(
-            "ftkit.model.language_model:LanguageModel.forward",
+            "ftkit.models.language_model:LanguageModel.forward",
             "torch.empty(10**15)",
             "training",
             marks=pytest.mark.slow,
         ),
         ("ftkit.training.step:TrainStep.update", OUT_OF_MEMORY, "training"),
         pytest.param(
-            "ftkit.training.evaluation:validation_loss",
+            "ftkit.evaluation.validation:validation_loss",
             "MemoryError()",
             "validation",
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            "ftkit.model.load_weights:trained_weights",
+            "ftkit.models.load_weights:trained_weights",
             OUT_OF_MEMORY,
             "saving",
             marks=pytest.mark.slow,

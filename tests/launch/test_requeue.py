@@ -10,7 +10,7 @@ from launchers import slurm
 from runs import DEFAULT_SIGNALS, FOREVER, TIMEOUT_S, Process, command_of, rows, wait_for
 
 from ftkit.launch.requeue import requeue_if_out_of_time
-from ftkit.report.report import read_report
+from ftkit.runs.report.report import read_report
 
 USR1, TERM = signal.SIGUSR1, signal.SIGTERM
 SCONTROL = """#!/bin/sh

@@ -9,7 +9,7 @@ from preloaded import SUPERVISOR, Attempt, Preloaded
 from runs import WITHOUT_EVALUATION, options
 from tiny import make_llama
 
-from ftkit.report.report import Report, read_report
+from ftkit.runs.report.report import Report, read_report
 
 MIB = 2**20
 

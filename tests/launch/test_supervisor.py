@@ -23,10 +23,10 @@ from runs import (
 )
 
 from ftkit.cli.app import run as run_command
-from ftkit.config.parsing import read_recipe
 from ftkit.errors import UserError
-from ftkit.report.report import FILE_NAME, read_report
+from ftkit.recipe.parsing import read_recipe
 from ftkit.runs.lock import claim
+from ftkit.runs.report.report import FILE_NAME, read_report
 
 # --- A run that completes -----------------------------------------------------------------------
 
@@ -395,7 +395,7 @@ INTO_ANOTHER_ERROR = """
 import time
 from pathlib import Path
 
-import ftkit.pretrained.base_model
+import ftkit.models.pretrained.base_model
 
 
 def open_base(*_):
@@ -406,7 +406,7 @@ def open_base(*_):
         raise ValueError("could not determine the shape") from None
 
 
-ftkit.pretrained.base_model.open_base = open_base
+ftkit.models.pretrained.base_model.open_base = open_base
 """
 
 

@@ -14,9 +14,9 @@ from rank_jobs import HAS_DEEPSPEED
 from runs import DEFAULT_SIGNALS, rows, wait_for, watched
 
 from ftkit.cli.app import run
-from ftkit.config.sweep import runs_of_file
 from ftkit.errors import UserError
-from ftkit.report.report import OutcomeName, Report, read_report
+from ftkit.recipe.sweep import runs_of_file
+from ftkit.runs.report.report import OutcomeName, Report, read_report
 
 SWEEPS = ROOT / "recipes" / "sweeps"
 BASE = "random:pythia-14m"

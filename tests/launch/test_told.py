@@ -13,13 +13,13 @@ from runs import DEFAULT_SIGNALS, watched
 from ftkit.cli.app import main, run
 from ftkit.cli.commands import COMMANDS
 from ftkit.cli.parser import parse
-from ftkit.config.parsing import read_recipe
-from ftkit.config.recipe import LoraRecipe
-from ftkit.console.display import Display
 from ftkit.errors import UserError
 from ftkit.launch.conclude import next_commands
+from ftkit.recipe.parsing import read_recipe
+from ftkit.recipe.recipe import LoraRecipe
 from ftkit.runs.directory import RunDirectory
 from ftkit.utils import progress
+from ftkit.utils.console.display import Display
 
 RECIPE = "checkpoint_dir: random:pythia-14m\nout_dir: out/piped\nlora_r: 4\n"
 

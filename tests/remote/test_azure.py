@@ -25,9 +25,9 @@ from object_servers import (
 )
 from remote_runs import Ftkit, assert_another_machine_goes_on, ended
 
-from ftkit.remote import objects as objects_module
-from ftkit.remote.objects import Objects, StorageError
 from ftkit.runs.remote_claim import RemoteClaim
+from ftkit.utils.remote import objects as objects_module
+from ftkit.utils.remote.objects import Objects, StorageError
 
 pytest.importorskip("adlfs", reason="the extra dev is not installed")
 CONDITION = ("If-None-Match", "*")

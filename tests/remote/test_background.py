@@ -7,9 +7,9 @@ import pytest
 from object_servers import Proxy
 
 from ftkit.errors import UserError
-from ftkit.remote import objects as objects_module
-from ftkit.remote.background import begun, each, ends
-from ftkit.remote.objects import Objects
+from ftkit.utils.remote import objects as objects_module
+from ftkit.utils.remote.background import begun, each, ends
+from ftkit.utils.remote.objects import Objects
 
 
 def test_what_is_waited_for_in_vain_is_left_alone() -> None:

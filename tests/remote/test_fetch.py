@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from ftkit.remote import fetch
-from ftkit.remote.objects import Objects
+from ftkit.utils.remote import fetch
+from ftkit.utils.remote.objects import Objects
 
 
 def test_a_single_file_that_takes_long_is_told_while_it_comes(

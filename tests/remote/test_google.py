@@ -7,7 +7,7 @@ import pytest
 from object_servers import Bucket, Fault, Proxy, gs_error, is_write
 from remote_runs import assert_another_machine_goes_on
 
-from ftkit.remote.objects import Objects, StorageError
+from ftkit.utils.remote.objects import Objects, StorageError
 
 CONDITION = "ifGenerationMatch=0"
 

@@ -17,9 +17,9 @@ from runs import TIMEOUT_S, Process, command_of, losses, losses_of_one, rows, wa
 
 from ftkit.checkpoint.store import Store
 from ftkit.errors import UserError
-from ftkit.report.report import read_report
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import Job
+from ftkit.runs.report.report import read_report
 
 URL = "s3://bucket"
 KEYS: dict[str, object] = {

@@ -6,14 +6,14 @@ import pytest
 from compared_runs import make_run
 from object_servers import Bucket, Fault, Proxy, s3_error
 
-from ftkit.live_page.sights import Sights
-from ftkit.remote.urls import local_path
+from ftkit.utils.remote.urls import local_path
+from ftkit.views.live_page.sights import Sights
 
 
 @pytest.fixture(autouse=True)
 def looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """However often a page asks."""
-    monkeypatch.setattr("ftkit.live_page.sights._LOOKS_EVERY_S", 0.0)
+    monkeypatch.setattr("ftkit.views.live_page.sights._LOOKS_EVERY_S", 0.0)
     monkeypatch.setattr("ftkit.runs.carrying.seen._LOOKS_EVERY_S", 0.0)
 
 

@@ -6,11 +6,11 @@ import checkpoints
 import pytest
 from object_servers import Bucket, Fault, Proxy, writes
 
-from ftkit.remote.objects import Objects
-from ftkit.remote.urls import local_path
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.mirror import Mirror, NotCarried
 from ftkit.runs.remote_claim import ClaimHolder, RemoteClaim
+from ftkit.utils.remote.objects import Objects
+from ftkit.utils.remote.urls import local_path
 
 URL = "s3://bucket/mirrored"
 

@@ -14,7 +14,7 @@ from object_servers import Bucket
 from runs import TIMEOUT_S, options, wait_for
 
 from ftkit.checkpoint.store import Store
-from ftkit.report.report import read_report
+from ftkit.runs.report.report import read_report
 
 URL = "s3://bucket/seen"
 MACHINES = """

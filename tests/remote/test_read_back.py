@@ -8,7 +8,7 @@ from object_servers import Bucket, Fault, Proxy, Request, is_write, writes
 from remote_runs import Ftkit, ended
 
 from ftkit.checkpoint.store import Store
-from ftkit.remote.objects import Objects, StorageError
+from ftkit.utils.remote.objects import Objects, StorageError
 
 PAGE = b"<html><body><h1>Welcome</h1>Please sign in to use this network.</body></html>"
 HEADERS = (("Content-Type", "text/html"), ("Content-Length", str(len(PAGE))))

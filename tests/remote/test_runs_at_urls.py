@@ -28,7 +28,7 @@ from remote_runs import Ftkit, ended, learned
 from runs import wait_for
 
 from ftkit.checkpoint.store import Store
-from ftkit.report.report import read_report
+from ftkit.runs.report.report import read_report
 
 LAYOUTS = {
     "single": (),
@@ -180,7 +180,7 @@ def test_a_second_run_is_refused_while_one_is_at_work_and_goes_on_once_that_was_
 
 
 IMPATIENT = """
-from ftkit.remote import objects
+from ftkit.utils.remote import objects
 from ftkit.runs import mirror
 objects.Objects.__init__.__defaults__ = (0.5,)
 mirror.LONGEST_WAIT_S = 2.0

@@ -19,8 +19,8 @@ from object_servers import (
     s3_error,
 )
 
-from ftkit.remote import objects as objects_module
-from ftkit.remote.objects import REQUEST_PATIENCE_S, Objects, StorageError
+from ftkit.utils.remote import objects as objects_module
+from ftkit.utils.remote.objects import REQUEST_PATIENCE_S, Objects, StorageError
 
 PASSING = {
     "InternalError": INTERNAL,

@@ -10,21 +10,21 @@ import pytest
 from rich.console import Console
 from saved_runs import ended, recipe, save_run
 
-from ftkit.comparison.runs import read_runs
-from ftkit.config.devices import Devices
-from ftkit.console.terminal import plain_text
 from ftkit.errors import UserError
 from ftkit.launch.last_session import last_session, restarts_of
-from ftkit.live_page.sights import Sights
-from ftkit.remote.fetch import Known
-from ftkit.remote.urls import local_path
-from ftkit.report.table import render
+from ftkit.recipe.devices import Devices
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import Job, RankError
 from ftkit.runs.lock import Supervisor, claim
+from ftkit.runs.report.table import render
 from ftkit.runs.resume import find_start
 from ftkit.runs.state import look
-from ftkit.runs.watch import View, Watcher
+from ftkit.utils.console.terminal import plain_text
+from ftkit.utils.remote.fetch import Known
+from ftkit.utils.remote.urls import local_path
+from ftkit.views.comparison.runs import read_runs
+from ftkit.views.live_page.sights import Sights
+from ftkit.views.watch import View, Watcher
 
 FILES = {
     "the report": "report.json",

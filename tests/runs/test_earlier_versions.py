@@ -15,8 +15,8 @@ from rank_jobs import HAS_DEEPSPEED
 from runs import losses
 
 from ftkit.checkpoint.files import METADATA
-from ftkit.config.parsing import read_keys, read_recipe, to_dict
-from ftkit.config.recipe import RECIPE_OF, Method
+from ftkit.recipe.parsing import read_keys, read_recipe, to_dict
+from ftkit.recipe.recipe import RECIPE_OF, Method
 from ftkit.utils.names import leaves
 
 EARLIER = Path(__file__).parent / "earlier"

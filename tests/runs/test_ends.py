@@ -16,9 +16,9 @@ from command import command_environment, command_line
 from runs import DEFAULT_SIGNALS, FOREVER, Run, command_of, rows, watched
 
 from ftkit.checkpoint.store import Store
-from ftkit.comparison.runs import read_runs
-from ftkit.report.report import Checkpoints, Loss, Report, read_report
+from ftkit.runs.report.report import Checkpoints, Loss, Report, read_report
 from ftkit.runs.state import look
+from ftkit.views.comparison.runs import read_runs
 
 End = Callable[[Run, random.Random], None]
 

@@ -11,9 +11,9 @@ import psutil
 import pytest
 
 from ftkit.errors import UserError
-from ftkit.remote.objects import ObjectEntry, Objects
 from ftkit.runs import remote_claim
 from ftkit.runs.remote_claim import ClaimHolder, ClaimWatch, RemoteClaim
+from ftkit.utils.remote.objects import ObjectEntry, Objects
 
 CLAIM = ".run/claim-000001.json"
 LOOKS = round(remote_claim.EXPIRES_S / remote_claim._LOOK_S)

@@ -22,14 +22,13 @@ from saved_runs import LAST, ended, recipe, save_run, write_rows
 from ftkit.checkpoint.store import Store
 from ftkit.cli.commands import COMMANDS
 from ftkit.cli.parser import parse
-from ftkit.config.parsing import read_recipe
-from ftkit.config.recipe import Method, Recipe
-from ftkit.console.display import Display
 from ftkit.errors import UserError
 from ftkit.launch.conclude import conclude
 from ftkit.launch.supervisor import prepare_run
-from ftkit.report.report import OutcomeName, Progress, read_report, write_report
+from ftkit.recipe.parsing import read_recipe
+from ftkit.recipe.recipe import Method, Recipe
 from ftkit.runs.job import Job, RankError, StopAfter
+from ftkit.runs.report.report import OutcomeName, Progress, read_report, write_report
 from ftkit.runs.resume import (
     Completed,
     Start,
@@ -40,6 +39,7 @@ from ftkit.runs.resume import (
     resumes_in_place,
     verify_start,
 )
+from ftkit.utils.console.display import Display
 
 
 @pytest.fixture

@@ -25,8 +25,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tiny import make_data, make_llama, make_records
 
 from ftkit.checkpoint.store import Store
-from ftkit.pretrained.hub import CARD
-from ftkit.report.report import Report, read_report
+from ftkit.models.pretrained.hub import CARD
+from ftkit.runs.report.report import Report, read_report
 
 LAST = 80
 """Optimizer steps of the run."""
@@ -255,9 +255,9 @@ def at_moments(directory: Path, common: list[str]) -> Sessions:
     """Stopped at other moments than in a step."""
     run = Sessions(directory, common)
     first = run.first_words(resume="auto", checkpoint__keep_last=100)
-    run.stopped_at(first, run.moment("ftkit.model.load_weights:fill"), CTRL_C)
-    run.stopped_at(first, run.moment("ftkit.training.evaluation:validation_loss"), CTRL_C)
-    run.stopped_at(run.go_on(), run.moment("ftkit.model.load_weights:fill"), SIGTERM)
+    run.stopped_at(first, run.moment("ftkit.models.load_weights:fill"), CTRL_C)
+    run.stopped_at(first, run.moment("ftkit.evaluation.validation:validation_loss"), CTRL_C)
+    run.stopped_at(run.go_on(), run.moment("ftkit.models.load_weights:fill"), SIGTERM)
     saving = run.moment("ftkit.checkpoint.shards:write_shard")
     run.stopped_at([*run.go_on(), "--train.save_interval", "15"], saving, CTRL_C)
     endless = run.moment("ftkit.checkpoint.shards:write_shard", seconds=600)
@@ -507,7 +507,7 @@ def test_ranks_that_a_signal_ended_go_on_exactly(
     assert_saved(run.stopped_in_training(run.first_words(), number, group=True), number, run.store)
     assert not [problem for s in run.store.steps() for problem in run.store.verify(s)]
     if strategy == "fsdp":
-        validation = run.moment("ftkit.training.evaluation:validation_loss")
+        validation = run.moment("ftkit.evaluation.validation:validation_loss")
         assert_saved(run.stopped_at(run.go_on(), validation, CTRL_C), CTRL_C, run.store)
     assert run.run(run.go_on()).report.outcome == "completed"
     assert_same_curve(run.out_dir, whole)

@@ -12,7 +12,7 @@ import litgpt.data  # noqa: F401  # sets variables of the environment, which tes
 import pytest
 from command import ROOT
 
-from ftkit.config.recipe import Quantization
+from ftkit.recipe.recipe import Quantization
 
 SCRIPTS = ROOT / "scripts"
 FIGURES = SCRIPTS / "benchmarks"

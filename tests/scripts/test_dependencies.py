@@ -14,7 +14,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 DISTRIBUTIONS = packages_distributions()
 """Distributions by the modules that they install."""
-NEEDS_EXTRA = {"ftkit/tasks/harness.py": "tasks"}
+NEEDS_EXTRA = {"ftkit/evaluation/tasks/harness.py": "tasks"}
 """Modules that are only imported where this extra is installed."""
 
 

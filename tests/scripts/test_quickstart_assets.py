@@ -12,9 +12,9 @@ import torch
 from command import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ftkit import embedded
-from ftkit.chat_templates.prompt_styles import STYLES
-from ftkit.pretrained.tokenizer import Tokenizer
+from ftkit.models.chat_templates.prompt_styles import STYLES
+from ftkit.models.pretrained.tokenizer import Tokenizer
+from ftkit.utils import embedded
 
 SCRIPTS = ROOT / "scripts"
 QUICKSTART = embedded.path("quickstart")

@@ -126,8 +126,10 @@ def test_the_archives_hold_what_the_package_needs_and_no_tests(released: tuple[s
     with zipfile.ZipFile(out / f"{name}-py3-none-any.whl") as wheel:
         inside = set(wheel.namelist())
     listed = subprocess.check_output(["git", "ls-files", "ftkit", "recipes"], cwd=ROOT, text=True)
-    package = {re.sub("^recipes/", "ftkit/embedded/recipes/", file) for file in listed.splitlines()}
-    package -= {"ftkit/report/README.md", "ftkit/embedded/recipes"}
+    package = {
+        re.sub("^recipes/", "ftkit/utils/embedded/recipes/", file) for file in listed.splitlines()
+    }
+    package -= {"ftkit/runs/report/README.md", "ftkit/utils/embedded/recipes"}
     assert package <= inside
     others = {file for file in inside - package if not file.startswith(f"{name}.dist-info/")}
     assert others == set()

@@ -18,7 +18,7 @@ import yaml
 from command import ROOT
 
 import ftkit
-from ftkit.config.recipe import Component, LoraRecipe, Recipe
+from ftkit.recipe.recipe import Component, LoraRecipe, Recipe
 
 SCRIPTS = sorted(p for p in (ROOT / "scripts").glob("[!_]*") if p.is_file() and not p.suffix)
 BASH_SCRIPTS = [path for path in SCRIPTS if "bash" in path.read_text().partition("\n")[0]]

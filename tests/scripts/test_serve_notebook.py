@@ -21,7 +21,7 @@ from notebook_cells import SINGLE_GPU, cells
 from remote_kernel import COLAB, Server, run_cells
 from runs import wait_for
 
-from ftkit.report.report import read_report
+from ftkit.runs.report.report import read_report
 
 FOREIGN = "https://example.org"
 OPEN_TO_ALL = """

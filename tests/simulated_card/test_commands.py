@@ -21,7 +21,7 @@ from simulated_card.kinds import KINDS
 from simulated_card.machine import cards, with_cards
 from simulated_card.settings import Shortage
 
-from ftkit.report.report import read_report
+from ftkit.runs.report.report import read_report
 
 pytestmark = needs_card
 

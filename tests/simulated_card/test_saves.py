@@ -13,7 +13,7 @@ from simulated_card.settings import START, Cards
 
 from ftkit.checkpoint.checksums import hash_file
 from ftkit.checkpoint.store import Store
-from ftkit.report.report import read_report
+from ftkit.runs.report.report import read_report
 
 pytestmark = needs_card
 

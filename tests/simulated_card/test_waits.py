@@ -15,7 +15,7 @@ from rank_jobs import HAS_DEEPSPEED
 from simulated_card.build import needs_card
 from simulated_card.counts import WAITS
 
-from ftkit.report.report import read_report
+from ftkit.runs.report.report import read_report
 
 pytestmark = needs_card
 
@@ -99,7 +99,7 @@ def test_a_row_tells_the_card_its_sequences_without_a_wait(
     assert counts.of_step(STEP, *WAITS) == WAITS_IN_A_STEP["single"]
     sent = counts.of_step(STEP, "to_device")
     positions, starts = MICRO_STEPS["single"], MICRO_STEPS["single"] * ("--precision" in more)
-    assert sent.pop("to_device pinned bodies/attention.py:_copied") == positions + starts
+    assert sent.pop("to_device pinned models/bodies/attention.py:_copied") == positions + starts
     assert not any("language_model" in what for what in sent)
 
 

@@ -8,8 +8,8 @@ import pytest
 from rank_jobs import Case, Outcome, Run, make_run
 from tiny import make_records
 
-from ftkit.report.metrics import read_validation
-from ftkit.samples.sampler import EpochOrder
+from ftkit.data.samples.sampler import EpochOrder
+from ftkit.runs.report.metrics import read_validation
 
 OF_RUNS = ("some.json", "others.json")
 VALIDATED = (("eval.interval", 3), ("eval.exact_match", 4), ("eval.max_new_tokens", 2))

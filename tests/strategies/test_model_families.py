@@ -21,12 +21,12 @@ from transformers_models import MODELS, make_transformers_model, transformers_mo
 from ftkit.checkpoint.metadata import read_metadata
 from ftkit.checkpoint.shards import StoredState
 from ftkit.checkpoint.state import trained_parameter
-from ftkit.config.parsing import read_recipe
-from ftkit.config.recipe import Method
-from ftkit.model.language_model import LanguageModel, outline
-from ftkit.model.load_weights import fill
-from ftkit.model.sharding import Whole
-from ftkit.pretrained.base_model import open_base
+from ftkit.models.language_model import LanguageModel, outline
+from ftkit.models.load_weights import fill
+from ftkit.models.pretrained.base_model import open_base
+from ftkit.models.sharding import Whole
+from ftkit.recipe.parsing import read_recipe
+from ftkit.recipe.recipe import Method
 
 pytestmark = pytest.mark.slow
 

@@ -13,17 +13,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ftkit.config.devices import Devices
-from ftkit.config.parsing import read_recipe
-from ftkit.config.plan import Plan, make_plan
-from ftkit.model.language_model import LanguageModel, outline
-from ftkit.model.load_weights import fill
-from ftkit.model.sharding import Sharding, Whole
-from ftkit.pretrained.base_model import open_base
+from ftkit.evaluation.validation import validation_loss
+from ftkit.models.language_model import LanguageModel, outline
+from ftkit.models.load_weights import fill
+from ftkit.models.pretrained.base_model import open_base
+from ftkit.models.sharding import Sharding, Whole
+from ftkit.recipe.devices import Devices
+from ftkit.recipe.parsing import read_recipe
+from ftkit.recipe.plan import Plan, make_plan
 from ftkit.strategies.ddp import Ddp
 from ftkit.strategies.fsdp import Fsdp, FullyShard
 from ftkit.strategies.precision import parameter_dtype
-from ftkit.training.evaluation import validation_loss
 
 LAYERS = 2
 

@@ -18,11 +18,11 @@ from rank_jobs import (
     needs_deepspeed,
 )
 
-from ftkit.config.devices import Devices
-from ftkit.config.recipe import Method, Recipe
-from ftkit.config.result_options import UseOptions
-from ftkit.inference import session
-from ftkit.inference.result import Result
+from ftkit.evaluation import session
+from ftkit.evaluation.result import Result
+from ftkit.recipe.devices import Devices
+from ftkit.recipe.recipe import Method, Recipe
+from ftkit.recipe.result_options import UseOptions
 from ftkit.runs.job import Job
 from ftkit.training import rank, setup
 from ftkit.training.journal import Journal

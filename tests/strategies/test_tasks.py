@@ -10,7 +10,7 @@ from local_tasks import ALL, LETTERS, write_tasks
 from rank_jobs import NO_EVALUATION, Case, Outcome, Run, make_run, needs_deepspeed
 
 from ftkit.cli.app import run as command
-from ftkit.report.answers import TaskScore
+from ftkit.runs.report.answers import TaskScore
 
 
 @pytest.fixture(scope="module")

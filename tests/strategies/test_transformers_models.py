@@ -25,7 +25,7 @@ from rank_jobs import (
 from safetensors.torch import load_file
 from transformers_models import make_transformers_model
 
-from ftkit.config.recipe import Method
+from ftkit.recipe.recipe import Method
 
 MODELS = {
     "window": "mistral window",

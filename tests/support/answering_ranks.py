@@ -20,13 +20,13 @@ if __name__ == "__main__":
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from ftkit.config.devices import Devices
-    from ftkit.config.parsing import read_recipe
-    from ftkit.config.plan import make_plan
-    from ftkit.model.generation import answer_greedily
-    from ftkit.model.language_model import outline
-    from ftkit.model.load_weights import fill
-    from ftkit.pretrained.base_model import open_base
+    from ftkit.models.generation import answer_greedily
+    from ftkit.models.language_model import outline
+    from ftkit.models.load_weights import fill
+    from ftkit.models.pretrained.base_model import open_base
+    from ftkit.recipe.devices import Devices
+    from ftkit.recipe.parsing import read_recipe
+    from ftkit.recipe.plan import make_plan
     from ftkit.strategies.fsdp import FullyShard
 
     directory, out, store, rank, eos_id = sys.argv[1], sys.argv[2], sys.argv[3], *map(

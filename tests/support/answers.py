@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from ftkit.inference.loading import load_result
-from ftkit.inference.result import find_result
-from ftkit.model.generation import answer_greedily
+from ftkit.evaluation.loading import load_result
+from ftkit.evaluation.result import find_result
+from ftkit.models.generation import answer_greedily
 
 PROMPT = "what is the colour of red cat"
 OWN = (

@@ -9,8 +9,8 @@ from typing import Any
 from tokenizers import Tokenizer as Processor
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from ftkit.pretrained.tokenizer import Tokenizer
-from ftkit.rendering.renderer import Rendered
+from ftkit.data.rendering.renderer import Rendered
+from ftkit.models.pretrained.tokenizer import Tokenizer
 
 SPECIAL = [
     "<s>",

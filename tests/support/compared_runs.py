@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ftkit.config.parsing import recipe_as_dict
-from ftkit.config.recipe import RECIPE_OF, Method
-from ftkit.report.metrics import MetricsWriter, ValidationWriter
-from ftkit.report.peak_memory import PeakMemory, RankMemory
-from ftkit.report.report import (
+from ftkit.recipe.parsing import recipe_as_dict
+from ftkit.recipe.recipe import RECIPE_OF, Method
+from ftkit.runs.directory import RunDirectory
+from ftkit.runs.report.metrics import MetricsWriter, ValidationWriter
+from ftkit.runs.report.peak_memory import PeakMemory, RankMemory
+from ftkit.runs.report.report import (
     Loss,
     OutcomeName,
     PhaseTimes,
@@ -20,16 +21,15 @@ from ftkit.report.report import (
     Resolved,
     write_report,
 )
-from ftkit.report.restarts import Resumed
-from ftkit.report.step_memory import (
+from ftkit.runs.report.restarts import Resumed
+from ftkit.runs.report.throughput import Throughput
+from ftkit.strategies.step_memory import (
     Breakdown,
     PredictedStep,
     RankStepMemory,
     StepMemory,
     StepMoments,
 )
-from ftkit.report.throughput import Throughput
-from ftkit.runs.directory import RunDirectory
 from ftkit.utils.hardware import Hardware, InstalledGpu
 
 GIB = 2**30

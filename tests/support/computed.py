@@ -9,11 +9,11 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from transformers_models import VOCABULARY
 
-from ftkit.config.recipe import Recipe
-from ftkit.model.language_model import LanguageModel, outline
-from ftkit.model.load_weights import fill
-from ftkit.model.sharding import Whole
-from ftkit.pretrained.base_model import BaseModel, open_base
+from ftkit.models.language_model import LanguageModel, outline
+from ftkit.models.load_weights import fill
+from ftkit.models.pretrained.base_model import BaseModel, open_base
+from ftkit.models.sharding import Whole
+from ftkit.recipe.recipe import Recipe
 
 LENGTHS = (9, 14, 3)
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ from litgpt.utils import check_valid_checkpoint_dir, lazy_load
 from torch import Tensor
 
 from ftkit.cli.app import run
-from ftkit.inference.loading import load_result
-from ftkit.inference.result import find_result
+from ftkit.evaluation.loading import load_result
+from ftkit.evaluation.result import find_result
 
 
 def merge(name: object, out: Path, *words: object) -> Path:

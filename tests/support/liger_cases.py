@@ -15,13 +15,13 @@ import triton.language as tl
 from litgpt import Config
 from torch import Tensor
 
-from ftkit.architectures.litgpt_architecture import LitgptArchitecture
-from ftkit.bodies.norm import RMSNorm
-from ftkit.memory.gpus import find_gpu
-from ftkit.model import liger
-from ftkit.model.language_model import LanguageModel
-from ftkit.model.loss import loss_and_slope
-from ftkit.planner.predict import plan_files
+from ftkit.models import liger
+from ftkit.models.architectures.litgpt_architecture import LitgptArchitecture
+from ftkit.models.bodies.norm import RMSNorm
+from ftkit.models.language_model import LanguageModel
+from ftkit.models.loss import loss_and_slope
+from ftkit.planning.memory.gpus import find_gpu
+from ftkit.planning.predict import plan_files
 
 SIZES: dict[str, Any] = {
     "n_layer": 2,

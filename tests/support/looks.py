@@ -7,9 +7,9 @@ from typing import Any
 
 from tiny import LLAMA, make_tokenizer
 
-from ftkit.config.parsing import as_text
-from ftkit.inspection.collect import inspect_data
-from ftkit.inspection.inspection import FindingKind, Inspection
+from ftkit.data.inspection.collect import inspect_data
+from ftkit.data.inspection.inspection import FindingKind, Inspection
+from ftkit.recipe.parsing import as_text
 
 SETTINGS = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **LLAMA}
 

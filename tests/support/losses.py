@@ -7,10 +7,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ftkit.config.recipe import Component
 from ftkit.data.dataset import DataSets, load_data
-from ftkit.pretrained.tokenizer import Tokenizer
-from ftkit.samples.sample_set import Samples
+from ftkit.data.samples.sample_set import Samples
+from ftkit.models.pretrained.tokenizer import Tokenizer
+from ftkit.recipe.recipe import Component
 
 SEED = 1337
 

@@ -14,7 +14,7 @@ from simulated_card.counts import Counts
 from simulated_card.machine import cards, with_cards
 from simulated_card.settings import Shortage
 
-from ftkit.report.report import read_report
+from ftkit.runs.report.report import read_report
 
 CARDS = ("h100", "h100")
 RECIPE = {

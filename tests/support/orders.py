@@ -3,8 +3,8 @@
 import numpy as np
 import numpy.typing as npt
 
-from ftkit.samples.layout import IntArray, RankLayout
-from ftkit.samples.sampler import ElasticOrder, EpochOrder, Position
+from ftkit.data.samples.layout import IntArray, RankLayout
+from ftkit.data.samples.sampler import ElasticOrder, EpochOrder, Position
 
 
 def alpaca_like(samples: int, seed: int = 0) -> IntArray:

@@ -189,10 +189,10 @@ def _serve() -> NoReturn:
 
         # imported late by the command
         from ftkit.cli import app
-        from ftkit.config import devices
         from ftkit.errors import EXIT_BY_SIGNAL
         from ftkit.launch import ranks
         from ftkit.launch import supervisor as supervisor_module  # noqa: F401
+        from ftkit.recipe import devices
         from ftkit.runs.job import Job
         from ftkit.training import rank as training_rank
 

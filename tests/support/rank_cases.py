@@ -14,7 +14,7 @@ from ftkit.utils.process import die_with_parent
 if __name__ == "__main__":
     die_with_parent(os.getppid())
     gc.disable()
-    from ftkit.model import compiled
+    from ftkit.models import compiled
     from ftkit.training import loop, rank
 
     # Both take longer than such a run; memory_cases.py measures, and counted_cases.py predicts.

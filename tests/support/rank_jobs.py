@@ -16,16 +16,16 @@ from safetensors.torch import load_file
 from tiny import make_data, make_llama, make_records
 
 from ftkit.checkpoint.store import Store
-from ftkit.config.devices import Devices
-from ftkit.config.parsing import read_recipe
-from ftkit.config.peft_adapter import with_adapter
-from ftkit.config.recipe import Method
-from ftkit.pretrained.base_outline import keeps_rest
-from ftkit.report.metrics import Row, loss_column, read_metrics, read_validation
-from ftkit.report.report import Report, read_report
+from ftkit.models.pretrained.base_outline import keeps_rest
+from ftkit.recipe.devices import Devices
+from ftkit.recipe.own_metric import own_metrics
+from ftkit.recipe.parsing import read_recipe
+from ftkit.recipe.peft_adapter import with_adapter
+from ftkit.recipe.recipe import Method
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import Job, StopAfter
-from ftkit.scoring.own_metric import own_metrics
+from ftkit.runs.report.metrics import Row, loss_column, read_metrics, read_validation
+from ftkit.runs.report.report import Report, read_report
 
 HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 needs_deepspeed = pytest.mark.skipif(

@@ -3,12 +3,12 @@
 import time
 from pathlib import Path
 
-from ftkit.bodies.routing import Routing
 from ftkit.checkpoint.metadata import Metadata
-from ftkit.config.devices import Devices
-from ftkit.config.parsing import read_recipe
-from ftkit.report.step_record import PARTS, StepRecord
+from ftkit.models.bodies.routing import Routing
+from ftkit.recipe.devices import Devices
+from ftkit.recipe.parsing import read_recipe
 from ftkit.runs.job import Job
+from ftkit.runs.report.step_record import PARTS, StepRecord
 from ftkit.training.recorder import Recorder
 
 SAMPLES_PER_EPOCH = 100

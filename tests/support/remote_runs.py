@@ -9,7 +9,7 @@ from object_servers import Bucket
 from runs import TIMEOUT_S
 
 from ftkit.checkpoint.store import Store
-from ftkit.report.report import read_report
+from ftkit.runs.report.report import read_report
 
 LEARNED = ("step", "samples", "loss", "lr", "tokens")
 Attempt = warm.Process

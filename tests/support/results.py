@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from rank_jobs import Case, Outcome, make_run
 
-from ftkit.model_card.card import write_card
-from ftkit.report.report import Report
+from ftkit.exchange.model_card.card import write_card
+from ftkit.runs.report.report import Report
 
 CASES = {
     "lora": Case("single", "lora"),

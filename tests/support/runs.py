@@ -14,9 +14,9 @@ import psutil
 import warm
 from command import command_environment, command_line
 
-from ftkit.report.report import read_report
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import Job, RankError
+from ftkit.runs.report.report import read_report
 
 TIMEOUT_S = 120
 """A process that has not ended by then never would: collectives wait for half an hour."""

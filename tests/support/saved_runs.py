@@ -5,9 +5,9 @@ from pathlib import Path
 from checkpoints import safetensors, save
 
 from ftkit.checkpoint.store import Store
-from ftkit.config.parsing import read_recipe, to_yaml
-from ftkit.config.recipe import Method, Recipe
-from ftkit.report.report import OutcomeName, Progress, Report, write_report
+from ftkit.recipe.parsing import read_recipe, to_yaml
+from ftkit.recipe.recipe import Method, Recipe
+from ftkit.runs.report.report import OutcomeName, Progress, Report, write_report
 
 LAST = 2000
 """Steps of a run of two epochs, as `checkpoints.some_metadata` has them."""

@@ -11,11 +11,11 @@ from rank_jobs import Case, Outcome, Run, make_run
 from ftkit.checkpoint.metadata import read_metadata
 from ftkit.checkpoint.shards import StoredState
 from ftkit.checkpoint.state import trained_parameter
-from ftkit.inference.loading import full_weights, open_result
-from ftkit.inference.result import find_result
-from ftkit.lora.load import read_adapter
-from ftkit.optim.average import AVERAGE
-from ftkit.training.evaluation import EvaluatedWeights
+from ftkit.evaluation.loading import full_weights, open_result
+from ftkit.evaluation.result import find_result
+from ftkit.evaluation.validation import EvaluatedWeights
+from ftkit.models.lora.load import read_adapter
+from ftkit.strategies.optim.average import AVERAGE
 
 DECAY = 0.7
 EVERY_STEP = (

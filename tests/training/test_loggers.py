@@ -14,11 +14,11 @@ import pytest
 from lightning.fabric.loggers.logger import Logger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
-from ftkit.config.checks import check_loggers_installed
-from ftkit.config.devices import Devices
-from ftkit.config.parsing import read_recipe
-from ftkit.config.plan import Plan, make_plan
 from ftkit.errors import UserError
+from ftkit.recipe.checks import check_loggers_installed
+from ftkit.recipe.devices import Devices
+from ftkit.recipe.parsing import read_recipe
+from ftkit.recipe.plan import Plan, make_plan
 from ftkit.training.loggers import Loggers, make_loggers
 from ftkit.training.services.mlflow_logger import MlflowLogger
 

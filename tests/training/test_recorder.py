@@ -13,14 +13,14 @@ import torch
 from recorders import SAMPLES_PER_EPOCH, make_recorder, step_record, train
 from torch import Tensor
 
-from ftkit.architectures.router_loss import RouterLoss
-from ftkit.bodies.routing import Routing
 from ftkit.checkpoint.metadata import BaseIdentity, DataIdentity, Layout, Metadata
-from ftkit.report.answers import AnsweredExample, AnswerScore, ExactMatch
-from ftkit.report.expert_load import ExpertLoad
-from ftkit.report.metrics import read_metrics, read_validation
-from ftkit.report.report import Loss, Report, Spread, read_report, write_report
-from ftkit.report.step_record import PARTS
+from ftkit.models.architectures.router_loss import RouterLoss
+from ftkit.models.bodies.routing import Routing
+from ftkit.runs.report.answers import AnsweredExample, AnswerScore, ExactMatch
+from ftkit.runs.report.expert_load import ExpertLoad
+from ftkit.runs.report.metrics import read_metrics, read_validation
+from ftkit.runs.report.report import Loss, Report, Spread, read_report, write_report
+from ftkit.runs.report.step_record import PARTS
 from ftkit.training.recorder import Recorder
 from ftkit.utils.files import make_reserve
 

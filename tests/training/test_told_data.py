@@ -7,12 +7,12 @@ from unittest.mock import Mock
 
 import pytest
 
-from ftkit.config.recipe import Component
-from ftkit.console.formatting import percent_text
 from ftkit.data.dataset import load_data
-from ftkit.pretrained.tokenizer import Tokenizer
-from ftkit.report.report import DataCounts, Source
+from ftkit.models.pretrained.tokenizer import Tokenizer
+from ftkit.recipe.recipe import Component
+from ftkit.runs.report.report import DataCounts, Source
 from ftkit.training.setup import tell_data
+from ftkit.utils.console.formatting import percent_text
 
 
 @pytest.fixture

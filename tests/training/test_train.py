@@ -21,22 +21,21 @@ from tiny import make_data, make_llama
 from ftkit.checkpoint.host_copies import HostCopies
 from ftkit.checkpoint.metadata import BaseIdentity
 from ftkit.checkpoint.shards import Piece
-from ftkit.config.devices import Devices
-from ftkit.config.parsing import from_dict, read_recipe
-from ftkit.config.plan import make_plan
-from ftkit.config.recipe import Method
-from ftkit.console.display import Display
 from ftkit.errors import UserError
-from ftkit.memory.predict import predict
-from ftkit.model.language_model import LanguageModel
-from ftkit.optim.clipping import clip_gradients
-from ftkit.pretrained.base_model import open_base
-from ftkit.pretrained.blueprint import read_blueprint
-from ftkit.pretrained.fingerprint import fingerprint
-from ftkit.report.metrics import Row, read_metrics, read_validation
-from ftkit.report.report import Report
-from ftkit.report.step_memory import MicroBatchSize
+from ftkit.models.language_model import LanguageModel
+from ftkit.models.pretrained.base_model import open_base
+from ftkit.models.pretrained.blueprint import read_blueprint
+from ftkit.models.pretrained.fingerprint import fingerprint
+from ftkit.planning.memory.predict import predict
+from ftkit.recipe.devices import Devices
+from ftkit.recipe.parsing import from_dict, read_recipe
+from ftkit.recipe.plan import make_plan
+from ftkit.recipe.recipe import Method
 from ftkit.runs.job import Job
+from ftkit.runs.report.metrics import Row, read_metrics, read_validation
+from ftkit.runs.report.report import Report
+from ftkit.strategies.optim.clipping import clip_gradients
+from ftkit.strategies.step_memory import MicroBatchSize
 from ftkit.strategies.strategy import Strategy
 from ftkit.training.journal import Journal
 from ftkit.training.loop import NonFiniteLoss
@@ -45,6 +44,7 @@ from ftkit.training.recorder import Recorder
 from ftkit.training.setup import identities
 from ftkit.training.signals import StopRequest
 from ftkit.training.step import TrainStep
+from ftkit.utils.console.display import Display
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ftkit.errors import UserError
-from ftkit.optim.state_kinds import state_kinds
+from ftkit.strategies.optim.state_kinds import state_kinds
 from ftkit.utils.out_of_memory import is_out_of_memory
 
 NCCL = (

@@ -9,16 +9,16 @@ import httpx
 import pytest
 from command import command_environment, command_line
 
-from ftkit.console.display import Display
 from ftkit.errors import DoesNotFit, UserError
 from ftkit.redaction import redacted, redacted_output
-from ftkit.remote.providers import in_words
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import RankError
+from ftkit.utils.console.display import Display
 from ftkit.utils.damaged_files import DamagedFile, reading, traceback_log
 from ftkit.utils.json_values import for_json, without_tokens
 from ftkit.utils.process import print_line
 from ftkit.utils.progress import print_notice
+from ftkit.utils.remote.providers import in_words
 
 SECRET = "p4ssw0rd"
 SECRETS = {

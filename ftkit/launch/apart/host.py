@@ -32,16 +32,16 @@ from ftkit.launch.apart.texts import (
     ready,
 )
 from ftkit.launch.environment import ExternalRanks
-from ftkit.pretrained.hub import find_or_download
-from ftkit.remote.fetch import unreachable
-from ftkit.remote.objects import StorageError
-from ftkit.remote.urls import local_path, spelt, url_of
+from ftkit.models.pretrained.hub import find_or_download
 from ftkit.runs.directory import RankDirectory, RunDirectory
 from ftkit.runs.fetching import fetch_companions, fetch_run, refresh
 from ftkit.runs.job import Job, RankError
 from ftkit.runs.lock import LOST_S, claim
 from ftkit.utils.files import make_reserve
 from ftkit.utils.process import launcher_starts_again
+from ftkit.utils.remote.fetch import unreachable
+from ftkit.utils.remote.objects import StorageError
+from ftkit.utils.remote.urls import local_path, spelt, url_of
 
 _HEARD_S = 10.0
 """Nothing is sent for a host of rank 0 that was not heard of for longer: the run may have gone on

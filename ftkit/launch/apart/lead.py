@@ -17,8 +17,8 @@ from typing import Any
 
 from ftkit.launch.apart.texts import LEAD, POLL_S, STORE_GONE, SharedTexts, index_of
 from ftkit.launch.heartbeats import farewell
-from ftkit.remote.urls import spelt, url_of
 from ftkit.runs.job import Job
+from ftkit.utils.remote.urls import spelt, url_of
 
 _SILENT_LOOKS = 40
 """In a row, without a new word of a host, after which nothing is waited for that it should send."""

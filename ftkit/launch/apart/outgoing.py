@@ -5,9 +5,9 @@ import shutil
 from collections.abc import Callable
 
 from ftkit.launch.apart.lead import Lead
-from ftkit.remote.objects import Objects
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.fetching import checkpoint_name
+from ftkit.utils.remote.objects import Objects
 
 
 class Outgoing:

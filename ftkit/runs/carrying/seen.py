@@ -8,13 +8,13 @@ from pathlib import Path
 
 from ftkit.checkpoint.files import METADATA
 from ftkit.checkpoint.store import step_of
-from ftkit.remote.fetch import Listing
-from ftkit.remote.objects import Objects, StorageError
 from ftkit.runs.carrying.files import is_state
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.remote_claim import EXPIRES_S, ClaimWatch
 from ftkit.utils.files import remove
 from ftkit.utils.progress import print_notice
+from ftkit.utils.remote.fetch import Listing
+from ftkit.utils.remote.objects import Objects, StorageError
 
 _LOOKS_EVERY_S = 5.0
 """Rows come to a url every half a minute; more requests would show nothing more."""

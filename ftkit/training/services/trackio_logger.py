@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning.fabric.loggers.logger import Logger
 
-from ftkit.config.recipe import Log
+from ftkit.recipe.recipe import Log
 
 _DIRECTORY = "trackio"
 """In out_dir: where values go that are not sent to a server."""

@@ -46,7 +46,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         around = {
             "torch": self._around_torch,
             "bitsandbytes": self._around_bitsandbytes,
-            "ftkit.accelerators.kinds": self._around_kinds,
+            "ftkit.utils.accelerators.kinds": self._around_kinds,
         }.get(name)
         if around is None:
             return None

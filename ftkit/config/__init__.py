@@ -1,1 +1,0 @@
-"""Configuration: recipes, the devices of this machine, and the plan that both come to; no torch."""

@@ -1,0 +1,213 @@
+"""Collecting an inspection: a recipe is resolved, its data are tokenised, and looked at."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from ftkit.data.dataset import DataSets, load_data
+from ftkit.data.inspection.duplicates import RecordPlace
+from ftkit.data.inspection.findings import Evidence, findings
+from ftkit.data.inspection.inspection import (
+    Duplicates,
+    Inspection,
+    LeftOut,
+    ShownSample,
+    SourceNumbers,
+    SplitNumbers,
+)
+from ftkit.data.inspection.lengths import lengths_of
+from ftkit.data.inspection.token_texts import token_texts
+from ftkit.data.parts import LoadedPart, OnSplitProgress
+from ftkit.data.prepare import Prepared
+from ftkit.data.samples.sample_set import SampleSet
+from ftkit.errors import UserError
+from ftkit.models.pretrained.base_model import checked_length
+from ftkit.models.pretrained.blueprint import read_blueprint
+from ftkit.models.pretrained.chat_files import end_tokens
+from ftkit.models.pretrained.hub import fetch_settings, find_gguf, find_or_download, has_tokenizer
+from ftkit.models.pretrained.tokenizer import Tokenizer
+from ftkit.recipe.parsing import Override, read_recipe
+from ftkit.recipe.peft_adapter import with_adapter
+
+_AS_THEY_ARE = {
+    "completion": "none: prompts and completions as they are",
+    "text": "none: texts as they are",
+}
+_EXAMPLE_TOKENS = 64
+"""Of a sample that is shown by its beginning."""
+
+
+def inspect_data(
+    files: Sequence[str | Path],
+    overrides: Sequence[Override],
+    *,
+    show: int,
+    progress: OnSplitProgress,
+) -> Inspection:
+    """Look at the data of a recipe; no weights are loaded or downloaded.
+
+    Args:
+        files: recipes, later ones win.
+        overrides: dotted key and YAML text, as on the command line.
+        show: training samples to show token by token.
+        progress: called at least every 1000 records, where they are tokenised.
+
+    Raises:
+        UserError: as a run would; or the tokenizer is not here and cannot be fetched.
+    """
+    recipe = with_adapter(read_recipe(files, overrides))
+    unreached = fetch_settings(recipe.checkpoint_dir, token=recipe.access_token)
+    base = read_blueprint(recipe.checkpoint_dir, unreached=unreached)
+    directory = base.tokenizer_directory
+    if find_gguf(recipe.checkpoint_dir):  # its tokenizer comes with the conversion
+        directory = find_or_download(recipe.checkpoint_dir)
+    tokenizer = _tokenizer(directory, recipe.checkpoint_dir)
+    limit = checked_length(base, recipe.train.max_seq_length)
+    with _as_owner_of(recipe.access_token):
+        data = load_data(recipe.data, tokenizer, limit, progress=progress)
+    evidence = Evidence(
+        data=data,
+        tokenizer=tokenizer,
+        end_ids=end_tokens(directory),
+        max_seq_length=limit,
+        model_context=base.architecture.context_length,
+    )
+    lengths = lengths_of(_whole_lengths(data.parts), limit)
+    assert lengths is not None, "data without samples are refused"
+    return Inspection(
+        base_model=base.name,
+        max_seq_length=limit,
+        model_context=base.architecture.context_length,
+        sources=[
+            _source(part, take, limit) for part, take in zip(data.parts, data.takes, strict=True)
+        ],
+        lengths=lengths,
+        duplicates=_duplicates(evidence),
+        findings=findings(evidence),
+        samples=[
+            _shown(data.parts[source], number, tokenizer) for source, number in _chosen(data, show)
+        ],
+    )
+
+
+def _tokenizer(directory: Path, checkpoint_dir: str) -> Tokenizer:
+    if not has_tokenizer(directory):
+        raise UserError(
+            f"checkpoint_dir {checkpoint_dir}: its tokenizer is not on this machine, and the hub "
+            "does not answer. Copy tokenizer.json and tokenizer_config.json into "
+            f"{directory}, or try ftkit download {checkpoint_dir}."
+        )
+    return Tokenizer(directory)
+
+
+@contextmanager
+def _as_owner_of(token: str | None) -> Iterator[None]:
+    """Inside the block the hub is told this token, as in the ranks of a run; None: $HF_TOKEN."""
+    before = os.environ.get("HF_TOKEN")
+    if token is not None:
+        os.environ["HF_TOKEN"] = token
+    try:
+        yield
+    finally:
+        if token is not None and before is None:
+            del os.environ["HF_TOKEN"]
+        elif token is not None and before is not None:
+            os.environ["HF_TOKEN"] = before
+
+
+def _whole_lengths(parts: Sequence[LoadedPart]) -> np.ndarray:
+    return np.concatenate([part.splits["train"].whole_lengths for part in parts])
+
+
+def _source(part: LoadedPart, take: int, limit: int) -> SourceNumbers:
+    return SourceNumbers(
+        name=part.source.name,
+        where=part.source.where,
+        records=part.part.description,
+        unused=part.part.unused,
+        shape=part.part.shape,
+        template=_AS_THEY_ARE.get(part.part.shape) or part.renderer.template.name,
+        train_on=part.part.rules.train_on,
+        overlong=part.part.rules.overlong,
+        per_epoch=take,
+        train=_split(part.splits["train"], limit),
+        val=_split(part.splits["val"], limit),
+    )
+
+
+def _split(prepared: Prepared, limit: int) -> SplitNumbers:
+    counts = prepared.counts
+    return SplitNumbers(
+        records=counts.records,
+        used=counts.used,
+        left_out=[
+            LeftOut(reason=reason, records=count, example=prepared.examples[reason])
+            for reason, count in counts.reasons.items()
+        ],
+        samples=counts.samples,
+        truncated=counts.truncated,
+        dropped=counts.dropped,
+        split=counts.split,
+        split_by_turn=counts.split_by_turn,
+        tokens=counts.tokens,
+        trained_tokens=counts.label_tokens,
+        lost_tokens=counts.lost_tokens,
+        lengths=lengths_of(prepared.whole_lengths, limit),
+    )
+
+
+def _duplicates(evidence: Evidence) -> Duplicates:
+    found, parts = evidence.duplicates, evidence.data.parts
+    train = [part.splits["train"].samples for part in parts]
+    val = [part.splits["val"].samples for part in parts]
+    return Duplicates(
+        train=found.train,
+        val=found.val,
+        val_in_train=found.val_in_train,
+        train_examples=_beginnings(train, found.train_places, evidence.tokenizer),
+        val_in_train_examples=_beginnings(val, found.val_in_train_places, evidence.tokenizer),
+    )
+
+
+def _beginnings(
+    sets: Sequence[SampleSet], places: Sequence[RecordPlace], tokenizer: Tokenizer
+) -> list[str]:
+    return [
+        "".join(token_texts(tokenizer, sets[source][i].ids[:_EXAMPLE_TOKENS].tolist())[0])
+        for source, i in places
+    ]
+
+
+def _chosen(data: DataSets, show: int) -> list[RecordPlace]:
+    """Samples of all sources in turn, evenly spread in each."""
+    sizes = [len(part.splits["train"].samples) for part in data.parts]
+    asked = [0] * len(sizes)
+    for _ in range(min(show, sum(sizes))):
+        open_ones = [i for i in range(len(sizes)) if asked[i] < sizes[i]]
+        asked[min(open_ones, key=lambda i: asked[i])] += 1
+    return [
+        (source, place * size // count)
+        for source, (size, count) in enumerate(zip(sizes, asked, strict=True))
+        for place in range(count)
+    ]
+
+
+def _shown(part: LoadedPart, number: int, tokenizer: Tokenizer) -> ShownSample:
+    sample = part.splits["train"].samples[number]
+    ids = sample.ids.tolist()
+    trained = np.zeros(len(ids), dtype=bool)
+    for first, end in sample.trained:
+        trained[first:end] = True
+    trained[0] = False  # nothing predicts it
+    texts, special = token_texts(tokenizer, ids)
+    return ShownSample(
+        source=part.source.name,
+        number=number,
+        ids=ids,
+        texts=texts,
+        trained=trained.tolist(),
+        special=special,
+    )

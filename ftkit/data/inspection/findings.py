@@ -1,0 +1,314 @@
+"""Findings: what in the data ruins runs, each with what to change."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from ftkit.data.advice import advice_for
+from ftkit.data.dataset import DataSets
+from ftkit.data.inspection.duplicates import FoundDuplicates, find_duplicates
+from ftkit.data.inspection.inspection import Finding
+from ftkit.data.inspection.token_texts import token_name
+from ftkit.data.parts import LoadedPart
+from ftkit.data.prepare import NO_LABELS, NO_REASONING
+from ftkit.data.records.record import Record
+from ftkit.data.samples.sample_set import Sample, SampleSet
+from ftkit.models.chat_templates.turns import NO_TOOLS
+from ftkit.utils.console.formatting import percent_text, shortened
+
+if TYPE_CHECKING:
+    from ftkit.models.pretrained.tokenizer import Tokenizer
+
+MOST_EXAMINED = 500
+"""Samples and records of a source that are looked at; counts are of all."""
+MOST_TRIED = 20
+"""Records that are trained on which advice is tried on."""
+MANY_CUT = 0.05
+"""Share of the samples from which on it is worth a word that they are cut off or dropped."""
+MANY_LOST = 0.01
+"""Share of the records from which on it is worth a word that nothing of them is trained."""
+MANY_SHARED = 0.01
+"""Share of the validation samples from which on the validation loss says too little."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What findings are made of."""
+
+    data: DataSets
+    tokenizer: "Tokenizer"
+    end_ids: frozenset[int]
+    """Tokens that end what the base model generates, by its own settings."""
+    max_seq_length: int
+    model_context: int
+    """Tokens that the model takes at most."""
+
+    @cached_property
+    def duplicates(self) -> FoundDuplicates:
+        """Among all samples."""
+        parts = self.data.parts
+        return find_duplicates(
+            [part.splits["train"].samples for part in parts],
+            [part.splits["val"].samples for part in parts],
+        )
+
+    def of(self, part: LoadedPart) -> str:
+        """Whose samples these are, where there are several sources."""
+        return f" of {part.source.name}" if len(self.data.parts) > 1 else ""
+
+
+def findings(evidence: Evidence) -> list[Finding]:
+    """All that is found, warnings first."""
+    found = [finding for check in CHECKS if (finding := check(evidence)) is not None]
+    for part in evidence.data.parts:
+        found += [one for check in PART_CHECKS if (one := check(evidence, part)) is not None]
+    return sorted(found, key=lambda finding: finding.severity == "notice")
+
+
+def no_end_of_turn(evidence: Evidence, part: LoadedPart) -> Finding | None:
+    """No answer is trained to end, so the model will go on until it is stopped."""
+    ends = part.renderer.stop_ids
+    whole = [
+        sample
+        for sample in examined(part.splits["train"].samples)
+        if len(sample.ids) < evidence.max_seq_length
+    ]
+    if part.part.shape == "text" or not whole or any(ends & _trained(sample) for sample in whole):
+        return None
+    end = " or ".join(token_name(evidence.tokenizer, i) for i in sorted(ends))
+    if part.part.shape == "instruction":
+        advice = f"Remove {end} from the end of the outputs: ftkit adds it by itself."
+    else:
+        advice = "Try --data.chat_template zephyr, which ends turns with EOS"
+        if part.renderer.template.marks_generation:
+            advice += ", or put the end of the turn inside {% generation %} in the template"
+        advice += "."
+    return Finding(
+        kind="no_end_of_turn",
+        severity="warning",
+        text=f"No end of an answer{evidence.of(part)} ({end}) is trained, so the model will not "
+        "learn to stop.",
+        advice=advice,
+    )
+
+
+def end_of_turn_not_known(evidence: Evidence, part: LoadedPart) -> Finding | None:
+    """Answers are trained to end with a token at which the base model's settings do not stop."""
+    some = examined(part.splits["train"].samples)
+    last = {int(sample.ids[end - 1]) for sample in some for _, end in sample.trained}
+    last &= part.renderer.stop_ids
+    unknown = sorted(last - evidence.end_ids)
+    if not unknown or not evidence.end_ids:
+        return None
+    ends, known = (
+        ", ".join(f"{token_name(evidence.tokenizer, i)} ({i})" for i in ids)
+        for ids in (unknown, sorted(evidence.end_ids))
+    )
+    return Finding(
+        kind="end_of_turn_not_known",
+        severity="notice",
+        text=f"Answers{evidence.of(part)} are trained to end with {ends}, but by its own settings "
+        f"the base model stops at {known} alone.",
+        advice="ftkit and the generation_config.json of the result stop there; other programs "
+        f"that load the base model need eos_token_id {unknown[0]}.",
+    )
+
+
+def bos_twice(evidence: Evidence, part: LoadedPart) -> Finding | None:
+    """Samples begin with two tokens that begin a text, which the model has never seen."""
+    bos = evidence.tokenizer.bos_id
+    some = examined(part.splits["train"].samples)
+    doubled = sum(sample.ids[:2].tolist() == [bos, bos] for sample in some)
+    if bos is None or not doubled:
+        return None
+    name = token_name(evidence.tokenizer, bos)
+    return Finding(
+        kind="bos_twice",
+        severity="warning",
+        text=f"{doubled:,} of {len(some):,} samples{evidence.of(part)} begin with {name} twice.",
+        advice=f"Remove {name} from the records, or from the template.",
+    )
+
+
+def nothing_trained(evidence: Evidence, part: LoadedPart) -> Finding | None:
+    """Of many records nothing is learned."""
+    counts = part.splits["train"].counts
+    # What is dropped is told by many_cut, and tools by tools_dropped.
+    reasons = {why: count for why, count in counts.reasons.items() if why != NO_TOOLS}
+    lost = sum(reasons.values())
+    if lost < MANY_LOST * counts.records or not lost:
+        return None
+    told = "; ".join(f"{count:,}: {shortened(why)}" for why, count in reasons.items())
+    most = max(reasons, key=lambda why: reasons[why])
+    sufficient = min(counts.longest_tokens, evidence.model_context)
+    if most == NO_LABELS and sufficient > evidence.max_seq_length:
+        advice = f"Try --train.max_seq_length {sufficient}."
+    elif most == NO_LABELS:
+        advice = f"The model takes {evidence.model_context} tokens at most: shorten the records."
+    else:
+        advice = _advice(evidence, part, most)
+        if len(reasons) > 1:
+            advice = f"For most of them: {advice}"
+        advice += " ftkit data RECIPE shows how one of each kind begins."
+    return Finding(
+        kind="nothing_trained",
+        severity="warning",
+        text=f"Of {lost:,} of {counts.records:,} records{evidence.of(part)} nothing is trained "
+        f"({told}).",
+        advice=advice,
+    )
+
+
+def tools_dropped(evidence: Evidence, part: LoadedPart) -> Finding | None:
+    """Records have tools for which the template has no place, so they are left out."""
+    counts = part.splits["train"].counts
+    dropped = counts.refused.get(NO_TOOLS, 0)
+    if not dropped:
+        return None
+    return Finding(
+        kind="tools_dropped",
+        severity="warning",
+        text=f"The template leaves out tools or tool calls in {dropped:,} of {counts.records:,} "
+        f"records{evidence.of(part)}, so nothing of these is trained.",
+        advice=_advice(evidence, part, NO_TOOLS),
+    )
+
+
+def reasoning_dropped(evidence: Evidence, part: LoadedPart) -> Finding | None:
+    """Answers are trained without the reasoning that the records have."""
+    counts = part.splits["train"].counts
+    if not counts.without_reasoning:
+        return None
+    return Finding(
+        kind="reasoning_dropped",
+        severity="warning",
+        text=f"The template leaves out the reasoning_content of turns that are trained in "
+        f"{counts.without_reasoning:,} of {counts.records:,} records{evidence.of(part)}, so the "
+        "model learns to answer without it.",
+        advice=_advice(evidence, part, NO_REASONING),
+    )
+
+
+def system_message_dropped(evidence: Evidence, part: LoadedPart) -> Finding | None:
+    """Records have system messages, but what is made of them does not."""
+    records = part.splits["val"].records or part.splits["train"].records
+    asked = [(record, text) for record in records[:MOST_EXAMINED] if (text := _system(record))]
+    dropped = 0
+    for record, system in asked:
+        text = part.renderer.text(record)
+        dropped += bool(text) and _squeezed(system) not in _squeezed(text)
+    if not dropped:
+        return None
+    is_style = part.part.rules.prompt_style is not None
+    works = "--data.prompt_style alpaca" if is_style else "--data.chat_template zephyr"
+    return Finding(
+        kind="system_message_dropped",
+        severity="warning",
+        text=f"{dropped:,} of {len(asked):,} system messages{evidence.of(part)} that were looked "
+        "at are dropped by the template.",
+        advice=f"Try {works}, which has a place for them.",
+    )
+
+
+def many_cut(evidence: Evidence, part: LoadedPart) -> Finding | None:
+    """Many samples are longer than max_seq_length."""
+    counts = part.splits["train"].counts
+    cut = counts.truncated + counts.dropped
+    every = counts.samples + counts.dropped
+    if not cut or cut < MANY_CUT * every:
+        return None
+    what = "are cut off" if counts.truncated else "are left out"
+    longest = counts.longest_tokens
+    if longest <= evidence.model_context:
+        advice = f"Try --train.max_seq_length {longest}; ftkit plan says what memory it takes."
+    elif counts.truncated:
+        advice = "Answers without an end teach a model not to stop: try --data.overlong drop."
+    else:
+        advice = f"The model takes {evidence.model_context} tokens at most: shorten the records."
+    return Finding(
+        kind="many_cut",
+        severity="warning",
+        text=f"{cut:,} of {every:,} samples{evidence.of(part)} ({percent_text(cut / every)}) are "
+        f"longer than train.max_seq_length {evidence.max_seq_length} and {what}, with "
+        f"{percent_text(counts.lost_fraction)} of all tokens; the longest has {longest:,}.",
+        advice=advice,
+    )
+
+
+def train_in_validation(evidence: Evidence) -> Finding | None:
+    """Validation samples are trained on, so the validation loss tells nothing of new ones."""
+    shared, every = evidence.duplicates.val_in_train, len(evidence.data.val)
+    if not shared or shared < MANY_SHARED * every:
+        return None
+    return Finding(
+        kind="train_in_validation",
+        severity="warning",
+        text=f"{shared:,} of {every:,} validation samples ({percent_text(shared / every)}) are "
+        "training samples too, so the validation loss says little of what is new.",
+        advice="Remove duplicates from the data before it is split.",
+    )
+
+
+def template_not_used(evidence: Evidence, part: LoadedPart) -> Finding | None:
+    """The base model has a chat template, and learns another one."""
+    own = evidence.tokenizer.chat_template
+    if own is None or part.part.shape not in ("instruction", "messages"):
+        return None
+    used = part.renderer.template
+    if used.source == own:
+        return None
+    return Finding(
+        kind="template_not_used",
+        severity="notice",
+        text=f"The base model has a chat template of its own, but the prompts{evidence.of(part)} "
+        f"are made by {used.name}.",
+        advice="To use its own: --data.chat_template tokenizer, without data.prompt_style.",
+    )
+
+
+TOLD_BY_COUNTS = ("nothing_trained", "many_cut")
+"""What a run tells where it tells what became of its records."""
+CHECKS: Sequence[Callable[[Evidence], Finding | None]] = (train_in_validation,)
+"""Of the data as a whole."""
+PART_CHECKS: Sequence[Callable[[Evidence, LoadedPart], Finding | None]] = (
+    no_end_of_turn,
+    bos_twice,
+    nothing_trained,
+    tools_dropped,
+    reasoning_dropped,
+    system_message_dropped,
+    many_cut,
+    end_of_turn_not_known,
+    template_not_used,
+)
+"""Of each source."""
+
+
+def examined(samples: SampleSet) -> list[Sample]:
+    """Some samples, evenly spread."""
+    step = max(len(samples) // MOST_EXAMINED, 1)
+    return [samples[i] for i in range(0, len(samples), step)]
+
+
+def _advice(evidence: Evidence, part: LoadedPart, reason: str) -> str:
+    """What to do about the records of a reason."""
+    kept, used = part.splits["train"].kept.get(reason, []), part.splits["val"].records
+    return advice_for(reason, kept, part.part, evidence.tokenizer, used=used[:MOST_TRIED])
+
+
+def _trained(sample: Sample) -> set[int]:
+    """The tokens that carry loss."""
+    return {token for first, end in sample.trained for token in sample.ids[first:end].tolist()}
+
+
+def _system(record: Record) -> str:
+    """The system message of a record; empty: it has none."""
+    messages: Iterator[str] = (
+        message["content"] for message in record.get("messages", ()) if message["role"] == "system"
+    )
+    return str(record.get("sys_prompt") or next(messages, ""))
+
+
+def _squeezed(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,436 @@
+"""Conversations: messages and ShareGPT turns, with tools and tool calls, in one canonical form."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ftkit.data.records.keys import TRAIN_MARKS, Refusal, check_message_keys, is_empty, unused_of
+from ftkit.data.records.record import Misfit, Record, check_json, check_text, keys_of, kind_of
+
+CONVERSATION_KEYS = ("messages", "conversations", "conversation")
+"""Under which a record has its messages."""
+
+_RULE = "A message is an object with role (system, user, assistant or tool) and content."
+_ROLES = {
+    **dict.fromkeys(("system", "developer", "user", "assistant", "tool")),
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "model", "bot", "chatgpt", "bing", "bard"), "assistant"),
+    **dict.fromkeys(("observation", "function", "function_response", "ipython"), "tool"),
+    "function_call": "assistant",
+}
+"""Roles by their names in data; None: its own."""
+_OPENAI, _SHAREGPT = ("role", "content"), ("from", "value")
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""Where a message has what the assistant thinks before it answers."""
+_EXTRAS = ("tool_call_id", "name", *_THOUGHTS)
+_OF_ALL = (
+    *("tool_calls", "function_call", "tool_call_id", "name"),
+    *(*_THOUGHTS, *TRAIN_MARKS, "train_detail"),
+)
+_OF_MESSAGES = {first: frozenset((first, said, *_OF_ALL)) for first, said in (_OPENAI, _SHAREGPT)}
+"""Keys that are read of a message, by that of its sender."""
+_PART_TEXTS = ("text", "content", "value")
+"""Where a content part has its text."""
+_DETAIL = '{"begin_offset": 0, "end_offset": 4, "train": false}, where both characters belong to it'
+_OF_PARTS = frozenset(("type", *_PART_TEXTS, *TRAIN_MARKS))
+
+
+def conversation_record(row: dict[str, Any], key: str) -> Record:
+    """A conversation with its tools.
+
+    Args:
+        row: what was read.
+        key: where its messages are.
+
+    Raises:
+        Misfit: it is none.
+    """
+    return _conversation(_messages(row, key), row)
+
+
+def prompted_conversation(row: dict[str, Any], *, answered: bool) -> Record:
+    """The conversation of a prompt and a completion that are lists of messages.
+
+    The assistant's turns of the prompt carry no loss, unless they say it themselves.
+
+    Args:
+        row: what was read.
+        answered: whether it must have a completion.
+
+    Raises:
+        Misfit: it is none.
+    """
+    messages = _messages(row, "prompt")
+    for message in messages:
+        if message["role"] == "assistant":
+            message.setdefault("train", False)
+    if answered or "completion" in row:
+        messages += _messages(row, "completion")
+    return _conversation(messages, row)
+
+
+def conversation_of(record: Record, *, keeps_input: bool = False) -> Record:
+    """An instruction record as a conversation: its history, its question and, if any, its answer.
+
+    Args:
+        record: in canonical form.
+        keeps_input: whether the input stays apart, for templates that have a place for it; else it
+            stands below the instruction.
+    """
+    messages: list[Record] = []
+    if system := record.get("sys_prompt"):
+        messages.append({"role": "system", "content": system})
+    for question, answer in record.get("history", ()):
+        messages.append({"role": "user", "content": question})
+        messages.append({"role": "assistant", "content": answer})
+    given = record.get("input", "")
+    if given and keeps_input:
+        messages.append({"role": "user", "content": record["instruction"], "input": given})
+    else:
+        parts = (record["instruction"], given)
+        messages.append({"role": "user", "content": "\n\n".join(part for part in parts if part)})
+    if "output" in record:
+        messages.append({"role": "assistant", "content": record["output"]})
+    return {"messages": messages}
+
+
+def unused_in(turns: Any, key: str) -> Iterator[str]:
+    """The keys of messages and of their parts that have a value but no use, as KEY.NAME.
+
+    Args:
+        turns: messages, as they were read.
+        key: where they stand.
+    """
+    for turn in turns if isinstance(turns, list) else ():
+        sender, said = _keys_of_message(turn)
+        if not turn.keys() <= _OF_MESSAGES[sender]:
+            yield from unused_of((turn,), _OF_MESSAGES[sender], key)
+        if isinstance(parts := turn.get(said), list):
+            yield from unused_of(parts, _OF_PARTS, f"{key}.{said}")
+
+
+def _conversation(messages: list[Record], row: dict[str, Any]) -> Record:
+    """Messages with the system prompt and the tools that stand beside them."""
+    system = row.get("system")
+    if system and not (messages and messages[0]["role"] == "system"):
+        messages.insert(0, {"role": "system", "content": _content(system, ", system", False)})
+    return _with_tools({"messages": messages}, row)
+
+
+def _keys_of_message(turn: dict[str, Any]) -> tuple[str, str]:
+    """The keys under which a message has its sender and what it says."""
+    return _SHAREGPT if "from" in turn and "role" not in turn else _OPENAI
+
+
+def _messages(row: dict[str, Any], key: str) -> list[Record]:
+    turns = row.get(key)
+    if key not in row:
+        raise Misfit(f" has no {key}; its keys: {keys_of(row)}. {_RULE}\nAdd {key}.")
+    if not isinstance(turns, list):
+        raise Misfit(
+            f": {key} is {kind_of(turns)}, but has to be a list of messages. {_RULE}\n"
+            "Correct or remove the record."
+        )
+    return [_message(turn, f", message {n}") for n, turn in enumerate(turns, 1)]
+
+
+def _message(turn: Any, where: str) -> Record:
+    if not isinstance(turn, dict):
+        raise Misfit(f"{where} is {kind_of(turn)}. {_RULE}\nCorrect or remove the record.")
+    sender, said = _keys_of_message(turn)
+    name = turn.get(sender)
+    if not isinstance(name, str) or name not in _ROLES:
+        if sender not in turn:
+            raise Misfit(f"{where} has no {sender}; its keys: {keys_of(turn)}. {_RULE}\nAdd it.")
+        raise Misfit(
+            f"{where}: {sender} is {name!r}, but has to be one of {', '.join(_ROLES)}.\n"
+            "Correct it, or remove the record."
+        )
+    role = _ROLES[name] or name
+    value = turn.get(said)
+    calls = _tool_calls(turn.get("tool_calls") or turn.get("function_call"), where)
+    if name == "function_call":
+        calls, value = _tool_calls(_parsed(value, said, where), where), None
+    message: Record = {"role": role, "content": _content(value, where, bool(calls), said)}
+    if calls:
+        if role != "assistant":
+            raise Misfit(
+                f"{where}: role is {name!r}, but only the assistant has tool_calls.\n"
+                "Correct or remove the record."
+            )
+        message["tool_calls"] = calls
+    if len(turn) > len(_OPENAI) or isinstance(value, list):
+        check_message_keys(turn, role, where)
+        message |= _extras(turn, where)
+        message |= _train_marks(turn, role, message["content"], value, where)
+    return message
+
+
+def _extras(turn: dict[str, Any], where: str) -> Record:
+    """What a message has beside role, content, tool calls and marks of training."""
+    extras: Record = {}
+    if turn.keys().isdisjoint(_EXTRAS):
+        return extras
+    for key in _EXTRAS:
+        if (text := turn.get(key)) is not None:
+            if key in _THOUGHTS[1:] and is_empty(text):
+                continue
+            if not isinstance(text, str):
+                raise Misfit(f"{where}: {key} is {kind_of(text)}.\nMake {key} a text.")
+            check_text(text, key, where)
+            extras[key] = text
+    thoughts = {key: extras[key] for key in _THOUGHTS if extras.get(key)}
+    if len({*thoughts.values()}) > 1:
+        names = " and ".join(thoughts)
+        raise Refusal(
+            f"{where} has {names}, which differ, but an answer follows one thought.\nKeep one of "
+            "them."
+        )
+    if thoughts:
+        # Templates look for it here; those that look elsewhere find it under its own name too.
+        extras["reasoning_content"] = next(iter(thoughts.values()))
+    return extras
+
+
+def _train_marks(
+    turn: Mapping[str, Any], role: str, content: str, value: Any, where: str
+) -> Record:
+    """What a message says about its loss: `train`, and `untrained` parts of its content.
+
+    A part that says nothing is learned if its turn is. A turn of which a part says that it is
+    learned is one that is.
+
+    `untrained` has characters of the content, [first, end] each, rising.
+
+    Args:
+        turn: as it was read.
+        role: of the message.
+        content: its text.
+        value: what the text was made of: itself, or parts.
+        where: place within the record, as ", message 2".
+
+    Raises:
+        Refusal: a mark is neither 0 nor 1, or is for what is not learned.
+    """
+    mark = _mark_of(turn, where)
+    spans, some_trained = _of_parts(value, where) if isinstance(value, list) else ([], False)
+    detail = turn.get("train_detail")
+    if not is_empty(detail):
+        if isinstance(value, list):
+            raise Refusal(
+                f"{where} has train_detail, but its content is a list of parts.\nMark the parts "
+                "with train instead, and remove train_detail."
+            )
+        spans, some_trained = _of_detail(detail, content, where)
+    if role != "assistant":
+        if mark or some_trained:
+            raise Refusal(
+                f"{where} is to be trained on, but only turns of the assistant are.\n"
+                f"Remove {_names_of_marks(turn)} from it."
+            )
+        if mark is False and content:
+            spans = [[0, len(content)]]
+    elif mark is False:
+        if some_trained:
+            raise Refusal(
+                f"{where}: {_names_of_marks(turn)} says that it is not learned, but a "
+                "part of it says that it is.\nRemove one of the two."
+            )
+        return {"train": False}
+    elif spans and mark is None and not some_trained and _says_nothing_else(turn, content, spans):
+        return {"train": False}
+    elif some_trained:
+        mark = True
+    marks: Record = {"train": True} if mark else {}
+    return marks | {"untrained": spans} if spans else marks
+
+
+def _mark_of(turn: Mapping[str, Any], where: str) -> bool | None:
+    """Whether a turn or a part is learned; None: it does not say."""
+    if turn.keys().isdisjoint(TRAIN_MARKS):
+        return None
+    said = {key: turn[key] for key in TRAIN_MARKS if key in turn and not is_empty(turn[key])}
+    for key, value in said.items():
+        if not isinstance(value, int | float) or value not in (0, 1):
+            raise Refusal(
+                f"{where}: {key} is {value!r}, but what is said is learned or not: ftkit takes 0 "
+                f"and 1, false and true, and no weights in between yet.\nMake {key} 0 or 1."
+            )
+    if len({bool(value) for value in said.values()}) > 1:
+        (key, value), *others = said.items()
+        other = next(item for item in others if bool(item[1]) != bool(value))
+        raise Refusal(
+            f"{where}: {key} is {value}, but {other[0]} is {other[1]}.\nRemove one of the two."
+        )
+    return next((bool(value) for value in said.values()), None)
+
+
+def _of_parts(parts: Sequence[Mapping[str, Any]], where: str) -> tuple[list[list[int]], bool]:
+    """The characters of untrained parts, and whether some part is to be learned."""
+    marks = [_mark_of(part, f"{where}, part {n}") for n, part in enumerate(parts, 1)]
+    spans: list[list[int]] = []
+    end = 0
+    for part, mark in zip(parts, marks, strict=True):
+        first, end = end, end + len(_part_text(part) or "")
+        if mark is False and first < end:
+            _add_span(spans, first, end)
+    return spans, True in marks
+
+
+def _part_text(part: Mapping[str, Any]) -> str | None:
+    """The text of a content part; None: it has none."""
+    texts = (part.get(key) for key in _PART_TEXTS)
+    return next((text for text in texts if isinstance(text, str)), None)
+
+
+def _of_detail(detail: Any, content: str, where: str) -> tuple[list[list[int]], bool]:
+    """The same of axolotl's train_detail, whose end_offset is a character that counts."""
+    spans: list[list[int]] = []
+    some_trained, before = False, 0
+    for entry in _sorted_detail(detail, where):
+        first, last = entry["begin_offset"], entry["end_offset"]
+        mark = _mark_of(entry, f"{where}, train_detail")
+        if not before <= first <= last < len(content) or mark is None:
+            raise Refusal(
+                f"{where}: train_detail has {entry}, but each entry is a part of its own of the "
+                f"{len(content)} characters: {_DETAIL}.\nCorrect it, or remove train_detail."
+            )
+        before = last + 1
+        if mark:
+            some_trained = True
+        else:
+            _add_span(spans, first, before)
+    return spans, some_trained
+
+
+def _sorted_detail(detail: Any, where: str) -> list[dict[str, Any]]:
+    entries = detail if isinstance(detail, list) else [detail]
+    for entry in entries:
+        offsets = (
+            [entry.get(key) for key in ("begin_offset", "end_offset")]
+            if isinstance(entry, dict)
+            else [None]
+        )
+        if not all(type(offset) is int for offset in offsets):
+            raise Refusal(
+                f"{where}: train_detail has {entry!r}, but has to be a list of {_DETAIL}.\n"
+                "Correct it, or remove train_detail."
+            )
+    return sorted(entries, key=lambda entry: entry["begin_offset"])
+
+
+def _add_span(spans: list[list[int]], first: int, end: int) -> None:
+    """Add a span behind the others, to the last one if it begins where that ends."""
+    if spans and spans[-1][1] == first:
+        spans[-1][1] = end
+    else:
+        spans.append([first, end])
+
+
+def _says_nothing_else(turn: Mapping[str, Any], content: str, spans: list[list[int]]) -> bool:
+    """Whether nothing of a turn is left once the untrained characters are gone."""
+    rest, done = "", 0
+    for first, end in spans:
+        rest, done = rest + content[done:first], end
+    others = ("tool_calls", "function_call", "reasoning_content", "thinking", "reasoning")
+    return not (rest + content[done:]).strip() and all(is_empty(turn.get(key)) for key in others)
+
+
+def _names_of_marks(turn: Mapping[str, Any]) -> str:
+    """The keys by which a turn says whether it is learned, for people."""
+    said = [key for key in (*TRAIN_MARKS, "train_detail") if not is_empty(turn.get(key))]
+    return " and ".join(said) or "train"
+
+
+def _content(value: Any, where: str, may_lack: bool, key: str = "content") -> str:
+    """The text of a message; of parts, they are joined."""
+    if isinstance(value, str):
+        check_text(value, key, where)
+        return value
+    if value is None and may_lack:
+        return ""
+    if isinstance(value, list):
+        return "".join(_part(part, where) for part in value)
+    raise Misfit(
+        f"{where}: {key} is {kind_of(value)}, but has to be a text or a list of text parts.\n"
+        f"Make {key} a text, or remove the record."
+    )
+
+
+def _part(part: Any, where: str) -> str:
+    kind = part.get("type") if isinstance(part, dict) else kind_of(part)
+    text = _part_text(part) if kind == "text" else None
+    if text is None:
+        raise Misfit(
+            f"{where}: its content has a part that is {kind!r}, but ftkit trains on parts of "
+            'texts alone: {"type": "text", "text": ...}.\nRemove the part, or the record.'
+        )
+    return _content(text, where, False)
+
+
+def _tool_calls(value: Any, where: str) -> list[Record]:
+    """Calls as OpenAI writes them, with their arguments as an object."""
+    if value is None:
+        return []
+    calls = [value] if isinstance(value, dict) else value
+    if not isinstance(calls, list):
+        raise Misfit(
+            f"{where}: tool_calls is {kind_of(value)}, but has to be a list of calls.\n"
+            "Correct or remove the record."
+        )
+    return [_tool_call(call, where) for call in calls]
+
+
+def _tool_call(call: Any, where: str) -> Record:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise Misfit(
+            f"{where}: a tool call has no name. A tool call is "
+            '{"type": "function", "function": {"name": ..., "arguments": {...}}}.\n'
+            "Correct or remove the record."
+        )
+    arguments = _parsed(function.get("arguments") or {}, "arguments", where)
+    if not isinstance(arguments, dict):
+        raise Misfit(
+            f"{where}: the arguments of {function['name']} are {kind_of(arguments)}.\n"
+            "Make them an object, or JSON text of one."
+        )
+    check_json(function, "tool_calls", where)
+    made: Record = {"type": "function", "function": {"name": function["name"]}}
+    made["function"]["arguments"] = arguments
+    return {"id": call["id"], **made} if isinstance(call.get("id"), str) else made
+
+
+def _with_tools(record: Record, row: dict[str, Any]) -> Record:
+    """The record with the tools of its row: a list of functions, or JSON text of one."""
+    tools = _parsed(row.get("tools") or row.get("functions") or [], "tools", "")
+    if not isinstance(tools, list):
+        raise Misfit(f": tools is {kind_of(tools)}.\nMake it a list of functions, or remove it.")
+    if not tools:
+        return record
+    record["tools"] = [_tool(tool) for tool in tools]
+    check_json(tools, "tools")
+    return record
+
+
+def _tool(tool: Any) -> Record:
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise Misfit(
+            ": one of its tools has no name. A tool is "
+            '{"type": "function", "function": {"name": ..., "parameters": {...}}}.\n'
+            "Correct or remove the record."
+        )
+    return tool if "function" in tool else {"type": "function", "function": tool}
+
+
+def _parsed(value: Any, key: str, where: str) -> Any:
+    """What JSON text stands for; anything else as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise Misfit(
+            f"{where}: {key} is a text that is not valid JSON.\nCorrect or remove the record."
+        ) from None

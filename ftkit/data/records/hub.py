@@ -1,0 +1,193 @@
+"""Data sets of the Hugging Face hub, by the datasets library; no code of a hub is ever run."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ftkit.data.records.paths import VALIDATION
+from ftkit.data.records.table_rows import batch_rows
+from ftkit.errors import UserError
+from ftkit.utils.names import nearest
+
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetBuilder
+
+READ_BUILDERS = ("arrow", "cache", "csv", "json", "parquet", "text")
+"""Modules of the datasets library that read tables and texts. No other is let near a hub's files:
+one of them unpickles."""
+_AT_ONCE = 1000
+_UNREACHABLE = "client has been closed"
+"""What huggingface_hub 1.3 says where it has tried in vain to find the hub's address."""
+_COMMIT = re.compile(r"[0-9a-f]{7,40}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubName:
+    """A data set of the hub, and which part of it."""
+
+    name: str
+    """owner/name."""
+    subset: str | None = None
+    split: str | None = None
+    """What is trained on; None: train."""
+    revision: str | None = None
+
+
+class HubData:
+    """A data set of the hub that is here."""
+
+    def __init__(self, wanted: HubName) -> None:
+        """Download what is not here yet, with $HF_TOKEN if the hub asks who it is.
+
+        Args:
+            wanted: which.
+
+        Raises:
+            UserError: there is no such data set, or it cannot be had or read.
+        """
+        self._wanted = wanted
+        self._builder = _prepared(wanted)
+        self._splits = list(self._builder.info.splits or ())
+        self.train_split = self._training_split()
+
+    @property
+    def commit(self) -> str:
+        """The first characters of the version that was read."""
+        return str(self._builder.hash)[:7]
+
+    @property
+    def val_split(self) -> str | None:
+        """The split to validate on: the counterpart of the one to train on; None: there is none."""
+        name = self.train_split.partition("[")[0]
+        counterparts = [name.replace("train", counterpart, 1) for counterpart in VALIDATION]
+        return next((c for c in counterparts if c in self._splits and c != name), None)
+
+    def rows(self, split: str) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The rows of a split, from 1.
+
+        Raises:
+            UserError: the hub has none of this name.
+        """
+        try:
+            found: Dataset = self._builder.as_dataset(split=split)
+        except (ValueError, AssertionError) as error:
+            raise UserError(self._explain_split(split, error)) from None
+        tables = found.with_format("arrow").iter(batch_size=_AT_ONCE)
+        return batch_rows(batch for table in tables for batch in table.to_batches())
+
+    def place(self, split: str, number: int) -> str:
+        """A row for people."""
+        return f"{self._wanted.name}, {split} record {number}"
+
+    def _training_split(self) -> str:
+        if self._wanted.split is not None:
+            return self._wanted.split
+        if "train" in self._splits or len(self._splits) == 1:
+            return "train" if "train" in self._splits else self._splits[0]
+        named = [split for split in self._splits if split.startswith("train")]
+        if len(named) == 1:
+            return named[0]
+        raise UserError(
+            f"{self._wanted.name} has no split train; its splits: {', '.join(self._splits)}.\n"
+            f"Say which to train on: --data.split {(named or self._splits)[0]}."
+        )
+
+    def _explain_split(self, split: str, error: Exception) -> str:
+        name = split.partition("[")[0]
+        near = nearest(name, self._splits, cutoff=0.3) or self._splits[0]
+        reason = f"its splits: {', '.join(self._splits)}"
+        if name in self._splits:
+            reason, near = str(error).partition("\n")[0], f"'{name}[:1000]'"
+        return (
+            f"data.split is {split}, but {self._wanted.name} has no such split; {reason}.\n"
+            f"Try --data.split {near}."
+        )
+
+
+def _prepared(wanted: HubName) -> "DatasetBuilder":
+    """What reads a data set, with all of its splits in the cache of the datasets library."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity_error()
+    try:
+        builder = datasets.load_dataset_builder(
+            wanted.name, wanted.subset, revision=wanted.revision
+        )
+        kind = type(builder).__module__.rpartition(".")[2]
+        if kind not in READ_BUILDERS:
+            raise UserError(
+                f"data.path is {wanted.name}, whose files are of the kind {kind}, which is not "
+                "read from a hub.\nDownload its records and give them as files."
+            )
+        _check_revision(wanted, builder, is_cached=kind == "cache")
+        builder.download_and_prepare()
+    except (OSError, RuntimeError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise UserError(_explained(error, wanted)) from error
+    return builder
+
+
+def _check_revision(wanted: HubName, builder: "DatasetBuilder", *, is_cached: bool) -> None:
+    """Refuse another version than was asked for: without the hub, the last one in the cache."""
+    if wanted.revision is None or not is_cached:
+        return
+    if _COMMIT.fullmatch(wanted.revision) and str(builder.hash).startswith(wanted.revision):
+        return
+    raise UserError(
+        f"data.revision is {wanted.revision}, but the hub cannot be asked which version that is, "
+        f"and the last one in the cache is {builder.hash}.\n"
+        f"Try --data.revision {builder.hash}, or run this where the hub can be reached."
+    )
+
+
+def _explained(error: Exception, wanted: HubName) -> str:
+    """A failure in words that say what to do. Never quotes requests or tokens."""
+    import datasets
+    from huggingface_hub import constants
+
+    hub, name, text = constants.ENDPOINT, wanted.name, str(error)
+    if isinstance(error, datasets.exceptions.DataFilesNotFoundError):
+        return f"{name} has no data files that can be read.\nChoose another copy of the data."
+    if isinstance(error, datasets.exceptions.DatasetNotFoundError):
+        if "gated" in text:
+            return (
+                f"{name} is gated: its owners grant access to accounts, one by one.\nAccept its "
+                f"terms at {hub}/datasets/{name} and give a token of that account: set HF_TOKEN or "
+                "--access_token."
+            )
+        if text.startswith("Revision"):
+            return (
+                f"data.revision is {wanted.revision}, but {name} has no such version.\n"
+                "Try --data.revision main."
+            )
+        return (
+            f"There is no data set {name} at {hub}, or it is private, and no file or directory "
+            f"{name} here.\nCheck the spelling; for a private one set HF_TOKEN or --access_token."
+        )
+    if isinstance(error, ConnectionError) or _UNREACHABLE in text:
+        return (
+            f"{name} is no file or directory here, it is not in the cache of data sets, and {hub} "
+            "cannot be reached from this machine.\nCheck the network and HF_HUB_OFFLINE, set "
+            "HF_ENDPOINT to a mirror, or copy ~/.cache/huggingface here from a machine where this "
+            "has run."
+        )
+    if "scripts are no longer supported" in text:
+        return (
+            f"{name} is read by a program of its own, which ftkit does not run.\n"
+            f"Try --data.revision refs/convert/parquet, where the hub keeps its records as files."
+        )
+    if isinstance(error, ValueError) and (subsets := re.search(r"\[(.*)\]", text)):
+        names = re.findall(r"'([^']+)'", subsets.group(1))
+        near = nearest(wanted.subset or "", names, cutoff=0.3) or (names or ["NAME"])[0]
+        asked = "" if wanted.subset is None else f", but data.subset is {wanted.subset}"
+        return (
+            f"{name} has the subsets {', '.join(names[:20])}{asked}.\n"
+            f"Say which: --data.subset {near}."
+        )
+    cause = error.__cause__ or error
+    reason = str(cause).partition("\n")[0].rstrip(".") or "no reason given"
+    return (
+        f"{name} could not be loaded: {type(cause).__name__}: {reason}.\nDownload its files and "
+        "give them instead, or run this again."
+    )

@@ -1,0 +1,300 @@
+"""Keys of records: which are refused by name, and which are not used.
+
+A key that other programs give a meaning is honoured, or refused, so that nothing is learned
+otherwise than it was meant. A key of which nothing is known is named once.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ftkit.data.records.record import Misfit, Shape
+
+TRAIN_MARKS = ("train", "weight", "loss", "loss_weight", "loss_scale")
+"""Of a message or a content part: whether it is learned, as 0 or 1, or false or true."""
+
+_LABELS = ("label", "kto_tag")
+_REJECTED = ("rejected_response", "rejected_messages")
+_MEDIA = ("images", "videos", "audios", "image", "video", "audio")
+_OF_MESSAGES = (*_MEDIA, *_LABELS)
+_TEMPLATE_VALUES = (
+    *("chat_template_kwargs", "enable_thinking", "reasoning_effort", "model_identity"),
+    "thinking",  # of a record; of a message it is what the assistant thinks
+)
+_RECORD_WEIGHTS = ("loss_weight", "loss_scale")
+_MEANINGFUL = frozenset(
+    (*_LABELS, *_REJECTED, *_MEDIA, *_TEMPLATE_VALUES, *_RECORD_WEIGHTS, "history", "tools")
+)
+_TEXTS = ("instruction", "input", "output", "prompt", "completion", "text")
+_MOST_NAMED = 20
+_MOST_COUNTED = 1000
+_MOST_CHARACTERS = 40
+
+
+class Refusal(Misfit):
+    """A record is understood, but a key of it asks for what ftkit does not do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnusedKeys:
+    """Keys that the records of a data set have, and of which nothing is known."""
+
+    names: tuple[str, ...] = ()
+    """The most frequent ones first; those of messages as messages.KEY."""
+    more: int = 0
+    """How many others there are."""
+
+    @property
+    def text(self) -> str:
+        """For people: "id, source, score"; empty if there are none."""
+        shown = [_shown(name) for name in self.names]
+        return ", ".join(shown) + (f" and {self.more:,} more" if self.more else "")
+
+
+class KeyCounter:
+    """Counts the keys of records that are not used."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def add(self, key: str) -> None:
+        # A table of objects may have a key of its own in every record.
+        if key in self._counts or len(self._counts) < _MOST_COUNTED:
+            self._counts[key] += 1
+
+    @property
+    def unused(self) -> UnusedKeys:
+        """The keys so far."""
+        falling = sorted(self._counts, key=lambda key: -self._counts[key])
+        more = max(len(falling) - _MOST_NAMED, 0)
+        return UnusedKeys(names=tuple(falling[:_MOST_NAMED]), more=more)
+
+
+def is_empty(value: Any) -> bool:
+    """Whether a value is no use of its key: null, an empty text, or a list or object of such."""
+    if not value:  # 0 and false are values
+        return value is None or isinstance(value, str | list | dict)
+    if isinstance(value, list):
+        return all(map(is_empty, value))
+    return isinstance(value, dict) and all(map(is_empty, value.values()))
+
+
+def check_record_keys(row: Mapping[str, Any], shape: Shape, *, answered: bool, named: bool) -> None:
+    """Refuse a record with a key that changes what is meant to be learned from it.
+
+    Args:
+        row: with our names of keys.
+        shape: of the record.
+        answered: whether it is trained on, and not only asked.
+        named: whether data.columns names what is learned, so that of a preference pair one answer
+            is meant.
+
+    Raises:
+        Refusal: names the key, and what to do.
+    """
+    if _MEANINGFUL.isdisjoint(row):
+        return
+    for key in sorted(_MEANINGFUL & row.keys()):
+        if is_empty(row[key]):
+            continue
+        if key in _LABELS:
+            if answered and shape != "text":
+                check_label(row[key], key)
+        elif key in _MEDIA:
+            _check_media(row, key, shape)
+        elif key in _RECORD_WEIGHTS:
+            _check_record_weight(row[key], key)
+        elif key in _TEMPLATE_VALUES:
+            _check_template_value(row[key], key, shape)
+        elif key == "history":
+            _check_history(row[key], shape)
+        elif key == "tools":
+            _check_tools(row[key], shape)
+        elif answered and not named:
+            _refuse_rejected(row, key)
+
+
+def check_label(value: Any, key: str, where: str = "") -> None:
+    """Refuse a label of preference optimisation, which is a boolean beside an answer.
+
+    Raises:
+        Refusal: it is one.
+    """
+    if isinstance(value, bool):
+        raise Refusal(
+            f"{where} has a {key} that says whether its answer is wanted, as preference "
+            "optimisation such as KTO needs it; ftkit would learn unwanted ones too.\n"
+            f"Remove the records whose {key} is false, and the key {key} from the others."
+        )
+
+
+def check_message_keys(turn: Mapping[str, Any], role: str, where: str) -> None:
+    """Refuse a message with a key that changes what is meant to be learned from it.
+
+    Raises:
+        Refusal: names the key, and what to do.
+    """
+    if turn.keys().isdisjoint(_OF_MESSAGES):
+        return
+    for key in _OF_MESSAGES:
+        if is_empty(turn.get(key)):
+            continue
+        if key in _MEDIA:
+            raise Refusal(_explain_media(key, where))
+        if role == "assistant":
+            check_label(turn[key], key, where)
+
+
+def unused_of(objects: Iterable[Any], used: frozenset[str], prefix: str) -> Iterator[str]:
+    """The keys of messages or content parts that have a value but no use.
+
+    Args:
+        objects: messages or parts; anything else is passed over.
+        used: keys that are read.
+        prefix: before each name.
+    """
+    for one in objects:
+        if isinstance(one, dict) and (others := one.keys() - used):
+            named = (key for key in one if key in others and not is_empty(one[key]))
+            yield from (f"{prefix}.{key}" for key in named)
+
+
+def is_turns(value: Any) -> bool:
+    """Whether the history of a record is one: a list, or JSON text of one."""
+    return isinstance(_listed(value), list)
+
+
+def history_of(value: Any) -> list[list[str]]:
+    """The questions and answers before an instruction, [question, answer] each.
+
+    Raises:
+        Refusal: a pair is none.
+    """
+    if is_empty(value):
+        return []
+    pairs = _listed(value)
+    if not isinstance(pairs, list):
+        raise Refusal(_explain_history(value))
+    for pair in pairs:
+        is_pair = isinstance(pair, list) and len(pair) == 2
+        if not is_pair or not all(isinstance(text, str) for text in pair):
+            raise Refusal(_explain_history(pair, "one of its entries"))
+    return pairs
+
+
+def is_used_weight(key: str, value: Any) -> bool:
+    """Whether a key weighs the whole record, as all others are weighed."""
+    return key in _RECORD_WEIGHTS and isinstance(value, int | float) and value == 1
+
+
+def _check_media(row: Mapping[str, Any], key: str, shape: Shape) -> None:
+    """Refuse media; a column of an ordinary table may have such a name and hold something else."""
+    value = row[key]
+    if isinstance(value, bool | int | float):
+        return
+    place = f"<{key.removesuffix('s')}>"
+    if shape == "messages":
+        is_claimed = True
+    else:
+        is_claimed = any(place in row[text] for text in _TEXTS if isinstance(row.get(text), str))
+        if shape != "text" and not isinstance(value, str):
+            is_claimed = True
+    if is_claimed:
+        raise Refusal(_explain_media(key, ""))
+
+
+def _check_record_weight(value: Any, key: str) -> None:
+    if isinstance(value, int | float) and value != 1:
+        raise Refusal(
+            f": {key} is {value}, but all records count the same: ftkit does not weigh a record "
+            f"yet.\nRemove the record if it should not be learned, or {key} if it should; "
+            "data.sources has a weight for each source."
+        )
+
+
+def _check_template_value(value: Any, key: str, shape: Shape) -> None:
+    if shape not in ("messages", "instruction"):
+        return  # no template is given anything
+    if key == "thinking" and not isinstance(value, bool):
+        return
+    raise Refusal(
+        f": {key} is {_short(value)}, which is meant for the chat template, but ftkit does not "
+        "give a template values of a record yet, so another prompt would be learned.\n"
+        f"Remove {key}, and set it for all records in a template of your own: "
+        "--data.chat_template FILE."
+    )
+
+
+def _check_history(value: Any, shape: Shape) -> None:
+    if not is_turns(value) or shape in ("instruction", "text"):
+        return
+    if shape == "messages":
+        raise Refusal(
+            ": history holds turns beside the messages, and nothing says where they belong.\n"
+            "Put them into the messages, or remove history."
+        )
+    raise Refusal(
+        ": history holds turns, but a prompt is taken as it is, without them.\nTo make a "
+        "conversation of them all, try --data.columns.instruction prompt --data.columns.output "
+        "completion --data.chat_template zephyr; or remove history."
+    )
+
+
+def _check_tools(value: Any, shape: Shape) -> None:
+    found = _listed(value)
+    if shape in ("messages", "text") or not isinstance(found, list):
+        return
+    if any(isinstance(tool, dict) for tool in found):
+        raise Refusal(
+            ": tools holds functions that may be called, but only conversations have tools.\n"
+            "Write the record with messages, or remove tools."
+        )
+
+
+def _refuse_rejected(row: Mapping[str, Any], key: str) -> None:
+    answers = ("output", "completion", "messages", "conversations", "conversation")
+    wanted = next((name for name in answers if not is_empty(row.get(name))), "messages")
+    ours = "messages" if wanted.startswith("conversation") else wanted
+    raise Refusal(
+        f" has a rejected answer ({key}), which preference optimisation such as DPO needs; ftkit "
+        f"trains on one answer.\nTo train on {wanted} alone, try --data.columns.{ours} {wanted}."
+    )
+
+
+def _explain_media(key: str, where: str) -> str:
+    return (
+        f"{where}: {key} holds something to see or hear, but ftkit trains on texts alone for now: "
+        "the model would learn to answer about what it is not given.\n"
+        f"Remove the record, or {key} with its place in the text (<{key.removesuffix('s')}>) where "
+        "the answer does not need it."
+    )
+
+
+def _explain_history(value: Any, what: str = "it") -> str:
+    return (
+        f": history has to be a list of [question, answer], both texts, but {what} is "
+        f"{_short(value)}.\nCorrect history, or remove it."
+    )
+
+
+def _listed(value: Any) -> Any:
+    """A list, also of JSON text that a table has for one; None: it is none."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return None
+    return value if isinstance(value, list) else None
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 2 * _MOST_CHARACTERS else f"{text[: 2 * _MOST_CHARACTERS]}..."
+
+
+def _shown(name: str) -> str:
+    """A key on one line, whatever it holds."""
+    text = name if name.isprintable() else repr(name)
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."

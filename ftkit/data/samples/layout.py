@@ -1,0 +1,306 @@
+"""The layout of a step: which samples share a micro-batch, and on which rank and when it runs.
+
+Padded micro-batches are made of neighbours by length. Those without padding are made to cost the
+same. In both, micro-batches of like cost run together, because FSDP and ZeRO wait for each other in
+every micro-step, and the largest comes first, so that a step that does not fit into memory fails in
+its first micro-step.
+"""
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from ftkit.recipe.plan import Plan, count_micro_steps
+
+IntArray = npt.NDArray[np.int64]
+
+FILLER = -1
+"""Stands for a sample without loss, where a rank has to run a micro-step but has no sample."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankLayout:
+    """How a step is laid out on one rank."""
+
+    micro_batch_size: int
+    """Most samples per micro-step."""
+    micro_batch_tokens: int | None = None
+    """Most tokens per micro-step, where nothing is padded; a longer sample runs alone. None: as
+    many as the samples have."""
+    padding_free: bool = False
+    """Whether the samples of a micro-batch lie one behind the other in a row; else each is padded
+    to the longest."""
+    attention_cost: float = 0.0
+    """What attention costs a token for each token of its sample, relative to the matrices."""
+    rank: int = 0
+    """This rank, in [0, world_size)."""
+    world_size: int = 1
+    """Number of ranks."""
+
+    @classmethod
+    def of(cls, plan: Plan, *, padding_free: bool, attention_cost: float, rank: int = 0) -> Self:
+        """That of a plan on one of its ranks."""
+        return cls(
+            micro_batch_size=plan.micro_batch_size,
+            micro_batch_tokens=plan.micro_batch_tokens,
+            padding_free=padding_free,
+            attention_cost=attention_cost,
+            rank=rank,
+            world_size=plan.world_size,
+        )
+
+    def positions(self, lengths: IntArray) -> int:
+        """Positions of a micro-batch, padding included.
+
+        Args:
+            lengths: [samples], input tokens of each; at least one.
+        """
+        return int(lengths.sum() if self.padding_free else lengths.max() * len(lengths))
+
+
+StepLayout = list[list[IntArray]]
+"""For each micro-step, for each rank, which samples; none only where there are fewer samples than
+places."""
+
+
+def lay_out(lengths: IntArray, layout: RankLayout, *, samples_of_full_step: int) -> StepLayout:
+    """Spread samples over micro-steps and ranks, so that little is padded and no rank waits.
+
+    Args:
+        lengths: [samples], input tokens of each.
+        layout: how much a micro-batch may hold, and on how many ranks.
+        samples_of_full_step: padded steps have as many micro-steps as these need, shorter ones too.
+
+    Returns:
+        Indices into lengths.
+    """
+    if layout.padding_free:
+        return _lay_out_rows(lengths, layout)
+    micro_steps = count_micro_steps(
+        samples_of_full_step, layout.micro_batch_size, layout.world_size
+    )
+    return _lay_out_padded(lengths, layout, micro_steps)
+
+
+def validation_batches(lengths: npt.ArrayLike, limit: int, layout: RankLayout) -> list[list[int]]:
+    """The validation batches of one rank: the first samples, sorted and spread like a step.
+
+    Args:
+        lengths: [samples of the data set], input tokens of each.
+        limit: validate on the first `limit` samples, whatever the layout.
+        layout: of this rank.
+
+    Returns:
+        Samples per batch; as many batches on every rank, [FILLER] where a rank has none left.
+    """
+    chosen = np.asarray(lengths, dtype=np.int64)[:limit]
+    found = lay_out(chosen, layout, samples_of_full_step=len(chosen))
+    return [samples_or_filler(ranks[layout.rank]) for ranks in found]
+
+
+def samples_or_filler(samples: IntArray) -> list[int]:
+    """The samples of a micro-batch as the loader takes them."""
+    return samples.tolist() or [FILLER]
+
+
+def _deal(
+    micro_steps: Sequence[Sequence[IntArray]], cost: Callable[[IntArray], float], world_size: int
+) -> StepLayout:
+    """Give the costliest micro-batch of each micro-step to the rank with least so far, and so on.
+
+    Args:
+        micro_steps: the micro-batches of each, at most one for each rank.
+        cost: of a micro-batch.
+        world_size: number of ranks.
+    """
+    none = np.empty(0, dtype=np.int64)
+    done = [0.0] * world_size
+    layout = []
+    for micro_batches in micro_steps:
+        falling = sorted(micro_batches, key=lambda run: -cost(run))
+        ranks = [none] * world_size
+        for rank, run in zip(np.argsort(done, kind="stable").tolist(), falling, strict=False):
+            ranks[rank] = run
+            done[rank] += cost(run)
+        layout.append(ranks)
+    return layout
+
+
+# --- Rows without padding -----------------------------------------------------------------------
+
+
+def _lay_out_rows(lengths: IntArray, layout: RankLayout) -> StepLayout:
+    """Spread samples over the fewest micro-steps that have room, in rows of like cost."""
+    costs = lengths * (1 + layout.attention_cost * lengths)
+    falling = np.argsort(-lengths, kind="stable")
+    rows = [falling[row] for row in _fewest_rows(lengths[falling], costs[falling], layout)]
+
+    def cost(row: IntArray) -> float:
+        return float(costs[row].sum())
+
+    rows.sort(key=cost, reverse=True)
+    ranks = layout.world_size
+    micro_steps = [rows[first : first + ranks] for first in range(0, len(rows), ranks)]
+    micro_steps.sort(key=lambda some: -max(int(lengths[row].sum()) for row in some))
+    return _deal(micro_steps, cost, ranks)
+
+
+def _fewest_rows(
+    lengths: IntArray, costs: npt.NDArray[np.float64], layout: RankLayout
+) -> list[list[int]]:
+    """Samples in rows of like cost, as many rows as the fewest micro-steps have.
+
+    Args:
+        lengths: [samples], tokens of each, falling.
+        costs: [samples], of each.
+        layout: how much a row may hold.
+
+    Returns:
+        The samples of each row, which has some.
+    """
+    if not len(lengths):
+        return []
+    listed, of_each = lengths.tolist(), costs.tolist()
+    most_tokens = layout.micro_batch_tokens or sum(listed)
+    least_rows = _least_rows(lengths, layout.micro_batch_size, most_tokens)
+    least = math.ceil(least_rows / layout.world_size)
+    for micro_steps in count(least):
+        rows = micro_steps * layout.world_size
+        found = _fill(listed, of_each, rows, layout.micro_batch_size, most_tokens)
+        if found is not None:
+            return [row for row in found if row]
+    raise AssertionError("there is room where each sample has a row")
+
+
+def _least_rows(lengths: IntArray, most: int, most_tokens: int) -> int:
+    """Fewer rows than this have no room for samples of falling lengths, however they are put."""
+    alone = int((lengths > most_tokens).sum())
+    rest = lengths[alone:]
+    if not len(rest):
+        return alone
+    # A row has room for at most k samples that are longer than most_tokens / (k + 1).
+    k = np.arange(1, most_tokens // int(rest[-1]) + 1)
+    longer = np.searchsorted(-rest, -(most_tokens / (k + 1)))
+    by_length = int(np.ceil(longer / k).max())
+    by_tokens = math.ceil(int(rest.sum()) / most_tokens)
+    return alone + max(by_length, by_tokens, math.ceil(len(rest) / most))
+
+
+def _fill(
+    lengths: Sequence[int], costs: Sequence[float], rows: int, most: int, most_tokens: int
+) -> list[list[int]] | None:
+    """Put each sample into the row of least cost that has room: longest processing time first.
+
+    Args:
+        lengths: tokens of each sample, falling.
+        costs: of each sample.
+        rows: how many there are.
+        most: samples that a row may hold.
+        most_tokens: tokens that it may hold, or one longer sample.
+
+    Returns:
+        The samples of each row; None: there is not room for all.
+    """
+    found: list[list[int]] = [[] for _ in range(rows)]
+    room = [most_tokens] * rows
+    open_ = [(0.0, row) for row in range(rows)]
+    waiting: list[tuple[int, int, float]] = []
+    """Rows with too little room for the sample at hand, those with most room first."""
+    for sample, (length, cost) in enumerate(zip(lengths, costs, strict=True)):
+        while waiting and -waiting[0][0] >= length:
+            _, row, load = heapq.heappop(waiting)
+            heapq.heappush(open_, (load, row))
+        while open_ and room[open_[0][1]] < min(length, most_tokens):
+            load, row = heapq.heappop(open_)
+            heapq.heappush(waiting, (-room[row], row, load))
+        if not open_:
+            return None
+        load, row = heapq.heappop(open_)
+        found[row].append(sample)
+        room[row] -= length
+        if len(found[row]) < most:
+            heapq.heappush(open_, (load + cost, row))
+    return found
+
+
+# --- Padded micro-batches -----------------------------------------------------------------------
+
+
+def _lay_out_padded(lengths: IntArray, layout: RankLayout, micro_steps: int) -> StepLayout:
+    """Spread samples over micro-steps in runs of neighbours by length.
+
+    Args:
+        lengths: [samples], input tokens of each.
+        layout: how many samples a run may have, and on how many ranks.
+        micro_steps: how many to spread over; at least as many as the samples need.
+    """
+    ranks = layout.world_size
+    falling = np.argsort(-lengths, kind="stable")
+    # Neighbours by length become micro-batches, as many as there are places for.
+    sizes = _cut(lengths[falling].tolist(), micro_steps * ranks, layout.micro_batch_size)
+    runs = np.split(falling, np.cumsum(sizes)[:-1]) if sizes else []
+    # The first sample of each is its longest: this is its size after padding.
+    runs.sort(key=lambda run: -int(lengths[run[0]]) * len(run))
+    groups = [runs[first : first + ranks] for first in range(0, micro_steps * ranks, ranks)]
+    return _deal(groups, lambda run: int(lengths[run].sum()), ranks)
+
+
+def _cut(lengths: list[int], places: int, most: int) -> list[int]:
+    """Cut samples into runs so that the largest run after padding is as small as possible.
+
+    Where there are more places than the samples fill, long sequences get short runs: the step is
+    faster and its peak of memory lower.
+
+    Args:
+        lengths: input tokens of each sample, falling.
+        places: how many runs to make.
+        most: most samples per run.
+
+    Returns:
+        Samples per run, none of them 0; fewer than `places` only if there are fewer samples.
+    """
+    if len(lengths) <= places:
+        return [1] * len(lengths)
+    if len(lengths) == places * most:
+        return [most] * places
+    # The smallest size, in padded tokens, at which the runs fit into the places: by halving.
+    too_small, enough = 0, lengths[0] * most
+    while enough - too_small > 1:
+        middle = (too_small + enough) // 2
+        if len(_cut_to(lengths, middle, most)) <= places:
+            enough = middle
+        else:
+            too_small = middle
+    return _split_largest(lengths, _cut_to(lengths, enough, most), places)
+
+
+def _cut_to(lengths: list[int], padded_tokens: int, most: int) -> list[int]:
+    """The fewest runs of at most `padded_tokens` each (or of one sample)."""
+    sizes = []
+    start = 0
+    while start < len(lengths):  # lengths fall: the first sample of a run sets its width
+        size = min(most, max(1, padded_tokens // lengths[start]), len(lengths) - start)
+        sizes.append(size)
+        start += size
+    return sizes
+
+
+def _split_largest(lengths: list[int], sizes: list[int], places: int) -> list[int]:
+    """Split the largest runs until there are `places`, so that no place stays empty."""
+    heap = []  # (-padded tokens, 0 if it cannot be split; first sample; samples)
+    start = 0
+    for size in sizes:
+        heap.append((-lengths[start] * size if size > 1 else 0, start, size))
+        start += size
+    heapq.heapify(heap)
+    while len(heap) < places:
+        _, start, size = heapq.heappop(heap)
+        for begin, part in ((start, size // 2), (start + size // 2, size - size // 2)):
+            heapq.heappush(heap, (-lengths[begin] * part if part > 1 else 0, begin, part))
+    return [size for _, _, size in sorted(heap, key=lambda run: run[1])]

@@ -1,0 +1,203 @@
+"""Data loaders: the micro-batches of a step with their labels, and those of validation."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from ftkit.data.samples.layout import FILLER, RankLayout, validation_batches
+from ftkit.data.samples.sample_set import Sample, Samples
+from ftkit.data.samples.sampler import ElasticOrder
+
+
+def collate(
+    samples: Sequence[Sample | None],
+    label_tokens_in_step: int,
+    *,
+    padding_free: bool = False,
+    is_last_of_step: bool = True,
+    source: int | None = None,
+    numbers: Sequence[int] = (),
+) -> dict[str, Any]:
+    """Make a micro-batch of samples: one after the other in a row, or padded to a rectangle.
+
+    Args:
+        samples: at least one; None is a filler, which becomes one token without a label.
+        label_tokens_in_step: over all ranks and micro-steps, the share of this micro-batch is
+            taken of it.
+        padding_free: whether they come in a row.
+        is_last_of_step: whether an update follows it.
+        source: the number of the one that all samples are of, if that counts.
+        numbers: of the samples in the data set, if they are known.
+
+    Returns:
+        input_ids: [1, tokens] int64, all but the last token of each sample; or [batch, sequence],
+            padded on the right with 0.
+        is_real: like input_ids, bool: a token of a sample, no padding and no filler.
+        sequence_lengths: tokens of each sample in the row, fillers included; or None.
+        lengths: the same, also where there is no row.
+        numbers: as given.
+        label_indices: [labels] int64, indices into the flattened input_ids of the tokens whose
+            next token carries loss.
+        labels: [labels] int64, those next tokens.
+        label_tokens_in_step: scalar float64.
+        is_last_of_step: as given.
+        samples: how many, without fillers.
+        tokens: how many, without padding and fillers.
+        padded_tokens: numbers in input_ids.
+        source: as given.
+    """
+    lengths = [1 if sample is None else len(sample.ids) - 1 for sample in samples]
+    width = max(lengths)
+    starts = np.cumsum([0, *lengths]) if padding_free else np.arange(len(lengths) + 1) * width
+    input_ids = np.zeros(starts[-1], dtype=np.int64)
+    is_real = np.zeros(starts[-1], dtype=np.bool_)
+    label_indices = [np.empty(0, dtype=np.int64)]
+    labels = [np.empty(0, dtype=np.int64)]
+    for sample, start, length in zip(samples, starts.tolist(), lengths, strict=False):
+        if sample is None:
+            continue
+        input_ids[start : start + length] = sample.ids[:-1]
+        is_real[start : start + length] = True
+        before = start - 1  # a token is predicted at the place of the one before it
+        for first, end in sample.trained:
+            first = max(first, 1)
+            label_indices.append(np.arange(before + first, before + end))
+            labels.append(sample.ids[first:end].astype(np.int64))
+    fillers = sum(sample is None for sample in samples)
+    return {
+        "input_ids": torch.from_numpy(input_ids).view(1 if padding_free else len(lengths), -1),
+        "is_real": torch.from_numpy(is_real).view(1 if padding_free else len(lengths), -1),
+        "sequence_lengths": tuple(lengths) if padding_free else None,
+        "lengths": tuple(lengths),
+        "numbers": tuple(numbers),
+        "label_indices": torch.from_numpy(np.concatenate(label_indices)),
+        "labels": torch.from_numpy(np.concatenate(labels)),
+        "label_tokens_in_step": torch.tensor(label_tokens_in_step, dtype=torch.float64),
+        "is_last_of_step": is_last_of_step,
+        "samples": len(samples) - fillers,
+        "tokens": sum(lengths) - fillers,
+        "padded_tokens": input_ids.size,
+        "source": source,
+    }
+
+
+def train_batches(
+    samples: Samples,
+    order: ElasticOrder,
+    start_step: int,
+    end_step: int,
+    *,
+    pin_memory: bool = False,
+) -> DataLoader[dict[str, Any]]:
+    """This rank's micro-batches of the steps [start_step, end_step), one per micro-step.
+
+    Starting later replays nothing.
+
+    Args:
+        samples: the training data.
+        order: of these samples.
+        start_step: first step, counted from the start of the run.
+        end_step: last step + 1.
+        pin_memory: for copies to a GPU beside the computation.
+
+    Returns:
+        Loader of what collate returns. It has no len: steps may have different numbers of
+        micro-steps.
+    """
+    batches = _MicroBatches(samples, padding_free=order.layout.padding_free)
+    return _loader(batches, _StepSampler(order, start_step, end_step), pin_memory)
+
+
+def validation_loader(
+    samples: Samples,
+    limit: int,
+    layout: RankLayout,
+    *,
+    pin_memory: bool = False,
+) -> DataLoader[dict[str, Any]]:
+    """This rank's batches of the first `limit` validation samples, as many on every rank.
+
+    The samples of a batch are all of one source, so that the loss of each is known.
+
+    Args:
+        samples: the validation data.
+        limit: samples over all ranks.
+        layout: of a batch, on this rank.
+        pin_memory: for copies to a GPU beside the computation.
+
+    Returns:
+        Loader of what collate returns; label_tokens_in_step counts the whole validation.
+    """
+    label_tokens = int(samples.label_counts[:limit].sum())
+    sources = samples.sources[:limit]
+    keys: list[_Key] = []
+    for source in np.unique(sources).tolist():
+        numbers = np.flatnonzero(sources == source)
+        lengths = samples.lengths[numbers]
+        for batch in validation_batches(lengths, len(numbers), layout):
+            found = [i if i == FILLER else int(numbers[i]) for i in batch]
+            keys.append((found, label_tokens, True, source))
+    return _loader(_MicroBatches(samples, padding_free=layout.padding_free), keys, pin_memory)
+
+
+_Key = tuple[list[int], int, bool, int | None]
+"""Of a micro-batch: samples, label tokens of its step, whether it is its end, source."""
+
+
+class _StepSampler(Sampler[_Key]):
+    """What to collate, micro-step by micro-step."""
+
+    def __init__(self, order: ElasticOrder, start_step: int, end_step: int) -> None:
+        assert order.start_step <= start_step <= end_step <= order.total_steps
+        self._order = order
+        self._start_step = start_step
+        self._end_step = end_step
+
+    def __iter__(self) -> Iterator[_Key]:
+        for step in range(self._start_step, self._end_step):
+            label_tokens = self._order.label_tokens(step)
+            *others, last = self._order.micro_batches(step)
+            for micro_batch in others:
+                yield micro_batch, label_tokens, False, None
+            yield last, label_tokens, True, None
+
+
+class _MicroBatches(Dataset[dict[str, Any]]):
+    """Collated micro-batches, by the samples in them."""
+
+    def __init__(self, samples: Samples, *, padding_free: bool) -> None:
+        self._samples, self._padding_free = samples, padding_free
+
+    def __getitem__(self, key: _Key) -> dict[str, Any]:
+        indices, label_tokens, is_last, source = key
+        samples = [None if i == FILLER else self._samples[i] for i in indices]
+        return collate(
+            samples,
+            label_tokens,
+            padding_free=self._padding_free,
+            is_last_of_step=is_last,
+            source=source,
+            numbers=indices,
+        )
+
+
+def _loader(
+    batches: _MicroBatches, sampler: Sampler[_Key] | list[_Key], pin_memory: bool
+) -> DataLoader[dict[str, Any]]:
+    # Without workers, whatever num_workers says: the samples are tokenised already, collating
+    # takes 0.05 ms, and forking a process that runs communication threads is not safe.
+    return DataLoader(
+        batches,
+        batch_size=None,
+        sampler=sampler,
+        collate_fn=_keep,  # type: ignore[arg-type]  # without batch_size it gets one item
+        pin_memory=pin_memory,
+    )
+
+
+def _keep(batch: dict[str, Any]) -> dict[str, Any]:
+    """Leave the batch as it is; the loader's default would turn its counts into tensors."""
+    return batch

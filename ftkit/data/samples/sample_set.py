@@ -1,0 +1,240 @@
+"""Samples: tokenised, in arrays, of one source or of several in one order."""
+
+import hashlib
+from abc import abstractmethod
+from array import array
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import Dataset
+
+from ftkit.data.rendering.renderer import Rendered
+from ftkit.data.samples.layout import IntArray
+
+
+class Sample(NamedTuple):
+    """The tokens of a sample, and which of them carry loss."""
+
+    ids: npt.NDArray[np.int32]
+    """[tokens]."""
+    trained: npt.NDArray[np.int32]
+    """[spans, 2]: first token and end of each span that carries loss. The first token of all never
+    does: nothing predicts it."""
+
+
+class Samples(Dataset[Sample]):
+    """Tokenised samples by their number."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> Sample: ...
+
+    @property
+    @abstractmethod
+    def lengths(self) -> IntArray:
+        """[samples], tokens that the model is given: all but the last."""
+
+    @property
+    @abstractmethod
+    def label_counts(self) -> IntArray:
+        """[samples], tokens that carry loss."""
+
+    @property
+    @abstractmethod
+    def sources(self) -> npt.NDArray[np.int32]:
+        """[samples], the number of the source that each is of."""
+
+
+class SampleArrays(NamedTuple):
+    """Samples, one behind the other."""
+
+    tokens: npt.NDArray[np.int32]
+    """[tokens of all samples]."""
+    offsets: IntArray
+    """[samples + 1], where each sample starts, and the end."""
+    spans: npt.NDArray[np.int32]
+    """[spans of all samples, 2], as in Sample."""
+    span_offsets: IntArray
+    """[samples + 1], where the spans of each sample start, and the end."""
+
+
+class SampleSet(Samples):
+    """The samples of one source, all in one array, so that millions fit."""
+
+    def __init__(
+        self,
+        tokens: npt.NDArray[np.int32],
+        offsets: IntArray,
+        spans: npt.NDArray[np.int32],
+        span_offsets: IntArray,
+        *,
+        fingerprint: str | None = None,
+    ) -> None:
+        """Hold samples, each of which has at least one label.
+
+        Args:
+            tokens: as in SampleArrays, and so are the others.
+            offsets: of the samples.
+            spans: that carry loss.
+            span_offsets: of the spans.
+            fingerprint: if it is known.
+        """
+        self.arrays = SampleArrays(tokens, offsets, spans, span_offsets)
+        self._fingerprint = fingerprint
+
+    @classmethod
+    def of(cls, samples: Iterable[Rendered]) -> "SampleSet":
+        """Lay samples one behind the other."""
+        rows = SampleRows()
+        rows.extend(samples)
+        return rows.finish()
+
+    def __len__(self) -> int:
+        return len(self.arrays.offsets) - 1
+
+    def __getitem__(self, index: int) -> Sample:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        tokens, offsets, spans, span_offsets = self.arrays
+        return Sample(
+            tokens[offsets[index] : offsets[index + 1]],
+            spans[span_offsets[index] : span_offsets[index + 1]],
+        )
+
+    @cached_property
+    def lengths(self) -> IntArray:
+        return np.diff(self.arrays.offsets) - 1
+
+    @cached_property
+    def label_counts(self) -> IntArray:
+        spans, starts = self.arrays.spans, self.arrays.span_offsets[:-1]
+        if not len(starts):
+            return np.empty(0, dtype=np.int64)
+        labels = spans[:, 1] - np.maximum(spans[:, 0], 1)
+        return np.add.reduceat(labels, starts, dtype=np.int64)
+
+    @property
+    def sources(self) -> npt.NDArray[np.int32]:
+        return np.zeros(len(self), dtype=np.int32)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of tokens, sample boundaries and masks, wherever they came from.
+
+        Where every sample is a prompt and an answer, its mask counts as the length of its prompt,
+        as it did when there were no others.
+        """
+        if self._fingerprint is not None:
+            return self._fingerprint
+        tokens, offsets, spans, span_offsets = self.arrays
+        masks = [(spans, "<i4"), (span_offsets, "<i8")]
+        if len(spans) == len(self) and (spans[:, 1] == np.diff(offsets)).all():
+            masks = [(spans[:, 0], "<i4")]
+        digest = hashlib.sha256()
+        for values, dtype in [(tokens, "<i4"), (offsets, "<i8"), *masks]:
+            digest.update(np.ascontiguousarray(values, dtype=dtype).data)
+        return digest.hexdigest()
+
+
+class SampleRows:
+    """Samples that are being made, in arrays that grow."""
+
+    def __init__(self) -> None:
+        self._tokens, self._spans = array("i"), array("i")
+        self._offsets, self._span_offsets = array("q", [0]), array("q", [0])
+
+    def extend(self, samples: Iterable[Rendered]) -> None:
+        """Lay samples behind those there are."""
+        for ids, trained in samples:
+            self._tokens.extend(ids)
+            self._offsets.append(len(self._tokens))
+            for span in trained:
+                self._spans.extend(span)
+            self._span_offsets.append(len(self._spans) // 2)
+
+    def finish(self) -> SampleSet:
+        """The samples; there are no more to come."""
+        return SampleSet(
+            np.frombuffer(self._tokens, dtype=np.int32),
+            np.frombuffer(self._offsets, dtype=np.int64),
+            np.frombuffer(self._spans, dtype=np.int32).reshape(-1, 2),
+            np.frombuffer(self._span_offsets, dtype=np.int64),
+        )
+
+
+class JoinedSamples(Samples):
+    """The samples of several sources in one order."""
+
+    def __init__(
+        self, sets: Sequence[SampleSet], sources: npt.NDArray[np.int32], places: IntArray
+    ) -> None:
+        """Join samples without copying them.
+
+        Args:
+            sets: of each source.
+            sources: [samples], the number of the source of each.
+            places: [samples], where it lies in that source.
+        """
+        self._sets, self._sources, self._places = sets, sources, places
+
+    @classmethod
+    def one_after_another(
+        cls, sets: Sequence[SampleSet], *, most: int | None = None
+    ) -> "JoinedSamples":
+        """All samples of the first source, or its first `most`, then those of the next."""
+        sizes = [len(each) if most is None else min(len(each), most) for each in sets]
+        sources = np.repeat(np.arange(len(sets), dtype=np.int32), sizes)
+        return cls(sets, sources, np.concatenate([np.arange(size) for size in sizes]))
+
+    @classmethod
+    def interleaved(cls, sets: Sequence[SampleSet]) -> "JoinedSamples":
+        """All samples, so that the first few hold as large a share of every source."""
+        sources, places = interleave([len(each) for each in sets])
+        return cls(sets, sources, places)
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    def __getitem__(self, index: int) -> Sample:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        return self._sets[self._sources[index]][int(self._places[index])]
+
+    @cached_property
+    def lengths(self) -> IntArray:
+        return self._gathered([each.lengths for each in self._sets])
+
+    @cached_property
+    def label_counts(self) -> IntArray:
+        return self._gathered([each.label_counts for each in self._sets])
+
+    @property
+    def sources(self) -> npt.NDArray[np.int32]:
+        return self._sources
+
+    def _gathered(self, values: Sequence[IntArray]) -> IntArray:
+        """[samples], of values of the samples of each source."""
+        starts = np.cumsum([0, *map(len, values)])
+        return np.concatenate(values)[starts[self._sources] + self._places]
+
+
+def interleave(sizes: Sequence[int]) -> tuple[npt.NDArray[np.int32], IntArray]:
+    """An order of the members of several groups in which each is spread evenly.
+
+    Args:
+        sizes: members of each group.
+
+    Returns:
+        [members] the group of each, and its number there; numbers of a group rise.
+    """
+    groups = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
+    nothing = np.empty(0, dtype=np.int64)
+    numbers = np.concatenate([nothing, *(np.arange(size) for size in sizes)])
+    shares = np.concatenate([nothing, *(np.arange(size) / max(size, 1) for size in sizes)])
+    order = np.argsort(shares, kind="stable")
+    return groups[order], numbers[order]

@@ -1,0 +1,218 @@
+"""The elastic sampler: which samples a step takes, and how they are laid out on the ranks.
+
+Which samples a step takes is a function of seed, data set, weights of its sources and global batch
+size alone. How they are laid out over ranks and micro-steps costs time and memory, but does not
+change the loss, which is the sum over the tokens of the step divided by their number. So a position
+in the data is one integer, and a run can be continued on other hardware, or with another global
+batch size, without replaying anything.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ftkit.data.samples.layout import IntArray, RankLayout, StepLayout, lay_out, samples_or_filler
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """A position in the data of a run, whatever its batches were."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    samples: int = 0
+    """Samples that they consumed."""
+
+
+class EpochOrder:
+    """The samples of every epoch, in their order.
+
+    An epoch takes a fixed number of samples of each source. Where that is all of them, each is
+    taken once. Else the source is walked through from epoch to epoch, in one random order after
+    the other: none of its samples is taken again before all others were.
+    """
+
+    def __init__(self, sizes: Sequence[int], takes: Sequence[int], seed: int) -> None:
+        """Describe the epochs.
+
+        Args:
+            sizes: samples of each source; they are numbered through, source by source.
+            takes: samples of each that an epoch takes.
+            seed: with the number of the epoch, determines its order.
+        """
+        assert len(sizes) == len(takes) and min((*sizes, *takes)) > 0
+        self._sizes, self._takes, self._seed = tuple(sizes), tuple(takes), seed
+        self._ends: IntArray = np.cumsum(self._sizes)
+        self.samples = sum(self._takes)
+        """Of one epoch."""
+
+    def of(self, epoch: int) -> IntArray:
+        """[samples of an epoch], in their order."""
+        order = permutation(self.samples, self._seed, epoch)
+        if self._sizes == self._takes:
+            return order
+        parts = [self._of_source(source, epoch) for source in range(len(self._sizes))]
+        return np.concatenate(parts)[order]
+
+    def sources(self, samples: IntArray) -> IntArray:
+        """[sources], how many of the samples are of each."""
+        return np.bincount(
+            np.searchsorted(self._ends, samples, side="right"), minlength=len(self._sizes)
+        )
+
+    def _of_source(self, source: int, epoch: int) -> IntArray:
+        """The samples of a source that an epoch takes, in the order of its walk."""
+        size, take = self._sizes[source], self._takes[source]
+        base = int(self._ends[source]) - size
+        if take == size:
+            return base + np.arange(size, dtype=np.int64)
+        first, last = epoch * take, (epoch + 1) * take
+        parts = []
+        while first < last:
+            walk, place = divmod(first, size)
+            part = permutation(size, self._seed, walk, source)[place : place + last - first]
+            parts.append(part)
+            first += len(part)
+        return base + np.concatenate(parts)
+
+
+class ElasticOrder:
+    """The samples of every step of a run, and their layout on one rank.
+
+    Epochs are concatenated; step s takes the samples [s * G, (s + 1) * G) of that sequence, with
+    G the global batch size; only the last step may be shorter. A run that continues at step s0
+    after n0 samples goes on from there: step s takes [n0 + (s - s0) * G, n0 + (s + 1 - s0) * G),
+    whatever G was before. The cost of a step does not depend on which step it is: each epoch needs
+    one permutation, kept while the run is near it.
+    """
+
+    def __init__(
+        self,
+        lengths: npt.ArrayLike,
+        label_counts: npt.ArrayLike,
+        *,
+        epochs: EpochOrder,
+        global_batch_size: int,
+        total_samples: int,
+        layout: RankLayout,
+        start: Position,
+    ) -> None:
+        """Describe the run.
+
+        Args:
+            lengths: [samples of the data set], input tokens of each.
+            label_counts: [samples of the data set], tokens of each that carry loss.
+            epochs: the order of these samples.
+            global_batch_size: samples per step, over all ranks.
+            total_samples: samples of the whole run, from its very first step to its last.
+            layout: of this rank.
+            start: what was done before; no earlier step is asked for.
+        """
+        self._lengths: IntArray = np.asarray(lengths, dtype=np.int64)
+        self._label_counts: IntArray = np.asarray(label_counts, dtype=np.int64)
+        assert len(self._lengths) == len(self._label_counts) > 0
+        assert min(global_batch_size, layout.micro_batch_size, total_samples) > 0
+        assert start.step >= 0 and 0 <= start.samples <= total_samples
+        assert 0 <= layout.rank < layout.world_size
+        self._epochs = epochs
+        self._global_batch_size = global_batch_size
+        self.layout = layout
+        """Of a step on this rank."""
+        self._total_samples = total_samples
+        self.start_step = start.step
+        self._start_samples = start.samples
+        self._orders: dict[int, IntArray] = {}
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run, those before the start included."""
+        remaining = self._total_samples - self._start_samples
+        return self.start_step - (-remaining // self._global_batch_size)
+
+    def consumed(self, step: int) -> int:
+        """Samples of the whole run up to this number of steps done: the position in the data."""
+        assert self.start_step <= step <= self.total_steps, self._range(step)
+        done = (step - self.start_step) * self._global_batch_size
+        return min(self._start_samples + done, self._total_samples)
+
+    def samples(self, step: int) -> IntArray:
+        """Which samples of the data set the step takes, over all ranks; the same on every layout.
+
+        Returns:
+            [samples of the step], in the order of the epoch. A sample appears more than once only
+            if the global batch is larger than an epoch, or an epoch takes it more than once.
+        """
+        first, last = self._span(step)
+        parts = []
+        while first < last:
+            epoch, position = divmod(first, self._epochs.samples)
+            part = self._order(epoch)[position : position + last - first]
+            parts.append(part)
+            first += len(part)
+        return np.concatenate(parts)
+
+    def sources(self, step: int) -> IntArray:
+        """[sources], samples that the step takes of each, over all ranks."""
+        return self._epochs.sources(self.samples(step))
+
+    def label_tokens(self, step: int) -> int:
+        """Tokens that carry loss in the step, over all ranks and micro-steps."""
+        return int(self._label_counts[self.samples(step)].sum())
+
+    def micro_batches(self, step: int) -> list[list[int]]:
+        """The samples this rank runs in each micro-step; [FILLER] where it has none.
+
+        All ranks have equally many. The first micro-step has the largest micro-batch.
+        """
+        samples = self.samples(step)
+        rank = self.layout.rank
+        return [samples_or_filler(samples[ranks[rank]]) for ranks in self._laid_out(samples)]
+
+    def largest_micro_batch(self, step: int) -> int:
+        """Positions of the step's largest micro-batch over all ranks, padding included."""
+        samples = self.samples(step)
+        lengths = self._lengths[samples]
+        (first, *_) = self._laid_out(samples)
+        return max(self.layout.positions(lengths[run]) for run in first if len(run))
+
+    def imbalance(self, step: int) -> float:
+        """Tokens of the fullest rank, relative to the mean of all ranks; 1.0 is perfect."""
+        samples = self.samples(step)
+        lengths = self._lengths[samples]
+        tokens = np.zeros(self.layout.world_size)
+        for ranks in self._laid_out(samples):
+            tokens += [lengths[chosen].sum() for chosen in ranks]
+        return float(tokens.max() / tokens.mean())
+
+    def _span(self, step: int) -> tuple[int, int]:
+        """First and last + 1 of the step's samples, counted from the start of the run."""
+        assert step < self.total_steps, self._range(step)
+        return self.consumed(step), self.consumed(step + 1)
+
+    def _range(self, step: int) -> str:
+        return f"step {step} of [{self.start_step}, {self.total_steps})"
+
+    def _laid_out(self, samples: IntArray) -> StepLayout:
+        return lay_out(
+            self._lengths[samples], self.layout, samples_of_full_step=self._global_batch_size
+        )
+
+    def _order(self, epoch: int) -> IntArray:
+        """The order of the epoch; the two epochs asked for last are kept."""
+        if epoch not in self._orders:
+            while len(self._orders) > 1:
+                del self._orders[next(iter(self._orders))]
+            self._orders[epoch] = self._epochs.of(epoch)
+        return self._orders[epoch]
+
+
+def permutation(samples: int, seed: int, epoch: int, *source: int) -> IntArray:
+    """A random order of range(samples), the same with every version of numpy.
+
+    Numpy promises a stable stream for its bit generators, but not for Generator.permutation
+    (https://numpy.org/doc/stable/reference/random/compatibility.html); so raw bits are sorted.
+    """
+    bits = np.random.Philox(np.random.SeedSequence(seed % 2**64, spawn_key=(epoch, *source)))
+    return np.argsort(bits.random_raw(samples), kind="stable")

@@ -1,0 +1,1 @@
+"""Evaluation: validation loss, generated answers, metrics and tasks."""

@@ -1,0 +1,168 @@
+"""`ftkit generate`: answers of a result to one prompt or many.
+
+Answers go to standard output, or to a file; what there is to know about them to standard error.
+"""
+
+import gc
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.table import Table
+from rich.text import Text
+
+from ftkit.data.records.formats import FORMATS, format_of
+from ftkit.data.records.read import read_records
+from ftkit.data.records.record import Record
+from ftkit.errors import UserError
+from ftkit.evaluation.questions import question_of
+from ftkit.evaluation.result import Result, base_result
+from ftkit.evaluation.session import Answer, Speaker, put_to_use
+from ftkit.recipe.result_options import GenerateOptions
+from ftkit.utils.accelerators.use import free_cached_memory
+from ftkit.utils.console.display import Display
+from ftkit.utils.console.formatting import printable
+from ftkit.utils.files import write_durably
+from ftkit.utils.progress import print_notice
+
+
+def generate(result: Result, options: GenerateOptions) -> int:
+    """Answer what is asked; the exit code.
+
+    Args:
+        result: what answers.
+        options: what is asked, how to answer and what to do with the answers.
+
+    Raises:
+        UserError: something is missing, or does not fit.
+    """
+    records = _records(options)
+    _check_shapes(records, options)
+    results = [result]
+    if options.compare_base:
+        results.insert(0, base_result(result, options.base))
+    live = options.format == "table" and options.out is None and not options.compare_base
+    answers = [_answer_all(one, records, options, live=live) for one in results]
+    entries: list[dict[str, object]] = [
+        dict(record)
+        | {"answer": own.text}
+        | ({"base_answer": answers[0][i].text} if options.compare_base else {})
+        | {"tokens": own.tokens, "seconds": round(own.seconds, 3)}
+        for i, (record, own) in enumerate(zip(records, answers[-1], strict=True))
+    ]
+    if options.out is not None:
+        _write(options.out.expanduser(), entries)
+    elif options.format == "json":
+        shown = entries if options.prompts is not None else entries[0]
+        print(json.dumps(shown, indent=2, ensure_ascii=False))
+    elif not live:
+        _compare(records, answers, results)
+    return 0
+
+
+def shown(text: str) -> str:
+    """A text of a model as a terminal may get it; a file gets it as it is."""
+    return printable(text) if sys.stdout.isatty() else text
+
+
+def _answer_all(
+    result: Result, records: Sequence[Record], options: GenerateOptions, *, live: bool
+) -> list[Answer]:
+    """The answers of one result, which is in memory only as long as this takes."""
+    speaker = Speaker(put_to_use(result, options), options)
+    if speaker.notice is not None:
+        print_notice(speaker.notice, sys.stderr)
+    questions = [question_of(record) for record in records]
+    prompts = [speaker.prompt_of(question) for question in questions]
+    answers = []
+    if live:
+        for question, prompt in zip(questions, prompts, strict=True):
+            answers.append(Answer())
+            if len(records) > 1:
+                print(shown(f"> {question.text}"))
+            for piece in speaker.say(prompt, answers[-1]):
+                print(shown(piece), end="", flush=True)
+            print("\n" if len(records) > 1 else "", flush=True)
+    else:
+        title = f"answering {len(records)} prompts with {result.name}"
+        with (
+            Display(None, stream=sys.stderr) as display,
+            display.phase(title, brief=True) as phase,
+        ):
+            for prompt in prompts:
+                answers.append(speaker.answer(prompt))
+                phase.advance(len(answers), len(prompts))
+    total = Answer(
+        tokens=sum(answer.tokens for answer in answers),
+        seconds=sum(answer.seconds for answer in answers),
+    )
+    print_notice(f"{result.name}: {total.speed_text}", sys.stderr)
+    del speaker
+    gc.collect()
+    free_cached_memory()
+    return answers
+
+
+def _records(options: GenerateOptions) -> list[Record]:
+    """What is asked: lines of a text, or records of any shape."""
+    if options.prompt is not None:
+        record = {"instruction": options.prompt}
+        return [record if options.input is None else record | {"input": options.input}]
+    assert options.prompts is not None
+    file = options.prompts.expanduser()
+    if (kind := format_of(file)) is not None and kind is not FORMATS[".txt"]:
+        return read_records(file, answered=False)
+    try:
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--prompts {file} cannot be read ({error}). Name a text file.") from None
+    records = [{"instruction": line.strip()} for line in lines if line.strip()]
+    if not records:
+        raise UserError(f"--prompts {file} holds no prompt. Write one on each line.")
+    return records
+
+
+def _check_shapes(records: Sequence[Record], options: GenerateOptions) -> None:
+    """Refuse options that mean nothing for what is asked.
+
+    Raises:
+        UserError: names the option, and what works.
+    """
+    if options.raw and any("messages" in record for record in records):
+        raise UserError(
+            f"--raw gives a text to the model as it is, but --prompts {options.prompts} holds "
+            "conversations. Leave out --raw, or name a file of texts."
+        )
+    if options.system is not None and any(not question_of(record).messages for record in records):
+        raise UserError(
+            f"--system begins a conversation, but --prompts {options.prompts} holds texts that go "
+            "on as they are. Leave out --system."
+        )
+
+
+def _write(out: Path, entries: Sequence[dict[str, object]]) -> None:
+    lines = (json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries)
+    try:
+        write_durably(out, "".join(lines))
+    except OSError as error:
+        raise UserError(f"--out {out} cannot be written ({error.strerror}).") from None
+    print_notice(f"{len(entries):,} answers in {out}", sys.stderr)
+
+
+def _compare(
+    records: Sequence[Record], answers: Sequence[Sequence[Answer]], results: Sequence[Result]
+) -> None:
+    """The answers side by side, in a column for each result."""
+    with Display(None) as display:
+        for i, record in enumerate(records):
+            table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+            for result, what in zip(results, ("base model", "result"), strict=True):
+                title = Text(f"{what} {printable(result.name)}")
+                table.add_column(title, overflow="fold", ratio=1)
+            texts = (Text(printable(column[i].text.strip())) for column in answers)
+            table.add_row(*texts)
+            display.show(Text(f"> {printable(question_of(record).text)}", "cyan"))
+            display.show(table)
+            if i + 1 < len(records):
+                display.show(Text(""))

@@ -1,0 +1,269 @@
+"""Loading of a result: base model and adapter, or the weights of a checkpoint."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ftkit.checkpoint.files import BASE
+from ftkit.checkpoint.metadata import CheckpointError
+from ftkit.checkpoint.shards import StoredState
+from ftkit.checkpoint.state import result_parameter, stored_name
+from ftkit.errors import UserError
+from ftkit.evaluation.prompting import Prompting, prompting_of
+from ftkit.evaluation.result import Result
+from ftkit.models.architectures.architecture import HEAD
+from ftkit.models.language_model import LanguageModel, outline, outline_plain
+from ftkit.models.load_weights import fill
+from ftkit.models.lora.load import check_shapes, read_adapter
+from ftkit.models.pretrained.base_model import (
+    BaseModel,
+    open_base,
+    open_companions,
+    parameter_shapes,
+    weights,
+)
+from ftkit.models.pretrained.fingerprint import fingerprint, implementation_of
+from ftkit.models.sharding import Whole
+from ftkit.recipe.devices import find_devices
+from ftkit.recipe.peft_adapter import CONFIG
+from ftkit.recipe.plan import Plan, make_plan
+from ftkit.recipe.recipe import Component, LoraRecipe, Precision, Quantization, Recipe, Train
+from ftkit.strategies.state import PARAMETER
+from ftkit.utils.accelerators.kinds import HOST_KIND
+from ftkit.utils.progress import OnProgress
+
+ROPE_LENGTH = 4096
+"""Most positions that a model is prepared for; longer texts make it prepare more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A result that can answer."""
+
+    model: LanguageModel
+    """In evaluation mode, on its device."""
+    base: BaseModel
+    """Its architecture and tokenizer."""
+    prompting: Prompting
+    """How the result is asked."""
+
+
+def plan_use(
+    result: Result, accelerator: str | None = None, precision: Precision | None = None
+) -> Plan:
+    """How a result computes on this machine, on one device: as its run did, where that is possible.
+
+    Args:
+        result: what is to be used.
+        accelerator: kind of device. Default: GPUs of NVIDIA or AMD where there are any.
+        precision: default: that of its run; of what no run made, 16 bits on GPUs and 32 on CPUs.
+
+    Raises:
+        UserError: this machine cannot do what is asked.
+    """
+    recipe = result.recipe or Recipe(checkpoint_dir=str(result.directory))
+    recipe = dataclasses.replace(
+        recipe,
+        accelerator=accelerator or "auto",
+        devices=1,
+        num_nodes=1,
+        strategy=Component(class_path="single", init_args={}),
+        compile=False,
+        kernels="torch",
+    )
+    devices = find_devices(recipe, here=True)
+    half: Precision = "bf16-true" if devices.bf16_native else "16-true"
+    default = result.precision or ("32-true" if devices.accelerator == HOST_KIND else half)
+    if devices.accelerator == "cpu" and default.startswith("16"):
+        default = "32-true"
+    recipe = dataclasses.replace(recipe, precision=precision or default)
+    return make_plan(recipe, devices, trains=False)
+
+
+def open_result(result: Result, base: str | None = None, option: str = "--base") -> BaseModel:
+    """The base model of an adapter; a model itself; of a checkpoint, the model without weights.
+
+    It is tied if the weights of the result are.
+
+    Args:
+        result: from `find_result`.
+        base: where the base model is, if not where the run had it.
+        option: of the command line, by which that is given.
+
+    Raises:
+        UserError: it is not there, or is not the one that the result was made from.
+    """
+    if result.kind == "checkpoint":
+        has_head = stored_name(PARAMETER, HEAD) in _stored(result)
+        return dataclasses.replace(open_companions(result.directory / BASE), tied=not has_head)
+    if result.kind == "model":
+        return open_base(str(result.directory))
+    return _base_of(result, base, option)
+
+
+def with_rest(base: BaseModel, result: Result, directory: str | None, option: str) -> BaseModel:
+    """The same with what its base model has beside the language model, to be written.
+
+    Args:
+        base: from `open_result`.
+        result: that it belongs to.
+        directory: where the base model is, if not where the run had it.
+        option: of the command line, by which that is given.
+
+    Raises:
+        UserError: the base model is needed for that and not there, or is another one.
+    """
+    if base.rest or not base.architecture.rest_shapes:
+        return base
+    return dataclasses.replace(base, rest=_base_of(result, directory, option).rest)
+
+
+def _base_of(result: Result, base: str | None, option: str) -> BaseModel:
+    """The model that a result was made from."""
+    name = base or result.base
+    if name is None:
+        raise UserError(
+            f"{result.directory / CONFIG} does not say which base model the adapter "
+            f"belongs to. Try {option} PATH."
+        )
+    try:
+        known = result.fingerprint
+        found = open_base(name, None if known is None else implementation_of(known))
+    except UserError as error:
+        if base is not None:
+            raise
+        raise UserError(f"{error}\nSay where the base model is with {option} PATH.") from None
+    if result.fingerprint is not None and result.fingerprint != fingerprint(found):
+        known = f" ({result.metadata.base.name})" if result.metadata else ""
+        raise UserError(
+            f"{name} is not the model that {result.name} was made from{known}: its weights "
+            f"differ. Try {option} PATH with that model."
+        )
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenAdapter:
+    """An adapter that was read, and the model that it adapts, which has no numbers yet."""
+
+    base: BaseModel
+    model: LanguageModel
+    """Outlined and adapted."""
+    tensors: Mapping[str, Tensor]
+    """Values of what was trained, by our names."""
+
+
+def open_adapter(
+    result: Result,
+    *,
+    dtype: torch.dtype,
+    compute_dtype: torch.dtype | None = None,
+    quantize: Quantization | None = None,
+    base: str | None = None,
+    option: str = "--base",
+) -> OpenAdapter:
+    """Read an adapter and outline the adapted model.
+
+    Args:
+        result: an adapter.
+        dtype: number format of the parameters that are not quantised.
+        compute_dtype: number format of the arithmetic of quantised layers. Default: dtype.
+        quantize: how the weights of the blocks are stored; None: as numbers.
+        base: where the base model is, if not where the run had it.
+        option: of the command line, by which that is given.
+
+    Raises:
+        UserError: something is missing or damaged, or the adapter belongs to another model.
+    """
+    found = open_result(result, base, option)
+    train = Train() if result.recipe is None else result.recipe.train
+    try:
+        adapter = read_adapter(result.directory, found)
+        recipe = LoraRecipe(
+            checkpoint_dir=found.name, train=train, quantize=quantize, **adapter.changes
+        )
+        model = outline(found, recipe, dtype, compute_dtype)
+        check_shapes(adapter, model, result.directory)
+    except UserError as error:
+        raise UserError(f"{error}\nAnother base model is given with {option} PATH.") from None
+    return OpenAdapter(base=found, model=model, tensors=adapter.tensors)
+
+
+def full_weights(result: Result, base: BaseModel) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a model or of a full fine-tune's checkpoint, by our names, one by one.
+
+    Args:
+        result: no adapter.
+        base: from `open_result`.
+
+    Raises:
+        UserError: they are missing or damaged.
+    """
+    if result.kind == "model":
+        yield from weights(base)
+        return
+    stored = _stored(result)
+    try:
+        for name in parameter_shapes(base):
+            yield name, result_parameter(stored, name)[:]
+    except CheckpointError as error:
+        raise UserError(f"{result.directory} is damaged: {error}.") from None
+
+
+def load_result(
+    result: Result,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    compute_dtype: torch.dtype | None = None,
+    quantize: Quantization | None = None,
+    base: str | None = None,
+    progress: OnProgress = lambda *_: None,
+) -> Loaded:
+    """Read a result into memory.
+
+    Args:
+        result: from `find_result`.
+        device: where it is to compute.
+        dtype: number format of the parameters that are not quantised.
+        compute_dtype: number format of the arithmetic of quantised layers. Default: dtype.
+        quantize: how the weights of the blocks are stored; None: as numbers.
+        base: where the base model is, if not where the run had it.
+        progress: told how far it is.
+
+    Raises:
+        UserError: something is missing or damaged, or the adapter belongs to another model.
+    """
+    if result.kind == "adapter":
+        adapter = open_adapter(
+            result, dtype=dtype, compute_dtype=compute_dtype, quantize=quantize, base=base
+        )
+        found, model, source, tensors = adapter.base, adapter.model, None, adapter.tensors
+    else:
+        found = open_result(result, base)
+        model = outline_plain(found, dtype, compute_dtype, tied=found.tied, kind=quantize)
+        model.requires_grad_(False)
+        source, tensors = full_weights(result, found), {}
+    fill(
+        model,
+        found,
+        sharding=Whole(),
+        device=device,
+        rope_length=min(found.architecture.context_length, ROPE_LENGTH),
+        seed=0,
+        adapter=tensors,
+        source=source,
+        progress=progress,
+    )
+    return Loaded(model=model.eval(), base=found, prompting=prompting_of(result, found))
+
+
+def _stored(result: Result) -> StoredState:
+    assert result.metadata is not None
+    try:
+        return StoredState.in_checkpoint(result.directory, result.metadata)
+    except CheckpointError as error:
+        raise UserError(f"{result.directory} is damaged: {error}.") from None

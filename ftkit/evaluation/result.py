@@ -1,0 +1,290 @@
+"""Results: what a path means that is to be used, an adapter, a model, or the state of a run.
+
+Looks at names, settings and metadata alone, without torch;
+`ftkit.evaluation.loading` reads the weights.
+"""
+
+import contextlib
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast
+
+from ftkit.checkpoint.files import ADAPTER, METADATA, RECIPE, is_shard
+from ftkit.checkpoint.metadata import CheckpointError, Metadata, read_metadata
+from ftkit.checkpoint.store import Store, check_files, problem_of, step_of
+from ftkit.errors import UserError
+from ftkit.models.chat_templates.template import CHAT_TEMPLATE, template_of
+from ftkit.models.pretrained.hub import (
+    ROOT,
+    find_gguf,
+    find_or_download,
+    is_litgpt,
+    missing_files,
+    weight_files,
+)
+from ftkit.models.pretrained.hub_errors import nearest_directory
+from ftkit.recipe.parsing import read_recipe
+from ftkit.recipe.peft_adapter import CONFIG as ADAPTER_CONFIG
+from ftkit.recipe.peft_adapter import base_fingerprint, peft_settings
+from ftkit.recipe.recipe import LoraRecipe, Method, Precision, Quantization, Recipe
+from ftkit.runs.checkpoints import find, misnamed
+from ftkit.runs.directory import RunDirectory
+from ftkit.runs.fetching import fetch_companions, opened_url
+from ftkit.runs.report.report import Report, read_report
+from ftkit.utils.remote.ranges import lies_elsewhere
+from ftkit.utils.remote.urls import is_url
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """Something that answers: what a path, a hub name or an embedded model stands for."""
+
+    name: str
+    """As it was given."""
+    kind: Literal["adapter", "model", "checkpoint"]
+    """adapter: a PEFT adapter on a base model. model: a Hugging Face or LitGPT directory.
+    checkpoint: a full fine-tune, whose weights lie in the shards of a checkpoint."""
+    directory: Path
+    """Of the adapter, the model or the checkpoint."""
+    base: str | None = None
+    """The base model as `open_base` takes it; None: not known, or the result is itself one."""
+    recipe: Recipe | None = None
+    """Of the run that it comes from."""
+    metadata: Metadata | None = None
+    """What a checkpoint of its run says: the one that is meant, or the newest."""
+    precision: Precision | None = None
+    """Number format in which its run computed."""
+    noted_fingerprint: str | None = None
+    """Of the base model, as an adapter notes it."""
+    asked: Path | None = None
+    """Has the chat template and the end tokens that it was trained with; None: older results do
+    not say, and models say it as any model does."""
+
+    @property
+    def method(self) -> Method | None:
+        """How it was trained; None: unknown."""
+        if self.recipe is not None:
+            return self.recipe.method
+        return "lora" if self.kind == "adapter" else None
+
+    @property
+    def quantize(self) -> Quantization | None:
+        """How its run stored the frozen base model."""
+        return self.recipe.quantize if isinstance(self.recipe, LoraRecipe) else None
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Of the base model that it was trained from; None: not recorded."""
+        return self.metadata.base.fingerprint if self.metadata else self.noted_fingerprint
+
+    @property
+    def step(self) -> int | None:
+        """Optimizer steps that have made it, if that is known."""
+        report = report_of(self)
+        if report is not None and report.result is not None:
+            return report.result.step
+        return None if self.metadata is None else self.metadata.step
+
+
+def find_result(name: str) -> Result:
+    """What a name stands for.
+
+    Args:
+        name: a run (its result, or its newest checkpoint if it has none), its checkpoints or one
+            of them, a PEFT adapter, a Hugging Face or LitGPT directory, a GGUF file, a hub name
+            (converted or downloaded if need be) or ``embedded:NAME``.
+
+    Raises:
+        UserError: it is nothing of these, or damaged.
+    """
+    path = opened_url(name) if is_url(name) else Path(name).expanduser()
+    if path.is_dir():
+        return _in_directory(name, path.resolve() if path.name in ("", "..") else path)
+    if path.suffix.lower() == ".gguf" and path.is_file():
+        return Result(name=name, kind="model", directory=find_or_download(name))
+    is_local = path.exists() or path.is_absolute() or Path(path.parts[0]).is_dir()
+    if is_local and not _is_downloaded(name):
+        what = (
+            "holds nothing" if is_url(name) else "is a file" if path.exists() else "does not exist"
+        )
+        raise UserError(
+            f"{name} {what}. Name the out_dir of a run, such as out/finetune/lora, one of its "
+            f"checkpoints, an adapter, or a model.{nearest_directory(name)}"
+        )
+    return Result(name=name, kind="model", directory=find_or_download(name))
+
+
+def report_of(result: Result) -> Report | None:
+    """What was measured in the run that has made a result; None: it does not lie in a run."""
+    run = _run_around(result.directory)
+    return None if run is None else _report(run)
+
+
+def base_result(result: Result, base: str | None = None) -> Result:
+    """The base model of a result, as a result of its own; it answers as its run would have.
+
+    Args:
+        result: from `find_result`.
+        base: where the base model is, if not where the run had it.
+
+    Raises:
+        UserError: it is not known, or not there.
+    """
+    name = base or result.base
+    if name is None:
+        raise UserError(
+            f"{result.name} does not say which base model it was made from. Try --base PATH."
+        )
+    directory = find_or_download(name)
+    return dataclasses.replace(result, name=name, kind="model", directory=directory, base=None)
+
+
+def _is_downloaded(name: str) -> bool:
+    """Whether it is a hub name that begins with the name of a directory here: checkpoints/..."""
+    return Path(name).parts[0] == str(ROOT) and not Path(name).exists()
+
+
+def _in_directory(name: str, directory: Path) -> Result:
+    if (directory / ADAPTER_CONFIG).exists():
+        return _adapter(name, directory, _run_around(directory))
+    if _is_model(directory):
+        return _model(name, directory, _run_around(directory))
+    place = find(directory)
+    run = RunDirectory(directory)
+    if run.recipe.exists() and not (directory / METADATA).exists():
+        final = run.final
+        if (final / ADAPTER_CONFIG).exists():
+            return _adapter(name, final, directory)
+        if _is_model(final):
+            return _model(name, final, directory)
+    if not place.directories():
+        if find_gguf(str(directory)) is not None:
+            return Result(name=name, kind="model", directory=find_or_download(str(directory)))
+        raise UserError(
+            f"{name} holds neither a result nor a checkpoint yet. Name a run that has saved one."
+        )
+    return _checkpoint(name, place.chosen(None))
+
+
+def _is_model(directory: Path) -> bool:
+    """Whether a directory is meant as a model: complete, or nearly so."""
+    has_settings = (directory / "config.json").is_file()
+    return is_litgpt(directory) or bool(weight_files(directory)) or has_settings
+
+
+def _run_around(directory: Path) -> Path | None:
+    """The run or checkpoint that a result lies in; None: it stands alone."""
+    inside = directory.resolve()
+    run = RunDirectory(inside.parent)
+    is_part = inside in (run.final, run.path / ADAPTER) and run.recipe.is_file()
+    return directory.parent if is_part else None
+
+
+def _adapter(name: str, directory: Path, run: Path | None) -> Result:
+    recorded = peft_settings(directory).get("base_model_name_or_path")
+    noted = base_fingerprint(directory)
+    result = Result(
+        name=name,
+        kind="adapter",
+        directory=directory,
+        noted_fingerprint=noted,
+        asked=None if template_of(directory) is None else directory,
+    )
+    result = _of_run(result, run)
+    # A foreign file must not have ftkit ask a server with the keys of this user.
+    if not isinstance(recorded, str) or not recorded or is_url(recorded):
+        return result
+    # The recipe may name it relative to another directory; the adapter has where it was found.
+    known = result.base
+    if known is not None and not known.startswith("embedded:") and Path(recorded).is_dir():
+        known = recorded
+    return dataclasses.replace(result, base=known or recorded)
+
+
+def _model(name: str, directory: Path, run: Path | None) -> Result:
+    if missing := missing_files(directory):
+        raise UserError(
+            f"{directory} is no complete model: {', '.join(missing[:3])} "
+            f"{'is' if len(missing) == 1 else 'are'} missing. Name a complete one."
+        )
+    report = None if run is None else _report(run)
+    # The tokenizer of the base model may have brought a template that nothing was trained in.
+    is_asked = report is not None and report.resolved and report.resolved.chat_template
+    result = Result(
+        name=name, kind="model", directory=directory, asked=directory if is_asked else None
+    )
+    return _of_run(result, run)
+
+
+def _checkpoint(name: str, directory: Path) -> Result:
+    """A checkpoint, whole as far as names and sizes tell, its small files also by checksum.
+
+    Of shards at a url the blocks that are read are verified then; one without their checksums is
+    read as a whole here.
+    """
+    fetch_companions(directory)
+    problems = misnamed(directory) or check_files(directory)
+    if not problems:
+        metadata = read_metadata(directory)
+        problems = [
+            problem
+            for file, entry in metadata.files.items()
+            if not is_shard(file)
+            or (metadata.method == "full" and lies_elsewhere(directory / file))
+            if (problem := problem_of(directory, file, entry, fetching=False))
+        ]
+    if problems:
+        raise UserError(f"{directory} is damaged: {' '.join(problems)} {_other(directory)}")
+    metadata = read_metadata(directory)
+    if metadata.method == "lora":
+        return _adapter(name, directory / ADAPTER, directory)
+    is_asked = (directory / CHAT_TEMPLATE).is_file()
+    result = Result(
+        name=name, kind="checkpoint", directory=directory, asked=directory if is_asked else None
+    )
+    return _of_run(result, directory)
+
+
+def _of_run(result: Result, run: Path | None) -> Result:
+    """The result with what its run or checkpoint tells about it."""
+    if run is None:
+        return result
+    metadata = _metadata(run)
+    method: Method = "lora" if result.kind == "adapter" else "full"
+    recipe = read_recipe([run / RECIPE], method=method)
+    precision = recipe.precision
+    if metadata is not None:
+        precision = cast(Precision, metadata.layout.precision)
+    elif (report := _report(run)) is not None and report.resolved is not None:
+        precision = cast(Precision, report.resolved.precision)
+    return dataclasses.replace(
+        result, base=recipe.checkpoint_dir, recipe=recipe, metadata=metadata, precision=precision
+    )
+
+
+def _metadata(run: Path) -> Metadata | None:
+    """What a checkpoint says, or the newest sound one of a run; None: nothing is known."""
+    directories = [run]
+    if not (run / METADATA).exists():
+        store = RunDirectory(run).store
+        directories = [store.path(step) for step in reversed(store.steps())]
+    for directory in directories:
+        with contextlib.suppress(CheckpointError):
+            return read_metadata(directory)
+    return None
+
+
+def _report(run: Path) -> Report | None:
+    with contextlib.suppress(UserError):
+        return read_report(RunDirectory(run).report)
+    return None
+
+
+def _other(directory: Path) -> str:
+    """Which checkpoint of the run to take instead of a damaged one."""
+    step, store = step_of(directory.name), Store(directory.parent)
+    sound = [s for s in store.steps() if s != step and not store.check_files(s)]
+    if not sound:
+        return "There is no other checkpoint beside it."
+    return f"Try {store.path(sound[-1])}."

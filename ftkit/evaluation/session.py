@@ -1,0 +1,202 @@
+"""An inference session: a loaded result on a device, with prompts in and text out."""
+
+import dataclasses
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ftkit.errors import UserError
+from ftkit.evaluation.loading import Loaded, load_result, plan_use
+from ftkit.evaluation.prompting import chosen
+from ftkit.evaluation.questions import Question, check_system, prompt_text, with_input
+from ftkit.evaluation.result import Result
+from ftkit.models.generation import Context, Sampling, TextStream, answer_in_tokens
+from ftkit.models.pretrained.tokenizer import Tokenizer
+from ftkit.recipe.plan import Plan
+from ftkit.recipe.recipe import Quantization
+from ftkit.recipe.result_options import AnswerOptions, UseOptions
+from ftkit.strategies.distributed import make_device
+from ftkit.strategies.precision import compute_dtype, parameter_dtype, set_arithmetic
+from ftkit.strategies.select import make_strategy
+from ftkit.utils.console.display import Display
+from ftkit.utils.imports import silence_libraries
+from ftkit.utils.out_of_memory import is_out_of_memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class InUse:
+    """A result that is loaded, and how it computes."""
+
+    loaded: Loaded
+    plan: Plan
+    device: torch.device
+    quantize: Quantization | None
+    context: Context
+    """Every call of the model is made in it."""
+
+
+def put_to_use(result: Result, options: UseOptions) -> InUse:
+    """Load a result; standard error shows how far it is if that takes long.
+
+    Raises:
+        UserError: something is missing, does not fit together, or is too large for the device.
+    """
+    accelerator = None if options.accelerator == "auto" else options.accelerator
+    plan = plan_use(result, accelerator, options.precision)
+    quantize = result.quantize
+    if options.quantize is not None:
+        quantize = None if options.quantize == "none" else options.quantize
+    set_arithmetic(plan.recipe)
+    silence_libraries()
+    device = make_device(plan)
+    with (
+        Display(None, stream=sys.stderr) as display,
+        display.phase(f"loading {result.name}", brief=True) as phase,
+    ):
+        for notice in plan.notices:
+            display.warning(notice)
+        try:
+            loaded = load_result(
+                result,
+                device=device,
+                dtype=parameter_dtype(plan),
+                compute_dtype=compute_dtype(plan),
+                quantize=quantize,
+                base=options.base,
+                progress=phase.advance,
+            )
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise UserError(
+                f"{result.name} does not fit into the memory of {device} in {plan.precision}. "
+                "Try --quantize bnb.nf4, --precision bf16-true or --accelerator cpu."
+            ) from None
+    return InUse(
+        loaded=loaded,
+        plan=plan,
+        device=device,
+        quantize=quantize,
+        context=make_strategy(plan).precision.forward_context,
+    )
+
+
+@dataclass
+class Answer:
+    """An answer, complete once its pieces have been taken."""
+
+    text: str = ""
+    tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def speed_text(self) -> str:
+        """How fast it came."""
+        speed = self.tokens / self.seconds if self.seconds else 0.0
+        return f"{self.tokens:,} tokens in {self.seconds:.1f} s, {speed:.1f} tokens/s"
+
+
+class Speaker:
+    """Answers with a result."""
+
+    def __init__(self, in_use: InUse, options: AnswerOptions) -> None:
+        """Prepare.
+
+        Args:
+            in_use: what answers.
+            options: how.
+
+        Raises:
+            UserError: there is no such prompt style or chat template, or it has no place for
+                --system.
+        """
+        self._in_use, self._options = in_use, options
+        base, prompting = in_use.loaded.base, in_use.loaded.prompting
+        self.prompting = chosen(prompting, options, base)
+        """None: texts are taken as they are."""
+        self.tokenizer: Tokenizer = base.tokenizer
+        self.context_length = base.architecture.context_length
+        """Most tokens of prompt and answer together."""
+        if self.prompting is not None and options.system is not None:
+            check_system(self.prompting.template, options.system)
+        ends = self.prompting or dataclasses.replace(prompting, style=None)
+        self._stop_ids = ends.stop_ids(self.tokenizer)
+
+    @property
+    def notice(self) -> str | None:
+        """How it is asked, where nobody has said so."""
+        if self.prompting is None or self.prompting.origin != "model":
+            return None
+        return (
+            f"{self._in_use.loaded.base.name} is asked in its own chat template; "
+            "--chat_template, --prompt_style and --raw change that"
+        )
+
+    def prompt_of(self, question: Question) -> Tensor:
+        """[length], the token ids of what a question becomes.
+
+        Raises:
+            UserError: the chat template does not take it.
+        """
+        if self.prompting is None or not question.messages:
+            return self.tokenizer.encode(question.text)
+        template = self.prompting.template
+        if self.prompting.style is None:
+            question = with_input(question, template)
+        text = prompt_text(question, template, self._options.system)
+        ids, _ = self.tokenizer.encode_rendered(text)
+        return torch.tensor(ids)
+
+    def say(self, prompt: Tensor, answer: Answer) -> Iterator[str]:
+        """The answer to a prompt, piece by piece; it is complete when all have been taken.
+
+        Args:
+            prompt: [length] token ids.
+            answer: becomes what was said and how fast.
+
+        Raises:
+            UserError: the prompt leaves no room for an answer.
+        """
+        if not 0 < len(prompt) < self.context_length:
+            size = f"{len(prompt):,} tokens long" if len(prompt) else "empty"
+            raise UserError(
+                f"The prompt is {size}, but must have from 1 to {self.context_length - 1:,}, so "
+                "that there is room for an answer. Try another --prompt."
+            )
+        options = self._options
+        tokens = answer_in_tokens(
+            self._in_use.loaded.model,
+            prompt,
+            stop_ids=self._stop_ids,
+            max_new_tokens=options.max_new_tokens,
+            sampling=Sampling(
+                temperature=options.temperature,
+                top_k=options.top_k,
+                top_p=options.top_p,
+                seed=options.seed,
+            ),
+            context=self._in_use.context,
+        )
+        stream = TextStream(self.tokenizer)
+        start = time.perf_counter()
+        for token in tokens:
+            piece = stream.add(token)
+            answer.text += piece
+            answer.tokens += 1
+            answer.seconds = time.perf_counter() - start
+            if piece:
+                yield piece
+        if rest := stream.rest():
+            answer.text += rest
+            yield rest
+
+    def answer(self, prompt: Tensor) -> Answer:
+        """The whole answer to a prompt."""
+        answer = Answer()
+        for _ in self.say(prompt, answer):
+            pass
+        return answer

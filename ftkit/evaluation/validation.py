@@ -1,0 +1,261 @@
+"""Evaluation on held-out records: the validation loss, and scores of answers."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from torch import Tensor
+
+from ftkit.data.rendering.renderer import Example
+from ftkit.evaluation.scoring.metrics import Score, Scoring
+from ftkit.models.generation import Context, answer_greedily
+from ftkit.models.language_model import LanguageModel
+from ftkit.models.pretrained.tokenizer import Tokenizer
+from ftkit.strategies.distributed import sum_over_ranks
+from ftkit.strategies.strategy import Strategy
+from ftkit.utils.accelerators.use import sum_dtype
+from ftkit.utils.progress import OnProgress
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+
+STOP_INTERVAL = 10
+"""Batches of a validation between two questions whether to end it."""
+
+
+class EvaluatedWeights:
+    """Puts the average of the weights in their place, if the recipe asks for one."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        """Of a strategy that is set up."""
+        self._strategy = strategy
+        self._is_averaged = strategy.averages is not None
+        self.before: Callable[[], None] = lambda: None
+        """Called before weights are replaced: whoever copies them has to be done with it."""
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The model has them in this context, and what is trained after it."""
+        if not self._is_averaged:
+            yield
+            return
+        self.before()
+        give_back = self._strategy.take_averages()
+        try:
+            yield
+        finally:
+            give_back()
+
+    def keep(self) -> None:
+        """Give them to the model for good; nothing can be trained after."""
+        if self._is_averaged:
+            self.before()
+            self._strategy.take_averages()
+        self.are_kept()
+
+    def are_kept(self) -> None:
+        """The model has them already, from elsewhere."""
+        self._is_averaged = False
+
+
+class Validated(NamedTuple):
+    """What came out of a validation: mean losses over label tokens, in nats."""
+
+    loss: float
+    """Of all samples."""
+    of_sources: tuple[float | None, ...]
+    """Of those of each source; None: there were none."""
+
+
+@torch.no_grad()
+def validation_loss(
+    model: LanguageModel,
+    batches: "DataLoader[dict[str, Any]]",
+    device: torch.device,
+    *,
+    sources: int,
+    context: Context,
+    stopped: Callable[[], object] = lambda: False,
+    progress: OnProgress,
+) -> Validated | None:
+    """Mean loss over the label tokens of all batches of all ranks, and of each source.
+
+    Args:
+        model: in evaluation mode.
+        batches: each of one source.
+        device: where the model computes.
+        sources: how many there are.
+        context: in which it computes.
+        stopped: whether to end early; asked before every tenth batch, as ranks have to agree on it.
+        progress: called with (batches done, batches in all).
+
+    Returns:
+        The losses; None if it was stopped early.
+    """
+    sums = torch.zeros(2, sources, dtype=sum_dtype(device), device=device)
+    for done, batch in enumerate(batches, start=1):
+        if done % STOP_INTERVAL == 1 and stopped():
+            return None
+        batch = move_data_to_device(batch, device)
+        with context():
+            loss = model(
+                batch["input_ids"],
+                batch["label_indices"],
+                batch["labels"],
+                sequence_lengths=batch["sequence_lengths"],
+            )
+        sums[0, batch["source"]] += loss
+        sums[1, batch["source"]] += len(batch["labels"])
+        progress(done, len(batches))
+    totals, label_tokens = sum_over_ranks(sums).tolist()
+    return Validated(
+        loss=sum(totals) / sum(label_tokens),
+        of_sources=tuple(
+            total / count if count else None
+            for total, count in zip(totals, label_tokens, strict=True)
+        ),
+    )
+
+
+def answer_records(
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    questions: Sequence[Example],
+    *,
+    max_new_tokens: int,
+    context: Context,
+    goes_on: Callable[[int, list[int]], bool] | None = None,
+) -> list[Tensor]:
+    """The greedy answers to records of a data set, all at once.
+
+    A prompt is asked whole, however much of it is trained; what the model's context has no room
+    for is not answered.
+
+    Args:
+        model: in evaluation mode.
+        tokenizer: of its base model.
+        questions: what is asked.
+        max_new_tokens: longest answer.
+        context: in which the model computes.
+        goes_on: see `answer_greedily`.
+
+    Returns:
+        Token ids of the answers, [up to max_new_tokens] each.
+    """
+    assert tokenizer.eos_id is not None
+    stop_ids = frozenset({tokenizer.eos_id}).union(*(question.stop_ids for question in questions))
+    context_length = model.architecture.context_length
+    asked = [i for i, question in enumerate(questions) if len(question.prompt) < context_length]
+    answers = [torch.empty(0, dtype=torch.long) for _ in questions]
+    if not asked:
+        return answers
+    prompts = [torch.tensor(questions[i].prompt) for i in asked]
+    longest = min(max(map(len, prompts)) + max_new_tokens, context_length)
+
+    def of_interest(row: int, ids: list[int]) -> bool:
+        return goes_on is None or goes_on(asked[row], ids)
+
+    with _reaching(model, longest), context():
+        found = answer_greedily(
+            model,
+            prompts,
+            stop_ids=stop_ids,
+            max_new_tokens=max_new_tokens,
+            goes_on=None if goes_on is None else of_interest,
+        )
+    for i, answer in zip(asked, found, strict=True):
+        answers[i] = answer
+    return answers
+
+
+@contextmanager
+def _reaching(model: LanguageModel, length: int) -> Iterator[None]:
+    """Have the model take sequences of so many tokens, though it trains on shorter ones."""
+    body, usual = model.body, model.body.max_length
+    if length <= usual:
+        yield
+        return
+    body.place_rotary_tables(body.device, length)
+    try:
+        yield
+    finally:
+        body.place_rotary_tables(body.device, usual)
+
+
+def answer_scores(
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    questions: Sequence[Example],
+    scoring: Scoring,
+    *,
+    batch_size: int,
+    context: Context,
+    stopped: Callable[[], object] = lambda: False,
+    progress: OnProgress,
+) -> list[Score] | None:
+    """What the answers to records are worth, by each metric.
+
+    Each metric has the value that it has alone. For exact match alone, an answer ends where it can
+    no longer be right.
+
+    Args:
+        model: in evaluation mode.
+        tokenizer: of its base model.
+        questions: made of the records; at least one, at most `scoring.records`.
+        scoring: the metrics.
+        batch_size: how many are answered at once.
+        context: in which the model computes.
+        stopped: whether to end early.
+        progress: called with (records done, records in all).
+
+    Returns:
+        The scores; None if it was stopped early.
+    """
+    expected = [question.expected.strip() for question in questions]
+    exact = [_letters(text) for text in expected[: scoring.exact_match]]
+    longest = max((len(tokenizer.encode(text)) for text in expected[: len(exact)]), default=-1) + 1
+    most = scoring.max_new_tokens
+    values: list[list[float]] = [[] for _ in scoring.metrics]
+    for start in range(0, len(questions), batch_size):
+        if stopped():
+            return None
+
+        def of_interest(row: int, ids: list[int], start: int = start) -> bool:
+            place = start + row
+            if place < scoring.whole_records and len(ids) < most:
+                return True
+            if place >= len(exact) or len(ids) > longest:
+                return False
+            return exact[place].startswith(_letters(tokenizer.decode(torch.tensor(ids))))
+
+        chunk = questions[start : start + batch_size]
+        answers = answer_records(
+            model,
+            tokenizer,
+            chunk,
+            max_new_tokens=max(longest, most if start < scoring.whole_records else 0),
+            context=context,
+            goes_on=of_interest,
+        )
+        for place, (question, answer) in enumerate(zip(chunk, answers, strict=True), start):
+            for metric, of_metric in zip(scoring.metrics, values, strict=True):
+                if place < metric.records:
+                    looked_at = answer[: longest if metric.is_exact_match else most]
+                    text = tokenizer.decode(looked_at).strip()
+                    of_metric.append(metric.score(text, expected[place], question.record, place))
+        progress(min(start + batch_size, len(questions)), len(questions))
+    return [
+        Score(metric, sum(of_metric) / len(of_metric), len(of_metric))
+        for metric, of_metric in zip(scoring.metrics, values, strict=True)
+    ]
+
+
+def _letters(text: str) -> str:
+    """A text without spaces, which depend on the tokens that follow, and without half a character.
+
+    What it is for the first tokens of an answer is the beginning of what it is for all of them.
+    """
+    return "".join(text.split()).rstrip("\ufffd")

@@ -1,0 +1,1 @@
+"""Exchange with other programs: import, merge, export and push."""

@@ -1,0 +1,183 @@
+"""`ftkit export`: a result in the layout of Hugging Face, LitGPT or PEFT, or as a GGUF file."""
+
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ftkit.errors import UserError
+from ftkit.evaluation.loading import full_weights, open_result, with_rest
+from ftkit.evaluation.prompting import prompting_of
+from ftkit.evaluation.result import Result
+from ftkit.exchange.cards import card_files
+from ftkit.exchange.gguf.adapter import write_gguf_adapter
+from ftkit.exchange.gguf.model import write_gguf_model
+from ftkit.exchange.gguf.modelfile import MODELFILE
+from ftkit.exchange.model_card.card import CardKind
+from ftkit.exchange.output_files import as_written, check_apart, check_space, output_directory
+from ftkit.models.lora.serving import DEFAULT_RANK, VLLM_VERSION, serving_notice, serving_rank
+from ftkit.models.pretrained.base_model import parameter_shapes
+from ftkit.models.pretrained.chat_files import GENERATION
+from ftkit.models.pretrained.hub import CARD, TOKENIZER_FILES, find_or_download, is_litgpt
+from ftkit.models.pretrained.save import save_hf, save_litgpt
+from ftkit.recipe.peft_adapter import (
+    CONFIG,
+    OLD_WEIGHTS,
+    WEIGHTS,
+    adapter_keys,
+    peft_settings,
+)
+from ftkit.recipe.result_options import ExportOptions
+from ftkit.utils.console.display import Display
+from ftkit.utils.console.formatting import bytes_text
+from ftkit.utils.imports import silence_libraries
+from ftkit.utils.process import cleaning_up_on_signals
+from ftkit.utils.progress import OnProgress, gives_advice, print_next
+
+
+def export(result: Result, options: ExportOptions) -> int:
+    """Write a result for another program; the exit code.
+
+    Args:
+        result: a full fine-tune, a checkpoint, a model, or, for PEFT and llama.cpp, an adapter.
+        options: for which program, and where to.
+
+    Raises:
+        UserError: it is nothing that the program takes, or there is no room.
+    """
+    if options.check is not None:
+        return _check(result)
+    out, is_adapter = options.directory, result.kind == "adapter"
+    if is_adapter and options.format not in ("peft", "gguf"):
+        to_litgpt = f", then ftkit export {out} --format litgpt" * (options.format == "litgpt")
+        raise UserError(
+            f"{result.name} is an adapter, which {options.format} has no layout for. "
+            f"Try ftkit merge {result.name} --out {out}{to_litgpt}."
+        )
+    if not is_adapter and options.format == "peft":
+        raise UserError(
+            f"{result.name} is a whole model, but PEFT's layout is for adapters. Try --format hf."
+        )
+    check_apart(out, result.directory)
+    with (
+        cleaning_up_on_signals(),
+        Display(None, stream=sys.stderr) as display,
+        display.phase(f"writing {out}", brief=True) as phase,
+    ):
+        if options.format == "gguf":
+            silence_libraries()
+            write = write_gguf_adapter if is_adapter else write_gguf_model
+            file = write(result, options, phase.advance)
+        elif is_adapter:
+            _copy_adapter(result.directory, out, overwrite=options.overwrite)
+        else:
+            _write_model(result, options, phase.advance)
+    size_bytes = sum(path.stat().st_size for path in out.iterdir())
+    print(f"{out} is ready for {options.format}: {bytes_text(size_bytes)}")
+    if options.format != "gguf":
+        print_next(f"ftkit chat {shlex.quote(str(out))}")
+    elif gives_advice():
+        print(_next_steps(file, is_adapter=is_adapter))
+    return 0
+
+
+def _check(result: Result) -> int:
+    """Say whether vLLM serves a result; the exit code."""
+    if result.kind == "checkpoint":
+        raise UserError(
+            f"{result.name} is a checkpoint of a full fine-tune, in shards that ftkit alone reads. "
+            f"Try ftkit export {result.name} --format hf --out out/hf, and serve that."
+        )
+    print(f"rules of vLLM {VLLM_VERSION}")
+    if result.kind == "model":
+        if is_litgpt(result.directory):
+            print(f"no   {result.directory} is in LitGPT's layout. Try ftkit export --format hf.")
+            return 1
+        print(f"yes  vllm serve {result.directory}\n     if it knows models of this family")
+        return 0
+    if (notice := serving_notice(result.directory)) is not None:
+        print(f"no   {notice}\n     ftkit merge {result.name} --out out/merged")
+        return 1
+    rank = serving_rank(peft_settings(result.directory))
+    limit = f" --max-lora-rank {rank}" * (rank != DEFAULT_RANK)
+    base = str(result.base)
+    if base.startswith("embedded:"):
+        base = str(find_or_download(base))
+    if Path(base).is_relative_to(Path.cwd()):
+        base = str(Path(base).relative_to(Path.cwd()))
+    print(
+        f"yes  vllm serve {base} --enable-lora{limit} "
+        f"--lora-modules mine={result.directory}\n     if it knows LoRA for models of this family"
+    )
+    return 0
+
+
+def _next_steps(file: Path, *, is_adapter: bool) -> str:
+    """Commands of other programs that take a GGUF file."""
+    if is_adapter:
+        return f"llama.cpp: llama-cli -m BASE.gguf --lora {file}"
+    kind, _, numbers = file.stem.partition("-")
+    from_blocks = "--allow-requantize " * (numbers == "q8_0")
+    smaller = f"{from_blocks}{file} {file.with_name(f'{kind}-q4_k_m.gguf')} Q4_K_M"
+    own = file.with_name(MODELFILE)
+    is_asked = "\nTEMPLATE " in own.read_text(encoding="utf-8")
+    return (
+        f"llama.cpp: llama-cli -m {file}\n"
+        f"Ollama:    ollama create NAME -f {own}\n"
+        + "           (it may need a TEMPLATE first: see the comment in it)\n" * (not is_asked)
+        + f"smaller:   llama-quantize {smaller}"
+    )
+
+
+def _write_model(result: Result, options: ExportOptions, progress: OnProgress) -> None:
+    out = options.directory
+    base = with_rest(open_result(result), result, options.checkpoint_dir, "--checkpoint_dir")
+    dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    shapes = parameter_shapes(base)
+    _, first = next(full_weights(result, base))
+    numbers = sum(shape.numel() for shape in shapes.values())
+    check_space(out, numbers * (dtype or first.dtype).itemsize + base.rest_bytes)
+    tensors = _converted(full_weights(result, base), dtype, len(shapes), progress)
+    kind: CardKind = "hf" if options.format == "hf" else "litgpt"
+    others = {
+        **prompting_of(result, base).files(base),
+        **card_files(result, result.directory, kind),
+    }
+    if kind == "hf":
+        save_hf(
+            base,
+            tensors,
+            out,
+            max_shard_bytes=options.max_shard_bytes,
+            overwrite=options.overwrite,
+            others=others,
+        )
+    else:
+        save_litgpt(base, tensors, out, overwrite=options.overwrite, others=others)
+
+
+def _converted(
+    tensors: Iterator[tuple[str, Tensor]],
+    dtype: torch.dtype | None,
+    count: int,
+    progress: OnProgress,
+) -> Iterator[tuple[str, Tensor]]:
+    for done, (name, tensor) in enumerate(tensors, start=1):
+        yield name, tensor if dtype is None else as_written(name, tensor, dtype)
+        progress(done, count)
+
+
+def _copy_adapter(directory: Path, out: Path, *, overwrite: bool) -> None:
+    """An adapter is PEFT's already; as it is, with its tokenizer, without what else is there."""
+    adapter_keys(directory)  # refuses what is none
+    names = (CONFIG, WEIGHTS, OLD_WEIGHTS, GENERATION, CARD, *TOKENIZER_FILES)
+    files = [directory / name for name in names]
+    found = [file for file in files if file.is_file()]
+    check_space(out, sum(file.stat().st_size for file in found))
+    with output_directory(out, overwrite=overwrite) as partial:
+        for file in found:
+            shutil.copyfile(file, partial / file.name)

@@ -1,0 +1,336 @@
+"""`ftkit import`: a run of another program becomes a run that ftkit continues."""
+
+import dataclasses
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ftkit.checkpoint.checksums import describe_file
+from ftkit.checkpoint.files import shard_name
+from ftkit.checkpoint.metadata import Layout, Metadata
+from ftkit.checkpoint.shards import Piece, write_shard
+from ftkit.checkpoint.store import Store
+from ftkit.data.dataset import load_data
+from ftkit.data.sources import check_data
+from ftkit.errors import UserError
+from ftkit.exchange.foreign.placing import PlacedTensor, placed_tensors
+from ftkit.exchange.foreign.position import position_in_data
+from ftkit.exchange.foreign.recipe import ImportRecipe, continued_rate, optimizer_told
+from ftkit.exchange.foreign.sources import open_run
+from ftkit.exchange.foreign.state import ForeignRun, ForeignState, TrainedModel
+from ftkit.exchange.output_files import check_apart, check_space
+from ftkit.models.bodies.attention import attention_path
+from ftkit.models.language_model import outline
+from ftkit.models.lora.save import check_adapter
+from ftkit.models.pretrained.base_model import checked_length, open_base
+from ftkit.recipe.command_options import ImportOptions
+from ftkit.recipe.devices import Devices
+from ftkit.recipe.parsing import sorted_words, to_yaml
+from ftkit.recipe.plan import make_plan
+from ftkit.recipe.recipe import Component, LoraRecipe, Memory, Recipe
+from ftkit.runs.directory import RunDirectory
+from ftkit.runs.job import Job
+from ftkit.runs.resume import continue_command
+from ftkit.strategies.optim.optimizers import base_learning_rate, resolve_optimizer
+from ftkit.strategies.optim.schedule import make_schedule
+from ftkit.strategies.optim.state_kinds import state_kinds
+from ftkit.strategies.precision import compute_dtype, parameter_dtype
+from ftkit.strategies.select import make_strategy
+from ftkit.strategies.state import PARAMETER
+from ftkit.training.checkpointing import write_companions
+from ftkit.training.setup import Setup, identities
+from ftkit.training.starting_point import StartingPoint
+from ftkit.utils.confinement.confined import checked_size
+from ftkit.utils.confinement.limits import extend_limits, without_limits
+from ftkit.utils.console.display import Display
+from ftkit.utils.console.formatting import utc_now
+from ftkit.utils.files import new_directory, sync, write_durably
+from ftkit.utils.hardware import versions
+from ftkit.utils.process import cleaning_up_on_signals
+from ftkit.utils.progress import OnProgress, print_notice
+
+_SHARD_BYTES = 2**31
+"""Of a shard, which is held in memory until it is written."""
+_NO_OPTIMIZER = (
+    "not taken over: the optimizer's state, which its program has not kept here. The optimizer "
+    "begins anew, so its first steps are those of a new run; a few steps of warm-up "
+    "(train.lr_warmup_steps) keep them small"
+)
+
+
+def import_run(options: ImportOptions) -> int:
+    """Make a run of a foreign checkpoint; the exit code.
+
+    Raises:
+        UserError: it is of no known kind, damaged, unsafe or of another model than the recipe's, or
+            there is no room; nothing is left behind.
+    """
+    source, out = options.source.expanduser(), options.out.expanduser()
+    run = open_run(source)
+    check_apart(out, source)
+    files, overrides = sorted_words((), options.config, options.keys)
+    asked = ImportRecipe(run, files, overrides, out)
+    with (
+        cleaning_up_on_signals(),
+        Display(None, stream=sys.stderr) as display,
+    ):
+        imported = _read(run, asked, display)
+        with display.phase(f"writing {out}", brief=True) as phase:
+            _write(imported, out, options.overwrite, phase.advance)
+    step, recipe = imported.metadata.step, imported.setup.job.recipe
+    print(f"{out} has step {step:,} of a run that {run.program} began")
+    for line in imported.lines:
+        print(f"  {line}")
+    print_notice(f"continue with: {continue_command(out, recipe.method)}")
+    return 0
+
+
+def import_in_child(
+    source: str,
+    out: str,
+    config: Sequence[str],
+    overwrite: bool,
+    keys: Sequence[tuple[str, str]],
+) -> int:
+    """The same for `confined`, to which the options come as JSON."""
+    return import_run(
+        ImportOptions(
+            source=Path(source),
+            out=Path(out),
+            config=tuple(config),
+            overwrite=overwrite,
+            keys=tuple((key, value) for key, value in keys),
+        )
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Imported:
+    """All of a run that is to be written."""
+
+    setup: Setup
+    metadata: Metadata
+    placed: Sequence[PlacedTensor]
+    lines: Sequence[str]
+    """What was taken over, and what was not."""
+
+
+def _read(run: ForeignRun, asked: ImportRecipe, display: Display) -> _Imported:
+    recipe = asked.read()
+    check_data(recipe.data, recipe.eval.sets)
+    with without_limits():  # those are for the checkpoint
+        base = open_base(recipe.checkpoint_dir, recipe.implementation, token=recipe.access_token)
+    if base.directory is not None:
+        extend_limits(2 * checked_size(base.directory))
+    adapter = asked.adapter if isinstance(recipe, LoraRecipe) else None
+    if isinstance(recipe, LoraRecipe):
+        check_adapter(base, recipe)
+        if adapter is None and run.method is None:
+            raise run.broken("it does not say how its adapter is made (--adapter DIR has to)")
+    with display.phase("reading the checkpoint", brief=True):
+        state = run.state(TrainedModel(base, adapter))
+    asked.tell(optimizer_told(state))
+    with display.phase("reading data", brief=True) as phase, without_limits():
+        data = load_data(
+            recipe.data,
+            base.tokenizer,
+            checked_length(base, recipe.train.max_seq_length),
+            progress=lambda _, done, total: phase.advance(done, total),
+        )
+    of_epoch = data.samples_per_epoch
+    position = position_in_data(state, asked, of_epoch)
+    asked.tell(position.keys)
+    samples, lines = position.samples, position.lines
+    recipe, rate, words = continued_rate(asked, state, of_epoch, samples)
+    begun = _begun(recipe, state, run)
+    plan = make_plan(_alone(recipe), Devices(accelerator="cpu", count=1), trains=False)
+    model = outline(base, recipe, parameter_dtype(plan), compute_dtype(plan))
+    with run.reading():
+        placed = placed_tensors(state, model, base, adapter, run.directory, begun)
+    schedule, notices = make_schedule(
+        recipe, of_epoch, base_learning_rate(recipe), start_step=state.step, start_samples=samples
+    )
+    setup = Setup(
+        job=Job(
+            recipe=recipe,
+            devices=Devices(accelerator="cpu", count=1),
+            base=str(base.directory),
+            command=(),
+            started_at_s=time.time(),
+        ),
+        plan=plan,
+        base=base,
+        data=data,
+        max_seq_length=checked_length(base, recipe.train.max_seq_length),
+        start=StartingPoint(),
+        identities=identities(recipe, base, data, None),
+        schedule=schedule,
+        model=model,
+        attention=attention_path(base.architecture.attention, plan),
+        strategy=make_strategy(plan),
+    )
+    of_base, of_data = setup.identities
+    metadata = Metadata(
+        method=recipe.method,
+        step=state.step,
+        samples=samples,
+        tokens=0,
+        epochs=samples / of_epoch,
+        training_s=0.0,
+        total_steps=schedule.total_steps,
+        learning_rate=rate,
+        schedule=schedule.numbers(),
+        lr_schedule=schedule.kind,
+        loss=state.loss,
+        validation_loss=None,
+        max_seq_length=setup.max_seq_length,
+        optimizer=recipe.optimizer["class_path"],
+        optimizer_scalars=dict(state.scalars) if state.moments is not None else {"step": 0.0},
+        rng={"seed": recipe.seed, "rule": "every step seeds from (seed, step, rank)"},
+        base=of_base,
+        data=of_data,
+        layout=Layout(
+            strategy=plan.strategy,
+            world_size=1,
+            devices=1,
+            num_nodes=1,
+            precision=plan.precision,
+            micro_batch_size=1,
+            accelerator="cpu",
+        ),
+        versions=versions(),
+        saved_at=utc_now(),
+        changes=[f"began with {run.program}; its checkpoint was {run.directory.name}"],
+    )
+    taken = f"taken over: {len(placed):,} tensors by name, step, the optimizer's state"
+    if state.moments is None:
+        taken = f"taken over: {len(state.parameters):,} tensors by name"
+    return _Imported(
+        setup=setup,
+        metadata=metadata,
+        placed=placed,
+        lines=[taken, f"learning rate of the next step: {rate:.6g}"]
+        + [line for line in (words, *lines, *_decay_lines(state, recipe)) if line]
+        + [_NO_OPTIMIZER] * (state.moments is None)
+        + [*state.notes, *notices],
+    )
+
+
+def _decay_lines(state: ForeignState, recipe: Recipe) -> list[str]:
+    """What to tell where weight decay leaves out parameters, as ftkit's does not."""
+    decays = {float(group.settings.get("weight_decay") or 0.0) for group in state.groups}
+    if len(decays) < 2 or not recipe.optimizer["init_args"].get("weight_decay"):
+        return []
+    spared = sum(
+        len(group.names) for group in state.groups if not group.settings.get("weight_decay")
+    )
+    words = (
+        f"weight decay left out {spared:,} parameters (norms, biases), and is applied to all now"
+    )
+    return [words]
+
+
+def _begun(recipe: Recipe, state: ForeignState, run: ForeignRun) -> list[str]:
+    """Kinds of optimizer state that begin at zero, as the checkpoint has none.
+
+    Raises:
+        UserError: the optimizer keeps another state than the checkpoint has, or one that does not
+            begin at zero.
+    """
+    chosen, arguments = resolve_optimizer(recipe, may_fuse=False)
+    kinds = state_kinds(chosen, arguments, torch.device("cpu"))
+    if state.moments is None:
+        if not all(kinds.values()):
+            raise UserError(
+                f"{run.directory} has no state of an optimizer, and that of "
+                f"{recipe.optimizer['class_path']} cannot be begun at a step of a run. Try "
+                "--optimizer AdamW."
+            )
+        return list(kinds)
+    if kinds.keys() != state.moments.keys():
+        raise UserError(
+            f"optimizer {recipe.optimizer['class_path']} keeps {', '.join(sorted(kinds)) or 'none'}"
+            f", but {run.directory} has {', '.join(sorted(state.moments)) or 'no state'}. Give the "
+            "optimizer that this run had, as --optimizer NAME."
+        )
+    return []
+
+
+def _alone(recipe: Recipe) -> Recipe:
+    """The recipe on one CPU, where it is read: what hardware it asks for matters when it runs."""
+    return dataclasses.replace(
+        recipe,
+        accelerator="cpu",
+        devices=1,
+        num_nodes=1,
+        strategy=Component(class_path="single", init_args={}),
+        train=dataclasses.replace(recipe.train, micro_batch_size=1, micro_batch_tokens=None),
+        kernels="auto",
+        compile=False,
+        memory=Memory(),
+    )
+
+
+def _write(imported: _Imported, out: Path, overwrite: bool, progress: OnProgress) -> None:
+    total = sum(tensor.shape.numel() * tensor.dtype.itemsize for tensor in imported.placed)
+    check_space(out, total)
+    try:
+        with new_directory(out, overwrite=overwrite) as partial:
+            run = RunDirectory(partial)
+            write_durably(run.recipe, to_yaml(imported.setup.job.recipe))
+            _write_checkpoint(imported, run.store, progress)
+    except FileExistsError:
+        raise UserError(
+            f"--out {out} is not empty. Name a directory that is not there yet, or try --overwrite."
+        ) from None
+    except OSError as error:
+        raise UserError(
+            f"--out {out} cannot be written ({error.strerror}). Try another directory."
+        ) from error
+
+
+def _write_checkpoint(imported: _Imported, store: Store, progress: OnProgress) -> None:
+    partial = store.partial(imported.metadata.step)
+    partial.mkdir(parents=True)
+    groups = list(_shards(imported.placed))
+    adapter: list[tuple[str, Tensor]] = []
+    written = []
+    for number, group in enumerate(groups):
+        pieces = []
+        for tensor in group:
+            values = tensor.read().detach().to("cpu").clone(memory_format=torch.contiguous_format)
+            kind, _, name = tensor.name.partition("/")
+            if kind == PARAMETER and imported.setup.job.recipe.method == "lora":
+                adapter.append((name, values))
+            flat = values.view(-1)
+            pieces.append(Piece(name=tensor.name, shape=values.shape, start=0, values=flat))
+        shard = partial / shard_name(number, len(groups))
+        write_shard(shard, pieces)
+        written.append(shard)
+        progress(number + 1, len(groups))
+    written += write_companions(imported.setup, adapter, partial)
+    entries = {}
+    for path in written:
+        sync(path)
+        entries[path.relative_to(partial).as_posix()] = describe_file(path)
+    store.commit(dataclasses.replace(imported.metadata, files=entries))
+
+
+def _shards(placed: Sequence[PlacedTensor]) -> Iterator[list[PlacedTensor]]:
+    """The tensors in groups that fit into memory."""
+    group: list[PlacedTensor] = []
+    held_bytes = 0
+    for tensor in placed:
+        size = tensor.shape.numel() * tensor.dtype.itemsize
+        if group and held_bytes + size > _SHARD_BYTES:
+            yield group
+            group, held_bytes = [], 0
+        group.append(tensor)
+        held_bytes += size
+    if group:
+        yield group

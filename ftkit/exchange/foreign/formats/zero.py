@@ -1,0 +1,413 @@
+"""Checkpoints of DeepSpeed under ZeRO 1 to 3, of any number of ranks.
+
+Every rank has written its part of masters and optimizer state, flat. Under ZeRO 1 and 2 the
+parameters of a group lie one after another, and each rank has a range of the whole; under ZeRO 3
+each parameter is cut into as many equal parts as there are ranks, the last one padded, and a rank
+has its parts one after another. So every parameter is put together from ranges of all files, which
+are mapped into memory and read when it is asked for.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ftkit.errors import UserError
+from ftkit.exchange.foreign.formats.neox import NeoxNames, is_neox
+from ftkit.exchange.foreign.names import plain_names
+from ftkit.exchange.foreign.state import ForeignRun, ForeignState, ParameterGroup, TrainedModel
+from ftkit.exchange.foreign.unpickling import (
+    IN_DEEPSPEED,
+    IN_LIGHTNING,
+    held,
+    load_torch_file,
+    mapping_in,
+)
+from ftkit.models.pretrained.weights.files import WeightTensor
+from ftkit.utils.damaged_files import reading
+
+NEWEST_TAG = "latest"
+_OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
+_MODEL = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
+_CLASSES = IN_DEEPSPEED + IN_LIGHTNING
+"""Lightning's own strategy has DeepSpeed write what Lightning keeps beside the model."""
+_MASTER = "master"
+"""Beside the kinds of optimizer state: the parameters themselves."""
+
+
+def zero_directory(source: Path) -> Path | None:
+    """The directory of a checkpoint of DeepSpeed that a path means; None: it means none.
+
+    Raises:
+        UserError: `latest` names one that is not there.
+    """
+    if not source.is_dir():
+        return None
+    if any(_OPTIMIZER.fullmatch(file.name) for file in source.iterdir()):
+        return source
+    if not (source / NEWEST_TAG).is_file():
+        return None
+    name = (source / NEWEST_TAG).read_text(encoding="utf-8", errors="replace").strip()
+    if Path(name).name != name or not (source / name).is_dir():
+        raise UserError(
+            f"{source / NEWEST_TAG} names {name!r}, which is not there. Copy all of it, or "
+            "give the directory of another step."
+        )
+    return source / name
+
+
+@dataclass(frozen=True)
+class _Range:
+    """Numbers of a parameter in a flat tensor of a rank."""
+
+    rank: int
+    flat: int
+    """Which flat tensor of the rank."""
+    start: int
+    numel: int
+
+
+class ZeroFiles:
+    """What DeepSpeed's engine has saved."""
+
+    def __init__(self, directory: Path) -> None:
+        """Map the files of all ranks into memory.
+
+        Raises:
+            UserError: one is missing, damaged, unsafe, or of a model that is cut otherwise.
+        """
+        self._directory = directory
+        found = [file for name in _MODEL if (file := directory / name).is_file()]
+        if not found:
+            raise UserError(f"{directory} has no {_MODEL[0]}. Copy the whole checkpoint.")
+        self._model_file = found[0]
+        self._model = load_torch_file(self._model_file, _CLASSES)
+        if not isinstance(self._model, dict):
+            raise UserError(
+                f"{self._model_file} holds a {type(self._model).__name__}, but DeepSpeed writes "
+                "values by name there. Copy the whole checkpoint."
+            )
+        if self._model.get("mp_world_size", 1) != 1:
+            raise UserError(
+                f"{directory} was written with tensor or pipeline parallelism "
+                f"(mp_world_size {self._model['mp_world_size']}), whose parts ftkit cannot join. "
+                "Convert it with the program that wrote it first."
+            )
+        numbered = {
+            int(match[1]): file
+            for file in directory.iterdir()
+            if (match := _OPTIMIZER.fullmatch(file.name))
+        }
+        world = self._model.get("dp_world_size", len(numbered))
+        if type(world) is not int or world < 1:
+            raise UserError(
+                f"{self._model_file} says that {world!r:.100} ranks have written the checkpoint "
+                "(dp_world_size). Copy the whole checkpoint."
+            )
+        # As many as there are files, and one: the number in the file may be any.
+        missing = [rank for rank in range(min(world, len(numbered) + 1)) if rank not in numbered]
+        if missing or len(numbered) != world:
+            raise UserError(
+                f"{directory} has the optimizer state of {len(numbered)} of {world} ranks"
+                f"{f': that of rank {missing[0]} is missing' if missing else ''}. Each rank has "
+                "written its own; copy those of all machines."
+            )
+        self._ranks = [
+            mapping_in(
+                load_torch_file(numbered[rank], _CLASSES),
+                "optimizer_state_dict",
+                numbered[rank],
+            )
+            for rank in range(world)
+        ]
+        shapes = self._model.get("param_shapes")
+        if not isinstance(shapes, list) or not all(map(_are_shapes, shapes)):
+            raise UserError(
+                f"{self._model_file} has no param_shapes, by which the files of ranks are put "
+                "together: it is not one of ZeRO, or of a DeepSpeed too old to write them. Load it "
+                "with its own program, and save it once with a newer DeepSpeed."
+            )
+        self._shapes: list[Mapping[str, torch.Size]] = shapes
+        self._is_cut_by_parameter = "fp32_flat_groups" in self._ranks[0]
+        self._flat = []
+        for rank, state in enumerate(self._ranks):
+            with reading(numbered[rank], "what a rank of DeepSpeed has written under ZeRO"):
+                self._flat.append(self._flat_of(state))
+        self._check_partitions()
+        self._settings = self._groups_of(self._ranks[0])
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        found = self._model.get("global_steps")
+        if type(found) is not int:
+            raise UserError(
+                f"{self._model_file} says that {found!r:.100} steps are done (global_steps). Copy "
+                "the whole checkpoint."
+            )
+        return found
+
+    @property
+    def samples(self) -> int | None:
+        """Samples that they consumed."""
+        found = self._model.get("global_samples")
+        return int(found) if isinstance(found, int) and found > 0 else None
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that wrote it."""
+        return len(self._ranks)
+
+    def tensors(self) -> dict[str, dict[str, WeightTensor]]:
+        """By kind and by DeepSpeed's names; the parameters themselves under `_MASTER`."""
+        places = dict(self._places())
+        found: dict[str, dict[str, WeightTensor]] = {}
+        for kind in self._flat[0]:
+            found[kind] = {}
+            for name, (shape, ranges) in places.items():
+                dtype = self._flat[0][kind][0].dtype
+                read = partial(self._read, kind, name, shape, ranges)
+                found[kind][name] = WeightTensor(shape, dtype, read)
+        module = self._model.get("module")
+        if isinstance(module, dict):  # with what is not trained
+            for name, tensor in module.items():
+                if isinstance(tensor, Tensor) and tensor.numel():
+                    found[_MASTER].setdefault(name, held(tensor))
+        return found
+
+    def state(self, model: TrainedModel, **progress: Any) -> ForeignState:
+        """As ftkit knows states of training.
+
+        Args:
+            model: that is trained.
+            progress: what another file tells better.
+        """
+        kinds = self.tensors()
+        if is_neox(kinds[_MASTER]):
+            of_neox = NeoxNames(model.base)
+            kinds = {kind: of_neox.held(tensors) for kind, tensors in kinds.items()}
+            named = [[plain for name in of for plain in of_neox.names(name)] for of in self._shapes]
+        else:
+            names = plain_names(kinds[_MASTER], [parameter.name for parameter in model.parameters])
+            kinds = {
+                kind: {names[name]: tensor for name, tensor in tensors.items() if name in names}
+                for kind, tensors in kinds.items()
+            }
+            named = [[names.get(name, name) for name in shapes] for shapes in self._shapes]
+        masters = kinds.pop(_MASTER)
+        groups = [
+            ParameterGroup(names=tuple(of_group), settings=settings)
+            for of_group, settings in zip(named, self._settings, strict=True)
+        ]
+        told: dict[str, Any] = {"step": self.step, "samples": self.samples}
+        return ForeignState(
+            **told | progress,
+            parameters=masters,
+            moments=kinds,
+            scalars={"step": self._updates()},
+            groups=groups,
+            notes=[f"put together from the files of {self.world_size} ranks"],
+        )
+
+    def _flat_of(self, state: Mapping[str, Any]) -> dict[str, list[Tensor]]:
+        """The flat tensors of a rank by kind; [groups] or, under ZeRO 3, [groups of parameters]."""
+        masters = state.get(
+            "fp32_flat_groups" if self._is_cut_by_parameter else "single_partition_of_fp32_groups"
+        )
+        states = self._states_of(state)
+        if not isinstance(masters, list) or len(states) != len(masters):
+            raise self._incomplete("as many optimizer states as groups of parameters")
+        found: dict[str, list[Tensor]] = {_MASTER: [tensor.detach() for tensor in masters]}
+        for of_group in states:
+            for kind, value in of_group.items():
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    found.setdefault(kind, []).append(value)
+        if any(len(tensors) != len(masters) for tensors in found.values()):
+            raise self._incomplete("as many optimizer states as groups of parameters")
+        return found
+
+    def _check_partitions(self) -> None:
+        """Refuse flat tensors that are no equal parts of one, of which padding may be left out.
+
+        Raises:
+            UserError: they are not.
+        """
+        for kind, first in self._flat[0].items():
+            for number, tensor in enumerate(first):
+                of_ranks = [flat.get(kind, []) for flat in self._flat]
+                if any(
+                    len(tensors) != len(first) or tensors[number].dtype != tensor.dtype
+                    for tensors in of_ranks
+                ):
+                    raise self._incomplete(f"the {kind} of some ranks")
+                full = tensor.numel()
+                sizes = [tensors[number].numel() for tensors in of_ranks]
+                shorter = [rank for rank, size in enumerate(sizes) if size != full]
+                # Masters come without the padding, which is at the end of all.
+                is_padded = kind == _MASTER and max(sizes) == full
+                if shorter and not (is_padded and not any(sizes[shorter[0] + 1 :])):
+                    raise self._incomplete(f"equal parts of the {kind}, but {sizes} numbers")
+
+    def _optimizer_of(self, state: Mapping[str, Any]) -> Any:
+        key = "optimizer_state_dict" if self._is_cut_by_parameter else "base_optimizer_state"
+        return state.get(key)
+
+    def _states_of(self, state: Mapping[str, Any]) -> list[dict[str, Any]]:
+        optimizer = self._optimizer_of(state)
+        if isinstance(optimizer, list):  # of an "elastic" checkpoint
+            return optimizer
+        states = optimizer.get("state") if isinstance(optimizer, dict) else None
+        if not isinstance(states, dict):
+            raise self._incomplete("the state of its optimizer")
+        return [states[number] for number in sorted(states)]
+
+    def _groups_of(self, state: Mapping[str, Any]) -> list[dict[str, Any]]:
+        optimizer = self._optimizer_of(state)
+        groups = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
+        if not isinstance(groups, list) or len(groups) != len(self._shapes):
+            return [{} for _ in self._shapes]
+        return groups
+
+    def _updates(self) -> float:
+        """Updates of the optimizer, which may be fewer than steps."""
+        steps = [state["step"] for state in self._states_of(self._ranks[0]) if "step" in state]
+        steps += [group["step"] for group in self._settings if "step" in group]
+        return float(steps[0]) if steps else float(self.step)
+
+    def _places(self) -> Iterator[tuple[str, tuple[torch.Size, list[_Range]]]]:
+        """Where each parameter lies."""
+        if self._is_cut_by_parameter:
+            yield from self._cut_by_parameter()
+            return
+        for number, shapes in enumerate(self._shapes):
+            mapped = [_mapping(state, number) for state in self._ranks]
+            mappings = [mapping for mapping in mapped if mapping is not None]
+            if len(mappings) == len(mapped):
+                yield from self._as_mapped(number, shapes, mappings)
+                continue
+            yield from self._one_after_another(number, shapes)
+
+    def _as_mapped(
+        self, number: int, shapes: Mapping[str, torch.Size], mappings: Sequence[Mapping[str, Any]]
+    ) -> Iterator[tuple[str, tuple[torch.Size, list[_Range]]]]:
+        """Of a group under ZeRO 1 and 2, whose files say where each parameter lies.
+
+        Raises:
+            UserError: the ranges do not lie one after another, or are not of all numbers.
+        """
+        found: dict[str, list[_Range]] = {}
+        last = None
+        is_padding = False
+        for rank, mapping in enumerate(mappings):
+            addresses = {name: (at["start"], at["numel"]) for name, at in mapping.items()}
+            position = 0
+            for name, (start, numel) in sorted(addresses.items(), key=itemgetter(1)):
+                follows = name == last or name not in found
+                if is_padding or start != position or numel < 0 or not follows:
+                    raise self._incomplete(f"{name} in one range of numbers")
+                found.setdefault(name, []).append(_Range(rank, number, start, numel))
+                position += numel
+                last = name
+            is_padding = is_padding or position != self._flat[rank][_MASTER][number].numel()
+        for name, shape in shapes.items():
+            ranges = found.get(name, [])
+            if sum(where.numel for where in ranges) != shape.numel():
+                raise self._incomplete(f"all of {name}")
+            yield name, (shape, ranges)
+
+    def _one_after_another(
+        self, number: int, shapes: Mapping[str, torch.Size]
+    ) -> Iterator[tuple[str, tuple[torch.Size, list[_Range]]]]:
+        """Of a group under ZeRO 1 and 2, whose files do not say where each parameter lies."""
+        sizes = [flat[_MASTER][number].numel() for flat in self._flat]
+        position = 0
+        for name, shape in shapes.items():
+            yield name, (shape, _ranges(sizes, position, shape.numel(), number))
+            position += shape.numel()
+
+    def _cut_by_parameter(self) -> Iterator[tuple[str, tuple[torch.Size, list[_Range]]]]:
+        """Under ZeRO 3."""
+        sizes = [tensor.numel() for tensor in self._flat[0][_MASTER]]
+        position = 0
+        for shapes in self._shapes:
+            for name, shape in shapes.items():
+                part = math.ceil(shape.numel() / self.world_size)
+                ranges = []
+                for rank in range(self.world_size):
+                    for found in _ranges(sizes, position, part, 0):
+                        ranges.append(_Range(rank, found.rank, found.start, found.numel))
+                yield name, (shape, ranges)
+                position += part
+
+    def _read(self, kind: str, name: str, shape: torch.Size, ranges: Sequence[_Range]) -> Tensor:
+        parts = []
+        for where in ranges:
+            flat = self._flat[where.rank][kind][where.flat].view(-1)
+            if where.start + where.numel > flat.numel():
+                raise self._incomplete(f"all of {name} ({kind})")
+            parts.append(flat[where.start : where.start + where.numel])
+        if sum(part.numel() for part in parts) < shape.numel():
+            raise self._incomplete(f"all of {name} ({kind})")
+        values = torch.cat([self._flat[0][kind][0].view(-1)[:0], *parts])
+        return values[: shape.numel()].view(shape)
+
+    def _incomplete(self, what: str) -> UserError:
+        return UserError(
+            f"{self._directory} does not hold {what}. Copy the checkpoint again, with the files of "
+            "all ranks."
+        )
+
+
+def _mapping(state: Mapping[str, Any], number: int) -> Mapping[str, Any] | None:
+    """Where the parameters of a group lie in a rank's flat tensor, if it says so."""
+    mappings = state.get("param_slice_mappings")
+    if not isinstance(mappings, list) or number >= len(mappings):
+        return None
+    return mappings[number] if isinstance(mappings[number], dict) else None
+
+
+def _are_shapes(group: Any) -> bool:
+    return isinstance(group, dict) and all(
+        isinstance(name, str) and isinstance(shape, torch.Size) and min(shape, default=0) >= 0
+        for name, shape in group.items()
+    )
+
+
+def _ranges(sizes: Sequence[int], start: int, numel: int, flat: int) -> list[_Range]:
+    """A range of tensors that lie one after another, as ranges of each; `rank` counts them."""
+    found = []
+    before = 0
+    for number, size in enumerate(sizes):
+        first, last = max(start, before), min(start + numel, before + size)
+        if first < last:
+            found.append(_Range(number, flat, first - before, last - first))
+        before += size
+    return found
+
+
+class DeepSpeedRun(ForeignRun):
+    """A checkpoint that DeepSpeed's engine has written."""
+
+    program = "DeepSpeed"
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        found = zero_directory(directory)
+        assert found is not None, "it was looked at before"
+        self._zero = ZeroFiles(found)
+
+    def _told(self) -> dict[str, Any]:
+        if self._zero.samples is None or not self._zero.step:
+            return {}
+        batch = self._zero.samples / self._zero.step
+        return {"train": {"global_batch_size": int(batch)}} if batch.is_integer() else {}
+
+    def _state(self, model: TrainedModel) -> ForeignState:
+        return self._zero.state(model)

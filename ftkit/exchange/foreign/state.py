@@ -1,0 +1,197 @@
+"""Foreign state: what a checkpoint of another program holds, by its names of the parameters."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from ftkit.errors import UserError
+from ftkit.exchange.foreign.parameter_order import TrainedParameter, trained_parameters
+from ftkit.models.architectures.architecture import ModelLayout
+from ftkit.models.pretrained.base_model import BaseModel
+from ftkit.models.pretrained.weights.files import WeightTensor
+from ftkit.recipe.recipe import Method
+from ftkit.utils.damaged_files import reading
+
+_MOST = 2**53
+"""From here on not every number is one of JSON's; no training gets that far."""
+ForeignTensors = Mapping[str, WeightTensor]
+"""By Hugging Face's names, of adapters by PEFT's, or by others: as `ForeignState.layout` says."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterGroup:
+    """Parameters with the same settings of the optimizer."""
+
+    names: tuple[str, ...]
+    """Of the parameters."""
+    settings: Mapping[str, Any]
+    """lr, initial_lr, weight_decay, betas, eps, ..., as far as the program keeps them."""
+
+    def __post_init__(self) -> None:
+        """Refuse settings that no optimizer can have.
+
+        Raises:
+            ValueError: one is of another type, negative or not finite.
+        """
+        for key in ("lr", "initial_lr", "weight_decay", "eps", "momentum"):
+            _check_number(key, self.settings.get(key))
+        betas = self.settings.get("betas")
+        if betas is not None:
+            if not isinstance(betas, tuple | list) or len(betas) != 2:
+                raise ValueError(f"betas are {betas!r:.100}")
+            for beta in betas:
+                _check_number("betas", beta)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForeignState:
+    """The state of training in a foreign checkpoint; its tensors are read when they are asked."""
+
+    step: int
+    """Optimizer steps done."""
+    samples: int | None = None
+    """Samples that they consumed; None: the program does not say."""
+    micro_batch: int | None = None
+    """Samples of one forward pass on all processes; None: the program does not say."""
+    epochs: float | None = None
+    """Passes over the data; None: the program does not say."""
+    loss: float | None = None
+    """Of the newest step that was logged."""
+    layout: ModelLayout | Literal["ftkit"] = "hf"
+    """Whose names the tensors have; ftkit: those of our checkpoints."""
+    parameters: ForeignTensors
+    """Trained parameters, in the highest precision that is there."""
+    moments: Mapping[str, ForeignTensors] | None
+    """State of the optimizer, by torch's names of its kinds (exp_avg, ...). None: the program has
+    kept none, so that the optimizer begins anew."""
+    scalars: Mapping[str, float]
+    """State that is one number for all parameters, such as Adam's step."""
+    groups: Sequence[ParameterGroup]
+    """All parameters that the optimizer updates."""
+    notes: Sequence[str] = ()
+    """What was not taken over, and what that means."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no training can come to.
+
+        Raises:
+            ValueError: a number is of another type, negative or not finite, or a tensor holds
+                something else than floating-point numbers.
+        """
+        counts = {"step": self.step, "samples": self.samples, "samples of a step": self.micro_batch}
+        for key, count in counts.items():
+            if count is not None and (type(count) is not int or not 0 <= count < _MOST):
+                raise ValueError(f"{key}: {count!r:.100}")
+        _check_number("epoch", self.epochs)
+        for key, number in self.scalars.items():
+            _check_number(key, number)
+        for tensors in (self.parameters, *(self.moments or {}).values()):
+            for name, tensor in tensors.items():
+                if not tensor.dtype.is_floating_point:
+                    raise ValueError(f"{name} holds numbers of {tensor.dtype}")
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """Of the group with the most parameters."""
+        largest = max(self.groups, key=lambda group: len(group.names), default=None)
+        return {} if largest is None else largest.settings
+
+    @property
+    def learning_rate(self) -> float | None:
+        """Of the next step; None: the program does not say."""
+        found = self.settings.get("lr")
+        return float(found) if found is not None else None
+
+
+def _check_number(key: str, value: Any) -> None:
+    """Refuse a setting or count that is neither None nor a finite number from 0 on."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if value is not None and not (
+        isinstance(value, int | float) and 0 <= value < _MOST  # not NaN either
+    ):
+        raise ValueError(f"{key}: {value!r:.100}")
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """The model that a foreign run trains, as its own program calls its parameters."""
+
+    base: BaseModel
+    adapter: Path | None = None
+    """Directory of the adapter's settings; None: all of it is trained."""
+
+    @cached_property
+    def parameters(self) -> tuple[TrainedParameter, ...]:
+        """In the order of transformers' (and PEFT's) modules."""
+        return trained_parameters(self.base, self.adapter)
+
+
+class ForeignRun(ABC):
+    """A checkpoint of another program, of which the small files are read."""
+
+    program: str
+    """What wrote it, for messages."""
+
+    def __init__(self, directory: Path) -> None:
+        """Look at a checkpoint; see `told`.
+
+        Raises:
+            UserError: a file is missing or damaged.
+        """
+        self.directory = directory
+
+    @property
+    def method(self) -> Method | None:
+        """How the model is adapted; None: the recipe has to say."""
+        return None
+
+    @property
+    def adapter(self) -> Path | None:
+        """Directory of PEFT's settings, where an adapter is trained."""
+        return None
+
+    def told(self) -> dict[str, Any]:
+        """Keys of a recipe that the checkpoint's small files decide.
+
+        Raises:
+            UserError: they are damaged.
+        """
+        with self.reading():
+            return self._told()
+
+    def state(self, model: TrainedModel) -> ForeignState:
+        """The state of training.
+
+        Raises:
+            UserError: a file is missing, damaged, unsafe, or of another model.
+        """
+        with self.reading():
+            return self._state(model)
+
+    def reading(self) -> AbstractContextManager[None]:
+        """The guard around whatever reads the checkpoint."""
+        return reading(
+            self.directory,
+            f"a checkpoint as {self.program} writes it",
+            advice="Copy the whole checkpoint again.",
+        )
+
+    def _told(self) -> dict[str, Any]:
+        return {}
+
+    @abstractmethod
+    def _state(self, model: TrainedModel) -> ForeignState: ...
+
+    def broken(self, what: str) -> UserError:
+        """What is said of a checkpoint that is not as its program writes it."""
+        return UserError(
+            f"{self.directory} ({self.program}): {what}. Give a whole checkpoint, and the base "
+            "model and method (full or LoRA) that it is of."
+        )

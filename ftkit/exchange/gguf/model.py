@@ -1,0 +1,168 @@
+"""Models as GGUF files: a full fine-tune, a merged or any other model of a known family."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ftkit.errors import UserError
+from ftkit.evaluation.loading import full_weights, open_result
+from ftkit.evaluation.prompting import prompting_of
+from ftkit.evaluation.result import Result
+from ftkit.exchange.cards import card_files
+from ftkit.exchange.gguf.metadata import (
+    ARCHITECTURES,
+    GgufMetadata,
+    complete_settings,
+    model_metadata,
+    rotary_factors,
+)
+from ftkit.exchange.gguf.modelfile import MODELFILE, modelfile
+from ftkit.exchange.gguf.vocabulary import vocabulary_metadata
+from ftkit.exchange.gguf.writer import (
+    FILE_TYPES,
+    QUANTIZATION_VERSION,
+    file_bytes,
+    planned_tensor,
+    require_gguf,
+    write_file,
+)
+from ftkit.exchange.output_files import check_space, output_directory
+from ftkit.models.pretrained.base_model import (
+    BaseModel,
+    companions,
+    licences,
+    parameter_shapes,
+    storage_of,
+)
+from ftkit.models.pretrained.gguf.tensors import tensor_names
+from ftkit.recipe.result_options import ExportOptions, GgufNumbers
+from ftkit.utils.progress import OnProgress
+
+OF_DTYPES: Mapping[torch.dtype, GgufNumbers] = {
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+}
+"""The number format that holds a tensor as it is stored."""
+
+
+def write_gguf_model(result: Result, options: ExportOptions, progress: OnProgress) -> Path:
+    """Write a model and its Modelfile; the GGUF file.
+
+    Args:
+        result: no adapter.
+        options: where to, and in which numbers.
+        progress: told of bytes.
+
+    Raises:
+        UserError: llama.cpp does not compute this model, or has no such tokenizer; the package
+            gguf is missing; there is no room.
+    """
+    require_gguf()
+    out = options.directory
+    base = open_result(result)
+    settings = settings_for_gguf(base)
+    family = settings["model_type"]
+    _, first = next(full_weights(result, base))
+    numbers = options.quantization or OF_DTYPES[first.dtype]
+    names = tensor_names(settings)
+    factors = rotary_factors(settings)
+    planned = {name: planned_tensor(name, values.shape, "f32") for name, values in factors.items()}
+    planned |= {name: planned_tensor(name, shape, numbers) for name, (_, shape) in names.items()}
+    prompting = prompting_of(result, base)
+    template = None if prompting.origin == "name" else prompting.template.source
+    files = {**dict(companions(base)), **prompting.files(base)}
+    metadata = {
+        **_described(result, base),
+        "general.file_type": FILE_TYPES[numbers],
+        **model_metadata(settings),
+        **vocabulary_metadata(
+            base.tokenizer,
+            files,
+            settings,
+            name=base.name,
+            template=template,
+            end_ids=sorted(prompting.end_ids),
+        ),
+    }
+    check_space(out, file_bytes(planned))
+    ours = {theirs: name for name, (theirs, _) in names.items()}
+    stored = storage_of(base.architecture, "hf").written(full_weights(result, base))
+    file = f"model-{numbers}.gguf"
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name, values in factors.items():
+            yield name, torch.from_numpy(values)
+        for theirs, tensor in stored:
+            yield ours[theirs], as_llama_cpp(ours[theirs], tensor, settings)
+
+    with output_directory(out, overwrite=options.overwrite) as partial:
+        write_file(
+            partial / file,
+            ARCHITECTURES[family],
+            metadata,
+            planned,
+            tensors(),
+            progress,
+        )
+        text = modelfile(file, base, prompting)
+        (partial / MODELFILE).write_text(text, encoding="utf-8")
+        beside = {**dict(licences(base)), **card_files(result, result.directory, "gguf")}
+        for name, content in beside.items():
+            (partial / name).write_bytes(content)
+    return out / file
+
+
+def settings_for_gguf(base: BaseModel) -> dict[str, Any]:
+    """All settings of a model that a GGUF file is written of.
+
+    Raises:
+        UserError: as `complete_settings`; or the model is not described for Hugging Face.
+    """
+    known = dict(base.settings) or base.architecture.settings_in("hf")
+    if known is None:
+        raise UserError(
+            f"{base.name} is not described by a config.json, from which GGUF files are written. "
+            "Copy config.json of the original model into its directory."
+        )
+    rows = parameter_shapes(base)[base.architecture.embedding][0]
+    return complete_settings(
+        known | {"vocab_size": rows, "tie_word_embeddings": base.tied}, base.name
+    )
+
+
+def as_llama_cpp(name: str, tensor: Tensor, settings: Mapping[str, Any]) -> Tensor:
+    """A tensor of Hugging Face's in llama.cpp's order and convention.
+
+    Args:
+        name: llama.cpp's.
+        tensor: rows are outputs.
+        settings: from `settings_for_gguf`.
+    """
+    family = settings["model_type"]
+    if family in ("llama", "mistral") and (".attn_q." in name or ".attn_k." in name):
+        return _pairs_beside_each_other(tensor, settings["head_dim"])
+    if family == "gemma2" and name.endswith("norm.weight"):
+        return tensor.float() + 1  # its norms multiply by one more than their weight
+    return tensor
+
+
+def _pairs_beside_each_other(tensor: Tensor, head_size: int) -> Tensor:
+    """Rows of rotated heads: Hugging Face has the first numbers of all pairs before the second."""
+    halves = tensor.reshape(-1, 2, head_size // 2, *tensor.shape[1:])
+    return halves.transpose(1, 2).reshape(tensor.shape)
+
+
+def _described(result: Result, base: BaseModel) -> GgufMetadata:
+    from gguf import size_label
+
+    total = sum(shape.numel() for shape in parameter_shapes(base).values())
+    return {
+        "general.type": "model",
+        "general.name": Path(result.name).name or base.name,
+        "general.quantization_version": QUANTIZATION_VERSION,
+        "general.size_label": size_label(total, total, 0, 0),
+    }

@@ -1,0 +1,313 @@
+"""`ftkit merge`: an adapter and its base model as one Hugging Face model.
+
+Weights are read, changed and written one after the other. So is the model whose logits are
+compared with the result's: no model is in memory as a whole.
+"""
+
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from ftkit.data.dataset import load_held_out
+from ftkit.data.sources import data_source
+from ftkit.errors import UserError
+from ftkit.evaluation.loading import OpenAdapter, open_adapter
+from ftkit.evaluation.prompting import prompting_of
+from ftkit.evaluation.result import Result
+from ftkit.exchange.cards import card_files
+from ftkit.exchange.layerwise import logits_of
+from ftkit.exchange.output_files import as_written, check_apart, check_space
+from ftkit.models.architectures.architecture import HEAD
+from ftkit.models.bodies.experts import PAIRS, packed_in
+from ftkit.models.language_model import outline_plain
+from ftkit.models.lora.experts import expert_pairs, merged_experts
+from ftkit.models.lora.layers import lora_layers
+from ftkit.models.lora.names import TRAINED, our_name
+from ftkit.models.lora.variants import merged
+from ftkit.models.pretrained.base_model import BaseModel, weight_reader
+from ftkit.models.pretrained.hub import is_litgpt
+from ftkit.models.pretrained.save import save_hf
+from ftkit.recipe.recipe import Quantization, Recipe
+from ftkit.recipe.result_options import MergeOptions
+from ftkit.utils.console.display import Display
+from ftkit.utils.console.formatting import bytes_text, number_text, percent_text
+from ftkit.utils.console.grid import labelled_grid
+from ftkit.utils.imports import silence_libraries
+from ftkit.utils.process import cleaning_up_on_signals
+from ftkit.utils.progress import OnProgress, print_next
+
+SAMPLES, SAMPLE_TOKENS = 4, 128
+"""Validation records that are compared, and how much of each at most."""
+_PROMPT = "Instruction: Tell me what a base model is, and what fine-tuning adds to it. Answer:"
+
+
+@dataclass(frozen=True)
+class _Difference:
+    """How far the logits of a merged model are from those of the result itself."""
+
+    mean: float
+    largest: float
+    same_token: float
+    """Fraction of positions at which both think the same token the most likely one."""
+
+
+def merge(result: Result, options: MergeOptions) -> int:
+    """Write an adapter and its base model as one model; the exit code.
+
+    Args:
+        result: the adapter.
+        options: where to, and into which weights.
+
+    Raises:
+        UserError: it is no adapter, or of another model, or there is no room.
+    """
+    if result.kind != "adapter":
+        layout = "litgpt" if is_litgpt(result.directory) else "hf"
+        raise UserError(
+            f"{result.name} is a whole model, so there is nothing to merge. "
+            f"Try ftkit export {result.name} --format {layout} --out {options.directory}."
+        )
+    if options.base == "quantized" and result.quantize is None:
+        raise UserError(
+            f"--base is quantized, but {result.name} does not say that its base model was "
+            "quantised in training. Leave --base out."
+        )
+    silence_libraries()
+    with cleaning_up_on_signals(), Display(None, stream=sys.stderr) as display:
+        with display.phase(f"reading {result.name}", brief=True):
+            adapter = open_adapter(
+                result,
+                dtype=torch.float32,
+                quantize=result.quantize,
+                base=options.checkpoint_dir,
+                option="--checkpoint_dir",
+            )
+        _merge(result, adapter, options, display)
+    return 0
+
+
+def _merge(result: Result, adapter: OpenAdapter, options: MergeOptions, display: Display) -> None:
+    out, base = options.directory, adapter.base
+    check_apart(out, result.directory, base.directory)
+    dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    choices: dict[str, Quantization | None] = {"original": None}
+    if result.quantize is not None:
+        choices = {"quantized": result.quantize, "original": None}
+    chosen: str = options.base or next(iter(choices))
+    merged = {name: Merged(adapter, kind, dtype) for name, kind in choices.items()}
+    written = merged[chosen]
+    written_bytes = base.rest_bytes + sum(
+        shape.numel() * written.dtype_of(name).itemsize for name, shape in written.shapes.items()
+    )
+    check_space(out, written_bytes)
+    sequences, sample = _sample(result, base, display)
+    with display.phase(f"writing {out}", brief=True) as phase:
+        save_hf(
+            base,
+            written.all(phase.advance),
+            out,
+            max_shard_bytes=options.max_shard_bytes,
+            overwrite=options.overwrite,
+            others={
+                **prompting_of(result, base).files(base),
+                **card_files(result, base.directory, "hf"),
+            },
+        )
+    differences: dict[str, _Difference] = {}
+    with display.phase("comparing logits", brief=True) as phase:
+        models = 1 + len(merged)
+
+        def progress(before: int, done: int, total: int) -> None:
+            phase.advance(before * total + done, models * total)
+
+        values = adapted_values(adapter)
+        expected = logits_of(adapter.model, values, sequences, partial(progress, 0))
+        for number, (name, one) in enumerate(merged.items(), start=1):
+            plain = outline_plain(base, torch.float32, tied=False)
+            found = logits_of(plain, one, sequences, partial(progress, number))
+            differences[name] = _difference(found, expected)
+    _show(result, adapter, options, chosen, written_bytes, differences, sample)
+
+
+class Merged:
+    """The parameters of the merged model, one by one, as they are written."""
+
+    def __init__(
+        self, adapter: OpenAdapter, kind: Quantization | None, dtype: torch.dtype | None
+    ) -> None:
+        """Read headers.
+
+        Args:
+            adapter: what is merged.
+            kind: the base model's weights are rounded to what this stores; None: they are not.
+            dtype: of the files; None: each as the base model has it.
+        """
+        base, model = adapter.base, adapter.model
+        self._base, self._kind, self._dtype, self._tensors = base, kind, dtype, adapter.tensors
+        self._layers = {our_name(name): layer for name, layer in lora_layers(model)}
+        self._rounded = {
+            our_name(name).removesuffix(".base_layer")
+            for name, module in model.named_modules()
+            if kind is not None and hasattr(module, "pack")
+        }
+        self._experts = {
+            our_name(f"{name}.{matrix}"): packed
+            for name, module in model.named_modules()
+            for matrix, packed in packed_in(module).items()
+            if kind is not None
+        }
+        self._pairs = dict(expert_pairs(model))
+        self._tied = model.tied
+        self._read = base_reader(base)
+        shapes = base.architecture.parameter_shapes(tied=False)
+        if model.tied and "lm_head" not in self._layers:
+            del shapes[HEAD]
+        self.shapes = shapes
+        """Of all parameters, by our names. An adapted head is no longer tied."""
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Number format of a parameter in its file."""
+        return self._dtype or self._read(self._source(name)).dtype
+
+    def __call__(self, name: str) -> Tensor:
+        """A parameter."""
+        source = self._source(name)
+        stored = self._read(source)
+        dtype = self._dtype or stored.dtype
+        if source in self._tensors:
+            return as_written(name, self._tensors[source], dtype)
+        layer, _, kind = name.rpartition(".")
+        value = stored
+        if kind == "weight" and layer in self._rounded:
+            assert self._kind is not None
+            from ftkit.models.quantization import rounded
+
+            value = rounded(value, self._kind)
+        elif name in self._experts:
+            assert self._kind is not None
+            from ftkit.models.quantization import rounded_of_each
+
+            transposed = self._experts[name].transposed
+            value = rounded_of_each(value, self._kind, transposed=transposed)
+        if kind == "weight" and layer in self._layers:
+            value = self._adapted(layer, value)
+        elif name in self._pairs:
+            a, b = (self._tensors[f"{name}{PAIRS}.lora_{m}.{TRAINED}.weight"] for m in "AB")
+            value = merged_experts(value, a, b, self._pairs[name])
+        return as_written(name, value, dtype)
+
+    def all(self, progress: OnProgress) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter with its name."""
+        for done, name in enumerate(self.shapes, start=1):
+            yield name, self(name)
+            progress(done, len(self.shapes))
+
+    def _source(self, name: str) -> str:
+        """The parameter of the adapted model that this one comes from."""
+        return self._base.architecture.embedding if name == HEAD and self._tied else name
+
+    def _adapted(self, layer: str, weight: Tensor) -> Tensor:
+        module = self._layers[layer]
+        return merged(
+            weight,
+            self._tensors[f"{layer}.lora_A.{TRAINED}.weight"],
+            self._tensors[f"{layer}.lora_B.{TRAINED}.weight"],
+            module.scaling[TRAINED],
+            self._tensors.get(f"{layer}.lora_magnitude_vector.{TRAINED}.weight"),
+        )
+
+
+def base_reader(base: BaseModel) -> Callable[[str], Tensor]:
+    """The base model's weights by our names; a tied head is its embedding."""
+    read, embedding = weight_reader(base), base.architecture.embedding
+    return lambda name: read(embedding if name == HEAD and base.tied else name)
+
+
+def adapted_values(adapter: OpenAdapter) -> Callable[[str], Tensor]:
+    """The parameters of the adapted model itself."""
+    read = base_reader(adapter.base)
+
+    def value(name: str) -> Tensor:
+        if name == HEAD and adapter.model.tied:
+            name = adapter.base.architecture.embedding
+        found = adapter.tensors.get(name)
+        return read(name) if found is None else found
+
+    return value
+
+
+def _sample(result: Result, base: BaseModel, display: Display) -> tuple[list[list[int]], str]:
+    """Token ids of what is compared, and what it is."""
+    recipe = result.recipe
+    sequences: list[list[int]] = []
+    with suppress(UserError):  # the files are not here
+        # Others than files may need a download.
+        if recipe is not None and data_source(recipe.data).files() is not None:
+            sequences = _validation_samples(recipe, base, display)
+    what = f"{len(sequences)} validation records" if sequences else "a fixed prompt"
+    sequences = sequences or [base.tokenizer.encode(_PROMPT).tolist()]
+    most = min(SAMPLE_TOKENS, base.architecture.context_length)
+    cut = [sequence[:most] for sequence in sequences]
+    return cut, f"{what}, {sum(map(len, cut))} tokens"
+
+
+def _validation_samples(recipe: Recipe, base: BaseModel, display: Display) -> list[list[int]]:
+    """Token ids of the first records that the run was validated on."""
+    with display.phase("reading data", brief=True) as phase:
+        samples = load_held_out(
+            recipe.data,
+            base.tokenizer,
+            recipe.train.max_seq_length or base.architecture.context_length,
+            progress=lambda _, done, total: phase.advance(done, total),
+        ).samples
+    return [samples[i].ids.tolist() for i in range(min(SAMPLES, len(samples)))]
+
+
+def _difference(found: Tensor, expected: Tensor) -> _Difference:
+    apart = (found - expected).abs()
+    same = found.argmax(dim=1) == expected.argmax(dim=1)
+    return _Difference(apart.mean().item(), apart.max().item(), same.double().mean().item())
+
+
+def _show(
+    result: Result,
+    adapter: OpenAdapter,
+    options: MergeOptions,
+    chosen: str,
+    written_bytes: int,
+    differences: dict[str, _Difference],
+    sample: str,
+) -> None:
+    names = {"original": f"the original weights of {adapter.base.name}"}
+    names["quantized"] = f"the weights of {adapter.base.name} as {result.quantize} held them"
+    grid = labelled_grid(
+        [
+            ("merged", f"{result.directory} into {names[chosen]}"),
+            ("model", f"{options.directory}, {bytes_text(written_bytes)}"),
+            ("sample", sample),
+        ]
+    )
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
+    for title in ("merged into", "logits differ by", "at most", "same token", ""):
+        table.add_column(Text(title))
+    for name, one in differences.items():
+        table.add_row(
+            Text(name),
+            Text(number_text(one.mean)),
+            Text(number_text(one.largest)),
+            Text(percent_text(one.same_token)),
+            Text("written" if name == chosen else f"--base {name}"),
+        )
+    with Display(None) as display:
+        display.show(grid)
+        display.show(table)
+    written = shlex.quote(str(options.directory))
+    print_next(f"ftkit chat {written}", f"ftkit push {written} ORG/NAME")

@@ -1,0 +1,269 @@
+"""Model card: README.md of a result, made from the report of its run.
+
+It names no directory of the machine that it was made on: others are to read it.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from ftkit.exchange.model_card.origin import BaseOrigin, DataOrigin
+from ftkit.models.pretrained.hub import CARD, is_litgpt
+from ftkit.redaction import redacted
+from ftkit.runs.report.metrics import perplexity
+from ftkit.runs.report.report import Report
+from ftkit.runs.report.rows import memory_text
+from ftkit.utils.console.formatting import (
+    bytes_text,
+    duration_text,
+    from_to_text,
+    loss_text,
+    number_text,
+    percent_text,
+)
+from ftkit.utils.files import write_durably
+
+CardKind = Literal["adapter", "hf", "litgpt", "gguf"]
+"""What a result is: an adapter of PEFT's, a whole model in one of two layouts, or a GGUF file."""
+HERE = '"."'
+"""What stands for the result in its card, until it has a name on the hub."""
+_PROJECT = "ftkit"
+_LIBRARIES: dict[CardKind, str] = {
+    "adapter": "peft",
+    "hf": "transformers",
+    "litgpt": "litgpt",
+    "gguf": "gguf",
+}
+_KINDS = {
+    ("adapter", True): "A LoRA adapter",
+    ("hf", True): "A LoRA adapter, merged into its base model",
+    ("litgpt", True): "A LoRA adapter, merged into its base model, in LitGPT's layout",
+    ("gguf", True): "A LoRA adapter as a GGUF file, for llama.cpp",
+    ("hf", False): "A full fine-tune",
+    ("gguf", False): "A full fine-tune as a GGUF file, for llama.cpp and Ollama",
+    ("litgpt", False): "A full fine-tune, in LitGPT's layout",
+}
+"""By what the result is, and whether LoRA has made it."""
+_ANSWER = """
+messages = [{"role": "user", "content": "Hello!"}]
+inputs = tokenizer.apply_chat_template(
+    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+)
+answer = model.generate(**inputs, max_new_tokens=100)[0, inputs.input_ids.shape[1] :]
+print(tokenizer.decode(answer, skip_special_tokens=True))
+```
+"""
+_USAGE: dict[CardKind, str] = {
+    "adapter": f"""With PEFT, which finds the base model:
+
+```python
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoTokenizer
+
+name = {HERE}
+model = AutoPeftModelForCausalLM.from_pretrained(name)
+tokenizer = AutoTokenizer.from_pretrained(name)
+{_ANSWER.lstrip()}""",
+    "hf": f"""With transformers:
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+name = {HERE}
+model = AutoModelForCausalLM.from_pretrained(name)
+tokenizer = AutoTokenizer.from_pretrained(name)
+{_ANSWER.lstrip()}""",
+    "litgpt": f"""With LitGPT, on a local copy:
+
+```python
+from litgpt import LLM
+
+name = {HERE}
+print(LLM.load(name).generate("Hello!"))
+```
+""",
+    "gguf": """With llama.cpp: `llama-cli -m model-*.gguf`, of an adapter
+`llama-cli -m BASE.gguf --lora adapter-*.gguf`. With Ollama: `ollama create NAME -f Modelfile`,
+where there is one.
+""",
+}
+"""How the result is made to answer."""
+_PLACES = ("out_dir", "access_token", "resume")
+"""Of a recipe, what says nothing about a result."""
+
+
+def write_card(report: Report, base: Path | None, directory: Path) -> None:
+    """Write the card of a result beside it.
+
+    Args:
+        report: of its run.
+        base: directory of the base model; None: it is not known.
+        directory: of the result.
+    """
+    kind: CardKind = "adapter" if report.method == "lora" else "hf"
+    if is_litgpt(directory):
+        kind = "litgpt"
+    write_durably(directory / CARD, redacted(card_text(report, base, kind)))
+
+
+def card_text(report: Report, base_directory: Path | None, kind: CardKind) -> str:
+    """The card.
+
+    Args:
+        report: of the run that has made the result.
+        base_directory: of the base model; None: it is not known.
+        kind: what the result is now; an adapter may have been merged.
+    """
+    base = BaseOrigin.of(str(report.recipe["checkpoint_dir"]), base_directory)
+    data = DataOrigin.of(report.recipe["data"])
+    rows = "\n".join(f"| {label} | {_cell(text)} |" for label, text in _rows(report, base, data))
+    recipe = yaml.safe_dump(_shareable(report.recipe), sort_keys=False, allow_unicode=True)
+    parts = [
+        f"---\n{_head(kind, base, data)}---\n",
+        f"# {base.name}, fine-tuned on {', '.join(data.names)}\n",
+        f"{_KINDS[kind, report.method == 'lora']}, made with {_PROJECT}.\n",
+        f"| | |\n|---|---|\n{rows}\n",
+        f"## How to use it\n\n{_USAGE[kind]}",
+        f"## Recipe\n\n```yaml\n{recipe}```\n",
+        f"## Licence\n\n{_licence_text(kind, base)}",
+    ]
+    return "\n".join(parts)
+
+
+def with_name(card: str, repo_id: str, base: str | None) -> str:
+    """A card as it is published.
+
+    Args:
+        card: as it lies beside the result.
+        repo_id: ORG/NAME of the result on the hub.
+        base: ORG/NAME of its base model; None: the card says it, or nobody needs it.
+    """
+    card = card.replace(f"name = {HERE}\n", f'name = "{repo_id}"\n', 1)
+    if base is not None and not _names_base(card):
+        card = card.replace("---\n", f"---\nbase_model: {base}\n", 1)
+    return card
+
+
+def _names_base(card: str) -> bool:
+    head = card.removeprefix("---").partition("\n---")[0]
+    return "\nbase_model:" in head
+
+
+def _head(kind: CardKind, base: BaseOrigin, data: DataOrigin) -> str:
+    """The metadata that the hub reads."""
+    fields: dict[str, Any] = {
+        "base_model": base.on_hub,
+        "datasets": list(data.on_hub) or None,
+        "library_name": _LIBRARIES[kind],
+        "license": base.licence,
+        "pipeline_tag": "text-generation",
+        "tags": [_PROJECT, *(["lora"] if kind == "adapter" else [])],
+    }
+    known = {key: value for key, value in fields.items() if value is not None}
+    return yaml.safe_dump(known, sort_keys=False)
+
+
+def _rows(report: Report, base: BaseOrigin, data: DataOrigin) -> Iterator[tuple[str, str]]:
+    recipe, resolved, loss = report.recipe, report.resolved, report.loss
+    url = f"[{base.on_hub}](https://huggingface.co/{base.on_hub})"
+    yield "Base model", url if base.on_hub else base.name
+    yield "Method", _method(report)
+    train = report.data.get("train")
+    yield "Data", ", ".join(data.names) + (f", {train.used:,} records used" if train else "")
+    if report.progress is not None:
+        done = report.progress
+        yield "Trained", f"{done.steps:,} steps, {done.epochs:.3g} epochs, {done.samples:,} samples"
+    if resolved is not None:
+        optimizer = recipe.get("optimizer", {})
+        rate = optimizer.get("init_args", {}).get("lr")
+        schedule = recipe.get("train", {}).get("lr_schedule")  # earlier versions had the one
+        yield (
+            "Each step",
+            f"{resolved.global_batch_size:,} sequences of at most {resolved.max_seq_length:,} "
+            f"tokens, {str(resolved.optimizer).rpartition('.')[2]}"
+            + (f", learning rate {rate:g}" if isinstance(rate, int | float) else "")
+            + (f", {schedule}" if schedule else ""),
+        )
+    if weights := _weights(report):
+        yield "Weights", weights
+    if loss is not None:
+        yield "Training loss", from_to_text(loss.first, loss.last, loss_text)
+        if (found := report.validation_loss) is not None:
+            text = from_to_text(loss.validation_first, found, loss_text)
+            of_step = f" at step {report.result.step:,}" if report.result else ""
+            yield "Validation loss", f"{text}{of_step}, perplexity {perplexity(found):.2f}"
+    if (match := report.exact_match) is not None:
+        text = from_to_text(match.before, match.after, percent_text)
+        yield "Exact match", f"{text} of {match.samples:,} validation records" if text else ""
+    for score in report.scores:
+        text = from_to_text(score.before, score.after, number_text)
+        by = f", by `{score.file}`" if score.file else ""
+        yield score.title, f"{text} on {score.samples:,} validation records{by}"
+    if resolved is not None:
+        where = f"{resolved.world_size or 1} x {resolved.device or resolved.accelerator}"
+        yield "Hardware", ", ".join(filter(None, (where, resolved.strategy, resolved.precision)))
+    if report.peak_memory is not None:
+        yield "Peak memory", memory_text(report.peak_memory)
+    if report.step_memory is not None:
+        yield "Memory of a step", bytes_text(report.step_memory.fullest.peak_bytes)
+    if report.throughput is not None:
+        yield "Throughput", f"{number_text(report.throughput.tokens_per_s)} tokens/s"
+    if report.phases_s is not None and report.phases_s.total is not None:
+        sessions = "last session: " * (report.resumed is not None)
+        yield "Time", sessions + duration_text(report.phases_s.total)
+    yield "Versions", ", ".join(f"{name} {text}" for name, text in report.versions.items())
+
+
+def _weights(report: Report) -> str:
+    """Which ones the result has, if they are not just those of the last step."""
+    chosen, decay = report.result, report.recipe.get("train", {}).get("ema_decay")
+    parts = (
+        chosen and f"of step {chosen.step:,}, which had the lowest validation loss",
+        decay is not None and f"exponential moving average over the steps, decay {decay:g}",
+    )
+    return "; ".join(part for part in parts if part)
+
+
+def _method(report: Report) -> str:
+    recipe, resolved = report.recipe, report.resolved
+    text = "full fine-tuning"
+    if report.method == "lora":
+        stored = recipe.get("quantize")
+        variant = recipe.get("lora_variant", "lora")
+        kind = "LoRA" if variant == "lora" else f"LoRA ({variant})"
+        text = f"{kind}, rank {recipe.get('lora_r')}, alpha {recipe.get('lora_alpha')}"
+        text += f", on a base model stored as {stored}" if stored else ""
+    if resolved is None or not resolved.parameters or resolved.trainable_parameters is None:
+        return text
+    trained, every = map(number_text, (resolved.trainable_parameters, resolved.parameters))
+    return f"{text}; {trained} of {every} parameters trained"
+
+
+def _licence_text(kind: CardKind, base: BaseOrigin) -> str:
+    says = f"its card says {base.licence}" if base.licence else "its licence is not known here"
+    if base.licence_files:
+        says += f", and its terms are in {', '.join(base.licence_files)}"
+        says += " beside this file" * (kind != "adapter")
+    return f"The terms of the base model hold for what was made from it: {says}.\n"
+
+
+def _cell(text: str) -> str:
+    """In a table of Markdown."""
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def _shareable(recipe: dict[str, Any]) -> dict[str, Any]:
+    """A recipe without directories of this machine."""
+    return {key: _named(value) for key, value in recipe.items() if key not in _PLACES}
+
+
+def _named(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _named(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_named(item) for item in value]
+    if isinstance(value, str) and value.startswith(("/", "~")):
+        return Path(value).name
+    return value

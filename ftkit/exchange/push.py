@@ -1,0 +1,113 @@
+"""`ftkit push`: a result and its model card, onto the Hugging Face hub."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from ftkit.errors import UserError
+from ftkit.evaluation.result import Result, find_result
+from ftkit.exchange.cards import card_files
+from ftkit.exchange.model_card.card import with_name
+from ftkit.models.pretrained.hub import CARD, hub_name, read_json
+from ftkit.models.pretrained.upload import upload
+from ftkit.recipe.peft_adapter import CONFIG as ADAPTER_CONFIG
+from ftkit.recipe.result_options import PushOptions
+
+_BASE = "base_model_name_or_path"
+"""Where an adapter says of what it is one."""
+
+
+def push(options: PushOptions) -> int:
+    """Put a result onto the hub, all of it in one commit; the exit code.
+
+    Args:
+        options: which, where to, and who may see it.
+
+    Raises:
+        UserError: it cannot be used by others as it is, or the hub refuses it.
+    """
+    place = Path(options.result).expanduser()
+    kind: str
+    if any(place.glob("*.gguf")) and not (place / "config.json").is_file():
+        kind, files = "GGUF file", _files_in(place)
+        if CARD in files:
+            text = (place / CARD).read_text(encoding="utf-8")
+            files[CARD] = with_name(text, options.repo_id, None).encode()
+    else:
+        result = find_result(options.result)
+        kind, files = result.kind, _files_of(result, options)
+    url, is_public = upload(
+        files,
+        options.repo_id,
+        public=options.public,
+        message=options.message or f"{kind}, trained with ftkit",
+        token=options.access_token,
+    )
+    told = {"url": url, "public": is_public}
+    seen = "for everybody to see" if is_public else "private"
+    print(json.dumps(told) if options.format == "json" else f"{url} has it, {seen}")
+    return 0
+
+
+def _files_in(directory: Path) -> dict[str, Path | bytes]:
+    return {
+        file.name: file
+        for file in sorted(directory.iterdir())
+        if file.is_file() and not file.name.startswith(".")
+    }
+
+
+def _files_of(result: Result, options: PushOptions) -> dict[str, Path | bytes]:
+    """The files of an adapter or a model, as others are to have them."""
+    _require_result(result, options)
+    files = _files_in(result.directory)
+    base = _base_on_hub(result, options) if result.kind == "adapter" else None
+    if base is not None:
+        settings = read_json(result.directory / ADAPTER_CONFIG) | {_BASE: base}
+        files[ADAPTER_CONFIG] = (json.dumps(settings, indent=2) + "\n").encode()
+    return {**files, **_card(result, options.repo_id, base)}
+
+
+def _require_result(result: Result, options: PushOptions) -> None:
+    """UserError for what is no result, or none that others can read."""
+    if result.kind == "checkpoint":
+        raise UserError(
+            f"{result.name} is a checkpoint of a full fine-tune, in shards that ftkit alone reads. "
+            f"Try ftkit export {result.name} --format hf --out out/hf, then "
+            f"ftkit push out/hf {options.repo_id}."
+        )
+    is_base = result.name.startswith("embedded:") or hub_name(result.name) is not None
+    if result.kind == "model" and result.recipe is None and is_base:
+        raise UserError(
+            f"{result.name} is a base model that nothing was trained in. Name a run, such as "
+            "out/finetune/lora, or what ftkit merge or ftkit export has written."
+        )
+
+
+def _base_on_hub(result: Result, options: PushOptions) -> str:
+    """ORG/NAME from which others take the base model.
+
+    Raises:
+        UserError: it is known on this machine alone.
+    """
+    known = options.base or (hub_name(result.base) if result.base else None)
+    if known is None:
+        raise UserError(
+            f"{result.name} is an adapter of {result.base}, which others do not have. Name it as "
+            "it is on the hub with --base ORG/NAME, or make one model of both with "
+            f"ftkit merge {result.name} --out out/merged, and push that."
+        )
+    return known
+
+
+def _card(result: Result, repo_id: str, base: str | None) -> Mapping[str, bytes]:
+    """The model card by its name, with the name that the result gets."""
+    file = result.directory / CARD
+    if file.is_file():
+        text = file.read_text(encoding="utf-8")
+    else:  # of a run of an earlier version
+        found = card_files(result, None, "adapter" if result.kind == "adapter" else "hf")
+        if not found:
+            return {}
+        text = found[CARD].decode()
+    return {CARD: with_name(text, repo_id, base).encode()}

@@ -1,1 +1,0 @@
-"""Inference with a result: generate, chat and evaluate."""

@@ -1,0 +1,1 @@
+"""Models: architectures, base models, layers, adapters, quantisation, the loss."""

@@ -1,0 +1,380 @@
+"""Model families: Hugging Face's config.json and `litgpt.Config`, each from the other."""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from litgpt.config import Config, configs
+from torch import nn
+
+from ftkit.errors import UserError
+from ftkit.models.architectures import naming
+from ftkit.models.architectures.naming import Naming
+from ftkit.models.architectures.quantized import require_plain_weights
+
+Settings = Mapping[str, Any]
+"""The content of a config.json."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model_type of Hugging Face."""
+
+    model_type: str
+    class_name: str
+    naming: Naming
+    settings: Callable[[Settings], dict[str, Any]]
+    """config.json -> the fields of `litgpt.Config` that differ from a plain Llama's."""
+    tied: bool = False
+    """Whether embedding and head are shared where config.json does not say."""
+
+
+@dataclass
+class AttentionBiasConfig(Config):  # type: ignore[misc]
+    """Biases on all four attention projections and none in the MLP.
+
+    `litgpt.Config` knows ``bias`` (everywhere) and ``attn_bias`` (all but the output
+    projection); Llama's ``attention_bias`` is neither.
+    """
+
+    @property
+    def mlp_class(self) -> Callable[[Config], nn.Module]:
+        """Builds the MLP of this configuration."""
+        return partial(_mlp_without_bias, super().mlp_class)
+
+
+def litgpt_config(settings: Settings, name: str) -> Config:
+    """The LitGPT configuration of any size of model that config.json describes.
+
+    A sliding window is never run: the model is taken to have as many positions as its window,
+    within which it equals the original exactly.
+
+    Args:
+        settings: the content of config.json.
+        name: of the model; chooses LitGPT's prompt style.
+
+    Raises:
+        UserError: ftkit cannot run this model exactly; says which setting is in the way.
+        Exception: of LitGPT's code, for settings that do not fit each other.
+    """
+    require_plain_weights(settings, name)
+    family = family_of_settings(settings)
+    if family is None:
+        raise UserError(
+            f"{name} is of model_type {settings.get('model_type')!r}, and LitGPT's code computes "
+            f"Hugging Face directories of: {', '.join(FAMILIES)}. Try --model_implementation auto."
+        )
+    try:
+        fields = _llama_settings(settings) | family.settings(settings)
+        window = fields.pop("window")
+        if window is not None:
+            fields["block_size"] = min(fields["block_size"], window)
+        build = AttentionBiasConfig if fields.pop("attention_bias_only") else Config
+        return build(**_identity(name, family), **fields)
+    except KeyError as error:
+        raise UserError(f"config.json of {name} has no {error}. Download it again.") from error
+    except _Unsupported as error:
+        raise UserError(f"{name} cannot be run exactly: {error}. Choose another model.") from error
+
+
+def within_window(config: Config) -> Config:
+    """The configuration of LitGPT with as many positions as its sliding window, as `litgpt_config`.
+
+    What it says of the window stays: the family depends on it, and files that are written say it.
+    """
+    if config.sliding_window_size is None:
+        return config
+    capped = copy.copy(config)
+    capped.block_size = min(config.block_size, config.sliding_window_size)
+    return capped
+
+
+def window_of(config: Config, settings: Settings) -> int | None:
+    """The sliding window to which the positions of a model are limited; None: it has no such limit.
+
+    Args:
+        config: from `litgpt_config` or `within_window`.
+        settings: the content of config.json; empty where there is none.
+    """
+    window: int | None = config.sliding_window_size
+    family = family_of_settings(settings)
+    if family is not None:
+        window = (_llama_settings(settings) | family.settings(settings))["window"]
+    return window if window == config.block_size else None
+
+
+def family_of_settings(settings: Settings) -> Family | None:
+    """The family that config.json names, if ftkit knows it."""
+    model_type = settings.get("model_type")
+    return FAMILIES.get(model_type) if isinstance(model_type, str) else None
+
+
+def family_of_config(config: Config) -> Family | None:
+    """The Hugging Face family that a LitGPT configuration is an instance of, if ftkit knows it."""
+    plain = not (config.latent_attention or config.n_expert or config.lm_head_bias)
+    if not plain or config.norm_qk_type != "default" or not (config.norm_1 and config.norm_2):
+        return None
+    rms_norm = config.norm_class_name == "RMSNorm"
+    if config.mlp_class_name == "GemmaMLP" and not config.norm_qk:
+        return FAMILIES["gemma2" if config.post_mlp_norm else "gemma"]
+    if config.mlp_class_name == "GptNeoxMLP" and config.norm_class_name == "LayerNorm":
+        is_neox = config.bias and not config.shared_attention_norm
+        return FAMILIES["gpt_neox"] if is_neox else None
+    if config.mlp_class_name != "LLaMAMLP" or not rms_norm or config.parallel_residual:
+        return None
+    if config.name.lower().startswith(("phi-3", "phi-4")):
+        return FAMILIES["phi3"]
+    if config.norm_qk:
+        return FAMILIES["qwen3"]
+    if config.attn_bias:
+        return FAMILIES["qwen2"]
+    return FAMILIES["mistral" if config.sliding_window_size else "llama"]
+
+
+def huggingface_settings(config: Config, family: Family) -> dict[str, Any] | None:
+    """A config.json for a model that came without one; None: only its own can tell all of it."""
+    rope = config.rope_adjustments
+    yarn = bool(rope) and "beta_fast" in rope
+    if family.model_type not in ("llama", "mistral", "qwen2", "qwen3") or yarn:
+        return None
+    settings = shared_settings(config) | {
+        "architectures": [family.class_name],
+        "model_type": family.model_type,
+        "hidden_act": "silu",
+    }
+    if family.model_type == "llama":
+        settings |= {"attention_bias": config.bias, "mlp_bias": config.bias}
+    if family.model_type == "mistral":
+        settings["sliding_window"] = config.sliding_window_size
+    if rope and "low_freq_factor" in rope:
+        settings["rope_scaling"] = {
+            "rope_type": "llama3",
+            **{key: rope[key] for key in ("factor", "low_freq_factor", "high_freq_factor")},
+            "original_max_position_embeddings": rope["original_max_seq_len"],
+        }
+    elif rope or config.rope_condense_ratio != 1:
+        factor = (rope or {}).get("factor", 1.0) * config.rope_condense_ratio
+        settings["rope_scaling"] = {"rope_type": "linear", "factor": float(factor)}
+    return settings
+
+
+def shared_settings(config: Config) -> dict[str, Any]:
+    """What config.json says in the same words for many families."""
+    return {
+        "vocab_size": config.padded_vocab_size,
+        "hidden_size": config.n_embd,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.n_layer,
+        "num_attention_heads": config.n_head,
+        "num_key_value_heads": config.n_query_groups,
+        "head_dim": config.head_size,
+        "max_position_embeddings": config.block_size,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": float(config.rope_base),
+    }
+
+
+class _Unsupported(Exception):
+    """A setting under which LitGPT would compute something else."""
+
+
+def _llama_settings(settings: Settings) -> dict[str, Any]:
+    """The fields of `litgpt.Config` of a Llama, with what every family reads in the same way."""
+    attention_bias = bool(settings.get("attention_bias", False))
+    mlp_bias = bool(settings.get("mlp_bias", False))
+    if mlp_bias and not attention_bias:
+        raise _Unsupported("mlp_bias is true and attention_bias is not")
+    return {
+        "block_size": settings["max_position_embeddings"],
+        "window": None,
+        "vocab_size": settings["vocab_size"],
+        "padded_vocab_size": settings["vocab_size"],
+        "n_layer": settings["num_hidden_layers"],
+        "n_embd": settings["hidden_size"],
+        "n_head": settings["num_attention_heads"],
+        "n_query_groups": settings.get("num_key_value_heads") or settings["num_attention_heads"],
+        "head_size": _head_size(settings, default=None),
+        "intermediate_size": settings["intermediate_size"],
+        "norm_class_name": "RMSNorm",
+        "norm_eps": settings.get("rms_norm_eps", 1e-6),
+        "parallel_residual": False,
+        "bias": attention_bias,
+        "attention_bias_only": attention_bias and not mlp_bias,
+        "mlp_class_name": "LLaMAMLP",
+        "rotary_percentage": 1.0,
+        **_rope(settings),
+    }
+
+
+def _head_size(settings: Settings, default: int | None) -> int:
+    """default: the size where config.json has no head_dim; None, or null there: by division."""
+    by_division: int = settings["hidden_size"] // settings["num_attention_heads"]
+    return settings.get("head_dim", default) or by_division
+
+
+def _rope(settings: Settings) -> dict[str, Any]:
+    """Rotary embedding, in the words of transformers 5 or of earlier versions."""
+    rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    theta = rope.get("rope_theta") or settings.get("rope_theta")
+    theta = theta or settings.get("rotary_emb_base") or 10000
+    adjustments: dict[str, Any] | None = None
+    if kind == "llama3":
+        adjustments = {
+            "factor": rope["factor"],
+            "low_freq_factor": rope["low_freq_factor"],
+            "high_freq_factor": rope["high_freq_factor"],
+            "original_max_seq_len": rope["original_max_position_embeddings"],
+        }
+    elif kind == "linear":
+        adjustments = {"factor": rope["factor"]}
+    elif kind != "default" or any(isinstance(value, Mapping) for value in rope.values()):
+        raise _Unsupported(f"its rope_type is {kind!r}; default, linear and llama3 are known")
+    return {
+        "rope_base": int(theta) if float(theta).is_integer() else theta,
+        "rope_adjustments": adjustments,
+    }
+
+
+def _partial_rotary(settings: Settings, default: float) -> float:
+    rope = settings.get("rope_parameters") or {}
+    old = settings.get("partial_rotary_factor") or settings.get("rotary_pct") or default
+    return float(rope.get("partial_rotary_factor") or old)
+
+
+def _silu(settings: Settings) -> dict[str, Any]:
+    activation = settings.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise _Unsupported(f"its hidden_act is {activation!r}; silu is known")
+    return {}
+
+
+def _mistral(settings: Settings) -> dict[str, Any]:
+    return {**_silu(settings), "window": settings.get("sliding_window", 4096)}
+
+
+def _qwen_window(settings: Settings) -> int | None:
+    if not settings.get("use_sliding_window", False):
+        return None
+    layers = settings["num_hidden_layers"]
+    kinds = settings.get("layer_types") or [
+        "sliding_attention" if layer >= settings.get("max_window_layers", 28) else "full_attention"
+        for layer in range(layers)
+    ]
+    return settings.get("sliding_window", 4096) if "sliding_attention" in kinds else None
+
+
+def _qwen2(settings: Settings) -> dict[str, Any]:
+    return {
+        **_silu(settings),
+        "window": _qwen_window(settings),
+        "bias": False,
+        "attn_bias": True,
+        "attention_bias_only": False,
+    }
+
+
+def _qwen3(settings: Settings) -> dict[str, Any]:
+    return {
+        **_silu(settings),
+        "window": _qwen_window(settings),
+        "head_size": _head_size(settings, default=128),
+        "norm_qk": True,
+    }
+
+
+def _gemma(settings: Settings) -> dict[str, Any]:
+    """Gemma's first config.json says "gelu" and means its tanh approximation.
+
+    https://github.com/huggingface/transformers/pull/29402
+    """
+    activation = settings.get("hidden_activation") or settings.get("hidden_act") or "gelu"
+    if activation not in ("gelu", "gelu_pytorch_tanh"):
+        raise _Unsupported(f"its activation is {activation!r}; gelu_pytorch_tanh is known")
+    if settings.get("use_bidirectional_attention"):
+        raise _Unsupported("its attention is bidirectional")
+    return {
+        "head_size": _head_size(settings, default=256),
+        "mlp_class_name": "GemmaMLP",
+        "gelu_approximate": "tanh",
+        "scale_embeddings": True,
+    }
+
+
+def _gemma2(settings: Settings) -> dict[str, Any]:
+    kinds = settings.get("layer_types") or ["sliding_attention"]
+    window = settings.get("sliding_window", 4096) if "sliding_attention" in kinds else None
+    return {
+        **_gemma(settings),
+        "window": window,
+        "post_attention_norm": True,
+        "post_mlp_norm": True,
+        "attention_scores_scalar": settings.get("query_pre_attn_scalar", 256),
+        "attention_logit_softcapping": settings.get("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": settings.get("final_logit_softcapping", 30.0),
+    }
+
+
+def _phi3(settings: Settings) -> dict[str, Any]:
+    return {
+        **_silu(settings),
+        "window": settings.get("sliding_window"),
+        "norm_eps": settings.get("rms_norm_eps", 1e-5),
+        "rotary_percentage": _partial_rotary(settings, default=1.0),
+    }
+
+
+_GELUS = {"gelu": "none", "gelu_new": "tanh", "gelu_fast": "tanh", "gelu_pytorch_tanh": "tanh"}
+
+
+def _gpt_neox(settings: Settings) -> dict[str, Any]:
+    activation = settings.get("hidden_act", "gelu")
+    if activation not in _GELUS:
+        raise _Unsupported(f"its hidden_act is {activation!r}; {', '.join(_GELUS)} are known")
+    if not settings.get("attention_bias", True):
+        raise _Unsupported("its attention_bias is false")
+    return {
+        "norm_class_name": "LayerNorm",
+        "norm_eps": settings.get("layer_norm_eps", 1e-5),
+        "parallel_residual": settings.get("use_parallel_residual", True),
+        "bias": True,
+        "attention_bias_only": False,
+        "mlp_class_name": "GptNeoxMLP",
+        "gelu_approximate": _GELUS[activation],
+        "rotary_percentage": _partial_rotary(settings, default=0.25),
+    }
+
+
+FAMILIES: Mapping[str, Family] = {
+    family.model_type: family
+    for family in (
+        Family("llama", "LlamaForCausalLM", naming.LLAMA, _silu),
+        Family("mistral", "MistralForCausalLM", naming.LLAMA, _mistral),
+        Family("qwen2", "Qwen2ForCausalLM", naming.LLAMA, _qwen2),
+        Family("qwen3", "Qwen3ForCausalLM", naming.QWEN3, _qwen3),
+        Family("gemma", "GemmaForCausalLM", naming.LLAMA, _gemma, tied=True),
+        Family("gemma2", "Gemma2ForCausalLM", naming.GEMMA2, _gemma2, tied=True),
+        Family("phi3", "Phi3ForCausalLM", naming.PHI3, _phi3),
+        Family("gpt_neox", "GPTNeoXForCausalLM", naming.GPT_NEOX, _gpt_neox),
+    )
+}
+
+
+def _identity(name: str, family: Family) -> dict[str, Any]:
+    """How LitGPT knows the model: prompt style and kind of norm depend on the name."""
+    known = next((c for c in configs if name == c["hf_config"]["name"]), None)
+    lit_name = (known["name"] if known else name).replace("OLMo", "olmo")
+    if family.settings not in (_gemma, _gemma2):
+        lit_name = lit_name.replace("Gemma", "gemma")
+    elif "Gemma" not in lit_name:
+        lit_name = f"Gemma {lit_name}"
+    return {
+        "name": lit_name,
+        "hf_config": known["hf_config"] if known else {"org": "", "name": name},
+    }
+
+
+def _mlp_without_bias(build: Callable[[Config], nn.Module], config: Config) -> nn.Module:
+    return build(replace(config, bias=False))

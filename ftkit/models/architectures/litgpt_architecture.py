@@ -1,0 +1,272 @@
+"""LitGPT's architecture: its `Config`, read from the settings of models, and what it comes to."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Self
+
+import torch
+from litgpt.config import Config, configs
+from litgpt.model import GPT
+
+from ftkit.errors import UserError
+from ftkit.models.architectures import families
+from ftkit.models.architectures.architecture import (
+    LITGPT_SETTINGS,
+    Architecture,
+    AttentionTraits,
+    Initial,
+    ModelLayout,
+)
+from ftkit.models.architectures.families import AttentionBiasConfig, Family, Settings
+from ftkit.models.architectures.naming import LITGPT, Naming
+from ftkit.models.architectures.plausible import require_plausible, require_sound
+from ftkit.utils.damaged_files import reading
+from ftkit.utils.yaml_files import load_yaml
+
+_LORA_LAYERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "lora_query": ("q_proj",),
+        "lora_key": ("k_proj",),
+        "lora_value": ("v_proj",),
+        "lora_projection": ("attn.proj",),
+        "lora_mlp": ("mlp.fc", "mlp.fc_1", "mlp.fc_2", "mlp.proj"),
+        "lora_head": ("lm_head",),
+    }
+)
+_NO_PART = ("name", "hf_config", "block_size", "vocab_size", "padding_multiple")
+"""Fields of `Config` that change no number for a given sequence."""
+_LAYOUT_DEPENDENT = ("padded_vocab_size", "sliding_window_size", "sliding_window_indices")
+"""Fields that depend on the layout: the vocabulary is in the shapes; a window is run in LitGPT's
+and a limit of the positions in Hugging Face's."""
+
+
+@dataclass(frozen=True)
+class LitgptArchitecture(Architecture):
+    """What LitGPT's GPT is built from."""
+
+    config: Config
+    family: Family | None = None
+    """What it is to Hugging Face; None: nothing that ftkit knows how to write."""
+    window: int | None = None
+
+    implementation = "litgpt"
+
+    @property
+    def name(self) -> str:
+        return self.config.name
+
+    @property
+    def class_name(self) -> str | None:
+        return None if self.family is None else self.family.class_name
+
+    @property
+    def context_length(self) -> int:
+        return self.config.block_size
+
+    @property
+    def layers(self) -> int:
+        return self.config.n_layer
+
+    @property
+    def has_equal_layers(self) -> bool:
+        return self.config.sliding_window_indices is None and self.config.rope_indices is None
+
+    @property
+    def attention(self) -> AttentionTraits:
+        return AttentionTraits(
+            heads=self.config.n_head,
+            head_size=self.config.head_size,
+            is_plain=self.config.attention_logit_softcapping is None,
+            takes_rows=not self.config.latent_attention,
+        )
+
+    @property
+    def logit_softcap(self) -> float | None:
+        return self.config.final_logit_softcapping
+
+    @property
+    def logit_scale(self) -> float:
+        return 1.0
+
+    @property
+    def expert_share(self) -> float:
+        config = self.config
+        return config.n_expert_per_token / config.n_expert if config.n_expert else 1.0
+
+    @property
+    def router_loss(self) -> None:
+        """None: LitGPT has none."""
+
+    @property
+    def asks_for_router_loss(self) -> bool:
+        return False
+
+    @property
+    def embedding(self) -> str:
+        return "transformer.wte.weight"
+
+    @property
+    def is_usually_tied(self) -> bool:
+        return self.family is not None and self.family.tied
+
+    @property
+    def lora_layers(self) -> Mapping[str, tuple[str, ...]]:
+        return _LORA_LAYERS
+
+    @cached_property
+    def untied_shapes(self) -> dict[str, torch.Size]:
+        config = self.config
+        with torch.device("meta"):
+            model = GPT(config)
+        key_rows = config.n_query_groups * config.head_size
+        qkv_rows = {"q": config.n_head * config.head_size, "k": key_rows, "v": key_rows}
+        shapes: dict[str, torch.Size] = {}
+        for name, parameter in model.named_parameters():
+            module, _, kind = name.rpartition(".")
+            if module.endswith(".attn.qkv"):
+                for part, rows in qkv_rows.items():
+                    shape = torch.Size((rows, *parameter.shape[1:]))
+                    shapes[f"{module}.{part}_proj.{kind}"] = shape
+            else:
+                shapes[name] = parameter.shape
+        return shapes
+
+    def initial(self, name: str, shape: torch.Size) -> Initial:
+        if len(shape) > 1:
+            return "normal"
+        if name.endswith(".bias") or "Gemma" in self.config.name:  # its norms add one
+            return "zeros"
+        return "ones"
+
+    def with_layers(self, layers: int) -> Self:
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, n_layer=layers))
+
+    def identity(self) -> dict[str, Any]:
+        config = self.config
+        fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+        for name in (*_NO_PART, *_LAYOUT_DEPENDENT):
+            del fields[name]
+        fields["unit_offset"] = "Gemma" in config.name  # LitGPT's norms ask for the name
+        fields["attention_scores_scalar"] = config.attention_scores_scalar or config.head_size
+        if config.mlp_class_name not in ("GptNeoxMLP", "GemmaMLP"):
+            del fields["gelu_approximate"]
+        rope = fields.pop("rope_adjustments") or {}
+        if rope.keys() == {"factor"}:  # linear scaling, which LitGPT also calls condensing
+            fields["rope_condense_ratio"] *= rope["factor"]
+        elif rope:
+            fields["rope_adjustments"] = rope
+        return fields
+
+    def naming_in(self, layout: ModelLayout) -> Naming | None:
+        if layout == "litgpt":
+            return LITGPT
+        return None if self.family is None else self.family.naming
+
+    def settings_in(self, layout: ModelLayout) -> dict[str, Any] | None:
+        if layout == "litgpt":
+            return dataclasses.asdict(self.config)
+        if self.family is None:
+            return None
+        return families.huggingface_settings(self.config, self.family)
+
+    def obstacle_to(self, layout: ModelLayout) -> str | None:
+        if layout == "hf" and self.family is None:
+            return (
+                "has an architecture that ftkit cannot write for Hugging Face; it can write "
+                f"{', '.join(families.FAMILIES)}. LitGPT's layout holds it: try ftkit export with "
+                "--format litgpt."
+            )
+        if layout == "litgpt" and isinstance(self.config, AttentionBiasConfig):
+            return (
+                "has biases on all attention layers and none in the MLP, which LitGPT has no "
+                "setting for. Try --format hf."
+            )
+        return None
+
+
+def read_litgpt_architecture(
+    directory: Path, settings: Settings, name: str, layout: ModelLayout
+) -> LitgptArchitecture:
+    """The architecture of the model in a directory.
+
+    Args:
+        directory: with the settings files of its layout.
+        settings: the content of its config.json; empty where there is none.
+        name: of the model; chooses LitGPT's prompt style.
+        layout: of the directory.
+
+    Raises:
+        UserError: ftkit cannot run this model exactly, or a settings file is damaged.
+    """
+    config, family = _described(directory, settings, name, layout)
+    require_sound(config, directory / (LITGPT_SETTINGS if layout == "litgpt" else "config.json"))
+    return LitgptArchitecture(config, family, families.window_of(config, settings))
+
+
+def named_architecture(name: str) -> LitgptArchitecture:
+    """The architecture that LitGPT knows by a name.
+
+    Raises:
+        ValueError: it knows none.
+    """
+    found = Config.from_name(name)
+    assert found is not None, "Config.from_name finds or raises"
+    config = families.within_window(found)
+    family = families.family_of_config(config)
+    return LitgptArchitecture(config, family, families.window_of(config, {}))
+
+
+def find_by_hub_name(name: str) -> tuple[str, LitgptArchitecture] | None:
+    """ORG/NAME of a model on the hub, and its architecture, if LitGPT knows it.
+
+    Args:
+        name: that one, or LitGPT's own, in any case of letters.
+    """
+    for known in configs:
+        hub_name = f"{known['hf_config']['org']}/{known['hf_config']['name']}"
+        if name.lower() in (hub_name.lower(), known["name"].lower()):
+            return hub_name, named_architecture(known["name"])
+    return None
+
+
+def _described(
+    directory: Path, settings: Settings, name: str, layout: ModelLayout
+) -> tuple[Config, Family | None]:
+    """What the settings files of a directory come to."""
+    family = families.family_of_settings(settings)
+    if layout == "hf":
+        return families.litgpt_config(settings, name), family
+    config = _config_in(directory)
+    if family is None:
+        return config, families.family_of_config(config)
+    _require_same(families.litgpt_config(settings, name), config, directory)
+    return config, family
+
+
+def _config_in(directory: Path) -> Config:
+    file = directory / LITGPT_SETTINGS
+    expected = "a model configuration of this LitGPT version"
+    advice = (
+        "Give the original model, or write this directory anew from it: ftkit export ORIGINAL "
+        "--format litgpt --out DIR."
+    )
+    with reading(file, expected, advice=advice):
+        fields = load_yaml(file)
+        require_plausible(fields, file)
+        return families.within_window(Config(**fields))
+
+
+def _require_same(theirs: Config, ours: Config, directory: Path) -> None:
+    """UserError unless config.json and model_config.yaml are of one size."""
+    sizes = ("n_layer", "n_embd", "n_head", "n_query_groups", "head_size", "intermediate_size")
+    for size in sizes:
+        if getattr(theirs, size) != getattr(ours, size):
+            raise UserError(
+                f"{directory} holds two models: {size} is {getattr(ours, size)} in "
+                f"{LITGPT_SETTINGS} and {getattr(theirs, size)} in config.json. Remove the one "
+                "that does not belong there."
+            )

@@ -1,0 +1,393 @@
+"""Transformers' models as architectures: any causal language model that the library builds itself.
+
+A model is built from `config.json` alone, on the meta device. No code from a hub is ever run.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Self
+
+import torch
+import torch.nn as nn
+import transformers
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.pytorch_utils import Conv1D
+
+from ftkit.errors import UserError
+from ftkit.models.architectures.architecture import (
+    Architecture,
+    AttentionTraits,
+    Initial,
+    ModelLayout,
+)
+from ftkit.models.architectures.naming import SameNames
+from ftkit.models.architectures.router_loss import RouterLoss
+from ftkit.models.architectures.transformers.outline import (
+    blocks_of,
+    compute_buffers,
+    finished_logits,
+    freeze_stored_buffers,
+    head_name,
+    model_name,
+    set_depth,
+    untranspose_layers,
+)
+from ftkit.models.architectures.transformers.parts import language_model_name, whole_class_name
+from ftkit.models.architectures.transformers.routers import find_router_loss
+
+_IN_ROWS = {"full_attention", "sliding_attention"}
+"""Kinds of layers in which a token sees others of its sequence alone, by their positions."""
+_OWN_MASKS = {"doge", "glm_moe_dsa"}
+"""Families in which the values of tokens tell, too, who is seen."""
+_POSITIONS_WITHOUT_LIMIT = 2048
+"""Context of a model whose config.json tells none."""
+_FOLLOWING_LENGTH = {"dynamic", "longrope"}
+"""Rotary embeddings that depend on the longest sequence of a batch, beyond the first context."""
+_NO_PART = (
+    "_name_or_path", "architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id",
+    "id2label", "label2id", "max_position_embeddings", "model_type", "output_router_logits",
+    "pad_token_id", "tie_word_embeddings", "torch_dtype", "transformers_version", "use_cache",
+    "vocab_size",
+)  # fmt: skip
+"""Settings that change no number for a given sequence."""
+
+_ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
+"""What layers are called that choose experts, or what holds them."""
+_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+_SWITCHED_OFF = ("output_router_logits", "use_mamba_kernels")
+"""Settings of what is not computed here: losses of routers, and kernels without which some models
+refuse to run."""
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_topk", "moe_k")
+"""Settings that tell how many experts a layer has, and a token passes."""
+
+_QUERY = ("q_proj", "query", "q_a_proj", "q_b_proj")
+_KEY = ("k_proj", "key")
+_VALUE = ("v_proj", "value")
+_KEY_VALUE = ("kv_a_proj_with_mqa", "kv_b_proj")
+_ALL_THREE = ("qkv_proj", "query_key_value", "c_attn", "qkv", "in_proj_qkv")
+
+
+@dataclass(frozen=True)
+class TransformersArchitecture(Architecture):
+    """What transformers builds from a config.json."""
+
+    settings: Mapping[str, Any]
+    """Its content."""
+    depth: int | None = None
+    """Blocks; None: as the settings say."""
+
+    implementation = "transformers"
+
+    @cached_property
+    def whole_config(self) -> PretrainedConfig:
+        """Transformers' own, of the whole model."""
+        fields = {key: _decoded(value) for key, value in self.settings.items() if key != "auto_map"}
+        whole = AutoConfig.for_model(fields.pop("model_type"), **fields)
+        if self.depth is not None:
+            set_depth(self._of_language(whole), self.depth)
+        return whole
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """Transformers' own, of the language model."""
+        return self._of_language(self.whole_config)
+
+    def _of_language(self, whole: PretrainedConfig) -> PretrainedConfig:
+        return whole.text_config if self.is_part else whole
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it is the language model of one that sees or hears, too."""
+        return whole_class_name(self.name) is not None
+
+    @cached_property
+    def language_name(self) -> str:
+        """The name of the language model, without its head, in the whole model."""
+        return language_model_name(self._plain) if self.is_part else model_name(self._plain)
+
+    def language_in(self, whole: PreTrainedModel) -> PreTrainedModel:
+        """The language model, without its head."""
+        found = whole.get_submodule(self.language_name)
+        assert isinstance(found, PreTrainedModel)
+        return found
+
+    @property
+    def name(self) -> str:
+        return str(self.settings["model_type"])
+
+    @property
+    def class_name(self) -> str:
+        return whole_class_name(self.name) or str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.name])
+
+    @property
+    def context_length(self) -> int:
+        longest = getattr(self.config, "max_position_embeddings", None)
+        rotary = getattr(self.config, "rope_parameters", None) or {}
+        if rotary.get("rope_type") in _FOLLOWING_LENGTH:
+            longest = rotary.get("original_max_position_embeddings") or longest
+        return int(longest or _POSITIONS_WITHOUT_LIMIT)
+
+    @property
+    def window(self) -> None:
+        """None: windows are run as they are."""
+
+    @property
+    def layers(self) -> int:
+        return int(self.config.num_hidden_layers)
+
+    @property
+    def has_equal_layers(self) -> bool:
+        return len(set(self._kinds)) == 1
+
+    @property
+    def depth_of_all_kinds(self) -> int:
+        """The least number of the first blocks among which there is one of each kind."""
+        return max(self._kinds.index(kind) for kind in self._kinds) + 1
+
+    @cached_property
+    def _kinds(self) -> list[object]:
+        """Of each block: what it is called, and what it keeps."""
+        called = getattr(self.config, "layer_types", None) or ()
+        if len(called) != self.layers:
+            called = [""] * self.layers
+        kept = ({name: p.shape for name, p in b.named_parameters()} for b in self._blocks)
+        return [(name, frozenset(of_it.items())) for name, of_it in zip(called, kept, strict=True)]
+
+    @property
+    def attention(self) -> AttentionTraits:
+        config = self.config
+        heads = int(getattr(config, "num_attention_heads", 0))  # state-space models have none
+        size = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
+        names = {name.rpartition(".")[2] for name in self.untied_shapes}
+        return AttentionTraits(
+            heads=heads,
+            head_size=int(size),
+            is_plain=not (
+                getattr(config, "attn_logit_softcapping", None)
+                or "sinks" in names
+                or hasattr(config, "v_head_dim")
+            ),
+            takes_rows=self.takes_rows,
+        )
+
+    @property
+    def takes_rows(self) -> bool:
+        """Whether its attention is an interface, and all that tokens see of each other."""
+        kinds = set(getattr(self.config, "layer_types", None) or ())
+        language = self.language_in(self._plain)
+        is_interface = language._supports_attention_backend and self.name not in _OWN_MASKS
+        return bool(is_interface) and kinds <= _IN_ROWS
+
+    @property
+    def _class(self) -> type[PreTrainedModel]:
+        found: type[PreTrainedModel] = getattr(transformers, self.class_name)
+        return found
+
+    @property
+    def logit_softcap(self) -> float | None:
+        return self._of_logits[1]
+
+    @property
+    def logit_scale(self) -> float:
+        return self._of_logits[0]
+
+    @cached_property
+    def _of_logits(self) -> tuple[float, float | None]:
+        """What the model does to the products of its head: their factor, and their bound.
+
+        Raises:
+            UserError: something else.
+        """
+        products = torch.linspace(-4.0, 4.0, self.config.vocab_size, device="cpu")
+        found = finished_logits(self.build(), self.language_name, products)
+        known = (getattr(self.config, name, None) for name in _SOFTCAPS)
+        softcap = next((cap for cap in known if cap), None)
+        factor = float(found[-1] / products[-1])
+        for scale, bound in ((1.0, None), (1.0, softcap), (factor, None)):
+            expected = products * scale
+            expected = torch.tanh(expected / bound) * bound if bound else expected
+            if torch.allclose(found, expected, rtol=1e-6, atol=0.0):
+                return scale, bound
+        raise UserError(
+            f"{self.class_name} changes its logits in a way that ftkit does not know. Choose "
+            "another model."
+        )
+
+    @property
+    def expert_share(self) -> float:
+        experts, chosen = (
+            next((n for name in names if (n := getattr(self.config, name, None))), None)
+            for names in (_EXPERTS, _CHOSEN_EXPERTS)
+        )
+        return chosen / experts if chosen and experts else 1.0
+
+    @cached_property
+    def router_loss(self) -> RouterLoss | None:
+        return find_router_loss(self.outline)
+
+    @property
+    def asks_for_router_loss(self) -> bool:
+        return bool(getattr(self.config, "output_router_logits", False))
+
+    @cached_property
+    def embedding(self) -> str:
+        wanted = self.outline.get_input_embeddings().weight
+        return next(name for name, p in self.outline.named_parameters() if p is wanted)
+
+    @property
+    def is_usually_tied(self) -> bool:
+        return bool(getattr(self.whole_config, "tie_word_embeddings", False))
+
+    @cached_property
+    def lora_layers(self) -> Mapping[str, tuple[str, ...]]:
+        found: dict[str, dict[str, None]] = {}
+        for block in self._blocks:
+            for name, module in block.named_modules():
+                if isinstance(module, nn.Linear):
+                    for key in _lora_keys(name):
+                        found.setdefault(key, {})[name] = None
+        return {key: tuple(names) for key, names in found.items()} | {"lora_head": ("lm_head",)}
+
+    @cached_property
+    def untied_shapes(self) -> dict[str, torch.Size]:
+        head = head_name(self.outline)
+        own, of_head = {}, {}
+        for name, parameter in self.outline.named_parameters():
+            module, _, kind = name.rpartition(".")
+            if module == head:
+                of_head[f"lm_head.{kind}"] = parameter.shape
+            elif not self.is_rest(name):
+                own[name] = parameter.shape
+        return own | of_head
+
+    def is_rest(self, name: str) -> bool:
+        """Whether a parameter or buffer of the whole model is none of its language model."""
+        return self.is_part and not name.startswith(
+            (f"{self.language_name}.", f"{head_name(self.outline)}.")
+        )
+
+    @cached_property
+    def rest_shapes(self) -> dict[str, torch.Size]:
+        stored = self._plain.state_dict().items() if self.is_part else ()
+        return {name: tensor.shape for name, tensor in stored if self.is_rest(name)}
+
+    @cached_property
+    def outline(self) -> PreTrainedModel:
+        """The model on the meta device, to be looked at."""
+        return self.build()
+
+    @property
+    def _blocks(self) -> nn.ModuleList:
+        return blocks_of(self.language_in(self.outline), self.layers)
+
+    @cached_property
+    def _plain(self) -> PreTrainedModel:
+        """The model as transformers makes it, on the meta device."""
+        with torch.device("meta"):
+            return self._class(copy.deepcopy(self.whole_config))
+
+    @cached_property
+    def transposed(self) -> frozenset[str]:
+        """Names of the weights that files hold as [in, out]."""
+        layers = self._plain.named_modules()
+        return frozenset(f"{name}.weight" for name, m in layers if isinstance(m, Conv1D))
+
+    @cached_property
+    def scalars(self) -> frozenset[str]:
+        """Names of the parameters that are [1] here and have no dimension in files."""
+        return frozenset(name for name, p in self._plain.state_dict().items() if p.ndim == 0)
+
+    def build(self) -> PreTrainedModel:
+        """The model on the meta device; what it computes at its start is on the CPU.
+
+        Embedding and head are two, nothing is dropped out, and each layer of products is a linear
+        one.
+        """
+        whole = copy.deepcopy(self.whole_config)
+        config = self._of_language(whole)
+        whole.tie_word_embeddings = config.tie_word_embeddings = config.use_cache = False
+        for name, value in config.to_dict().items():
+            is_rate = name.endswith(("dropout", "_pdrop", "dropout_prob", "layerdrop"))
+            if is_rate and isinstance(value, float):
+                setattr(config, name, 0.0)
+        for name in _SWITCHED_OFF:
+            if hasattr(config, name):
+                setattr(config, name, False)
+        sdpa = self._class._supports_sdpa and self.name not in _OWN_MASKS
+        whole._attn_implementation = config._attn_implementation = "sdpa" if sdpa else "eager"
+        with torch.device("meta"):
+            model = self._class(whole)
+            part = self.language_in(model) if self.is_part else model
+            untranspose_layers(part)
+        compute_buffers(part)
+        freeze_stored_buffers(part)
+        return model
+
+    def initial(self, name: str, shape: torch.Size) -> Initial:
+        if len(shape) > 1:
+            return "normal"
+        if name.endswith(".bias") or (self.name.startswith("gemma") and "norm" in name):
+            return "zeros"  # Gemma's norms add one
+        return "ones"
+
+    def with_layers(self, layers: int) -> Self:
+        return dataclasses.replace(self, depth=layers)
+
+    def identity(self) -> dict[str, Any]:
+        settings = self.config.to_diff_dict()
+        return {
+            "implementation": "transformers",
+            "model_type": self.name,
+            **{key: value for key, value in settings.items() if key not in _NO_PART},
+        }
+
+    def naming_in(self, layout: ModelLayout) -> SameNames | None:
+        return SameNames(head=head_name(self.outline)) if layout == "hf" else None
+
+    def settings_in(self, layout: ModelLayout) -> dict[str, Any] | None:
+        return self.whole_config.to_diff_dict() if layout == "hf" else None
+
+    def obstacle_to(self, layout: ModelLayout) -> str | None:
+        if layout == "hf":
+            return None
+        return "is a model of transformers, which LitGPT's layout does not hold. Try --format hf."
+
+
+def _decoded(value: Any) -> Any:
+    """A setting, with the floats that JSON does not know: transformers writes them as objects."""
+    if isinstance(value, list):
+        return [_decoded(one) for one in value]
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _decoded(one) for key, one in value.items()}
+    return value
+
+
+def is_router(name: str) -> bool:
+    """Whether a layer of this name in its block chooses experts."""
+    return not _ROUTERS.isdisjoint(name.split("."))
+
+
+def _lora_keys(name: str) -> tuple[str, ...]:
+    """The keys of recipes that adapt a linear layer.
+
+    Args:
+        name: in its block.
+    """
+    *path, last = name.split(".")
+    if is_router(name):
+        return ()
+    if not any("attn" in part or "attention" in part for part in path):
+        return ("lora_mlp",)
+    keys = {
+        "lora_query": (*_QUERY, *_ALL_THREE),
+        "lora_key": (*_KEY, *_KEY_VALUE, *_ALL_THREE),
+        "lora_value": (*_VALUE, *_KEY_VALUE, *_ALL_THREE),
+    }
+    return tuple(key for key, names in keys.items() if last in names) or ("lora_projection",)

@@ -1,0 +1,355 @@
+"""Causal self-attention over the sequences of a micro-batch, each by itself, padded or in a row."""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import groupby
+from typing import Any, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ftkit.errors import UserError
+from ftkit.models.architectures.architecture import AttentionTraits
+from ftkit.recipe.plan import Plan
+from ftkit.utils.accelerators.use import pinned
+
+AttentionPath = Literal["varlen", "sdpa per sequence", "padded"]
+"""How attention sees a micro-batch: its tokens in a row, which torch's attention over variable
+lengths takes whole, or in a row whose sequences are taken one by one, or padded to a rectangle."""
+
+AttentionKernel = Literal["flash", "cpu", "sdpa"]
+"""What computes it: flash attention on GPUs, torch's kernel for CPUs, or whatever torch chooses."""
+
+Rotation = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Query and key, [batch, tokens, heads, head size] each, turned by tables of cos and sin."""
+
+LARGEST_FLASH_HEAD = 256
+"""Numbers in a head of flash attention, at most; a multiple of 8."""
+
+
+def attention_path(traits: AttentionTraits, plan: Plan) -> AttentionPath:
+    """How attention sees the micro-batches of a plan.
+
+    Without `train.padding_free`, a row is chosen where it is faster: on CPUs always, on GPUs where
+    one kernel takes all of it. Elsewhere many small kernels would cost more than padding does.
+
+    Raises:
+        UserError: rows are asked for, and the model's attention knows none.
+    """
+    tokens = plan.micro_batch_tokens
+    asked = plan.recipe.train.padding_free if tokens is None else True
+    if not traits.takes_rows:
+        if asked:
+            key, value, instead = (
+                ("padding_free", "true", "false")
+                if tokens is None
+                else ("micro_batch_tokens", str(tokens), "null")
+            )
+            raise UserError(
+                f"train.{key} is {value}, but the model's latent attention takes padded "
+                f"micro-batches alone. Try --train.{key} {instead}."
+            )
+        return "padded"
+    kernel = attention_kernel(traits, plan)
+    if asked is False or (asked is None and kernel == "sdpa"):
+        return "padded"
+    return "varlen" if kernel == "flash" else "sdpa per sequence"
+
+
+def attention_kernel(traits: AttentionTraits, plan: Plan) -> AttentionKernel:
+    """What computes attention on the devices of a plan."""
+    if plan.accelerator == "cpu":
+        return "cpu"
+    size = traits.head_size
+    takes = traits.is_plain and size % 8 == 0 and size <= LARGEST_FLASH_HEAD
+    return "flash" if plan.has_flash and takes else "sdpa"
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Which tokens of a micro-batch belong together."""
+
+    lengths: tuple[int, ...]
+    """Tokens of each sequence; they lie one after the other."""
+    kernel: AttentionKernel = "sdpa"
+    """What computes attention."""
+    starts: Tensor | None = None
+    """[sequences + 1] int32, where each begins and the last one ends, for torch's attention over
+    variable lengths; None: that is not used."""
+
+    @classmethod
+    def of(cls, input_ids: Tensor, lengths: Iterable[int] | None, kernel: AttentionKernel) -> Self:
+        """Those of a micro-batch.
+
+        Args:
+            input_ids: [batch, sequence], padded on the right; or [1, tokens], sequences in a row.
+            lengths: tokens of each sequence in a row; None: there is one in each line.
+            kernel: what computes attention.
+        """
+        if lengths is None:
+            batch, length = input_ids.shape
+            return cls((length,) * batch, kernel)
+        starts, found = None, tuple(lengths)
+        if kernel == "flash":
+            starts = _copied(np.cumsum([0, *found], dtype=np.int32), input_ids.device)
+        return cls(found, kernel, starts)
+
+    def positions(self, device: torch.device) -> Tensor:
+        """[tokens] int64, where each token stands in its sequence."""
+        return _copied(np.concatenate([np.arange(n) for n in self.lengths]), device)
+
+    @property
+    def runs(self) -> list[tuple[int, int]]:
+        """Neighbours of one length: how many, and how long."""
+        return [(len(list(run)), length) for length, run in groupby(self.lengths)]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How the products of queries and keys become weights of values."""
+
+    scale: float
+    """Factor of the products."""
+    softcap: float | None = None
+    """Their bound, approached by a tangent; None: they have none. Gemma 2:
+    https://arxiv.org/abs/2408.00118."""
+    window: int | None = None
+    """Tokens that each token sees, itself included; None: all before it. Longformer:
+    https://arxiv.org/abs/2004.05150."""
+    sinks: Tensor | None = None
+    """[heads], a score of each head that takes weight and gives no value; None: there is none.
+    https://arxiv.org/abs/2309.17453."""
+
+    @property
+    def are_plain(self) -> bool:
+        """Whether kernels know them: scaled products, perhaps of a window."""
+        return self.softcap is None and self.sinks is None
+
+    def window_within(self, length: int) -> int | None:
+        """The window, where it hides something from a sequence of this length."""
+        return self.window if self.window is not None and self.window < length else None
+
+
+def _copied(values: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """On a device, without waiting for it."""
+    return pinned(torch.from_numpy(values), device).to(device, non_blocking=True)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores: Scores) -> Tensor:
+    """Causal attention within each sequence.
+
+    Args:
+        q: [tokens, heads, head size].
+        k: [tokens, groups, head size]; each group serves as many heads.
+        v: [tokens, groups, value size].
+        sequences: which tokens belong together.
+        scores: how they become weights.
+
+    Returns:
+        [tokens, heads, value size].
+    """
+    if sequences.starts is not None:
+        return _varlen(q, k, v, sequences, scores)
+    if sequences.kernel == "cpu" and scores.are_plain and q.size(-1) == v.size(-1):
+        found: Tensor = _FlashOnCpu.apply(q, k, v, sequences, scores)
+        return found
+    results = []
+    for (count, length), *parts in _by_run(sequences, q, k, v):
+        one, other, third = (_by_heads(part, count) for part in parts)
+        if scores.are_plain:
+            result = _sdpa(one, other, third, scores, grouped=sequences.kernel == "flash")
+        else:
+            seen_not = _hidden(length, scores.window_within(length), q.device)
+            result = _weighted(one, other, third, scores, seen_not)
+        results.append(result.transpose(1, 2).flatten(0, 1))
+    return results[0] if len(results) == 1 else torch.cat(results)
+
+
+def attend_to_cache(
+    q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scores: Scores
+) -> Tensor:
+    """Attention of tokens to those of their sequences that do not follow them.
+
+    Args:
+        q: [batch, heads, tokens, head size].
+        keys: [batch, groups, length, head size], at their positions; later ones may be anything.
+        values: [batch, groups, length, value size].
+        positions: [batch, tokens], of the tokens.
+        scores: how they become weights.
+
+    Returns:
+        [batch, tokens, heads, value size].
+    """
+    places = torch.arange(keys.size(2), device=keys.device)
+    hidden = places > positions[..., None]
+    if scores.window is not None:
+        hidden |= places <= positions[..., None] - scores.window
+    hidden = hidden[:, None]
+    if scores.are_plain:
+        k, v = _repeated(keys, q.size(1)), _repeated(values, q.size(1))
+        found = F.scaled_dot_product_attention(q, k, v, attn_mask=~hidden, scale=scores.scale)
+    else:
+        found = _weighted(q, keys, values, scores, hidden)
+    return found.transpose(1, 2)
+
+
+class AttentionLayer:
+    """What layers of attention have in common: others may compute parts of them."""
+
+    attend: Callable[..., Tensor] = staticmethod(attend)
+    """Or another one that computes the same."""
+    rotation: Literal["halves", "pairs"] = "halves"
+    """Which numbers of a head are turned together: those half a head apart, or neighbours."""
+    rotate: Rotation | None = None
+    """What turns query and key, instead of torch's operations."""
+
+
+def _by_run(sequences: Sequences, *values: Tensor) -> Iterator[tuple[Any, ...]]:
+    """Of neighbours of one length: their number and length, and their part of each value.
+
+    Split, not cut out one by one: a backward pass would fill a tensor with zeros for each.
+    """
+    runs = sequences.runs
+    sizes = [count * length for count, length in runs]
+    return zip(runs, *(value.split(sizes) for value in values), strict=True)
+
+
+class _FlashOnCpu(torch.autograd.Function):
+    """torch's kernel for CPUs, run by run into one tensor.
+
+    F.scaled_dot_product_attention calls the same kernel, but what it returns for each run would be
+    kept beside what they are joined to. It takes groups of heads as they are.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores: Scores
+    ) -> Tensor:
+        joined = q.new_empty(q.shape)
+        sums = []
+        for (count, length), to, *parts in _by_run(sequences, joined, q, k, v):
+            result, sum_ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                *(_by_heads(part, count) for part in parts),
+                0.0,
+                **_causality(scores, length, q),
+                scale=scores.scale,
+            )
+            _by_heads(to, count).copy_(result)
+            sums.append(sum_)
+        ctx.save_for_backward(q, k, v, joined, *sums)
+        ctx.sequences, ctx.scores = sequences, scores
+        return joined
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, joined, *sums = ctx.saved_tensors
+        found = [value.new_empty(value.shape) for value in (q, k, v)]
+        runs = _by_run(ctx.sequences, gradient, q, k, v, joined, *found)
+        for sum_, ((count, length), *parts) in zip(sums, runs, strict=True):
+            *known, to_q, to_k, to_v = (_by_heads(part, count) for part in parts)
+            # In 16 bits the kernel takes two to four times as long.
+            wide = [part.float() for part in known]
+            results = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *wide, sum_, 0.0, **_causality(ctx.scores, length, wide[0]), scale=ctx.scores.scale
+            )
+            for to, result in zip((to_q, to_k, to_v), results, strict=True):
+                to.copy_(result)
+        return *found, None, None
+
+
+def _by_heads(part: Tensor, count: int) -> Tensor:
+    """[count * length, heads, size] as [count, heads, length, size]."""
+    return part.unflatten(0, (count, -1)).transpose(1, 2)
+
+
+def _repeated(part: Tensor, heads: int) -> Tensor:
+    """[..., groups, length, size], each group as often as it has heads."""
+    groups = part.size(-3)
+    return part if groups == heads else part.repeat_interleave(heads // groups, -3)
+
+
+def _hidden(length: int, window: int | None, device: torch.device) -> Tensor:
+    """[length, length] bool, what each token does not see: what follows, or lies too far back."""
+    hidden = torch.ones(length, length, dtype=torch.bool, device=device).triu(diagonal=1)
+    if window is not None:
+        hidden |= torch.ones_like(hidden).tril(diagonal=-window)
+    return hidden
+
+
+def _causality(scores: Scores, length: int, like: Tensor) -> dict[str, Any]:
+    """What tells a kernel of sequences of one length that no token sees what follows."""
+    window = scores.window_within(length)
+    if window is None:
+        return {"is_causal": True}
+    hidden = _hidden(length, window, like.device)
+    mask = torch.zeros(length, length, dtype=like.dtype, device=like.device)
+    return {"is_causal": False, "attn_mask": mask.masked_fill_(hidden, float("-inf"))}
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, scores: Scores, *, grouped: bool) -> Tensor:
+    """Of [count, heads, length, size] each; grouped: what computes it takes groups of heads."""
+    if not grouped:  # it would take the whole matrix of scores instead
+        k, v = _repeated(k, q.size(1)), _repeated(v, q.size(1))
+    causality = _causality(scores, q.size(2), q)
+    return F.scaled_dot_product_attention(
+        q, k, v, **causality, scale=scores.scale, enable_gqa=grouped
+    )
+
+
+def _weighted(q: Tensor, k: Tensor, v: Tensor, scores: Scores, hidden: Tensor) -> Tensor:
+    """Step by step: SDPA knows no bound of scores and no sinks.
+
+    Args:
+        q: [count, heads, tokens, size].
+        k: [count, groups, length, size].
+        v: [count, groups, length, value size].
+        scores: how products become weights.
+        hidden: [..., tokens, length] bool, what each token does not see.
+    """
+    k, v = _repeated(k, q.size(1)), _repeated(v, q.size(1))
+    products = q @ k.mT * scores.scale
+    if scores.softcap is not None:
+        products = torch.tanh(products / scores.softcap) * scores.softcap
+    products = products.masked_fill(hidden, torch.finfo(q.dtype).min)
+    if scores.sinks is None:
+        return F.softmax(products, dim=-1, dtype=torch.float).to(dtype=q.dtype) @ v
+    sinks = scores.sinks.to(products.dtype)[:, None, None].expand(len(q), -1, q.size(2), 1)
+    weights = F.softmax(torch.cat((products, sinks), dim=-1), dim=-1, dtype=torch.float)
+    return weights[..., :-1].to(dtype=q.dtype) @ v
+
+
+@cache
+def _varlen_attention(groups: bool) -> Callable[..., Tensor]:
+    """Torch's attention over variable lengths, as it takes groups of heads or not.
+
+    Below torch 2.12 it does not say that it does.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    knows_groups = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    attention: Callable[..., Tensor] = varlen_attn  # type: ignore[assignment]  # no second result
+    if not groups:
+        return attention
+    if knows_groups:
+        return partial(attention, enable_gqa=True)
+
+    def repeated(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Tensor:
+        times = q.size(1) // k.size(1)
+        k, v = (part.repeat_interleave(times, 1) for part in (k, v))
+        return attention(q, k, v, *rest, **options)
+
+    return repeated
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores: Scores) -> Tensor:
+    attention = _varlen_attention(groups=q.size(1) != k.size(1))
+    starts, longest = sequences.starts, max(sequences.lengths)
+    before = -1 if scores.window is None else scores.window - 1
+    return attention(
+        q, k, v, starts, starts, longest, longest, scale=scores.scale, window_size=(before, 0)
+    )

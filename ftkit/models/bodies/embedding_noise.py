@@ -1,0 +1,97 @@
+"""NEFTune: uniform noise on the embeddings of training, from counters and not from a generator.
+
+Each number follows from seed, step, sample, place in the sample and channel, by integers alone:
+whatever device, rank, strategy and micro-batch a sample is computed in, it has the same noise.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+_ONES = 2**32 - 1
+_NUMBERS_AT_ONCE = 2**20
+"""Numbers of noise that are made at once: a few integers of 8 MiB, which caches hold."""
+
+Integers = TypeVar("Integers", npt.NDArray[np.int64], Tensor)
+
+
+class EmbeddingNoise:
+    """Adds noise to what an embedding gives, while a micro-batch of training is computed."""
+
+    def __init__(self, embedding: nn.Module, alpha: float, seed: int) -> None:
+        """Watch an embedding.
+
+        Args:
+            embedding: gives [batch, sequence, width].
+            alpha: the noise of a sample lies between -a and a, a = alpha / sqrt(tokens * width).
+            seed: of the run.
+        """
+        self._alpha, self._seed = alpha, seed
+        self._counters: Tensor | None = None
+        """[tokens, 1] int64, of the micro-batch that is computed."""
+        self._scales: Tensor | None = None
+        """[tokens, 1] float32, of width 1; 0 where there is no sample."""
+        embedding.register_forward_hook(self._add)
+
+    @contextmanager
+    def of(self, step: int, batch: dict[str, Any]) -> Iterator[None]:
+        """Add noise in this context.
+
+        Args:
+            step: optimizer steps done before.
+            batch: of `ftkit.data.samples.loader.collate`, on its device; of samples with numbers.
+        """
+        input_ids, lengths = batch["input_ids"], batch["lengths"]
+        apart = 0 if batch["sequence_lengths"] is not None else input_ids.shape[1]
+        counters = np.zeros((input_ids.numel(), 1), dtype=np.int64)
+        scales = np.zeros((input_ids.numel(), 1), dtype=np.float32)
+        start = 0
+        for number, length in zip(batch["numbers"], lengths, strict=True):
+            if number >= 0:
+                end = start + length
+                counters[start:end, 0] = _counters(f"{self._seed} {step} {number}", length)
+                scales[start:end] = self._alpha / length**0.5
+            start += apart or length
+        self._counters = torch.from_numpy(counters).to(input_ids.device)
+        self._scales = torch.from_numpy(scales).to(input_ids.device)
+        try:
+            yield
+        finally:
+            self._counters = self._scales = None
+
+    def _add(self, _: nn.Module, __: Any, output: Tensor) -> Tensor | None:
+        if self._counters is None or self._scales is None:
+            return None
+        width = output.shape[-1]
+        channels = torch.from_numpy(_counters(f"{self._seed} channels", width)).to(output.device)
+        scales = self._scales / width**0.5
+        noise = torch.empty(len(scales), width, dtype=output.dtype, device=output.device)
+        rows = max(1, _NUMBERS_AT_ONCE // width)
+        for first in range(0, len(scales), rows):
+            part = slice(first, first + rows)
+            bits = _mixed(self._counters[part] ^ channels)
+            noise[part] = ((bits >> 8).float() * 2.0**-23 - 1) * scales[part]
+        return output + noise.view_as(output)
+
+
+def _counters(name: str, count: int) -> npt.NDArray[np.int64]:
+    """So many integers of 32 bits that seem to be drawn at random, by a name."""
+    first = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
+    return _mixed(first + np.arange(count, dtype=np.int64) & _ONES)
+
+
+def _mixed(integers: Integers) -> Integers:
+    """A permutation of the integers of 32 bits in which each bit depends on all.
+
+    A multiplier has 31 bits, so that no product has more than 63.
+    """
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x21F0AAAD)):
+        integers = (integers ^ integers >> shift) * factor & _ONES
+    return integers ^ integers >> 16

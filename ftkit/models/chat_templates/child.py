@@ -1,0 +1,92 @@
+"""The process that renders templates.
+
+It runs as `python -m ftkit.models.chat_templates.child PARENT DESCRIPTOR`.
+It answers the requests of its parent, one after the other, until the parent closes the connection.
+The kernel bounds it, whatever a template calls: timers of CPU time end it, and memory
+beyond `_MOST_BYTES` raises MemoryError or ends it too. It imports no torch.
+"""
+
+import json
+import os
+import pickle
+import resource
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from ftkit.models.chat_templates.apart import begin_call, end_call, run_apart
+from ftkit.models.chat_templates.sandbox import NotRendered
+from ftkit.utils.process import stop_with_parent
+
+_MOST_BYTES = 2**30
+"""Of address space, beyond what the process has when it starts."""
+
+
+def serve(connection: "Connection[Any, Any]") -> None:
+    """Answer requests until the connection is closed.
+
+    A request is a pickled tuple, which the parent alone writes: CPU seconds, a function, and its
+    argument tuples, each pickled. For each of these there is a reply in JSON: {"result"}, or why
+    there is none, {"reason", "line"}, or {"failed"}, the traceback of a mistake of ours.
+    """
+    while True:
+        try:
+            request = connection.recv_bytes()
+        except EOFError:
+            return
+        seconds, function, calls = pickle.loads(request)  # noqa: S301
+        for arguments in calls:
+            begin_call(seconds)
+            connection.send_bytes(_reply(function, arguments))
+        end_call()
+
+
+def _reply(function: Callable[..., object], arguments: bytes) -> bytes:
+    try:
+        result = run_apart(function, *pickle.loads(arguments))  # noqa: S301
+        return json.dumps({"result": result}).encode()
+    except MemoryError:
+        reply: dict[str, object] = {
+            "reason": f"it needs more than {_MOST_BYTES // 2**20:,} MiB of memory"
+        }
+    except NotRendered as refusal:
+        reply = {"reason": str(refusal), "line": refusal.line}
+    except Exception:
+        reply = {"failed": traceback.format_exc()}
+    return json.dumps(reply).encode()
+
+
+def _main() -> None:
+    parent, descriptor = map(int, sys.argv[1:])
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    for number in (signal.SIGPROF, signal.SIGVTALRM):
+        signal.signal(number, signal.SIG_DFL)
+    stop_with_parent(parent)
+    _limit(resource.RLIMIT_AS, _address_space() + _MOST_BYTES)
+    _limit(resource.RLIMIT_CORE, 0)
+    # What Python prints when it ends by a fault of a template helps nobody: the parent says it.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+    serve(Connection(descriptor))
+
+
+def _address_space() -> int:
+    """Bytes that this process has mapped: libraries that an environment preloads may map much."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except OSError:  # not Linux
+        return 0
+    return pages * resource.getpagesize()
+
+
+def _limit(kind: int, most: int) -> None:
+    hard = resource.getrlimit(kind)[1]
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(kind, (most, most))
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,185 @@
+"""Chat templates: a conversation in, the text that the model is given out."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ftkit.errors import UserError
+from ftkit.models.chat_templates.apart import Exceeded, run_apart
+from ftkit.models.chat_templates.sandbox import NotRendered, check_source, rendered
+from ftkit.utils.damaged_files import reading, require_regular
+
+CHAT_TEMPLATE = "chat_template.jinja"
+"""Where transformers and ftkit look for the template of a model, beside its tokenizer."""
+
+Message = Mapping[str, Any]
+"""role and content; tool_calls, reasoning_content and others where there are."""
+Span = tuple[int, int]
+"""First character and end."""
+
+_MOST_CHARACTERS = 2**22
+"""Of a template's file; real ones have a few thousand."""
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+
+class TemplateRefusal(NotRendered):
+    """A template does not take a conversation; the text is the reason."""
+
+
+class MarksNotFound(TemplateRefusal):
+    """A template marks what is generated where it cannot be found in the text."""
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A jinja template as transformers' apply_chat_template renders it, in the same sandbox."""
+
+    source: str
+    """Jinja."""
+    name: str
+    """For people: chatml, the path of its file, or whose it is."""
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    """bos_token, eos_token and the like: their texts, which templates may ask for."""
+
+    def __post_init__(self) -> None:
+        """Compile.
+
+        Raises:
+            UserError: it is no template.
+        """
+        try:
+            run_apart(check_source, self.source)
+        except NotRendered as error:
+            problem = (
+                f"is no jinja template: line {error.line}" if error.line else "does not compile"
+            )
+            raise UserError(
+                f"The chat template ({self.name}) {problem}: {error}.\n"
+                "Correct it there, or try --data.chat_template chatml."
+            ) from None
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        **variables: object,
+    ) -> str:
+        """The text of a conversation.
+
+        Args:
+            messages: in order.
+            tools: JSON schemas of what may be called.
+            add_generation_prompt: end with what an answer follows.
+            variables: others that the template asks for.
+
+        Raises:
+            TemplateRefusal: the template raises, or makes too large a text.
+            UserError: it does not end in time, or ends the process that renders it.
+        """
+        return self._run(messages, tools, add_generation_prompt, variables)[0]
+
+    def render_marked(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> tuple[str, list[Span]]:
+        """The text of a conversation, and where its `generation` blocks are.
+
+        Raises:
+            TemplateRefusal, UserError: as `render`.
+            MarksNotFound: a block is inside a macro, where it has no place of its own.
+        """
+        text, blocks = self._run(messages, tools, False, {})
+        if not all(text.startswith(block, first) for first, block in blocks):
+            raise MarksNotFound("the template's generation blocks are in macros or filtered")
+        return text, [(first, first + len(block)) for first, block in blocks if block]
+
+    @property
+    def marks_generation(self) -> bool:
+        """Whether the template says itself what an assistant generates."""
+        return _GENERATION.search(self.source) is not None
+
+    def _run(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        variables: Mapping[str, object],
+    ) -> tuple[str, list[tuple[int, str]]]:
+        given = {
+            **self.special_tokens,
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **variables,
+        }
+        try:
+            text, blocks = run_apart(rendered, self.source, given)
+        except Exceeded as error:
+            raise self.explained(error) from None
+        except NotRendered as error:
+            raise TemplateRefusal(str(error)) from None
+        return text, [(first, block) for first, block in blocks]
+
+    def explained(self, error: Exceeded) -> UserError:
+        """What is said of a template that exceeds its bounds."""
+        return UserError(
+            f"The chat template ({self.name}) {error}.\nTry --data.chat_template chatml."
+        )
+
+
+def template_of(tokenizer_directory: Path) -> str | None:
+    """The chat template that lies beside a tokenizer; None: there is none.
+
+    Where there is one for tools and one for all else, they become one template.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    file = tokenizer_directory / CHAT_TEMPLATE
+    if file.is_file():
+        return read_template(file)
+    settings = tokenizer_directory / "tokenizer_config.json"
+    if not settings.is_file():
+        return None
+    with reading(settings, expected="a JSON object", key="chat_template"):
+        template = json.loads(settings.read_text(encoding="utf-8")).get("chat_template")
+        if isinstance(template, list):
+            return _either({entry["name"]: entry["template"] for entry in template})
+    return template if isinstance(template, str) else None
+
+
+def read_template(file: Path) -> str:
+    """The text of a template's file.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    require_regular(file)
+    try:
+        with file.open(encoding="utf-8") as stream:
+            text = stream.read(_MOST_CHARACTERS + 1)
+        if len(text) > _MOST_CHARACTERS:
+            raise UserError(
+                f"The chat template {file} has more than {_MOST_CHARACTERS:,} characters.\n"
+                "Give a jinja template."
+            )
+        return text
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"The chat template {file} cannot be read ({error}).\nSave it as UTF-8 text."
+        ) from None
+
+
+def _either(named: Mapping[str, str]) -> str | None:
+    """One template of the one for tools and the default one, as transformers chooses."""
+    default, tool_use = (named.get(name) for name in ("default", "tool_use"))
+    if default is None or tool_use is None:
+        return default
+    # Line ends at the seams are those of the templates alone.
+    first, second = (text.removesuffix("\n") for text in (tool_use, default))
+    return f"{{% if tools is not none +%}}{first}{{%+ else +%}}{second}{{%+ endif %}}"

@@ -1,0 +1,392 @@
+"""Turns of the assistant: which characters of a rendered conversation carry loss.
+
+A prompt is what the template makes of all messages before a turn; what it adds with the turn is
+what the assistant says, its end included. Both are rendered for each turn that is trained on, and
+have to stand in the whole as they are: so a turn is learned after exactly what the model is given
+when it answers. What a template marks as generated is cut to the turn it stands in.
+
+Each text is rendered once more, with brackets around what every other message says: so whoever
+makes tokens of it can check that none of that carries loss, without trusting what was found here.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+from ftkit.models.chat_templates.apart import Exceeded, run_each_apart
+from ftkit.models.chat_templates.options import Reasoning, TrainOn
+from ftkit.models.chat_templates.sandbox import NotRendered
+from ftkit.models.chat_templates.template import ChatTemplate, MarksNotFound, Span, TemplateRefusal
+
+NO_TURN = "no turn to train on"
+"""Why a conversation becomes no sample: no assistant says anything, or all of it is masked."""
+CHANGED = "the template changes earlier turns"
+"""Why one is refused where data.reasoning is refuse."""
+OTHER_PROMPT = "the template's prompt is not what it writes before an answer"
+"""Why one is refused: the model would never be given what it is trained to answer."""
+NO_TOOLS = "the template leaves out tools or tool calls"
+"""Why one is refused that has them: its answers would come from nowhere."""
+NOT_MARKED = "the template marks no generation in it"
+"""Why one is refused of a template that says itself what is generated."""
+REFUSED = "the template refuses it: "
+"""How the reason begins where the template itself raises; its own words follow."""
+
+_MOST_SHOWN = 40
+"""Characters of a prompt in a reason."""
+_PRIVATE_USE = (0xE000, 0xF900)
+"""Characters of Unicode that no text needs: two of them are brackets."""
+
+
+class Written(NamedTuple):
+    """A conversation as text."""
+
+    text: str
+    trained: list[Span]
+    """Characters that carry loss, rising and apart from each other."""
+    others: list[Span]
+    """Where messages stand that must carry no loss, without white space around them. A message is
+    missing here if the template does not write it as it is."""
+    omits_reasoning: bool
+    """Whether a turn that carries loss has reasoning that the template does not write with it."""
+
+
+class _Turn(NamedTuple):
+    """What the assistant says at once, in the whole."""
+
+    start: int
+    """Where the prompt before it ends."""
+    space_end: int
+    """With the token that ends it, and the white space that the template writes behind it."""
+    generated: list[Span]
+    """What the template marks of it and of the white space behind it; without marks, the turn."""
+
+
+class TurnFinder:
+    """Finds the turns of conversations in what a template makes of them."""
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        added_tokens: Collection[str],
+        *,
+        train_on: TrainOn,
+        reasoning: Reasoning,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            template: writes the conversations.
+            added_tokens: texts of the tokens that may end a turn.
+            train_on: of messages that do not say it themselves.
+            reasoning: what becomes of conversations whose earlier turns are changed.
+        """
+        self._template = template
+        self._train_on, self._reasoning = train_on, reasoning
+        longest_first = sorted(filter(str.strip, added_tokens), key=len, reverse=True)
+        self._end = re.compile(
+            f"(?P<token>{'|'.join(map(re.escape, longest_first)) or '(?!)'})\\s*\\Z"
+        )
+
+    def written(self, record: dict[str, Any]) -> list[Written]:
+        """A conversation as the texts of samples: one, or one for each turn.
+
+        Raises:
+            TemplateRefusal: it becomes none; the text is the reason.
+        """
+        chosen, masked = self._chosen(record["messages"])
+        if not chosen:
+            raise TemplateRefusal(NO_TURN)
+        conversation, count = _Conversation(self._template, record), len(record["messages"])
+        if not all(name in conversation.whole for name in _tool_names(record)):
+            raise TemplateRefusal(NO_TOOLS)
+        if self._train_on == "all":
+            turns = [self._turn(conversation, i) for i in masked]
+            if None in turns:
+                raise TemplateRefusal(CHANGED)
+            spans = _between([turn for turn in turns if turn], len(conversation.whole))
+            # Earlier turns may well be written without their thoughts: nothing is split here.
+            return [conversation.written(count, spans, learned=chosen[-1:], others=masked)]
+        turns = [self._turn(conversation, i) for i in chosen]
+        if None not in turns:
+            spans = [span for turn in turns if turn for span in turn.generated]
+            others = {*range(count)}.difference(chosen)
+            samples = [conversation.written(count, spans, learned=chosen, others=others)]
+        elif self._reasoning == "refuse":
+            raise TemplateRefusal(CHANGED)
+        else:
+            samples = [self._alone(conversation, i) for i in chosen]
+        samples = [sample for sample in samples if sample.trained]
+        if not samples:
+            raise TemplateRefusal(NOT_MARKED)
+        return samples
+
+    def written_each(self, records: Iterable[dict[str, Any]]) -> Iterator[list[Written] | str]:
+        """Many conversations as the texts of samples, or the reason why one becomes none.
+
+        Raises:
+            UserError: the template exceeds its bounds.
+        """
+        try:
+            for found in run_each_apart(self.written, records):
+                if isinstance(found, NotRendered):
+                    yield str(found)
+                else:
+                    yield [
+                        Written(text, _spans(trained), _spans(others), omits_reasoning)
+                        for text, trained, others, omits_reasoning in found
+                    ]
+        except Exceeded as error:
+            raise self._template.explained(error) from None
+
+    def _chosen(self, messages: Sequence[dict[str, Any]]) -> tuple[list[int], list[int]]:
+        """Messages that carry loss, and those of the assistant that are kept from it.
+
+        The second are looked for where everything else is trained on. What the assistant says
+        before anybody has asked carries loss only if the message says so.
+        """
+        said = [
+            i
+            for i, message in enumerate(messages)
+            if message["role"] == "assistant" and _says_something(message)
+        ]
+        asked = next((i for i, m in enumerate(messages) if m["role"] == "user"), len(messages))
+        by_rule = {i for i in said if i > asked}
+        if self._train_on == "last":
+            by_rule = set(said[-1:]) & by_rule
+        chosen = [i for i in said if messages[i].get("train", i in by_rule)]
+        masked = [
+            i
+            for i, message in enumerate(messages)
+            if message["role"] == "assistant" and message.get("train") is False
+        ]
+        return chosen, masked if self._train_on == "all" else []
+
+    def _turn(self, conversation: "_Conversation", index: int) -> _Turn | None:
+        """A turn in the whole; None: it is not there as it was when it was said."""
+        start, text, marks = self._said(conversation, index)
+        whole = conversation.whole
+        for end in self._ends(text, start):
+            if whole.startswith(text[:end]):
+                return _found(start, end, marks, text, whole)
+        return None
+
+    def _alone(self, conversation: "_Conversation", index: int) -> Written:
+        """The conversation up to a turn, which alone is trained on."""
+        start, text, marks = self._said(conversation, index)
+        turn = _found(start, next(self._ends(text, start)), marks, text, text)
+        return conversation.written(index + 1, turn.generated, learned=[index], others=range(index))
+
+    def _said(
+        self, conversation: "_Conversation", index: int
+    ) -> tuple[int, str, list[Span] | None]:
+        """Where the prompt of a turn ends, the text up to the turn's end, and what is marked."""
+        prompt = conversation.prompt(index)
+        text, marks = conversation.until(index + 1)
+        if not text.startswith(prompt) or len(text) == len(prompt):
+            raise TemplateRefusal(OTHER_PROMPT + conversation.added_by(prompt, text))
+        if not all(name in text[len(prompt) :] for name in _called(conversation.messages[index])):
+            raise TemplateRefusal(NO_TOOLS)
+        return len(prompt), text, marks
+
+    def _ends(self, text: str, start: int) -> Iterator[int]:
+        """Where a turn may end, the last place first: with a token that ends it, or with the text.
+
+        Some templates end not only a turn, but then the conversation.
+        """
+        end = len(text)
+        if not self._end.search(text, start):
+            yield end
+        while found := self._end.search(text, start, end):
+            yield found.end("token")
+            end = found.start()
+
+
+class _Conversation:
+    """What a template makes of the first messages of a conversation; each text is made once."""
+
+    def __init__(self, template: ChatTemplate, record: dict[str, Any]) -> None:
+        self._template = template
+        self.messages, self._tools = plain_messages(record["messages"]), record.get("tools")
+        self._until: dict[int, tuple[str, list[Span] | None]] = {}
+        self._prompts: dict[int, str] = {}
+
+    @property
+    def whole(self) -> str:
+        return self.until(len(self.messages))[0]
+
+    def until(self, count: int) -> tuple[str, list[Span] | None]:
+        """The text of some messages, and what the template marks; None: it marks nothing ever."""
+        if count not in self._until:
+            messages = self.messages[:count]
+            with _refusals():
+                self._until[count] = (
+                    self._template.render_marked(messages, tools=self._tools)
+                    if self._template.marks_generation
+                    else (self._template.render(messages, tools=self._tools), None)
+                )
+        return self._until[count]
+
+    def written(
+        self, count: int, trained: list[Span], *, learned: Sequence[int], others: Collection[int]
+    ) -> Written:
+        """The text of some messages as a sample.
+
+        Args:
+            count: of messages, the first ones.
+            trained: characters that carry loss.
+            learned: numbers of turns that carry loss.
+            others: numbers of messages of which nothing may carry loss.
+        """
+        text = self.until(count)[0]
+        unused = (chr(code) for code in range(*_PRIVATE_USE) if chr(code) not in text)
+        opening, closing = next(unused), next(unused)
+        messages = [
+            _bracketed(message, opening, closing) if i in others else message
+            for i, message in enumerate(self.messages[:count])
+        ]
+        try:
+            bracketed = self._template.render(messages, tools=self._tools)
+        except TemplateRefusal:  # it looks at how a text begins or ends
+            bracketed = ""
+        places = _inside(bracketed, opening, closing, text)
+        return Written(text, trained, places, any(map(self._omits_reasoning, learned)))
+
+    def _omits_reasoning(self, index: int) -> bool:
+        """Whether a turn has reasoning that the template does not write when it is said."""
+        thought = _squeezed(self.messages[index].get("reasoning_content") or "")
+        if not thought:
+            return False
+        text = self.until(index + 1)[0]
+        with suppress(TemplateRefusal):  # where every token is learned, there may be no prompt
+            text = text.removeprefix(self.prompt(index))
+        return thought not in _squeezed(text)
+
+    def added_by(self, prompt: str, text: str) -> str:
+        """What a prompt ends with and a text does not, if no message says it: for people."""
+        pairs = enumerate(zip(prompt, text, strict=False))
+        same = next((i for i, (a, b) in pairs if a != b), min(len(prompt), len(text)))
+        rest = prompt[same:]
+        said = any(m["content"] and m["content"] in rest for m in self.messages)
+        return f": it ends with {rest!r}" if 0 < len(rest) <= _MOST_SHOWN and not said else ""
+
+    def prompt(self, count: int) -> str:
+        """What the model is given after some messages, to say the next one."""
+        if count not in self._prompts:
+            messages = self.messages[:count]
+            with _refusals():
+                self._prompts[count] = self._template.render(
+                    messages, tools=self._tools, add_generation_prompt=True
+                )
+        return self._prompts[count]
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Inside the block, what the template raises is said to be its own words."""
+    try:
+        yield
+    except MarksNotFound:
+        raise
+    except TemplateRefusal as refusal:
+        raise TemplateRefusal(f"{REFUSED}{refusal}") from None
+
+
+def plain_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages without what is said about their training."""
+    marks = ("train", "untrained")
+    return [{key: value for key, value in m.items() if key not in marks} for m in messages]
+
+
+def _says_something(message: dict[str, Any]) -> bool:
+    texts = (message["content"], message.get("reasoning_content") or "")
+    return bool(message.get("tool_calls")) or any(text.strip() for text in texts)
+
+
+def _tool_names(record: dict[str, Any]) -> Iterator[str]:
+    """Of the functions that may be called, and of those that are."""
+    for tool in record.get("tools") or ():
+        yield tool["function"]["name"]
+    for message in record["messages"]:
+        yield from _called(message)
+
+
+def _called(message: dict[str, Any]) -> list[str]:
+    return [call["function"]["name"] for call in message.get("tool_calls") or ()]
+
+
+def _found(start: int, end: int, marks: list[Span] | None, text: str, sample: str) -> _Turn:
+    """A turn, of which carries loss what is marked inside it.
+
+    A mark may hold the line end behind the turn, which is then learned as in transformers. Where
+    the template ends the conversation too, the mark reaches further than the turn in the sample.
+
+    Args:
+        start: of the turn.
+        end: of the turn.
+        marks: of the text; None: the template marks nothing.
+        text: up to the turn, as the template writes it.
+        sample: begins as the text does up to the turn's end.
+    """
+    behind = zip(text[end:], sample[end : len(text)], strict=False)
+    same = takewhile(lambda pair: pair[0] == pair[1] and pair[0].isspace(), behind)
+    space_end = end + sum(1 for _ in same)
+    if marks is None:
+        return _Turn(start, space_end, [(start, end)])
+    spans: list[Span] = []
+    for first, last in sorted(marks):
+        first, last = max(first, start), min(last, space_end)
+        if spans and first <= spans[-1][1]:  # one mark may hold another
+            first, last = spans[-1][0], max(spans.pop()[1], last)
+        if first < last:
+            spans.append((first, last))
+    return _Turn(start, space_end, spans)
+
+
+def _between(turns: list[_Turn], length: int) -> list[Span]:
+    """All characters but those of the turns and of the white space behind them."""
+    edges = [0, *(edge for turn in turns for edge in (turn.start, turn.space_end)), length]
+    spans = zip(edges[::2], edges[1::2], strict=True)
+    return [(first, end) for first, end in spans if first < end]
+
+
+def _spans(pairs: Iterable[Sequence[int]]) -> list[Span]:
+    """Spans that came as JSON, which has no tuples."""
+    return [(first, end) for first, end in pairs]
+
+
+def _squeezed(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _bracketed(message: dict[str, Any], opening: str, closing: str) -> dict[str, Any]:
+    """A message with brackets around what it says; white space around it stays outside.
+
+    So a template that trims its texts trims them as before.
+    """
+
+    def bracketed(text: str) -> str:
+        core = text.strip()
+        return text.replace(core, opening + core + closing, 1) if core else text
+
+    keys = ("content", "reasoning_content")
+    return message | {key: bracketed(message[key]) for key in keys if message.get(key)}
+
+
+def _inside(bracketed: str, opening: str, closing: str, text: str) -> list[Span]:
+    """What stands in brackets, as places of a text without them; nothing if it is another text."""
+    spans: list[Span] = []
+    pieces: list[str] = []
+    at, begun = 0, None
+    for piece in re.split(f"([{opening}{closing}])", bracketed):
+        if piece == opening:
+            begun = at
+        elif piece == closing:
+            if begun is not None:
+                spans.append((begun, at))
+            begun = None
+        else:
+            pieces.append(piece)
+            at += len(piece)
+    return spans if "".join(pieces) == text else []

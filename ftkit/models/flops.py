@@ -1,0 +1,106 @@
+"""FLOPs and parameter counts of the model."""
+
+import numpy as np
+import numpy.typing as npt
+import torch.nn as nn
+from torch import Tensor
+
+from ftkit.models.bodies.experts import packed_in
+from ftkit.models.language_model import LanguageModel
+
+
+def parameter_count(model: LanguageModel) -> int:
+    """Numbers in the model, however many of them a byte holds."""
+    known = {}
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            known[id(module.weight)] = _weights_in(module)
+        for name, matrices in packed_in(module).items():
+            known[id(module.get_parameter(name))] = matrices.numbers
+    return sum(known.get(id(p), p.numel()) for p in model.parameters())
+
+
+def _weights_in(layer: nn.Linear) -> int:
+    return layer.in_features * layer.out_features
+
+
+def flops_per_token(
+    model: LanguageModel, *, attention_length: float, label_fraction: float
+) -> float:
+    """Floating-point operations of one training step, per token.
+
+    2 per parameter of a matrix in the forward pass and 2 in the backward pass for the gradient of
+    its input, 2 more where the parameter is trained; causal attention 6 x layers x width x
+    length. The output layer counts for the tokens that carry loss, because it is computed for
+    these alone, and of experts those that a token passes. Recomputation does not count. As in
+    Chowdhery et al. 2022 (PaLM), appendix B.
+
+    Args:
+        model: outlined or filled.
+        attention_length: of the sequence that a token lies in, in the mean over tokens: the sum of
+            the squared lengths over the sum of the lengths.
+        label_fraction: tokens that carry loss, as a share of all.
+    """
+    architecture, of_each = model.architecture, model.architecture.attention
+    attention = 6 * architecture.layers * of_each.heads * of_each.head_size * attention_length
+    share = architecture.expert_share
+    of_head = _matrix_flops(model.head, share) * label_fraction
+    return attention + _matrix_flops(model.body, share) + of_head
+
+
+def attention_cost(model: LanguageModel, *, label_fraction: float) -> float:
+    """What attention costs a token for each token of its sequence, relative to the matrices.
+
+    Args:
+        model: outlined or filled.
+        label_fraction: tokens that carry loss, as a share of all.
+    """
+    matrices, with_one = (
+        flops_per_token(model, attention_length=length, label_fraction=label_fraction)
+        for length in (0, 1)
+    )
+    return with_one / matrices - 1
+
+
+def _matrix_flops(module: nn.Module, expert_share: float) -> float:
+    """Of the matrices of a module, for one token."""
+    total = 0.0
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Linear):
+            share = expert_share if "experts" in name.split(".") else 1.0
+            total += _weights_in(part) * share * _factor(part.weight)
+        else:  # the matrices of experts are stacked
+            share = 1.0 if isinstance(part, nn.Conv1d) else expert_share
+            packed = packed_in(part)
+            for kind, parameter in part.named_parameters(recurse=False):
+                if kind in packed:
+                    total += packed[kind].numbers * share * _factor(parameter)
+                elif parameter.ndim == 3:
+                    total += parameter.numel() * share * _factor(parameter)
+    return total
+
+
+def _factor(weight: Tensor) -> int:
+    return 6 if weight.requires_grad else 4
+
+
+def mean_flops_per_token(
+    model: LanguageModel,
+    lengths: npt.NDArray[np.int64],
+    label_counts: npt.NDArray[np.int64],
+    repetitions: npt.NDArray[np.float64] | float = 1.0,
+) -> float:
+    """In the mean over the tokens of an epoch.
+
+    Args:
+        model: in any state.
+        lengths: [samples], tokens of each sample.
+        label_counts: [samples], tokens of each that carry loss.
+        repetitions: [samples] or one for all, how often an epoch takes each.
+    """
+    tokens = (lengths * repetitions).sum()
+    return flops_per_token(
+        model,
+        attention_length=float((lengths.astype(float) ** 2 * repetitions).sum() / tokens),
+        label_fraction=float((label_counts * repetitions).sum() / tokens),
+    )

@@ -1,0 +1,224 @@
+"""Generation: greedy answers of many prompts at once, or one sampled token by token."""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ftkit.models.language_model import LanguageModel
+from ftkit.models.pretrained.tokenizer import Tokenizer
+
+Context = Callable[[], AbstractContextManager[object]]
+"""Gives the context in which a model computes: the casts of a precision."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen."""
+
+    temperature: float = 0.0
+    """Logits are divided by it; 0: the most likely token is taken."""
+    top_k: int | None = None
+    """Only so many of the most likely tokens."""
+    top_p: float = 1.0
+    """Only the most likely tokens that together have this probability."""
+    seed: int = 1337
+    """Answers follow from prompt and seed, whatever was drawn before."""
+
+    def generator(self) -> torch.Generator:
+        """Draws the tokens of one answer."""
+        return torch.Generator().manual_seed(self.seed)
+
+    def choose(self, logits: Tensor, generator: torch.Generator) -> int:
+        """The next token.
+
+        Args:
+            logits: [vocabulary], float32.
+            generator: on the CPU, so that a seed means the same on every device.
+        """
+        if self.temperature == 0:
+            return int(logits.argmax())
+        values, tokens = (logits.cpu() / self.temperature).sort(descending=True, stable=True)
+        if self.top_k is not None:
+            values, tokens = values[: self.top_k], tokens[: self.top_k]
+        chances = values.softmax(dim=0)
+        before = chances.cumsum(dim=0) - chances
+        chances[1:].masked_fill_(before[1:] >= self.top_p, 0.0)  # the first one always stays
+        return int(tokens[chances.multinomial(1, generator=generator)])
+
+
+@torch.no_grad()
+def answer_in_tokens(
+    model: LanguageModel,
+    prompt: Tensor,
+    *,
+    stop_ids: Collection[int],
+    max_new_tokens: int,
+    sampling: Sampling,
+    context: Context = nullcontext,
+) -> Iterator[int]:
+    """Continue a prompt token by token, with a key-value cache.
+
+    Args:
+        model: in evaluation mode.
+        prompt: [length] token ids, at least one, fewer than the model's context.
+        stop_ids: tokens that end the answer and are no part of it.
+        max_new_tokens: longest answer; shorter where the model's context ends.
+        sampling: how tokens are chosen.
+        context: in which the model computes.
+
+    Yields:
+        The ids of the answer.
+    """
+    body, device = model.body, model.body.device
+    length = len(prompt)
+    room = min(length + max_new_tokens, model.architecture.context_length)
+    if room > body.max_length:
+        body.place_rotary_tables(device, room)
+    generator = sampling.generator()
+    newest, places = prompt.long().to(device), torch.arange(length, device=device)
+    try:
+        with context():
+            body.start_cache(1, room)
+        for place in range(length, room):
+            with context():
+                last = torch.tensor([len(newest) - 1], device=device)
+                logits = model(newest[None], last, positions=places[None])
+            token = sampling.choose(logits[0], generator)
+            if token in stop_ids:
+                return
+            yield token
+            newest = torch.tensor([token], device=device)
+            places = torch.tensor([place], device=device)
+    finally:
+        body.end_cache()
+
+
+class TextStream:
+    """The text of tokens that come one by one.
+
+    A character may be spread over several tokens, and a token's text may depend on the one before.
+    What is given out never has to be taken back.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._decode = tokenizer.processor.decode
+        self._ids: list[int] = []
+        self._context = self._shown = 0
+
+    def add(self, token: int) -> str:
+        """The text that is certain with this token and was not before."""
+        self._ids.append(token)
+        text = self._new_text()
+        if text.endswith("\ufffd"):  # part of a character
+            return ""
+        self._context, self._shown = self._shown, len(self._ids)
+        return text
+
+    def rest(self) -> str:
+        """What was held back, when no token follows."""
+        return self._new_text()
+
+    def _new_text(self) -> str:
+        known = self._decode(self._ids[self._context : self._shown])
+        text: str = self._decode(self._ids[self._context :])
+        return text[len(known) :]
+
+
+@torch.no_grad()
+def answer_greedily(
+    model: LanguageModel,
+    prompts: Sequence[Tensor],
+    *,
+    stop_ids: Collection[int],
+    max_new_tokens: int,
+    goes_on: Callable[[int, list[int]], bool] | None = None,
+    choose: Callable[[Tensor], Tensor] = lambda logits: logits.argmax(dim=-1),
+    apart: bool = False,
+) -> list[Tensor]:
+    """Continue each prompt with its most likely tokens, up to a token that ends the answer.
+
+    The prompts share one forward pass per token and a key-value cache, which is freed again.
+    Ranks that are connected answer together, and all give the answers of rank 0; or each answers
+    prompts of its own, in as many forward passes as the longest answer of them all takes.
+
+    Args:
+        model: in evaluation mode.
+        prompts: token ids, [length] each, of different lengths.
+        stop_ids: tokens that end an answer and are no part of it; at least one.
+        max_new_tokens: longest answer; shorter where the model's context ends.
+        goes_on: whether an answer is of interest still, given the index of its prompt and its
+            tokens so far; it ends there otherwise. None: all are, to their ends.
+        choose: gives the next tokens, [prompts], of logits, [prompts, vocabulary].
+        apart: whether each rank has prompts of its own. All of them have room for as many tokens.
+
+    Returns:
+        Token ids of the answers, [up to max_new_tokens] each.
+    """
+    device = model.body.device
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    room = min(int(lengths.max()) + max_new_tokens, model.body.max_length)
+    tokens = torch.nn.utils.rnn.pad_sequence(list(prompts), batch_first=True).to(device).long()
+    places = torch.arange(tokens.size(1), device=device).expand_as(tokens)
+    ends = lengths - 1 + torch.arange(len(prompts), device=device) * tokens.size(1)
+    rows = torch.arange(len(prompts), device=device)
+    finished = torch.zeros_like(lengths, dtype=torch.bool)
+    ends_answer = torch.tensor(sorted(stop_ids), device=device)
+    answers = []
+    model.body.start_cache(len(prompts), room)
+    try:
+        logits = model(tokens, ends, positions=places)
+        for offset in range(room - int(lengths.max())):
+            newest = choose(logits)
+            newest = newest if apart else _of_rank_0(newest)
+            newest = newest.masked_fill(finished, ends_answer[0])
+            finished |= torch.isin(newest, ends_answer)
+            if _all(finished, apart=apart):
+                break
+            answers.append(newest)
+            if goes_on is not None:
+                finished |= _without_interest(answers, finished, goes_on)
+                if _all(finished, apart=apart):
+                    break
+            logits = model(newest[:, None], rows, positions=(lengths + offset)[:, None])
+    finally:
+        model.body.end_cache()
+    if not answers:
+        return [torch.empty(0, dtype=torch.long) for _ in prompts]
+    table = torch.stack(answers, dim=1).cpu()
+    lasts = ~torch.isin(table, ends_answer.cpu())
+    return [row[: int(count)] for row, count in zip(table, lasts.sum(dim=1), strict=True)]
+
+
+def _without_interest(
+    answers: Sequence[Tensor], finished: Tensor, goes_on: Callable[[int, list[int]], bool]
+) -> Tensor:
+    """[prompts] bool, the unfinished answers that need not go on."""
+    so_far = torch.stack(list(answers), dim=1).tolist()
+    ends = [
+        not done and not goes_on(row, so_far[row]) for row, done in enumerate(finished.tolist())
+    ]
+    return torch.tensor(ends, device=finished.device)
+
+
+def _all(finished: Tensor, *, apart: bool) -> bool:
+    """Whether no prompt needs another pass; where ranks have their own, none on any rank."""
+    if apart and dist.is_initialized() and dist.get_world_size() > 1:
+        left = (~finished).sum()
+        dist.all_reduce(left)
+        return int(left) == 0
+    return bool(finished.all())
+
+
+def _of_rank_0(tokens: Tensor) -> Tensor:
+    """The tokens that rank 0 has chosen.
+
+    Where two logits are nearly equal, unlike devices may choose differently. Under FSDP and ZeRO-3
+    a rank that ended on another token than the others would leave them waiting for its weights.
+    """
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast(tokens, src=0)
+    return tokens

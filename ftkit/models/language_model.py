@@ -1,0 +1,216 @@
+"""The language model: a body with the loss as its head."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
+
+from ftkit.errors import UserError
+from ftkit.models.architectures.architecture import Architecture
+from ftkit.models.architectures.router_loss import RouterLoss
+from ftkit.models.bodies.attention import AttentionKernel
+from ftkit.models.bodies.routing import Routing
+from ftkit.models.bodies.select import body_of
+from ftkit.models.lora.layers import add_adapter
+from ftkit.models.loss import Head
+from ftkit.models.pretrained.base_model import BaseModel
+from ftkit.recipe.recipe import LoraRecipe, Quantization, Recipe
+from ftkit.utils.accelerators.kinds import device_kind
+
+
+class LanguageModel(nn.Module):
+    """A body whose head computes the loss.
+
+    Parameter names are ours behind a prefix: `body....` and `head.lm_head...`; `our_name` strips
+    it.
+    """
+
+    def __init__(self, architecture: Architecture, *, tied: bool) -> None:
+        super().__init__()
+        self.architecture = architecture
+        self.body = body_of(architecture)
+        self.head = Head(
+            self.body.take_head(), architecture.logit_softcap, architecture.logit_scale
+        )
+        self.kernel: AttentionKernel = "sdpa"
+        """What computes attention."""
+        self.tied = tied
+        self.lora: LoraRecipe | None = None
+        """How the model is adapted."""
+        self.quantized: Quantization | None = None
+        """How the weights of the blocks are stored, if not as numbers."""
+        self.routing = Routing((), 0, None)
+        """What its routers do in training."""
+        self.tie()
+
+    def tie(self) -> None:
+        """Make embedding and head one parameter, if they are so in this model."""
+        if self.tied:
+            head = self.head.lm_head
+            head = getattr(head, "base_layer", head)  # below an adapter
+            head.weight = self.body.embedding.weight
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        label_indices: Tensor,
+        labels: Tensor | None = None,
+        *,
+        sequence_lengths: Sequence[int] | None = None,
+        positions: Tensor | None = None,
+        each: bool = False,
+    ) -> Tensor:
+        """Summed loss of a micro-batch, or its logits or likelihoods at some positions.
+
+        Args:
+            input_ids: [batch, sequence], padded on the right; or [1, tokens], sequences in a row.
+            label_indices: [n], indices into the flattened input_ids.
+            labels: [n] or None, see `Head.forward`.
+            sequence_lengths: tokens of each sequence in a row; None: there is one in each line.
+            positions: [batch, sequence], where the tokens stand in their sequences; reads
+                and extends the key-value cache of `body.start_cache`.
+            each: see `Head.forward`.
+        """
+        if positions is not None:
+            hidden = self.body.hidden_cached(input_ids, positions)
+        else:
+            hidden = self.body.hidden(input_ids, sequence_lengths, self.kernel)
+        on_cpu = self.kernel == "cpu"
+        result: Tensor = self.head(hidden, label_indices, labels, each=each, on_cpu=on_cpu)
+        return result
+
+
+def outline(
+    base: BaseModel,
+    recipe: Recipe,
+    dtype: torch.dtype,
+    compute_dtype: torch.dtype | None = None,
+) -> LanguageModel:
+    """The model without its numbers: every layer on the meta device, adapted and frozen.
+
+    Sizes can be counted and layers sharded before any memory is taken; `fill` gives it numbers.
+
+    Args:
+        base: whose architecture it has.
+        recipe: its LoRA keys choose the quantised base and the adapted layers.
+        dtype: number format of the parameters that are not quantised.
+        compute_dtype: number format of the arithmetic of quantised layers. Default: dtype.
+    """
+    asked = recipe.train.tie_embeddings
+    model = outline_plain(
+        base,
+        dtype,
+        compute_dtype,
+        tied=base.tied if asked is None else asked,
+        kind=recipe.quantize if isinstance(recipe, LoraRecipe) else None,
+    )
+    if isinstance(recipe, LoraRecipe):
+        with torch.device("meta"):
+            add_adapter(model, base, recipe)
+        model.lora = recipe
+    model.head.label_smoothing = recipe.train.label_smoothing
+    if recipe.kernels == "liger":
+        from ftkit.models.liger import put_kernels_in_place
+
+        put_kernels_in_place(model, model.body.gated_mlps())
+    if recipe.compile:
+        from ftkit.models.compiled import compile_blocks
+
+        compile_blocks(model.body, model.head.lm_head)
+    if every := int(recipe.memory.activation_checkpointing):
+        offloads = recipe.memory.offload_activations
+        for block in list(model.body.blocks)[::every]:
+            block.forward = partial(_keep_the_input_alone, block.forward, offloads)
+    return model.to(dtype)
+
+
+def trained_router_loss(architecture: Architecture, recipe: Recipe) -> RouterLoss | None:
+    """The auxiliary loss of routers that a recipe trains with; None: without.
+
+    Raises:
+        UserError: it is asked for, and not known.
+    """
+    asked = recipe.router_aux_loss_coef
+    if asked == 0 or (asked is None and not architecture.asks_for_router_loss):
+        return None
+    known = architecture.router_loss
+    if known is None:
+        name = architecture.class_name or architecture.name
+        has = "no routers"
+        if architecture.expert_share < 1:
+            has = "routers with another auxiliary loss, or with none"
+        asks = f"router_aux_loss_coef is {asked}"
+        if asked is None:
+            asks = "output_router_logits of config.json is true"
+        raise UserError(f"{asks}, but {name} has {has}. Try --router_aux_loss_coef 0.")
+    return known if asked is None else dataclasses.replace(known, coefficient=asked)
+
+
+def _keep_the_input_alone(
+    forward: Callable[..., Any], offloads: bool, hidden: Tensor, *rest: Any, **options: Any
+) -> Any:
+    """The result of a block, which is computed again where the backward pass needs it."""
+    if not torch.is_grad_enabled():
+        return forward(hidden, *rest, **options)
+    with in_host_memory(hidden) if offloads else nullcontext():
+        # ZeRO-3 has taken the parameters back that the check would look at.
+        return checkpoint(
+            lambda hidden: forward(hidden, *rest, **options),  # the same for all blocks
+            hidden,
+            use_reentrant=False,
+            determinism_check="none",
+        )
+
+
+def in_host_memory(hidden: Tensor) -> AbstractContextManager[Any]:
+    """What this context saves for the backward pass of a device is in host memory.
+
+    It is page-locked where that makes copies faster.
+    """
+    if hidden.is_cpu:
+        return nullcontext()
+    kind = device_kind(hidden.device.type)
+    return save_on_cpu(pin_memory=kind.pins_host_memory, device_type=kind.name)
+
+
+def outline_plain(
+    base: BaseModel,
+    dtype: torch.dtype,
+    compute_dtype: torch.dtype | None = None,
+    *,
+    tied: bool,
+    kind: Quantization | None = None,
+) -> LanguageModel:
+    """The model without its numbers and without an adapter.
+
+    Args:
+        base: whose architecture it has.
+        dtype: number format of the parameters that are not quantised.
+        compute_dtype: number format of the arithmetic of quantised layers. Default: dtype.
+        tied: whether embedding and head are one.
+        kind: how the weights of the blocks are stored; None: as numbers.
+    """
+    with torch.device("meta"):
+        model = LanguageModel(base.architecture, tied=tied)
+        if kind is not None:
+            from ftkit.models.quantization import quantize
+            from ftkit.models.quantized_experts import quantize_experts
+
+            body, computing = model.body, compute_dtype or dtype
+            quantize(body.blocks, kind, computing, body.kept_in_full)
+            for experts in body.fused_experts():
+                quantize_experts(experts, kind, computing)
+            model.quantized = kind
+    return model.to(dtype)
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that an optimizer updates."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]

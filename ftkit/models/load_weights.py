@@ -1,0 +1,145 @@
+"""Loading of weights into a model that was made on the meta device."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from ftkit.models.architectures.architecture import HEAD
+from ftkit.models.language_model import LanguageModel
+from ftkit.models.lora.init import adapter_from_base, follows_from_base, initial_adapter
+from ftkit.models.lora.layers import lora_layers
+from ftkit.models.lora.names import is_adapter, our_name
+from ftkit.models.pretrained.base_model import BaseModel, weights
+from ftkit.models.sharding import Rows, Sharding
+from ftkit.utils.progress import OnProgress
+
+
+def fill(
+    model: LanguageModel,
+    base: BaseModel,
+    *,
+    sharding: Sharding,
+    device: torch.device,
+    rope_length: int,
+    seed: int,
+    trained: Callable[[str], Rows] | None = None,
+    adapter: Mapping[str, Tensor] | None = None,
+    source: Iterable[tuple[str, Tensor]] | None = None,
+    progress: OnProgress,
+) -> None:
+    """Give an outlined model its memory and its numbers, parameter by parameter.
+
+    Args:
+        model: from `outline`.
+        base: where the weights come from.
+        sharding: which part of them this rank gets.
+        device: where the parameters live.
+        rope_length: positions of the table of rotary embeddings.
+        seed: of the adapter's initial values.
+        trained: gives a parameter that a checkpoint holds by our name, if training continues.
+            Where those are all parameters, nothing is read of the base.
+        adapter: first values of what is trained, by our names, instead of those that the recipe
+            names.
+        source: the weights by our names, where they are not those of the base.
+        progress: called with (parameters filled, parameters in all).
+    """
+    names = {our_name(name): name for name, _ in model.named_parameters()}
+    adapted = _adapted_weights(model)
+    kept = kept_parameters(model)
+    left = dict.fromkeys(names)
+    sharding.allocate(model, device)
+    if model.quantized is not None:
+        from ftkit.models.quantization import allocate
+
+        allocate(model, device)
+    model.body.place_rotary_tables(device, rope_length)
+
+    def put(ours: str, value: Rows) -> None:
+        sharding.put(model, names[ours], value)
+        del left[ours]
+        progress(len(names) - len(left), len(names))
+
+    with torch.no_grad():
+        for ours, name in names.items():
+            parameter = model.get_parameter(name)
+            if trained is not None and name in kept:
+                put(ours, trained(ours))
+            elif adapter is not None and ours in adapter:
+                put(ours, adapter[ours])
+            elif is_adapter(ours):
+                assert model.lora is not None
+                if not follows_from_base(ours, model.lora):
+                    put(ours, initial_adapter(ours, parameter.shape, seed))
+        if not left:
+            return
+        for ours, tensor in _weights(base, model, source):
+            if ours not in left:  # trained whole beside the adapter
+                continue
+            dtype = model.get_parameter(names[ours]).dtype
+            stored = _stored(model, names[ours], tensor, device)
+            put(ours, stored)
+            for name in adapted.get(ours, ()):
+                if any(key.startswith(f"{our_name(name)}.lora_") for key in left):
+                    assert model.lora is not None
+                    layer = model.get_submodule(name)
+                    numbers = _numbers(layer, stored.to(device), dtype)
+                    for end, value in adapter_from_base(numbers, layer, model.lora).items():
+                        put(f"{our_name(name)}.{end}", value)
+
+
+def kept_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """What checkpoints and results hold, by the model's names.
+
+    Of an adapted model the adapter, and what is trained whole: the base model tells the rest. Else
+    all of it, numbers that nothing trains too.
+    """
+    named = dict(model.named_parameters())
+    is_whole = not any(is_adapter(name) for name in named)
+    return {n: p for n, p in named.items() if is_whole or p.requires_grad or is_adapter(n)}
+
+
+def _adapted_weights(model: LanguageModel) -> dict[str, list[str]]:
+    """Our name of a weight and the layers that adapt it; two where embedding and head are one."""
+    names = {parameter: our_name(name) for name, parameter in model.named_parameters()}
+    found: dict[str, list[str]] = {}
+    for name, layer in lora_layers(model):
+        found.setdefault(names[layer.get_base_layer().weight], []).append(name)
+    return found
+
+
+def _weights(
+    base: BaseModel, model: LanguageModel, source: Iterable[tuple[str, Tensor]] | None
+) -> Iterator[tuple[str, Tensor]]:
+    """The base model's weights, tied or untied as the model is."""
+    for name, tensor in weights(base) if source is None else source:
+        if name == HEAD and model.tied:
+            continue
+        yield name, tensor
+        if name == base.architecture.embedding and base.tied and not model.tied:
+            yield HEAD, tensor
+
+
+def _stored(model: LanguageModel, name: str, tensor: Tensor, device: torch.device) -> Tensor:
+    """What a parameter holds of a weight: the weight itself, or its quantised form."""
+    if model.quantized is None:
+        return tensor
+    from ftkit.models.quantization import packed
+
+    return packed(model, name, tensor, device)
+
+
+def _numbers(layer: Any, stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """What an adapted layer computes with, given what its weight holds: [out, in]."""
+    base = layer.get_base_layer()
+    unpacked: Tensor = base.unpacked(stored) if hasattr(base, "unpacked") else stored.to(dtype)
+    return unpacked
+
+
+def trained_weights(model: LanguageModel, sharding: Sharding) -> Iterator[tuple[str, Tensor]]:
+    """What a result is written from, by our name and whole; called by every rank."""
+    sharding.reshard(model)
+    for name, parameter in kept_parameters(model).items():
+        yield our_name(name), sharding.whole(parameter)

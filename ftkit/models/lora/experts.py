@@ -1,0 +1,210 @@
+"""LoRA of fused experts: a low-rank pair for the matrix of each, in files as PEFT has them.
+
+An adapter with `target_parameters`, as PEFT 0.21 has it: its A holds the experts one after the
+other, [experts * rank, in], and its B has them as its innermost dimension, [out, rank * experts].
+Where a module has several such parameters, their wrappers lie around each other, the first one
+innermost.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from ftkit.errors import UserError
+from ftkit.models.bodies.experts import PAIRS, FusedExperts, grouped_product
+from ftkit.models.lora.names import TRAINED, our_name
+from ftkit.models.pretrained.base_model import BaseModel, parameter_shapes
+from ftkit.recipe.recipe import LoraRecipe
+
+_ALIGNED = 8
+"""Numbers whose multiples torch's grouped products take in a row: 16 bytes, of 2 each."""
+
+
+class _Matrices(nn.Module):
+    """One matrix for each expert."""
+
+    def __init__(self, experts: int, rows: int, columns: int, *, pads: bool) -> None:
+        """Undefined values.
+
+        Args:
+            experts: how many.
+            rows: of each matrix.
+            columns: of each matrix.
+            pads: whether results may have more numbers, which are zero.
+        """
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, rows, columns))
+        self._pads = pads
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        """As `grouped_product`."""
+        weight: Tensor = self.weight
+        beyond = x.size(-1) - weight.size(-1)  # zeros of the other matrix
+        more = -weight.size(1) % _ALIGNED if self._pads else 0
+        if beyond or more:
+            weight = F.pad(weight, (0, beyond, 0, more))
+        return grouped_product(x, weight, ends, transposed=False)
+
+
+class ExpertPairs(nn.Module):
+    """The low-rank pairs beside the matrices of a parameter: A is [rank, in], B is [out, rank]."""
+
+    def __init__(
+        self, sizes: tuple[int, int, int], rank: int, scaling: float, *, transposed: bool
+    ) -> None:
+        """Undefined values.
+
+        Args:
+            sizes: experts, out and in of the parameter.
+            rank: of each pair.
+            scaling: of its product.
+            transposed: whether the parameter is [experts, in, out].
+        """
+        super().__init__()
+        experts, rows, columns = sizes
+        a = _Matrices(experts, rank, columns, pads=True)
+        b = _Matrices(experts, rows, rank, pads=False)
+        self.lora_A, self.lora_B = nn.ModuleDict({TRAINED: a}), nn.ModuleDict({TRAINED: b})
+        self.scaling, self.transposed = scaling, transposed
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        """[rows, out], what the pair of its expert adds to the product of each row.
+
+        Args:
+            x: [rows, in], those of the first expert first.
+            ends: [experts] int32, where the rows of each end.
+        """
+        narrow = self.lora_A[TRAINED](x, ends)
+        result: Tensor = self.lora_B[TRAINED](narrow * self.scaling, ends)
+        return result
+
+
+def add_expert_pairs(model: Any, base: BaseModel, recipe: LoraRecipe) -> None:
+    """Put low-rank pairs beside the matrices of all experts; no memory is taken.
+
+    Args:
+        model: outlined on the meta device.
+        base: for the message.
+        recipe: its LoRA keys.
+
+    Raises:
+        UserError: it has no such experts.
+    """
+    root = math.sqrt(recipe.lora_r) if recipe.lora_variant == "rslora" else recipe.lora_r
+    found: Iterator[FusedExperts] = model.body.fused_experts()
+    layers = [experts for experts in found if experts.takes_pairs]
+    if not layers:
+        linear = base.architecture.expert_share < 1
+        raise UserError(
+            f"lora_experts is true, but {base.name} has no experts whose matrices are one "
+            "parameter. "
+            + (
+                "Its experts are linear layers: try --lora_experts false --lora_mlp true."
+                if linear
+                else "Try --lora_experts false."
+            )
+        )
+    for layer in layers:
+        for name in layer.matrices:
+            pairs = ExpertPairs(
+                layer.sizes(name),
+                recipe.lora_r,
+                recipe.lora_alpha / root,
+                transposed=layer.transposed,
+            )
+            layer.module.add_module(f"{name}{PAIRS}", pairs)
+
+
+def expert_pairs(model: nn.Module) -> Iterator[tuple[str, ExpertPairs]]:
+    """Our name of every adapted parameter of experts, and its pairs."""
+    for name, module in model.named_modules():
+        if isinstance(module, ExpertPairs):
+            yield our_name(name).removesuffix(PAIRS), module
+
+
+@torch.no_grad()
+def merged_experts(weight: Tensor, a: Tensor, b: Tensor, pairs: ExpertPairs) -> Tensor:
+    """Float32, the matrices of experts that compute what adapted ones do.
+
+    Args:
+        weight: as the model has it, [experts, out, in] or [experts, in, out].
+        a: [experts, rank, in].
+        b: [experts, out, rank].
+        pairs: tell layout and scale.
+    """
+    found = weight.to(torch.float32, copy=True)
+    for matrix, left, right in zip(found, b.float(), a.float(), strict=True):
+        (matrix.t() if pairs.transposed else matrix).addmm_(left, right, alpha=pairs.scaling)
+    return found
+
+
+def in_peft(pairs: Mapping[str, tuple[Tensor, Tensor]], base: BaseModel) -> dict[str, Tensor]:
+    """The tensors of an adapter, by PEFT's names below that of the model.
+
+    Args:
+        pairs: A, [experts, rank, in], and B, [experts, out, rank], by our names of the parameters.
+        base: that is adapted.
+    """
+    found = {}
+    for ours, name in _wrappers(base, pairs).items():
+        a, b = pairs[ours]
+        found[f"{name}.lora_A.weight"] = a.flatten(0, 1).contiguous()
+        found[f"{name}.lora_B.weight"] = b.permute(1, 2, 0).flatten(1).contiguous()
+    return found
+
+
+def parameters_adapted(base: BaseModel, targets: Iterable[str]) -> dict[str, str]:
+    """Our name of the parameter of experts by PEFT's name of the module that adapts it.
+
+    Args:
+        base: that is adapted.
+        targets: the adapter's target_parameters.
+
+    Raises:
+        UserError: they are others than `lora_experts` adapts.
+    """
+    endings = tuple(f".{target}" for target in targets)
+    if not endings:
+        return {}
+    shapes = parameter_shapes(base)
+    chosen = [name for name in shapes if name.endswith(endings)]
+    owners = {name.rpartition(".")[0] for name in chosen}
+    expected = [n for n, s in shapes.items() if len(s) == 3 and n.rpartition(".")[0] in owners]
+    if not chosen or chosen != expected:
+        raise UserError(
+            f"The adapter adapts the parameters {', '.join(sorted(targets))}, but ftkit adapts all "
+            f"matrices of experts or none, and no other parameters of {base.name}. Give another "
+            "adapter, or none."
+        )
+    return {name: ours for ours, name in _wrappers(base, chosen).items()}
+
+
+def from_peft(tensor: Tensor, matrix: str, experts: int) -> Tensor:
+    """[experts, rows, columns], a tensor of PEFT's.
+
+    Args:
+        tensor: as `in_peft` gives it.
+        matrix: lora_A or lora_B.
+        experts: how many.
+    """
+    if matrix == "lora_A":
+        return tensor.unflatten(0, (experts, -1))
+    return tensor.unflatten(1, (-1, experts)).permute(2, 0, 1).contiguous()
+
+
+def _wrappers(base: BaseModel, parameters: Iterable[str]) -> dict[str, str]:
+    """PEFT's name of what wraps each of our parameters."""
+    wanted, of_owner = set(parameters), dict[str, list[str]]()
+    for name in parameter_shapes(base):
+        if name in wanted:
+            of_owner.setdefault(name.rpartition(".")[0], []).append(name)
+    return {
+        name: owner + ".base_layer" * (len(names) - 1 - index)
+        for owner, names in of_owner.items()
+        for index, name in enumerate(names)
+    }

@@ -1,0 +1,241 @@
+"""Loading of LoRA adapters that PEFT or ftkit has saved."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from ftkit.errors import UserError
+from ftkit.models.architectures.architecture import HEAD
+from ftkit.models.architectures.naming import Fused
+from ftkit.models.bodies.experts import PAIRS
+from ftkit.models.lora.experts import from_peft, parameters_adapted
+from ftkit.models.lora.names import TRAINED, our_name
+from ftkit.models.lora.save import _PREFIX
+from ftkit.models.pretrained.base_model import BaseModel, parameter_shapes, weights
+from ftkit.models.pretrained.weights.pickled import load_pickled
+from ftkit.recipe.peft_adapter import (
+    CONFIG,
+    OLD_WEIGHTS,
+    PARTS_KEY,
+    WEIGHTS,
+    adapter_keys,
+    read_notes,
+    target_parameters,
+)
+from ftkit.utils.damaged_files import reading, require_regular
+
+_SAVED_AGAIN = "Take it from where it was saved again."
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter that was read."""
+
+    changes: Mapping[str, Any]
+    """Keys of a recipe that it decides."""
+    tensors: Mapping[str, Tensor]
+    """Its values by our names of the parameters."""
+
+
+def read_adapter(directory: Path, base: BaseModel) -> Adapter:
+    """Read a PEFT adapter of a base model's Hugging Face version, made by ftkit or elsewhere.
+
+    Raises:
+        UserError: it is no adapter, damaged, of a kind that ftkit does not train, or of another
+            model; names the tensor.
+    """
+    stored = stored_adapter(directory)
+    return Adapter(adapter_keys(directory), adapter_tensors(stored, directory, base))
+
+
+def adapter_tensors(
+    stored: Mapping[str, Tensor], directory: Path, base: BaseModel
+) -> dict[str, Tensor]:
+    """Tensors of a PEFT adapter by our names of the parameters.
+
+    Args:
+        stored: by PEFT's names, as its files have them.
+        directory: of the adapter's settings.
+        base: the model that is adapted.
+
+    Raises:
+        UserError: they are those of another model, or differ from what they are copies of.
+    """
+    parts = read_notes(directory).get(PARTS_KEY, {})
+    whole = tuple(adapter_keys(directory)["lora_modules_to_save"] or ())
+    tensors: dict[str, Tensor] = {}
+    copies: dict[str, Tensor] = {}
+    holders = _holders(base)
+    shapes = parameter_shapes(base)
+    wrapped = parameters_adapted(base, target_parameters(directory))
+    for name, tensor in stored.items():
+        wrapper, _, matrix = name.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
+        if wrapper in wrapped:
+            parameter = wrapped[wrapper]
+            tensors[f"{parameter}{PAIRS}.{matrix}.{TRAINED}.weight"] = from_peft(
+                tensor, matrix, shapes[parameter][0]
+            )
+            continue
+        theirs, kind = _split(name)
+        found = holders.get(theirs)
+        if found is None:
+            raise UserError(
+                f"adapter {directory} holds {name}, but {base.name} has no layer "
+                f"{theirs or name}. Give the model that the adapter was made for."
+            )
+        try:
+            ours = _ours(tensor, kind, *found, parts.get(theirs), base)
+        except (RuntimeError, ValueError, IndexError, KeyError) as error:
+            raise UserError(
+                f"adapter {directory}: {name} of shape {list(tensor.shape)} does not fit "
+                f"{base.name} ({error}). Give the model that the adapter was made for."
+            ) from None
+        is_trained = kind.startswith("lora_") or f".{theirs}".endswith(
+            tuple(f".{module}" for module in whole)
+        )
+        (tensors if is_trained else copies).update(ours)
+    if base.tied and HEAD in tensors | copies:
+        value = (tensors | copies).pop(HEAD)
+        embedding = tensors.get(base.architecture.embedding)
+        tensors.pop(HEAD, None)
+        copies.pop(HEAD, None)
+        if embedding is None:
+            copies[base.architecture.embedding] = value
+        elif not torch.equal(embedding, value):
+            raise UserError(
+                f"adapter {directory} trains head and embedding apart, but they are one in "
+                f"{base.name}. Merge the adapter where it was made, and start from the result."
+            )
+    _check_copies(copies, base, directory)
+    return tensors
+
+
+def _check_copies(copies: Mapping[str, Tensor], base: BaseModel, directory: Path) -> None:
+    """Refuse copies of the base model's weights, which PEFT adds at times, that differ from it."""
+    for name, tensor in weights(base) if copies else ():
+        if name in copies and not torch.equal(tensor.to(copies[name].dtype), copies[name]):
+            raise UserError(
+                f"adapter {directory} comes with {name} of its own, which differs from that of "
+                f"{base.name}. Give the model that the adapter was made for."
+            )
+
+
+def check_shapes(adapter: Adapter, model: nn.Module, directory: Path) -> None:
+    """Refuse an adapter that does not fill a model's parameters exactly.
+
+    Args:
+        adapter: from the directory.
+        model: adapted, with nothing trained but the adapter.
+        directory: where it lies, for the message.
+
+    Raises:
+        UserError: a tensor is missing, not of the model, or of another shape.
+    """
+    shapes = {
+        our_name(name): parameter.shape
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    for name, tensor in adapter.tensors.items():
+        if name not in shapes:
+            problem = "is not among the layers that it says it adapts"
+        elif tensor.shape != shapes[name]:
+            problem = f"has shape {list(tensor.shape)}, but the model needs {list(shapes[name])}"
+        else:
+            continue
+        raise UserError(
+            f"adapter {directory}: {name} {problem}. Give the model that the adapter was made for."
+        )
+    for name in shapes:
+        if name not in adapter.tensors:
+            raise UserError(
+                f"adapter {directory} lacks {name}, which its {CONFIG} says it adapts. Give the "
+                "model that the adapter was made for."
+            )
+
+
+def stored_adapter(directory: Path) -> dict[str, Tensor]:
+    """The tensors of an adapter's file, by PEFT's names.
+
+    Raises:
+        UserError: there is none, or it is damaged or holds something else.
+    """
+    file, old = directory / WEIGHTS, directory / OLD_WEIGHTS
+    for candidate in (file, old):
+        require_regular(candidate)
+    if file.is_file():
+        with reading(file, "tensors of an adapter as safetensors", advice=_SAVED_AGAIN):
+            return load_file(file)
+    if not old.is_file():
+        raise UserError(f"adapter {directory} has no {WEIGHTS}. {_SAVED_AGAIN}")
+    found = load_pickled(old)
+    if not isinstance(found, dict) or not all(
+        isinstance(name, str) and isinstance(t, Tensor) for name, t in found.items()
+    ):
+        raise UserError(f"{old} holds no tensors. Save it as {WEIGHTS}.")
+    return found
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Hugging Face's layer and what of it: lora_A, lora_B, lora_magnitude_vector, weight, bias."""
+    plain = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
+    layer, found, kind = plain.rpartition(".lora_")
+    if found:
+        return layer, "lora_" + kind.removesuffix(".weight")
+    layer, _, kind = plain.rpartition(".")
+    return layer, kind
+
+
+def _holders(base: BaseModel) -> dict[str, tuple[list[str], Fused | None]]:
+    """Every layer of Hugging Face's model, with ours that it holds."""
+    naming = base.architecture.naming_in("hf")
+    if naming is None:
+        return {}
+    found: dict[str, tuple[list[str], Fused | None]] = {}
+    for name in (*parameter_shapes(base), HEAD):
+        if name.endswith(".weight"):
+            theirs, fused = naming.stored_in(name)
+            holder = found.setdefault(theirs.removesuffix(".weight"), ([], fused))
+            layer = name.removesuffix(".weight")
+            if layer not in holder[0]:
+                holder[0].append(layer)
+    return found
+
+
+def _ours(
+    tensor: Tensor,
+    kind: str,
+    layers: list[str],
+    fused: Fused | None,
+    adapted: list[str] | None,
+    base: BaseModel,
+) -> dict[str, Tensor]:
+    """A tensor of a Hugging Face layer, by our names.
+
+    Args:
+        tensor: of the layer.
+        kind: from `_split`.
+        layers: ours that the layer holds.
+        fused: how, if there are several.
+        adapted: those of them that own the tensor's ranks in turn; None: each owns all.
+        base: that is adapted.
+    """
+    end = f".{kind}.{TRAINED}.weight" if kind.startswith("lora_") else f".{kind}"
+    if fused is None:
+        return {f"{layers[0]}{end}": tensor}
+    owners = layers if adapted is None else adapted
+    if kind == "lora_A":
+        pieces = [tensor] * len(owners) if adapted is None else tensor.chunk(len(owners))
+        return {f"{name}{end}": piece for name, piece in zip(owners, pieces, strict=True)}
+    found = {}
+    for index, name in enumerate(owners):
+        rows = base.architecture.part_of(tensor, fused, f"{name}.weight")
+        if kind == "lora_B" and adapted is not None:
+            rows = rows.chunk(len(owners), dim=1)[index]
+        found[f"{name}{end}"] = rows
+    return found

@@ -1,0 +1,284 @@
+"""Saving of LoRA adapters, as PEFT reads and writes them for the Hugging Face model.
+
+Where that model fuses several of our layers into one, so does the adapter: the matrices A of the
+parts are stacked, and each part's B fills its own rows and columns of a larger B, which is zero
+elsewhere. Values that were subtracted from the start (PiSSA, OLoRA) become more columns.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ftkit.errors import UserError
+from ftkit.models.architectures.architecture import HEAD
+from ftkit.models.architectures.naming import Fused, Naming
+from ftkit.models.bodies.experts import PAIRS
+from ftkit.models.lora.experts import in_peft
+from ftkit.models.lora.names import INITIAL, TRAINED, is_adapter, names_of
+from ftkit.models.lora.renamed import taken_for_experts
+from ftkit.models.lora.targets import chosen_layers
+from ftkit.models.pretrained.base_model import BaseModel, parameter_shapes
+from ftkit.models.pretrained.save import save_beside
+from ftkit.recipe.peft_adapter import BASE_KEY, CONFIG, NOTES_KEY, PARTS_KEY, WEIGHTS
+from ftkit.recipe.recipe import LoraRecipe
+from ftkit.utils.files import new_directory
+from ftkit.utils.safetensors_files import save_tensors
+
+_PREFIX = "base_model.model."
+_MAGNITUDE = "lora_magnitude_vector"
+
+
+def check_adapter(base: BaseModel, recipe: LoraRecipe) -> None:
+    """Refuse LoRA where its result could not be written as a PEFT adapter.
+
+    Raises:
+        UserError: the Hugging Face model is not known, or its layers have no DoRA in PEFT.
+    """
+    naming = base.architecture.naming_in("hf")
+    if naming is None:
+        raise UserError(
+            f"checkpoint_dir {base.name}: an adapter for this model cannot be saved, because ftkit "
+            "does not know what its layers are called by Hugging Face. Try ftkit finetune_full, "
+            "whose result is a LitGPT directory, or --checkpoint.save false to measure LoRA only."
+        )
+    if recipe.lora_variant == "dora" and naming.fused:
+        raise UserError(
+            f"lora_variant is dora, but Hugging Face's {base.architecture.class_name} has query, "
+            "key and value in one layer, for which a DoRA adapter has one rank. "
+            "Try --lora_variant rslora."
+        )
+    if recipe.lora_variant == "dora":
+        _check_dora(base, recipe)
+
+
+def _check_dora(base: BaseModel, recipe: LoraRecipe) -> None:
+    """Refuse it for layers whose weights PEFT adapts as parameters."""
+    weights = (*parameter_shapes(base), HEAD)
+    layers = [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]
+    chosen = [names_of(base, ours)[0] for ours in chosen_layers(layers, base, recipe)]
+    if taken := taken_for_experts(base, chosen):
+        raise UserError(
+            f"lora_variant is dora, but PEFT adapts {min(taken)} of {base.name} as a parameter, "
+            "because experts of such models once had this name, and knows no DoRA there. Try "
+            "--lora_variant rslora."
+        )
+
+
+def _huggingface_naming(base: BaseModel) -> Naming:
+    naming = base.architecture.naming_in("hf")
+    assert naming is not None, "check_adapter refuses other models"
+    return naming
+
+
+@dataclass
+class _Layer:
+    """The low-rank matrices of one of our layers."""
+
+    a: Tensor
+    b: Tensor
+    magnitude: Tensor | None
+
+
+def save_adapter(
+    parameters: Iterable[tuple[str, Tensor]],
+    base: BaseModel,
+    recipe: LoraRecipe,
+    out: Path,
+    base_fingerprint: str | None = None,
+    beside: Mapping[str, bytes] | None = None,
+) -> None:
+    """Write trained weights as a PEFT adapter of the Hugging Face model, with its tokenizer.
+
+    The directory appears complete or not at all.
+
+    Args:
+        parameters: our names and values of all parameters of the adapter, and of layers that are
+            trained whole.
+        base: the model that is adapted.
+        recipe: the adapter's settings.
+        out: a directory that does not exist yet.
+        base_fingerprint: of the base model, noted so that another one is refused.
+        beside: further files, by name; they replace those of the base model.
+    """
+    from peft.tuners.lora import LoraConfig
+
+    given = {name: tensor.detach().cpu() for name, tensor in parameters}
+    layers = _joined_layers({name: t for name, t in given.items() if is_adapter(name)})
+    pairs = {name.removesuffix(PAIRS): layers.pop(name) for name in _of_experts(layers)}
+    of_experts = in_peft({name: (pair.a, pair.b) for name, pair in pairs.items()}, base)
+    tensors = {f"{_PREFIX}{name}": tensor for name, tensor in of_experts.items()}
+    ranks: dict[str, int] = {}
+    parts: dict[str, list[str]] = {}
+    for theirs, ours, fused in _their_layers(base, layers):
+        found = {name: layers[name] for name in ours if name in layers}
+        if fused is None:
+            (layer,) = found.values()
+            a, b = layer.a, layer.b
+            if layer.magnitude is not None:
+                tensors[f"{_PREFIX}{theirs}.{_MAGNITUDE}"] = layer.magnitude
+        else:
+            a = torch.cat([layer.a for layer in found.values()])
+            b = _block_diagonal(found, ours, fused, base)
+            parts[theirs] = list(found)
+        tensors[f"{_PREFIX}{theirs}.lora_A.weight"] = a.contiguous()
+        tensors[f"{_PREFIX}{theirs}.lora_B.weight"] = b.contiguous()
+        ranks[theirs] = a.shape[0]
+    whole = _whole_layers({n: t for n, t in given.items() if not is_adapter(n)}, base, recipe)
+    tensors |= {f"{_PREFIX}{name}": tensor for name, tensor in whole.items()}
+    notes = {NOTES_KEY: json.dumps(_notes(recipe, base, parts, layers))} if parts else {}
+    if base_fingerprint is not None:
+        notes[BASE_KEY] = base_fingerprint
+    rank = next((r for theirs, r in ranks.items() if theirs not in parts), recipe.lora_r)
+    others = _by_short_name({theirs: r for theirs, r in ranks.items() if r != rank}, base)
+    as_parameters = taken_for_experts(base, ranks)
+    targets = _by_short_name({theirs: theirs in as_parameters for theirs in ranks}, base)
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=_alpha(recipe, rank),  # type: ignore[arg-type]
+        lora_dropout=0 if as_parameters else recipe.lora_dropout,
+        use_dora=recipe.lora_variant == "dora",
+        use_rslora=recipe.lora_variant == "rslora",
+        rank_pattern=others,
+        alpha_pattern={name: _alpha(recipe, other) for name, other in others.items()},
+        target_modules=[name for name, is_parameter in targets.items() if not is_parameter],
+        target_parameters=sorted(
+            {".".join(name.split(".")[-2:]) for name in pairs}
+            | {f"{name}.weight" for name, is_parameter in targets.items() if is_parameter}
+        )
+        or None,
+        modules_to_save=sorted({name.rpartition(".")[0] for name in whole}) or None,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base.name if base.directory is None else str(base.directory),
+        inference_mode=True,
+    )
+    with new_directory(out) as partial:
+        save_tensors(tensors, partial / WEIGHTS, notes)
+        config.save_pretrained(str(partial))
+        _sort_targets(partial / CONFIG)
+        save_beside(base, beside, partial)
+
+
+def _joined_layers(parameters: Mapping[str, Tensor]) -> dict[str, _Layer]:
+    """The matrices by our layer; what is subtracted from the start is more of them."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in parameters.items():
+        layer, _, rest = name.partition(".lora_")
+        found.setdefault(layer, {})[rest.removesuffix(".weight")] = tensor
+    layers = {}
+    for layer, matrices in found.items():
+        a, b = matrices[f"A.{TRAINED}"], matrices[f"B.{TRAINED}"]
+        if f"A.{INITIAL}" in matrices:
+            a = torch.cat([a, matrices[f"A.{INITIAL}"]])
+            b = torch.cat([b, -matrices[f"B.{INITIAL}"]], dim=1)
+        layers[layer] = _Layer(a, b, matrices.get(f"magnitude_vector.{TRAINED}"))
+    return layers
+
+
+def _of_experts(layers: Iterable[str]) -> list[str]:
+    """Those that adapt the matrices of experts."""
+    return [name for name in layers if name.endswith(PAIRS)]
+
+
+def _their_layers(
+    base: BaseModel, layers: Iterable[str]
+) -> list[tuple[str, list[str], Fused | None]]:
+    """Each layer of Hugging Face's that holds one of ours: its name, all it holds, and how."""
+    naming = _huggingface_naming(base)
+    found: dict[str, tuple[str, list[str], Fused | None]] = {}
+    for ours in layers:
+        theirs, fused = naming.stored_in(ours)
+        names = [ours] if fused is None else fused.modules_beside(ours)
+        found.setdefault(theirs, (theirs, names, fused))
+    return list(found.values())
+
+
+def _block_diagonal(
+    found: Mapping[str, _Layer], ours: list[str], fused: Fused, base: BaseModel
+) -> Tensor:
+    """B of a fused layer: each part in its own rows and columns."""
+    shapes = parameter_shapes(base)
+    columns = sum(layer.b.shape[1] for layer in found.values())
+    like = next(iter(found.values())).b
+    blocks = []
+    start = 0
+    for name in ours:
+        block = like.new_zeros(shapes[f"{name}.weight"][0], columns)
+        if name in found:
+            b = found[name].b
+            block[:, start : start + b.shape[1]] = b
+            start += b.shape[1]
+        blocks.append(block)
+    return base.architecture.fuse(blocks, fused)
+
+
+def _whole_layers(
+    parameters: Mapping[str, Tensor], base: BaseModel, recipe: LoraRecipe
+) -> dict[str, Tensor]:
+    """The parameters of layers that are trained whole, as Hugging Face calls them."""
+    naming = _huggingface_naming(base)
+    found: dict[str, Tensor] = {}
+    for name, tensor in parameters.items():
+        theirs, fused = naming.stored_in(name)
+        if fused is not None:
+            parts = [parameters[part] for part in fused.parameters_beside(name)]
+            tensor = base.architecture.fuse(parts, fused)
+        found[theirs] = tensor
+    tied = base.tied if recipe.train.tie_embeddings is None else recipe.train.tie_embeddings
+    embedding, head = (naming.stored_in(n)[0] for n in (base.architecture.embedding, HEAD))
+    if tied and embedding in found:  # PEFT trains a copy of each
+        found[head] = found[embedding].clone()
+    return found
+
+
+def _alpha(recipe: LoraRecipe, rank: int) -> int | float:
+    """The alpha that scales matrices of another rank as the recipe scales its own."""
+    factor = rank / recipe.lora_r
+    alpha = recipe.lora_alpha * (math.sqrt(factor) if recipe.lora_variant == "rslora" else factor)
+    return int(alpha) if float(alpha).is_integer() else alpha
+
+
+def _by_short_name(values: Mapping[str, Any], base: BaseModel) -> dict[str, Any]:
+    """Values by the last word of the layers' names, where all layers of this name have the same.
+
+    By full names otherwise; sorted.
+    """
+    naming = _huggingface_naming(base)
+    everywhere: dict[str, set[str]] = {}
+    theirs_of_all = [naming.stored_in(name)[0] for name in parameter_shapes(base)]
+    for name in (*theirs_of_all, *base.architecture.rest_shapes):
+        theirs = name.rpartition(".")[0]
+        everywhere.setdefault(theirs.rpartition(".")[2], set()).add(theirs)
+    found = {}
+    for theirs, value in values.items():
+        short = theirs.rpartition(".")[2]
+        same = all(values.get(name) == value for name in everywhere.get(short, {theirs}))
+        found[short if same else theirs] = value
+    return dict(sorted(found.items()))
+
+
+def _notes(
+    recipe: LoraRecipe, base: BaseModel, parts: Mapping[str, list[str]], layers: Iterable[str]
+) -> dict[str, Any]:
+    """What an adapter of fused layers does not say about the layers that were trained."""
+    rank = recipe.lora_r * (1 if recipe.lora_init == "default" else 2)
+    return {
+        "lora_r": rank,
+        "lora_alpha": _alpha(recipe, rank),
+        "lora_targets": sorted({names_of(base, ours)[0] for ours in layers}),
+        PARTS_KEY: parts,
+    }
+
+
+def _sort_targets(path: Path) -> None:
+    """PEFT writes a set, in an order that changes from process to process."""
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    for key in ("target_modules", "modules_to_save"):
+        if isinstance(settings.get(key), list):
+            settings[key].sort()
+    path.write_text(json.dumps(settings, indent=2, sort_keys=True), encoding="utf-8")

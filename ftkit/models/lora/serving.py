@@ -1,0 +1,90 @@
+"""Serving of adapters by vLLM: what it refuses, as a table, without torch.
+
+The rules are those of PEFTHelper (vllm/lora/peft_helper.py) and of max_lora_rank
+(vllm/config/lora.py). A test compares them with an installed vLLM.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ftkit.recipe.peft_adapter import HARMLESS_STARTS, peft_settings
+
+VLLM_VERSION = "0.33.0"
+"""Where the rules were read."""
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What --max-lora-rank of vLLM may be."""
+DEFAULT_RANK = 16
+"""What it is if nothing is said."""
+_PEFT_RANK = 8
+"""What PEFT takes where an adapter does not say."""
+_SERVED_WHOLE = ("classifier", "score")
+
+
+@dataclass(frozen=True)
+class ServingRule:
+    """Something that vLLM refuses."""
+
+    key: str
+    """Of adapter_config.json."""
+    broken: Callable[[Any], bool]
+    """Whether a value of it is refused."""
+    text: str
+    """What the adapter has then, in words."""
+
+
+SERVING_RULES = (
+    ServingRule("use_dora", bool, "it is DoRA"),
+    ServingRule(
+        "modules_to_save",
+        lambda names: bool(set(names or ()) - set(_SERVED_WHOLE)),
+        "layers were trained whole",
+    ),
+    ServingRule("bias", lambda kind: kind not in (None, "none"), "biases were trained"),
+    ServingRule("lora_bias", bool, "its matrices have biases"),
+    ServingRule(
+        "init_lora_weights",
+        lambda start: isinstance(start, str) and start.lower() not in HARMLESS_STARTS,
+        "it belongs to a base model whose weights its start has changed",
+    ),
+    ServingRule("alora_invocation_tokens", bool, "it is an activated LoRA"),
+    ServingRule("layer_replication", bool, "it repeats layers of its base model"),
+    ServingRule("use_bdlora", bool, "it is block-diagonal"),
+    ServingRule("use_qalora", bool, "it is a QA-LoRA"),
+)
+
+
+def rank_of(config: Mapping[str, Any]) -> int:
+    """The highest rank of an adapter, by its adapter_config.json."""
+    ranks = (config.get("rank_pattern") or {}).values()
+    return max([int(config.get("r", _PEFT_RANK)), *map(int, ranks)])
+
+
+def serving_rank(config: Mapping[str, Any]) -> int | None:
+    """What --max-lora-rank has to be, at least; None: no value is large enough."""
+    return next((rank for rank in RANKS if rank >= rank_of(config)), None)
+
+
+def obstacles(config: Mapping[str, Any]) -> Iterator[str]:
+    """Why vLLM refuses an adapter, in words, each with the key and the value that say so.
+
+    Args:
+        config: its adapter_config.json.
+    """
+    for rule in SERVING_RULES:
+        if rule.broken(value := config.get(rule.key)):
+            yield f"{rule.text} ({rule.key}: {value})"
+    if serving_rank(config) is None:
+        yield f"its rank is {rank_of(config)}, above {RANKS[-1]}"
+
+
+def serving_notice(directory: Path) -> str | None:
+    """What to say of an adapter that vLLM does not serve; None: it does."""
+    found = "; ".join(obstacles(peft_settings(directory)))
+    if not found:
+        return None
+    return (
+        f"vLLM does not serve this adapter: {found}. ftkit merge makes a model of it that vLLM "
+        "serves."
+    )

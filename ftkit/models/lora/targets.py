@@ -1,0 +1,126 @@
+"""Target layers of LoRA: the layers that a recipe names, by switch, name or pattern."""
+
+import difflib
+from collections.abc import Iterable
+
+import regex
+import torch.nn as nn
+
+from ftkit.errors import UserError
+from ftkit.models.architectures.architecture import HEAD
+from ftkit.models.bodies.experts import packed_in
+from ftkit.models.lora.names import names_of, our_name
+from ftkit.models.pretrained.base_model import BaseModel, parameter_shapes
+from ftkit.recipe.recipe import LoraRecipe
+
+_MATCH_S = 1.0
+"""For one name, which takes microseconds."""
+
+
+def adapted_layers(model: nn.Module, base: BaseModel, recipe: LoraRecipe) -> list[str]:
+    """Full names of the layers that the recipe's LoRA keys choose."""
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return chosen_layers(linear, base, recipe)
+
+
+def chosen_layers(linear: list[str], base: BaseModel, recipe: LoraRecipe) -> list[str]:
+    """Those of some linear layers that the recipe's LoRA keys choose.
+
+    Args:
+        linear: our names, or the names in a model.
+        base: tells Hugging Face's.
+        recipe: its LoRA keys.
+
+    Raises:
+        UserError: a name of `lora_targets` matches none.
+    """
+    if recipe.lora_targets is None:
+        endings = tuple(
+            f".{ending}"
+            for key, layer_endings in base.architecture.lora_layers.items()
+            if getattr(recipe, key)
+            for ending in layer_endings
+        )
+        return [name for name in linear if name.endswith(endings)]
+    targets = recipe.lora_targets
+    names = {name: names_of(base, our_name(name)) for name in linear}
+    chosen: set[str] = set()
+    for target in [targets] if isinstance(targets, str) else targets:
+        found = {name for name, theirs in names.items() if _are_called(theirs, target)}
+        if not found and isinstance(targets, str):
+            found = {name for name, theirs in names.items() if _match(theirs, target)}
+        if not found:
+            raise UserError(
+                f"lora_targets names {target}, which is no linear layer of {base.name}. "
+                + _advice("lora_targets", target, names.values())
+            )
+        chosen |= found
+    return [name for name in linear if name in chosen]
+
+
+def whole_layers(model: nn.Module, base: BaseModel, recipe: LoraRecipe) -> list[nn.Module]:
+    """The layers that are trained whole."""
+    asked = recipe.lora_modules_to_save or []
+    if not asked:
+        return []
+    modules = {our_name(name): module for name, module in model.named_modules()}
+    names = dict.fromkeys(name.rpartition(".")[0] for name in parameter_shapes(base))
+    head, embedding = (
+        weight.removesuffix(".weight") for weight in (HEAD, base.architecture.embedding)
+    )
+    names[head] = None
+    theirs = {ours: names_of(base, ours)[-1:] for ours in names}
+    adapted = {our_name(name) for name in adapted_layers(model, base, recipe)}
+    chosen = []
+    for target in asked:
+        found = [ours for ours, their in theirs.items() if _are_called(their, target)]
+        if not found:
+            raise UserError(
+                f"lora_modules_to_save names {target}, which is no layer of {base.name}. "
+                + _advice("lora_modules_to_save", target, theirs.values())
+            )
+        for ours in found:
+            shared = getattr(model, "tied", False) and ours in (head, embedding)
+            if ours in adapted or (shared and head in adapted):
+                raise UserError(
+                    f"lora_modules_to_save names {target}, which is adapted by LoRA too (its "
+                    "weight may be shared with the head). Remove it from one of the two."
+                )
+            module = modules[ours]
+            if hasattr(module, "unpacked") or packed_in(module):
+                raise UserError(
+                    f"lora_modules_to_save names {target}, but quantize {recipe.quantize} keeps "
+                    "it in a few bits, which cannot be trained. Try --lora_targets instead."
+                )
+            chosen.append(module)
+    return chosen
+
+
+def _are_called(names: tuple[str, ...], target: str) -> bool:
+    """Whether one of the names is the target, or ends in it."""
+    return any(name == target or name.endswith(f".{target}") for name in names)
+
+
+def _match(names: tuple[str, ...], pattern: str) -> bool:
+    """Whether a regular expression matches one of the names as a whole."""
+    try:
+        # An expression of a foreign adapter may take endless time, which `re` does not limit.
+        return any(regex.fullmatch(pattern, name, timeout=_MATCH_S) for name in names)
+    except TimeoutError:
+        raise UserError(
+            f"lora_targets is {pattern!r}, which takes endless time to compare with the name of a "
+            "layer. Try --lora_targets '.*(q_proj|v_proj)'."
+        ) from None
+    except regex.error as error:
+        raise UserError(
+            f"lora_targets is {pattern!r}, which is no regular expression ({error}). "
+            "Try --lora_targets '.*(q_proj|v_proj)'."
+        ) from None
+
+
+def _advice(key: str, target: str, names: Iterable[tuple[str, ...]]) -> str:
+    short = list(dict.fromkeys(name.rpartition(".")[2] for many in names for name in many))
+    close = difflib.get_close_matches(target.rpartition(".")[2], short, n=3, cutoff=0.5)
+    if close:
+        return f"Did you mean {' or '.join(close)}?"
+    return f"It has {', '.join(short)}. Try --{key} '[{short[0]}]'."

@@ -1,0 +1,188 @@
+"""LoRA variants: what LoRA, DoRA, PiSSA and OLoRA add to a layer's result, and merged weights.
+
+DoRA: Liu et al. 2024, https://arxiv.org/abs/2402.09353. PiSSA: https://arxiv.org/abs/2404.02948.
+OLoRA: https://arxiv.org/abs/2406.01775.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from ftkit.models.lora.names import INITIAL
+
+
+class Plain:
+    """LoRA itself, as a variant of PEFT's LoRA layers.
+
+    PEFT scales the wide product and adds it to a copy of the layer's result; here one product is
+    scaled and added on the way, into the result.
+    """
+
+    @staticmethod
+    def forward(
+        module: Any, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any
+    ) -> Tensor:
+        """The layer's result with its low-rank product."""
+        b = module.lora_B[active_adapter].weight
+        return add_product(
+            result, _narrow(module, active_adapter, x), b, module.scaling[active_adapter]
+        )
+
+
+class Magnitude(nn.Module):
+    """DoRA's trained length of each row of a weight."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows))
+
+    def forward(self, result: Tensor, norms: Tensor) -> Tensor:
+        """The result of rows of the length `norms`, had they the trained lengths."""
+        return result * (self.weight / norms.to(self.weight.dtype)).to(result.dtype)
+
+
+class Dora:
+    """DoRA for every layer and strategy that ftkit has, as a variant of PEFT's LoRA layers.
+
+    PEFT's own reads bitsandbytes' parameters and multiplies by the base weight a second time if
+    there is dropout. Here dropout is on the input of the low-rank matrices alone; without it, and
+    in evaluation, the results are PEFT's.
+    """
+
+    @staticmethod
+    def forward(
+        module: Any, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any
+    ) -> Tensor:
+        """The layer's result with adapted directions and trained lengths of the rows."""
+        a, b = module.lora_A[active_adapter].weight, module.lora_B[active_adapter].weight
+        base, scaling = module.get_base_layer(), module.scaling[active_adapter]
+        norms = row_norms(numbers_of(base), a, b, scaling)
+        unbiased = result if base.bias is None else result - base.bias
+        adapted = add_product(unbiased, _narrow(module, active_adapter, x), b, scaling)
+        lengthened: Tensor = module.lora_magnitude_vector[active_adapter](adapted, norms)
+        return lengthened if base.bias is None else lengthened + base.bias
+
+
+class FromInitial:
+    """LoRA relative to its first values, as a variant of PEFT's LoRA layers (PiSSA, OLoRA).
+
+    Taking the first product off the base weight would round that weight, and would have to be
+    repeated exactly wherever training goes on. Taking it off the result is the same in exact
+    arithmetic, starts at the base model in every number format, on shards and quantised weights
+    too, and is what a PEFT adapter of the original model needs.
+    """
+
+    @staticmethod
+    def forward(
+        module: Any, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any
+    ) -> Tensor:
+        """The layer's result with what its low-rank product has changed."""
+        a, b = module.lora_A[INITIAL].weight, module.lora_B
+        # In one product, which rounds the difference and not what is subtracted.
+        narrow = (_narrow(module, active_adapter, x), F.linear(_as_fits(x, a), a))
+        wide = torch.cat((b[active_adapter].weight, -b[INITIAL].weight), dim=1)
+        return add_product(result, torch.cat(narrow, -1), wide, module.scaling[active_adapter])
+
+
+def add_product(result: Tensor, narrow: Tensor, matrix: Tensor, scaling: float) -> Tensor:
+    """A layer's result plus a scaled low-rank product, in the memory of the result.
+
+    Args:
+        result: [..., out], of which nothing else will be asked.
+        narrow: [..., rank].
+        matrix: [out, rank].
+        scaling: of narrow times the transposed matrix.
+    """
+    # For a change of what autograd knows as a view it would copy the gradient of the whole.
+    rows = torch.ops.aten._unsafe_view(result, (-1, result.shape[-1]))
+    dtype = result.dtype
+    rows.addmm_(narrow.flatten(0, -2).to(dtype), matrix.t().to(dtype), alpha=scaling)
+    return rows.view_as(result)
+
+
+def _narrow(module: Any, adapter: str, x: Tensor) -> Tensor:
+    """[..., rank], the product of the input, with dropout, and an adapter's first matrix."""
+    matrix, dropout = module.lora_A[adapter].weight, module.lora_dropout[adapter]
+    x = _as_fits(x, matrix)
+    if dropout.training and isinstance(dropout, nn.Dropout):
+        narrow: Tensor = _DroppedProduct.apply(x, matrix, dropout.p)
+        return narrow
+    return F.linear(x, matrix)
+
+
+def _as_fits(x: Tensor, matrix: Tensor) -> Tensor:
+    """The input in the number format of a matrix, unless autocast finds one for both."""
+    return x if torch.is_autocast_enabled(x.device.type) else x.to(matrix.dtype)
+
+
+class _DroppedProduct(torch.autograd.Function):
+    """The product of an input with dropout and a matrix, which keeps the input and the mask.
+
+    The input is kept once for all the adapters of it; with its own dropout it would be for each.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, matrix: Tensor, p: float) -> Tensor:
+        ctx.scale = 1 / (1 - p)
+        if x.device.type == "cpu":
+            kept = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p)
+            dropped = _masked(x, kept).mul_(ctx.scale)
+        else:
+            dropped, kept = torch.native_dropout(x, p, True)
+        ctx.save_for_backward(x, matrix, kept)
+        return F.linear(dropped, matrix)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor, None]:
+        x, matrix, kept = ctx.saved_tensors
+        gradient = gradients[0] * ctx.scale
+        dtype = gradient.dtype
+        dropped = _masked(x.to(dtype), kept)
+        of_matrix = gradient.flatten(0, -2).t() @ dropped.flatten(0, -2)
+        of_x = None
+        if ctx.needs_input_grad[0]:
+            of_x = _masked(gradient @ matrix.to(dtype), kept).to(x.dtype)
+        return of_x, of_matrix.to(matrix.dtype), None
+
+
+def _masked(x: Tensor, kept: Tensor) -> Tensor:
+    """Numbers, with zeros where they are not kept."""
+    # CPUs take several times as long for a product of two number formats.
+    return kept.view(torch.uint8).to(x.dtype).mul_(x)
+
+
+def numbers_of(layer: Any) -> Tensor:
+    """[out, in], the weight of a linear layer, unpacked if it is quantised."""
+    weight: Tensor = layer.weight
+    return layer.unpacked(weight) if hasattr(layer, "unpacked") else weight
+
+
+@torch.no_grad()
+def row_norms(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """[out] float32, the lengths of the rows of an adapted weight; no gradient, as in the paper."""
+    with torch.autocast(weight.device.type, enabled=False):
+        adapted = torch.mm(b.float() * scaling, a.float()).add_(weight)
+        return torch.linalg.vector_norm(adapted, dim=1)
+
+
+@torch.no_grad()
+def merged(
+    weight: Tensor, a: Tensor, b: Tensor, scaling: float, magnitude: Tensor | None
+) -> Tensor:
+    """[out, in] float32, the weight of a plain layer that computes what an adapted one does.
+
+    Args:
+        weight: [out, in], the base layer's.
+        a: [rank, in].
+        b: [out, rank].
+        scaling: of their product.
+        magnitude: [out], DoRA's trained lengths of the rows; None: not DoRA.
+    """
+    adapted = torch.addmm(weight.float(), b.float(), a.float(), alpha=scaling)
+    if magnitude is not None:
+        lengths = torch.linalg.vector_norm(adapted, dim=1)
+        adapted *= (magnitude.float() / lengths)[:, None]
+    return adapted

@@ -1,0 +1,406 @@
+"""The base model: opened, and its weights read under our names.
+
+Our names are explained in `ftkit.models.architectures.naming`.
+"""
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from ftkit.errors import UserError
+from ftkit.models.architectures.architecture import (
+    HEAD,
+    LITGPT_SETTINGS,
+    Architecture,
+    Implementation,
+    ModelLayout,
+)
+from ftkit.models.architectures.known import default_architecture, known_architecture
+from ftkit.models.architectures.naming import Naming
+from ftkit.models.architectures.read import read_architecture
+from ftkit.models.pretrained import hub
+from ftkit.models.pretrained.base_outline import KEEPS_REST, OUTLINE
+from ftkit.models.pretrained.hub_errors import nearest_names, nearest_types
+from ftkit.models.pretrained.licences import is_licence, licence_files
+from ftkit.models.pretrained.tokenizer import Tokenizer
+from ftkit.models.pretrained.weights.files import (
+    DTYPES,
+    WeightTensor,
+    stored_tensors,
+    write_settings,
+)
+from ftkit.models.pretrained.weights.storage import HeldParameter, NamedStorage, WeightStorage
+from ftkit.utils import embedded
+
+_INITIAL_STD = 0.02
+SETTINGS = ("config.json", LITGPT_SETTINGS)
+_BESIDE = ("generation_config.json", *hub.PROCESSOR_FILES)
+_COMPANIONS = (*SETTINGS, *_BESIDE, *hub.TOKENIZER_FILES)
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """A base model whose settings are read and whose weights are not yet."""
+
+    name: str
+    """Short, for reports."""
+    directory: Path | None
+    """None: random weights."""
+    architecture: Architecture
+    """By the checkpoint's own settings, whatever its size."""
+    tokenizer: Tokenizer
+    tokenizer_directory: Path
+    tied: bool
+    """Embedding and head are shared: there is no lm_head.weight."""
+    dtype: torch.dtype
+    """Of the embedding on disk."""
+    layout: ModelLayout
+    """Of its files; of random weights, the one that holds every model."""
+    settings: Mapping[str, Any]
+    """The content of config.json; {} where there is none."""
+    companions: Mapping[str, bytes] | None = None
+    """Files beside the weights, by name: held where there are no weights, because a checkpoint
+    that a run started from may be deleted before it ends. None: they are read when needed."""
+    known_as: str | None = None
+    """ORG/NAME by which LitGPT has told its sizes; None: its own settings tell, or it is random."""
+    rest: Mapping[str, WeightTensor] = field(default_factory=dict)
+    """What its files hold beside the language model, by their names: the result has it again. The
+    files are open from the start, so that nothing is lost if they are deleted meanwhile."""
+
+    @property
+    def rest_bytes(self) -> int:
+        """Of what is kept beside the language model; by the settings where there are no files."""
+        if self.rest:
+            return sum(tensor.nbytes for tensor in self.rest.values())
+        named = self.settings.get("dtype") or self.settings.get("torch_dtype")
+        numbers = sum(shape.numel() for shape in self.architecture.rest_shapes.values())
+        dtype = getattr(torch, str(named), None)
+        return numbers * (dtype if isinstance(dtype, torch.dtype) else self.dtype).itemsize
+
+    @property
+    def random(self) -> bool:
+        """Whether the weights are made up, to measure time and memory alone."""
+        return self.directory is None
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether `weights` can give any; not where a checkpoint alone was opened."""
+        return self.companions is None
+
+    @property
+    def naming(self) -> Naming:
+        """How its files call the parameters."""
+        found = self.architecture.naming_in(self.layout)
+        assert found is not None, f"{self.name} was found in a layout that cannot hold it"
+        return found
+
+
+def open_base(
+    checkpoint_dir: str,
+    implementation: Implementation | None = None,
+    *,
+    token: str | None = None,
+    root: Path = hub.ROOT,
+) -> BaseModel:
+    """Open a base model, downloading it if needed; reads everything but the weights themselves.
+
+    Args:
+        checkpoint_dir: what `hub.find_or_download` takes, or ``random:NAME`` for random weights
+            in an architecture that LitGPT knows by this name (or its ORG/NAME), or in the
+            default one of a model type of transformers.
+        implementation: whose code computes it; None: see `read_architecture`.
+        token: of a Hugging Face account. Default: $HF_TOKEN.
+        root: where downloads go.
+
+    Raises:
+        UserError: not found, not complete, not supported, or not of the shapes in its settings.
+    """
+    if checkpoint_dir.startswith("random:"):
+        return _open_random(checkpoint_dir, implementation)
+    directory = hub.find_or_download(checkpoint_dir, token=token, root=root)
+    name = short_name(directory)
+    settings = hub.read_json(directory / "config.json")
+    layout: ModelLayout = "litgpt" if hub.is_litgpt(directory) else "hf"
+    architecture = read_architecture(directory, settings, name, layout, implementation)
+    storage = storage_of(architecture, layout)
+    stored = stored_tensors(_weight_files(directory), storage.is_kept)
+    holders = storage.holders(stored)
+    head, embedding = holders.get(HEAD), holders.get(architecture.embedding)
+    tied = is_tied(architecture, settings)
+    if architecture.rest_shapes and head and embedding:
+        # Settings of whole models say it where it is not so; transformers believes the files.
+        tied = tied and _is_equal(head, embedding, compare=True)
+    if layout == "litgpt":
+        # LitGPT stores a tied head beside its embedding, and unties them when it trains them.
+        tied = head is None or (embedding is not None and _is_equal(head, embedding, tied))
+    base = BaseModel(
+        name=name,
+        directory=directory,
+        architecture=architecture,
+        tokenizer=Tokenizer(directory),
+        tokenizer_directory=directory,
+        tied=tied,
+        dtype=embedding.dtype if embedding else torch.float32,
+        layout=layout,
+        settings=settings,
+        rest={name: tensor for name, tensor in stored.items() if storage.is_kept(name)},
+    )
+    storage.require_complete(stored, directory, tied=tied)
+    if architecture.rest_shapes and not base.rest:
+        raise UserError(
+            f"The weights in {directory} are a language model alone, but their config.json says "
+            f"that they are a whole {architecture.class_name}. Download them again."
+        )
+    return base
+
+
+def is_tied(architecture: Architecture, settings: Mapping[str, Any]) -> bool:
+    """Whether embedding and head are one, as far as settings tell.
+
+    Args:
+        architecture: that they describe.
+        settings: the content of config.json; empty where there is none.
+    """
+    if architecture.rest_shapes:  # whose settings have several places for it
+        return architecture.is_usually_tied
+    return bool(settings.get("tie_word_embeddings", architecture.is_usually_tied))
+
+
+def open_companions(directory: Path) -> BaseModel:
+    """Open what `save_companions` wrote: a base model without its weights.
+
+    It serves to build the model and to write it; its weights come from elsewhere.
+
+    Raises:
+        UserError: a file is missing or damaged.
+    """
+    outline = hub.read_json(directory / OUTLINE)
+    dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+    name, tied, dtype = outline.get("name"), outline.get("tied"), outline.get("dtype")
+    implementation = outline.get("implementation", "litgpt")  # which was the only one
+    if (
+        not isinstance(name, str)
+        or not isinstance(tied, bool)
+        or dtype not in dtypes
+        or implementation not in get_args(Implementation)
+    ):
+        raise UserError(
+            f"{directory / OUTLINE} is missing or damaged, so the model that belongs to this "
+            "checkpoint is unknown. Continue from another checkpoint of the run."
+        )
+    if name.startswith("random:"):
+        return _open_random(name, implementation)
+    settings = hub.read_json(directory / "config.json")
+    layout: ModelLayout = "litgpt" if (directory / LITGPT_SETTINGS).is_file() else "hf"
+    return BaseModel(
+        name=name,
+        directory=directory,
+        architecture=read_architecture(directory, settings, name, layout, implementation),
+        tokenizer=Tokenizer(directory),
+        tokenizer_directory=directory,
+        tied=tied,
+        dtype=dtypes[dtype],
+        layout=layout,
+        settings=settings,
+        companions={
+            file.name: file.read_bytes()
+            for file in (*(directory / name for name in _COMPANIONS), *licence_files(directory))
+            if file.is_file()
+        },
+    )
+
+
+def checked_length(base: BaseModel, asked: int | None) -> int:
+    """Tokens of the longest sequence: as asked, or as the model was built for.
+
+    Raises:
+        UserError: it was built for shorter ones, or its attention does not reach so far.
+    """
+    longest = base.architecture.context_length
+    if asked is None or asked <= longest:
+        return asked or longest
+    limit = f"{base.name} was built for at most {longest} positions"
+    if base.architecture.window is not None:
+        limit = (
+            f"attention in {base.name} has a sliding window of {longest} positions, within which "
+            "ftkit trains"
+        )
+    raise UserError(
+        f"train.max_seq_length is {asked}, but {limit}. Try --train.max_seq_length {longest}."
+    )
+
+
+def save_companions(base: BaseModel, out: Path) -> None:
+    """Write all that makes up a base model but its weights; `open_companions` reads it.
+
+    Args:
+        base: with or without weights.
+        out: a directory that exists.
+
+    Raises:
+        OSError: a file cannot be read or written.
+    """
+    for name, content in (*companions(base), *licences(base)):
+        (out / name).write_bytes(content)
+    dtype = str(base.dtype).removeprefix("torch.")
+    outline = {"name": base.name, "tied": base.tied, "dtype": dtype}
+    implementation = base.architecture.implementation
+    keeps_rest = {KEEPS_REST: True} if base.architecture.rest_shapes else {}
+    write_settings(out / OUTLINE, outline | {"implementation": implementation} | keeps_rest)
+
+
+def parameter_shapes(base: BaseModel) -> dict[str, torch.Size]:
+    """Our name and the shape of every parameter, in the order of the model's modules."""
+    return base.architecture.parameter_shapes(tied=base.tied)
+
+
+def weights(base: BaseModel) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter as (our name, tensor), in the order of `parameter_shapes`.
+
+    Drop each before taking the next, and memory stays at one parameter. A tied model has no
+    lm_head.weight.
+
+    Raises:
+        UserError: as `weight_reader`, before any is given out.
+    """
+    read = weight_reader(base)
+    return ((name, read(name)) for name in parameter_shapes(base))
+
+
+def weight_reader(base: BaseModel) -> Callable[[str], Tensor]:
+    """What gives any parameter by our name.
+
+    Tensors are views of the files, mapped into memory and read when touched; only what lies
+    scattered over the heads of a fused projection (GPT-NeoX) is copied. Random ones are drawn.
+
+    Raises:
+        UserError: a tensor is missing, unexpected or of another shape.
+    """
+    architecture = base.architecture
+    if base.directory is None:
+        shapes = parameter_shapes(base)
+        return lambda name: _random_weight(architecture, name, shapes[name])
+    if not base.has_weights:
+        raise UserError(
+            f"{base.directory} holds the settings of {base.name}, but not its weights. Give the "
+            "directory or the hub name of the model itself."
+        )
+    storage = storage_of(architecture, base.layout)
+    stored = stored_tensors(_weight_files(base.directory), storage.is_kept)
+    storage.require_complete(stored, base.directory, tied=base.tied)
+    holders = storage.holders(stored)
+    head, embedding = holders.get(HEAD), holders.get(architecture.embedding)
+    if base.tied and head and embedding and not _is_equal(head, embedding, compare=True):
+        raise UserError(
+            f"{base.directory} holds a head and an embedding that differ, but its config.json "
+            "says that they are one. Set tie_word_embeddings there to false."
+        )
+    return lambda name: holders[name].read()
+
+
+def storage_of(architecture: Architecture, layout: ModelLayout) -> WeightStorage:
+    """How files of a layout hold models of an architecture, which the layout can hold."""
+    if architecture.implementation == "litgpt":
+        naming = architecture.naming_in(layout)
+        assert naming is not None, f"{architecture.name} was found in a layout that cannot hold it"
+        return NamedStorage(architecture, naming)
+    # These import transformers, which takes as long as all the rest.
+    from ftkit.models.architectures.transformers.architecture import TransformersArchitecture
+    from ftkit.models.pretrained.weights.transformers_storage import TransformersStorage
+
+    assert isinstance(architecture, TransformersArchitecture), "the other implementation"
+    return TransformersStorage(architecture)
+
+
+def _open_random(checkpoint_dir: str, implementation: Implementation | None) -> BaseModel:
+    name = checkpoint_dir.removeprefix("random:")
+    known = known_architecture(name, implementation)
+    architecture = known[1] if known else default_architecture(name)
+    if architecture is None:
+        names = [*nearest_names(name), *nearest_types(name)]
+        similar = f"; did you mean {' or '.join(f'random:{n}' for n in names)}?" if names else "."
+        raise UserError(
+            f"checkpoint_dir {checkpoint_dir}: neither LitGPT nor transformers knows an "
+            f"architecture {name}{similar} `litgpt download list` prints the names of LitGPT, "
+            "docs/models.md has the model types of transformers."
+        )
+    if implementation == "litgpt" and architecture.implementation != "litgpt":
+        raise UserError(
+            f"model_implementation is litgpt, but {name} is a model type of transformers. Leave "
+            "model_implementation out."
+        )
+    is_litgpt = architecture.implementation == "litgpt"
+    called = known[0] if known and not is_litgpt else architecture.name
+    tokenizer_directory = embedded.path("quickstart") / "model"
+    return BaseModel(
+        name=f"random:{called}",
+        directory=None,
+        architecture=architecture,
+        tokenizer=Tokenizer(tokenizer_directory),
+        tokenizer_directory=tokenizer_directory,
+        tied=architecture.is_usually_tied,
+        dtype=torch.float32,
+        layout="litgpt" if is_litgpt else "hf",
+        settings={},
+    )
+
+
+def _random_weight(architecture: Architecture, name: str, shape: torch.Size) -> Tensor:
+    """The same numbers on every rank: each parameter has a seed of its own."""
+    initial = architecture.initial(name, shape)
+    if initial == "normal":
+        generator = torch.Generator(device="cpu").manual_seed(zlib.crc32(name.encode()))
+        return torch.empty(shape, dtype=torch.float32, device="cpu").normal_(
+            std=_INITIAL_STD, generator=generator
+        )
+    return torch.full(shape, float(initial == "ones"), device="cpu")
+
+
+def short_name(directory: Path) -> str:
+    """What reports call the model in a directory."""
+    for name in hub.EMBEDDED_MODELS:
+        if directory.resolve() == (embedded.path(name) / "model").resolve():
+            return name
+    return directory.resolve().name
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    is_litgpt = hub.is_litgpt(directory)
+    return [directory / "lit_model.pth"] if is_litgpt else hub.weight_files(directory)
+
+
+def _is_equal(left: HeldParameter, right: HeldParameter, compare: bool) -> bool:
+    """Whether two tensors are one; compare: or hold the same numbers, which takes reading them."""
+    a, b = left.read(), right.read()
+    return a.data_ptr() == b.data_ptr() or (compare and torch.equal(a, b))
+
+
+def companions(base: BaseModel) -> Iterator[tuple[str, bytes]]:
+    """Names and contents of the files beside the weights: settings and tokenizer."""
+    if base.companions is not None:
+        held = base.companions.items()
+        yield from ((name, content) for name, content in held if not is_licence(name))
+        return
+    sources = [base.tokenizer_directory / name for name in hub.TOKENIZER_FILES]
+    if base.directory is not None:
+        is_litgpt = hub.is_litgpt(base.directory)
+        names = [name for name in SETTINGS if is_litgpt or name != LITGPT_SETTINGS]
+        sources += [base.directory / name for name in (*names, *_BESIDE)]
+    for source in sources:
+        if source.is_file():
+            yield source.name, source.read_bytes()
+
+
+def licences(base: BaseModel) -> Iterator[tuple[str, bytes]]:
+    """Names and contents of the licence files of a base model, for whatever holds its weights."""
+    if base.companions is not None:
+        held = base.companions.items()
+        yield from ((name, content) for name, content in held if is_licence(name))
+    elif base.directory is not None:
+        for file in licence_files(base.directory):
+            yield file.name, file.read_bytes()

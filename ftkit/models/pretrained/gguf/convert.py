@@ -1,0 +1,264 @@
+"""The conversion of a GGUF file into a Hugging Face directory, made once and found again.
+
+It lies in ``checkpoints/gguf/KEY/NAME``, beside what is downloaded. The key is a digest of the
+file's name, size, time of change and first MiB: a file that is replaced is converted anew, and so
+is a copy of it with another time.
+"""
+
+import hashlib
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ftkit.errors import UserError
+from ftkit.models.pretrained.gguf.header import GgufHeader, read_header
+from ftkit.models.pretrained.gguf.settings import settings_of
+from ftkit.models.pretrained.gguf.tensors import ConvertedTensor, converted_tensors
+from ftkit.models.pretrained.gguf.tokenizer import tokenizer_files
+from ftkit.models.pretrained.licences import licence_files
+from ftkit.utils.console.display import Display
+from ftkit.utils.console.formatting import bytes_text
+from ftkit.utils.files import free_disk_bytes, new_directory
+from ftkit.utils.progress import OnProgress
+
+DIRECTORY = "gguf"
+"""Of all conversions, beside the downloads."""
+
+_VERSION = 1
+"""Of what a conversion writes; another one has another key."""
+_KEY_BYTES = 2**20
+_MAX_SHARD_BYTES = 5 * 10**9
+_SPARE_BYTES = 2**26
+"""For tokenizer, settings and the file system's own use."""
+_LOOK_S = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """What the conversion of a GGUF file takes, before a run begins."""
+
+    place: Path
+    """Its directory."""
+    disk_bytes: int
+    """Of the weights in it."""
+    memory_bytes: int
+    """Host memory of the numbers at work, at most."""
+    is_made: bool
+    """Whether it is there already."""
+
+
+def planned_conversion(file: Path, root: Path) -> Conversion:
+    """What a GGUF file's conversion takes, or has taken; nothing is converted.
+
+    Args:
+        file: the GGUF file.
+        root: where downloads go.
+
+    Raises:
+        UserError: as `gguf_settings`.
+    """
+    place = conversion_place(file, root)
+    if place.is_dir():
+        size_bytes = sum(part.stat().st_size for part in place.glob("*.safetensors"))
+        return Conversion(place=place, disk_bytes=size_bytes, memory_bytes=0, is_made=True)
+    header = read_header(file)
+    tensors = converted_tensors(header, settings_of(header))
+    return Conversion(
+        place=place,
+        disk_bytes=_bytes_of(tensors),
+        memory_bytes=max(tensor.memory_bytes for tensor in tensors),
+        is_made=False,
+    )
+
+
+def conversion_place(file: Path, root: Path) -> Path:
+    """The directory in which a GGUF file's model lies once it is converted.
+
+    Args:
+        file: the GGUF file.
+        root: where downloads go.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    try:
+        status = file.stat()
+        with file.open("rb") as stream:
+            beginning = stream.read(_KEY_BYTES)
+    except OSError as error:
+        raise UserError(
+            f"checkpoint_dir {file} cannot be read ({error.strerror}). Check the file."
+        ) from error
+    facts = (_VERSION, file.stem, status.st_size, status.st_mtime_ns)
+    digest = hashlib.sha256(json.dumps(facts).encode() + beginning)
+    return root / DIRECTORY / digest.hexdigest()[:16] / file.stem
+
+
+def convert(file: Path, root: Path) -> Path:
+    """The directory of a GGUF file's model for Hugging Face; converted if it is not there yet.
+
+    Memory holds some rows of one tensor at a time. Quantised weights become float16, all others
+    stay as they are. The directory appears complete or not at all; of several processes one
+    converts and the others wait.
+
+    Args:
+        file: the GGUF file.
+        root: where downloads go.
+
+    Raises:
+        UserError: it is damaged, holds what ftkit cannot run exactly, or there is no room.
+    """
+    place = conversion_place(file, root)
+    if place.is_dir():
+        return place
+    header = read_header(file)
+    settings = settings_of(header)
+    tensors = converted_tensors(header, settings)
+    total_bytes = _bytes_of(tensors)
+    others = tokenizer_files(header)
+    vocabulary = len(header.texts("tokenizer.ggml.tokens"))
+    if vocabulary > settings["vocab_size"]:
+        rows = settings["vocab_size"]
+        raise header.error(f"it has {vocabulary:,} tokens, but {rows:,} embeddings")
+    _require_space(file, place, total_bytes)
+    with (
+        Display(None, stream=sys.stderr) as display,
+        display.phase(f"converting {file} into {place} ({bytes_text(total_bytes)})") as phase,
+        _made_once(place) as partial,
+    ):
+        if partial is not None:
+            others["config.json"] = (json.dumps(settings, indent=2) + "\n").encode()
+            for name, content in {**_licences_of(file), **others}.items():
+                (partial / name).write_bytes(content)
+            with file.open("rb") as stream:
+                _write_weights(header, stream, tensors, partial, phase.advance)
+    return place
+
+
+def gguf_settings(file: Path) -> dict[str, Any]:
+    """The config.json of a GGUF file's model, by the file's header; nothing is converted.
+
+    Raises:
+        UserError: as `convert`, but for what is in the tokenizer and the numbers.
+    """
+    header = read_header(file)
+    settings = settings_of(header)
+    converted_tensors(header, settings)
+    return settings
+
+
+@contextmanager
+def _made_once(place: Path) -> Iterator[Path | None]:
+    """A directory to fill, which is there after the block; None: another process has made it.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    whole = place.parent
+    new = [directory for directory in (whole.parent, whole.parent.parent) if not directory.exists()]
+    try:
+        while not place.is_dir():
+            try:
+                with new_directory(whole) as partial:
+                    inside = partial / place.name
+                    inside.mkdir()
+                    yield inside
+                return
+            except BlockingIOError:  # another process is at it
+                time.sleep(_LOOK_S)
+            except FileExistsError:  # another process has done it just now
+                if not place.is_dir():
+                    raise
+        yield None
+    except OSError as error:
+        raise UserError(
+            f"{whole} cannot be written ({error.strerror or error}). Free some space there, or "
+            f"make {whole.parent.parent} a link to a larger disk."
+        ) from error
+    finally:
+        for directory in new:
+            with suppress(OSError):  # it is not empty: something was converted
+                directory.rmdir()
+
+
+def _licences_of(file: Path) -> dict[str, bytes]:
+    """The licence files beside a GGUF file, by name; none where they may be those of another."""
+    if sum(other.suffix.lower() == file.suffix.lower() for other in file.parent.iterdir()) > 1:
+        return {}
+    return {licence.name: licence.read_bytes() for licence in licence_files(file.parent)}
+
+
+def _require_space(file: Path, place: Path, needed_bytes: int) -> None:
+    free_bytes = free_disk_bytes(place)
+    if free_bytes < needed_bytes + _SPARE_BYTES:
+        raise UserError(
+            f"checkpoint_dir {file} needs {bytes_text(needed_bytes + _SPARE_BYTES)} in "
+            f"{place.parent.parent} once converted, but the disk has {bytes_text(free_bytes)} "
+            f"free. Free some, or make {place.parent.parent.parent} a link to a larger disk."
+        )
+
+
+def _write_weights(
+    header: GgufHeader,
+    stream: BinaryIO,
+    tensors: Sequence[ConvertedTensor],
+    directory: Path,
+    progress: OnProgress,
+) -> None:
+    """Write model.safetensors, or its shards with their index."""
+    shards = _shards(tensors)
+    count, total_bytes, done_bytes = len(shards), _bytes_of(tensors), 0
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        name = "model.safetensors"
+        if count > 1:
+            name = f"model-{number:05}-of-{count:05}.safetensors"
+        with (directory / name).open("wb") as out:
+            out.write(_safetensors_header(shard))
+            for tensor in shard:
+                for chunk in tensor.chunks(header, stream):
+                    out.write(chunk)
+                    done_bytes += len(chunk)
+                    progress(done_bytes, total_bytes)
+                weight_map[tensor.name] = name
+    if count > 1:
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        file = directory / "model.safetensors.index.json"
+        file.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _shards(tensors: Sequence[ConvertedTensor]) -> list[list[ConvertedTensor]]:
+    """In each the widest numbers come first, so that all are aligned."""
+    shards: list[list[ConvertedTensor]] = [[]]
+    for tensor in tensors:
+        if shards[-1] and _bytes_of([*shards[-1], tensor]) > _MAX_SHARD_BYTES:
+            shards.append([])
+        shards[-1].append(tensor)
+    return [sorted(shard, key=lambda tensor: tensor.dtype != "F32") for shard in shards]
+
+
+def _safetensors_header(tensors: Sequence[ConvertedTensor]) -> bytes:
+    """Its length, JSON, and spaces up to a multiple of 8; https://hf.co/docs/safetensors."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for tensor in tensors:
+        end = start + tensor.nbytes
+        header[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.source.shape),
+            "data_offsets": [start, end],
+        }
+        start = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text = text.ljust(math.ceil(len(text) / 8) * 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _bytes_of(tensors: Sequence[ConvertedTensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)

@@ -1,0 +1,262 @@
+"""The tokenizer in a GGUF file, as the files that Hugging Face keeps beside a model."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ftkit.errors import UserError
+from ftkit.models.pretrained.gguf.header import GgufHeader
+from ftkit.utils.damaged_files import reading
+
+_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
+"""Kinds of tokens that are not found by merging; 1 are words, 5 is not used."""
+_SPACE = "▁"
+"""What SentencePiece writes for a space."""
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
+_QWEN2 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}"
+
+_LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3", "falcon3")
+_QWEN2_NAMES = ("qwen2", "deepseek-r1-qwen")
+_DIGIT_NAMES = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
+"""One digit at a time, and else as GPT-2."""
+_GPT2_NAMES = ("gpt-2", "phi-2", "olmo", "mpt", "jais", "exaone4", "mellum", "default")
+_PATTERNS = {
+    **dict.fromkeys((*_LLAMA3_NAMES, "smaug-bpe", "dbrx"), _LLAMA3),
+    **dict.fromkeys(_QWEN2_NAMES, _QWEN2),
+}
+"""How texts are cut before tokens are merged, by tokenizer.ggml.pre."""
+_WRITTEN = ("gpt-2", "smollm", "qwen2", "llama-bpe", "dbrx")
+"""Of the names for each way of cutting, the one that is written."""
+
+
+def tokenizer_files(header: GgufHeader) -> dict[str, bytes]:
+    """Names and contents of the tokenizer's files, the chat template and the generation settings.
+
+    Raises:
+        UserError: there is no tokenizer in the file, ftkit cannot rebuild it exactly, or it is
+            damaged.
+    """
+    expected = "a tokenizer that llama.cpp has written"
+    with reading(f"checkpoint_dir {header.file}", expected, advice="Convert the file again."):
+        return _files_of(header)
+
+
+def _files_of(header: GgufHeader) -> dict[str, bytes]:
+    tokens = header.texts("tokenizer.ggml.tokens")
+    if len(set(tokens)) != len(tokens):
+        raise header.error("its vocabulary has a token twice")
+    kinds = header.numbers("tokenizer.ggml.token_type", len(tokens)) or [1] * len(tokens)
+    special = _special_tokens(header, tokens)
+    if "eos" not in special:
+        raise header.error("its tokenizer has no end-of-text token")
+    model = header.text("tokenizer.ggml.model")
+    if model == "gpt2":
+        tokenizer, adds_bos = _byte_level(header, tokens)
+    elif model == "llama":
+        tokenizer, adds_bos = _sentencepiece(header, tokens, kinds, special.get("unknown")), True
+    else:
+        raise UserError(
+            f"checkpoint_dir {header.file} has a tokenizer of the kind {model}, which ftkit does "
+            "not read from GGUF; it reads gpt2 and llama. Give the original model."
+        )
+    adds_bos = header.flag("tokenizer.ggml.add_bos_token", adds_bos) and "bos" in special
+    _add_tokens(tokenizer, tokens, kinds, special)
+    if adds_bos:
+        _begin_with(tokenizer, tokens[special["bos"]], special["bos"])
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_bos_token": adds_bos,
+        "clean_up_tokenization_spaces": False,
+    }
+    settings |= {
+        f"{theirs}_token": tokens[special[name]]
+        for name, theirs in (("bos", "bos"), ("eos", "eos"), ("unknown", "unk"), ("padding", "pad"))
+        if name in special
+    }
+    ends = sorted({special[name] for name in ("eos", "eot") if name in special})
+    generation = {"eos_token_id": ends if len(ends) > 1 else ends[0]}
+    if "bos" in special:
+        generation["bos_token_id"] = special["bos"]
+    files = {
+        "tokenizer.json": tokenizer.to_str(pretty=True).encode(),
+        "tokenizer_config.json": _as_json(settings),
+        "generation_config.json": _as_json(generation),
+    }
+    if template := header.text("tokenizer.chat_template"):
+        files["chat_template.jinja"] = template.encode()
+    return files
+
+
+def _special_tokens(header: GgufHeader, tokens: Sequence[str]) -> dict[str, int]:
+    """The ids that the header names, by its words for them."""
+    found = {}
+    for name in ("bos", "eos", "eot", "unknown", "padding"):
+        key = f"tokenizer.ggml.{name}_token_id"
+        if key in header.metadata:
+            found[name] = header.integer(key)
+            if found[name] >= len(tokens):
+                raise header.error(f"its {key} is {found[name]} of {len(tokens):,} tokens")
+    return found
+
+
+def rule_of(tokenizer: Any) -> str | None:
+    """The name that llama.cpp has for how a byte-level tokenizer cuts texts; None: it has none.
+
+    Args:
+        tokenizer: a `tokenizers.Tokenizer` over bytes.
+    """
+    found = _steps(tokenizer.pre_tokenizer)
+    for rule in _WRITTEN:
+        if found == _steps(_cut(rule)):
+            # Llama 3 takes a word that is a token before it merges anything.
+            is_same = tokenizer.model.ignore_merges == (rule in _LLAMA3_NAMES)
+            if is_same:
+                return rule
+    return None
+
+
+def _steps(cut: Any) -> list[dict[str, Any]]:
+    """What a pre-tokenizer does, in order, without what changes no token."""
+
+    def flat(content: Mapping[str, Any]) -> list[dict[str, Any]]:
+        if content["type"] == "Sequence":
+            return [step for part in content["pretokenizers"] for step in flat(part)]
+        return [{key: value for key, value in content.items() if key != "trim_offsets"}]
+
+    return [] if cut is None else flat(json.loads(cut.__getstate__()))
+
+
+def _cut(rule: str) -> Any:
+    """The pre-tokenizer that cuts texts by a rule that is known."""
+    from tokenizers import Regex, pre_tokenizers
+
+    pattern = _PATTERNS.get(rule)
+    cut: list[Any] = []
+    if pattern is not None:
+        cut = [pre_tokenizers.Split(Regex(pattern), "isolated")]
+    elif rule in _DIGIT_NAMES:
+        cut = [pre_tokenizers.Digits(individual_digits=True)]
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
+    return pre_tokenizers.Sequence([*cut, level])
+
+
+def _byte_level(header: GgufHeader, tokens: Sequence[str]) -> tuple[Any, bool]:
+    """A tokenizer over bytes, as GPT-2's; and whether texts begin with BOS unless the file says."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    rule = header.text("tokenizer.ggml.pre") or "default"
+    if rule not in _PATTERNS and rule not in (*_DIGIT_NAMES, *_GPT2_NAMES):
+        raise UserError(
+            f"checkpoint_dir {header.file} has a tokenizer that cuts texts by the rule {rule}, "
+            "which ftkit does not know. Give the original model."
+        )
+    merges = _pairs(header, header.texts("tokenizer.ggml.merges"))
+    is_llama3 = rule in _LLAMA3_NAMES
+    tokenizer = Tokenizer(_bpe(header, models, tokens, merges, ignore_merges=is_llama3))
+    tokenizer.pre_tokenizer = _cut(rule)
+    tokenizer.decoder = decoders.ByteLevel()
+    if rule in _QWEN2_NAMES:
+        tokenizer.normalizer = normalizers.NFC()
+    return tokenizer, is_llama3
+
+
+def _sentencepiece(
+    header: GgufHeader, tokens: Sequence[str], kinds: Sequence[int], unknown: int | None
+) -> Any:
+    """A tokenizer of SentencePiece, whose merges follow from the scores of its tokens."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    scores = header.numbers("tokenizer.ggml.scores", len(tokens))
+    if scores is None:
+        raise header.error("it has no tokenizer.ggml.scores")
+    aside = (_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE)
+    words = {
+        token: score
+        for token, kind, score in zip(tokens, kinds, scores, strict=True)
+        if kind not in aside
+    }
+    tokenizer = Tokenizer(
+        _bpe(
+            header,
+            models,
+            tokens,
+            _merges_by_score(words),
+            unk_token=None if unknown is None else tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    begins = header.flag("tokenizer.ggml.add_space_prefix", True)
+    prepended = [normalizers.Prepend(_SPACE)] if begins else []
+    tokenizer.normalizer = normalizers.Sequence([*prepended, normalizers.Replace(" ", _SPACE)])
+    stripped = [decoders.Strip(" ", 1, 0)] if begins else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *stripped]
+    )
+    return tokenizer
+
+
+def _merges_by_score(words: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Which two tokens become one, those of the best tokens first."""
+    found = [
+        (score, left, right)
+        for word, score in words.items()
+        for cut in range(1, len(word))
+        if (left := word[:cut]) in words and (right := word[cut:]) in words
+    ]
+    found.sort(key=lambda merge: (-merge[0], -len(merge[1]), -len(merge[2])))
+    return [(left, right) for _, left, right in found]
+
+
+def _pairs(header: GgufHeader, merges: Sequence[str]) -> list[tuple[str, str]]:
+    pairs = []
+    for merge in merges:
+        left, space, right = merge.partition(" ")
+        if not space:
+            raise header.error("its tokenizer.ggml.merges are no pairs of tokens")
+        pairs.append((left, right))
+    return pairs
+
+
+def _bpe(
+    header: GgufHeader,
+    models: Any,
+    tokens: Sequence[str],
+    merges: list[tuple[str, str]],
+    **options: Any,
+) -> Any:
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    try:
+        return models.BPE(vocab=vocabulary, merges=merges, **options)
+    except Exception as error:  # tokenizers raises plain Exception
+        raise header.error(f"its tokenizer is none ({error})") from None
+
+
+def _add_tokens(
+    tokenizer: Any, tokens: Sequence[str], kinds: Sequence[int], special: Mapping[str, int]
+) -> None:
+    """Tell the tokens that stand for themselves wherever they are spelled out."""
+    from tokenizers import AddedToken
+
+    control = {number for number, kind in enumerate(kinds) if kind in (_CONTROL, _UNKNOWN)}
+    control |= set(special.values())
+    added = [AddedToken(tokens[i], normalized=False, special=True) for i in sorted(control)]
+    tokenizer.add_special_tokens(added)
+    own = [i for i, kind in enumerate(kinds) if kind == _USER_DEFINED and i not in control]
+    tokenizer.add_tokens([AddedToken(tokens[i], normalized=False) for i in own])
+
+
+def _begin_with(tokenizer: Any, token: str, number: int) -> None:
+    from tokenizers import processors
+
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=[token, "$A"], pair=[token, "$A", token, "$B"], special_tokens=[(token, number)]
+    )
+
+
+def _as_json(settings: Mapping[str, Any]) -> bytes:
+    return (json.dumps(settings, indent=2, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,448 @@
+"""The Hugging Face hub: a model name in, the directory of its files out."""
+
+import json
+import re
+import sys
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ftkit.errors import UserError
+from ftkit.models.architectures.quantized import quantized_weights, require_plain_weights
+from ftkit.models.pretrained.hub_errors import explained, http_library, nearest_names
+from ftkit.models.pretrained.licences import is_licence
+from ftkit.models.pretrained.weights.shard_index import indexed_files
+from ftkit.utils import embedded
+from ftkit.utils.console.display import Display
+from ftkit.utils.console.formatting import bytes_text
+from ftkit.utils.damaged_files import reading, require_regular
+from ftkit.utils.files import free_disk_bytes
+from ftkit.utils.remote.fetch import fetch_whole
+from ftkit.utils.remote.urls import is_url, local_path
+
+ROOT = Path("checkpoints")
+"""Where downloads go, as LitGPT has it: checkpoints/ORG/NAME."""
+
+EMBEDDED_MODELS = ("quickstart",)
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+PROCESSOR_FILES = (
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+)
+"""How images and sounds become what a model takes, of models that see or hear."""
+
+CARD = "README.md"
+"""A model card; its head names the licence of a base model."""
+
+LITGPT_FILES = ("model_config.yaml", "lit_model.pth")
+
+_SETTINGS_FILES = (
+    *("config.json", "generation_config.json"),
+    *TOKENIZER_FILES,
+    *PROCESSOR_FILES,
+)
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+"""In the order of transformers: the first that is there, alone or in shards, is the model."""
+_DOWNLOADED = Path(".cache/huggingface")
+"""What huggingface_hub leaves in a directory that it has filled."""
+_SETTINGS_TIMEOUT_S = 5.0
+"""For an answer of the hub to what can be done without."""
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_QUANTIZED_NOTES = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
+}
+"""What quantisers write beside a config.json, in which older ones say nothing."""
+
+
+def find_or_download(name: str, *, token: str | None = None, root: Path = ROOT) -> Path:
+    """The directory of a base model, complete; downloaded if it is not on this machine.
+
+    Args:
+        name: a directory, a GGUF file or a directory with one (converted, if it is not yet),
+            ``ORG/NAME`` on the hub (found under root, where LitGPT's
+            ``checkpoints/ORG/NAME`` points as well), or ``embedded:NAME``. An earlier download
+            that was interrupted goes on where it stopped.
+        token: of a Hugging Face account, for gated models. Default: $HF_TOKEN.
+        root: where downloads go.
+
+    Raises:
+        UserError: there is no such model, its directory lacks files, or it cannot be downloaded.
+    """
+    if found := find_here(name, root=root):
+        return found
+    if is_url(name):
+        raise UserError(
+            f"checkpoint_dir {name} holds no complete base model. Name the url below which "
+            "config.json, a tokenizer and the weights lie, such as s3://BUCKET/models/NAME."
+        )
+    if file := find_gguf(name, root=root):
+        return _convert(file, root)
+    path = Path(name).expanduser()
+    repo_id = _repository(name, root)
+    download_path = root / repo_id if repo_id else None
+    if path.is_dir() and (download_path is None or path.resolve() != download_path.resolve()):
+        raise UserError(
+            f"checkpoint_dir {name} is no complete base model: {_listed(missing_files(path))} is "
+            "missing. Give a directory with config.json, a tokenizer and "
+            "the weights (model.safetensors, pytorch_model.bin or their shards), a GGUF file, or "
+            "LitGPT's model_config.yaml and lit_model.pth."
+        )
+    if repo_id:
+        directory = download(repo_id, token=token, root=root)
+        file = find_gguf(str(directory), root=root)
+        return directory if file is None else _convert(file, root)
+    what = "is a file, not a directory" if path.is_file() else "does not exist"
+    raise UserError(
+        f"checkpoint_dir {name} {what}. Give the directory of a base model, a GGUF file, or a hub "
+        f"name such as TinyLlama/TinyLlama_v1.1.{_suggestion(name)}"
+    )
+
+
+def find_here(name: str, *, root: Path = ROOT) -> Path | None:
+    """The directory of a base model, complete, if it is on this machine; of a GGUF file, converted.
+
+    Raises:
+        UserError: what is there cannot be read or trained, or no such model is embedded.
+    """
+    if name.startswith("embedded:"):
+        return _embedded(name)
+    if is_url(name):
+        directory = local_path(name)
+        fetch_whole(directory)
+        name = str(directory)
+    for candidate in _places(name, root):
+        if candidate.is_dir() and not missing_files(candidate):
+            _require_plain_weights(candidate)
+            return candidate
+    file = find_gguf(name, root=root)
+    return None if file is None else _converted(file, root)
+
+
+def find_gguf(name: str, *, root: Path = ROOT) -> Path | None:
+    """The GGUF file that a name stands for: its path, or that of a directory with no other model.
+
+    Args:
+        name: as `find_or_download` takes it.
+        root: where downloads are.
+
+    Raises:
+        UserError: the directory holds several.
+    """
+    for candidate in _places(name, root):
+        if _is_gguf(candidate) and candidate.exists() and not candidate.is_dir():
+            require_regular(candidate)
+            return candidate
+        if not candidate.is_dir() or _incomplete_files(candidate):
+            continue
+        files = sorted(filter(_is_gguf, candidate.iterdir()))
+        if not files or is_litgpt(candidate) or weight_files(candidate):
+            continue
+        if len(files) > 1:
+            raise UserError(
+                f"checkpoint_dir {name} holds {len(files)} GGUF files: "
+                f"{_listed([file.name for file in files])}. Give one of them, such as {files[0]}."
+            )
+        return files[0]
+    return None
+
+
+def download(repo_id: str, *, token: str | None = None, root: Path = ROOT) -> Path:
+    """Download a model from the hub ($HF_ENDPOINT) to root/ORG/NAME; returns that directory.
+
+    Fetches config, tokenizer and weights: safetensors where the repository has them, else
+    PyTorch's .bin, never both. Files that are there are kept, broken-off ones go on.
+
+    Args:
+        repo_id: ``ORG/NAME``.
+        token: of a Hugging Face account. Default: $HF_TOKEN. Never printed or written.
+        root: where downloads go.
+
+    Raises:
+        UserError: no such model, no access, no connection or no room; says what to do.
+    """
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    from ftkit.utils.console.library_bars import bars_telling
+
+    hub_name = _repository(repo_id, root)
+    if hub_name is None:
+        raise UserError(
+            f"{repo_id!r} is no model of the hub. Give a name such as TinyLlama/TinyLlama_v1.1."
+            f"{_suggestion(repo_id)}"
+        )
+    repo_id, directory, token = hub_name, root / hub_name, token or None
+    try:
+        info = HfApi(token=token).model_info(repo_id, files_metadata=True)
+        sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
+        files = _files_to_fetch(repo_id, list(sizes))
+        absent = {file: sizes[file] for file in files if not (directory / file).is_file()}
+        missing_bytes = _require_space(repo_id, directory, absent)
+        with (
+            Display(None, stream=sys.stderr) as display,
+            display.phase(f"fetching {repo_id}, {bytes_text(missing_bytes)}") as phase,
+        ):
+            phase.announce()
+            for wanted in (["config.json"], files):  # what cannot be trained is not downloaded
+                snapshot_download(
+                    repo_id, revision=info.sha, local_dir=directory, token=token,
+                    allow_patterns=wanted,
+                    tqdm_class=bars_telling(phase.advance, sum(absent.values())),
+                )  # fmt: skip
+                _require_plain_weights(directory)
+    except (http_library().HTTPError, HFValidationError, OSError, RuntimeError) as error:
+        raise explained(error, repo_id, directory, lambda: _suggestion(repo_id)) from error
+    for stale in _incomplete_files(directory):
+        stale.unlink()
+    if (missing := missing_files(directory)) and find_gguf(str(directory), root=root) is None:
+        raise UserError(
+            f"{repo_id} is in {directory} now, but its repository lacks {_listed(missing)}. Choose "
+            "another copy of the model."
+        )
+    return directory
+
+
+@lru_cache
+def fetch_settings(name: str, *, token: str | None = None, root: Path = ROOT) -> UserError | None:
+    """Have the settings and the tokenizer of a hub model here, a few MB, if the hub answers.
+
+    They lie where a download finds them. Without them less is known of the model, which may be
+    enough, so what has kept them away is no failure here.
+
+    Args:
+        name: as `find_or_download` takes it; nothing is done for one that is no hub name.
+        token: of a Hugging Face account, for gated models. Default: $HF_TOKEN.
+        root: where downloads go.
+
+    Returns:
+        What has kept them away, and what to do; None: nothing has.
+    """
+    repo_id = _repository(name, root)
+    if repo_id is None or Path(name).expanduser().is_dir() or find_gguf(name, root=root):
+        return None
+    directory = root / repo_id
+    if (directory / "config.json").is_file() and has_tokenizer(directory):
+        return None
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    from ftkit.utils.console.library_bars import bars_telling
+
+    try:
+        info = HfApi(token=token or None).model_info(repo_id, timeout=_SETTINGS_TIMEOUT_S)
+        snapshot_download(
+            repo_id, revision=info.sha, local_dir=directory, token=token or None,
+            allow_patterns=list(_SETTINGS_FILES), etag_timeout=_SETTINGS_TIMEOUT_S,
+            tqdm_class=bars_telling(None),
+        )  # fmt: skip
+    except (http_library().HTTPError, HFValidationError, OSError, RuntimeError) as error:
+        return explained(error, repo_id, directory, str)
+    return None
+
+
+def settings_directory(name: str, *, root: Path = ROOT) -> Path | None:
+    """The directory that holds the settings of a base model; None: it is not here.
+
+    Raises:
+        UserError: no such model is embedded, a directory holds several GGUF files, or the weights
+            are stored quantised.
+    """
+    if name.startswith("embedded:"):
+        return _embedded(name)
+    if file := find_gguf(name, root=root):
+        return _converted(file, root)
+    plain = name.removeprefix("./").rstrip("/").removeprefix(f"{root}/")
+    for candidate in (Path(name).expanduser(), root / plain):
+        if any((candidate / file).is_file() for file in ("config.json", "model_config.yaml")):
+            _require_plain_weights(candidate)
+            return candidate
+    return None
+
+
+def hub_name(name: str, *, root: Path = ROOT) -> str | None:
+    """ORG/NAME of a base model that comes from the hub; None: it is known here alone.
+
+    Args:
+        name: as `find_or_download` takes it.
+        root: where downloads are.
+    """
+    path = Path(name).expanduser()
+    if not path.is_dir():
+        return _repository(name, root)
+    *_, owner, model = path.resolve().parts
+    return f"{owner}/{model}" if (path / _DOWNLOADED).is_dir() else None
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Whether a tokenizer lies in a directory."""
+    return any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
+
+
+def missing_files(directory: Path) -> list[str]:
+    """What keeps a directory from being a base model; [] if nothing does.
+
+    Looks at names alone. A LitGPT directory needs its two files, a Hugging Face directory
+    config.json and every weight file of its index.
+    """
+    if _incomplete_files(directory):
+        return ["the rest of an interrupted download (run ftkit download again)"]
+    if is_litgpt(directory):
+        return []
+    require_regular(settings := directory / "config.json")
+    missing, weights = [] if settings.is_file() else [settings.name], weight_files(directory)
+    if not weights:
+        missing.append("weights (model.safetensors)")
+    return missing + [file.name for file in weights if not file.is_file()]
+
+
+def is_litgpt(directory: Path) -> bool:
+    """Whether the directory holds a model in LitGPT's own format."""
+    return all((directory / name).is_file() for name in LITGPT_FILES)
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The weight files of a Hugging Face directory, whether they exist or not; [] if unknown.
+
+    Raises:
+        UserError: the index of the shards cannot be read.
+    """
+    for name in _WEIGHTS:
+        require_regular(single := directory / name)
+        if single.is_file():
+            return [single]
+        if (index := directory / f"{name}.index.json").is_file():
+            return indexed_files(read_json(index), index)
+    return []
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The content of a settings file; {} where there is none.
+
+    Raises:
+        UserError: it is not a JSON object.
+    """
+    require_regular(file)
+    if not file.is_file():
+        return {}
+    with reading(file, "a JSON object"):
+        content = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise UserError(f"{file} is no JSON object. Download it again.")
+    return content
+
+
+def _embedded(name: str) -> Path:
+    short_name = name.removeprefix("embedded:")
+    if short_name not in EMBEDDED_MODELS:
+        valid = ", ".join(f"embedded:{known}" for known in EMBEDDED_MODELS)
+        raise UserError(f"checkpoint_dir {name} does not exist. Embedded in ftkit: {valid}.")
+    return embedded.path(short_name) / "model"
+
+
+def _places(name: str, root: Path) -> list[Path]:
+    """Where on this machine a model of this name may lie."""
+    repo_id = _repository(name, root)
+    return [Path(name).expanduser(), *([root / repo_id] if repo_id else [])]
+
+
+def _is_gguf(file: Path) -> bool:
+    return file.suffix.lower() == ".gguf"
+
+
+def _convert(file: Path, root: Path) -> Path:
+    from ftkit.models.pretrained.gguf.convert import convert
+
+    return convert(file, root)
+
+
+def _converted(file: Path, root: Path) -> Path | None:
+    """What `_convert` has made earlier."""
+    from ftkit.models.pretrained.gguf.convert import conversion_place
+
+    place = conversion_place(file, root)
+    return place if place.is_dir() else None
+
+
+def _require_plain_weights(directory: Path) -> None:
+    """UserError if the weights in a directory are stored quantised."""
+    require_plain_weights(read_json(directory / "config.json"), str(directory))
+    for note, method in _QUANTIZED_NOTES.items():
+        if (directory / note).is_file():
+            raise quantized_weights({"quant_method": method}, str(directory))
+
+
+def _repository(name: str, root: Path) -> str | None:
+    """ORG/NAME, where the name can mean a hub model."""
+    name = name.removeprefix("./").rstrip("/")
+    for prefix in (f"{root}/", f"{ROOT}/"):
+        name = name.removeprefix(prefix)
+    return name if _REPOSITORY.fullmatch(name) and not _is_gguf(Path(name)) else None
+
+
+def _incomplete_files(directory: Path) -> list[Path]:
+    """Files that huggingface_hub began to download into the directory and did not finish."""
+    return sorted((directory / _DOWNLOADED / "download").rglob("*.incomplete"))
+
+
+def _files_to_fetch(repo_id: str, files: list[str]) -> list[str]:
+    beside = [f for f in files if f in (*_SETTINGS_FILES, CARD) or is_licence(f)]
+    for name in _WEIGHTS:
+        if name in files:
+            return [*beside, name]
+        if (index := f"{name}.index.json") in files:
+            stem, suffix = name.split(".")
+            shard = re.compile(rf"{stem}-\d+-of-\d+\.{suffix}")
+            return [*beside, index, *(file for file in files if shard.fullmatch(file))]
+    converted = [file for file in files if _is_gguf(Path(file))]
+    if len(converted) == 1:
+        return [*beside, *converted]
+    if converted:
+        raise UserError(
+            f"{repo_id} holds {len(converted)} GGUF files: {_listed(converted)}. Fetch one by "
+            f"hf download {repo_id} {converted[0]} --local-dir DIRECTORY, and give its path."
+        )
+    raise UserError(
+        f"{repo_id} holds no weights that ftkit reads (model.safetensors or pytorch_model.bin, "
+        "whole or in shards, or a GGUF file). Choose the original model instead of a converted "
+        "copy."
+    )
+
+
+def _require_space(repo_id: str, directory: Path, absent_bytes: dict[str, int]) -> int:
+    """Bytes that are still to come; UserError if they do not fit on the disk."""
+    needed_bytes = sum(absent_bytes.values())
+    needed_bytes -= sum(file.stat().st_size for file in _incomplete_files(directory))
+    free_bytes = free_disk_bytes(directory)
+    if needed_bytes > free_bytes:
+        raise UserError(
+            f"{repo_id} needs {needed_bytes / 2**30:.1f} GiB in {directory}, but only "
+            f"{free_bytes / 2**30:.1f} GiB are free there. Free some space, or make "
+            f"{ROOT} a link to a larger disk."
+        )
+    return max(needed_bytes, 0)
+
+
+def _suggestion(name: str) -> str:
+    names = nearest_names(name)
+    return f" Did you mean {' or '.join(names)}?" if names else ""
+
+
+def _listed(names: list[str]) -> str:
+    """The names in one phrase, at most three of them in full."""
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -1,0 +1,157 @@
+"""Failures of downloads and uploads, in words that say what to do; names that may be meant."""
+
+import errno
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+from ftkit.errors import UserError
+from ftkit.models.architectures.litgpt_library import litgpt_is_installed
+from ftkit.utils.names import nearest
+
+
+def http_library() -> ModuleType:
+    """The library whose errors huggingface_hub raises: httpx, and httpx2 from its version 2 on."""
+    from huggingface_hub import errors
+
+    return importlib.import_module(errors.HTTPError.__module__.partition(".")[0])
+
+
+def explained(
+    error: Exception, repo_id: str, directory: Path, hint: Callable[[], str]
+) -> UserError:
+    """The same failure in words that say what to do. Never quotes requests or tokens.
+
+    Args:
+        error: of the HTTP library, huggingface_hub or the operating system.
+        repo_id: what was to be downloaded.
+        directory: where to.
+        hint: names of models that may have been meant, as a sentence.
+    """
+    from huggingface_hub import constants, errors
+
+    http = http_library()
+
+    if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ is not None:
+        error = error.__cause__  # type: ignore[assignment]
+    hub = constants.ENDPOINT
+    status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
+    if isinstance(error, errors.GatedRepoError):
+        return UserError(
+            f"{repo_id} is gated: its owners grant access to accounts, one by one. Accept its "
+            f"licence at {hub}/{repo_id} and give a token of that account: set HF_TOKEN or "
+            "--access_token."
+        )
+    if isinstance(error, (errors.RepositoryNotFoundError, errors.HFValidationError)):
+        return UserError(
+            f"There is no model {repo_id} at {hub}, or it is private; no directory here has "
+            "this name. Check the spelling; for a private model set HF_TOKEN or "
+            f"--access_token.{nearest_directory(repo_id) or hint()}"
+        )
+    if status in (401, 403):
+        return UserError(
+            f"{hub} refused access to {repo_id} (HTTP {status}): the token is wrong or may not "
+            "read it. Make one that may at https://huggingface.co/settings/tokens, and give it "
+            "as HF_TOKEN or --access_token."
+        )
+    if status is not None:
+        return UserError(
+            f"{hub} could not serve {repo_id} (HTTP {status}). Try again later; a download goes "
+            "on where it stopped."
+        )
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return UserError(
+            f"{repo_id} is not complete in {directory}, and HF_HUB_OFFLINE forbids to download "
+            "it. Unset HF_HUB_OFFLINE, or copy the model's files to that directory."
+        )
+    if isinstance(error, (http.ConnectError, http.ConnectTimeout, http.ProxyError)):
+        return UserError(
+            f"{repo_id} is not in {directory}, and {hub} cannot be reached from this machine. "
+            "Check the network, set HF_ENDPOINT to a mirror, or copy the model's files from "
+            f"another machine to that directory.{nearest_directory(repo_id)}"
+        )
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return UserError(
+            f"The disk of {directory} is full; {repo_id} is not complete. Free some space and "
+            "run the command again: it goes on where it stopped."
+        )
+    if isinstance(error, PermissionError):
+        return UserError(
+            f"{directory} cannot be written. Run the command in a directory of your own."
+        )
+    return UserError(
+        f"The download of {repo_id} broke off ({type(error).__name__}). Run the command again: "
+        f"it goes on where it stopped. If that fails too, remove {directory} first."
+    )
+
+
+def explained_upload(error: Exception, repo_id: str) -> UserError:
+    """A failure of an upload in words that say what to do. Never quotes requests or tokens.
+
+    Args:
+        error: of the HTTP library, huggingface_hub or the operating system.
+        repo_id: where to.
+    """
+    from huggingface_hub import constants, errors
+
+    http = http_library()
+
+    if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__  # of one file among several
+    hub = constants.ENDPOINT
+    status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
+    again = "Run the command again: what has arrived is not sent again."
+    if isinstance(error, errors.HFValidationError):
+        return UserError(
+            f"{repo_id} is no name of a repository. Try ORG/NAME, such as me/my-model."
+        )
+    if status in (401, 403, 404):
+        return UserError(
+            f"{hub} refused to write {repo_id} (HTTP {status}): the token is wrong, may only read, "
+            "or belongs to an account without a say there. Make one that may write at "
+            "https://huggingface.co/settings/tokens, and give it as HF_TOKEN or --access_token."
+        )
+    if status is not None:
+        return UserError(f"{hub} did not take {repo_id} (HTTP {status}). {again}")
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return UserError(f"{repo_id} is not written: HF_HUB_OFFLINE forbids it. Unset it.")
+    if isinstance(error, (http.ConnectError, http.ConnectTimeout, http.ProxyError)):
+        return UserError(
+            f"{hub} cannot be reached from this machine. Check the network, or push from another "
+            "machine that has the files."
+        )
+    return UserError(f"The upload of {repo_id} broke off ({type(error).__name__}). {again}")
+
+
+def nearest_directory(name: str) -> str:
+    """A directory here that may have been meant, as a sentence; "": there is none like it."""
+    place = Path(name).parent
+    there = [str(path) for path in place.iterdir() if path.is_dir()] if place.is_dir() else []
+    close = nearest(name, there)
+    return f" Did you mean the directory {close}?" if close else ""
+
+
+def nearest_names(name: str) -> list[str]:
+    """Hub names of models that LitGPT knows and that are spelled like the given one; up to 3."""
+    import difflib
+
+    if not litgpt_is_installed():
+        return []
+    from litgpt.config import configs
+
+    hub_names = [f"{c['hf_config']['org']}/{c['hf_config']['name']}" for c in configs]
+    by_spelling = {known.lower(): known for known in hub_names}
+    by_spelling |= {known.split("/")[-1].lower(): known for known in hub_names}
+    by_spelling |= {c["name"].lower(): known for c, known in zip(configs, hub_names, strict=True)}
+    close = difflib.get_close_matches(name.lower(), by_spelling, n=6, cutoff=0.7)
+    return list(dict.fromkeys(by_spelling[spelling] for spelling in close))[:3]
+
+
+def nearest_types(name: str) -> list[str]:
+    """Model types of transformers that are spelled like a name; up to 3."""
+    import difflib
+
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return difflib.get_close_matches(name.lower(), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, cutoff=0.7)

@@ -1,0 +1,240 @@
+"""Saving of a model as a directory, for Hugging Face or for LitGPT."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors import SafetensorError
+
+from ftkit.errors import UserError
+from ftkit.models.architectures.architecture import HEAD, LITGPT_SETTINGS, ModelLayout
+from ftkit.models.architectures.litgpt_library import require_litgpt
+from ftkit.models.pretrained.base_model import (
+    SETTINGS,
+    BaseModel,
+    companions,
+    is_tied,
+    licences,
+    parameter_shapes,
+    storage_of,
+)
+from ftkit.models.pretrained.weights.files import DTYPES, ShardWriter, write_settings
+from ftkit.models.pretrained.weights.storage import Tensors, WeightStorage
+from ftkit.utils.files import new_directory
+
+
+def layout_of(base: BaseModel) -> ModelLayout:
+    """The layout that a fine-tuned version of a model is written in: Hugging Face's if possible.
+
+    Where it is not, the model came from a LitGPT directory, and can be written as one again.
+    """
+    if base.architecture.naming_in("hf") is None:
+        return "litgpt"
+    is_described = base.layout == "hf" or bool(base.settings)
+    return "hf" if is_described or base.architecture.settings_in("hf") is not None else "litgpt"
+
+
+def save_hf(
+    base: BaseModel,
+    tensors: Tensors,
+    out: Path,
+    *,
+    max_shard_bytes: int = 5 * 10**9,
+    overwrite: bool = False,
+    others: Mapping[str, bytes] | None = None,
+) -> None:
+    """Write a model that `transformers.AutoModelForCausalLM.from_pretrained(out)` loads.
+
+    The directory appears complete or not at all. Memory holds one shard at a time.
+
+    Args:
+        base: what the tensors are a version of; its settings, tokenizer and licence are copied.
+        tensors: all of the model.
+        out: a directory that is empty or does not exist.
+        max_shard_bytes: size of the files that the weights are split into.
+        overwrite: replace the directory, once the new one is complete.
+        others: further files, by name; they replace those of the base model.
+
+    Raises:
+        UserError: Hugging Face has no such model, what is to be kept of it is not there, or ``out``
+            is taken or cannot be written.
+        ValueError: the tensors are not those of the model.
+    """
+    storage = _storage_for(base, "hf")
+    require_rest(base)
+    settings = _plain(base.settings) or base.architecture.settings_in("hf")
+    if settings is None:
+        raise UserError(
+            f"{base.architecture.name} cannot be written for Hugging Face without its config.json. "
+            "Copy config.json of the original model into its directory."
+        )
+    embedding, head = _ends(base, storage)
+    with _directory(out, overwrite) as partial:
+        writer = ShardWriter(partial, max_shard_bytes)
+        for name, tensor in storage.written(tensors):
+            writer.add(name, tensor)
+        for name, kept in base.rest.items():
+            writer.add(name, kept.read())
+        writer.finish()
+        dtype, is_now_tied = writer.dtypes[embedding], head not in writer.dtypes
+        if base.architecture.rest_shapes:
+            settings = _of_whole(settings, base, writer.dtypes, tied=is_now_tied)
+        else:
+            settings |= _facts(settings, base, dtype, tied=is_now_tied)
+            settings.setdefault("bos_token_id", base.tokenizer.bos_id)
+            settings.setdefault("eos_token_id", base.tokenizer.eos_id)
+        write_settings(partial / "config.json", settings)
+        save_beside(base, {**dict(licences(base)), **(others or {})}, partial)
+
+
+def save_litgpt(
+    base: BaseModel,
+    tensors: Tensors,
+    out: Path,
+    *,
+    overwrite: bool = False,
+    others: Mapping[str, bytes] | None = None,
+) -> None:
+    """Write a model that LitGPT loads as its own: lit_model.pth and model_config.yaml.
+
+    The directory appears complete or not at all. Memory holds one tensor at a time. LitGPT reads
+    its weights through torch.load alone, so this is the one file of ftkit's that is a pickle. It
+    holds tensors and nothing else: torch's restricted loader (weights_only) reads it.
+
+    Args:
+        base: what the tensors are a version of; its settings, tokenizer and licence are copied.
+        tensors: all of the model. A tied head is written too, as LitGPT wants it.
+        out: a directory that is empty or does not exist.
+        overwrite: replace the directory, once the new one is complete.
+        others: further files, by name; they replace those of the base model.
+
+    Raises:
+        UserError: LitGPT has no such model or is not installed, or ``out`` is taken or cannot be
+            written.
+        ValueError: the tensors are not those of the model.
+    """
+    require_litgpt("LitGPT's layout is written with LitGPT's own code.")
+    from litgpt.utils import incremental_save
+
+    storage = _storage_for(base, "litgpt")
+    embedding, head = _ends(base, storage)
+    stored: dict[str, Any] = {}
+    with _directory(out, overwrite) as partial:
+        with incremental_save(partial / "lit_model.pth") as file:
+            for name, tensor in storage.written(tensors):
+                # A storage of its own: a view of a mapped file would bring the whole file.
+                stored[name] = file.store_early(tensor.detach().cpu().clone())
+                if name == embedding:
+                    dtype = tensor.dtype
+            tied = head not in stored
+            if tied:
+                stored[head] = stored[embedding]
+            file.save(stored)
+        own = yaml.dump(base.architecture.settings_in("litgpt"))
+        (partial / LITGPT_SETTINGS).write_text(own, encoding="utf-8")
+        if settings := _plain(base.settings):
+            write_settings(
+                partial / "config.json", settings | _facts(settings, base, dtype, tied=tied)
+            )
+        save_beside(base, {**dict(licences(base)), **(others or {})}, partial)
+
+
+def require_rest(base: BaseModel) -> None:
+    """Refuse to write a language model without what its model has besides.
+
+    Raises:
+        UserError: the rest is not there.
+    """
+    if base.architecture.rest_shapes and not base.rest:
+        raise UserError(
+            f"{base.name} is more than its language model, and the rest lies in its own files "
+            "alone, which are not here. Say where they are with --checkpoint_dir PATH."
+        )
+
+
+def _storage_for(base: BaseModel, layout: ModelLayout) -> WeightStorage:
+    """How files of a layout hold the model; UserError if they cannot."""
+    if (obstacle := base.architecture.obstacle_to(layout)) is not None:
+        raise UserError(f"{base.name} {obstacle}")
+    return storage_of(base.architecture, layout)
+
+
+def _ends(base: BaseModel, storage: WeightStorage) -> tuple[str, str]:
+    """Their names of embedding and head."""
+    return storage.written_name(base.architecture.embedding), storage.written_name(HEAD)
+
+
+def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings without what names code of the model's own."""
+    return {key: value for key, value in settings.items() if key != "auto_map"}
+
+
+def _of_whole(
+    settings: Mapping[str, Any], base: BaseModel, dtypes: Mapping[str, torch.dtype], *, tied: bool
+) -> dict[str, Any]:
+    """The settings of a model with its language model trained: as they were, where that is true.
+
+    Args:
+        settings: as they were.
+        base: that they describe.
+        dtypes: of everything that is written; the settings name one that holds them all.
+        tied: whether embedding and head are one now.
+    """
+    weights = [dtype for dtype in dtypes.values() if dtype in DTYPES.values()]
+    widest = str(reduce(torch.promote_types, weights)).removeprefix("torch.")
+    changed: dict[str, Any] = {key: widest for key in ("dtype", "torch_dtype") if key in settings}
+    if tied != is_tied(base.architecture, settings):
+        ties = {"tie_word_embeddings": tied}
+        changed |= ties
+        if "text_config" in settings:
+            changed["text_config"] = settings["text_config"] | ties
+    return {**settings, **changed}
+
+
+def _facts(
+    settings: Mapping[str, Any], base: BaseModel, dtype: Any, *, tied: bool
+) -> dict[str, Any]:
+    """What config.json says about the weights that are written."""
+    return {
+        "dtype" if "dtype" in settings else "torch_dtype": str(dtype).removeprefix("torch."),
+        "tie_word_embeddings": tied,
+        "vocab_size": parameter_shapes(base)[base.architecture.embedding][0],
+    }
+
+
+def save_beside(base: BaseModel, others: Mapping[str, bytes] | None, directory: Path) -> None:
+    """Write what lies beside the weights of a version of a model: tokenizer, generation settings.
+
+    Args:
+        base: has the files.
+        others: further ones, by name; they replace those of the base model.
+        directory: exists.
+    """
+    for name, content in {**dict(companions(base)), **(others or {})}.items():
+        if name not in SETTINGS:
+            (directory / name).write_bytes(content)
+
+
+@contextmanager
+def _directory(out: Path, overwrite: bool) -> Iterator[Path]:
+    """A new directory to fill; what keeps it from being written is said as a UserError."""
+    try:
+        with new_directory(out, overwrite=overwrite) as partial:
+            yield partial
+    except FileExistsError:
+        raise UserError(f"{out} exists already. Remove it or choose another directory.") from None
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"{out} cannot be written ({error}). Free some space or choose another directory."
+        ) from error
+    except RuntimeError as error:
+        if "PytorchStreamWriter" not in str(error):
+            raise
+        raise UserError(
+            f"{out} cannot be written ({str(error).splitlines()[0]}). Free some space or choose "
+            "another directory."
+        ) from error

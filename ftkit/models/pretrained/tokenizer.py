@@ -1,0 +1,363 @@
+"""The tokenizer of a base model."""
+
+import base64
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from ftkit.errors import UserError
+from ftkit.models.chat_templates.template import template_of
+from ftkit.models.pretrained.hub import read_json
+from ftkit.utils.damaged_files import reading, require_regular
+
+_MOST_GROWTH = 2**14
+"""How many times longer the steps of a tokenizer.json may make a text.
+
+The library runs them in Rust without a limit of its own: 30 that each double a text make a billion
+characters of one. Those of published tokenizers come to some hundreds, counted as here.
+"""
+_MOST_UNUSED_IDS = 2**16
+"""Gaps between the ids of a vocabulary: the library lists every missing one when it writes it."""
+_PARTS = ("normalizer", "pre_tokenizer", "decoder")
+_LONGEST_NFKC = 18
+"""Characters of the longest form of one (U+FDFA)."""
+_GROWTH = {
+    "NFD": 4,
+    "NFC": 3,
+    "NFKD": _LONGEST_NFKC,
+    "NFKC": _LONGEST_NFKC,
+    "Lowercase": 3,
+    "BertNormalizer": 12,
+    "ByteLevel": 4,
+    "Metaspace": 2,
+    "Prepend": 2,
+}
+"""By the kind of a step, at most: characters for each one that it gets."""
+
+
+class Encoded(NamedTuple):
+    """The tokens of a text, and where they are in it."""
+
+    ids: list[int]
+    offsets: list[tuple[int, int]]
+    """First character and end of each; bytes of one character share it."""
+
+
+class Tokenizer:
+    """The tokenizer of a base model, set up by its files alone.
+
+    Ids are those of LitGPT's tokenizer, which however decides by the name of the directory and of
+    the tokenizer's class whether texts begin with BOS. Here the tokenizer itself decides, so that a
+    renamed copy of a model behaves like the original.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Reads tokenizer.json, or else tokenizer.model, and the special tokens beside it.
+
+        Raises:
+            UserError: there is no tokenizer, it cannot be read, or it has no end-of-text token.
+        """
+        self.model_name = directory.name
+        self.processor: Any
+        self.backend: Literal["huggingface", "sentencepiece"]
+        self._directory = directory
+        self.bos_id: int | None
+        self.eos_id: int | None
+        self._word: int | None = None
+        settings = read_json(directory / "tokenizer_config.json")
+        vocabulary = directory / "tokenizer.json"
+        require_regular(vocabulary)
+        is_sentencepiece = not vocabulary.is_file()
+        if is_sentencepiece:
+            vocabulary = directory / "tokenizer.model"
+            require_regular(vocabulary)
+        if not vocabulary.is_file():
+            raise UserError(
+                f"{directory} has no tokenizer. Copy tokenizer.json or tokenizer.model of the "
+                "original model there."
+            )
+        with reading(vocabulary, "a tokenizer", advice="Download it again."):
+            self.processor = _sentencepiece(vocabulary) if is_sentencepiece else _fast(vocabulary)
+            if is_sentencepiece:
+                self.backend = "sentencepiece"
+                self.bos_id = _id_or_none(self.processor.bos_id())
+                self.eos_id = _id_or_none(self.processor.eos_id())
+                self.use_bos = self.bos_id is not None
+            else:
+                self.backend = "huggingface"
+                self.bos_id = self._special_token("bos")
+                self.eos_id = self._special_token("eos")
+                self.use_bos = self.processor.encode("a").ids[:1] == [self.bos_id]
+                self._word = self._word_that_loses_its_space()
+        if self.eos_id is None:
+            raise UserError(
+                f"The tokenizer in {directory} has no end-of-text token, so a model could not "
+                'learn to stop. Name it as "eos_token" in tokenizer_config.json.'
+            )
+        if isinstance(add_bos := settings.get("add_bos_token"), bool):
+            self.use_bos = add_bos and self.bos_id is not None
+
+    def encode(
+        self,
+        string: str,
+        device: torch.device | None = None,
+        bos: bool | None = None,
+        eos: bool = False,
+        max_length: int = -1,
+    ) -> torch.Tensor:
+        """The tokens of a text: [length], int32.
+
+        Unlike LitGPT's, removes no BOS or EOS that the text itself begins or ends with.
+
+        Args:
+            string: the text.
+            device: of the result.
+            bos: begin with BOS, unless the text does. Default: as the model was trained.
+            eos: end with EOS, unless the text does.
+            max_length: cut to this many tokens, if positive.
+
+        Raises:
+            UserError: ``bos`` is asked for and the tokenizer has none.
+        """
+        if self.backend == "huggingface":
+            tokens = self.processor.encode(string, add_special_tokens=False).ids
+        else:
+            tokens = self.processor.encode(string)
+        if self.use_bos if bos is None else bos:
+            if self.bos_id is None:
+                raise UserError(f"The tokenizer of {self.model_name} has no begin-of-text token.")
+            if tokens[:1] != [self.bos_id]:
+                tokens = [self.bos_id, *tokens]
+        if eos and tokens[-1:] != [self.eos_id]:
+            tokens = [*tokens, self.eos_id]
+        if max_length > 0:
+            tokens = tokens[:max_length]
+        return torch.tensor(tokens, dtype=torch.int, device=device)
+
+    def encode_rendered(self, text: str) -> Encoded:
+        """The tokens of a text that a chat template made, as transformers takes them from it.
+
+        Special tokens are those that the text spells out, BOS too: nothing is added.
+        """
+        return self.encode_all_rendered([text])[0]
+
+    def encode_all_rendered(self, texts: Sequence[str]) -> list[Encoded]:
+        """`encode_rendered` of many texts, which takes less time."""
+        if self.backend == "sentencepiece":
+            return [self._encode_pieces(text) for text in texts]
+        found = self.processor.encode_batch(list(texts), add_special_tokens=False)
+        return [Encoded(encoding.ids, encoding.offsets) for encoding in found]
+
+    @cached_property
+    def special_tokens(self) -> dict[str, str]:
+        """Texts of bos_token, eos_token and all others that the settings name."""
+        named: dict[str, Any] = {}
+        for file in ("special_tokens_map.json", "tokenizer_config.json"):
+            settings = read_json(self._directory / file)
+            more = settings.get("extra_special_tokens")
+            named |= {**settings, **(more if isinstance(more, dict) else {})}
+        texts = {
+            key: text
+            for key, token in named.items()
+            if key.endswith("_token") and (text := _text_of(token)) is not None
+        }
+        for key, token_id in (("bos_token", self.bos_id), ("eos_token", self.eos_id)):
+            if token_id is not None:
+                texts[key] = self.token_text(token_id)
+        return texts
+
+    @cached_property
+    def named_bos_id(self) -> int | None:
+        """BOS, if the tokenizer itself names it; models may say more in their own settings."""
+        if self.backend == "sentencepiece":
+            return self.bos_id
+        return self._named_token("bos")
+
+    @cached_property
+    def added_tokens(self) -> dict[str, int]:
+        """Ids of the tokens that no text is cut into but by spelling them out."""
+        if self.backend == "sentencepiece":
+            ids = range(self.processor.vocab_size())
+            return {self.token_text(i): i for i in ids if self.processor.is_control(i)}
+        added = self.processor.get_added_tokens_decoder()
+        return {token.content: token_id for token_id, token in added.items()}
+
+    @cached_property
+    def chat_template(self) -> str | None:
+        """The chat template beside the tokenizer; None: there is none.
+
+        Raises:
+            UserError: it cannot be read.
+        """
+        return template_of(self._directory)
+
+    def decode(self, tensor: torch.Tensor) -> str:
+        """The text of tokens: [length], or of one token with the space that is part of it.
+
+        https://github.com/huggingface/transformers/issues/31643
+        """
+        tokens = [tensor.item()] if tensor.ndim == 0 else tensor.tolist()
+        if len(tokens) == 1 and self._word is not None:
+            return self.processor.decode([self._word, *tokens])[len("a") :]
+        return self.processor.decode(tokens)
+
+    def _encode_pieces(self, text: str) -> Encoded:
+        """Control tokens are cut out first: sentencepiece takes none from a text."""
+        encoded = Encoded([], [])
+        start = 0
+        for part in re.split(self._controls, text) if self.added_tokens else [text]:
+            if (control := self.added_tokens.get(part)) is not None:
+                encoded.ids.append(control)
+                encoded.offsets.append((start, start + len(part)))
+            elif part:
+                found = self.processor.encode(part, return_type="offset_mapping")
+                encoded.ids.extend(found["ids"])
+                encoded.offsets.extend((start + a, start + b) for a, b in found["offsets"])
+            start += len(part)
+        return encoded
+
+    @cached_property
+    def _controls(self) -> str:
+        longest_first = sorted(self.added_tokens, key=len, reverse=True)
+        return f"({'|'.join(map(re.escape, longest_first))})"
+
+    def token_text(self, token_id: int) -> str:
+        """A token as the vocabulary spells it."""
+        if self.backend == "sentencepiece":
+            return str(self.processor.id_to_piece(token_id))
+        return str(self.processor.id_to_token(token_id))
+
+    def _special_token(self, kind: str) -> int | None:
+        """The id of the first "bos" or "eos" token that a file names and the vocabulary has."""
+        if (named := self._named_token(kind)) is not None:
+            return named
+        for name in ("generation_config.json", "config.json"):
+            token = read_json(self._directory / name).get(f"{kind}_token_id")
+            token = token[0] if isinstance(token, list) and token else token
+            if isinstance(token, int) and not isinstance(token, bool):
+                return token
+        return None
+
+    def _named_token(self, kind: str) -> int | None:
+        for name in ("tokenizer_config.json", "special_tokens_map.json"):
+            file, key = self._directory / name, f"{kind}_token"
+            named = read_json(file).get(key)
+            token = _text_of(named)
+            if named is not None and token is None:
+                raise UserError(
+                    f"{file} says that {key} is {str(named)[:40]}, but it has to be a text. "
+                    "Download it again."
+                )
+            if token is not None and (found := self.processor.token_to_id(token)) is not None:
+                return int(found)
+        return None
+
+    def _word_that_loses_its_space(self) -> int | None:
+        """A token that loses the space before it when it is decoded alone, as Llama's words do."""
+        token = self.processor.token_to_id("▁a")
+        return token if token is not None and self.processor.decode([token]) == "a" else None
+
+
+def _fast(vocabulary: Path) -> Any:
+    """Without the cutting and padding that some files carry over from their last use."""
+    from tokenizers import Tokenizer as Processor
+
+    text = vocabulary.read_text(encoding="utf-8")
+    # Reading runs the steps on the added tokens already.
+    _require_bounded(json.loads(text), vocabulary)
+    processor = Processor.from_str(text)
+    processor.no_truncation()
+    processor.no_padding()
+    return processor
+
+
+def _sentencepiece(vocabulary: Path) -> Any:
+    from sentencepiece import SentencePieceProcessor
+
+    return SentencePieceProcessor(model_file=str(vocabulary))
+
+
+def _text_of(token: Any) -> str | None:
+    """A special token as settings name it, a text or the settings of one; None: it is neither."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def _id_or_none(token: int) -> int | None:
+    """SentencePiece writes -1 for a token it does not have."""
+    return token if token >= 0 else None
+
+
+def _require_bounded(content: Mapping[str, Any], file: Path) -> None:
+    """Refuse a tokenizer whose steps can make a text many times longer, or with absurd ids.
+
+    Args:
+        content: of tokenizer.json.
+        file: for the message.
+
+    Raises:
+        UserError: names the part of the file.
+    """
+    vocabulary = content["model"].get("vocab", {})
+    added = [token["id"] for token in content.get("added_tokens") or ()]
+    ids = [*vocabulary.values(), *added] if isinstance(vocabulary, dict) else added
+    if ids and max(ids) > len(vocabulary) + len(added) + _MOST_UNUSED_IDS:
+        raise UserError(
+            f"{file}: a token has the id {max(ids):,}, but the vocabulary has {len(vocabulary):,} "
+            "entries. Download it again."
+        )
+    for part in _PARTS:
+        growth = 1.0
+        for step in _steps(content.get(part)):
+            growth *= _growth(step)
+            if growth > _MOST_GROWTH:
+                raise UserError(
+                    f"{file}: the steps of its {part} can make a text more than {_MOST_GROWTH:,} "
+                    "times longer, which no sound tokenizer does. Download it again."
+                )
+
+
+def _steps(content: Any) -> Iterator[Mapping[str, Any]]:
+    """Every step of a part, also of those that hold others."""
+    if isinstance(content, list):
+        for item in content:
+            yield from _steps(item)
+    elif isinstance(content, Mapping):
+        yield content
+        for item in content.values():
+            if isinstance(item, list):
+                yield from _steps(item)
+
+
+def _growth(step: Mapping[str, Any]) -> float:
+    kind = step.get("type")
+    if kind == "Replace":
+        return _growth_of_replacement(step.get("pattern"), str(step.get("content", "")))
+    if kind == "Precompiled":
+        return _longest_of_map(str(step.get("precompiled_charsmap") or ""))
+    if kind == "Prepend":
+        return max(_GROWTH["Prepend"], len(str(step.get("prepend", ""))))
+    return _GROWTH.get(str(kind), 1)
+
+
+def _growth_of_replacement(pattern: Any, content: str) -> float:
+    """A text is replaced where it stands; an expression may also match between two characters."""
+    text = pattern.get("String") if isinstance(pattern, Mapping) else None
+    if isinstance(text, str) and text:
+        return max(1.0, len(content) / len(text))
+    return 1.0 + len(content)
+
+
+def _longest_of_map(encoded: str) -> float:
+    """SentencePiece's map: the length of a trie, the trie, and what it replaces with, each ended.
+
+    https://github.com/google/sentencepiece/blob/master/src/normalizer.cc
+    """
+    content = base64.b64decode(encoded)
+    replacements = content[4 + int.from_bytes(content[:4], "little") :]
+    return max(1, *(len(text.decode(errors="replace")) for text in replacements.split(b"\0")))

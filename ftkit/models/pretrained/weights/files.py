@@ -1,0 +1,172 @@
+"""Weight files: mapped into memory when read, sharded safetensors when written."""
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from ftkit.errors import UserError
+from ftkit.models.pretrained.weights.pickled import load_pickled
+from ftkit.utils.damaged_files import reading
+from ftkit.utils.safetensors_files import save_tensors
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+"""Safetensors' names of the number formats that weights may have."""
+
+_ANY_DTYPES = DTYPES | {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+"""And those of what is copied alone."""
+
+
+@dataclass(frozen=True)
+class WeightTensor:
+    """A tensor in a file, known by its header."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+    """A view of the mapped file: its pages are read when touched and are free to be dropped."""
+
+    @property
+    def nbytes(self) -> int:
+        """In the file."""
+        return self.shape.numel() * self.dtype.itemsize
+
+
+def stored_tensors(
+    files: Iterable[Path], is_kept: Callable[[str], bool] = lambda _: False
+) -> dict[str, WeightTensor]:
+    """What .safetensors and PyTorch's .bin or .pth files hold, by name; reads headers alone.
+
+    Pickles are read with PyTorch's restricted loader, which builds tensors and runs no code.
+
+    Args:
+        files: all of a model.
+        is_kept: tells by its name what is copied alone, and may be of any number format.
+
+    Raises:
+        UserError: a file is damaged, holds something else than weights, or is unsafe.
+    """
+    tensors: dict[str, WeightTensor] = {}
+    for file in files:
+        is_safetensors = file.suffix == ".safetensors"
+        tensors |= _safetensors(file, is_kept) if is_safetensors else _pickled(file)
+    return tensors
+
+
+class ShardWriter:
+    """Writes tensors to model.safetensors, or to shards with an index if they are too many.
+
+    Holds the tensors of one shard until it is full.
+    """
+
+    def __init__(self, directory: Path, max_shard_bytes: int) -> None:
+        """Writes to the directory, which exists, files of at most ``max_shard_bytes``."""
+        self.dtypes: dict[str, torch.dtype] = {}
+        """Of every tensor added so far."""
+        self._directory = directory
+        self._max_shard_bytes = max_shard_bytes
+        self._total_bytes = 0
+        self._shard: dict[str, Tensor] = {}
+        self._shards: list[list[str]] = []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Takes the next tensor; writes the shard before it, if it does not fit in."""
+        held_bytes = sum(held.nbytes for held in self._shard.values())
+        if self._shard and held_bytes + tensor.nbytes > self._max_shard_bytes:
+            self._write_shard()
+        self._shard[name] = tensor.detach().cpu().contiguous()
+        self.dtypes[name] = tensor.dtype
+        self._total_bytes += tensor.nbytes
+
+    def finish(self) -> None:
+        """Writes what is left and gives the files the names that transformers looks for."""
+        self._write_shard()
+        count = len(self._shards)
+        if count == 1:
+            self._path(0).rename(self._directory / "model.safetensors")
+            return
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(self._shards):
+            file_name = f"model-{number + 1:05}-of-{count:05}.safetensors"
+            self._path(number).rename(self._directory / file_name)
+            weight_map |= dict.fromkeys(names, file_name)
+        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
+        write_settings(self._directory / "model.safetensors.index.json", index)
+
+    def _write_shard(self) -> None:
+        save_tensors(self._shard, self._path(len(self._shards)), {})
+        self._shards.append(list(self._shard))
+        self._shard = {}
+
+    def _path(self, number: int) -> Path:
+        return self._directory / f"shard-{number}"
+
+
+def write_settings(file: Path, content: object) -> None:
+    """Writes a settings file as Hugging Face does."""
+    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _safetensors(file: Path, is_kept: Callable[[str], bool]) -> dict[str, WeightTensor]:
+    tensors = {}
+    with reading(file, "weights as safetensors", advice="Download it again."):
+        # It compares the header with the length of the file before it gives out any of it.
+        handle = safe_open(file, "pt")
+        for name in handle.keys():  # noqa: SIM118 (a handle is no mapping)
+            header = handle.get_slice(name)
+            known = _ANY_DTYPES if is_kept(name) else DTYPES
+            dtype = known.get(header.get_dtype())
+            if dtype is None:
+                raise _unknown_format(file, name, header.get_dtype())
+            tensors[name] = WeightTensor(
+                torch.Size(header.get_shape()), dtype, partial(handle.get_tensor, name)
+            )
+    return tensors
+
+
+def _pickled(file: Path) -> dict[str, WeightTensor]:
+    content = load_pickled(file)
+    if isinstance(content, dict) and isinstance(content.get("model"), dict):
+        content = content["model"]
+    if not isinstance(content, dict):
+        raise _unknown_format(file, "it", type(content).__name__)
+    for name, tensor in content.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise _unknown_format(file, repr(name), type(tensor).__name__)
+        if tensor.layout != torch.strided or tensor.device.type != "cpu":
+            raise _unknown_format(file, name, f"{tensor.layout} on {tensor.device.type}")
+    return {
+        name: WeightTensor(tensor.shape, tensor.dtype, partial(_itself, tensor))
+        for name, tensor in content.items()
+    }
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _unknown_format(file: Path, name: str, kind: str) -> UserError:
+    return UserError(
+        f"{file}: {name} is of type {kind}; weights must be one of "
+        f"{', '.join(str(dtype).removeprefix('torch.') for dtype in DTYPES.values())}. "
+        "Give the original model instead of a converted copy."
+    )

@@ -1,0 +1,173 @@
+"""How weight files hold the parameters of a model."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ftkit.errors import UserError
+from ftkit.models.architectures.architecture import HEAD, Architecture
+from ftkit.models.architectures.naming import Naming
+from ftkit.models.pretrained.weights.files import WeightTensor
+
+Tensors = Iterable[tuple[str, Tensor]]
+"""(our name, tensor) for each of `parameter_shapes`, in any order and number format. The model is
+tied if, and only if, lm_head.weight is not among them."""
+
+_BUFFERS = ("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias")
+"""What old checkpoints hold beside parameters, by the ends of the names."""
+
+
+@dataclass(frozen=True)
+class HeldParameter:
+    """What of the files holds a parameter of ours."""
+
+    names: tuple[str, ...]
+    """Of the stored tensors."""
+    dtype: torch.dtype
+    """Of the first of them."""
+    read: Callable[[], Tensor]
+    """The parameter: a view of mapped files where one tensor is one parameter."""
+
+
+class WeightStorage(ABC):
+    """The files of one layout, for models of one architecture."""
+
+    @abstractmethod
+    def holders(self, stored: Mapping[str, WeightTensor]) -> dict[str, HeldParameter]:
+        """What holds each of our parameters, as far as it is there."""
+
+    @abstractmethod
+    def require_complete(
+        self, stored: Mapping[str, WeightTensor], directory: Path, *, tied: bool
+    ) -> None:
+        """Refuse files that do not hold exactly the parameters of the model.
+
+        Args:
+            stored: all tensors of the files.
+            directory: where they lie, for messages.
+            tied: whether embedding and head are one; the head may be there all the same.
+
+        Raises:
+            UserError: a tensor is missing, unexpected or of another shape.
+        """
+
+    def is_kept(self, name: str) -> bool:
+        """Whether a stored tensor is none of the language model, and is written back as it is."""
+        return False
+
+    @abstractmethod
+    def written(self, tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of files, by their names.
+
+        Raises:
+            ValueError: the given ones are not all of the model, or are of other shapes.
+        """
+
+    @abstractmethod
+    def written_name(self, ours: str) -> str:
+        """The name in files of a parameter that is one tensor."""
+
+
+def checked(architecture: Architecture, tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
+    """The same tensors; ValueError if they are not all of the model."""
+    missing = architecture.parameter_shapes(tied=False)
+    for name, tensor in tensors:
+        if missing.pop(name, None) != tensor.shape:
+            raise ValueError(f"{name} {list(tensor.shape)} is twice, unknown or of another shape")
+        yield name, tensor
+    missing.pop(HEAD, None)
+    if missing:
+        raise ValueError(f"not given: {', '.join(missing)}")
+
+
+def lacking(directory: Path, name: str) -> UserError:
+    """What is said where a tensor is missing."""
+    return UserError(f"The weights in {directory} lack {name}. Download them again.")
+
+
+def misshapen(directory: Path, name: str, found: list[int], expected: list[int]) -> UserError:
+    """What is said where a tensor has another shape than the model's settings say."""
+    return UserError(
+        f"{name} in {directory} has shape {found}, but the model's settings say {expected}. Take "
+        "both from the same model."
+    )
+
+
+def unexplained(directory: Path, name: str) -> UserError:
+    """What is said where a tensor is no part of the model."""
+    return UserError(
+        f"The weights in {directory} hold {name}, which its settings do not explain. "
+        "Take both from the same model, and adapters and classifiers merged or removed."
+    )
+
+
+def is_old_buffer(name: str) -> bool:
+    """Whether a stored tensor is one that old checkpoints hold and nobody needs."""
+    return name.endswith(_BUFFERS)
+
+
+class NamedStorage(WeightStorage):
+    """Tensors with names of their own, some of them several of our parameters in one."""
+
+    def __init__(self, architecture: Architecture, naming: Naming) -> None:
+        """Know what files call the parameters.
+
+        Args:
+            architecture: of the model.
+            naming: of the layout.
+        """
+        self._architecture, self._naming = architecture, naming
+
+    def holders(self, stored: Mapping[str, WeightTensor]) -> dict[str, HeldParameter]:
+        found = {}
+        for ours in self._architecture.parameter_shapes(tied=False):
+            theirs, _ = self._naming.stored_in(ours)
+            if theirs in stored:
+                tensor = stored[theirs]
+                found[ours] = HeldParameter((theirs,), tensor.dtype, self._reader(ours, tensor))
+        return found
+
+    def _reader(self, ours: str, tensor: WeightTensor) -> Callable[[], Tensor]:
+        _, fused = self._naming.stored_in(ours)
+        if fused is None:
+            return tensor.read
+        return lambda: self._architecture.part_of(tensor.read(), fused, ours)
+
+    def require_complete(
+        self, stored: Mapping[str, WeightTensor], directory: Path, *, tied: bool
+    ) -> None:
+        expected: dict[str, list[int]] = {}
+        for ours, shape in self._architecture.parameter_shapes(tied=tied).items():
+            name, _ = self._naming.stored_in(ours)
+            if name in expected:
+                expected[name][0] += shape[0]
+            else:
+                expected[name] = list(shape)
+        for name, sizes in expected.items():
+            if name not in stored:
+                raise lacking(directory, name)
+            if list(stored[name].shape) != sizes:
+                raise misshapen(directory, name, list(stored[name].shape), sizes)
+        shared_head = {self._naming.stored_in(HEAD)[0]} if tied else set()
+        for name in stored.keys() - expected.keys() - shared_head:
+            if not is_old_buffer(name):
+                raise unexplained(directory, name)
+
+    def written(self, tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
+        parts: dict[str, Tensor] = {}
+        for name, tensor in checked(self._architecture, tensors):
+            theirs, fused = self._naming.stored_in(name)
+            if fused is None:
+                yield theirs, tensor
+                continue
+            parts[name] = tensor
+            names = fused.parameters_beside(name)
+            if all(part in parts for part in names):
+                yield theirs, self._architecture.fuse([parts.pop(part) for part in names], fused)
+
+    def written_name(self, ours: str) -> str:
+        return self._naming.stored_in(ours)[0]

@@ -1,0 +1,218 @@
+"""Weight files of transformers' models, as the library itself reads and writes them.
+
+Its rules rename tensors of older files, and stack those of experts that files hold one by one.
+"""
+
+import copy
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from ftkit.models.architectures.transformers.architecture import TransformersArchitecture
+from ftkit.models.pretrained.weights.files import WeightTensor
+from ftkit.models.pretrained.weights.storage import (
+    HeldParameter,
+    Tensors,
+    WeightStorage,
+    checked,
+    is_old_buffer,
+    lacking,
+    misshapen,
+    unexplained,
+)
+
+
+@dataclass(frozen=True)
+class _Rules:
+    """What names become, and which tensors become others."""
+
+    renamings: list[WeightRenaming]
+    converters: list[WeightConverter]
+
+    @classmethod
+    def of(cls, rules: Iterable[WeightTransform]) -> "_Rules":
+        known = list(rules)
+        return cls(
+            [rule for rule in known if isinstance(rule, WeightRenaming)],
+            [rule for rule in known if isinstance(rule, WeightConverter)],
+        )
+
+    def renamed(self, name: str, **known: Any) -> tuple[str, str | None]:
+        """What a name becomes, and by which pattern of a converter."""
+        found: tuple[str, str | None] = rename_source_key(
+            name, self.renamings, self.converters, **known
+        )
+        return found
+
+    def converter(self, pattern: str) -> WeightConverter:
+        """A fresh one, which has seen no tensors."""
+        return copy.deepcopy(next(c for c in self.converters if pattern in c.source_patterns))
+
+
+@dataclass
+class _Conversion:
+    """Tensors that become others together."""
+
+    converter: WeightConverter
+    target: str
+    """The first of their names."""
+    sources: list[tuple[str, str, Callable[[], Tensor]]]
+    """Pattern, name and tensor."""
+
+    @property
+    def targets(self) -> list[str]:
+        """Names of what they become; of what a list becomes, the first alone."""
+        patterns = list(self.converter.target_patterns)
+        return [self.target.replace(patterns[0], pattern) for pattern in patterns]
+
+    def results(self, model: Any) -> dict[str, Tensor]:
+        """The others."""
+        converter = copy.deepcopy(self.converter)
+        for pattern, name, tensor in self.sources:
+            converter.add_tensor(self.target, name, pattern, tensor())  # type: ignore[arg-type]
+        found = converter.convert(self.target, model=model, config=model.config)
+        return {name: v[0] if isinstance(v, list) else v for name, v in found.items()}
+
+
+class TransformersStorage(WeightStorage):
+    """Files that `from_pretrained` reads and `save_pretrained` writes."""
+
+    def __init__(self, architecture: TransformersArchitecture) -> None:
+        """Know the library's rules for a model.
+
+        Args:
+            architecture: of the model.
+        """
+        self._architecture = architecture
+        self._model = architecture.outline
+        self._rest = architecture.rest_shapes
+        naming = architecture.naming_in("hf")
+        assert naming is not None, "its own layout"
+        self._naming = naming
+        self._known = self._model.state_dict()
+        self._reading = _Rules.of(get_model_conversion_mapping(self._model))
+        own = get_model_conversion_mapping(self._model, add_legacy=False)
+        self._writing = _Rules.of(rule.reverse_transform() for rule in own)
+
+    def holders(self, stored: Mapping[str, WeightTensor]) -> dict[str, HeldParameter]:
+        found: dict[str, HeldParameter] = {}
+        conversions: dict[str, _Conversion] = {}
+        for name in sorted(stored, key=dot_natural_key):
+            target, pattern = self._target(name)
+            tensor = stored[name]
+            if pattern is None:
+                if self._is_known(target):
+                    ours = self._ours(target)
+                    found[ours] = HeldParameter(
+                        (name,), tensor.dtype, self._turned(ours, tensor.read)
+                    )
+                continue
+            made = conversions.setdefault(
+                target, _Conversion(self._reading.converter(pattern), target, [])
+            )
+            made.sources.append((pattern, name, tensor.read))
+        for conversion in conversions.values():
+            names = tuple(name for _, name, _ in conversion.sources)
+            for target in conversion.targets:
+                if self._is_known(target):
+                    ours = self._ours(target)
+                    read = partial(self._converted, conversion, target)
+                    found[ours] = HeldParameter(
+                        names, stored[names[0]].dtype, self._turned(ours, read)
+                    )
+        return found
+
+    def require_complete(
+        self, stored: Mapping[str, WeightTensor], directory: Path, *, tied: bool
+    ) -> None:
+        holders = self.holders(stored)
+        for ours, shape in self._architecture.parameter_shapes(tied=tied).items():
+            holder = holders.get(ours)
+            if holder is None:
+                raise lacking(directory, self.written_name(ours))
+            if len(holder.names) == 1 and holder.names[0] in stored:
+                found = list(stored[holder.names[0]].shape)
+                expected = list(shape)[::-1] if self._is_turned(ours) else list(shape)
+                expected = [] if self._is_scalar(ours) else expected
+                if self._target(holder.names[0])[1] is None and found != expected:
+                    raise misshapen(directory, holder.names[0], found, expected)
+        needed = {name for holder in holders.values() for name in holder.names}
+        for name in stored.keys() - needed:
+            if not (self.is_kept(name) or is_old_buffer(name) or self._is_ignored(name)):
+                raise unexplained(directory, name)
+
+    def written(self, tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
+        conversions: dict[str, _Conversion] = {}
+        for ours, tensor in checked(self._architecture, tensors):
+            name = self._naming.theirs(ours)
+            value = tensor.t().contiguous() if self._is_turned(ours) else tensor
+            value = value.reshape(()) if self._is_scalar(ours) else value
+            target, pattern = self._writing.renamed(name)
+            if pattern is None:
+                yield target, value
+                continue
+            made = conversions.setdefault(
+                target, _Conversion(self._writing.converter(pattern), target, [])
+            )
+            made.sources.append((pattern, name, partial(_itself, value)))
+            if len(made.sources) == len(made.converter.source_patterns):
+                del conversions[target]
+                yield from made.results(self._model).items()
+
+    def written_name(self, ours: str) -> str:
+        return self._writing.renamed(self._naming.theirs(ours))[0]
+
+    def is_kept(self, name: str) -> bool:
+        return self._architecture.is_rest(self._target(name)[0])
+
+    def _is_known(self, target: str) -> bool:
+        """Whether transformers' name is that of a parameter of the language model."""
+        return target in self._known and target not in self._rest
+
+    def _target(self, name: str) -> tuple[str, str | None]:
+        """The name in transformers' model of what is stored, and the pattern that converts it."""
+        known = {"prefix": self._model.base_model_prefix, "meta_state_dict": self._known}
+        target, pattern = self._reading.renamed(name, **known)
+        if target not in self._known and name in self._known:
+            target, pattern = _Rules([], []).renamed(name, **known)
+        return target, pattern
+
+    def _converted(self, conversion: _Conversion, target: str) -> Tensor:
+        return conversion.results(self._model)[target]
+
+    def _ours(self, theirs: str) -> str:
+        head = self._naming.theirs("lm_head")
+        return f"lm_head{theirs.removeprefix(head)}" if theirs.startswith(f"{head}.") else theirs
+
+    def _is_turned(self, ours: str) -> bool:
+        return ours in self._architecture.transposed
+
+    def _is_scalar(self, ours: str) -> bool:
+        return ours in self._architecture.scalars
+
+    def _turned(self, ours: str, read: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        if self._is_turned(ours):
+            return lambda: read().t()
+        return (lambda: read().reshape(1)) if self._is_scalar(ours) else read
+
+    def _is_ignored(self, name: str) -> bool:
+        """Whether transformers ignores it, too."""
+        patterns = self._model._keys_to_ignore_on_load_unexpected or ()
+        return any(re.search(pattern, name) for pattern in patterns)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor

@@ -1,0 +1,291 @@
+"""Quantised linear layers of bitsandbytes, frozen, in 4 bits (QLoRA) or 8 (LLM.int8).
+
+QLoRA: Dettmers et al. 2023, https://arxiv.org/abs/2305.14314. LLM.int8: Dettmers et al. 2022,
+https://arxiv.org/abs/2208.07339.
+
+The packed weight is a plain integer parameter: every strategy replicates or shards it as any
+other, and gathers it for a forward or backward pass. What turns it back into numbers (the scales,
+about 0.016 to 0.06 bytes per weight) is whole on every rank.
+"""
+
+from collections.abc import Container
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from bitsandbytes import matmul_4bit  # type: ignore[attr-defined]
+from bitsandbytes.functional import (
+    QuantState,
+    dequantize_4bit,
+    int8_vectorwise_quant,
+    quantize_4bit,
+    quantize_blockwise,
+)
+from bitsandbytes.nn.modules import Linear4bit, Linear8bitLt
+from torch import Tensor
+
+from ftkit.models.bodies.experts import packed_in
+from ftkit.models.quantized_layer import QuantizedLayer
+from ftkit.recipe.recipe import Quantization
+
+WEIGHT_BLOCK = 64
+"""Weights that share a scale in 4 bits, as bitsandbytes has it."""
+NESTED_BLOCK = 256
+"""Scales that share a scale themselves, where they are quantised too."""
+VALUES_AT_ONCE = 2**18
+"""Weights that are quantised at once; a multiple of WEIGHT_BLOCK."""
+
+
+class _FrozenProduct(torch.autograd.Function):
+    """Input times the weight of a quantised layer, with a gradient for the input alone.
+
+    bitsandbytes' own function keeps a view of the packed weight for the backward pass. Under
+    ZeRO-3 that view would keep the gathered weights of all layers alive: the parameter itself
+    must be saved, as DeepSpeed frees and gathers what is in it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: "FourBit | EightBit"
+    ) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(weight)
+        return layer.product(x, weight, None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (weight,) = ctx.saved_tensors
+        (gradient,) = gradients
+        return gradient @ ctx.layer.unpacked(weight).to(gradient.dtype), None, None, None
+
+
+class FourBit(QuantizedLayer, Linear4bit):
+    """A linear layer in blocks of 64 weights of 4 bits.
+
+    Its result has the number format of the computation, as that of a layer under autocast. PEFT is
+    not told of it (`is_loaded_in_4bit`): its own layers for bitsandbytes copy the result.
+    """
+
+    def __init__(self, layer: nn.Linear, kind: str, compute_dtype: torch.dtype) -> None:
+        """Outline; no memory is taken.
+
+        Args:
+            layer: what it stands in for.
+            kind: nf4 or fp4, with -dq if the scales are quantised too.
+            compute_dtype: number format of the arithmetic.
+        """
+        self._quant_type, _, nested = kind.partition("-")
+        self._nested = bool(nested)
+        super().__init__(
+            layer.in_features,
+            layer.out_features,
+            bias=layer.bias is not None,
+            compute_dtype=compute_dtype,
+            compress_statistics=self._nested,
+            quant_type=self._quant_type,
+            device="meta",
+        )
+        self._scales: Tensor | None = None
+        # On CPUs with AVX512-BF16, bitsandbytes' forward in eval mode repacks the weight for good
+        # and training goes on with wrong gradients.
+        self.support_avx512bf16_for_cpu = False
+        bytes_ = (layer.in_features * layer.out_features + 1) // 2
+        weight = torch.empty((bytes_, 1), dtype=torch.uint8, device="meta")
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def allocate(self, device: torch.device) -> None:
+        """Take memory for the scales.
+
+        Taken while weights are quantised, it would lie between temporaries and leave holes.
+        """
+        blocks = -(-self.in_features * self.out_features // WEIGHT_BLOCK)
+        dtype = torch.uint8 if self._nested else torch.float32
+        self._scales = torch.empty(blocks, dtype=dtype, device=device)
+
+    def pack(self, value: Tensor, *, at_once: int = VALUES_AT_ONCE) -> Tensor:
+        """Quantise a weight: keep its scales and return what the parameter holds.
+
+        Args:
+            value: [out, in] on the device of the computation.
+            at_once: numbers of a piece; the result is the same.
+        """
+        packed, self.quant_state = quantize_in_pieces(
+            value, self._quant_type, self._nested, at_once
+        )
+        if self._scales is None:
+            self.allocate(value.device)
+        assert self._scales is not None
+        self.quant_state.absmax = self._scales.copy_(self.quant_state.absmax)
+        self.quant_state.dtype = self.compute_dtype
+        return packed
+
+    def unpacked(self, weight: Tensor) -> Tensor:
+        """[out, in], in the number format of the computation."""
+        return dequantize_4bit(weight, self.quant_state)
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The layer's result, without a gradient."""
+        assert self.quant_state is not None, "pack comes first"
+        # Transposed, as versions below 0.50 want it; later ones take both.
+        return matmul_4bit(x, weight.t(), bias=bias, quant_state=self.quant_state)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.compute_dtype)
+        return _FrozenProduct.apply(x, self.weight, self.bias, self)
+
+
+class EightBit(QuantizedLayer, Linear8bitLt):
+    """A linear layer of 8-bit integers with one scale per row; activations stay as they are.
+
+    bitsandbytes' own product rounds the activations to 8 bits too, on CUDA alone and without the
+    outlier columns of LLM.int8: with the few large features of 7B models, that is 5 % of a result.
+    """
+
+    def __init__(self, layer: nn.Linear, compute_dtype: torch.dtype) -> None:
+        super().__init__(
+            layer.in_features,
+            layer.out_features,
+            bias=layer.bias is not None,
+            has_fp16_weights=False,
+            device="meta",
+        )
+        self.compute_dtype = compute_dtype
+        weight = torch.empty(layer.weight.shape, dtype=torch.int8, device="meta")
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def pack(self, value: Tensor) -> Tensor:
+        """Quantise a weight: keep its scales and return what the parameter holds.
+
+        Args:
+            value: [out, in] on the device of the computation.
+        """
+        half = value.to(torch.float16).contiguous()
+        packed, self.state.SCB, _ = int8_vectorwise_quant(half)
+        return packed
+
+    def unpacked(self, weight: Tensor) -> Tensor:
+        """[out, in], in the number format of the computation."""
+        assert self.state.SCB is not None, "pack comes first"
+        return weight.to(self.compute_dtype).mul_((self.state.SCB / 127).unsqueeze(1))
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The layer's result, without a gradient."""
+        return F.linear(x, self.unpacked(weight), bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.compute_dtype)
+        return _FrozenProduct.apply(x, self.weight, self.bias, self)
+
+
+def quantize_in_pieces(
+    value: Tensor, quant_type: str, nested: bool, at_once: int
+) -> tuple[Tensor, QuantState]:
+    """What bitsandbytes' quantize_4bit gives, which takes several times the memory of a piece.
+
+    Args:
+        value: [out, in].
+        quant_type: nf4 or fp4.
+        nested: whether the scales are quantised too.
+        at_once: numbers of a piece; the result is the same.
+    """
+    numbers = value.flatten()
+    count = numbers.numel()
+    scales = torch.empty(-(-count // WEIGHT_BLOCK), device=value.device)
+    packed = torch.empty((-(-count // 2), 1), dtype=torch.uint8, device=value.device)
+    for start in range(0, count, at_once):
+        piece = numbers[start : start + at_once].float()
+        part, state = quantize_4bit(piece, blocksize=WEIGHT_BLOCK, quant_type=quant_type)
+        packed[start // 2 : start // 2 + len(part)] = part
+        scales[start // WEIGHT_BLOCK : start // WEIGHT_BLOCK + len(state.absmax)] = state.absmax
+    state.shape, state.absmax = value.shape, scales
+    if nested:
+        state.nested, state.offset = True, scales.mean()
+        state.absmax, state.state2 = quantize_blockwise(
+            scales - state.offset, blocksize=NESTED_BLOCK
+        )
+    return packed, state
+
+
+def quantize(
+    model: nn.Module,
+    kind: Quantization,
+    compute_dtype: torch.dtype,
+    kept: Container[str] = (),
+) -> None:
+    """Put quantised layers in place of the linear ones; no memory is taken.
+
+    Args:
+        model: on the meta device, before its layers are adapted.
+        kind: as in recipes.
+        compute_dtype: number format of their arithmetic.
+        kept: names of layers that stay as they are.
+    """
+    for name, layer in list(model.named_modules()):
+        if type(layer) is nn.Linear and name not in kept:
+            model.set_submodule(name, _quantized(layer, kind, compute_dtype))
+
+
+def _quantized(
+    layer: nn.Linear, kind: Quantization, compute_dtype: torch.dtype
+) -> FourBit | EightBit:
+    if kind == "bnb.int8":
+        return EightBit(layer, compute_dtype)
+    return FourBit(layer, kind.removeprefix("bnb."), compute_dtype)
+
+
+def rounded(weight: Tensor, kind: Quantization) -> Tensor:
+    """[out, in] float32, the numbers that a quantised layer computes with.
+
+    Args:
+        weight: [out, in].
+        kind: as in recipes.
+    """
+    rows, columns = weight.shape
+    outline = nn.Linear(columns, rows, bias=False, device="meta")
+    layer = _quantized(outline, kind, torch.float32)
+    return layer.unpacked(layer.pack(weight))
+
+
+def rounded_of_each(weight: Tensor, kind: Quantization, *, transposed: bool) -> Tensor:
+    """As `rounded`, of the matrices of experts: float32, in their layout.
+
+    Args:
+        weight: [experts, out, in]; [experts, in, out] if they are transposed.
+        kind: as in recipes.
+        transposed: which of the two.
+    """
+    found = torch.empty(weight.shape, dtype=torch.float32)
+    for result, matrix in zip(found, weight, strict=True):
+        if transposed:
+            result.copy_(rounded(matrix.t(), kind).t())
+        else:
+            result.copy_(rounded(matrix, kind))
+    return found
+
+
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Take memory for what turns packed weights back into numbers."""
+    for layer in model.modules():
+        if isinstance(layer, FourBit):
+            layer.allocate(device)
+        for matrices in packed_in(layer).values():
+            matrices.allocate(device)
+
+
+def packed(model: nn.Module, name: str, value: Tensor, device: torch.device) -> Tensor:
+    """What a parameter of the model holds of a base model's weight.
+
+    Args:
+        model: with quantised layers.
+        name: of the parameter.
+        value: whole; every rank passes the same and gets the same.
+        device: where the model computes.
+    """
+    owner, _, kind = name.rpartition(".")
+    layer = model.get_submodule(owner)
+    if kind == "weight" and isinstance(layer, FourBit | EightBit):
+        return layer.pack(value.to(device))
+    if kind in packed_in(layer):
+        return packed_in(layer)[kind].pack(value, device)
+    return value

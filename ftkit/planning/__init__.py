@@ -1,0 +1,1 @@
+"""Plans: the memory, disk space and steps of a recipe, before it runs."""

@@ -1,0 +1,82 @@
+"""The plan of a run that is about to start, made in a process of its own.
+
+The supervisor imports no torch: it starts
+`python -m ftkit.planning.check RECIPE.yaml GPU FAILED`, with the fields of a `Gpu` as JSON, and
+reads JSON from its standard output.
+"""
+
+import dataclasses
+import gc
+import json
+import sys
+from collections.abc import Sequence
+
+from ftkit.utils.imports import postpone_modules, without_hub_kernels
+
+if __name__ == "__main__":
+    gc.disable()  # as in quick_imports
+    without_hub_kernels()
+    postpone_modules()
+
+from ftkit.errors import UserError
+from ftkit.planning.memory.gpus import Gpu
+from ftkit.planning.predict import Planned, plan_files
+from ftkit.planning.suggest import changes_that_fit
+from ftkit.recipe.parsing import Override
+
+ADVICE = 3
+"""Changes that a refusal names."""
+
+
+def check(file: str, gpu: Gpu, *, failed: bool = False) -> dict[str, object]:
+    """Whether the recipe fits, the micro-batch it comes to, and what to do if it does not.
+
+    Args:
+        file: the recipe.
+        gpu: what each rank has.
+        failed: it has run, and did not fit: there is less memory than is predicted for it.
+    """
+    if failed:
+        needed_bytes = plan_files([file], gpu=gpu).memory.high_bytes
+        less_bytes = min(gpu.memory_bytes, needed_bytes - 1)
+        gpu = dataclasses.replace(gpu, memory_bytes=less_bytes, swap_bytes=0)
+
+    def attempt(changed: Sequence[Override]) -> Planned:
+        return plan_files([file], changed, gpu=gpu)
+
+    planned = attempt(())
+    changes = []
+    if planned.fits is False or failed:
+        changes = changes_that_fit(planned, attempt, most=ADVICE)
+    return {
+        "fits": planned.fits,
+        "micro_batch_size": planned.plan.micro_batch_size,
+        "micro_batch_tokens": planned.plan.micro_batch_tokens,
+        "low_bytes": planned.least_bytes,
+        "high_bytes": planned.memory.high_bytes,
+        "host_bytes": planned.memory.host_bytes,
+        "host_low_bytes": planned.memory.host_low_bytes,
+        "peak_bytes": planned.memory.peak_bytes,
+        "length_source": planned.length.source,
+        "length": planned.length.words,
+        "changes": [
+            {
+                "title": change.title,
+                "fits": change.planned.fits,
+                "method": change.planned.plan.recipe.method,
+                "overrides": change.overrides,
+            }
+            for change in changes
+        ],
+    }
+
+
+if __name__ == "__main__":
+    gc.freeze()
+    gc.enable()
+    _file, _gpu, _failed = sys.argv[1:]
+    try:
+        _found = check(_file, Gpu(**json.loads(_gpu)), failed=_failed == "True")
+    except UserError as error:  # told better by the run itself
+        _found = {"error": str(error)}
+    print(json.dumps(_found))

@@ -1,0 +1,145 @@
+"""`ftkit plan`: one recipe, several, variations of them, or the runs of a sweep."""
+
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from ftkit.errors import DoesNotFit, UserError
+from ftkit.planning.memory.gpus import find_gpu
+from ftkit.recipe.command_options import PlanOptions
+from ftkit.recipe.parsing import Override, sorted_words
+from ftkit.recipe.recipe import FINETUNE
+from ftkit.recipe.recipe_keys import LORA_KEYS
+from ftkit.recipe.sweep import is_sweep, runs_of_file, variations
+from ftkit.utils.console.display import Display
+from ftkit.utils.imports import silence_libraries
+from ftkit.utils.progress import print_next
+from ftkit.utils.yaml_files import STANDARD_INPUT
+
+silence_libraries()  # before they are imported
+
+from ftkit.planning.predict import Planned, plan_files  # noqa: E402
+from ftkit.planning.suggest import Change, changes_that_fit, run_command  # noqa: E402
+from ftkit.planning.table import show, show_changes  # noqa: E402
+
+
+def plan_all(options: PlanOptions) -> int:
+    """Plan every recipe in every variation and show them; the exit code."""
+    with Display(None, stream=sys.stderr) as display:
+        found, changes = _plan_and_fit(options, display)
+    if changes is None:
+        show(found, options.format)
+    else:
+        show_changes(found[0], changes, options.format)
+    if options.format == "table" and len(found) == 1 and not changes:
+        _tell_next(found[0], options)
+    return _exit_code(found)
+
+
+def _tell_next(planned: Planned, options: PlanOptions) -> None:
+    """What to do about one plan: run it, or look for what makes it fit."""
+    _, words = _command_and_words(options.words)
+    recipes, keys = sorted_words(words, options.config, options.keys)
+    files = list(map(Path, recipes))
+    if STANDARD_INPUT in files or options.sweep or any(map(is_sweep, files)):
+        return
+    if planned.fits or planned.gpu is None:
+        print_next(run_command(planned, recipes, keys))
+    elif not options.fit:
+        again = [
+            *options.words,
+            *(word for file in options.config for word in ("--config", file)),
+        ]
+        again += [word for key, value in options.keys for word in (f"--{key}", value)]
+        again += [] if options.gpu is None else ["--gpu", options.gpu]
+        print_next(shlex.join(["ftkit", "plan", *again, "--fit"]))
+
+
+def _plan_and_fit(
+    options: PlanOptions, display: Display
+) -> tuple[list[Planned], list[tuple[Change, str]] | None]:
+    """The plans, and with --fit what makes the one fit, each with its command line."""
+    device = None if options.gpu is None else find_gpu(options.gpu)
+    found: list[Planned] = []
+    given: list[Override] = []
+    command, words = _command_and_words(options.words)
+    recipes, keys = sorted_words(words, options.config, options.keys)
+    for recipe in _asked(recipes, command):
+        for variation in variations(options.sweep):
+            varied = [f"{key.rpartition('.')[2]} {value}" for key, value in variation]
+            given = [*recipe.overrides, *keys, *variation]
+            name = ", ".join([*recipe.names, *varied])
+            what = name or dict(given).get("checkpoint_dir", "it")
+            plan = partial(plan_files, recipe.files, command=recipe.command, gpu=device, name=name)
+            title = f"predicting what {what} needs"
+            found.append(_shown(display, title, partial(plan, given)))
+    if not options.fit:
+        return found, None
+    if found[0].gpu is None or len(found) != 1:
+        raise UserError(
+            "--fit is for one plan, and for devices whose memory is known. "
+            "Try ftkit plan RECIPE.yaml --gpu a100-80gb --fit."
+        )
+    method = found[0].plan.recipe.method
+
+    def attempt(changed: Sequence[Override]) -> Planned:
+        keys = " ".join(f"--{key} {value}" for key, value in changed)
+        is_lora = method == "lora" or LORA_KEYS & dict(changed).keys()
+        command = "finetune" if is_lora else "finetune_full"
+        plan = partial(plan_files, recipe.files, [*given, *changed], command=command, gpu=device)
+        return _shown(display, f"trying {keys}", plan)
+
+    changes = changes_that_fit(found[0], attempt)
+    return found, [(change, change.command(recipe.files, given)) for change in changes]
+
+
+def _shown(display: Display, title: str, plan: Callable[[], Planned]) -> Planned:
+    """A plan, shown while it is made."""
+    refused: UserError
+    with display.phase(title, brief=True):
+        try:
+            return plan()
+        except UserError as error:  # which says all there is to say
+            refused = error
+    raise refused
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What is to be planned, before it is varied."""
+
+    names: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+    overrides: tuple[Override, ...] = ()
+    command: str | None = None
+    """None: the keys of the recipe tell."""
+
+
+def _command_and_words(words: Sequence[str]) -> tuple[str | None, Sequence[str]]:
+    """The command that the first word names, and the other words; None: it names none."""
+    is_named = bool(words) and words[0] in FINETUNE
+    return (words[0], words[1:]) if is_named else (None, words)
+
+
+def _asked(files: Sequence[str], command: str | None) -> Iterator[_Asked]:
+    for file in files:
+        if not is_sweep(Path(file)):
+            is_named = Path(file) != STANDARD_INPUT
+            yield _Asked((Path(file).stem,) if is_named else (), (file,), command=command)
+            continue
+        if command is not None:
+            raise UserError(
+                f"{file} is a sweep, whose runs name their commands. Leave {command} out: "
+                f"try ftkit plan {file}."
+            )
+        for run in runs_of_file(Path(file), (), None):
+            yield _Asked((run.name,), run.files, run.varied, run.command)
+    if not files:
+        yield _Asked(command=command)
+
+
+def _exit_code(found: Sequence[Planned]) -> int:
+    return DoesNotFit.exit_code if all(planned.fits is False for planned in found) else 0

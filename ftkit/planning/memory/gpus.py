@@ -1,0 +1,159 @@
+"""GPU kinds: their memory, and what a CUDA process takes beside its tensors; what is here."""
+
+import dataclasses
+from dataclasses import dataclass
+
+from ftkit.errors import UserError
+from ftkit.recipe.devices import AMPERE, Devices, free_bytes, visible_gpus
+from ftkit.recipe.recipe import Recipe
+from ftkit.utils.accelerators.kinds import HOST_KIND, device_kind
+from ftkit.utils.hardware import available_host_bytes, host_limit
+from ftkit.utils.units import parse_size
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """A kind of GPU, or the host memory that stands in its place on CPUs."""
+
+    name: str
+    memory_bytes: int
+    """What CUDA offers to programs: less than the product's name says."""
+    bf16: bool = True
+    """Whether it computes bfloat16 in hardware (compute capability 8.0 and later)."""
+    swap_bytes: int = 0
+    """Of host memory: what can be swapped out besides, which is far too slow to train in."""
+    host_bytes: int | None = None
+    """Host memory and swap for each rank beside its GPU; None: not known, as of a GPU elsewhere."""
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu(name="a100-40gb", memory_bytes=int(39.4 * _GIB)),
+        Gpu(name="a100-80gb", memory_bytes=int(79.1 * _GIB)),
+        Gpu(name="h100", memory_bytes=int(79.1 * _GIB)),
+        Gpu(name="h100-nvl", memory_bytes=int(93.0 * _GIB)),
+        Gpu(name="h200", memory_bytes=int(139.8 * _GIB)),
+        Gpu(name="gh200", memory_bytes=int(94.4 * _GIB)),
+        Gpu(name="b200", memory_bytes=int(178.3 * _GIB)),
+        Gpu(name="a10", memory_bytes=int(21.9 * _GIB)),
+        Gpu(name="a10g", memory_bytes=int(22.0 * _GIB)),
+        Gpu(name="l4", memory_bytes=int(22.0 * _GIB)),
+        Gpu(name="l40", memory_bytes=int(44.3 * _GIB)),
+        Gpu(name="l40s", memory_bytes=int(44.3 * _GIB)),
+        Gpu(name="a40", memory_bytes=int(44.3 * _GIB)),
+        Gpu(name="a6000", memory_bytes=int(47.4 * _GIB)),
+        Gpu(name="rtx3090", memory_bytes=int(23.5 * _GIB)),
+        Gpu(name="rtx4090", memory_bytes=int(23.6 * _GIB)),
+        Gpu(name="rtx5090", memory_bytes=int(31.3 * _GIB)),
+        Gpu(name="v100-16gb", memory_bytes=int(15.7 * _GIB), bf16=False),
+        Gpu(name="v100-32gb", memory_bytes=int(31.7 * _GIB), bf16=False),
+        Gpu(name="t4", memory_bytes=int(14.6 * _GIB), bf16=False),
+    )
+}
+"""Memory as torch gives it in its out-of-memory messages ("total capacity of 79.10 GiB"): the
+least that people have reported for a card, rounded down. It depends a little on the driver."""
+
+HOST = "host memory"
+"""In the place of a GPU: the memory of this machine, for ranks on CPUs."""
+
+# Not calibrated: estimates from public reports, until scripts/calibrate_memory has run on a GPU.
+CONTEXT_BYTES = int(0.5 * _GIB)
+"""CUDA context and loaded kernels of a process; about 0.3 to 0.6 GiB."""
+WORKSPACE_BYTES = 2 * 32 * 2**20
+"""cuBLAS' workspaces, which torch allocates with its tensors: one for the thread of forward passes
+and one for autograd's, each of 8 MiB, on Hopper of 32 MiB (CUBLAS_WORKSPACE_CONFIG in the
+documentation of cuBLAS)."""
+COMMUNICATION_BYTES = int(0.5 * _GIB)
+"""NCCL's buffers for several ranks; grows with the number of channels and peers."""
+FRAGMENTATION = 0.04
+"""Share that the caching allocator holds beyond the tensors, usually; less is to be expected with
+segments that can grow (`ftkit.launch.ranks.ALLOCATOR_SETTINGS`), which is not calibrated either."""
+FRAGMENTATION_RANGE = (0.0, 0.10)
+"""Lowest and highest such share: before it gives up, it returns what it does not use."""
+TENSOR_ERROR = 0.02
+"""Of the bytes in tensors: kernels of CUDA keep other things than those of CPUs."""
+
+
+def find_gpu(text: str) -> Gpu:
+    """The GPU of a name, of a size such as 24GiB, or of this machine (auto).
+
+    Raises:
+        UserError: it is none of these, or there is none here.
+    """
+    name = text.strip().lower()
+    if name in GPUS:
+        return GPUS[name]
+    if name == "auto":
+        return _gpu_here()
+    in_any_case = f"{name}ib" if name.endswith("g") else name
+    if size_bytes := parse_size(in_any_case.upper().replace("IB", "iB")):
+        return Gpu(name=text.strip(), memory_bytes=size_bytes)
+    raise UserError(
+        f"--gpu is {text!r}, but must be one of {', '.join(GPUS)}, a size such as 24GiB, or auto. "
+        "Try --gpu 24GiB."
+    )
+
+
+def _gpu_here() -> Gpu:
+    """The smallest of the GPUs that programs are shown on this machine, or MIG instances."""
+    try:
+        found = visible_gpus()
+    except UserError as error:
+        raise UserError(
+            f"--gpu is auto, but {error}\nName a GPU: --gpu a100-80gb, or give its memory: "
+            "--gpu 24GiB."
+        ) from None
+    smallest = min(found, key=lambda gpu: gpu.memory_bytes)
+    return Gpu(
+        name=smallest.name,
+        memory_bytes=smallest.memory_bytes,
+        bf16=smallest.capability >= AMPERE,
+    )
+
+
+def ranks_here(recipe: Recipe, devices: Devices) -> int:
+    """Ranks of a run on this machine."""
+    if isinstance(recipe.devices, int):
+        return recipe.devices
+    return 1 if devices.accelerator == HOST_KIND else devices.count
+
+
+def device_here(recipe: Recipe, devices: Devices) -> Gpu | None:
+    """What each rank of a run here has: the smallest GPU that is used, or its part of host memory.
+
+    Args:
+        recipe: what is asked.
+        devices: of this machine.
+
+    Returns:
+        None where the memory of the devices is not known.
+    """
+    ranks = ranks_here(recipe, devices)
+    host = host_limit(ranks)
+    if devices.accelerator == HOST_KIND:
+        return Gpu(name=HOST, memory_bytes=host.memory_bytes, swap_bytes=host.swap_bytes)
+    sizes = devices.memory_bytes[:ranks]
+    if not sizes:
+        return None
+    return Gpu(
+        name=devices.names[0],
+        memory_bytes=min(sizes),
+        bf16=devices.bf16_native,
+        host_bytes=host.memory_bytes + host.swap_bytes,
+    )
+
+
+def free_here(recipe: Recipe, devices: Devices) -> Gpu:
+    """What each rank of a run may take now of what it has."""
+    ranks = ranks_here(recipe, devices)
+    if devices.accelerator == HOST_KIND:
+        return Gpu(name=HOST, memory_bytes=available_host_bytes(ranks))
+    free = min(free_bytes(min(ranks, devices.count), devices.accelerator))
+    known = device_here(recipe, devices)
+    if known is None:
+        name = devices.names[0] if devices.names else device_kind(devices.accelerator).noun
+        return Gpu(name=name, memory_bytes=free, bf16=devices.bf16_native)
+    return dataclasses.replace(known, memory_bytes=free)

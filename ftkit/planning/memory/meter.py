@@ -1,0 +1,280 @@
+"""The memory meter: what the memory of a step consists of, in a few measured steps of a run."""
+
+import gc
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, Literal
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from ftkit.data.samples.sampler import ElasticOrder
+from ftkit.planning.memory.state_tensors import gradients, parameters
+from ftkit.planning.memory.tracker import LiveTensors, Stretch, highest
+from ftkit.strategies.distributed import rank
+from ftkit.strategies.simulated_step import Snapshot
+from ftkit.strategies.step_memory import Breakdown, MicroBatchSize, RankStepMemory, StepMoments
+from ftkit.strategies.strategy import Strategy
+from ftkit.utils.accelerators.kinds import device_kind
+from ftkit.utils.out_of_memory import is_out_of_memory
+
+STEPS_LOOKED_AT = 100
+"""The step with the largest micro-batch is looked for among this many."""
+SOON = 10
+"""If it is among this many, no other step is measured."""
+
+Moment = Literal["before_forward", "after_forward", "after_backward", "after_optimizer"]
+
+
+def steps_to_measure(order: ElasticOrder) -> set[int]:
+    """The step near the start of a session that needs most memory; unless it comes soon, another.
+
+    That is the second one: in the first one the optimizer has no state yet.
+    """
+    first, end = order.start_step, order.total_steps
+    second = first + 1 if end - first > 1 else first
+    near = range(second, min(first + STEPS_LOOKED_AT, end))
+    if not near:
+        return set()
+    largest = max(near, key=order.largest_micro_batch)
+    return {largest} if largest < first + SOON else {second, largest}
+
+
+class DevicePeak:
+    """The highest device memory since the start, though single steps are measured on their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._counts = device_kind(device.type).counts_memory
+        self._requested = self._allocated = self._reserved = 0
+
+    def restart(self) -> None:
+        """From here on, `within` counts; the highest before is kept."""
+        if self._counts:
+            self._requested = self.requested_bytes or 0
+            self._allocated, self._reserved = self.allocated_bytes or 0, self.reserved_bytes or 0
+            torch.accelerator.reset_peak_memory_stats()
+
+    def within(self) -> int | None:
+        """Highest allocated bytes since `restart`; None: they are not counted, as on CPUs."""
+        return torch.accelerator.max_memory_allocated() if self._counts else None
+
+    def now(self) -> int | None:
+        """Allocated bytes; None: they are not counted."""
+        return torch.accelerator.memory_allocated() if self._counts else None
+
+    @property
+    def requested_bytes(self) -> int | None:
+        """Highest memory that was asked for, before the allocator rounds it; None: not counted."""
+        if not self._counts:
+            return None
+        stats = torch.accelerator.memory_stats()
+        return max(self._requested, stats.get("requested_bytes.all.peak", 0))
+
+    @property
+    def allocated_bytes(self) -> int | None:
+        """Highest memory in tensors, as torch counts it; None: it does not."""
+        if not self._counts:
+            return None
+        return max(self._allocated, torch.accelerator.max_memory_allocated())
+
+    @property
+    def reserved_bytes(self) -> int | None:
+        """Highest memory that torch took from the driver; None: it is not counted."""
+        if not self._counts:
+            return None
+        return max(self._reserved, torch.accelerator.max_memory_reserved())
+
+
+class MemoryMeter:
+    """Follows every tensor of the chosen steps; in all others it does nothing.
+
+    The step tells it where it is; see `ftkit.training.step`.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        model: nn.Module,
+        steps: Collection[int],
+        device_peak: DevicePeak,
+        on_measured: Callable[[RankStepMemory], None],
+    ) -> None:
+        """Prepare.
+
+        Args:
+            strategy: knows where the tensors are; not yet set up.
+            model: what is trained.
+            steps: which to measure, as numbers of steps done before.
+            device_peak: what the allocator says of the device.
+            on_measured: called after a step that took more than those measured before.
+        """
+        self._strategy, self._model = strategy, model
+        self._steps = steps
+        self._kind = device_kind(strategy.device.type)
+        self._device_peak = device_peak
+        self._on_measured = on_measured
+        self._live = LiveTensors(
+            strategy.device, granularity_bytes=self._kind.allocator_block_bytes
+        )
+        self._step = 0
+        self._entered = False
+        self._has_looked_around = False
+        self._modules: list[nn.Module] = []
+        self._parameters: list[nn.Parameter] = []
+        self._allocated: list[int | None] = []
+        """What the allocator said at each mark."""
+        self._micro_batches: list[MicroBatchSize] = []
+        self._highest_bytes = 0
+
+    def follows(self, step: int) -> bool:
+        """Whether a step, as the number of steps done before, is measured."""
+        return step in self._steps
+
+    def begin_step(self, step: int) -> None:
+        """Its first batch is on the device."""
+        self._step = step
+        if self.follows(step):
+            self._begin()
+
+    def before_forward(self, batch: dict[str, Any]) -> None:
+        """A batch is on the device."""
+        if self._entered:
+            self._live.assign((v for v in batch.values() if isinstance(v, Tensor)), "activations")
+            self._mark("before_forward")
+            self._micro_batches.append(_size_of(batch))
+            self._live.begin_forward()
+
+    def before_backward(self) -> None:
+        """The loss is known."""
+        if self._entered:
+            self._live.end_forward(gathered=self._strategy.gathered(self._model))
+            self._mark("after_forward")
+
+    def after_backward(self) -> None:
+        """The gradients are known."""
+        if self._entered:
+            self._assign_changed()
+            self._mark("after_backward")
+        elif self.follows(self._step + 1):
+            # Buckets of gradients stay, but nothing shows them before the next backward pass.
+            self._live.assign(gradients(self._model.parameters()), "gradients")
+
+    def end_step(self) -> None:
+        """The parameters are updated."""
+        if self._entered:
+            self._assign_changed()
+            self._live.assign(parameters(self._strategy, self._modules), "parameters")
+            self._mark("after_optimizer")
+            self._end()
+        self._step += 1
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Tell what is known if memory has run out: of this step, else of one measured before.
+
+        If neither was measured, what a step keeps is known alone.
+        """
+        if is_out_of_memory(exception):
+            if not self._entered and not self._highest_bytes:
+                self._begin()
+            if self._entered:
+                self._assign_changed()
+                self._highest_bytes = 0
+                self._end()
+        elif self._entered:
+            self._leave()
+
+    def _assign_changed(self) -> None:
+        """Optimizer state and gradients, which a step may make anew."""
+        for tensor, category in self._strategy.optimizer_memory():
+            self._live.assign([tensor], category)
+        self._live.assign(gradients(self._parameters), "gradients")
+
+    def _begin(self) -> None:
+        self._modules = list(self._model.modules())
+        self._parameters = list(self._model.parameters())
+        self._assign_changed()
+        self._live.assign(parameters(self._strategy, self._modules), "parameters")
+        if not self._kind.counts_memory and not self._has_looked_around:
+            # No allocator tells what is taken.
+            kinds = set(_with_subclasses(Tensor))
+            self._live.assign_unknown(item for item in gc.get_objects() if type(item) in kinds)
+            self._has_looked_around = True  # what it found is followed from here on
+        self._allocated.clear()
+        self._micro_batches.clear()
+        self._device_peak.restart()
+        self._live.restart()
+        self._live.__enter__()
+        self._entered = True
+
+    def _mark(self, moment: Moment) -> None:
+        self._live.mark(moment)
+        self._allocated.append(self._device_peak.now())
+
+    def _end(self) -> None:
+        stretches = self._live.stretches()
+        self._leave()
+        peak = _with_allocated(highest(stretches).peak, self._device_peak.within())
+        if peak.total_bytes <= self._highest_bytes:
+            return
+        self._highest_bytes = peak.total_bytes
+        moments: dict[str, Snapshot] = {}
+        marked = zip(stretches[1:], self._allocated, strict=True)  # what is before has no mark
+        for stretch, allocated_bytes in marked:
+            known = moments.get(stretch.name)
+            if known is None or stretch.start.total_bytes > known.total_bytes:
+                moments[stretch.name] = _with_allocated(stretch.start, allocated_bytes)
+        micro_step = _fullest_micro_step(stretches)
+        self._on_measured(
+            RankStepMemory(
+                rank=rank(),
+                step=self._step + 1,
+                peak_bytes=peak.total_bytes,
+                peak_breakdown_bytes=Breakdown(**peak.bytes),
+                moments_bytes=StepMoments(
+                    **{name: Breakdown(**moment.bytes) for name, moment in moments.items()}
+                ),
+                micro_step=micro_step,
+                micro_batch=self._micro_batches[micro_step - 1] if micro_step else None,
+            )
+        )
+
+    def _leave(self) -> None:
+        self._live.__exit__(None, None, None)
+        self._live.restart()
+        self._entered = False
+
+
+def _size_of(batch: dict[str, Any]) -> MicroBatchSize:
+    lines, positions = batch["input_ids"].shape
+    targets, lengths = len(batch["labels"]), batch["sequence_lengths"]
+    if lengths is None:
+        return MicroBatchSize(sequences=lines, positions=positions, targets=targets)
+    return MicroBatchSize(
+        sequences=len(lengths), positions=max(lengths), targets=targets, tokens=positions
+    )
+
+
+def _fullest_micro_step(stretches: Iterable[Stretch]) -> int | None:
+    """The one whose forward or backward pass needs most, counted from 1; None: none has begun."""
+    found, micro_step, most_bytes = None, 0, 0
+    for stretch in stretches:
+        micro_step += stretch.name == "before_forward"
+        in_pass = stretch.name in ("before_forward", "after_forward")
+        if in_pass and stretch.peak.total_bytes > most_bytes:
+            found, most_bytes = micro_step, stretch.peak.total_bytes
+    return found
+
+
+def _with_subclasses(kind: type[Tensor]) -> Iterator[type[Tensor]]:
+    yield kind
+    below: list[type[Tensor]] = kind.__subclasses__()
+    for each in below:
+        yield from _with_subclasses(each)
+
+
+def _with_allocated(found: Snapshot, allocated_bytes: int | None) -> Snapshot:
+    """What the allocator knows beyond the tensors is unattributed."""
+    if allocated_bytes is None:
+        return found
+    beyond = found.bytes["unattributed"] + allocated_bytes - found.total_bytes
+    return Snapshot(found.bytes | {"unattributed": beyond})

@@ -1,0 +1,442 @@
+"""The simulated optimizer step of a plan on fake tensors: which bytes are alive when.
+
+The model, its layers, its loss, its sharding and its optimizer are those of a run; only their
+numbers are missing. What a rank holds is counted by the code that counts it in a run
+(`ftkit.planning.memory.tracker`).
+
+A model of many layers is not run whole. The step is cut into stretches (the forward pass of the
+first block, of the last one, the loss, ...), and the bytes of each stretch grow by the same amount
+with every layer: two small models of different depth tell those of any depth. Where every Nth block
+is checkpointed, they grow so with every N layers.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.autograd.graph import saved_tensors_hooks
+
+from ftkit.models import language_model
+from ftkit.models.bodies.attention import attention_kernel
+from ftkit.models.bodies.experts import packed_in
+from ftkit.models.flops import parameter_count
+from ftkit.models.language_model import LanguageModel, outline, trainable, trained_router_loss
+from ftkit.models.loss import step_share
+from ftkit.models.pretrained.base_model import BaseModel
+from ftkit.planning.memory.tracker import LiveTensors
+from ftkit.recipe.checks import has_liger
+from ftkit.recipe.plan import Plan
+from ftkit.recipe.recipe import LoraRecipe
+from ftkit.strategies.optim.clipping import clip_gradients
+from ftkit.strategies.optim.in_backward import OptimizerInBackward
+from ftkit.strategies.optim.muon import hidden_matrices
+from ftkit.strategies.precision import compute_dtype, parameter_dtype
+from ftkit.strategies.select import make_strategy
+from ftkit.strategies.simulated_step import Peaks, Simulation, Sizes, Snapshot
+from ftkit.strategies.step_memory import MicroBatchSize
+from ftkit.strategies.strategy import Strategy, tensors_in
+from ftkit.strategies.zero_memory import PERSISTENT_ELEMENTS
+from ftkit.utils.accelerators.kinds import HOST_KIND
+
+CPU = torch.device("cpu")
+LEAST_DEPTH = 3
+"""Layers of the smaller model: enough that both ends have blocks of their own."""
+
+
+def largest_micro_batch(
+    sequences: int, tokens: int, *, padding_free: bool = False, most_tokens: int | None = None
+) -> MicroBatchSize:
+    """What no micro-batch exceeds: samples of so many tokens, all of which carry loss.
+
+    Args:
+        sequences: at most.
+        tokens: of the longest sample.
+        padding_free: whether they lie in a row.
+        most_tokens: of a row, but for a longer sample; None: as many as the samples have.
+    """
+    positions = tokens - 1  # the last token is only a label
+    in_all = sequences * positions
+    if most_tokens is not None:
+        in_all = min(in_all, max(most_tokens, positions))
+        sequences = -(-in_all // positions)
+    return MicroBatchSize(
+        sequences=sequences,
+        positions=positions,
+        targets=in_all,
+        tokens=in_all if padding_free else None,
+    )
+
+
+def simulate(
+    base: BaseModel, plan: Plan, batch: MicroBatchSize, *, accumulates: bool
+) -> Simulation:
+    """The highest moment of each stretch of an optimizer step after the first.
+
+    A strategy whose own code cannot run on fake tensors is simulated with the whole model and
+    without an update; the rest is arithmetic on top of this (`Strategy.on_device`).
+
+    Args:
+        base: whose architecture is trained; its weights are not read.
+        plan: how.
+        batch: what a micro-step of it computes on.
+        accumulates: whether the micro-step adds to gradients of others before it.
+    """
+    depth = base.architecture.layers
+    period = int(plan.recipe.memory.activation_checkpointing) or 1
+    smaller = _smaller_depth(depth, period)
+    if depth <= smaller + period + 1 or _layers_differ(base, plan):
+        return _run(base, plan, batch, depth, accumulates)
+    depths = (smaller, smaller + period)
+    less, more = (_run(base, plan, batch, layers, accumulates) for layers in depths)
+    steps = (depth - smaller) // period
+
+    def extended(first: Mapping[Any, int], second: Mapping[Any, int]) -> dict[Any, int]:
+        return {key: round(first[key] + (second[key] - first[key]) * steps) for key in first}
+
+    return Simulation(
+        {
+            name: Snapshot(extended(less.peaks[name].bytes, more.peaks[name].bytes))
+            for name in less.peaks
+            if name in more.peaks
+        },
+        Sizes(**extended(dataclasses.asdict(less.sizes), dataclasses.asdict(more.sizes))),
+        less.hosted_bytes + (more.hosted_bytes - less.hosted_bytes) * steps,
+    )
+
+
+def _smaller_depth(depth: int, period: int) -> int:
+    """Layers of the smaller model: both halves hold a period, and the ends are as in the whole."""
+    least = max(LEAST_DEPTH, 2 * period)
+    return least + (depth - least) % period
+
+
+def _layers_differ(base: BaseModel, plan: Plan) -> bool:
+    """Whether layers are of different kinds, or may be adapted one by one by their numbers."""
+    recipe = plan.recipe
+    if not base.architecture.has_equal_layers:
+        return True
+    if not isinstance(recipe, LoraRecipe):
+        return False
+    targets = recipe.lora_targets or []
+    names = [targets] if isinstance(targets, str) else targets
+    return any("." in name for name in (*names, *(recipe.lora_modules_to_save or [])))
+
+
+def _run(
+    base: BaseModel, plan: Plan, batch: MicroBatchSize, layers: int, accumulates: bool
+) -> Simulation:
+    kernels = plan.recipe.kernels if has_liger() else "torch"
+    recipe = dataclasses.replace(plan.recipe, compile=False, kernels=kernels)
+    model = outline(with_layers(base, layers), recipe, parameter_dtype(plan), compute_dtype(plan))
+    model.kernel = attention_kernel(base.architecture.attention, plan)
+    model.routing = model.body.watch_routing(trained_router_loss(base.architecture, recipe))
+    sizes = _sizes(model, plan.shards)
+    strategy = make_strategy(plan)
+    with (
+        strategy.simulated() as sharding,
+        FakeTensorMode(allow_non_fake_inputs=True),
+        _in_host_memory(plan) as host,
+        _without_launches(kernels),
+    ):
+        sharding.allocate(model, CPU)
+        context = base.architecture.context_length
+        asked = recipe.train.max_seq_length or context
+        answers = recipe.eval.max_new_tokens or 0
+        model.body.place_rotary_tables(CPU, min(context, asked + answers))
+        _pack(model)
+        peaks = _Step(model, strategy, batch, accumulates).peaks()
+        return Simulation(peaks, sizes, host.most_bytes)
+
+
+def _sizes(model: LanguageModel, shards: int) -> Sizes:
+    parameters, trained = list(model.parameters()), trainable(model)
+
+    def pinned_bytes(parameter: nn.Parameter) -> int:
+        rows = -(-parameter.shape[0] // shards)
+        return _page_locked_bytes(rows * parameter.shape[1:].numel() * parameter.itemsize)
+
+    return Sizes(
+        parameters=parameter_count(model),
+        parameter_bytes=sum(p.numel() * p.itemsize for p in parameters),
+        trained=sum(p.numel() for p in trained),
+        trained_bytes=sum(p.numel() * p.itemsize for p in trained),
+        hidden=sum(p.numel() for p in hidden_matrices(model)),
+        elements=sum(p.numel() for p in parameters),
+        small_elements=sum(p.numel() for p in parameters if p.numel() < PERSISTENT_ELEMENTS),
+        pinned_bytes=sum(map(pinned_bytes, parameters)),
+        pinned_trained_bytes=sum(map(pinned_bytes, trained)),
+    )
+
+
+def _page_locked_bytes(size_bytes: int) -> int:
+    """Each block is a power of two (CachingHostAllocator.h)."""
+    return 1 << (size_bytes - 1).bit_length()
+
+
+def with_layers(base: BaseModel, layers: int) -> BaseModel:
+    """The same architecture with another number of layers."""
+    return dataclasses.replace(base, architecture=base.architecture.with_layers(layers))
+
+
+class _HostMemory:
+    """In the place of host memory: what is saved there leaves the device, and is counted."""
+
+    def __init__(self) -> None:
+        self._bytes = self.most_bytes = 0
+
+    def __call__(self, hidden: Tensor) -> saved_tensors_hooks:
+        return saved_tensors_hooks(self._save, self._bring_back)
+
+    def _save(self, tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+        self._bytes += _page_locked_bytes(tensor.nbytes)
+        self.most_bytes = max(self.most_bytes, self._bytes)
+        return tensor.shape, tensor.dtype
+
+    def _bring_back(self, saved: tuple[torch.Size, torch.dtype]) -> Tensor:
+        tensor = torch.empty(saved[0], dtype=saved[1])
+        self._bytes -= _page_locked_bytes(tensor.nbytes)
+        return tensor
+
+
+@contextmanager
+def _in_host_memory(plan: Plan) -> Iterator[_HostMemory]:
+    """Count what is kept beside a GPU; on CPUs all of it is host memory."""
+    usual = language_model.in_host_memory
+    host = _HostMemory()
+    if plan.accelerator != HOST_KIND:
+        language_model.in_host_memory = host
+    try:
+        yield host
+    finally:
+        language_model.in_host_memory = usual
+
+
+@contextmanager
+def _without_launches(kernels: str) -> Iterator[None]:
+    """Liger's functions take their memory as always, and what fills it does nothing."""
+    if kernels != "liger":
+        yield
+        return
+    from triton.runtime.jit import JITFunction
+
+    function: Any = JITFunction
+    usual, function.run = function.run, _nothing
+    try:
+        yield
+    finally:
+        function.run = usual
+
+
+def _pack(model: LanguageModel) -> None:
+    """Give quantised layers their scales."""
+    if model.quantized is None:
+        return
+    from bitsandbytes.functional import create_dynamic_map, name2qmap
+
+    from ftkit.models.quantization import EightBit, FourBit
+
+    with unset_fake_temporarily():  # a table that bitsandbytes computes once in a process
+        name2qmap.setdefault("dynamic", create_dynamic_map())
+    for module in model.modules():
+        if isinstance(module, FourBit | EightBit):
+            weight = torch.empty(module.out_features, module.in_features)
+            if isinstance(module, FourBit):  # an operation takes the same time whatever its size
+                module.pack(weight, at_once=weight.numel())
+            else:
+                module.pack(weight)
+        for matrices in packed_in(module).values():
+            matrices.allocate(CPU)
+
+
+class _Step:
+    """An optimizer step of a model on this rank, in the order of ftkit's training."""
+
+    def __init__(
+        self, model: LanguageModel, strategy: Strategy, batch: MicroBatchSize, accumulates: bool
+    ) -> None:
+        self._model, self._strategy, self._batch = model, strategy, batch
+        self._plan = plan = strategy.plan
+        self._accumulates = accumulates
+        self._mixed = plan.precision.endswith("-mixed") and strategy.mixes_by_autocast
+        self._mixed_dtype = torch.float16 if plan.precision == "16-mixed" else torch.bfloat16
+        self._live = LiveTensors(CPU, granularity_bytes=plan.kind.allocator_block_bytes)
+        self._trained = trainable(model)
+        self._buckets: dict[Tensor, Tensor] = {}
+        """Of DDP: where the gradient of a parameter lies after the last micro-step."""
+        self._backward = False
+        self._updates_in_backward = plan.recipe.train.optimizer_in_backward
+
+    def peaks(self) -> Peaks:
+        """The highest moment of each stretch of the second step."""
+        live, strategy = self._live, self._strategy
+        optimizer = self._make_optimizer() if strategy.updates_parameters else None
+        self._watch_blocks()
+        live.assign(self._model.parameters(), "parameters")
+        live.assign(self._model.buffers(), "parameters")
+        live.assign(scales(self._model), "parameters")
+        with live:
+            if strategy.keeps_gradient_buckets:
+                self._make_buckets()
+            if self._updates_in_backward:
+                assert optimizer is not None
+                in_backward = OptimizerInBackward(optimizer)  # noqa: F841  # works while it lives
+            else:
+                for parameter in self._trained:
+                    parameter.register_post_accumulate_grad_hook(self._on_gradient)
+            self._first_step(optimizer)
+            if self._accumulates and optimizer is not None:
+                self._accumulate()
+            live.restart()
+            self._step(optimizer)
+            found: Peaks = {}
+            for stretch in live.stretches():
+                known = found.get(stretch.name)
+                if known is None or stretch.peak.total_bytes > known.total_bytes:
+                    found[stretch.name] = stretch.peak
+        return found
+
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        with unset_fake_temporarily():  # bitsandbytes computes tables
+            optimizer = self._strategy.make_optimizer(self._model)
+        if hasattr(optimizer, "update_step"):  # of bitsandbytes, which takes a second to import
+            optimizer.update_step = _nothing
+        return optimizer
+
+    def _first_step(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """After it there are optimizer states, and under FSDP what its first pass prepares."""
+        if optimizer is None:
+            return
+        if self._strategy.simulates_first_step():
+            self._step(optimizer)
+            return
+        self._make_gradients()
+        self._update(optimizer)
+
+    def _make_gradients(self) -> None:
+        for parameter in self._trained:
+            parameter.grad = torch.zeros_like(parameter)
+        self._live.assign((p.grad for p in self._trained), "gradients")
+
+    def _accumulate(self) -> None:
+        """Gradients of micro-steps before the last one."""
+        if self._strategy.keeps_whole_gradients(self._model, is_last=False):
+            self._step(None)
+            self._live.assign(self._strategy.whole_gradients(self._model), "gradients")
+            self._strategy.keeps_whole_gradients(self._model, is_last=True)
+        else:
+            self._make_gradients()
+
+    def _step(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """A micro-step; where there is an optimizer, the last one, and the update."""
+        live, batch = self._live, self._batch
+        self._mark("before the blocks")
+        shape = (batch.sequences, batch.positions) if batch.tokens is None else (1, batch.tokens)
+        ids = torch.zeros(shape, dtype=torch.long)
+        label_indices = torch.zeros(batch.targets, dtype=torch.long)
+        labels = torch.zeros(batch.targets, dtype=torch.long)
+        is_real = torch.ones(shape, dtype=torch.bool)
+        live.begin_forward()
+        live.assign([ids, label_indices, labels, is_real], "activations")
+        routing = self._model.routing
+        with routing.of(is_real):
+            with torch.autocast("cpu", self._mixed_dtype) if self._mixed else nullcontext():
+                total = self._model(ids, label_indices, labels, sequence_lengths=batch.lengths)
+            loss = step_share(total, batch.targets)
+            routed, of_routers = routing.take(), routing.loss
+            if routed is not None and of_routers is not None:
+                added = of_routers.share(routed.probabilities, routed.choices)
+                loss = loss + of_routers.coefficient * added
+                del added
+            loss = loss * self._plan.world_size
+            del total, routed
+            live.end_forward(self._strategy.gathered(self._model))
+            self._mark("loss, backward")
+            self._backward = True
+            loss.backward()
+            self._backward = False
+        del loss, ids, label_indices, labels, is_real
+        if optimizer is not None:
+            self._mark("optimizer")
+            self._update(optimizer)
+
+    def _update(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._updates_in_backward:
+            clip_gradients(self._trained, self._plan.recipe.train.max_norm)
+        optimizer.step()
+        self._live.assign(_states(optimizer), "optimizer_state")
+        optimizer.zero_grad(set_to_none=True)
+        self._strategy.average(self._trained)
+        self._live.assign(tensors_in(self._strategy.averages), "optimizer_state")
+
+    def _mark(self, name: str) -> None:
+        self._live.assign((p.grad for p in self._trained), "gradients")
+        self._live.mark(name)
+
+    def _watch_blocks(self) -> None:
+        """Begin a stretch where a block begins its forward or its backward pass."""
+        blocks = self._model.body.blocks
+        count = len(blocks)
+        for index, block in enumerate(blocks):
+            name = str(index) if index < count // 2 else str(index - count)
+
+            def forward(_: Any, __: Any, name: str = name) -> None:
+                if not self._backward:  # not when it is computed again
+                    self._mark(f"block {name}, forward")
+
+            def made(_: Any, __: Any, output: Any, name: str = name) -> None:
+                hidden = output[0] if isinstance(output, tuple) else output
+                if not self._backward and hidden.requires_grad:
+                    hidden.register_hook(self._backward_of(name))
+
+            block.register_forward_pre_hook(forward)
+            block.register_forward_hook(made)
+        self._model.head.register_forward_pre_hook(
+            lambda *_: None if self._backward else self._mark("loss, forward")
+        )
+
+    def _backward_of(self, name: str) -> Callable[[Tensor], None]:
+        return lambda _: self._mark(f"block {name}, backward")
+
+    def _make_buckets(self) -> None:
+        """DDP's memory for all gradients, which it keeps from the first step on."""
+        for dtype in {p.dtype for p in self._trained}:
+            parameters = [p for p in self._trained if p.dtype == dtype]
+            bucket = torch.empty(sum(p.numel() for p in parameters), dtype=dtype)
+            self._live.assign([bucket], "gradients")
+            parts = bucket.split([p.numel() for p in parameters])
+            self._buckets |= {p: part.view_as(p) for p, part in zip(parameters, parts, strict=True)}
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        if not self._strategy.updates_parameters:  # at once in a bucket that is there for good
+            parameter.grad = None
+        elif self._buckets:
+            parameter.grad = self._buckets[parameter]
+        self._live.assign([parameter.grad], "gradients")
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """In place of messages, and of bitsandbytes' kernels, which take no memory of their own."""
+
+
+def _states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def scales(model: nn.Module) -> Iterator[Tensor]:
+    """What quantised layers hold beside their parameters."""
+    for module in model.modules():
+        state = getattr(module, "quant_state", None)
+        while state is not None:
+            yield from (t for t in (state.absmax, state.code, state.offset) if t is not None)
+            state = state.state2
+        scale = getattr(getattr(module, "state", None), "SCB", None)
+        if isinstance(scale, Tensor):
+            yield scale
+        for matrices in packed_in(module).values():
+            yield from tensors_in(vars(matrices))

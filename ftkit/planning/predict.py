@@ -1,0 +1,400 @@
+"""Predictions of a plan: memory, disk and steps, before weights are loaded or downloaded."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ftkit.data.sources import check_data
+from ftkit.errors import UserError
+from ftkit.models.architectures.architecture import ModelLayout
+from ftkit.models.lora.save import check_adapter
+from ftkit.models.pretrained.base_model import BaseModel, checked_length
+from ftkit.models.pretrained.blueprint import read_blueprint
+from ftkit.models.pretrained.gguf.convert import Conversion, planned_conversion
+from ftkit.models.pretrained.hub import ROOT, fetch_settings, find_gguf
+from ftkit.models.pretrained.save import layout_of
+from ftkit.models.trial import require_trainable
+from ftkit.planning.memory.gpus import HOST, Gpu, device_here, free_here, ranks_here
+from ftkit.planning.memory.predict import PredictedMemory, heaviest_micro_batch, predict
+from ftkit.planning.memory.simulate import largest_micro_batch
+from ftkit.planning.sequence_length import SequenceLength, sequence_length
+from ftkit.recipe.devices import Devices, find_devices, has_deepspeed
+from ftkit.recipe.parsing import Override, read_recipe
+from ftkit.recipe.peft_adapter import with_adapter
+from ftkit.recipe.plan import Plan, make_plan
+from ftkit.recipe.recipe import FINETUNE, LoraRecipe, Method, MicroBatchKey, Recipe
+from ftkit.strategies.optim.optimizers import base_learning_rate
+from ftkit.strategies.optim.schedule import make_schedule
+from ftkit.strategies.precision import parameter_dtype
+from ftkit.strategies.step_memory import MicroBatchSize
+from ftkit.utils.accelerators.kinds import HOST_KIND, USUAL_KIND
+
+ResultLayout = ModelLayout | Literal["peft"]
+MethodSource = Literal["command", "recipe", "default"]
+"""What says how the model is adapted: the command, the keys of a recipe (any LoRA key or quantize
+means LoRA), or nothing, which means LoRA, as `ftkit finetune` does."""
+TOKENS_APART = 128
+"""Numbers of tokens that are tried for a micro-batch are multiples of this."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatchBound:
+    """What of a micro-batch may be less, so that it needs less memory."""
+
+    key: MicroBatchKey
+    """Of the recipe, below train."""
+    full: int
+    """What it is."""
+    least: int
+    """What a micro-batch of one sequence has."""
+
+    def between(self) -> Iterator[int]:
+        """What lies between these, falling: halves of a number of sequences, and more of tokens."""
+        if self.key == "micro_batch_tokens":
+            yield from range(
+                (self.full - 1) // TOKENS_APART * TOKENS_APART, self.least, -TOKENS_APART
+            )
+            return
+        size = self.full // 2
+        while size > self.least:
+            yield size
+            size //= 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A recipe resolved on devices, with what it will need."""
+
+    name: str
+    """Which one it is, among several."""
+    plan: Plan
+    base_model: str
+    known_as: str | None
+    """ORG/NAME by which LitGPT has told its sizes, for want of its config.json; None: not so."""
+    max_seq_length: int
+    """What longer samples are cut to."""
+    length: SequenceLength
+    """Of the longest sample: what the memory is predicted for."""
+    memory: PredictedMemory
+    """Of a rank."""
+    least_bytes: int
+    """The device memory that it needs at least, whatever is not known of the data."""
+    gpu: Gpu | None
+    """What each rank has: a GPU, or the host memory of CPUs; None: its memory is not known."""
+    method_source: MethodSource
+    """What says whether it is LoRA."""
+    conversion: Conversion | None
+    """What has to be done before with the base model; None: nothing."""
+    kept_bytes: int
+    """Of what the base model has beside its language model, which is not loaded."""
+    disk_bytes: int
+    """For checkpoints and result at most; those that keep_every adds are not counted."""
+    result_layout: ResultLayout | None
+    """Whose layout the result will have; None: nothing is saved."""
+    tokens_per_step: int
+    """At most: samples as long as the longest."""
+    samples: int | None
+    """Training samples of an epoch at most; None: not known until the data is local."""
+    steps: int | None
+    """Optimizer steps at most; None: not known until the data is local."""
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether what each rank has is enough; None: too close to say, or not known."""
+        return None if self.gpu is None else self.memory.fits(self.gpu, self.least_bytes)
+
+    @property
+    def micro_steps(self) -> int:
+        """Forward and backward passes of each rank in a step; with a number of tokens, at most."""
+        return self.plan.most_micro_steps(self.length.tokens - 1)
+
+    @property
+    def micro_batch(self) -> MicroBatchBound:
+        """What of its micro-batches may be less."""
+        sequences, tokens = self.plan.micro_batch_size, self.plan.micro_batch_tokens
+        if tokens is None:
+            return MicroBatchBound(key="micro_batch_size", full=sequences, least=1)
+        longest = self.length.tokens - 1
+        full = min(tokens, sequences * longest)
+        return MicroBatchBound(key="micro_batch_tokens", full=full, least=longest)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as plain values, for JSON."""
+        plan, train = self.plan, self.plan.recipe.train
+        memory = dataclasses.asdict(self.memory)
+        return {
+            "name": self.name,
+            "fits": self.fits,
+            "gpu": self.gpu and self.gpu.name,
+            "gpu_memory_bytes": self.gpu and self.gpu.memory_bytes,
+            "base_model": self.base_model,
+            "known_as": self.known_as,
+            "method": plan.recipe.method,
+            "accelerator": plan.accelerator,
+            "devices": plan.devices,
+            "num_nodes": plan.num_nodes,
+            "world_size": plan.world_size,
+            "strategy": plan.strategy,
+            "precision": plan.precision,
+            "optimizer": plan.recipe.optimizer["class_path"],
+            "quantize": getattr(plan.recipe, "quantize", None),
+            "activation_checkpointing": plan.recipe.memory.activation_checkpointing,
+            "global_batch_size": train.global_batch_size,
+            "micro_batch_size": plan.micro_batch_size,
+            "micro_batch_tokens": plan.micro_batch_tokens,
+            "micro_steps_per_step": self.micro_steps,
+            "max_seq_length": self.max_seq_length,
+            "longest_sample_tokens": self.length.tokens,
+            "length_source": self.length.source,
+            **memory,
+            "least_bytes": self.least_bytes,
+            "conversion": self.conversion
+            and dataclasses.asdict(self.conversion) | {"place": str(self.conversion.place)},
+            "kept_bytes": self.kept_bytes,
+            "disk_bytes": self.disk_bytes,
+            "result_layout": self.result_layout,
+            "tokens_per_step": self.tokens_per_step,
+            "samples_per_epoch": self.samples,
+            "steps": self.steps,
+        }
+
+
+def plan_files(
+    files: Sequence[str | Path] = (),
+    overrides: Sequence[Override] = (),
+    *,
+    command: str | None = None,
+    gpu: Gpu | None = None,
+    name: str = "",
+) -> Planned:
+    """Predict what a run will need.
+
+    Args:
+        files: recipes, later ones win.
+        overrides: dotted key and YAML text, as on the command line.
+        command: finetune, finetune_lora or finetune_full; None: see `MethodSource`.
+        gpu: what it is to run on; None: this machine, as the run itself would.
+        name: of the result, among several.
+
+    Raises:
+        UserError: as a run would.
+    """
+    source: MethodSource = "command" if command else "recipe" if files else "default"
+    method: Method | None = None if source == "recipe" else FINETUNE[command or "finetune"]
+    recipe = with_adapter(read_recipe(files, overrides, method=method))
+    name = name or (Path(files[-1]).stem if files else "")
+    place = _place(recipe, gpu)
+    key = recipe.train.filled
+    if key is None:
+        return _plan_at(place, recipe, source, name)
+    if gpu is None:
+        place = dataclasses.replace(place, gpu=free_here(recipe, place.devices))
+
+    def with_bound(bound: int) -> Planned:
+        filled = dataclasses.replace(recipe, train=recipe.train.filled_with(bound))
+        return _plan_at(place, filled, source, name)
+
+    least = 1 if key == "micro_batch_size" else with_bound(1).micro_batch.least
+    nodes = 1 if recipe.num_nodes == "auto" else recipe.num_nodes
+    ranks = nodes * ranks_here(recipe, place.devices)
+    whole = with_bound(math.ceil(recipe.train.global_batch_size / ranks) * least)
+    return whole if whole.fits else largest_that_fits(whole, with_bound) or with_bound(least)
+
+
+def largest_that_fits(whole: Planned, attempt: Callable[[int], Planned]) -> Planned | None:
+    """The plan with the largest smaller micro-batch that fits.
+
+    If none is sure to fit, the plan with one sequence, which may; None: that does not fit.
+
+    Args:
+        whole: with the full micro-batch, which does not fit for sure.
+        attempt: plans with another bound of it.
+    """
+    assert whole.gpu is not None
+    bound, there = whole.micro_batch, whole.gpu.memory_bytes
+    if bound.full <= bound.least or whole.memory.without_batch_bytes > there:
+        return None
+    one = attempt(bound.least)
+    if not one.fits:
+        return None if one.fits is False else one
+    more_bytes = whole.memory.high_bytes - one.memory.high_bytes
+    each_bytes = more_bytes / (bound.full - bound.least)
+    for smaller in bound.between():
+        if one.memory.high_bytes + (smaller - bound.least) * each_bytes <= there:
+            found = attempt(smaller)
+            if found.fits:
+                return found
+    return one
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Where a plan is to run."""
+
+    devices: Devices
+    gpu: Gpu | None
+    is_here: bool
+
+
+def _place(recipe: Recipe, gpu: Gpu | None) -> _Place:
+    """This machine, unless a GPU is named, of which there are as many as the recipe needs.
+
+    Raises:
+        UserError: the recipe cannot run there.
+    """
+    if gpu is not None:
+        return _Place(devices=_devices_of(recipe, gpu), gpu=gpu, is_here=False)
+    try:
+        devices = find_devices(recipe)
+    except UserError as error:
+        raise _with_advice(error, recipe) from None
+    return _Place(devices=devices, gpu=device_here(recipe, devices), is_here=True)
+
+
+def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> Planned:
+    """The plan of a recipe at a place.
+
+    Raises:
+        UserError: as a run would.
+    """
+    check_data(recipe.data, recipe.eval.sets)
+    gpu = place.gpu
+    made = _make_plan(recipe, place)
+    unreached = fetch_settings(recipe.checkpoint_dir, token=recipe.access_token)
+    base = read_blueprint(recipe.checkpoint_dir, recipe.implementation, unreached=unreached)
+    require_trainable(base)
+    layout = _result_layout(base, recipe)
+    max_seq_length = checked_length(base, recipe.train.max_seq_length)
+    length = sequence_length(recipe.data, base, recipe.train.max_seq_length, recipe.eval.sets)
+    samples = length.train_samples
+    steps = _steps(recipe, samples)
+    largest = heaviest_micro_batch(base, made, length.tokens)
+    memory = predict(base, made, largest)
+    least_bytes = memory.low_bytes
+    in_row = largest.tokens is not None
+    certain = certain_micro_batch(made, length, steps, padding_free=in_row)
+    if gpu is not None and certain != largest and least_bytes > gpu.memory_bytes:
+        least_bytes = predict(base, made, certain, accumulates=False).low_bytes
+    return Planned(
+        name=name,
+        plan=made,
+        base_model=base.name,
+        known_as=base.known_as,
+        max_seq_length=max_seq_length,
+        length=length,
+        memory=memory,
+        least_bytes=least_bytes,
+        gpu=gpu,
+        method_source=source,
+        conversion=_conversion(recipe),
+        kept_bytes=base.rest_bytes,
+        disk_bytes=_disk_bytes(made, memory, steps, base.rest_bytes) if layout else 0,
+        result_layout=layout,
+        tokens_per_step=recipe.train.global_batch_size * (length.tokens - 1),
+        samples=samples,
+        steps=steps,
+    )
+
+
+def _make_plan(recipe: Recipe, place: _Place) -> Plan:
+    try:
+        return make_plan(recipe, place.devices)
+    except UserError as error:
+        raise (_with_advice(error, recipe) if place.is_here else error) from None
+
+
+def _with_advice(error: UserError, recipe: Recipe) -> UserError:
+    """Why a recipe cannot run here, with what to do if it could on other machines."""
+    if not _runs_on_gpus(recipe):
+        return error
+    return UserError(
+        f"{error}\nftkit plan plans for this machine. Try --gpu a100-80gb, which plans for GPUs "
+        "elsewhere."
+    )
+
+
+def _runs_on_gpus(recipe: Recipe) -> bool:
+    """Whether a recipe that cannot run here could on other machines."""
+    try:
+        make_plan(recipe, _devices_of(recipe, Gpu(name="GPU", memory_bytes=0)))
+    except UserError:
+        return False
+    return True
+
+
+def _conversion(recipe: Recipe) -> Conversion | None:
+    """Of a base model in a GGUF file."""
+    file = find_gguf(recipe.checkpoint_dir)
+    return None if file is None else planned_conversion(file, ROOT)
+
+
+def _result_layout(base: BaseModel, recipe: Recipe) -> ResultLayout | None:
+    """How the result will be written; refuses, as a run would, what could not be."""
+    if base.random or not recipe.checkpoint.save:
+        return None
+    if not isinstance(recipe, LoraRecipe):
+        return layout_of(base)
+    check_adapter(base, recipe)
+    return "peft"
+
+
+def _devices_of(recipe: Recipe, gpu: Gpu) -> Devices:
+    """As many as the recipe asks for, wherever it will run."""
+    count = recipe.devices if isinstance(recipe.devices, int) else 1
+    if recipe.accelerator == HOST_KIND and gpu.name == HOST:
+        return Devices(accelerator=HOST_KIND, count=count)
+    if recipe.accelerator == HOST_KIND:
+        raise UserError(f"accelerator is cpu, but --gpu is {gpu.name}. Leave one of them out.")
+    return Devices(
+        accelerator=USUAL_KIND if recipe.accelerator == "auto" else recipe.accelerator,
+        count=max(count, 1),
+        names=(gpu.name,),
+        bf16_native=gpu.bf16,
+        deepspeed=has_deepspeed(),
+    )
+
+
+def certain_micro_batch(
+    made: Plan, length: SequenceLength, steps: int | None, *, padding_free: bool = False
+) -> MicroBatchSize:
+    """A micro-batch that the run will compute on for certain, the largest that is known.
+
+    Its largest is of whole micro-batches only where the global batch is cut into equal ones, and
+    where the step that takes the longest sample is not the last of the run, which may be shorter.
+    """
+    recipe, known, samples = made.recipe, length.trained, length.train_samples
+    batch = recipe.train.global_batch_size
+    taken = 0 if steps is None or recipe.train.max_time or recipe.resume is not False else steps
+    if known is None or not known.at_least or samples is None or taken * batch < samples:
+        return largest_micro_batch(1, 2, padding_free=padding_free)
+    places = made.micro_batch_size * made.world_size
+    is_even = made.micro_steps is not None and places * made.micro_steps == batch
+    rows = made.micro_batch_size if is_even and (taken - 1) * batch >= samples else 1
+    targets = known.label_tokens + rows - 1
+    positions = known.at_least - 1
+    return MicroBatchSize(
+        sequences=rows,
+        positions=positions,
+        targets=targets,
+        tokens=positions + rows - 1 if padding_free else None,
+    )
+
+
+def _steps(recipe: Recipe, samples: int | None) -> int | None:
+    if samples is None:
+        return recipe.train.max_steps
+    schedule, _ = make_schedule(recipe, samples, base_learning_rate(recipe))
+    return schedule.total_steps
+
+
+def _disk_bytes(made: Plan, memory: PredictedMemory, steps: int | None, rest_bytes: int) -> int:
+    kept = made.recipe.checkpoint
+    if not kept.save:
+        return 0
+    result = memory.trained_parameters * parameter_dtype(made).itemsize
+    if not isinstance(made.recipe, LoraRecipe):
+        result += rest_bytes
+    return kept.most_at_once(steps) * memory.checkpoint_bytes + result

@@ -1,0 +1,199 @@
+"""Sequence lengths of a run, as far as they are known before it starts."""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from ftkit.data.parts import SPLITS, Split, find_part
+from ftkit.data.prepare import Prepared
+from ftkit.data.records.record import Record
+from ftkit.data.renderers import make_renderer
+from ftkit.data.sources import data_source, validation_sets
+from ftkit.data.spec import DataSource, Part
+from ftkit.errors import UserError
+from ftkit.models.chat_templates.named import OF_TOKENIZER
+from ftkit.models.pretrained.base_model import BaseModel
+from ftkit.models.pretrained.hub import has_tokenizer
+from ftkit.models.pretrained.tokenizer import Tokenizer
+from ftkit.planning.longest_sample import Longest, longest_in_all, longest_of, longest_sample
+from ftkit.recipe.recipe import Component
+
+ASSUMED_TOKENS = 2048
+"""Of sequences of which nothing is known; the records of most instruction data sets are shorter."""
+
+LengthSource = Literal[
+    "data", "largest_samples", "bytes", "max_seq_length", "model_context", "assumed"
+]
+"""data: the longest sample was found. largest_samples: it is estimated by those that were
+tokenised. bytes: it has no more tokens than bytes. The others: the data are not known, and what
+limits them is the recipe, or the model, or nothing but an assumption."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceLength:
+    """Tokens of a run's longest sequence."""
+
+    tokens: int
+    """At most, or as assumed; cut to train.max_seq_length."""
+    source: LengthSource
+    trained: Longest | None = None
+    """The longest training sample; None: the data are not known."""
+    train_samples: int | None = None
+    """That an epoch takes; records that become none are known only once they are tokenised."""
+    lacks: Literal["data", "tokenizer"] = "data"
+    """What is not here, where nothing is known of the samples."""
+
+    @property
+    def words(self) -> str:
+        """The same for people."""
+        count = f"{self.tokens:,} tokens"
+        lacking = "the data are not known"
+        if self.lacks == "tokenizer":
+            lacking = "the tokenizer is not here"
+        return {
+            "data": f"{count}: the longest sample",
+            "largest_samples": f"about {count} at most, by the largest samples",
+            "bytes": f"at most {count}, by the bytes of the longest sample (no tokenizer here)",
+            "max_seq_length": f"at most {count} by train.max_seq_length; {lacking}",
+            "model_context": f"at most {count} by the model; {lacking}",
+            "assumed": f"{count} assumed, because {lacking} before the run; "
+            "--train.max_seq_length N cuts them to N",
+        }[self.source]
+
+
+def sequence_length(
+    data: Component, base: BaseModel, asked: int | None, sets: Mapping[str, Any] | None = None
+) -> SequenceLength:
+    """Tokens of the longest sequence that a run will train on or validate on.
+
+    Args:
+        data: of the recipe, checked.
+        base: the model; its tokenizer is looked for beside its settings.
+        asked: train.max_seq_length.
+        sets: eval.sets of the recipe, checked; those that are not here count as no longer.
+
+    Raises:
+        UserError: as a run would, for data that are here.
+    """
+    context = base.architecture.context_length
+    limit = asked or context
+    files = data_source(data).files()
+    if files is None:
+        return _unknown(asked, context)
+    for one in validation_sets(data, sets).values():
+        files += one.files() or ()
+    stamps = tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
+    directory = base.tokenizer_directory if has_tokenizer(base.tokenizer_directory) else None
+    texts = json.dumps(data, default=str), json.dumps(sets, default=str)
+    found = _longest(*texts, stamps, directory, limit)
+    train, val, count = found or (None, None, 0)
+    if train is None:  # the run will say so
+        lacks: Literal["data", "tokenizer"] = "tokenizer" if found is None else "data"
+        return dataclasses.replace(_unknown(asked, context), lacks=lacks)
+    tokens = max(train.at_most, val.at_most if val else 0)
+    source: LengthSource = "data"
+    if directory is None:
+        source = "bytes"
+    elif not train.is_exact or (val and not val.is_exact):
+        source = "largest_samples"
+    return SequenceLength(tokens=tokens, source=source, trained=train, train_samples=count)
+
+
+def _unknown(asked: int | None, context: int) -> SequenceLength:
+    if asked is not None:
+        return SequenceLength(tokens=asked, source="max_seq_length")
+    if context <= ASSUMED_TOKENS:
+        return SequenceLength(tokens=context, source="model_context")
+    return SequenceLength(tokens=ASSUMED_TOKENS, source="assumed")
+
+
+_Stamps = tuple[tuple[Path, int, int], ...]
+"""Files with the time of their last change and their size: what tells that they are the same."""
+
+
+@lru_cache(maxsize=32)
+def _longest(
+    data: str, sets: str, stamps: _Stamps, tokenizer_directory: Path | None, limit: int
+) -> tuple[Longest | None, Longest | None, int] | None:
+    """The longest sample to train on, and to validate on, also of sets; how many an epoch takes.
+
+    A plan is made many times over where changes are looked for. None: nothing is known, since the
+    texts are those of a tokenizer that is not here.
+    """
+    try:
+        tokenizer = None if tokenizer_directory is None else Tokenizer(tokenizer_directory)
+    except UserError:  # the run will say so
+        tokenizer = None
+    of_parts = []
+    for number, source in enumerate(data_source(json.loads(data)).parts()):
+        found = tokenizer and find_part(source, tokenizer, limit, SPLITS)
+        of_part = _of_cache(found) if found else _of_records(data, stamps, number, tokenizer, limit)
+        if of_part is None:
+            return None
+        train, val, count = of_part
+        taken = source.samples or round(count * (source.weight or 1))
+        if train is not None and taken < count:  # an epoch may be without the longest
+            train = dataclasses.replace(train, at_least=0, label_tokens=0)
+        of_parts.append((train, val, taken))
+    trains, vals, counts = zip(*of_parts, strict=True)
+    others = validation_sets(json.loads(data), json.loads(sets)).values()
+    vals += tuple(_of_set(source, tokenizer, limit) for source in others)
+    return longest_in_all(trains), longest_in_all(vals), sum(counts)
+
+
+_OfPart = tuple[Longest | None, Longest | None, int]
+
+
+def _of_cache(found: dict[Split, Prepared]) -> _OfPart:
+    train, val = (longest_of(found[split].samples) for split in SPLITS)
+    return train, val, len(found["train"].samples)
+
+
+def _of_set(source: DataSource, tokenizer: Tokenizer | None, limit: int) -> Longest | None:
+    """The longest sample of a set of eval.sets; None: it is not known."""
+    if source.files() is None:
+        return None
+    (part,) = source.parts()
+    found = tokenizer and find_part(part, tokenizer, limit, ("val",))
+    if found:
+        return longest_of(found["val"].samples)
+    read = part.read()
+    return _longest_among(read.val, read, tokenizer, limit) if _is_known(read, tokenizer) else None
+
+
+def _of_records(
+    data: str, stamps: _Stamps, number: int, tokenizer: Tokenizer | None, limit: int
+) -> _OfPart | None:
+    part = _part(data, stamps, number)
+    if not _is_known(part, tokenizer):
+        return None
+    train, val = (
+        _longest_among(records, part, tokenizer, limit) for records in (part.train, part.val)
+    )
+    return train, val, len(part.train)
+
+
+def _is_known(part: Part, tokenizer: Tokenizer | None) -> bool:
+    """Whether the texts of its samples are."""
+    return tokenizer is not None or part.rules.chat_template != OF_TOKENIZER
+
+
+def _longest_among(
+    records: Sequence[Record], part: Part, tokenizer: Tokenizer | None, limit: int
+) -> Longest | None:
+    return longest_sample(
+        records,
+        make_renderer(part, tokenizer),
+        max_seq_length=limit,
+        overlong=part.rules.overlong,
+        by_bytes=tokenizer is None,
+    )
+
+
+@lru_cache(maxsize=4)
+def _part(data: str, stamps: _Stamps, number: int) -> Part:
+    return data_source(json.loads(data)).parts()[number].read()

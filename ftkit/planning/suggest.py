@@ -1,0 +1,219 @@
+"""Suggestions: the smallest changes that make a recipe fit a GPU, the cheapest in speed first."""
+
+import json
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ftkit.errors import UserError
+from ftkit.planning.memory.gpus import HOST, Gpu
+from ftkit.planning.predict import Planned, largest_that_fits
+from ftkit.recipe.parsing import Override
+from ftkit.recipe.recipe import LoraRecipe
+
+Try = Callable[[Sequence[Override]], Planned]
+"""The plan with some keys set anew."""
+_DEVICES = (2, 4, 8)
+_ADAMS = ("torch.optim.Adam", "torch.optim.AdamW")
+_IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable", "maximize", "amsgrad")
+"""Arguments of torch's optimizers that bitsandbytes' do not know or that mean something else."""
+_FEWEST_TOKENS = 128
+"""That samples are cut to, where nothing else is left."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """Keys of a recipe that are set anew, and what comes of it."""
+
+    title: str
+    overrides: tuple[Override, ...]
+    planned: Planned
+
+    def command(self, files: Sequence[str], given: Sequence[Override]) -> str:
+        """The run with this change, as a line to copy."""
+        return run_command(self.planned, files, [*given, *self.overrides])
+
+
+def run_command(planned: Planned, files: Sequence[str], keys: Sequence[Override]) -> str:
+    """What is planned as a run, as a line to copy."""
+    method = planned.plan.recipe.method
+    words = ["ftkit", "finetune" if method == "lora" else "finetune_full"]
+    for file in files:
+        words += ["--config", file]
+    for key, value in dict(keys).items():
+        words += [f"--{key}", value]
+    return shlex.join(words)
+
+
+def changes_that_fit(planned: Planned, attempt: Try, *, most: int | None = None) -> list[Change]:
+    """Changes after which the plan fits, or may fit, one line for each thing to give up.
+
+    Args:
+        planned: what does not fit, with its GPU.
+        attempt: plans the recipe anew with some keys changed.
+        most: look for no more than this many.
+    """
+    assert planned.gpu is not None
+    if planned.fits:
+        return []
+    single = list(_single(planned, planned.gpu))
+    found: list[Change] = []
+
+    def enough() -> bool:
+        return most is not None and sum(bool(change.planned.fits) for change in found) >= most
+
+    for step in single:
+        if enough():
+            break
+        more_devices = step.title.startswith("FSDP on")
+        if more_devices and any(c.planned.fits and "FSDP on" in c.title for c in found):
+            continue  # fewer are enough
+        if change := _least(planned, [step], attempt):
+            found.append(change)
+    if not any(change.planned.fits for change in found):
+        # Nothing is enough on its own: keep what is learned, give up one thing after the other.
+        for steps in _together(single):
+            change = _least(planned, steps, attempt)
+            if change is not None:
+                found.append(change)
+                if change.planned.fits:
+                    break
+    if not enough() and (shorter := _shorter(planned, planned.gpu, attempt)):
+        found.append(shorter)
+    return found
+
+
+@dataclass(frozen=True)
+class _Step:
+    title: str
+    overrides: tuple[Override, ...]
+
+
+def _single(planned: Planned, gpu: Gpu) -> Iterator[_Step]:
+    """What may be changed, the cheapest in speed first."""
+    plan, recipe = planned.plan, planned.plan.recipe
+    if planned.micro_batch.full > planned.micro_batch.least:
+        yield _Step("smaller micro-batch, same global batch", ())
+    if gpu.bf16 and plan.precision != "bf16-true":
+        yield _Step("16-bit numbers", (("precision", "bf16-true"),))
+    elif not gpu.bf16 and plan.precision == "32-true" and plan.rules.scales_loss:
+        yield _Step("16-bit arithmetic", (("precision", "16-mixed"),))
+    if _could_update_in_backward(planned):
+        keys = (("train.optimizer_in_backward", "true"),)
+        yield _Step("updates in the backward pass", keys)
+    optimizer = recipe.optimizer
+    if optimizer["class_path"] in _ADAMS and plan.rules.bnb_optimizers:
+        name = optimizer["class_path"].rpartition(".")[2]
+        kept = {k: v for k, v in optimizer["init_args"].items() if k not in _IMPLEMENTATION}
+        yield _Step(
+            "8-bit optimizer state",
+            (
+                ("optimizer", f"bitsandbytes.optim.{name}8bit"),
+                *((f"optimizer.{key}", json.dumps(value)) for key, value in kept.items()),
+            ),
+        )
+    if not recipe.memory.activation_checkpointing:
+        yield _Step("activation checkpointing", (("memory.activation_checkpointing", "true"),))
+    if not isinstance(recipe, LoraRecipe):
+        yield _Step("LoRA", (("lora_r", "8"),))
+    if not isinstance(recipe, LoraRecipe) or recipe.quantize is None:
+        yield _Step("QLoRA", (("quantize", "bnb.nf4-dq"),))
+    if gpu.name == HOST:  # which more ranks would share
+        return
+    for count in _DEVICES:
+        if plan.num_nodes == 1 and count > plan.devices:
+            yield _Step(f"FSDP on {count} GPUs", (("devices", str(count)), ("strategy", "fsdp")))
+    if not plan.rules.offloads(plan.options):
+        yield _Step(
+            "parameters and optimizer in host memory",
+            (("strategy", "fsdp"), ("strategy.cpu_offload", "true")),
+        )
+
+
+def _could_update_in_backward(planned: Planned) -> bool:
+    """Whether there are gradients worth the name, and nothing needs them all at once."""
+    plan, train = planned.plan, planned.plan.recipe.train
+    return (
+        not isinstance(plan.recipe, LoraRecipe)
+        and not train.optimizer_in_backward
+        and train.max_norm is None
+        and plan.micro_steps == 1
+        and plan.precision != "16-mixed"
+        and not plan.rules.needs_all_gradients(plan.options)
+    )
+
+
+def _together(single: Sequence[_Step]) -> Iterator[list[_Step]]:
+    """Several changes at once, more and more of them."""
+    by_title = {step.title: step for step in single}
+    gentle = [by_title[title] for title in _GENTLE if title in by_title]
+    for count in range(2, len(gentle) + 1):
+        yield gentle[:count]
+    for title in ("LoRA", "QLoRA"):
+        if title in by_title:
+            yield [*gentle, by_title[title]]
+    for count in _DEVICES:
+        if step := by_title.get(f"FSDP on {count} GPUs"):
+            yield [*gentle, step]
+            if "QLoRA" in by_title:
+                yield [*gentle, by_title["QLoRA"], step]
+
+
+_GENTLE = (
+    "16-bit numbers",
+    "16-bit arithmetic",
+    "activation checkpointing",
+    "8-bit optimizer state",
+)
+
+
+def _least(planned: Planned, steps: Sequence[_Step], attempt: Try) -> Change | None:
+    """The changes with the largest micro-batch that fits; None: not even one sequence does."""
+    overrides = tuple(pair for step in steps for pair in step.overrides)
+    title = " + ".join(step.title for step in steps)
+    try:
+        whole = attempt(overrides) if overrides else planned
+        if whole.fits:
+            return Change(title=title, overrides=overrides, planned=whole)
+        key = f"train.{whole.micro_batch.key}"
+        fitting = largest_that_fits(whole, lambda bound: attempt((*overrides, (key, str(bound)))))
+    except UserError:  # the recipe's other settings do not go with it
+        return None
+    if fitting is None:
+        return (
+            Change(title=title, overrides=overrides, planned=whole) if whole.fits is None else None
+        )
+    return Change(
+        title=f"{title}, smaller micro-batch" if overrides else title,
+        overrides=(*overrides, (key, str(fitting.micro_batch.full))),
+        planned=fitting,
+    )
+
+
+def _shorter(planned: Planned, gpu: Gpu, attempt: Try) -> Change | None:
+    """Samples cut to the most tokens that fit, a power of two; None: not even few do.
+
+    The last resort, because it alone changes what is learned.
+    """
+    whole = planned.length.tokens
+    if whole <= _FEWEST_TOKENS:
+        return None
+
+    def cut_to(tokens: int) -> Change:
+        title = f"samples cut to {tokens:,} tokens, which changes what is learned"
+        overrides = (("train.max_seq_length", str(tokens)),)
+        return Change(title=title, overrides=overrides, planned=attempt(overrides))
+
+    fewest = cut_to(_FEWEST_TOKENS)
+    if not fewest.planned.fits:
+        return None
+    there = fewest.planned.memory.high_bytes
+    token_bytes = (planned.memory.high_bytes - there) / (whole - _FEWEST_TOKENS)
+    tokens = 2 ** ((whole - 1).bit_length() - 1)  # the highest below it
+    while tokens > _FEWEST_TOKENS:
+        if there + (tokens - _FEWEST_TOKENS) * token_bytes <= gpu.memory_bytes:
+            found = cut_to(tokens)
+            if found.planned.fits:
+                return found
+        tokens //= 2
+    return fewest

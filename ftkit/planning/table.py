@@ -1,0 +1,313 @@
+"""Tables of plans for people, and JSON for programs."""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rich.console import Console, Group
+from rich.measure import Measurement
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from ftkit.models.pretrained.gguf.convert import Conversion
+from ftkit.planning.memory.gpus import HOST
+from ftkit.planning.predict import Planned
+from ftkit.planning.suggest import Change
+from ftkit.recipe.recipe import LoraRecipe
+from ftkit.strategies.step_memory import CATEGORIES
+from ftkit.utils.console.formatting import bytes_text, percent_text
+from ftkit.utils.console.grid import labelled_grid
+from ftkit.utils.console.html import block, escaped, grid, labelled, styled
+from ftkit.utils.console.terminal import REPORT_WIDTH, fitted, plain_text
+
+_ANY_WIDTH = 1000
+"""Of a file, where a table of many columns is neither folded nor cut."""
+_UNITS = "GiB of each rank; batch: sequences of a step / of a forward pass (t: its tokens)"
+_STYLES = {"fits": "bold green", "does not fit": "bold red", "UNCERTAIN": "bold yellow"}
+
+
+def show(found: Sequence[Planned], form: Literal["table", "json"]) -> None:
+    """Write plans to standard output: one as rows, several as a table."""
+    if form == "json":
+        values = [planned.as_dict() for planned in found]
+        print(json.dumps(values[0] if len(values) == 1 else values, indent=2))
+        return
+    terminal = Console(highlight=False)
+    if len(found) == 1:
+        content: Group | Table = plan_table(found[0])
+        width = REPORT_WIDTH
+    else:
+        width = terminal.width if sys.stdout.isatty() else _ANY_WIDTH
+        content = side_by_side(found, width)
+    if sys.stdout.isatty():
+        terminal.print(content)
+    else:
+        print(plain_text(content, width))
+
+
+def plans_as_html(found: Sequence[Planned]) -> str:
+    """Plans as HTML for a notebook: one as rows, several as a table."""
+    if len(found) == 1:
+        (planned,) = found
+        words = verdict(planned)
+        needed = f"{styled(words, _STYLES[words])} {escaped(_needs(planned))}" if words else ""
+        return block(f"<b>{escaped(plan_title(planned))}</b>", needed, labelled(_rows(planned)))
+    columns = _columns(found)
+    rows = [
+        [styled(column.cells[i].plain, str(column.cells[i].style)) for column in columns]
+        for i in range(len(found))
+    ]
+    right = [i for i, column in enumerate(columns) if column.is_number]
+    return grid([column.head for column in columns], rows, right) + block(_UNITS)
+
+
+def side_by_side(found: Sequence[Planned], width: int) -> Table:
+    """Several plans as a table.
+
+    Args:
+        found: the plans.
+        width: characters in a line; where they are few, parts of the memory are left out first.
+    """
+    columns = _columns(found)
+    terminal = Console(width=_ANY_WIDTH)
+    table = _table(columns, [])
+    for place in range(max(column.place for column in columns), 0, -1):
+        if Measurement.get(terminal, terminal.options, table).maximum <= width:
+            break
+        left_out = [column.head for column in columns if column.place >= place]
+        table = _table([column for column in columns if column.place < place], left_out)
+    return table
+
+
+def show_changes(
+    planned: Planned, changes: Sequence[tuple[Change, str]], form: Literal["table", "json"]
+) -> None:
+    """Write a plan with what makes it fit: each change with its command line."""
+    if form == "json":
+        described = [
+            {"title": change.title, "command": command, "plan": change.planned.as_dict()}
+            for change, command in changes
+        ]
+        print(json.dumps(planned.as_dict() | {"changes": described}, indent=2))
+        return
+    show([planned], form)
+    print()
+    if planned.fits:
+        print("It fits as it is.")
+    elif not changes:
+        print("No change known to ftkit makes it fit. Choose a smaller model or a larger GPU.")
+    else:
+        print("What makes it fit, the cheapest in speed first:")
+    for change, command in changes:
+        least, high = change.planned.least_bytes, change.planned.memory.high_bytes
+        needs = f"{least / 2**30:.1f} to {high / 2**30:.1f} GiB"
+        head = f"{change.title}: needs {needs}, {verdict(change.planned)}"
+        print(f"\n{fitted(head, sys.stdout)}\n  {command}")
+
+
+def verdict(planned: Planned) -> str:
+    """Whether it fits, in words; empty: the memory of the devices is not known."""
+    if planned.gpu is None:
+        return ""
+    return {True: "fits", False: "does not fit", None: "UNCERTAIN"}[planned.fits]
+
+
+def plan_table(planned: Planned) -> Group:
+    """One plan, with a line for each thing that it says."""
+    words = verdict(planned)
+    head = [(Text(words, _STYLES[words]), _needs(planned))] if words else []
+    return Group(
+        Rule(Text(plan_title(planned), "bold"), characters="-", align="left", style="dim"),
+        labelled_grid([*head, *_rows(planned)]),
+    )
+
+
+def plan_title(planned: Planned) -> str:
+    """What is planned."""
+    return f"plan: {planned.plan.recipe.method} on {planned.base_model}"
+
+
+def _needs(planned: Planned) -> str:
+    assert planned.gpu is not None
+    low, high = map(bytes_text, (planned.least_bytes, planned.memory.high_bytes))
+    there = bytes_text(planned.gpu.memory_bytes)
+    each = " for each rank" * (planned.gpu.name == HOST and planned.plan.devices > 1)
+    words = f"needs {low} to {high} of the {there} of {planned.gpu.name}{each}"
+    if planned.gpu.host_bytes is not None and planned.memory.host_bytes > planned.gpu.host_bytes:
+        words += f", and host memory: there are {bytes_text(planned.gpu.host_bytes)} for each rank"
+    return words
+
+
+def _rows(planned: Planned) -> Iterator[tuple[str, str]]:
+    plan, memory = planned.plan, planned.memory
+    train = plan.recipe.train
+    if planned.method_source == "recipe" and plan.recipe.method == "full":
+        yield "method", "full: no key of LoRA is in the recipe; ftkit plan finetune plans LoRA"
+    share = percent_text(memory.trained_parameters / memory.parameters)
+    counts = f"{memory.trained_parameters:,} of {memory.parameters:,}"
+    yield "parameters", f"{counts} trained ({share})"
+    if planned.known_as:
+        yield "sizes", f"LitGPT's of {planned.known_as}; its config.json is not here"
+    if planned.kept_bytes:
+        yield "kept", f"{bytes_text(planned.kept_bytes)} beside the language model, not loaded"
+    quantize = getattr(plan.recipe, "quantize", None)
+    settings = [f"{plan.world_size} x {plan.kind.noun}", plan.strategy, plan.precision]
+    if quantize:
+        settings.append(quantize)
+    if every := int(plan.recipe.memory.activation_checkpointing):
+        blocks = f" of 1 block in {every}" if every > 1 else ""
+        where = " in host memory" * plan.recipe.memory.offload_activations
+        settings.append(f"activation checkpointing{blocks}{where}")
+    if plan.recipe.compile:
+        settings.append("compiled")
+    if plan.recipe.kernels == "liger":
+        settings.append("kernels of Liger")
+    settings.append(plan.recipe.optimizer["class_path"].rpartition(".")[2])
+    yield "devices", ", ".join(settings)
+    where = "host memory" if plan.accelerator == "cpu" else "device memory"
+    peak = bytes_text(memory.peak_bytes)
+    yield "peak", f"{peak} of {where} in tensors of each rank ({_moment_text(memory.moment)})"
+    for category in CATEGORIES:
+        if memory.breakdown_bytes[category]:
+            words = category.replace("_", " ")
+            yield f"  {words}", bytes_text(memory.breakdown_bytes[category])
+    if memory.is_more_because:
+        yield "at most", f"it will be less: {memory.is_more_because}"
+    if plan.kind.counts_memory:
+        yield "reserved", f"about {bytes_text(memory.reserved_bytes)}, with torch's cache"
+    hosted = ", ".join(
+        f"{category.replace('_', ' ')} {bytes_text(count)}"
+        for category, count in memory.offloaded_bytes.items()
+    )
+    hosted = f", of it offloaded: {hosted}" if hosted else ""
+    yield "host", f"{bytes_text(memory.host_bytes)} for each rank{hosted}"
+    if (conversion := planned.conversion) is not None:
+        yield "conversion", _conversion_text(conversion)
+    yield "disk", bytes_text(planned.disk_bytes) if planned.disk_bytes else "nothing is saved"
+    if planned.result_layout == "litgpt":
+        words = "a LitGPT directory: ftkit cannot write this architecture for Hugging Face"
+        yield "result", words
+    batch = train.global_batch_size
+    sequences = f"{batch:,} sequence{'s' * (batch != 1)}"
+    yield (
+        "batch",
+        (
+            f"{sequences} in a step ({_micro_steps(planned)}), at most "
+            f"{planned.tokens_per_step:,} tokens"
+        ),
+    )
+    yield "sequences", planned.length.words
+    if planned.steps is None:
+        yield "steps", "not known until the data is on this machine"
+    elif planned.samples is None:
+        yield "steps", f"at most {planned.steps:,}"
+    else:
+        yield "steps", f"{planned.steps:,} at most, {planned.samples:,} samples per epoch at most"
+
+
+def _moment_text(moment: str) -> str:
+    """The highest moment of a step in words: blocks are counted from either end."""
+    where, _, pass_ = moment.partition(", ")
+    if not where.startswith("block "):
+        return moment
+    number = int(where.removeprefix("block "))
+    place = f"block {number + 1}" if number >= 0 else f"block {-number} from the end"
+    place = {0: "first block", -1: "last block"}.get(number, place)
+    return f"{place}, {pass_}"
+
+
+def _conversion_text(conversion: Conversion) -> str:
+    disk = f"{bytes_text(conversion.disk_bytes)} on the disk, in {conversion.place}"
+    if conversion.is_made:
+        return f"made before: {disk}"
+    memory = bytes_text(conversion.memory_bytes)
+    return f"once, before the run: {disk}, and {memory} of host memory"
+
+
+@dataclass(frozen=True)
+class _Column:
+    head: str
+    cells: list[Text]
+    is_number: bool = False
+    place: int = 0
+    """Columns of the highest place are the first that a narrow terminal goes without."""
+
+
+def _columns(found: Sequence[Planned]) -> list[_Column]:
+    columns = [
+        _Column("plan", [Text(planned.name) for planned in found]),
+        _Column("devices", [Text(_devices(planned)) for planned in found], place=2),
+        _Column("precision", [Text(_precision(planned)) for planned in found], place=1),
+        _Column("batch", [Text(_batch(planned)) for planned in found], place=1),
+        _numbers("peak", [planned.memory.peak_bytes for planned in found], 0),
+    ]
+    heads = ("parameters", "gradients", "optimizer", "activations", "temporary")
+    for head, category in zip(heads, CATEGORIES, strict=False):
+        parts = [planned.memory.breakdown_bytes[category] for planned in found]
+        columns.append(_numbers(head, parts, 3))
+    columns.append(_numbers("host", [planned.memory.host_bytes for planned in found], 4))
+    if any(planned.gpu is not None for planned in found):
+        needs = [
+            Text(f"{planned.least_bytes / 2**30:.1f}-{planned.memory.high_bytes / 2**30:.1f}")
+            for planned in found
+        ]
+        words = [verdict(planned) for planned in found]
+        columns.append(_Column("needs", needs, is_number=True))
+        columns.append(_Column("", [Text(word, _STYLES.get(word, "")) for word in words]))
+    return columns
+
+
+def _table(columns: Sequence[_Column], left_out: Sequence[str]) -> Table:
+    caption = _UNITS
+    if left_out:
+        caption += f"\nnot shown here: {', '.join(left_out)}"
+    table = Table(
+        box=None,
+        padding=(0, 2, 0, 0),
+        header_style="cyan",
+        caption=caption,
+        caption_justify="left",
+    )
+    for column in columns:
+        table.add_column(
+            column.head,
+            justify="right" if column.is_number else "left",
+            no_wrap=column.head != "plan",
+            overflow="fold",
+        )
+    for cells in zip(*(column.cells for column in columns), strict=True):
+        table.add_row(*cells)
+    return table
+
+
+def _devices(planned: Planned) -> str:
+    return f"{planned.plan.world_size} {planned.plan.strategy}"
+
+
+def _precision(planned: Planned) -> str:
+    recipe = planned.plan.recipe
+    quantize = recipe.quantize if isinstance(recipe, LoraRecipe) else None
+    return f"{planned.plan.precision} {quantize}" if quantize else planned.plan.precision
+
+
+def _batch(planned: Planned) -> str:
+    batch, tokens = planned.plan.recipe.train.global_batch_size, planned.plan.micro_batch_tokens
+    return f"{batch}/{planned.plan.micro_batch_size}" if tokens is None else f"{batch}/{tokens:,}t"
+
+
+def _micro_steps(planned: Planned) -> str:
+    plan, tokens = planned.plan, planned.plan.micro_batch_tokens
+    if tokens is None:
+        return f"{planned.micro_steps} x {plan.micro_batch_size} on {plan.world_size}"
+    return f"at most {planned.micro_steps} x {tokens:,} tokens on {plan.world_size}"
+
+
+def _numbers(head: str, counts: Sequence[int], place: int) -> _Column:
+    return _Column(head, [Text(_gib(count)) for count in counts], is_number=True, place=place)
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.2f}"

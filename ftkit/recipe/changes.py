@@ -1,0 +1,236 @@
+"""Recipe keys that a resumed run may change: each key by what it decides.
+
+Fixed keys decide what is learned, tunable ones how it is learned, and all others what it costs.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from ftkit.recipe.parsing import to_dict
+from ftkit.recipe.recipe import Recipe
+
+Kind = Literal["fixed", "tunable", "hardware"]
+"""Must stay equal; may change, with a notice; free."""
+
+KIND_OF: dict[str, Kind] = {
+    "checkpoint_dir": "hardware",  # the model is known by its fingerprint, wherever it lies
+    "out_dir": "hardware",
+    "precision": "tunable",
+    "accelerator": "hardware",
+    "devices": "hardware",
+    "num_nodes": "hardware",
+    "strategy": "hardware",
+    "model_implementation": "hardware",  # known by the model's fingerprint
+    "compile": "hardware",
+    "kernels": "hardware",
+    "router_aux_loss_coef": "tunable",
+    "data": "hardware",  # known by their fingerprint too, but for the keys in DATA_KIND_OF
+    "train.global_batch_size": "tunable",
+    "train.micro_batch_size": "hardware",
+    "train.micro_batch_tokens": "hardware",
+    "train.padding_free": "hardware",
+    "train.epochs": "tunable",
+    "train.max_steps": "tunable",
+    "train.max_time": "hardware",
+    "train.max_tokens": "hardware",  # always empty
+    "train.max_seq_length": "fixed",
+    "train.lr_warmup_steps": "tunable",
+    "train.lr_warmup_fraction": "tunable",
+    "train.lr_schedule": "tunable",
+    "train.lr_decay_fraction": "tunable",
+    "train.min_lr": "tunable",
+    "train.label_smoothing": "tunable",
+    "train.neftune_noise_alpha": "tunable",
+    "train.ema_decay": "tunable",
+    "train.max_norm": "tunable",
+    "train.optimizer_in_backward": "hardware",
+    "train.tie_embeddings": "fixed",
+    "train.save_interval": "hardware",
+    "train.log_interval": "hardware",
+    "eval.interval": "hardware",
+    "eval.patience": "tunable",
+    "eval.max_iters": "hardware",
+    "eval.sets": "tunable",  # no part of what is learned, but further columns in validation.csv
+    "eval.max_new_tokens": "hardware",
+    "eval.evaluate_example": "hardware",
+    "eval.initial_validation": "hardware",
+    "eval.final_validation": "hardware",
+    "eval.exact_match": "hardware",
+    "eval.rouge_l": "hardware",
+    "eval.tasks": "hardware",
+    "eval.limit": "hardware",
+    "eval.num_fewshot": "hardware",
+    "eval.apply_chat_template": "hardware",
+    "log.project": "hardware",
+    "log.run": "hardware",
+    "log.group": "hardware",
+    "checkpoint.save": "hardware",
+    "checkpoint.save_every": "hardware",
+    "checkpoint.time_between_losses": "hardware",
+    "checkpoint.keep_last": "hardware",
+    "checkpoint.keep_every": "hardware",
+    "checkpoint.keep_best": "hardware",
+    "checkpoint.result": "hardware",
+    "checkpoint.asynchronous": "hardware",
+    "checkpoint.max_staged_bytes": "hardware",
+    "memory.activation_checkpointing": "hardware",
+    "memory.offload_activations": "hardware",
+    "optimizer": "tunable",  # within a family: see carries_over
+    "logger_name": "hardware",
+    "seed": "fixed",
+    "deterministic": "hardware",
+    "resume": "hardware",
+    "access_token": "hardware",
+    "quantize": "fixed",
+    "lora_r": "fixed",
+    "lora_alpha": "fixed",
+    "lora_dropout": "tunable",
+    "lora_query": "fixed",
+    "lora_key": "fixed",
+    "lora_value": "fixed",
+    "lora_projection": "fixed",
+    "lora_mlp": "fixed",
+    "lora_experts": "fixed",
+    "lora_head": "fixed",
+    "lora_targets": "fixed",
+    "lora_modules_to_save": "fixed",
+    "lora_variant": "fixed",
+    "lora_init": "fixed",
+    "lora_plus_ratio": "tunable",
+    "adapter": "fixed",
+}
+"""Every key of a recipe."""
+
+_DATA_DEFAULTS: dict[str, Any] = {
+    "mask_prompt": False,
+    "prompt_style": None,
+    "ignore_index": -100,
+    "include_multiturn_conversations": False,
+    "chat_template": None,
+    "train_on": None,
+    "reasoning": "split",
+    "overlong": None,
+}
+"""Fixed arguments of data modules: they decide texts and labels. A missing one is the default."""
+
+_PROMPT_STYLES = {"FLAN": "flan", "LongForm": "longform"}
+"""Default prompt styles of LitGPT's data modules; alpaca for all others."""
+
+_ADAM = {
+    "torch.optim.Adam",
+    "torch.optim.AdamW",
+    "deepspeed.ops.adam.DeepSpeedCPUAdam",
+    *(
+        f"bitsandbytes.optim.{paged}{name}{bits}"
+        for paged in ("", "Paged")
+        for name in ("Adam", "AdamW")
+        for bits in ("", "8bit", "32bit")
+    ),
+}
+"""Optimizers with the same two moments; one's state becomes another's by changing the format."""
+
+
+def recipe_changes(saved: Recipe, now: Recipe) -> tuple[list[str], list[str]]:
+    """How the recipe of a run that goes on differs from that of its checkpoint.
+
+    Args:
+        saved: recipe of the checkpoint.
+        now: what is asked.
+
+    Returns:
+        What must not change and does, and what may change and does; one line for each key, such
+        as "train.epochs 1 -> 3". Keys of the hardware are in neither.
+    """
+    if saved.method != now.method:
+        return [f"method {saved.method} -> {now.method}"], []
+    before, after = dict(_values(saved)), dict(_values(now))
+    lines: dict[Kind, list[str]] = {"fixed": [], "tunable": [], "hardware": []}
+    for key in {**before, **after}:  # in the order of the recipe
+        old, new = before.get(key), after.get(key)
+        if old == new:
+            continue
+        kind = _kind(key)
+        if key == "optimizer" and not carries_over(str(old), str(new)):
+            kind = "fixed"
+        lines[kind].append(f"{key} {_shown(old)} -> {_shown(new)}")
+    return lines["fixed"], lines["tunable"]
+
+
+def default_prompt_style(class_path: str) -> str:
+    """Of a kind of data, where the recipe names none."""
+    return _PROMPT_STYLES.get(class_path.rpartition(".")[2], "alpaca")
+
+
+def carries_over(saved: str, now: str) -> bool:
+    """Whether the state of one optimizer class can be continued by another.
+
+    Args:
+        saved: class path of the checkpoint's.
+        now: class path of the one that goes on.
+    """
+    return _family(saved) == _family(now)
+
+
+def _family(optimizer: str) -> str:
+    if optimizer in _ADAM:
+        return "adam"
+    package, _, name = optimizer.rpartition(".")
+    if package == "bitsandbytes.optim":
+        name = name.removeprefix("Paged").removesuffix("8bit").removesuffix("32bit")
+    return f"{package}.{name}"
+
+
+def _kind(key: str) -> Kind:
+    head, _, rest = key.partition(".")
+    if head == "data":
+        is_fixed = rest in _DATA_DEFAULTS or rest.startswith("sources[")
+        return "fixed" if is_fixed else "hardware"
+    if key.startswith("eval.sets."):
+        return KIND_OF["eval.sets"]
+    return KIND_OF["optimizer" if head == "optimizer" else key]
+
+
+def _values(recipe: Recipe) -> Iterator[tuple[str, Any]]:
+    """The values by their dotted keys; `optimizer` and `data` are those of the classes."""
+    for name, value in to_dict(recipe).items():
+        if name == "data":
+            yield "data", value["class_path"]
+            yield from ((f"data.{key}", item) for key, item in _data_values(recipe).items())
+        elif name == "optimizer":
+            yield name, value["class_path"]
+            yield from ((f"optimizer.{key}", v) for key, v in value["init_args"].items())
+        elif isinstance(value, dict) and name not in KIND_OF:
+            plain = {key: item for key, item in value.items() if (name, key) != ("eval", "sets")}
+            yield from ((f"{name}.{key}", item) for key, item in plain.items())
+        else:
+            yield name, value
+    for name, entry in (recipe.eval.sets or {}).items():
+        is_path = isinstance(entry, dict) and entry.keys() == {"path"}
+        yield f"eval.sets.{name}", entry["path"] if is_path else entry
+
+
+def _data_values(recipe: Recipe) -> dict[str, Any]:
+    """The fixed arguments of the data module, in one spelling."""
+    given = recipe.data["init_args"]
+    values = {
+        key: default if given.get(key) is None else given[key]
+        for key, default in _DATA_DEFAULTS.items()
+    }
+    if values["prompt_style"] is None:
+        values["prompt_style"] = default_prompt_style(recipe.data["class_path"])
+    return values | dict(_shares(given.get("sources")))
+
+
+def _shares(sources: Any) -> Iterator[tuple[str, Any]]:
+    """How much an epoch takes of each source of a mixture."""
+    for i, source in enumerate(sources or ()):
+        samples = source.get("samples")
+        weight = source.get("weight")
+        yield f"sources[{i}].samples", samples
+        yield f"sources[{i}].weight", float(weight or 1) if samples is None else None
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "empty"
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,397 @@
+"""Devices: what this machine has, and whether the installed torch can use it; a child asks torch.
+
+What is asked of CUDA alone (driver, builds of torch, MIG, what is hidden) is here; every other kind
+of device is asked in the words that torch.accelerator has for all. AMD's GPUs are CUDA's to torch.
+
+A process that asks CUDA may be left with a context: half a gigabyte on each GPU, and nobody else's
+turn where GPUs are in exclusive-process mode. The child ends with its contexts; no torch here.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from ftkit.errors import UserError
+from ftkit.recipe.recipe import Recipe
+from ftkit.utils.accelerators.kinds import USUAL_KIND, device_kind
+from ftkit.utils.hardware import hardware
+from ftkit.utils.imports import quick_imports
+
+Capability = tuple[int, int]
+"""Compute capability of a GPU, major and minor."""
+
+WHEELS = "https://download.pytorch.org/whl"
+"""Index of torch's builds, by version of CUDA: WHEELS/cu126, ..."""
+OLD_BUILD, NEW_BUILD = "cu126", "cu130"
+"""CUDA 12.6: for drivers 525 and later, and the last build for GPUs of before Turing. CUDA 13.0:
+for drivers 580 and later, with Blackwell."""
+TURING: Capability = (7, 5)
+MAXWELL: Capability = (5, 0)
+AMPERE: Capability = (8, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisibleGpu:
+    """A GPU as CUDA shows it to this process: a whole one, or a MIG instance."""
+
+    name: str
+    capability: Capability
+    memory_bytes: int
+    """What CUDA offers of it to programs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cuda:
+    """What the installed torch says of CUDA on this machine."""
+
+    torch: str
+    """Its version."""
+    gpus: tuple[VisibleGpu, ...] = ()
+    """Those that CUDA_VISIBLE_DEVICES shows, in CUDA's order."""
+    architectures: tuple[str, ...] = ()
+    """What its kernels are compiled for: sm_90, ..., compute_90 where code can be made later."""
+    error: str = ""
+    """Why it cannot use any; empty: it can."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Current:
+    """What the installed torch calls its accelerator on this machine."""
+
+    torch: str
+    """Its version."""
+    name: str | None = None
+    """Kind of device; None: this torch has none but the CPU, or cannot use it here."""
+    devices: tuple[str, ...] = ()
+    """Name of each."""
+    memory_bytes: tuple[int, ...] = ()
+    """Of each; empty: torch does not say."""
+    bf16: bool = False
+    """Whether products of bfloat16 can be computed."""
+    error: str = ""
+    """What was said when it was asked."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Devices:
+    """What one machine offers."""
+
+    accelerator: str
+    """Kind of device, as torch calls it."""
+    count: int
+    """Visible devices of that kind, or the CPU's logical cores."""
+    names: tuple[str, ...] = ()
+    """Product name of each device, but of CPUs."""
+    memory_bytes: tuple[int, ...] = ()
+    """What each offers to programs; empty: not known."""
+    bf16_native: bool = True
+    """Whether bfloat16 runs in hardware (CUDA compute capability 8.0 and later; CPUs count, and
+    other kinds that compute it at all)."""
+    deepspeed: bool = True
+    """Whether DeepSpeed is installed."""
+
+
+def find_devices(
+    recipe: Recipe, *, here: bool = False, on_asking: Callable[[], None] = lambda: None
+) -> Devices:
+    """What this machine offers for the recipe's accelerator.
+
+    Args:
+        recipe: what was asked.
+        here: ask torch in this process, which computes itself. A process that only looks after
+            others asks in a child.
+        on_asking: called before a child is asked, which takes seconds.
+
+    Raises:
+        UserError: there is a GPU that the installed torch cannot use, or has no kernels for; or it
+            has no device of the kind that was asked for.
+    """
+    if recipe.accelerator not in ("auto", "cpu", "cuda"):
+        if not here:
+            on_asking()
+        return _of_another_kind(recipe, _current() if here else _current_once())
+    cpu = Devices(accelerator="cpu", count=os.cpu_count() or 1)
+    native, windows = (Path(node).exists() for node in ("/dev/nvidiactl", "/dev/dxg"))
+    native = native or (is_for_rocm() and Path("/dev/kfd").exists())
+    asked_for = recipe.accelerator == "cuda"
+    if recipe.accelerator == "cpu" or not (asked_for or native or windows):
+        return cpu
+    if gpus_are_hidden() and not asked_for:
+        return cpu
+    if not here:
+        on_asking()
+    cuda = ask_torch() if here else _asked_once()
+    if cuda.error:
+        # Windows has /dev/dxg for GPUs of every maker.
+        if not (asked_for or native or hardware().gpus):
+            return cpu
+        raise UserError(_unusable(cuda, asked_for=asked_for))
+    count = len(cuda.gpus)
+    used = cuda.gpus[: recipe.devices if isinstance(recipe.devices, int) else count]
+    for gpu in used:
+        require_kernels(gpu, cuda)
+    return Devices(
+        accelerator="cuda",
+        count=count,
+        names=tuple(gpu.name for gpu in cuda.gpus),
+        memory_bytes=tuple(gpu.memory_bytes for gpu in cuda.gpus),
+        bf16_native=all(gpu.capability >= AMPERE for gpu in used),
+        deepspeed=has_deepspeed(),
+    )
+
+
+def visible_gpus() -> tuple[VisibleGpu, ...]:
+    """The GPUs that programs see here.
+
+    Raises:
+        UserError: torch sees none; says why.
+    """
+    cuda = _asked_once()
+    if cuda.error:
+        raise UserError(f"torch {cuda.torch} sees no GPU here: {cuda.error}")
+    return cuda.gpus
+
+
+def free_bytes(count: int, accelerator: str = USUAL_KIND) -> list[int]:
+    """Memory that nobody has taken, of the first so many visible devices.
+
+    One context, such as a rank will have, is taken off already: that of the child that looks.
+
+    Raises:
+        UserError: torch does not say.
+    """
+    answer = _child("free", str(count), accelerator)
+    if "error" in answer:
+        noun = device_kind(accelerator).noun
+        raise UserError(f"The free memory of the {noun}s is not known: {answer['error']}")
+    return [int(number) for number in answer["free_bytes"]]
+
+
+def has_deepspeed() -> bool:
+    """Whether the strategy deepspeed can run."""
+    return importlib.util.find_spec("deepspeed") is not None
+
+
+def is_for_rocm() -> bool:
+    """Whether the installed torch is a build for AMD's GPUs, by its version: 2.13.0+rocm7.2."""
+    return "+rocm" in metadata.version("torch")
+
+
+def gpus_are_hidden() -> bool:
+    """Whether a variable hides every GPU, as CUDA_VISIBLE_DEVICES with "", -1, NoDevFiles, ..."""
+    names = ["CUDA_VISIBLE_DEVICES"]
+    names += ["HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"] if is_for_rocm() else []
+    return any(
+        name in os.environ and re.match(r"\s*\+?\d|GPU-|MIG-", os.environ[name]) is None
+        for name in names
+    )
+
+
+def require_kernels(gpu: VisibleGpu, cuda: Cuda) -> None:
+    """Refuse a GPU that the installed torch was not compiled for.
+
+    Raises:
+        UserError: names the build that was.
+    """
+    known = [a for a in cuda.architectures if re.match(r"(sm|compute)_\d", a)]
+    if not known or any(runs_on(architecture, gpu.capability) for architecture in known):
+        return
+    major, minor = gpu.capability
+    advice = "Try --accelerator cpu: no build of torch has any."
+    if gpu.capability >= MAXWELL:
+        build = OLD_BUILD if gpu.capability < TURING else NEW_BUILD
+        advice = f"{_install(cuda.torch, build)} has them. Or try --accelerator cpu."
+    raise UserError(
+        f"{gpu.name} has compute capability {major}.{minor}, for which torch {cuda.torch} has no "
+        f"kernels ({' '.join(known)}). {advice}"
+    )
+
+
+def runs_on(architecture: str, capability: Capability) -> bool:
+    """Whether code compiled for an architecture runs on a GPU.
+
+    sm_86 is machine code, for its major version from its minor version on; compute_86 is compiled
+    by the driver for whatever is newer. With an "a" behind it, code is for this very version; with
+    an "f", for its family, which is within its major version. (CUDA C++ Programming Guide,
+    "Binary compatibility" and "PTX compatibility"; nvcc, "GPU feature list".)
+    """
+    found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", architecture)
+    if found is None:
+        return False
+    made_for = int(found[2]), int(found[3])
+    if found[4] == "a":
+        return capability == made_for
+    if found[1] == "sm" or found[4] == "f":
+        return capability[0] == made_for[0] and capability >= made_for
+    return capability >= made_for
+
+
+def _install(version: str, build: str) -> str:
+    base = version.partition("+")[0]
+    return f"pip install torch=={base}+{build} --index-url {WHEELS}/{build}"
+
+
+def _unusable(cuda: Cuda, *, asked_for: bool) -> str:
+    """Why the GPUs that are here cannot be used, and what to do."""
+    found = hardware()
+    names = ", ".join(dict.fromkeys(gpu.name for gpu in found.gpus))
+    if names:
+        start = f"This machine has {names}, but torch {cuda.torch} cannot use it"
+    elif asked_for:
+        start = f"accelerator is cuda, but torch {cuda.torch} sees no GPU"
+    else:
+        maker = "AMD" if is_for_rocm() else "NVIDIA"
+        start = f"This machine has {maker}'s driver, but torch {cuda.torch} cannot use a GPU"
+    tool = "rocm-smi" if is_for_rocm() else "nvidia-smi"
+    advice = f"Look at {tool}, or try --accelerator cpu."
+    build = _build_for_driver(found.cuda)
+    if build and re.search("not compiled with CUDA|driver.* too old", cuda.error):
+        advice = f"{_install(cuda.torch, build)} is for this driver. Or try --accelerator cpu."
+    return f"{start}: {cuda.error}\n{advice}"
+
+
+def _of_another_kind(recipe: Recipe, current: Current) -> Devices:
+    """The devices of a kind that is neither the CPU nor CUDA.
+
+    Raises:
+        UserError: the installed torch has none, or can use none here.
+    """
+    asked = recipe.accelerator
+    if current.name != asked or not current.devices:
+        has = "cpu alone" if current.name in (None, asked) else f"cpu and {current.name}"
+        why = f": {current.error}" if current.error else ""
+        other = "cpu" if current.name in (None, asked) else f"{current.name} or cpu"
+        raise UserError(
+            f"accelerator is {asked}, but torch {current.torch} has no such device here: it has "
+            f"{has}{why}. Install a build of torch for it, or try --accelerator {other}."
+        )
+    return Devices(
+        accelerator=asked,
+        count=len(current.devices),
+        names=current.devices,
+        memory_bytes=current.memory_bytes,
+        bf16_native=current.bf16,
+        deepspeed=has_deepspeed(),
+    )
+
+
+def _build_for_driver(newest_cuda: str | None) -> str | None:
+    """The build of torch for a driver that supports this version of CUDA; None: there is none."""
+    major = int((newest_cuda or "0").partition(".")[0])
+    if major < 12:
+        return None
+    return OLD_BUILD if major == 12 else NEW_BUILD
+
+
+def ask_torch() -> Cuda:
+    """What torch says, asked in this process."""
+    import torch
+
+    version = str(torch.__version__)
+    try:
+        torch.cuda.init()
+        found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    except Exception as error:  # AssertionError, RuntimeError, and what a broken driver may bring
+        return Cuda(torch=version, error=" ".join(str(error).split()) or type(error).__name__)
+    return Cuda(
+        torch=version,
+        gpus=tuple(
+            VisibleGpu(name=p.name, capability=(p.major, p.minor), memory_bytes=p.total_memory)
+            for p in found
+        ),
+        architectures=tuple(torch.cuda.get_arch_list()),
+    )
+
+
+def _current() -> Current:
+    """What torch says of its accelerator, whichever it is, asked in this process."""
+    import torch
+
+    version = str(torch.__version__)
+    kind = torch.accelerator.current_accelerator()
+    if kind is None:
+        return Current(torch=version)
+    try:
+        module: Any = torch.get_device_module(kind)
+        devices = [torch.device(kind.type, i) for i in range(torch.accelerator.device_count())]
+        name = getattr(module, "get_device_name", lambda device: kind.type)
+        names = tuple(str(name(device)) for device in devices)
+        bf16 = bool(devices) and _computes_bf16(devices[0])
+    except Exception as error:  # a broken driver may bring any
+        return Current(torch=version, name=kind.type, error=" ".join(str(error).split()))
+    try:
+        sizes = tuple(int(module.get_device_properties(d).total_memory) for d in devices)
+    except Exception:  # not every kind tells
+        sizes = ()
+    return Current(torch=version, name=kind.type, devices=names, memory_bytes=sizes, bf16=bf16)
+
+
+def _computes_bf16(device: Any) -> bool:
+    import torch
+
+    try:
+        ones = torch.ones(2, 2, dtype=torch.bfloat16, device=device)
+        return bool((ones @ ones).sum().item() == 8)
+    except (RuntimeError, TypeError):
+        return False
+
+
+@functools.cache
+def _current_once() -> Current:
+    """The same asked in a child."""
+    answer: dict[str, Any] = {"torch": metadata.version("torch"), "devices": ()}
+    answer |= {"memory_bytes": ()} | _child("current")
+    lists = {key: tuple(answer[key]) for key in ("devices", "memory_bytes")}
+    return Current(**answer | lists)
+
+
+@functools.cache
+def _asked_once() -> Cuda:
+    """What torch says, asked in a child: it takes seconds, and a sweep asks for every run."""
+    answer = {"torch": metadata.version("torch"), "gpus": (), "architectures": ()} | _child("gpus")
+    gpus = tuple(
+        VisibleGpu(**gpu | {"capability": tuple(gpu["capability"])}) for gpu in answer["gpus"]
+    )
+    return Cuda(**answer | {"gpus": gpus, "architectures": tuple(answer["architectures"])})
+
+
+def _child(*words: str) -> dict[str, Any]:
+    """What this module answers as a program; its last words as `error` if it fails."""
+    # -P: modules in the current directory are the user's, not ours
+    asked = subprocess.run(
+        [sys.executable, "-P", "-m", "ftkit.recipe.devices", *words],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if asked.returncode == 0:
+        answer: dict[str, Any] = json.loads(asked.stdout.splitlines()[-1])
+        return answer
+    lines = asked.stderr.strip().splitlines()
+    return {"error": lines[-1] if lines else f"asking it ended with {asked.returncode}"}
+
+
+def _answer(words: Sequence[str]) -> dict[str, Any]:
+    with quick_imports():
+        import torch
+    if words[0] == "gpus":
+        return dataclasses.asdict(ask_torch())
+    if words[0] == "current":
+        return dataclasses.asdict(_current())
+    free = torch.cuda.mem_get_info if words[2] == "cuda" else torch.accelerator.get_memory_info
+    return {"free_bytes": [free(i)[0] for i in range(int(words[1]))]}
+
+
+if __name__ == "__main__":
+    print(json.dumps(_answer(sys.argv[1:])))

@@ -1,0 +1,423 @@
+"""Parsing of recipes: YAML files and dotted overrides, read into a checked Recipe.
+
+The merge happens on plain nested dicts before anything is typed, so that the order of options
+does not matter, an override of ``data.path`` lands inside ``data.init_args``, and a
+``class_path`` is compared with the allow-list before any code could see it.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import re
+import shlex
+import types
+import typing
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from ftkit.errors import UserError
+from ftkit.recipe.recipe import RECIPE_OF, Component, Lora, Method, Recipe
+from ftkit.recipe.recipe_keys import (
+    COMPONENTS,
+    GROUPS,
+    LORA_KEYS,
+    MAPPINGS,
+    ONE_OF,
+    SPELLINGS,
+    accepted_types,
+    check_component,
+    check_keys,
+    default_class,
+    default_name,
+    describe,
+    example_of,
+    flatten,
+    key_types,
+    plain,
+    shown_value,
+)
+from ftkit.utils.json_values import for_json
+from ftkit.utils.names import leaves
+from ftkit.utils.remote.fetch import fetch_missing
+from ftkit.utils.remote.urls import is_url, local_path
+from ftkit.utils.yaml_files import dump_yaml, load_yaml, parse_yaml
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser
+
+PROMPT_MARK = "{instruction}"
+"""In a prompt of one's own."""
+EXCLUSIVE = [("train.lr_warmup_steps", "train.lr_warmup_fraction")]
+"""Two ways to say one thing: the one that is set later replaces the other."""
+
+_DATA_ENDINGS = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".txt", ".arrow")
+"""What no base model is called."""
+
+Override = tuple[str, str]
+
+
+def read_recipe(
+    files: Iterable[str | Path], overrides: Sequence[Override] = (), *, method: Method | None = None
+) -> Recipe:
+    """Merge recipe files (later ones win) and overrides (they win over files) into a Recipe.
+
+    Args:
+        files: YAML recipes in LitGPT's finetune format; paths or urls.
+        overrides: dotted key and YAML text, such as ``("train.epochs", "2")``. Their order
+            matters only where one key is given twice: the last one wins.
+        method: what the command says; None reads it from the keys (any LoRA key means LoRA).
+
+    Raises:
+        UserError: unreadable file, unknown key, value of the wrong type, or a class that recipes
+            may not name.
+    """
+    merged: dict[str, Any] = {}
+    for file in files:
+        path = local_path(file)
+        if is_url(file):
+            path.unlink(missing_ok=True)
+            fetch_missing(path.parent, [path.name])
+        for key, value in flatten(load_yaml(path, "--config ")):
+            _assign(merged, key, value)
+    return _overridden(merged, overrides, method)
+
+
+def sorted_words(
+    words: Sequence[str], config: Sequence[str], keys: Sequence[Override]
+) -> tuple[list[str], list[Override]]:
+    """Recipes, later ones win, and keys; a word that is no recipe is the base model.
+
+    Raises:
+        UserError: there is more than one base model, or a word names a file of data.
+    """
+    recipes: list[str] = []
+    overrides = list(keys)
+    for text in words:
+        if Path(text).suffix in (".yaml", ".yml"):
+            recipes.append(text)
+        elif _is_data(Path(text)):
+            raise UserError(
+                f"{text!r} is a file of data, but a word on its own is a recipe or the base model. "
+                f"Try --data JSON --data.path {shlex.quote(text)}, with the base model before it."
+            )
+        elif "checkpoint_dir" in dict(overrides):
+            raise UserError(
+                f"{text!r} is one base model too many: there is "
+                f"{dict(overrides)['checkpoint_dir']!r} already. Recipes end in .yaml, options "
+                "begin with --."
+            )
+        else:
+            overrides.append(("checkpoint_dir", text))
+    return [*recipes, *config], overrides
+
+
+def _is_data(path: Path) -> bool:
+    """Whether a word names a file of data by its ending, compressed or not."""
+    endings = [suffix.lower() for suffix in path.suffixes[-2:]]
+    if endings and endings[-1] in (".gz", ".zst"):
+        endings.pop()
+    return bool(endings) and endings[-1] in _DATA_ENDINGS
+
+
+def with_overrides(recipe: Recipe, overrides: Sequence[Override]) -> Recipe:
+    """A recipe with some keys set anew, as `read_recipe` sets them.
+
+    Raises:
+        UserError: unknown key, value of the wrong type, or a class that recipes may not name.
+    """
+    merged: dict[str, Any] = {}
+    for key, value in flatten(to_dict(recipe)):
+        _assign(merged, key, value)
+    return _overridden(merged, overrides, recipe.method)
+
+
+def _overridden(
+    merged: dict[str, Any], overrides: Sequence[Override], method: Method | None
+) -> Recipe:
+    for key, text in sorted(overrides, key=_specificity):
+        _assign(merged, key, _parse_value(key, text))
+    if method is None:
+        method = "lora" if LORA_KEYS & merged.keys() else "full"
+    check_keys(merged, method)
+    for name in COMPONENTS:
+        check_component(name, merged.get(name))
+    return _instantiate(merged, method)
+
+
+def add_recipe_keys(parser: "ArgumentParser", method: Method) -> None:
+    """Give a parser the keys of a recipe: types, defaults and completion; help if it is asked for.
+
+    Texts for help are read from the source of the classes where jsonargparse is set to do so.
+    """
+    recipe_class = RECIPE_OF[method]
+    parser.add_class_arguments(Recipe)
+    assert parser.groups is not None
+    parser.groups["Recipe"].title = "Model, data, hardware and optimizer"
+    if issubclass(recipe_class, Lora):
+        parser.add_class_arguments(Lora)
+    parser.set_defaults(
+        {f.name: f.default for f in dataclasses.fields(recipe_class) if f.name == "out_dir"}
+    )
+
+
+def to_dict(recipe: Recipe) -> dict[str, Any]:
+    """The recipe as nested plain values, ready for YAML or JSON; never with the access token."""
+    values = plain(dataclasses.asdict(recipe))
+    values["access_token"] = None
+    return values
+
+
+def to_yaml(recipe: Recipe) -> str:
+    """The recipe with every default filled in, in the format that `read_recipe` reads."""
+    return dump_yaml(to_dict(recipe))
+
+
+def recipe_as_dict(recipe: Recipe) -> dict[str, Any]:
+    """The same for the eyes of others: without access tokens at any depth."""
+    cleaned: dict[str, Any] = for_json(to_dict(recipe))
+    return cleaned
+
+
+def from_dict(values: dict[str, Any], method: Method) -> Recipe:
+    """A Recipe from what `to_dict` returned."""
+    check_keys(values, method)
+    return _instantiate(values, method)
+
+
+def read_keys(path: Path) -> dict[str, Any]:
+    """The dotted keys of a recorded recipe with their values as they stand there.
+
+    They are not checked, so that the recipe of another version can be read.
+
+    Raises:
+        UserError: it cannot be read, or is no recipe.
+    """
+    return dict(leaves(load_yaml(path), whole=MAPPINGS))
+
+
+def as_text(value: Any) -> str:
+    """A value as the text of an override; text stays as it is, as on the command line."""
+    return value if isinstance(value, str) else json.dumps(value, default=os.fspath)
+
+
+def _specificity(override: Override) -> int:
+    """Naming a class or a whole group comes before setting single keys of it."""
+    head, _, rest = override[0].partition(".")
+    if head in COMPONENTS:
+        return {"": 0, "class_path": 1, "init_args": 2}.get(rest, 3)
+    return override[0].count(".")
+
+
+def _parse_value(key: str, text: str) -> Any:
+    if key.endswith(".prompt_style") and PROMPT_MARK in text and "class_path" not in text:
+        return _prompt_text(text)
+    try:
+        value = parse_yaml(text)
+    except yaml.YAMLError as error:
+        holds_keys = key.partition(".")[0] in COMPONENTS or _is_of_mapping(key)
+        if holds_keys and text.lstrip().startswith(("{", "[")):
+            problem = getattr(error, "problem", None) or ""
+            twice = f": {problem}" if "twice" in problem else ""
+            raise UserError(
+                f"--{key} {text!r} is not valid YAML or JSON{twice}. "
+                "Check its brackets, or set single keys as --KEY.NAME VALUE."
+            ) from None
+        return text
+    if value is None or isinstance(value, str):
+        return value
+    if key.endswith(".prompt_style") and isinstance(value, dict) and "class_path" not in value:
+        return text  # a prompt, "Q: {instruction}"
+    is_text = all(k in (str, Path) for k in accepted_types(key_types("lora").get(key)))
+    return text if is_text else value
+
+
+def _prompt_text(text: str) -> str:
+    r"""A prompt of one's own: without quotes, many would be mappings of YAML; \n is a new line."""
+    if text[:1] in ("'", '"'):
+        with contextlib.suppress(yaml.YAMLError):
+            return str(parse_yaml(text))
+    return text.replace("\\n", "\n")
+
+
+def _assign(merged: dict[str, Any], key: str, value: Any) -> None:
+    head, _, rest = key.partition(".")
+    if head in COMPONENTS:
+        merged[head] = _merge_component(head, merged.get(head), rest, value)
+        return
+    is_whole = _is_of_mapping(key)
+    if isinstance(value, dict) and not is_whole:
+        for leaf, item in flatten(value, f"{key}."):
+            _assign(merged, leaf, item)
+        return
+    if key in GROUPS:
+        if value is not None:
+            example = next(name for name in key_types("full") if name.startswith(f"{key}."))
+            raise UserError(
+                f"{key} is {shown_value(value)}, but holds keys of its own. "
+                f"Try --{example} {example_of(example, 'full')}."
+            )
+        return
+    target = merged
+    *groups, last = key.split(".")
+    for group in groups:
+        inner = {} if target.get(group) is None and is_whole else target.setdefault(group, {})
+        if isinstance(inner, str) and key.startswith("eval.sets."):
+            inner = {"path": inner}  # a set that was given in short
+        if not isinstance(inner, dict):
+            raise UserError(
+                f"{key} cannot be set: {group} is a single value, not a group of keys. "
+                f"Remove --{key}."
+            )
+        target[group] = inner
+        target = inner
+    target[last] = SPELLINGS.get(key, {}).get(value, value) if isinstance(value, str) else value
+    for pair in EXCLUSIVE:
+        if key in pair and value is not None:
+            (other,) = set(pair) - {key}
+            group, _, name = other.partition(".")
+            merged.setdefault(group, {})[name] = None
+
+
+def _is_of_mapping(key: str) -> bool:
+    """Whether it is a key whose value may be a mapping, or lies in one."""
+    return any(key == name or key.startswith(f"{name}.") for name in MAPPINGS)
+
+
+def _merge_component(
+    field: str, current: Component | None, rest: str, value: Any
+) -> Component | None:
+    """Naming another class starts from its defaults; a dotted key sets one of its arguments.
+
+    In a mapping, arguments may lie beside `class_path` as well as in `init_args`.
+    """
+    if rest.startswith("init_args."):
+        rest = rest.removeprefix("init_args.")
+    if rest and rest != "class_path" and rest != "init_args":
+        if current is None:
+            current = Component(class_path=default_class(field), init_args={})
+        arguments = dict(current["init_args"])
+        target = arguments
+        *groups, last = rest.split(".")
+        for group in groups:
+            inner = target.get(group) or {}
+            if not isinstance(inner, dict):
+                raise UserError(
+                    f"{field}.{rest} cannot be set: {group} is {inner!r}, a single value. "
+                    f"Remove --{field}.{rest}."
+                )
+            target[group] = dict(inner)
+            target = target[group]
+        target[last] = value
+        arguments = _without_others(field, arguments, [rest] if value is not None else [])
+        return Component(class_path=current["class_path"], init_args=arguments)
+    if rest:
+        value = {rest: value}
+    if value is None:
+        return None
+    if isinstance(value, str):
+        value = {"class_path": value}
+    if not isinstance(value, dict):
+        raise UserError(
+            f"{field} is {shown_value(value)}, but must be a name, or a mapping with "
+            f"class_path and init_args. Try --{field} {default_name(field)}."
+        )
+    class_path = value.get("class_path")
+    arguments = value.get("init_args") or {}
+    if class_path is None:
+        class_path = current["class_path"] if current else default_class(field)
+    if not isinstance(class_path, str) or not isinstance(arguments, dict):
+        raise UserError(
+            f"{field} must have a class_path (text) and init_args (keys and values). "
+            f"Try --{field} {default_name(field)}."
+        )
+    beside = {k: v for k, v in value.items() if k not in ("class_path", "init_args")}
+    for key in beside.keys() & arguments.keys():
+        raise UserError(
+            f"{field} has {key} twice: beside init_args and in it. Leave one of the two out."
+        )
+    arguments = arguments | beside
+    package = COMPONENTS[field]
+    if package and "." not in class_path:
+        class_path = f"{package}.{class_path}"
+    if current and current["class_path"] == class_path:
+        given = [key for key, item in arguments.items() if item is not None]
+        arguments = {**_without_others(field, current["init_args"], given), **arguments}
+    return Component(class_path=class_path, init_args=dict(arguments))
+
+
+def _without_others(field: str, arguments: dict[str, Any], given: Iterable[str]) -> dict[str, Any]:
+    """The arguments without those that are replaced by others that are given."""
+    ways = set(ONE_OF.get(field, ()))
+    replaced = ways.difference(given) if ways.intersection(given) else set()
+    return {key: value for key, value in arguments.items() if key not in replaced}
+
+
+def _instantiate(merged: dict[str, Any], method: Method) -> Recipe:
+    recipe_class = RECIPE_OF[method]
+    from jsonargparse import ArgumentError
+
+    parser = _parser(method)
+    given = _without_empty(merged, method)
+    components = {key: given.pop(key) for key in COMPONENTS if key in given}
+    if isinstance(out_dir := given.get("out_dir"), str):
+        given["out_dir"] = str(local_path(out_dir))
+    if "checkpoint_dir" not in given:
+        raise UserError(
+            "checkpoint_dir is not set: which base model? "
+            "Try --checkpoint_dir TinyLlama/TinyLlama_v1.1 or --config RECIPE.yaml."
+        )
+    try:
+        values = parser.instantiate_classes(parser.parse_object(given))
+    except (ArgumentError, TypeError, ValueError) as error:
+        raise UserError(_type_message(str(error), merged, method)) from None
+    fields = {f.name: values[f.name] for f in dataclasses.fields(recipe_class)}
+    return recipe_class(**fields | components)
+
+
+@functools.cache
+def _parser(method: Method) -> "ArgumentParser":
+    """What types the values of a recipe."""
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(exit_on_error=False)
+    add_recipe_keys(parser, method)
+    return parser
+
+
+def _without_empty(merged: dict[str, Any], method: Method) -> dict[str, Any]:
+    """The values without the empty keys that LitGPT's recipes are full of: they mean the default.
+
+    Where None is a value of its own (`epochs:`), it is kept.
+    """
+    kinds = key_types(method)
+
+    def kept(key: str, value: Any) -> bool:
+        return value is not None or ("." in key and types.NoneType in typing.get_args(kinds[key]))
+
+    given: dict[str, Any] = {}
+    for name, value in merged.items():
+        if name in GROUPS:
+            given[name] = {k: v for k, v in value.items() if kept(f"{name}.{k}", v)}
+        elif kept(name, value):
+            given[name] = value
+    return given
+
+
+def _type_message(text: str, merged: dict[str, Any], method: Method) -> str:
+    found = re.search(r'[Kk]ey "([\w.]+)"', text)
+    kinds = key_types(method)
+    if not found or found.group(1) not in kinds:
+        return f"The recipe is not valid: {' '.join(text.split())}"
+    key = found.group(1)
+    value: Any = merged
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return (
+        f"{key} is {shown_value(value)}, but must be {describe(kinds[key])}. "
+        f"Try --{key} {example_of(key, method, value)}."
+    )

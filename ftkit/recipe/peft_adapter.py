@@ -1,0 +1,355 @@
+"""PEFT's adapter_config.json as keys of a recipe; no torch.
+
+Any program may have written the file. PEFT itself imports modules and takes classes that some keys
+name (`megatron_core`, `auto_mapping`), so that nothing reaches it but what is listed here.
+"""
+
+import dataclasses
+import json
+import logging
+import math
+import re
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ftkit.errors import UserError
+from ftkit.recipe.recipe import LAYER_SWITCHES, LoraRecipe, Recipe
+from ftkit.utils.damaged_files import reading, require_regular
+from ftkit.utils.json_values import from_json
+
+CONFIG = "adapter_config.json"
+WEIGHTS, OLD_WEIGHTS = "adapter_model.safetensors", "adapter_model.bin"
+NOTES_KEY = "ftkit"
+"""Key of the header of WEIGHTS with what ftkit notes of fused layers, as JSON."""
+BASE_KEY = "ftkit_base"
+"""Key of the header of WEIGHTS with the fingerprint of the base model."""
+PARTS_KEY = "parts"
+"""Among the notes: Hugging Face's names of fused layers, each with our layers in order."""
+_NOTES: dict[str, Any] = {"lora_r": int, "lora_alpha": float, "lora_targets": list[str]}
+"""What ftkit notes beside the parts, with its kinds."""
+_ARGUMENTS = (
+    *("r", "lora_alpha", "lora_dropout", "target_modules", "target_parameters", "modules_to_save"),
+    *("rank_pattern", "alpha_pattern", "use_dora", "use_rslora", "fan_in_fan_out"),
+)
+"""Settings of which PEFT makes the layers of an adapter."""
+_OF_LAYER = ".weight"
+"""What the name of a parameter that is the weight of a linear layer ends with."""
+
+_AGAIN = "Take it from where it was saved again."
+HARMLESS_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
+"""First values (init_lora_weights) that leave the base model's weights as they are."""
+
+_MOST_RANK = 2**16
+_LOG = logging.getLogger(__name__)
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int and 0 < value <= _MOST_RANK
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _is_share(value: Any) -> bool:
+    return _is_number(value) and 0 <= value < 1
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _is_name_or_names(value: Any) -> bool:
+    return _is_text(value) or _are_names(value)
+
+
+def _is_start(value: Any) -> bool:
+    return _is_flag(value) or _is_text(value)
+
+
+def _are_ranks(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_whole, value.values()))
+
+
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_number, value.values()))
+
+
+_USED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "peft_type": (_is_text, "a text"),
+    "base_model_name_or_path": (_is_text, "a text"),
+    "r": (_is_whole, f"a whole number from 1 to {_MOST_RANK:,}"),
+    "lora_alpha": (_is_number, "a number"),
+    "lora_dropout": (_is_share, "a number from 0 to below 1"),
+    "target_modules": (_is_name_or_names, "a text or a list of texts"),
+    "target_parameters": (_are_names, "a list of texts"),
+    "modules_to_save": (_are_names, "a list of texts"),
+    "rank_pattern": (_are_ranks, "names with whole numbers"),
+    "alpha_pattern": (_are_numbers, "names with numbers"),
+    "use_dora": (_is_flag, "true or false"),
+    "use_rslora": (_is_flag, "true or false"),
+    "fan_in_fan_out": (_is_flag, "true or false"),
+    "init_lora_weights": (_is_start, "true, false or a text"),
+}
+"""What ftkit uses, with the kind of its values; null is as if the key were not there."""
+
+_CHANGING: Mapping[str, tuple[Any, ...]] = {
+    "bias": ("none",),
+    "lora_bias": (False,),
+    "layers_to_transform": ([],),
+    "exclude_modules": ([],),
+    "trainable_token_indices": ([], {}),
+    "layer_replication": ([],),
+    "alora_invocation_tokens": ([],),
+    "arrow_config": ({},),
+    "kasa_config": ({},),
+    "megatron_config": ({},),
+    "monteclora_config": ({},),
+    "use_bdlora": ({}, False),
+    "use_qalora": (False,),
+    "velora_config": ({},),
+}
+"""Settings that change what an adapter computes, with the values, beside null, that do not."""
+
+_NEUTRAL = frozenset(
+    (
+        *("auto_mapping", "corda_config", "ensure_weight_tying", "eva_config", "inference_mode"),
+        *("layers_pattern", "loftq_config", "lora_ga_config", "megatron_core", "peft_version"),
+        *("qalora_group_size", "revision", "runtime_config", "task_type"),
+    )
+)
+"""Settings that change no number of a saved adapter: how it was begun, and what loads it."""
+_SWITCHES = ("use_", "_config")
+"""Beginning and end of PEFT's keys that switch a method on."""
+
+
+def adapter_keys(directory: Path) -> dict[str, Any]:
+    """The keys of a recipe that an adapter decides.
+
+    Raises:
+        UserError: it is no adapter, or of a kind that ftkit does not train.
+    """
+    config = peft_settings(directory)
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise UserError(
+            f"adapter {directory} is of the kind {kind}, but LoRA, DoRA and rsLoRA are what can be "
+            "trained on. Give another adapter, or none."
+        )
+    notes = read_notes(directory)
+    _require_known(config, directory)
+    if (config.get("rank_pattern") or config.get("alpha_pattern")) and not notes:
+        raise UserError(
+            f"adapter {directory} has ranks of its own for some layers (rank_pattern "
+            f"{json.dumps(config.get('rank_pattern'))}), but lora_r is one for all. Give another "
+            "adapter, or none."
+        )
+    if config.get("use_dora") and config.get("use_rslora"):
+        raise UserError(
+            f"adapter {directory} is DoRA and rsLoRA in one, but lora_variant is one of the two. "
+            "Give another adapter, or none."
+        )
+    keys = {
+        "lora_r": config.get("r"),
+        "lora_alpha": config.get("lora_alpha"),
+        "lora_targets": _layers(config),
+        "lora_modules_to_save": config.get("modules_to_save") or None,
+        "lora_experts": bool(target_parameters(directory)),
+    }
+    keys |= {key: value for key, value in notes.items() if key != PARTS_KEY}
+    wanted = ["lora_r", "lora_alpha", *(["lora_targets"] * (not keys["lora_experts"]))]
+    missing = [key for key in wanted if not keys[key]]
+    if missing:
+        raise UserError(
+            f"{directory / CONFIG} does not say {', '.join(missing)}. Take the adapter from where "
+            "it was saved again."
+        )
+    variant = "dora" if config.get("use_dora") else "rslora" if config.get("use_rslora") else "lora"
+    if isinstance(keys["lora_targets"], list):
+        keys["lora_targets"] = sorted(keys["lora_targets"])
+    elif keys["lora_targets"] is None:
+        keys["lora_targets"] = []
+    return keys | {"lora_variant": variant}
+
+
+def with_adapter(recipe: Recipe) -> Recipe:
+    """The recipe with what the adapter that it starts from decides.
+
+    Raises:
+        UserError: there is no such adapter, or the recipe asks for another kind.
+    """
+    if not isinstance(recipe, LoraRecipe) or recipe.adapter is None:
+        return recipe
+    keys = adapter_keys(recipe.adapter)
+    defaults = {field.name: field.default for field in dataclasses.fields(recipe)}
+    for key, value in keys.items():
+        asked = getattr(recipe, key)
+        if asked != defaults[key] and _in_order(asked) != _in_order(value):
+            raise UserError(
+                f"{key} is {json.dumps(asked)}, but the adapter {recipe.adapter} has "
+                f"{json.dumps(value)}. Remove {key}, which is read from the adapter."
+            )
+    for key in LAYER_SWITCHES:
+        if getattr(recipe, key) != defaults[key]:
+            raise UserError(
+                f"{key} is {json.dumps(getattr(recipe, key))}, but the adapter {recipe.adapter} "
+                f"adapts {json.dumps(keys['lora_targets'])}. Remove {key}; the layers are read "
+                "from the adapter."
+            )
+    if recipe.lora_init != "default":
+        raise UserError(
+            f"lora_init is {recipe.lora_init}, but the first values come from the adapter "
+            f"{recipe.adapter}. Try --lora_init default."
+        )
+    return dataclasses.replace(recipe, **keys)
+
+
+def target_parameters(directory: Path) -> list[str]:
+    """Names of the parameters, not layers, that an adapter adapts: those of experts."""
+    found = peft_settings(directory).get("target_parameters") or []
+    return [str(name) for name in found if not str(name).endswith(_OF_LAYER)]
+
+
+def _layers(config: Mapping[str, Any]) -> str | list[str] | None:
+    """The layers that an adapter adapts, by their names or by those of their weights."""
+    modules: str | list[str] | None = config.get("target_modules")
+    parameters = [str(name) for name in config.get("target_parameters") or []]
+    weights = [n.removesuffix(_OF_LAYER) for n in parameters if n.endswith(_OF_LAYER)]
+    if not weights:
+        return modules
+    if isinstance(modules, str):
+        return "|".join([f"({modules})", *(rf"(.*\.)?{re.escape(name)}" for name in weights)])
+    return [*(modules or []), *weights]
+
+
+def _in_order(value: Any) -> Any:
+    return sorted(value) if isinstance(value, list) else value
+
+
+def read_notes(directory: Path) -> dict[str, Any]:
+    """What ftkit noted of the layers that an adapter of its own fuses; {} for others."""
+    with reading(directory / WEIGHTS, "JSON", key=f"__metadata__.{NOTES_KEY}", advice=_AGAIN):
+        notes = json.loads(_header(directory).get(NOTES_KEY, "{}"))
+        notes = notes if isinstance(notes, dict) else {}
+        parts = from_json(dict[str, list[str]], notes.get(PARTS_KEY, {}))
+        known = {key: notes[key] for key in _NOTES if key in notes}
+        for key, value in known.items():
+            from_json(_NOTES[key], value)
+        if known.get("lora_r", 1) < 1:
+            raise ValueError(f"lora_r is {known['lora_r']}")
+    return known | {PARTS_KEY: parts} if notes else {}
+
+
+def base_fingerprint(directory: Path) -> str | None:
+    """Of the base model that an adapter was trained on; None: ftkit did not write it there."""
+    found = _header(directory).get(BASE_KEY)
+    return found if isinstance(found, str) else None
+
+
+def _header(directory: Path) -> dict[str, Any]:
+    """What the header of the weights says beside their names; {} where there is none."""
+    path = directory / WEIGHTS
+    require_regular(path)
+    if not path.is_file():
+        return {}
+    with reading(path, "a header of safetensors", advice=_AGAIN), path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if size > path.stat().st_size:
+            raise ValueError(f"its header of {size:,} bytes is longer than the file")
+        found = json.loads(file.read(size)).get("__metadata__", {})
+    return found if isinstance(found, dict) else {}
+
+
+def peft_arguments(directory: Path) -> dict[str, Any]:
+    """Arguments of `peft.LoraConfig` for an adapter: none that names a module, class or place.
+
+    Raises:
+        UserError: as `adapter_keys`.
+    """
+    adapter_keys(directory)
+    settings = peft_settings(directory)
+    return {key: settings[key] for key in _ARGUMENTS if key in settings}
+
+
+def peft_settings(directory: Path) -> dict[str, Any]:
+    """What ftkit uses of an adapter_config.json, and what it has to refuse.
+
+    Keys of newer versions of PEFT that are switched off pass; others are named once and ignored,
+    but for those that switch a method on.
+
+    Raises:
+        UserError: the file is missing or damaged, or turns on something that ftkit does not know.
+    """
+    file = directory / CONFIG
+    require_regular(file)
+    if not file.is_file():
+        raise UserError(
+            f"adapter is {directory}, but there is no {CONFIG}. Give the directory of a PEFT "
+            "adapter, such as a run's final/."
+        )
+    with reading(file, "a JSON object with the settings of an adapter", advice=_AGAIN):
+        content = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise UserError(f"{file} holds no settings. {_AGAIN}")
+    given = {key: value for key, value in content.items() if value is not None}
+    for key, (is_sound, wanted) in _USED.items():
+        if key in given and not is_sound(given[key]):
+            raise UserError(
+                f"{file}: {key} is {_shown(given[key])}, but has to be {wanted}. {_AGAIN}"
+            )
+    unknown = {k: v for k, v in given.items() if k not in (*_USED, *_CHANGING, *_NEUTRAL) and v}
+    beginning, end = _SWITCHES
+    for key, value in unknown.items():
+        if key.startswith(beginning) or key.endswith(end):
+            raise UserError(
+                f"{file} has {key} {_shown(value)}, which this ftkit does not know and which may "
+                "change what the adapter computes. Give another adapter, or none."
+            )
+    if unknown:
+        _say_ignored(file, ", ".join(sorted(unknown)))
+    return {key: value for key, value in given.items() if key in _USED or key in _CHANGING}
+
+
+def _require_known(settings: Mapping[str, Any], directory: Path) -> None:
+    """Refuse an adapter with a setting that changes what it computes in a way ftkit does not know.
+
+    Args:
+        settings: from `peft_settings`.
+        directory: of the adapter.
+
+    Raises:
+        UserError: names the key.
+    """
+    for key, harmless in _CHANGING.items():
+        if settings.get(key) is not None and settings[key] not in harmless:
+            raise UserError(
+                f"adapter {directory} has {key} {_shown(settings[key])}, which ftkit cannot train "
+                "on. Give another adapter, or none."
+            )
+    start = settings.get("init_lora_weights")
+    if isinstance(start, str) and start.lower() not in HARMLESS_STARTS:
+        raise UserError(
+            f"adapter {directory} has init_lora_weights {start}: it belongs to a base model whose "
+            "weights its start has changed. Have PEFT convert it while it is saved "
+            "(path_initial_model_for_weight_conversion), or give another adapter."
+        )
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+@lru_cache
+def _say_ignored(file: Path, keys: str) -> None:
+    _LOG.warning("%s: not used, because ftkit does not know it: %s", file, keys)

@@ -1,0 +1,278 @@
+"""Keys of recipes: their names and types, where a class may come from, how messages name them."""
+
+import dataclasses
+import shlex
+import types
+import typing
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from ftkit.errors import UserError
+from ftkit.recipe.recipe import RECIPE_OF, Component, Lora, Method, Recipe
+from ftkit.utils.names import leaves, nearest
+from ftkit.utils.remote.urls import spelt
+
+COMPONENTS = {"data": "litgpt.data", "optimizer": "torch.optim", "strategy": ""}
+"""Fields that name a class, with the package a short name belongs to."""
+
+ALLOWED_PACKAGES = {
+    "data": ("litgpt.data", "ftkit.data"),
+    "optimizer": ("torch.optim", "bitsandbytes.optim", "deepspeed.ops.adam"),
+}
+"""Where a class_path may come from. A recipe never makes ftkit import anything else."""
+
+ONE_OF = {"data": ("path", "json_path", "sources")}
+"""Arguments of a class that say one thing in several ways: the one that is set later replaces the
+others."""
+
+MAPPINGS = ("checkpoint.keep_every", "eval.sets")
+"""Keys whose value may be a mapping, and not a group of keys."""
+
+SPELLINGS = {"quantize": {"bnb.int8-training": "bnb.int8"}}
+"""Values of LitGPT that have another name here."""
+
+ELSEWHERE = {
+    "batch_size": "train.global_batch_size",
+    "dataset": "data.path",
+    "early_stopping_patience": "eval.patience",
+    "ema": "train.ema_decay",
+    "label_smoothing_factor": "train.label_smoothing",
+    "learning_rate": "optimizer.lr",
+    "lr": "optimizer.lr",
+    "lr_scheduler": "train.lr_schedule",
+    "lr_scheduler_type": "train.lr_schedule",
+    "load_best_model_at_end": "checkpoint.result",
+    "max_length": "train.max_seq_length",
+    "model": "checkpoint_dir",
+    "model_name": "checkpoint_dir",
+    "model_name_or_path": "checkpoint_dir",
+    "num_epochs": "train.epochs",
+    "num_train_epochs": "train.epochs",
+    "output_dir": "out_dir",
+    "per_device_train_batch_size": "train.micro_batch_size",
+    "warmup_steps": "train.lr_warmup_steps",
+    "weight_decay": "optimizer.weight_decay",
+}
+"""Keys by their names in other programs, which people type here."""
+
+USUAL = {
+    "checkpoint.max_staged_bytes": "1073741824",
+    "eval.patience": "3",
+    "train.ema_decay": "0.999",
+    "train.neftune_noise_alpha": "5",
+}
+"""Values of keys that are empty by default, where not any number would do."""
+
+_PRETRAINING = "LitGPT's pretraining"
+FOREIGN_RECIPES = (
+    ("axolotl", {"base_model", "datasets"}),
+    ("LLaMA-Factory", {"model_name_or_path", "finetuning_type"}),
+    ("torchtune", {"tokenizer", "model", "checkpointer"}),
+    (_PRETRAINING, {"model_name", "initial_checkpoint_dir"}),
+    (_PRETRAINING, {"model_name", "tokenizer_dir"}),
+    (_PRETRAINING, {"model_config", "tokenizer_dir"}),
+)
+"""Programs, and keys that tell that a file is of them."""
+
+OF_COMMANDS = {
+    "metric": "names a file that is executed, so it is an option of ftkit finetune, finetune_lora, "
+    "finetune_full and evaluate alone. Remove it, and add --metric FILE.py:FUNCTION to the command",
+    "trust_task_code": "says which code may run, so it is an option of ftkit finetune, "
+    "finetune_lora, finetune_full and evaluate alone. Remove it, and add --trust_task_code DIR to "
+    "the command",
+}
+"""What is typed on command lines and no recipe says, by the reason."""
+
+LORA_KEYS = {field.name for field in dataclasses.fields(Lora)}
+GROUPS = {f.name for f in dataclasses.fields(Recipe) if dataclasses.is_dataclass(f.type)}
+
+
+def key_types(method: Method) -> dict[str, Any]:
+    """Every dotted key of a recipe with its type."""
+    return {key: field.type for key, field in _key_fields(RECIPE_OF[method])}
+
+
+def _key_fields(
+    recipe_class: type, prefix: str = ""
+) -> Iterator[tuple[str, "dataclasses.Field[Any]"]]:
+    for field in dataclasses.fields(recipe_class):
+        if dataclasses.is_dataclass(field.type):
+            yield from _key_fields(typing.cast(type, field.type), f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", field
+
+
+def accepted_types(kind: Any) -> list[Any]:
+    """The types that a key accepts, None apart; a literal stands for itself."""
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return [k for k in typing.get_args(kind) if k is not types.NoneType]
+    return [kind]
+
+
+def describe(kind: Any) -> str:
+    """A type in words: 'a whole number', 'true or false', 'one of: auto, cpu, cuda'."""
+    if typing.get_origin(kind) is Literal:
+        choices = typing.get_args(kind)
+        return f"one of: {', '.join(map(str, choices))}" if len(choices) > 1 else repr(choices[0])
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return " or ".join(describe(k) for k in accepted_types(kind))
+    if typing.get_origin(kind) is list:
+        return f"a list of {'them' if _is_choice(typing.get_args(kind)[0]) else 'names'}"
+    if typing.get_origin(kind) is dict:
+        is_named = typing.get_args(kind)[0] is str
+        return "names with a file each" if is_named else "a mapping of whole numbers"
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    return words.get(kind, "a path" if kind is Path else "a name, or class_path with init_args")
+
+
+def _is_choice(kind: Any) -> bool:
+    return typing.get_origin(kind) is Literal
+
+
+def placeholder_of(kind: Any) -> str:
+    """What stands for a value of this type in help: {auto,cpu,cuda}, NUMBER, PATH."""
+    words = {int: "N", float: "NUMBER", str: "TEXT", Path: "PATH", bool: "{true,false}"}
+    found = []
+    for accepted in accepted_types(kind):
+        origin, parts = typing.get_origin(accepted), typing.get_args(accepted)
+        if origin is Literal:
+            choices = [str(choice) for choice in parts]
+            found.append(f"{{{','.join(choices)}}}" if len(choices) > 1 else choices[0])
+        elif origin is list:
+            names = parts[0] is str or _is_choice(parts[0])
+            found.append("[NAME,...]" if names else f"[{placeholder_of(parts[0])},...]")
+        elif origin is dict:
+            found.append("{KEY:VALUE,...}")
+        elif origin is tuple:
+            found.append(f"[{','.join(map(placeholder_of, parts))}]")
+        elif accepted in words:
+            found.append(words[accepted])
+    return "|".join(found) or "NAME"
+
+
+def check_keys(merged: dict[str, Any], method: Method) -> None:
+    """Refuse keys that a recipe of this method does not have.
+
+    Raises:
+        UserError: names the key that was meant.
+    """
+    known = key_types(method)
+    for program, telling in FOREIGN_RECIPES:
+        if telling <= merged.keys():
+            raise UserError(
+                f"This is a recipe of {program}: {' and '.join(sorted(telling))} are no keys of "
+                "ftkit's. ftkit reads recipes as LitGPT has them for fine-tuning: base model, data "
+                "and settings have other names there. Try ftkit finetune CHECKPOINT_DIR --data "
+                "JSON --data.path FILE --print_config, and go on from what it prints."
+            )
+    for key, _ in flatten(merged):
+        if key in known:
+            continue
+        if key in LORA_KEYS:
+            advice = (
+                "Quantization is for LoRA (QLoRA)." if key == "quantize" else "It is a LoRA key."
+            )
+            raise UserError(
+                f"{key} does not belong to full fine-tuning. {advice} "
+                "Use ftkit finetune instead of ftkit finetune_full, or remove the key."
+            )
+        if reason := OF_COMMANDS.get(key.rpartition(".")[2]):
+            raise UserError(f"{key} is not a key of a recipe: it {reason}.")
+        raise UserError(f"{key} is not a key of a recipe.{_meant(key, known)}")
+
+
+def _meant(key: str, known: Iterable[str]) -> str:
+    names = list(known)
+    last_name = key.rpartition(".")[2]
+    if last_name in ELSEWHERE:
+        return f" Did you mean {ELSEWHERE[last_name]}?"
+    longer = [name for name in names if name.startswith(f"{key}_")]
+    close = min(longer, key=len) if longer else nearest(key, names)
+    if not close:
+        by_last = {name.rpartition(".")[2]: name for name in names}
+        last = nearest(last_name, by_last)
+        close = by_last[last] if last else None
+    return f" Did you mean {close}?" if close else " See ftkit finetune --help for all keys."
+
+
+def check_component(field: str, component: Component | None) -> None:
+    """Refuse a class from a package that recipes may not name.
+
+    Raises:
+        UserError: names the packages.
+    """
+    allowed = ALLOWED_PACKAGES.get(field)
+    if component is None or allowed is None:
+        return
+    class_path = component["class_path"]
+    package, _, name = class_path.rpartition(".")
+    if package not in allowed or not name.isidentifier():
+        file = class_path.removeprefix(f"{COMPONENTS[field]}.")
+        if field == "data" and ("/" in file or Path(file).exists()):
+            raise UserError(
+                f"--data is {file}, but must be a kind of data; files and data sets on the hub "
+                f"are given as --data.path. Try --data JSON --data.path {shlex.quote(file)}."
+            )
+        raise UserError(
+            f"{field}.class_path is {class_path!r}, but recipes may only name classes "
+            f"of {' or '.join(allowed)}. Try --{field} {default_name(field)}."
+        )
+
+
+def default_class(field: str) -> str:
+    """The class path that data, optimizer or strategy has where a recipe names none."""
+    (default,) = [f.default_factory for f in dataclasses.fields(Recipe) if f.name == field]
+    assert callable(default)
+    return str(default()["class_path"])
+
+
+def default_name(field: str) -> str:
+    """The name of that class alone."""
+    return default_class(field).rpartition(".")[2]
+
+
+def example_of(key: str, method: Method, wrong: Any = None) -> str:
+    """A value that the key accepts: the most similar choice, or the default."""
+    field = dict(_key_fields(RECIPE_OF[method]))[key]
+    accepted = accepted_types(field.type)
+    literals = [kind for kind in accepted if typing.get_origin(kind) is Literal]
+    choices = [str(c) for kind in literals for c in typing.get_args(kind)]
+    if isinstance(wrong, list) and choices:
+        meant = [nearest(str(item), choices, cutoff=0.3) or choices[0] for item in wrong]
+        return shlex.quote(f"[{', '.join(dict.fromkeys(meant))}]")
+    if close := nearest(str(wrong), choices, cutoff=0.3):
+        return close
+    if accepted == [str]:
+        return shlex.quote(str(wrong))
+    if accepted == [dict[str, Any]]:
+        return "'{code: code.jsonl}'"
+    if field.default is not None:
+        return yaml.safe_dump(plain(field.default)).partition("\n")[0]
+    if choices:
+        return choices[0]
+    examples = {int: "100", float: "1.0", bool: "true"}
+    return USUAL.get(key) or examples.get(accepted[0], "[lm_head]")
+
+
+def shown_value(value: Any) -> str:
+    """A value as a recipe has it."""
+    if value is None:
+        return "empty"
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def plain(value: Any) -> Any:
+    """A value as YAML and JSON have it."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return spelt(value) if isinstance(value, Path) else value
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves as dotted keys; class choices stay whole, as they are to be merged."""
+    return leaves(values, prefix, whole={*COMPONENTS, *MAPPINGS})

@@ -1,0 +1,359 @@
+"""Options of the commands that use a result: generate, chat, evaluate, merge, export, push."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from ftkit.errors import UserError
+from ftkit.recipe.command_options import CommonOptions, OutputFormat, keys_beside, option, word
+from ftkit.recipe.own_metric import OwnMetric, own_metrics
+from ftkit.recipe.parsing import Override
+from ftkit.recipe.recipe import AcceleratorKey, Precision, Quantization
+from ftkit.utils.units import SIZE_UNITS, parse_size
+
+Storage = Quantization | Literal["none"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+GgufNumbers = Literal["f32", "f16", "bf16", "q8_0"]
+
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_GGUF_FILES = tuple(f"{k}-{n}.gguf" for k in ("model", "adapter") for n in get_args(GgufNumbers))
+_MODEL_FILES = ("config.json", "model_config.yaml", "adapter_config.json", *_GGUF_FILES)
+"""What tells a model or an adapter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultOptions(CommonOptions):
+    """Of a command that uses a result."""
+
+    result: str = word("RESULT")
+    """A run (its out_dir), one of its checkpoints, a PEFT adapter, a model directory (Hugging Face
+    or LitGPT), an s3://, gs:// or az:// url of one of these, a hub name, or embedded:quickstart."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UseOptions:
+    """How a result computes."""
+
+    base: str | None = None
+    """Where the base model is. Default: where the run had it."""
+    quantize: Storage | None = None
+    """How the weights of the base model are stored; none: as numbers. Default: as in the run."""
+    precision: Precision | None = option(None, example="bf16-true")
+    """Number format. Default: that of the run; without one, 16 bits on GPUs and 32 on CPUs."""
+    accelerator: AcceleratorKey = option("auto", example="cpu")
+    """Device kind. Default: cuda where there is one, else cpu. Any other that torch.accelerator
+    names, such as xpu or mps, is taken too: ftkit has not been tried on it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerOptions(UseOptions):
+    """How answers are made."""
+
+    max_new_tokens: int = option(256, least=1)
+    """Longest answer, in tokens."""
+    temperature: float = option(0.0, example=0.8, least=0)
+    """0 takes the most likely token; higher values draw more freely."""
+    top_k: int | None = option(None, example=50, least=1)
+    """Draw among this many of the most likely tokens."""
+    top_p: float = option(1.0, example=0.95, least=0, most=1)
+    """Draw among the most likely tokens that together have this probability."""
+    seed: int = option(1337, least=0)
+    """Of the drawing: the same seed gives the same answer."""
+    system: str | None = None
+    """What the system says before everything else, where a conversation does not have it."""
+    chat_template: str | None = None
+    """How a conversation becomes a prompt: tokenizer (the model's own template), a name such as
+    chatml, or a file. Default: as in the run; without one, the model's own; of models that have
+    none, what LitGPT knows for models of this name."""
+    prompt_style: str | None = None
+    """The same by a prompt style of LitGPT's, such as alpaca."""
+    raw: bool = False
+    """Give the text to the model as it is."""
+
+    def __post_init__(self) -> None:
+        if self.temperature == 0 and (self.top_k is not None or self.top_p < 1):
+            key, value = ("top_k", self.top_k) if self.top_k is not None else ("top_p", self.top_p)
+            raise UserError(
+                f"--{key} is {value}, but temperature 0 takes the most likely token alone. "
+                "Try --temperature 0.8 with it."
+            )
+        self._check_prompting()
+        if self.seed >= 2**63:
+            raise UserError(f"--seed is {self.seed}, but must be below 2**63. Try --seed 1337.")
+
+    def _check_prompting(self) -> None:
+        given = {
+            "raw": self.raw,
+            "prompt_style": self.prompt_style is not None,
+            "chat_template": self.chat_template is not None,
+        }
+        named = [f"--{key}" for key, is_given in given.items() if is_given]
+        if self.raw and self.system is not None:
+            named.append("--system")
+        if len(named) > 1:
+            raise UserError(f"{named[0]} and {named[1]} exclude each other. Leave one of them out.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(AnswerOptions, ResultOptions):
+    """Of ftkit generate."""
+
+    prompt: str | None = None
+    """What to ask."""
+    input: str | None = None
+    """Material that the prompt is about, for styles that have a place for it."""
+    prompts: Path | None = None
+    """What to ask, many times: a text file with a prompt per line, or records of any shape that
+    data have (.jsonl, .json, .csv, .parquet); of a conversation, its last turn is answered."""
+    out: Path | None = None
+    """Write the answers to this file, a record per line."""
+    overwrite: bool = False
+    """Replace the file of --out."""
+    compare_base: bool = False
+    """Show the answer of the base model beside that of the result."""
+    format: OutputFormat = "table"
+    """json: nothing else is written to standard output."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.prompt is None) == (self.prompts is None):
+            what = "is missing" if self.prompt is None else "and --prompts exclude each other"
+            raise UserError(
+                f"--prompt {what}: what to ask? "
+                "Try --prompt 'Tell me a story.', or --prompts FILE alone."
+            )
+        if self.prompts is not None and not self.prompts.expanduser().is_file():
+            raise UserError(f"--prompts {self.prompts} is not a file. Name one with prompts.")
+        if self.input is not None and (self.raw or self.prompts is not None):
+            other = "raw" if self.raw else "prompts"
+            raise UserError(
+                f"--input is for a single prompt in a prompt style. Leave out --input or --{other}."
+            )
+        if self.out is not None:
+            out = self.out.expanduser()
+            if not out.parent.is_dir():
+                raise UserError(f"--out {out}: there is no directory {out.parent}. Make it first.")
+            if out.exists() and not self.overwrite:
+                raise UserError(f"--out {out} exists. Try another name, or --overwrite.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions(AnswerOptions, ResultOptions):
+    """Of ftkit chat."""
+
+    format: Literal["text", "json"] = "text"
+    """json: for programs. Each line is {"prompt": TEXT}, and its answer a line of JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions(UseOptions, ResultOptions):
+    """Of ftkit evaluate."""
+
+    data: tuple[Override, ...] = keys_beside("data")
+    """Other data than those of the run; options as --data.NAME VALUE, such as
+    --data.path FILE."""
+    sets: str | None = option(None, placeholder="{NAME:FILE,...}")
+    """Further records whose loss is told by these names, as eval.sets of recipes; null: none.
+    Default: as in the run, unless there are other data."""
+    micro_batch_size: int | None = option(None, example=4, least=1)
+    """Sequences per forward pass. Changes time and memory alone. Default: as in the run."""
+    max_iters: int | None = option(None, example=100, least=1)
+    """Validate on at most this many batches of train.global_batch_size of the run. Default: as in
+    the run."""
+    exact_match: int | None = option(None, example=100, least=0)
+    """Answer this many records greedily and count how many answers are exactly the expected ones.
+    Default: as in the run, or 100; 0: none."""
+    rouge_l: int | None = option(None, example=100, least=0)
+    """Answer this many records greedily and compare the answers with the expected ones by ROUGE-L.
+    Default: as in the run; 0: none."""
+    metric: tuple[str, ...] = option((), placeholder="FILE.py:FUNCTION")
+    """Also score answers by a function of your own, called with (answer, expected, record): to as
+    many records as exact_match and rouge_l say, or 100. Several times."""
+    max_new_tokens: int | None = option(None, example=100, least=1)
+    """Longest answer for rouge_l and metric, in tokens. Default: as in the run, or 100."""
+    tasks: str | None = option(None, placeholder="NAME,...")
+    """Ask tasks of the lm-evaluation-harness instead (pip install 'ftkit[tasks]'): names such as
+    arc_easy,gsm8k, task files, or directories of them."""
+    limit: int | None = option(None, example=100, least=1)
+    """Ask this many records of each task. Default: all."""
+    num_fewshot: int | None = option(None, example=5, least=0)
+    """Examples in each prompt of a task. Default: as the task says."""
+    apply_chat_template: bool = False
+    """Write prompts of tasks in the chat template of the result. Default: as plain text."""
+    trust_task_code: Path | None = option(None, placeholder="DIR")
+    """Let task files run Python code of this directory, with all that it may do."""
+    format: OutputFormat = "table"
+    """json: nothing else is written to standard output."""
+
+    @property
+    def metrics(self) -> tuple[OwnMetric, ...]:
+        """Those of one's own."""
+        return own_metrics(self.metric)
+
+    def __post_init__(self) -> None:
+        own_metrics(self.metric)  # refused before the result is looked for
+        of_records = {
+            "data": bool(self.data),
+            "sets": self.sets is not None,
+            "max_iters": self.max_iters is not None,
+            "exact_match": self.exact_match is not None,
+            "rouge_l": self.rouge_l is not None,
+            "metric": bool(self.metric),
+            "max_new_tokens": self.max_new_tokens is not None,
+        }
+        of_tasks = {
+            "limit": self.limit is not None,
+            "num_fewshot": self.num_fewshot is not None,
+            "apply_chat_template": self.apply_chat_template,
+            "trust_task_code": self.trust_task_code is not None,
+        }
+        for key, is_given in (of_tasks if self.tasks is None else of_records).items():
+            if is_given and self.tasks is None:
+                raise UserError(f"--{key} is for tasks. Add --tasks NAME, or leave it out.")
+            if is_given:
+                raise UserError(
+                    f"--tasks and --{key} exclude each other: tasks have records of their own. "
+                    "Leave one of them out."
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions(ResultOptions):
+    """Of commands that write a model or an adapter."""
+
+    out: Path | None = option(ask="where to write?", example="out/merged")
+    """Directory to write."""
+    overwrite: bool = False
+    """Replace the model or adapter in --out, once the new one is complete."""
+    dtype: Dtype | None = option(None, example="bfloat16")
+    """Number format of the weights. Default: as they are stored."""
+    max_shard_size: str = "5GB"
+    """Largest file of weights in Hugging Face's layout."""
+
+    @property
+    def directory(self) -> Path:
+        """Where to write."""
+        assert self.out is not None
+        return self.out.expanduser()
+
+    @property
+    def max_shard_bytes(self) -> int:
+        """Largest file of weights."""
+        return _size_bytes(self.max_shard_size)
+
+    def __post_init__(self) -> None:
+        _size_bytes(self.max_shard_size)
+        out = self.directory
+        if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+            return
+        if not out.is_dir():
+            raise UserError(f"--out {out} is a file. Try the name of a directory.")
+        if not self.overwrite:
+            raise UserError(f"--out {out} exists. Try another name, or --overwrite.")
+        is_model = any((out / name).is_file() for name in _MODEL_FILES)
+        if not is_model or any(path.is_dir() for path in out.iterdir()):
+            raise UserError(
+                f"--out {out} holds more than a model or an adapter, so --overwrite does not "
+                "replace it. Try another name, or remove it yourself."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeOptions(OutputOptions):
+    """Of ftkit merge."""
+
+    base: Literal["quantized", "original"] | None = option(None, example="original")
+    """Of QLoRA: add what was learned to the quantised weights as training saw them, turned back
+    into numbers; or to the original ones. Default: quantized."""
+    checkpoint_dir: str | None = None
+    """Where the base model is. Default: where the run had it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions(OutputOptions):
+    """Of ftkit export."""
+
+    out: Path | None = option(None, example="out/exported")
+    """Directory to write, for gguf too."""
+    format: Literal["hf", "litgpt", "peft", "gguf"] | None = option(None, example="hf")
+    """hf: Hugging Face's layout; litgpt: LitGPT's; peft: the adapter of a LoRA run; gguf: a model
+    or an adapter for llama.cpp and Ollama."""
+    check: Literal["vllm"] | None = option(None, example="vllm")
+    """Write nothing: say whether a program serves the result as it is, and if not, why and what to
+    do. The exit code is 1 if it does not."""
+    quantization: GgufNumbers | None = option(None, example="q8_0")
+    """Number format of a GGUF file's matrices. Default: as they are stored."""
+    checkpoint_dir: str | None = None
+    """Where the base model is, whose parts beside the language model go with a checkpoint of one
+    that sees or hears. Default: where the run had it."""
+
+    def __post_init__(self) -> None:
+        if self.check is not None:
+            given = {"format": self.format, "out": self.out, "dtype": self.dtype}
+            for name, value in given.items():
+                if value is not None:
+                    raise UserError(
+                        f"--{name} is {value}, but --check writes nothing. Leave one of them out."
+                    )
+            return
+        if self.format is None:
+            raise UserError(
+                "--format is missing: for which program? Try --format hf, litgpt, peft or gguf."
+            )
+        if self.out is None:
+            raise UserError("--out is missing: where to write? Try --out out/exported.")
+        if self.format == "peft" and self.dtype is not None:
+            raise UserError(
+                "--dtype: an adapter is exported as it is. Leave it out, or try --format hf."
+            )
+        if self.format == "gguf" and self.dtype is not None:
+            raise UserError(
+                f"--dtype is {self.dtype}, but GGUF files have number formats of their own. Try "
+                "--quantization f16 instead."
+            )
+        if self.format == "gguf" and self.out.suffix == ".gguf":
+            raise UserError(
+                f"--out is {self.out}, but it names a directory, for the GGUF file and what goes "
+                f"with it. Try --out {self.out.with_suffix('')}."
+            )
+        if self.format != "gguf" and self.quantization is not None:
+            raise UserError(
+                f"--quantization is {self.quantization}, but only GGUF files have it. Leave it "
+                "out, or try --format gguf."
+            )
+        super().__post_init__()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushOptions(ResultOptions):
+    """Of ftkit push."""
+
+    repo_id: str = word("REPO_ID", ask="where to?")
+    """The repository on the hub, such as me/my-model; made if it is not there."""
+    public: bool = False
+    """Let everybody see it. Default: it is private."""
+    base: str | None = option(None, example="TinyLlama/TinyLlama_v1.1")
+    """From which repository others take the base model of an adapter. Default: from which the run
+    has taken it."""
+    message: str | None = None
+    """Of the commit."""
+    access_token: str | None = option(None, placeholder="TOKEN")
+    """Hugging Face token that may write. Default: $HF_TOKEN, or that of hf auth login."""
+    format: OutputFormat = "table"
+    """json: nothing else is written to standard output."""
+
+    def __post_init__(self) -> None:
+        for key, name in {"REPO_ID": self.repo_id, "--base": self.base}.items():
+            if name is not None and not _REPOSITORY.fullmatch(name):
+                raise UserError(f"{key} is {name}, but must be ORG/NAME. Try me/my-model.")
+
+
+def _size_bytes(text: str) -> int:
+    bytes_ = parse_size(text)
+    if not bytes_:
+        raise UserError(
+            f"--max_shard_size is {text!r}, but must be a number with {', '.join(SIZE_UNITS)}. "
+            "Try --max_shard_size 5GB."
+        )
+    return bytes_

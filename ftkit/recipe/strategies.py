@@ -1,0 +1,374 @@
+"""Strategies, light part: names, options and rules, which is chosen, and with which precision."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, cast, get_args, get_type_hints
+
+from ftkit.errors import UserError
+from ftkit.recipe.devices import Devices, has_deepspeed
+from ftkit.recipe.recipe import LoraRecipe, Precision, Recipe
+from ftkit.utils.accelerators.kinds import HOST_KIND, USUAL_KIND
+
+StrategyName = Literal["single", "ddp", "fsdp", "deepspeed"]
+
+WHOLE_NORM_OPTIMIZERS = ("LAMB", "LAMB8bit", "LAMB32bit", "LARS", "LARS8bit", "LARS32bit")
+"""Optimizers of bitsandbytes whose update of a number depends on its whole parameter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoOptions:
+    """Of strategies that take none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FsdpOptions:
+    """Options of `strategy: fsdp`."""
+
+    sharding: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"] = "FULL_SHARD"
+    """FULL_SHARD frees the gathered parameters of a block after its forward pass; SHARD_GRAD_OP
+    keeps them until its backward pass. HYBRID_SHARD is the first among the devices of each node,
+    which all have the whole model: only gradients travel between nodes."""
+    cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory."""
+    prefetch: Literal[0, 1, 2] = 0
+    """Gather the parameters of this many blocks ahead of the one at work, in memory for as many.
+    0: of the next one, once the host has come to it."""
+    sync_every_micro_step: bool = True
+    """Add up gradients over the ranks in every micro-step, so that each keeps its share alone.
+    false: once in a step, with the last one: fewer messages, and memory for all gradients."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeedOptions:
+    """Options of `strategy: deepspeed`."""
+
+    stage: Literal[1, 2, 3] = 3
+    """What is sharded: 1 the optimizer state, 2 gradients too, 3 parameters too."""
+    offload_optimizer: bool = True
+    """Keep the optimizer state in host memory and update there."""
+    offload_parameters: bool = False
+    """Keep the parameters in host memory (stage 3)."""
+
+
+StrategyOptions = NoOptions | FsdpOptions | DeepSpeedOptions
+
+
+class StrategyRules:
+    """What is known of a strategy before torch is loaded; the base is one that shards nothing.
+
+    What it does with a model is `ftkit/strategies/NAME.py`.
+    """
+
+    name: ClassVar[StrategyName]
+    options: ClassVar[type[StrategyOptions]] = NoOptions
+    """Its options, which are the keys below `strategy`."""
+    connects_ranks: ClassVar[bool] = True
+    """Whether there are messages between ranks."""
+    scales_loss: ClassVar[bool] = True
+    """Whether it trains in 16-mixed, where small gradients need a loss scale."""
+    keeps_masters: ClassVar[bool] = False
+    """Whether it updates float32 copies beside weights of 16 bits, in mixed precision too."""
+    trains_8bit_base: ClassVar[bool] = True
+    """Whether it takes bnb.int8."""
+    compiles: ClassVar[bool] = True
+    """Whether blocks may be compiled."""
+    bnb_optimizers: ClassVar[bool] = True
+    """Whether it updates with the optimizers of bitsandbytes."""
+    whole_matrices: ClassVar[bool] = True
+    """Whether a rank updates matrices that it has whole."""
+
+    def sharding(self, options: Any) -> str:
+        """What each rank has a part of, in words."""
+        return "nothing"
+
+    def offloads(self, options: Any) -> bool:
+        """Whether optimizer state is kept in host memory."""
+        return False
+
+    def shards(self, options: Any, devices: int, num_nodes: int) -> int:
+        """How many ranks have parts of one model, if the strategy shards parameters.
+
+        Raises:
+            UserError: they cannot be shared out so.
+        """
+        return devices * num_nodes
+
+    def needs_all_gradients(self, options: Any) -> str:
+        """Why they must be there before an update, and what else to use; empty: they need not."""
+        return ""
+
+    def check(self, recipe: Recipe, precision: Precision, devices: Devices) -> None:
+        """Refuse what the strategy cannot run, with what to use instead."""
+        optimizer = recipe.optimizer["class_path"]
+        if optimizer.rpartition(".")[0] == "deepspeed.ops.adam":
+            raise UserError(
+                f"optimizer is {optimizer}, but the strategy is {self.name}. "
+                "Try --optimizer AdamW, or --strategy deepspeed."
+            )
+        _check_muon(self, recipe)
+        _check_8bit_base(self, recipe)
+
+    def check_installed(self) -> None:
+        """Refuse a strategy whose library is missing."""
+
+    def environment(self, accelerator: str) -> dict[str, str]:
+        """Variables that a rank needs before its first import."""
+        return {}
+
+
+class SingleRules(StrategyRules):
+    """One rank."""
+
+    name = "single"
+    connects_ranks = False
+
+
+class DdpRules(StrategyRules):
+    """Every rank has all of the model and of the optimizer."""
+
+    name = "ddp"
+
+    def needs_all_gradients(self, options: NoOptions) -> str:
+        return "keeps memory for all gradients, in which ranks add them up. Try --strategy fsdp"
+
+
+class FsdpRules(StrategyRules):
+    """Every rank has rows of each parameter."""
+
+    name = "fsdp"
+    options = FsdpOptions
+    scales_loss = False
+    trains_8bit_base = False
+    whole_matrices = False
+
+    def sharding(self, options: FsdpOptions) -> str:
+        where = ", in host memory" if options.cpu_offload else ""
+        return f"{options.sharding}: parameters, gradients, optimizer state{where}"
+
+    def offloads(self, options: FsdpOptions) -> bool:
+        return options.cpu_offload
+
+    def shards(self, options: FsdpOptions, devices: int, num_nodes: int) -> int:
+        if options.sharding != "HYBRID_SHARD":
+            return devices * num_nodes
+        if min(devices, num_nodes) == 1:
+            raise UserError(
+                "strategy.sharding is HYBRID_SHARD, which shards among the devices of each node, "
+                f"but devices is {devices} and num_nodes is {num_nodes}: both must be at least 2. "
+                "Try --strategy.sharding FULL_SHARD."
+            )
+        return devices
+
+    def needs_all_gradients(self, options: FsdpOptions) -> str:
+        if not options.cpu_offload:
+            return ""
+        return "keeps all gradients in host memory. Try --strategy.cpu_offload false"
+
+    def check(self, recipe: Recipe, precision: Precision, devices: Devices) -> None:
+        if precision == "16-mixed":
+            other = "bf16-mixed" if devices.bf16_native else "32-true"
+            suits = devices.deepspeed and suits_deepspeed(recipe)
+            raise UserError(
+                "precision is 16-mixed, but fsdp has no loss scaling here. "
+                f"Try --precision {other}, or --strategy {'deepspeed' if suits else 'ddp'}."
+            )
+        super().check(recipe, precision, devices)
+        package, _, optimizer = recipe.optimizer["class_path"].rpartition(".")
+        if package == "bitsandbytes.optim" and optimizer in WHOLE_NORM_OPTIMIZERS:
+            raise UserError(
+                f"optimizer is {package}.{optimizer}, but it scales by the norm of whole "
+                "parameters, of which fsdp leaves a rank some rows. Try --optimizer "
+                "bitsandbytes.optim.AdamW8bit, or --strategy ddp."
+            )
+
+
+class DeepSpeedRules(StrategyRules):
+    """Every rank has equal parts of what the ZeRO stage shards."""
+
+    name = "deepspeed"
+    options = DeepSpeedOptions
+    keeps_masters = True
+    trains_8bit_base = False
+    compiles = False  # it gathers the parameters of each layer in hooks inside a block
+    bnb_optimizers = False
+    whole_matrices = False
+
+    def sharding(self, options: DeepSpeedOptions) -> str:
+        parts = ("optimizer state", "gradients", "parameters")[: options.stage]
+        hosted = [
+            name
+            for name, offloaded in (
+                ("optimizer state", options.offload_optimizer),
+                ("parameters", options.offload_parameters and options.stage == 3),
+            )
+            if offloaded
+        ]
+        where = f"; in host memory: {', '.join(hosted)}" if hosted else ""
+        return f"ZeRO-{options.stage}: {', '.join(parts)}{where}"
+
+    def offloads(self, options: DeepSpeedOptions) -> bool:
+        return options.offload_optimizer
+
+    def needs_all_gradients(self, options: DeepSpeedOptions) -> str:
+        return "updates slices of all parameters at once. Try --strategy fsdp"
+
+    def check(self, recipe: Recipe, precision: Precision, devices: Devices) -> None:
+        if not suits_deepspeed(recipe):
+            raise UserError(
+                f"optimizer is {recipe.optimizer['class_path']}, but DeepSpeed keeps its own "
+                "optimizer state. Try --optimizer AdamW, or --strategy fsdp."
+            )
+        _check_muon(self, recipe)
+        _check_8bit_base(self, recipe)
+
+    def check_installed(self) -> None:
+        if not has_deepspeed():
+            raise UserError(
+                "strategy is deepspeed, but DeepSpeed is not installed. Install g++ and try "
+                "DS_BUILD_OPS=0 pip install --no-build-isolation ninja deepspeed, or "
+                "--strategy fsdp."
+            )
+
+    def environment(self, accelerator: str) -> dict[str, str]:
+        return {"DS_ACCELERATOR": "cpu"} if accelerator == "cpu" else {}
+
+
+RULES: dict[str, StrategyRules] = {
+    rules.name: rules for rules in (SingleRules(), DdpRules(), FsdpRules(), DeepSpeedRules())
+}
+STRATEGIES = ("auto", *RULES)
+
+
+def suits_deepspeed(recipe: Recipe) -> bool:
+    """Whether DeepSpeed can update with the recipe's optimizer."""
+    return recipe.optimizer["class_path"].rpartition(".")[0] != "bitsandbytes.optim"
+
+
+def _check_muon(rules: StrategyRules, recipe: Recipe) -> None:
+    if recipe.optimizer["class_path"] != "torch.optim.Muon":
+        return
+    if recipe.method == "lora":
+        raise UserError(
+            "optimizer is torch.optim.Muon, which orthogonalises updates of whole matrices, but "
+            "LoRA trains two factors of each. Try --optimizer AdamW, or ftkit finetune_full."
+        )
+    if not rules.whole_matrices:
+        raise UserError(
+            "optimizer is torch.optim.Muon, which orthogonalises updates of whole matrices, of "
+            f"which {rules.name} leaves a rank a part. Try --optimizer AdamW, or --strategy ddp."
+        )
+
+
+def _check_8bit_base(rules: StrategyRules, recipe: Recipe) -> None:
+    quantize = recipe.quantize if isinstance(recipe, LoraRecipe) else None
+    if quantize == "bnb.int8" and not rules.trains_8bit_base:
+        raise UserError(
+            f"quantize is bnb.int8, but {rules.name} shards the base model and supports the 4-bit "
+            "kinds alone. Try --quantize bnb.nf4-dq, or --strategy ddp."
+        )
+
+
+def resolve_strategy(
+    recipe: Recipe, devices: Devices, count: int, nodes: int
+) -> tuple[StrategyName, StrategyOptions, Precision, list[str]]:
+    """Strategy, its options and the precision, and what to tell of the choice.
+
+    What is auto follows what is given. Where nothing is, and GPUs compute bfloat16 in software
+    only, FSDP would have to do without 16-bit arithmetic (it has no loss scaling here), which is
+    what makes such GPUs fast: DeepSpeed takes its place, if it is there and can.
+    """
+    strategy, precision = _strategy(recipe, count * nodes), recipe.precision
+    options = _options(recipe, strategy)
+    if precision is None:
+        precision = "bf16-mixed" if devices.bf16_native else "16-mixed"
+    notices = _check_precision(precision, strategy, devices)
+    if RULES[strategy].scales_loss or precision != "16-mixed":
+        return strategy, options, precision, notices
+    why = f"{strategy} has no loss scaling for 16-mixed"
+    if not devices.bf16_native:
+        why = f"{_name(devices)} has no bfloat16 hardware, and {why}"
+    suits = suits_deepspeed(recipe)
+    nothing_given = recipe.strategy["class_path"] == "auto" and not recipe.strategy["init_args"]
+    if nothing_given and devices.deepspeed and suits:
+        notices.append(f"{why}: deepspeed with 16-mixed is used.")
+        # As with fsdp, everything is shared out among the GPUs, and nothing goes to the host.
+        return "deepspeed", DeepSpeedOptions(offload_optimizer=False), precision, notices
+    if recipe.precision is None:
+        precision = "32-true"
+        faster = "--strategy ddp, if the model fits on each GPU"
+        if suits:
+            faster = "--strategy deepspeed" + " with DeepSpeed installed" * (not devices.deepspeed)
+        notices.append(
+            f"{why}: {strategy} with 32-true is used, which is several times slower. Try {faster}."
+        )
+    return strategy, options, precision, notices
+
+
+def _name(devices: Devices) -> str:
+    return devices.names[0] if devices.names else "This GPU"
+
+
+def _check_precision(precision: Precision, strategy: StrategyName, devices: Devices) -> list[str]:
+    """Refuse what the devices cannot compute, and tell what is slow there."""
+    if precision.startswith("16") and devices.accelerator == HOST_KIND:
+        raise UserError(
+            f"precision is {precision}, but float16 training needs a CUDA GPU: CPUs lack its fast "
+            f"kernels and its range underflows. Try --precision {precision.replace('16', 'bf16')}."
+        )
+    if precision.startswith("bf16") and not devices.bf16_native:
+        others = "16-mixed or 32-true" if RULES[strategy].scales_loss else "32-true"
+        why = " (compute capability below 8.0)" if devices.accelerator == USUAL_KIND else ""
+        notice = (
+            f"{_name(devices)} has no bfloat16 hardware{why}: it is "
+            f"emulated and slow. Try --precision {others}."
+        )
+        return [notice]
+    return []
+
+
+def _strategy(recipe: Recipe, world_size: int) -> StrategyName:
+    name = recipe.strategy["class_path"]
+    if name == "auto":
+        if world_size == 1:
+            return "single"
+        return "ddp" if recipe.method == "lora" else "fsdp"
+    if name not in STRATEGIES:
+        raise UserError(
+            f"strategy is {name!r}, but must be one of: {', '.join(STRATEGIES)}. "
+            "Try --strategy auto."
+        )
+    if name == "single" and world_size > 1:
+        raise UserError(
+            f"strategy is single, but devices x num_nodes is {world_size}. "
+            "Try --strategy auto or --devices 1."
+        )
+    return cast(StrategyName, name)
+
+
+def _options(recipe: Recipe, strategy: StrategyName) -> StrategyOptions:
+    """The strategy's options, checked against the fields of its dataclass."""
+    options_class = RULES[strategy].options
+    kinds = get_type_hints(options_class)
+    given = recipe.strategy["init_args"]
+    for key, value in given.items():
+        if key not in kinds:
+            known = f"It takes {', '.join(kinds)}." if kinds else "It takes none; remove it."
+            raise UserError(f"strategy.{key} is not an option of {strategy}. {known}")
+        choices = get_args(kinds[key]) or (True, False)
+        if value not in choices or isinstance(value, bool) != isinstance(choices[0], bool):
+            words = ["true", "false"] if kinds[key] is bool else [str(c) for c in choices]
+            raise UserError(
+                f"strategy.{key} is {value!r}, but must be one of: {', '.join(words)}. "
+                f"Try --strategy.{key} {words[0]}."
+            )
+    return options_class(**given)
+
+
+def untrainable_float16(strategy: StrategyName, devices: Devices) -> UserError:
+    """What is said of 16-true, in which training goes wrong, and what to use instead."""
+    better = "bf16-true"
+    if not devices.bf16_native:
+        better = "16-mixed" if RULES[strategy].scales_loss else "32-true"
+    return UserError(
+        f"precision is 16-true, but {strategy} would update weights in float16, in which small "
+        f"gradients and AdamW's second moments become zero. Try --precision {better}."
+    )

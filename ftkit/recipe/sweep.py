@@ -1,0 +1,266 @@
+"""Sweeps: named variations over recipes, from a file or from the command line."""
+
+import dataclasses
+import itertools
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ftkit.errors import UserError
+from ftkit.recipe.parsing import Override, as_text, read_recipe, to_dict
+from ftkit.recipe.peft_adapter import with_adapter
+from ftkit.recipe.recipe import FINETUNE, Recipe
+from ftkit.utils.embedded import recipe_file
+from ftkit.utils.names import leaves
+from ftkit.utils.yaml_files import STANDARD_INPUT, load_yaml
+
+_NAME = re.compile(r"[\w+=-][\w.,+=-]*")
+"""What can be the name of a run, and of its directory."""
+_EXAMPLE = (
+    "runs:\n  - {name: small, command: finetune, config: recipe.yaml, train.micro_batch_size: 1}"
+)
+_OF_THE_SWEEP = ("out_dir", "resume")
+"""Keys of a recipe that the sweep sets itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepRun:
+    """One run of a sweep."""
+
+    name: str
+    """Also the name of its directory."""
+    command: str
+    """finetune, finetune_lora or finetune_full."""
+    files: tuple[str, ...]
+    """Recipes, later ones win."""
+    varied: tuple[Override, ...]
+    """What makes it this run."""
+    overrides: tuple[Override, ...]
+    """What was asked of all runs; wins over what is varied."""
+    out_dir: Path
+    """Its directory."""
+
+    @property
+    def words(self) -> list[str]:
+        """Of its command line; nothing yet about what is in its directory."""
+        return [
+            self.command,
+            *(f"--config={file}" for file in self.files),
+            *(f"--{key}={value}" for key, value in (*self.varied, *self.overrides)),
+            f"--out_dir={self.out_dir}",
+        ]
+
+    @property
+    def varied_text(self) -> str:
+        """What makes it this run, for people."""
+        return ", ".join(f"{key} {value}" for key, value in self.varied)
+
+    def recipe(self) -> Recipe:
+        """What is asked.
+
+        Raises:
+            UserError: names the run.
+        """
+        overrides = [*self.varied, *self.overrides, ("out_dir", str(self.out_dir))]
+        try:
+            return with_adapter(read_recipe(self.files, overrides, method=FINETUNE[self.command]))
+        except UserError as error:
+            raise UserError(f"{self.name}: {error}") from None
+
+
+def is_sweep(file: Path) -> bool:
+    """Whether a YAML file lists runs, as no recipe does.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    return "runs" in load_yaml(file)
+
+
+def runs_of_file(file: Path, overrides: Sequence[Override], out_dir: Path | None) -> list[SweepRun]:
+    """The runs of a sweep, as SWEEP.yaml names them.
+
+    Args:
+        file: has `runs`, a list of mappings with `name`, `command`, `config` (beside the file) and
+            keys of recipes; and may have `out_dir`.
+        overrides: for all runs.
+        out_dir: where the runs go, each into a directory of its name; None: as the file says, or
+            out/sweeps/NAME of the file.
+
+    Raises:
+        UserError: it is no such file.
+    """
+    content = load_yaml(file)
+    for key in content.keys() - {"out_dir", "runs"}:
+        raise UserError(f"{file} has the key {key!r}, but holds out_dir and runs only. {_try()}")
+    listed = content.get("runs")
+    if not isinstance(listed, list) or not listed:
+        raise UserError(f"{file} must hold a list of runs. {_try()}")
+    where = content.get("out_dir") or f"out/sweeps/{file.stem}"
+    out_dir = out_dir or Path(str(where))
+    return [_run_of(file, item, overrides, out_dir) for item in listed]
+
+
+def runs_of_keys(
+    command: str,
+    files: Sequence[str],
+    sweeps: Sequence[str],
+    overrides: Sequence[Override],
+    out_dir: Path | None,
+) -> list[SweepRun]:
+    """The runs of a sweep: every combination of the values of some keys.
+
+    Args:
+        command: finetune, finetune_lora or finetune_full.
+        files: recipes, later ones win.
+        sweeps: texts such as `train.micro_batch_size=1,2`.
+        overrides: for all runs.
+        out_dir: where the runs go; None: the out_dir of the recipe with `-sweep`.
+
+    Raises:
+        UserError: nothing is varied, or the recipe cannot be read.
+    """
+    if str(STANDARD_INPUT) in files:
+        raise UserError(
+            "--config is -, standard input, but each run of a sweep reads its recipe anew. "
+            "Write it to a file: try --config RECIPE.yaml."
+        )
+    if not sweeps:
+        raise UserError(
+            "--sweep is missing: which key, and which values? "
+            "Try --sweep train.micro_batch_size=1,2,4."
+        )
+    found = variations(sweeps)
+    for key in (key for key, _ in found[0] if key in _OF_THE_SWEEP or key in dict(overrides)):
+        raise UserError(f"--sweep names {key}, which is set already. Leave it out of --sweep.")
+    if out_dir is None:
+        first = read_recipe(files, [*overrides, *found[0]], method=FINETUNE[command])
+        out_dir = first.out_dir.with_name(f"{first.out_dir.name}-sweep")
+    return [
+        SweepRun(
+            name=name,
+            command=command,
+            files=tuple(files),
+            varied=varied,
+            overrides=tuple(overrides),
+            out_dir=out_dir / name,
+        )
+        for name, varied in zip(_names(found), found, strict=True)
+    ]
+
+
+def differences(run: SweepRun, asked: Recipe, recorded: Path) -> list[str]:
+    """The keys in which a recorded recipe differs from what is asked, with both values."""
+    there = read_recipe([recorded], method=FINETUNE[run.command])
+    key = asked.train.filled
+    if key is not None and there.train.filled is None:
+        train = dataclasses.replace(asked.train, **{key: getattr(there.train, key)})
+        asked = dataclasses.replace(asked, train=train)
+    now, before = (dict(leaves(to_dict(recipe))) for recipe in (asked, there))
+    return [
+        f"{key} is {before.get(key)} there and {now.get(key)} here"
+        for key in dict.fromkeys((*now, *before))
+        if now.get(key) != before.get(key) and key not in _OF_THE_SWEEP
+    ]
+
+
+def _run_of(file: Path, item: Any, overrides: Sequence[Override], out_dir: Path) -> SweepRun:
+    if not isinstance(item, dict):
+        raise UserError(f"{file}: {item!r} is not a run with a name and a command. {_try()}")
+    keys = dict(item)
+    name, command, config = (keys.pop(key, None) for key in ("name", "command", "config"))
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise UserError(
+            f"{file}: the name of a run is {name!r}, but must be letters, digits and .,+=-_ "
+            f"(it is the name of its directory). {_try()}"
+        )
+    if command not in FINETUNE:
+        raise UserError(
+            f"{file}: the command of {name} is {command!r}, but must be one of "
+            f"{', '.join(FINETUNE)}. {_try()}"
+        )
+    for key in (key for key in _OF_THE_SWEEP if key in keys):
+        raise UserError(f"{file}: {name} has the key {key}, which the sweep sets. Remove it.")
+    configs = [config] if isinstance(config, str) else config or []
+    folder = recipe_file(file).parent
+    return SweepRun(
+        name=name,
+        command=command,
+        files=tuple(os.path.normpath(folder / path) for path in configs),
+        varied=tuple((str(key), as_text(value)) for key, value in keys.items()),
+        overrides=tuple(overrides),
+        out_dir=out_dir / name,
+    )
+
+
+def _names(found: Sequence[Sequence[Override]]) -> list[str]:
+    """What is varied as names of directories: micro_batch_size=8,precision=bf16-true."""
+    keys = [key for key, _ in found[0]]
+    tails = [key.rpartition(".")[2] for key in keys]
+    heads = [tail if tails.count(tail) == 1 else key for key, tail in zip(keys, tails, strict=True)]
+    names: list[str] = []
+    for varied in found:
+        parts = (f"{head}={value}" for head, (_, value) in zip(heads, varied, strict=True))
+        name = re.sub(r"[^\w.,+=-]+", "_", ",".join(parts))[:120]
+        same = sum(other.partition("~")[0] == name for other in names)
+        names.append(f"{name}~{same + 1}" if same else name)
+    return names
+
+
+def _try() -> str:
+    return f"Try\n{_EXAMPLE}"
+
+
+_CLOSING = {"[": "]", "{": "}", '"': '"', "'": "'"}
+
+
+def variations(sweeps: Sequence[str]) -> list[tuple[Override, ...]]:
+    """Every combination of `key=a,b,c`, one such text for each key; one empty one for none.
+
+    A comma inside brackets or quotes belongs to its value: `lora_targets=[q_proj,v_proj],[o_proj]`.
+
+    Raises:
+        UserError: a text is not of this form, or a key or a value is named twice.
+    """
+    choices: dict[str, list[Override]] = {}
+    for sweep in sweeps:
+        key, equals, text = sweep.removeprefix("--").partition("=")
+        values = list(_split(text))
+        if not (equals and key and all(values)):
+            raise UserError(
+                f"--sweep is {sweep!r}, but must be a key and its values. "
+                "Try --sweep train.micro_batch_size=1,2,4."
+            )
+        if key in choices:
+            together = ",".join([*(value for _, value in choices[key]), *values])
+            raise UserError(
+                f"--sweep names {key} twice, but takes all its values at once. "
+                f"Try --sweep {key}={together}."
+            )
+        if len(set(values)) < len(values):
+            once = ",".join(dict.fromkeys(values))
+            raise UserError(
+                f"--sweep is {sweep!r}, but must name each value once. Try --sweep {key}={once}."
+            )
+        choices[key] = [(key, value) for value in values]
+    return list(itertools.product(*choices.values()))
+
+
+def _split(text: str) -> Iterator[str]:
+    """The parts between commas that stand in no brackets and no quotes."""
+    part = ""
+    open_: list[str] = []
+    for letter in text:
+        if open_ and letter == open_[-1]:
+            open_.pop()
+        elif letter in _CLOSING and (not open_ or open_[-1] not in "\"'"):
+            open_.append(_CLOSING[letter])
+        if letter == "," and not open_:
+            yield part.strip()
+            part = ""
+        else:
+            part += letter
+    yield part.strip()

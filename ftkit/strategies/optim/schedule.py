@@ -1,0 +1,170 @@
+"""The learning-rate schedule: optimizer steps of a run, the rate of each, the samples they take."""
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+
+from ftkit.recipe.recipe import LrSchedule, Recipe, Train
+
+_INVERSE_SQRT_STEPS = 10_000
+"""Over so many steps the rate falls by the square root of 2, where there is no warm-up."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Optimizer steps of a run and the learning rate of each, as a share of the full one."""
+
+    total_steps: int
+    warmup_steps: int
+    final_share: float
+    """Learning rate that a decay goes down to, as a share of the full one; at most 1."""
+    kind: LrSchedule = "cosine"
+    decay_steps: int = 0
+    """Of wsd: steps at the end of the run, over which the rate falls."""
+
+    def share(self, step: int) -> float:
+        """Learning rate of optimizer step `step` (from 0): linear warm-up, then the kind's curve.
+
+        The first step already trains (1 / warmup_steps of the full rate, not 0). The last one
+        ends at `final_share`, but for the kinds that do not depend on the length of the run.
+        """
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        return self.final_share + (1 - self.final_share) * _CURVES[self.kind](self, step)
+
+    def numbers(self) -> dict[str, float]:
+        """What the curve of its kind follows from."""
+        return {key: value for key, value in asdict(self).items() if key != "kind"}
+
+    def _cosine(self, step: int) -> float:
+        return 0.5 * (1 + math.cos(math.pi * self._progress(step)))
+
+    def _linear(self, step: int) -> float:
+        return 1 - self._progress(step)
+
+    def _progress(self, step: int) -> float:
+        """How much of the steps after the warm-up is done, in [0, 1]."""
+        decay_steps = max(1, self.total_steps - 1 - self.warmup_steps)
+        return min(1.0, (step - self.warmup_steps) / decay_steps)
+
+    def _constant(self, step: int) -> float:
+        return 1.0
+
+    def _wsd(self, step: int) -> float:
+        """Warm-up, stable, decay: the full rate, and a straight line down at the end."""
+        stable_until = max(1, self.warmup_steps, self.total_steps - self.decay_steps)
+        decay_steps = max(1, self.total_steps - stable_until)
+        return 1 - min(1.0, max(0, step + 1 - stable_until) / decay_steps)
+
+    def _inverse_sqrt(self, step: int) -> float:
+        scale = self.warmup_steps or _INVERSE_SQRT_STEPS
+        return math.sqrt(scale / (scale + step - self.warmup_steps))
+
+
+_CURVES: dict[LrSchedule, Callable[[Schedule, int], float]] = {
+    "cosine": Schedule._cosine,
+    "linear": Schedule._linear,
+    "constant": Schedule._constant,
+    "wsd": Schedule._wsd,
+    "inverse_sqrt": Schedule._inverse_sqrt,
+}
+"""After the warm-up: from 1 at the full rate down to 0 at `final_share`."""
+
+
+def make_schedule(
+    recipe: Recipe,
+    samples: int,
+    learning_rate: float,
+    *,
+    start_step: int = 0,
+    start_samples: int = 0,
+) -> tuple[Schedule, list[str]]:
+    """The schedule once the number of training samples is known, with what to tell the user.
+
+    Total steps = start_step + ceil((epochs * samples - start_samples) / global_batch_size),
+    capped by max_steps; start_step if the run is already there or beyond.
+
+    Args:
+        recipe: what was asked.
+        samples: of one epoch.
+        learning_rate: the full one.
+        start_step: optimizer steps done before, if the run continues.
+        start_samples: samples they consumed.
+    """
+    train = recipe.train
+    batch = train.global_batch_size
+    total = train.max_steps
+    if train.epochs:
+        of_epochs = start_step + math.ceil((train.epochs * samples - start_samples) / batch)
+        total = min(of_epochs, total or of_epochs)
+    assert total is not None
+    total = max(total, start_step)
+    if train.lr_warmup_fraction is not None:
+        warmup = math.ceil(train.lr_warmup_fraction * samples / batch)
+    else:
+        warmup = train.lr_warmup_steps or 0
+    notices = _notices(recipe, samples, learning_rate, total)
+    if warmup > total:
+        notices.append(
+            f"The warm-up of {warmup} steps is longer than the run of {total}: the learning rate "
+            f"never reaches its full value. Try --train.lr_warmup_steps {max(1, total // 10)}."
+        )
+    final_share = 1.0
+    if learning_rate > 0:
+        final_share = min(1.0, train.min_lr / learning_rate)
+        if train.min_lr > learning_rate and train.lr_schedule != "constant":
+            notices.append(
+                f"train.min_lr {train.min_lr:g} is above the learning rate {learning_rate:g}: "
+                "the rate stays constant after the warm-up."
+            )
+    notices += _without_effect(train)
+    decay = math.ceil(train.lr_decay_fraction * total) if train.lr_schedule == "wsd" else 0
+    return Schedule(total, warmup, final_share, train.lr_schedule, decay), notices
+
+
+def _without_effect(train: Train) -> list[str]:
+    """What was set of the schedule and is not looked at."""
+    defaults = {field.name: field.default for field in fields(train)}
+    unused = {"constant": ["min_lr", "lr_decay_fraction"], "wsd": []}
+    return [
+        f"train.{key} has no effect: train.lr_schedule is {train.lr_schedule}."
+        for key in unused.get(train.lr_schedule, ["lr_decay_fraction"])
+        if getattr(train, key) != defaults[key]
+    ]
+
+
+def _notices(recipe: Recipe, samples: int, learning_rate: float, total: int) -> list[str]:
+    """What is worth a word of how much is learned."""
+    batch, notices = recipe.train.global_batch_size, []
+    if learning_rate == 0:
+        notices.append("The learning rate is 0: nothing is learned. Try --optimizer.lr 2e-4.")
+    if batch > samples:
+        notices.append(
+            f"train.global_batch_size {batch:,} is more than the {samples:,} samples of an epoch: "
+            f"the run has {total:,} step{'s' * (total != 1)}. "
+            f"Try --train.global_batch_size {max(1, min(16, samples // 4))}."
+        )
+    return notices
+
+
+def sample_budget(
+    recipe: Recipe,
+    samples: int,
+    schedule: Schedule,
+    *,
+    start_step: int = 0,
+    start_samples: int = 0,
+) -> int:
+    """Samples the whole run consumes: the last step may be shorter than the others.
+
+    Args:
+        recipe: what was asked.
+        samples: of one epoch.
+        schedule: made for the same start.
+        start_step: optimizer steps done before, if the run continues.
+        start_samples: samples they consumed.
+    """
+    train = recipe.train
+    wanted = start_samples + (schedule.total_steps - start_step) * train.global_batch_size
+    within = min(wanted, train.epochs * samples) if train.epochs else wanted
+    return max(within, start_samples)

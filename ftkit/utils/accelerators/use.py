@@ -1,0 +1,51 @@
+"""Device in use: what is asked of it that torch.accelerator does not answer for every kind."""
+
+from typing import Any
+
+import torch
+
+from ftkit.utils.accelerators.kinds import HOST_KIND, device_kind
+
+
+def accelerator_in_use() -> torch.device | None:
+    """The kind of device that this process has begun to compute on; None: on the host alone."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None:
+        return None
+    # A module of a kind that has nothing to begin does not tell.
+    has_begun = getattr(torch.get_device_module(found), "is_initialized", lambda: True)
+    return found if has_begun() else None
+
+
+def take_device(device: torch.device) -> None:
+    """Compute on a device from here on, and count its memory anew."""
+    if device.type == HOST_KIND:
+        return
+    torch.accelerator.set_device_index(device)
+    if device_kind(device.type).counts_memory:
+        torch.accelerator.reset_peak_memory_stats()
+
+
+def free_cached_memory() -> None:
+    """Give back the memory of a device that no tensor is in."""
+    if (found := accelerator_in_use()) is not None:
+        module: Any = torch.get_device_module(found)
+        module.empty_cache()
+
+
+def product_name(device: torch.device) -> str | None:
+    """Of a device, as its maker calls it; None: it is the host, or torch does not say."""
+    if device.type == HOST_KIND:
+        return None
+    name = getattr(torch.get_device_module(device), "get_device_name", None)
+    return None if name is None else str(name(device))
+
+
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """In which losses and counts are added up: float64 where a device has it."""
+    return torch.float64 if device_kind(device.type).has_float64 else torch.float32
+
+
+def pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host as copies to a device are fastest from."""
+    return tensor.pin_memory() if device_kind(device.type).pins_host_memory else tensor

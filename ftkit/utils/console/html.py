@@ -1,0 +1,144 @@
+"""HTML for notebooks and pages: escaped, without script, for light and dark.
+
+Text has the colour of the page. Where colour means something, it is one that stands out from white
+and from black alike, and the text says the same.
+"""
+
+import base64
+import html
+from collections.abc import Iterable, Sequence
+
+from ftkit.utils.console.formatting import printable
+
+GOOD = "#0b8457"
+_NEUTRAL = "#888888"
+_COLORS = {"green": GOOD, "yellow": "#a06a00", "red": "#d1493f"}
+_CELL = "padding:0.1em 1.2em 0.1em 0;vertical-align:top;background:none;border:none;"
+
+
+def whole_page(title: str, body: str, style: str) -> str:
+    """A page that has no script and refers to nothing.
+
+    Args:
+        title: its name and first heading.
+        body: HTML.
+        style: its style sheet.
+    """
+    title = escaped(title)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
+        "style-src 'unsafe-inline'\">"
+        f"<title>{title}</title><style>{style}</style></head><body><h1>{title}</h1>"
+        f"{body}</body></html>\n"
+    )
+
+
+def escaped(text: str) -> str:
+    """Any text as HTML, without what is no character."""
+    return html.escape(printable(text))
+
+
+def styled(text: str, style: str) -> str:
+    """A text in a style of rich, such as `bold red`."""
+    color = next((value for word, value in _COLORS.items() if word in style.split()), "inherit")
+    weight = "bold" if "bold" in style.split() else "normal"
+    return f'<span style="font-weight:{weight};color:{color}">{escaped(text)}</span>'
+
+
+def block(*parts: str) -> str:
+    """Parts below each other, as one."""
+    return f'<div style="max-width:60em">{"".join(f"<div>{part}</div>" for part in parts)}</div>'
+
+
+def labelled(rows: Iterable[tuple[str, str]]) -> str:
+    """A label and a text on each line; lines without a text are left out."""
+    cells = "".join(
+        f'<tr style="background:none"><td style="{_CELL}text-align:left;white-space:pre;'
+        f'opacity:0.7">{escaped(label)}</td>'
+        f'<td style="{_CELL}text-align:left;white-space:pre-wrap">{escaped(text)}</td></tr>'
+        for label, text in rows
+        if text
+    )
+    return f'<table style="border:none;margin:0.3em 0"><tbody>{cells}</tbody></table>'
+
+
+def grid(heads: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[int] = ()) -> str:
+    """A table with heads.
+
+    Args:
+        heads: of the columns.
+        rows: cells, which are HTML already.
+        right: columns whose texts end below each other.
+    """
+    right = frozenset(right)
+
+    def cell(tag: str, i: int, content: str) -> str:
+        align = "right" if i in right else "left"
+        return f'<{tag} style="{_CELL}text-align:{align};white-space:nowrap">{content}</{tag}>'
+
+    above = "".join(cell("th", i, escaped(head)) for i, head in enumerate(heads))
+    lines = "".join(
+        f'<tr style="background:none">'
+        f"{''.join(cell('td', i, content) for i, content in enumerate(row))}</tr>"
+        for row in rows
+    )
+    return (
+        '<div style="overflow-x:auto"><table style="border:none;margin:0.3em 0">'
+        f"<thead><tr>{above}</tr></thead><tbody>{lines}</tbody></table></div>"
+    )
+
+
+def bar(done: float, total: float) -> str:
+    """A progress bar."""
+    share = f"{100 * done / total:.0f} %" if total else ""
+    return (
+        f'<progress value="{done:g}" max="{total:g}" style="width:100%;max-width:30em" '
+        f'title="{share}">{share}</progress>'
+    )
+
+
+def as_image(drawing: str, words: str) -> str:
+    """A drawing as an image: JupyterLab removes drawings from notebooks that it does not trust.
+
+    Args:
+        drawing: SVG. Images do not know the colour of the text: it becomes one for light and dark.
+        words: what is shown instead where there are no images.
+    """
+    named = drawing.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+    content = base64.b64encode(named.replace("currentColor", _NEUTRAL).encode()).decode()
+    return (
+        f'<img alt="{escaped(words)}" style="max-width:none" '
+        f'src="data:image/svg+xml;base64,{content}">'
+    )
+
+
+def curve_picture(
+    values: Sequence[float],
+    width: int = 480,
+    height: int = 90,
+    bounds: tuple[float, float] | None = None,
+    at: Sequence[float] | None = None,
+) -> str:
+    """A curve in the colour of the text.
+
+    Args:
+        values: from left to right.
+        width: in pixels.
+        height: in pixels.
+        bounds: values at the lower and the upper edge. Default: the least and the largest.
+        at: where each value is from left to right, ascending. Default: equally distant.
+    """
+    low, high = bounds or (min(values), max(values))
+    at = at or range(len(values))
+    across, down = width / ((at[-1] - at[0]) or 1), (height - 4) / ((high - low) or 1)
+    points = " ".join(
+        f"{(place - at[0]) * across:.1f},{2 + (high - value) * down:.1f}"
+        for place, value in zip(at, values, strict=True)
+    )
+    return (
+        f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        'style="max-width:100%;color:inherit" role="img"><polyline fill="none" '
+        f'stroke="currentColor" stroke-width="1.5" points="{points}"/></svg>'
+    )

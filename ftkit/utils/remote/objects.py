@@ -1,0 +1,258 @@
+"""Objects below a url, over fsspec: listed, read, written and deleted, tried again where it helps.
+
+Credentials come from where the provider's own programs look for them, and are never handled here.
+"""
+
+import functools
+import os
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ftkit.errors import UserError
+from ftkit.utils.remote.providers import (
+    PART_BYTES,
+    copy_object,
+    fetch_options,
+    found_below,
+    in_words,
+    is_final,
+    is_missing_bucket,
+    is_there_already,
+    open_storage,
+    require_provider,
+    send_options,
+)
+from ftkit.utils.remote.urls import url_of
+
+REQUEST_PATIENCE_S = 20.0
+"""How long one request is tried again before it counts as failed."""
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 8.0
+_Answer = TypeVar("_Answer")
+
+
+class StorageError(Exception):
+    """Object storage did not do what it was asked; says what, and why."""
+
+
+@dataclass(frozen=True)
+class ObjectEntry:
+    """An object as a listing has it."""
+
+    size_bytes: int
+    """Its length."""
+    version: str
+    """Another one whenever its content changes."""
+
+
+class Objects:
+    """The objects below a url, by names relative to it; one thread or several.
+
+    Every method raises StorageError if it fails, also after it was tried for a while.
+    """
+
+    def __init__(self, url: str, patience_s: float = REQUEST_PATIENCE_S) -> None:
+        """Prepare; nothing is asked yet.
+
+        Args:
+            url: where they lie.
+            patience_s: how long a request is tried again.
+
+        Raises:
+            UserError: such urls cannot be read here.
+        """
+        self.url, self.patience_s = url, patience_s
+        self._scheme, _, self._root = url.partition("://")
+        require_provider(self._scheme)
+        self._opened: Any = None
+
+    @classmethod
+    def of(cls, path: Path) -> "Objects":
+        """Those below a directory that stands for a url."""
+        url = url_of(path)
+        assert url is not None, path
+        return cls(url)
+
+    def listing(self) -> dict[str, ObjectEntry]:
+        """All objects, by name."""
+
+        def list_(fs: Any) -> dict[str, ObjectEntry]:
+            try:
+                found = found_below(self._scheme, fs, self._root)
+            except FileNotFoundError as error:
+                if is_missing_bucket(error):
+                    raise
+                return {}
+            start = len(self._root) + 1
+            return {
+                name[start:]: ObjectEntry(entry["size"], _version_of(entry))
+                for name, entry in found.items()
+                if name.startswith(f"{self._root}/") and not name.endswith("/")
+            }
+
+        return self._tried("listing it", list_)
+
+    def read(self, name: str) -> bytes:
+        """All of an object."""
+        return self._tried(f"reading {name}", lambda fs: bytes(fs.cat_file(self._path(name))))
+
+    def read_range(self, name: str, start: int, stop: int) -> bytes:
+        """The bytes [start, stop) of an object, in several requests where they are many."""
+        if stop - start <= PART_BYTES:
+            ranges = [(start, stop)]
+        else:
+            starts = range(start, stop, PART_BYTES)
+            ranges = [(first, min(first + PART_BYTES, stop)) for first in starts]
+        path = self._path(name)
+
+        def read(fs: Any) -> bytes:
+            starts, stops = zip(*ranges, strict=True)
+            parts = fs.cat_ranges([path] * len(ranges), list(starts), list(stops), on_error="raise")
+            content = b"".join(parts)
+            if len(content) != stop - start:
+                raise OSError(f"{len(content):,} bytes came instead of {stop - start:,}")
+            return content
+
+        return self._tried(f"reading {name}", read)
+
+    def entry(self, name: str) -> ObjectEntry | None:
+        """An object as it is now; None: there is none."""
+
+        def ask(fs: Any) -> ObjectEntry | None:
+            fs.invalidate_cache()
+            try:
+                found = fs.info(self._path(name))
+            except FileNotFoundError:
+                return None
+            return ObjectEntry(found["size"], _version_of(found))
+
+        return self._tried(f"looking at {name}", ask)
+
+    def download(self, name: str, path: Path) -> None:
+        """Fetch an object; the file is there complete, or as it was."""
+        partial = path.with_name(f".{path.name}.{os.getpid()}.fetched")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        options = fetch_options(self._scheme)
+        try:
+            self._tried(
+                f"reading {name}",
+                lambda fs: fs.get_file(self._path(name), str(partial), **options),
+            )
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def upload(self, path: Path, name: str) -> ObjectEntry:
+        """Send a file; the object is there complete, or as it was.
+
+        The storage is asked for it afterwards: an endpoint that answers everything with a page has
+        taken nothing. What came is compared by the storage itself with the checksums in the
+        requests; an ETag is the MD5 of neither large nor encrypted objects.
+
+        Returns:
+            What is there then.
+
+        Raises:
+            FileNotFoundError: there is no such file (any more).
+        """
+        options = send_options(self._scheme)
+        before = path.stat().st_size
+        self._tried(
+            f"writing {name}",
+            lambda fs: fs.put_file(str(path), self._path(name), **options),
+            ends=lambda: not path.exists(),
+        )
+        sizes = [before, path.stat().st_size if path.exists() else before]  # some grow meanwhile
+        entry = self.entry(name)
+        if entry is None or not min(sizes) <= entry.size_bytes <= max(sizes):
+            found = "nothing" if entry is None else f"{entry.size_bytes:,} bytes"
+            raise self._not_stored(name, f"{found} instead of {sizes[-1]:,} bytes")
+        return entry
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write an object at once, and read it back."""
+        self._tried(f"writing {name}", lambda fs: fs.pipe_file(self._path(name), content))
+        if (found := self.read(name)) != content:
+            raise self._not_stored(name, f"other content ({len(found):,} bytes)")
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Write an object if there is none of that name, decided by the storage; whether it did.
+
+        A request whose answer was lost may have done it: what is there then is compared.
+        """
+
+        def create(fs: Any) -> bool:
+            try:
+                fs.pipe_file(self._path(name), content, mode="create")
+            except Exception as error:
+                if not is_there_already(error):
+                    raise
+                return bytes(fs.cat_file(self._path(name))) == content
+            return True
+
+        return self._tried(f"writing {name}", create)
+
+    def copy(self, name: str, target: str) -> None:
+        """Copy an object inside the storage."""
+        self._tried(
+            f"copying {name}",
+            lambda fs: copy_object(self._scheme, fs, self._path(name), self._path(target)),
+        )
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete objects, one after the other; those that are not there are passed over."""
+
+        def delete(name: str, fs: Any) -> None:
+            with suppress(FileNotFoundError):
+                fs.rm_file(self._path(name))
+
+        for name in names:
+            self._tried(f"deleting {name}", functools.partial(delete, name))
+
+    def _not_stored(self, name: str, found: str) -> StorageError:
+        return StorageError(
+            f"{self.url}: writing {name} failed: the storage accepted it and then has {found} there"
+        )
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    def _fs(self) -> Any:
+        if self._opened is None:
+            self._opened = open_storage(self._scheme)
+        return self._opened
+
+    def _tried(
+        self,
+        what: str,
+        ask: Callable[[Any], _Answer],
+        ends: Callable[[], bool] = lambda: False,
+    ) -> _Answer:
+        """Ask, and ask again while it may help: at once, then in ever longer intervals."""
+        deadline_s, wait_s = time.monotonic() + self.patience_s, _FIRST_WAIT_S
+        while True:
+            try:
+                return ask(self._fs())
+            except UserError:  # no answer of the storage, but a signal that came meanwhile
+                raise
+            except Exception as error:
+                if ends():
+                    raise FileNotFoundError(what) from error
+                # A new connection asks for credentials anew.
+                self._opened = None
+                if is_final(error) or time.monotonic() + wait_s > deadline_s:
+                    raise StorageError(f"{self.url}: {what} failed: {in_words(error)}") from error
+            time.sleep(wait_s)
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+
+
+def _version_of(entry: dict[str, Any]) -> str:
+    """What changes with an object: S3 and Google call it differently."""
+    keys = ("ETag", "etag", "generation", "md5Hash", "LastModified", "updated")
+    version = next((str(entry[key]) for key in keys if entry.get(key)), None)
+    if version is None:
+        raise OSError("what answers is no object storage: it gives no version of an object")
+    return version

@@ -1,0 +1,1 @@
+"""Views of runs: comparison, watch, live page, notebooks."""

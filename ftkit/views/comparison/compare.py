@@ -1,0 +1,139 @@
+"""`ftkit compare`: runs side by side, for the command, for Python, and in a notebook.
+
+comparison = compare(["out/a", "out/b"])
+comparison.plot("comparison.png")
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, overload
+
+from ftkit.errors import UserError
+from ftkit.recipe.command_options import CompareOptions
+from ftkit.utils.console.display import Display
+from ftkit.utils.console.terminal import plain_text
+from ftkit.utils.progress import OnProgress, print_notice
+from ftkit.utils.remote.urls import spelt
+from ftkit.views.comparison import table
+from ftkit.views.comparison.columns import in_order
+from ftkit.views.comparison.plots import Picture, check_plot, save_plot
+from ftkit.views.comparison.runs import ComparedRun, LeftOutRun, read_runs
+
+_WIDTH = 120
+"""Characters of a line where a program prints a comparison."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Comparison:
+    """Runs side by side."""
+
+    runs: list[ComparedRun]
+    """In the order in which they are shown."""
+    left_out: list[LeftOutRun]
+    """What was named and is not compared."""
+
+    def table(self) -> table.ComparisonTable:
+        """For rich: as wide as the terminal."""
+        return table.ComparisonTable(self.runs)
+
+    def to_markdown(self) -> str:
+        """A table with the best values in bold."""
+        return table.as_markdown(self.runs)
+
+    def to_csv(self) -> str:
+        """Raw values, a row for each run."""
+        return table.as_csv(self.runs)
+
+    def to_json(self) -> dict[str, Any]:
+        """Raw values, ready for JSON."""
+        return table.as_json(self.runs, self.left_out)
+
+    @overload
+    def plot(self) -> Picture: ...
+
+    @overload
+    def plot(self, path: str | Path) -> Path: ...
+
+    def plot(self, path: str | Path | None = None) -> Path | Picture:
+        """Draw losses, memory and throughput.
+
+        Args:
+            path: a PNG, or an HTML page with the table; None: a picture that a notebook shows.
+
+        Raises:
+            UserError: matplotlib is missing, the name has another ending, or it cannot be written.
+        """
+        return Picture.of(self.runs) if path is None else save_plot(self.runs, Path(path))
+
+    def __str__(self) -> str:
+        return plain_text(self.table(), _WIDTH)
+
+    def __repr__(self) -> str:
+        return f"<ftkit comparison of {', '.join(run.name for run in self.runs)}>"
+
+    def _repr_html_(self) -> str:
+        return table.comparison_as_html(self.runs)
+
+
+_FORMATS: dict[str, Callable[[Comparison], str]] = {
+    "json": lambda comparison: json.dumps(comparison.to_json(), indent=2),
+    "csv": Comparison.to_csv,
+    "markdown": Comparison.to_markdown,
+}
+"""The forms of a comparison but for the table."""
+
+
+def compare(
+    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+    *,
+    sort: str | None = None,
+    progress: OnProgress | None = None,
+) -> Comparison:
+    """Compare runs, whatever became of them.
+
+    Args:
+        paths: runs (each its out_dir), or directories that hold runs; one, or several.
+        sort: a column to sort by; see `ftkit.views.comparison.columns.in_order`.
+        progress: told of each run that is read.
+
+    Raises:
+        UserError: none of the paths leads to a run, or there is no such column.
+    """
+    several = [paths] if isinstance(paths, str | os.PathLike) else paths
+    runs, left_out = read_runs(several, progress)
+    if not runs:
+        found = "; ".join(f"{spelt(item.path)} {item.reason}" for item in left_out)
+        raise UserError(
+            f"There is nothing to compare: {found or 'no run is named'}. Name the out_dir of runs, "
+            "such as ftkit compare out/finetune/lora out/finetune/lora-2."
+        )
+    return Comparison(runs=in_order(runs, sort), left_out=left_out)
+
+
+def compare_runs(options: CompareOptions) -> int:
+    """Show a comparison on standard output, and draw it; the exit code."""
+    if options.plot is not None:
+        check_plot(options.plot)
+    with Display(None, stream=sys.stderr) as told:
+        with told.phase("reading runs", brief=True) as phase:
+            comparison = compare(options.runs, sort=options.sort, progress=phase.advance)
+        _show(comparison, options)
+        if options.plot is not None:
+            with told.phase(f"drawing {options.plot}", brief=True):
+                comparison.plot(options.plot)
+            print_notice(f"ftkit: drawn into {options.plot}", sys.stderr)
+    return 0
+
+
+def _show(comparison: Comparison, options: CompareOptions) -> None:
+    for item in comparison.left_out:
+        print(f"ftkit: {spelt(item.path)} {item.reason}: left out", file=sys.stderr)
+    if options.format in _FORMATS:
+        print(_FORMATS[options.format](comparison))
+    else:
+        with Display(None) as display:
+            display.show(comparison.table())

@@ -1,0 +1,285 @@
+"""Runs that are compared: where they are, their settings, results and curves."""
+
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ftkit.errors import UserError
+from ftkit.recipe.recipe import LoraRecipe
+from ftkit.runs.carrying.seen import UrlCopy
+from ftkit.runs.directory import RunDirectory
+from ftkit.runs.fetching import refresh
+from ftkit.runs.report.metrics import Row, read_metrics, read_validation
+from ftkit.runs.report.peak_memory import RankMemory
+from ftkit.runs.report.report import Report, Resolved
+from ftkit.runs.state import StateName, look
+from ftkit.utils.accelerators.kinds import HOST_KIND
+from ftkit.utils.hardware import Hardware
+from ftkit.utils.names import leaves
+from ftkit.utils.progress import OnProgress
+from ftkit.utils.remote.urls import local_path, spelt, url_of
+
+_NOT_COMPARED = ("out_dir", "resume", "access_token", "log")
+"""Keys of a recipe that say how a run is called and started."""
+_DEFAULTS = {f.name: f.default for f in fields(LoraRecipe) if f.default is not MISSING}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftOutRun:
+    """A path that is not compared."""
+
+    path: Path
+    """As it was given."""
+    reason: str
+    """Why, in one line."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Losses in the order of the steps."""
+
+    steps: list[int]
+    """Optimizer steps done."""
+    seconds: list[float]
+    """Time of training up to the step, over all sessions."""
+    losses: list[float]
+    """Of the step, in nats."""
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """A run as it is compared."""
+
+    name: str
+    """What tells it from the others, in short."""
+    out_dir: Path
+    """Its directory."""
+    state: StateName
+    """At work, or how it ended."""
+    report: Report
+    """What was measured."""
+    copy: UrlCopy | None = None
+    """Where its files are instead, if out_dir stands for a url."""
+
+    @property
+    def files(self) -> RunDirectory:
+        """Its files, or their copies."""
+        return RunDirectory(self.copy.directory if self.copy else self.out_dir)
+
+    @property
+    def resolved(self) -> Resolved:
+        """What the recipe came to, as far as it is known."""
+        return self.report.resolved or Resolved()
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """What was asked, by the keys of the command line; what was left open is filled in."""
+        recipe = {k: v for k, v in self.report.recipe.items() if k not in _NOT_COMPARED}
+        found = {"method": self.report.method, **dict(_settings_in(recipe))}
+        if (path := found.pop("data.json_path", None)) is not None:  # its older name
+            found["data.path"] = path
+        for key, value in (
+            ("precision", self.resolved.precision),
+            ("strategy", self.resolved.strategy),
+            ("devices", self.resolved.devices),
+            ("device", self.resolved.device or self.resolved.accelerator),
+            ("train.max_seq_length", self.resolved.max_seq_length),
+        ):
+            if value is not None:
+                found[key] = value
+        if found.get("train.micro_batch_size") is None and self.resolved.micro_batch_size:
+            found["train.micro_batch_size"] = self.resolved.micro_batch_size
+        return found
+
+    @cached_property
+    def training(self) -> Curve:
+        """The training loss, finite values only; empty where there are no rows."""
+        rows = _rows(read_metrics, self.files.metrics)
+        steps, seconds, losses = [], [], []
+        elapsed_s = 0.0
+        for row in rows:
+            tokens, speed = row.get("tokens"), row.get("tokens_per_s")
+            elapsed_s += tokens / speed if tokens and speed else 0.0
+            loss, step = row.get("loss"), row.get("step")
+            if step is not None and loss is not None and math.isfinite(loss):
+                steps.append(int(step))
+                seconds.append(elapsed_s)
+                losses.append(loss)
+        return Curve(steps, seconds, losses)
+
+    @cached_property
+    def validation(self) -> list[tuple[int, float]]:
+        """Step and loss of every validation."""
+        rows = _rows(read_validation, self.files.validation)
+        return [
+            (int(row["step"]), loss)
+            for row in rows
+            if row["step"] is not None
+            and (loss := row["val_loss"]) is not None
+            and math.isfinite(loss)
+        ]
+
+    @property
+    def memory_parts(self) -> dict[str, int]:
+        """Bytes of the rank that needed most at its peak, by what they were; they add up.
+
+        What the tensors are is known of the measured steps; the peak may be at another moment. Of a
+        run at work that is all: its peak is known at its end.
+        """
+        ranks = self.report.peak_memory.ranks if self.report.peak_memory else []
+        parts: dict[str, int] = {}
+        measured = self.report.step_memory.fullest if self.report.step_memory else None
+        if measured:
+            named = asdict(measured.peak_breakdown_bytes)
+            parts = {name.replace("_", " "): size for name, size in named.items() if size > 0}
+        if not ranks:  # the run is at work
+            return parts
+        fullest = max(ranks, key=lambda rank: (rank.allocated_bytes or 0, _host_bytes(rank)))
+        if measured:
+            fullest = next((rank for rank in ranks if rank.rank == measured.rank), fullest)
+        known = sum(parts.values())
+        if fullest.allocated_bytes is None:
+            rest = {"other host memory": _host_bytes(fullest) - known}
+        else:
+            reserved = fullest.reserved_bytes or 0
+            rest = {
+                "other tensors": fullest.allocated_bytes - known,
+                "reserved, not used": reserved - max(fullest.allocated_bytes, known),
+            }
+        return {name: size for name, size in (parts | rest).items() if size > 0}
+
+    @property
+    def memory_limit_bytes(self) -> int | None:
+        """Memory of the device; on CPU, the share of a rank in the memory of the machine."""
+        hardware = self.report.hardware or Hardware()
+        if self.resolved.accelerator != HOST_KIND:
+            sizes = [
+                gpu.memory_bytes
+                for gpu in hardware.gpus
+                if gpu.name == self.resolved.device and gpu.memory_bytes
+            ]
+            return min(sizes, default=None)
+        if hardware.memory_bytes is None:
+            return None
+        return hardware.memory_bytes // (self.resolved.devices or 1)
+
+
+def read_runs(
+    paths: Iterable[str | os.PathLike[str]], progress: OnProgress | None = None
+) -> tuple[list[ComparedRun], list[LeftOutRun]]:
+    """The runs that paths stand for, each once, and what is none.
+
+    Args:
+        paths: runs, their reports, or directories with runs at any depth.
+        progress: told of each run.
+    """
+    found: dict[Path, Path] = {}
+    left_out: list[LeftOutRun] = []
+    for path in map(local_path, paths):
+        refresh(path)
+        directories = list(_find(path.expanduser()))
+        for directory in directories:
+            found.setdefault(directory.resolve(), directory)
+        if not directories:
+            reason = "holds no run" if path.expanduser().exists() else "does not exist"
+            left_out.append(LeftOutRun(path=path, reason=reason))
+    runs, unmeasured = look_at_runs(dict.fromkeys(found.values()), progress)
+    return runs, left_out + unmeasured
+
+
+def look_at_runs(
+    directories: Mapping[Path, UrlCopy | None], progress: OnProgress | None = None
+) -> tuple[list[ComparedRun], list[LeftOutRun]]:
+    """The runs of directories as they are now, and those of which nothing was measured.
+
+    Args:
+        directories: of runs; to each the copy to look at instead, if it stands for a url.
+        progress: told of each run.
+    """
+    left_out: list[LeftOutRun] = []
+    states = []
+    for number, (directory, copy) in enumerate(directories.items()):
+        if progress is not None:
+            progress(number, len(directories))
+        try:
+            state = look(directory, copy)
+        except UserError as error:
+            left_out.append(LeftOutRun(path=directory, reason=_reason(error, directory)))
+            continue
+        if state.report is None:
+            left_out.append(LeftOutRun(path=directory, reason="has not measured anything yet"))
+        else:
+            states.append((directory, state.state, state.report))
+    names = _names([directory for directory, _, _ in states])
+    runs = [
+        ComparedRun(name, directory, state, report, directories[directory])
+        for name, (directory, state, report) in zip(names, states, strict=True)
+    ]
+    return runs, left_out
+
+
+def differing_settings(runs: list[ComparedRun]) -> list[str]:
+    """Keys of settings that are not the same in all runs, in the order of the recipe.
+
+    A setting that a run does not record, because its method or version has none, counts as the
+    default.
+    """
+    keys = dict.fromkeys(key for run in runs for key in run.settings)
+
+    def value(run: ComparedRun, key: str) -> Any:
+        return run.settings.get(key, _DEFAULTS.get(key))
+
+    return [key for key in keys if any(value(run, key) != value(runs[0], key) for run in runs)]
+
+
+def _host_bytes(rank: RankMemory) -> int:
+    return rank.host_bytes or rank.rss_bytes or 0
+
+
+def _find(path: Path) -> Iterator[Path]:
+    """The runs that a path stands for, in the order of their names."""
+    if path.is_file() and path == RunDirectory(path.parent).report:
+        path = path.parent
+    if not path.is_dir():
+        return
+    for directory, below, _ in os.walk(path):
+        if RunDirectory(Path(directory)).is_run():
+            below.clear()
+            yield Path(directory)
+        below[:] = sorted(name for name in below if not name.startswith("."))
+
+
+def _reason(error: UserError, directory: Path) -> str:
+    first = str(error).splitlines()[0]
+    return first.removeprefix(f"{spelt(directory)} ").rstrip(".")
+
+
+def _names(directories: list[Path]) -> list[str]:
+    """The paths without the part that is common to all; urls beside other paths as they are."""
+    absolute = [directory.resolve() for directory in directories]
+    local = [directory for directory in absolute if url_of(directory) is None]
+    if 0 < len(local) < len(absolute):
+        names = dict(zip(local, _names(local), strict=True))
+        return [names.get(directory) or spelt(directory) for directory in absolute]
+    if len(absolute) < 2:
+        return [directory.name for directory in absolute]
+    common = os.path.commonpath(absolute)
+    return [str(directory.relative_to(common)) for directory in absolute]
+
+
+def _settings_in(recipe: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Values by dotted keys; a class is the value of its key, its arguments lie below."""
+    for key, value in leaves(recipe):
+        yield key.removesuffix(".class_path").replace(".init_args.", "."), value
+
+
+def _rows(read: Callable[[Path], list[Row]], path: Path) -> list[Row]:
+    """The rows of a log; none if it is not there or damaged."""
+    try:
+        return read(path)
+    except (OSError, ValueError):
+        return []

@@ -1,0 +1,88 @@
+"""`ftkit.plan`: plans predicted in this process, which show themselves in a notebook."""
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from ftkit.utils.imports import silence_libraries
+
+silence_libraries()  # before they are imported
+
+from ftkit.errors import UserError  # noqa: E402
+from ftkit.planning import predict  # noqa: E402
+from ftkit.planning.memory.gpus import find_gpu  # noqa: E402
+from ftkit.planning.table import (  # noqa: E402
+    plan_table,
+    plan_title,
+    plans_as_html,
+    side_by_side,
+    verdict,
+)
+from ftkit.recipe.parsing import as_text  # noqa: E402
+from ftkit.recipe.recipe import FINETUNE  # noqa: E402
+from ftkit.utils.console.formatting import bytes_text  # noqa: E402
+from ftkit.utils.console.terminal import REPORT_WIDTH, plain_text  # noqa: E402
+from ftkit.views.notebook import display  # noqa: E402
+
+
+class ShownPlan(predict.Planned):
+    """A plan that shows itself in a notebook; `print` shows the table of the command."""
+
+    def __str__(self) -> str:
+        return plain_text(plan_table(self))
+
+    def __repr__(self) -> str:
+        needs = bytes_text(self.memory.high_bytes)
+        words = f", {verdict(self)} on {self.gpu.name}" if self.gpu else ""
+        return f"<ftkit {plan_title(self)}: needs up to {needs}{words}>"
+
+    def _repr_html_(self) -> str:
+        return plans_as_html([self])
+
+
+class Plans(list[ShownPlan]):
+    """Plans that show themselves as one table: `Plans([ftkit.plan(...), ftkit.plan(...)])`."""
+
+    def __str__(self) -> str:
+        return plain_text(side_by_side(self, REPORT_WIDTH))
+
+    def _repr_html_(self) -> str:
+        return plans_as_html(self)
+
+
+def plan(
+    recipe: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
+    /,
+    *,
+    command: str | None = None,
+    gpu: str | None = None,
+    name: str = "",
+    **keys: Any,
+) -> ShownPlan:
+    """Predict what a run will need, as `ftkit plan`; no weights are loaded or downloaded.
+
+    Args:
+        recipe: recipe files, later ones win.
+        command: finetune or finetune_full. Default: as the keys of the recipe say, of which any
+            LoRA key and quantize mean LoRA; without a recipe, finetune.
+        gpu: what it is to run on: a100-80gb, 24GiB, or auto for the one here. Default: this
+            machine, as a run would take it.
+        name: what to call it among several; else its recipe.
+        keys: of the recipe, dotted: `**{"train.micro_batch_size": 8}`.
+
+    Raises:
+        UserError: as a run would.
+    """
+    if command is not None and command not in FINETUNE:
+        raise UserError(f"command is {command!r}, but must be one of {', '.join(FINETUNE)}.")
+    several = [recipe] if isinstance(recipe, str | os.PathLike) else recipe or ()
+    with display.shown_if_late("ftkit plan ..."):
+        found = predict.plan_files(
+            [os.fspath(file) for file in several],
+            [(key, as_text(value)) for key, value in keys.items()],
+            command=command,
+            gpu=None if gpu is None else find_gpu(gpu),
+            name=name,
+        )
+    return ShownPlan(**{f.name: getattr(found, f.name) for f in dataclasses.fields(found)})

@@ -1,0 +1,158 @@
+"""`ftkit data` shows what a run is trained on; it needs neither weights nor a GPU."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import Command
+from looks import look, make_settings, questions, write_records
+from runs import options
+
+from ftkit.cli.app import run
+from ftkit.data.dataset import DataSets, load_data
+from ftkit.errors import UserError
+from ftkit.models.pretrained.tokenizer import Tokenizer
+from ftkit.recipe.parsing import read_recipe
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_settings(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def words(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A command line without its form."""
+    records = [*questions(40), *questions(20)]
+    data = write_records(tmp_path_factory.mktemp("data") / "records.jsonl", records)
+    return ["data", str(model), *options(data="JSON", data__path=data, data__mask_prompt=True)]
+
+
+def test_text_goes_to_standard_output_and_nothing_is_written(
+    words: list[str], ftkit: Command, tmp_path: Path
+) -> None:
+    ended = ftkit(*words, "--show", 1)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "data for " in ended.stdout and "·</s>⟧" in ended.stdout
+    assert "validation samples" in ended.stdout and "Remove duplicates" in ended.stdout
+    assert max(map(len, ended.stdout.splitlines())) <= 80
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_json_has_the_ids_and_masks_that_a_run_is_trained_on(
+    words: list[str], model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*words, "--show", "5", "--format", "json"]) == 0
+    seen = json.loads(capsys.readouterr().out)
+    keys = list(zip([word[2:] for word in words[2::2]], words[3::2], strict=True))
+    recipe = read_recipe([], [("checkpoint_dir", str(model)), *keys])
+    tokenizer = Tokenizer(model)
+    data = load_data(recipe.data, tokenizer, 256)
+    assert len(seen["samples"]) == 5
+    for shown in seen["samples"]:
+        sample = data.train[shown["number"]]
+        assert shown["ids"] == sample.ids.tolist()
+        places = {i for first, end in sample.trained for i in range(first, end)} - {0}
+        assert {i for i, trained in enumerate(shown["trained"]) if trained} == places
+        assert "".join(shown["texts"]) == tokenizer.processor.decode(
+            shown["ids"], skip_special_tokens=False
+        )
+    source = seen["sources"][0]
+    assert source["train"]["tokens"] == data.train.lengths.sum()
+    assert source["train"]["trained_tokens"] == data.train.label_counts.sum()
+    assert source["train"]["lengths"]["longest"] == data.train.lengths.max() + 1
+
+
+def test_a_second_look_reads_what_the_first_has_tokenised(model: Path, tmp_path: Path) -> None:
+    data = write_records(
+        tmp_path / "data.jsonl", [*questions(30), {"instruction": "", "output": ""}]
+    )
+    assert look(model, data, show=2) == look(model, data, show=2)
+
+
+def test_keys_that_are_not_used_are_named(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [row | {"id": i, "source": "web"} for i, row in enumerate(questions(30))]
+    data = write_records(tmp_path / "data.jsonl", records)
+    words = ["data", str(model), *options(data="JSON", data__path=data), "--show", "0"]
+    told = {}
+    for form in ("json", "text", "html"):
+        assert run([*words, "--format", form]) == 0
+        told[form] = capsys.readouterr().out
+    assert json.loads(told["json"])["sources"][0]["unused"] == {
+        "names": ["id", "source"],
+        "more": 0,
+    }
+    assert re.search(r"not used +id, source", told["text"])
+    assert "not used" in told["html"] and "id, source" in told["html"]
+
+
+def test_html_goes_to_a_file(words: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "data.html"
+    assert run([*words, "--format", "html", "--out", str(file)]) == 0
+    assert file.read_text().startswith("<!doctype html>")
+
+
+def test_a_recipe_is_looked_at_as_it_is_or_with_other_keys(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for more, limit in (([], 256), (["--train.max_seq_length", "60"], 60)):
+        recipe = str(Path(__file__).parents[3] / "recipes/quickstart.yaml")
+        assert run(["data", recipe, *more, "--format", "json", "--show", "0"]) == 0
+        seen = json.loads(capsys.readouterr().out)
+        assert (seen["max_seq_length"], seen["samples"]) == (limit, [])
+        assert seen["sources"][0]["where"] == "embedded:quickstart"
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--show", "-1"], "--show is '-1', but must be a whole number of at least 0"),
+        (["--train.max_seq_length", "4096"], "Try --train.max_seq_length 256"),
+        (["--data.pth", "x"], "Try --data.path"),
+        (["--data.prompt_style", "alpacca"], "Try --data.prompt_style alpaca"),
+        (["--out", "nowhere/data.html"], "--out nowhere/data.html cannot be written"),
+        (["other"], "'other' is one base model too many"),
+    ],
+)
+def test_bad_input_is_refused_with_what_works(
+    more: list[str], message: str, words: list[str]
+) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        run([*words, *more])
+
+
+@pytest.mark.parametrize("before", [None, "of the environment"])
+def test_the_hub_is_told_the_access_token_of_the_recipe_and_it_is_not_left_behind(
+    before: str | None, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = []
+
+    def load(*arguments: Any, **more: Any) -> DataSets:
+        told.append(os.environ.get("HF_TOKEN"))
+        return load_data(*arguments, **more)
+
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    if before is not None:
+        monkeypatch.setenv("HF_TOKEN", before)
+    monkeypatch.setattr("ftkit.data.inspection.collect.load_data", load)
+    data = write_records(tmp_path / "data.jsonl", questions(30))
+    seen = look(model, data, show=1, access_token="hf_secret")
+    look(model, data)
+    assert told == ["hf_secret", before]
+    assert os.environ.get("HF_TOKEN") == before
+    assert "hf_secret" not in repr(seen)
+
+
+def test_a_model_whose_tokenizer_is_not_here_is_asked_for(
+    words: list[str], model: Path, tmp_path: Path
+) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_text((model / "config.json").read_text())
+    with pytest.raises(UserError, match=r"its tokenizer is not on this machine"):
+        run(["data", str(bare), *words[2:]])

@@ -1,0 +1,375 @@
+"""What ruins runs is found where it is, and nowhere else; what is advised mends it."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chats import TOOLS, write_chat_tokenizer
+from looks import chats, kinds, look, make_settings, questions, write_records
+
+from ftkit.data.inspection.collect import inspect_data
+from ftkit.data.inspection.findings import TOLD_BY_COUNTS
+from ftkit.data.inspection.inspection import Finding, FindingKind, Inspection
+from ftkit.recipe.parsing import Override
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_settings(tmp_path_factory.mktemp("model"))
+
+
+def only(seen: Inspection, kind: FindingKind) -> Finding:
+    (found,) = [finding for finding in seen.findings if finding.kind == kind]
+    return found
+
+
+def advised(finding: Finding) -> list[Override]:
+    """The keys that its advice names, with their values."""
+    found = re.findall(r"--(data\.\S+|train\.\S+) (\w+)", finding.advice)
+    return [(key, value) for key, value in found]
+
+
+def look_again(model: Path, data: Path, finding: Finding, **keys: Any) -> Inspection:
+    """With what a finding advises."""
+    changes = {key.replace(".", "__"): value for key, value in advised(finding)}
+    assert changes, finding.advice
+    return look(model, data, **keys | changes)
+
+
+def test_nothing_is_found_in_good_data(model: Path, tmp_path: Path) -> None:
+    data = write_records(tmp_path / "data.jsonl", questions(60))
+    assert look(model, data).findings == []
+
+
+# --- no end of turn -------------------------------------------------------------------------------
+
+
+def test_answers_that_bring_their_own_end_are_trained_without_one(
+    model: Path, tmp_path: Path
+) -> None:
+    """As in LitGPT, an end that a text has already is taken away."""
+    records = [record | {"output": record["output"] + "</s>"} for record in questions(60)]
+    found = only(look(model, write_records(tmp_path / "data.jsonl", records)), "no_end_of_turn")
+    assert found.severity == "warning"
+    assert "Remove </s> from the end of the outputs" in found.advice
+
+
+def test_some_answers_without_an_end_are_no_finding(model: Path, tmp_path: Path) -> None:
+    records = questions(60)
+    records[3]["output"] += "</s>"
+    assert kinds(look(model, write_records(tmp_path / "data.jsonl", records))) == set()
+
+
+CUT_SHORT = """{%- for message in messages -%}
+<s>{{ message.role }}
+{% if message.role == 'assistant' -%}
+{% generation %}{{ message.content }}{% endgeneration %}</s>
+{%- else %}{{ message.content }}</s>{% endif %}
+{% endfor -%}"""
+
+
+def test_a_template_that_marks_answers_without_their_end_teaches_no_end(
+    model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.jinja").write_text(CUT_SHORT)
+    data = write_records(tmp_path / "data.jsonl", chats(40))
+    template = str(tmp_path / "mine.jinja")
+    found = only(look(model, data, data__chat_template=template), "no_end_of_turn")
+    assert "put the end of the turn inside {% generation %}" in found.advice
+    assert kinds(look_again(model, data, found)) == set()
+
+
+def test_an_end_that_is_no_token_of_the_model_ends_nothing(model: Path, tmp_path: Path) -> None:
+    """<|im_end|> is some letters for a model that does not have it."""
+    data = write_records(tmp_path / "data.jsonl", chats(40))
+    found = only(look(model, data, data__chat_template="chatml"), "no_end_of_turn")
+    assert kinds(look_again(model, data, found)) == set()
+
+
+# --- BOS twice ------------------------------------------------------------------------------------
+
+
+def test_bos_in_a_record_is_one_too_many(model: Path, tmp_path: Path) -> None:
+    records = [{"instruction": f"<s><s>{i}", "output": f"red {i}"} for i in range(40)]
+    data = write_records(tmp_path / "data.jsonl", records)
+    style = {"data__prompt_style": "litgpt.prompts.Default"}
+    found = only(look(model, data, **style), "bos_twice")
+    assert found.text == "38 of 38 samples begin with <s> twice."
+    records = [record | {"instruction": record["instruction"][6:]} for record in records]
+    good = write_records(tmp_path / "good.jsonl", records)
+    assert kinds(look(model, good, **style)) == set()
+
+
+# --- nothing trained ------------------------------------------------------------------------------
+
+
+def test_records_without_an_answer_are_counted_with_their_reason(
+    model: Path, tmp_path: Path
+) -> None:
+    records = questions(60)
+    for i in range(0, 60, 3):
+        records[i]["output"] = " "
+    seen = look(model, write_records(tmp_path / "data.jsonl", records), data__seed=1)
+    train = seen.sources[0].train
+    (left_out,) = train.left_out
+    assert left_out.reason == "no output" and left_out.records == train.records - train.used
+    assert '"output": " "' in left_out.example
+    found = only(seen, "nothing_trained")
+    assert f"Of {left_out.records} of {train.records} records nothing is trained" in found.text
+
+
+def test_a_few_records_without_an_answer_are_no_finding(model: Path, tmp_path: Path) -> None:
+    records = questions(300)
+    records[7]["output"] = ""
+    records[8]["output"] = ""
+    assert kinds(look(model, write_records(tmp_path / "data.jsonl", records))) == set()
+
+
+def test_answers_behind_the_limit_are_told_with_a_limit_that_holds_them(
+    model: Path, tmp_path: Path
+) -> None:
+    records = questions(40)
+    for record in records[::2]:
+        record["instruction"] += " red" * 60
+    data = write_records(tmp_path / "data.jsonl", records)
+    keys = {"train__max_seq_length": 130, "data__mask_prompt": True}
+    found = only(look(model, data, **keys), "nothing_trained")
+    again = look_again(model, data, found, **keys)
+    assert kinds(again) == set()
+    assert again.sources[0].train.left_out == []
+
+
+def test_refusals_of_a_template_are_told_in_its_words_with_a_template_that_takes_them(
+    model: Path, tmp_path: Path
+) -> None:
+    records = chats(60)
+    for record in records[::4]:
+        record["messages"].insert(0, {"role": "user", "content": "Hello."})
+    data = write_records(tmp_path / "data.jsonl", records)
+    found = only(look(model, data, data__chat_template="gemma"), "nothing_trained")
+    assert "the template refuses it: gemma wants user and assistant by turns" in found.text
+    assert kinds(look_again(model, data, found)) == set()
+
+
+def test_answers_behind_what_the_model_takes_need_shorter_records(
+    model: Path, tmp_path: Path
+) -> None:
+    records = questions(40)
+    for record in records[::2]:
+        record["instruction"] += " red" * 300
+    data = write_records(tmp_path / "data.jsonl", records)
+    found = only(look(model, data, data__mask_prompt=True), "nothing_trained")
+    assert found.advice == "The model takes 256 tokens at most: shorten the records."
+
+
+# --- tools and reasoning --------------------------------------------------------------------------
+
+PLAIN = """{%- for message in messages -%}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}
+{%- endfor -%}{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"""
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its tokenizer has the tokens of chats, and its own template leaves out tools and thoughts."""
+    directory = make_settings(
+        tmp_path_factory.mktemp("chat"), eos_token_id=[1, 3], max_position_embeddings=1024
+    )
+    write_chat_tokenizer(directory, chat_template=PLAIN)
+    return directory
+
+
+def with_tools(count: int) -> list[dict[str, Any]]:
+    """Conversations, each fourth of which has tools."""
+    records = chats(count)
+    for i in range(0, count, 4):
+        records[i] = json.loads(json.dumps(TOOLS).replace("Bonn", f"No. {i}"))
+    return records
+
+
+def with_reasoning(count: int, *, turn: int) -> list[dict[str, Any]]:
+    """Conversations, one turn of which has reasoning."""
+    records = chats(count)
+    for i, record in enumerate(records):
+        record["messages"][turn]["reasoning_content"] = f"{i} it is"
+    return records
+
+
+@pytest.mark.parametrize(
+    ("kind", "records"),
+    [("tools_dropped", with_tools(60)), ("reasoning_dropped", with_reasoning(60, turn=3))],
+)
+def test_a_template_that_leaves_something_out_is_told_with_one_that_does_not(
+    kind: FindingKind, records: list[dict[str, Any]], chat_model: Path, tmp_path: Path
+) -> None:
+    data = write_records(tmp_path / "data.jsonl", records)
+    found = only(look(chat_model, data), kind)
+    assert found.severity == "warning" and found.kind not in TOLD_BY_COUNTS
+    assert advised(found) == [("data.chat_template", "qwen")]
+    again = look_again(chat_model, data, found)
+    assert kinds(again) == {"template_not_used"}
+    assert again.sources[0].train.used == again.sources[0].train.records
+
+
+def test_records_with_reasoning_that_is_left_out_are_counted(
+    chat_model: Path, tmp_path: Path
+) -> None:
+    records = [*with_reasoning(10, turn=1), *chats(60)[10:]]
+    seen = look(chat_model, write_records(tmp_path / "data.jsonl", records), data__seed=3)
+    found = re.search(r"in (\d+) of (\d+) records", only(seen, "reasoning_dropped").text)
+    assert found is not None and 7 <= int(found[1]) <= 10 and int(found[2]) == 57
+
+
+def test_reasoning_of_turns_that_are_not_trained_may_be_left_out(
+    chat_model: Path, tmp_path: Path
+) -> None:
+    data = write_records(tmp_path / "data.jsonl", with_reasoning(60, turn=1))
+    assert kinds(look(chat_model, data, data__train_on="last")) == set()
+    qwen = {"data__chat_template": "qwen"}
+    assert kinds(look(chat_model, data, **qwen)) == {"template_not_used"}
+
+
+# --- many cut -------------------------------------------------------------------------------------
+
+
+def test_many_samples_cut_off_are_told_with_a_limit_that_cuts_none(
+    model: Path, tmp_path: Path
+) -> None:
+    records = questions(40)
+    for record in records[::2]:
+        record["output"] += " blue" * 60
+    data = write_records(tmp_path / "data.jsonl", records)
+    seen = look(model, data, train__max_seq_length=150)
+    found = only(seen, "many_cut")
+    assert seen.lengths.over == seen.sources[0].train.truncated > 0
+    again = look_again(model, data, found, train__max_seq_length=150)
+    assert kinds(again) == set() and again.lengths.over == 0
+
+
+def test_samples_longer_than_the_model_takes_are_better_dropped(
+    model: Path, tmp_path: Path
+) -> None:
+    records = questions(40)
+    for record in records[::2]:
+        record["output"] += " blue" * 300
+    data = write_records(tmp_path / "data.jsonl", records)
+    found = only(look(model, data), "many_cut")
+    assert advised(found) == [("data.overlong", "drop")]
+    again = look_again(model, data, found)
+    assert again.sources[0].train.truncated == 0
+    assert "takes 256 tokens at most" in only(again, "many_cut").advice
+
+
+def test_a_few_samples_cut_off_are_no_finding(model: Path, tmp_path: Path) -> None:
+    records = questions(100)
+    records[50]["output"] += " blue" * 300
+    assert kinds(look(model, write_records(tmp_path / "data.jsonl", records))) == set()
+
+
+# --- train in validation --------------------------------------------------------------------------
+
+
+def test_duplicates_that_fall_into_both_splits_are_found(model: Path, tmp_path: Path) -> None:
+    records = questions(30) * 2
+    seen = look(
+        model, write_records(tmp_path / "data.jsonl", records), data__val_split_fraction=0.3
+    )
+    found = only(seen, "train_in_validation")
+    shared = seen.duplicates.val_in_train
+    assert found.text.startswith(f"{shared} of 18 validation samples")
+    assert seen.duplicates.val_in_train_examples[0].startswith("<s>Below is an instruction")
+    assert "What is number" in seen.duplicates.val_in_train_examples[0]
+
+
+def test_duplicates_inside_train_alone_are_counted_and_no_finding(
+    model: Path, tmp_path: Path
+) -> None:
+    directory = tmp_path / "data"
+    directory.mkdir()
+    write_records(directory / "train.jsonl", questions(30) * 2)
+    write_records(directory / "val.jsonl", questions(40)[30:])
+    seen = look(model, directory)
+    assert (seen.duplicates.train, seen.duplicates.val_in_train) == (30, 0)
+    assert kinds(seen) == set()
+
+
+# --- system messages ------------------------------------------------------------------------------
+
+
+def test_a_style_without_a_place_for_system_messages_drops_them(
+    model: Path, tmp_path: Path
+) -> None:
+    records = [record | {"sys_prompt": "Answer in rhyme."} for record in questions(40)]
+    data = write_records(tmp_path / "data.jsonl", records)
+    found = only(look(model, data, data__prompt_style="phi-1"), "system_message_dropped")
+    assert found.text.startswith("2 of 2 system messages")
+    again = look_again(model, data, found)
+    assert kinds(again) == set() == kinds(look(model, data, data__prompt_style="qwen2.5"))
+
+
+def test_a_template_that_drops_system_messages_is_told_with_one_that_does_not(
+    model: Path, tmp_path: Path
+) -> None:
+    template = tmp_path / "mine.jinja"
+    template.write_text(
+        "{%- for message in messages if message.role != 'system' -%}"
+        "{{ message.role }}: {{ message.content }}</s>\n{% endfor -%}"
+        "{%- if add_generation_prompt %}assistant: {% endif -%}"
+    )
+    data = write_records(tmp_path / "data.jsonl", chats(60, system="Answer in rhyme."))
+    found = only(look(model, data, data__chat_template=str(template)), "system_message_dropped")
+    assert found.text.startswith("3 of 3 system messages")
+    assert kinds(look_again(model, data, found)) == set()
+    without = write_records(tmp_path / "without.jsonl", chats(60))
+    assert kinds(look(model, without, data__chat_template=str(template))) == set()
+
+
+# --- templates that are not used ------------------------------------------------------------------
+
+OWN = """{{- bos_token }}{%- for message in messages -%}
+[{{ message.role }}] {{ message.content }}{{ eos_token }}
+{% endfor -%}{%- if add_generation_prompt %}[assistant] {% endif -%}"""
+
+
+def test_a_base_model_with_a_template_that_is_not_used_is_told_with_the_key(
+    tmp_path: Path,
+) -> None:
+    model = make_settings(tmp_path / "model")
+    (model / "chat_template.jinja").write_text(OWN)
+    instructions = write_records(tmp_path / "instructions.jsonl", questions(40))
+    conversations = write_records(tmp_path / "conversations.jsonl", chats(40))
+    found = only(look(model, instructions), "template_not_used")
+    assert found.severity == "notice" and "made by prompt style alpaca" in found.text
+    assert advised(found) == [("data.chat_template", "tokenizer")]
+    assert kinds(look_again(model, instructions, found)) == set()
+    found = only(look(model, conversations, data__chat_template="zephyr"), "template_not_used")
+    assert kinds(look_again(model, conversations, found)) == set()
+    assert kinds(look(model, conversations)) == set()
+
+
+# --- ends that are not known ----------------------------------------------------------------------
+
+
+def test_an_end_that_the_base_model_does_not_know_is_told(tmp_path: Path) -> None:
+    model = make_settings(tmp_path / "model", eos_token_id=7)
+    data = write_records(tmp_path / "data.jsonl", questions(40))
+    found = only(look(model, data), "end_of_turn_not_known")
+    assert found.severity == "notice"
+    assert "end with </s> (1)" in found.text and found.advice.endswith("need eos_token_id 1.")
+    (model / "generation_config.json").write_text('{"eos_token_id": [7, 1]}')
+    assert kinds(look(model, data)) == set()
+
+
+def test_each_source_is_named_where_there_are_several(model: Path, tmp_path: Path) -> None:
+    write_records(tmp_path / "good.jsonl", questions(40))
+    bad = [record | {"output": record["output"] + "</s>"} for record in questions(90)[50:]]
+    write_records(tmp_path / "bad.jsonl", bad)
+    sources = [{"path": str(tmp_path / name)} for name in ("good.jsonl", "bad.jsonl")]
+    overrides = [("checkpoint_dir", str(model)), ("data", "JSON"), ("data.sources", str(sources))]
+    seen = inspect_data([], overrides, show=4, progress=lambda *_: None)
+    assert [source.train.records for source in seen.sources] == [38, 38]
+    assert "No end of an answer of bad" in only(seen, "no_end_of_turn").text
+    assert {sample.source for sample in seen.samples} == {source.name for source in seen.sources}
+    assert [sample.number for sample in seen.samples] == [0, 19, 0, 19]

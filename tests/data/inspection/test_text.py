@@ -1,0 +1,198 @@
+"""What people see of an inspection: every token, what is trained without colours too, no tricks."""
+
+import dataclasses
+from collections.abc import Sequence
+from html.parser import HTMLParser
+
+import pytest
+from rich.cells import cell_len
+
+from ftkit.data.inspection.inspection import (
+    Bar,
+    Duplicates,
+    Finding,
+    Inspection,
+    LeftOut,
+    Lengths,
+    ShownSample,
+    SourceNumbers,
+    SplitNumbers,
+)
+from ftkit.data.inspection.page import fragment, inspection_page
+from ftkit.data.inspection.text import MOST_TOKENS, InspectionText, visible
+from ftkit.data.records.keys import UnusedKeys
+from ftkit.utils.console.terminal import plain_text
+
+LENGTHS = Lengths(
+    samples=10, shortest=3, median=5, p90=8, p99=9, longest=40, over=2,
+    bars=[
+        Bar(first=1, last=5, samples=6, over=0),
+        Bar(first=6, last=10, samples=2, over=1),
+        Bar(first=11, last=40, samples=2, over=2),
+    ],
+)  # fmt: skip
+SPLIT = SplitNumbers(
+    records=12, used=10, left_out=[LeftOut(reason="no output", records=2, example='{"a": 1}')],
+    samples=10, truncated=2, dropped=0, split=0, split_by_turn=0,
+    tokens=50, trained_tokens=20, lost_tokens=32,
+    lengths=LENGTHS,
+)  # fmt: skip
+SOURCE = SourceNumbers(
+    name="chats", where="data/chats.jsonl", records="12 conversations (messages)",
+    shape="messages", template="chatml", train_on="assistant", overlong="truncate", per_epoch=10,
+    train=SPLIT, val=SPLIT, unused=UnusedKeys(names=("id", "source"), more=3),
+)  # fmt: skip
+HOSTILE = "\x1b[31m<script>alert(1)</script>\x07\u202e"
+
+
+def make_sample(texts: Sequence[str], trained: str) -> ShownSample:
+    """A sample whose tokens are trained where there is an x."""
+    return ShownSample(
+        source="chats",
+        number=4,
+        ids=list(range(len(texts))),
+        texts=list(texts),
+        trained=[mark == "x" for mark in trained],
+        special=[text.startswith("<|") for text in texts],
+    )
+
+
+CHAT = make_sample(
+    ["<|user|>", "\n", "Hello", " you", "\n\n", "<|bot|>", "Hi", "!", "<|end|>", "\n"], ".....:xxx."
+)
+
+
+def make_inspection(*samples: ShownSample, findings: Sequence[Finding] = ()) -> Inspection:
+    return Inspection(
+        base_model="tiny", max_seq_length=8, model_context=256, sources=[SOURCE], lengths=LENGTHS,
+        duplicates=Duplicates(
+            train=1, val=0, val_in_train=2, train_examples=["Hello"], val_in_train_examples=["Ho"]
+        ),
+        findings=list(findings), samples=list(samples),
+    )  # fmt: skip
+
+
+def token_lines(sample: ShownSample, width: int = 80) -> list[str]:
+    lines = plain_text(InspectionText(make_inspection(sample)), width).splitlines()
+    title = next(i for i, line in enumerate(lines) if line.startswith("training sample 4: "))
+    end = next(i for i, line in enumerate(lines) if line.startswith("findings"))
+    return lines[title + 1 : end - 1]
+
+
+def test_what_is_trained_is_in_brackets_and_tokens_are_apart() -> None:
+    assert token_lines(CHAT) == [
+        "<|user|>·↵·",
+        "Hello· you·↵",
+        "↵·",
+        "<|bot|>⟦Hi·!·<|end|>⟧↵",
+    ]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_lines_fit_and_hold_every_character(width: int) -> None:
+    words = [f" word{i}" for i in range(100)] + ["早上好" * 30]
+    sample = make_sample(words, "." * 50 + "x" * 51)
+    lines = token_lines(sample, width)
+    assert max(map(cell_len, lines)) <= width
+    joined = "".join(lines).replace("·", "").replace("⟦", "").replace("⟧", "")
+    assert joined.replace(" ", "") == "".join(words).replace(" ", "")
+    assert not any(line.startswith("word") for line in lines), "a space stays with its word"
+
+
+def test_the_middle_of_a_very_long_sample_is_left_out_and_counted() -> None:
+    sample = make_sample(["x"] * (MOST_TOKENS + 700), "x" * (MOST_TOKENS + 700))
+    text = "".join(token_lines(sample))
+    assert "... 700 tokens ..." in text and text.count("x") == MOST_TOKENS
+    assert fragment(make_inspection(sample)).count('title="') == MOST_TOKENS + 700
+
+
+def test_characters_that_do_not_show_are_written_out() -> None:
+    assert visible("a\tb\x1b[0m\u200bc\u202e") == r"a\tb\x1b[0m\u200bc\u202e"
+    assert visible("Grüße 早上好 🎉") == "Grüße 早上好 🎉"
+
+
+def test_a_terminal_without_these_characters_gets_others() -> None:
+    from rich.console import Console
+
+    console = Console(width=80, color_system=None, legacy_windows=False)
+    options = dataclasses.replace(console.options, encoding="ascii")
+    lines = console.render_lines(InspectionText(make_inspection(CHAT)), options)
+    text = "\n".join("".join(segment.text for segment in line) for line in lines)
+    assert "<|bot|>[[Hi|!|<|end|>]]\\n" in text
+    assert "#" * 20 in text and "xx" in text
+    assert text.isascii()
+
+
+def test_numbers_say_what_they_mean_for_the_limit() -> None:
+    text = plain_text(InspectionText(make_inspection()))
+    assert "12 conversations (messages)" in text
+    assert "10 of 12 records used, 10 samples, 2 cut off" in text
+    assert "2 left out: no output" in text and 'such as {"a": 1}' in text
+    assert "50 tokens, 20 of them trained (40 %); 32 more are lost" in text
+    assert "train.max_seq_length 8 is too short for 2 (20 %); 40 would hold all" in text
+    assert "11-40 ░░░░░░░░░░░░░ 2 (2 too long)" in text
+    assert "2 of 10 samples are in train too" in text
+    assert "nothing that ruins runs" in text
+
+
+class Strict(HTMLParser):
+    """Notes what a page holds, and that every element ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.names: set[str] = set()
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.names |= {name for name, _ in attrs}
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def read(html: str) -> Strict:
+    parser = Strict()
+    parser.feed(html)
+    parser.close()
+    assert parser.open == []
+    return parser
+
+
+def test_nothing_of_a_record_becomes_code_of_a_page_or_of_a_terminal() -> None:
+    finding = Finding(kind="bos_twice", severity="warning", text=HOSTILE, advice=HOSTILE)
+    hostile = dataclasses.replace(
+        make_inspection(make_sample([HOSTILE, HOSTILE], ".x"), findings=[finding]),
+        base_model=HOSTILE,
+        sources=[dataclasses.replace(SOURCE, where=HOSTILE, template=HOSTILE)],
+    )
+    text = plain_text(InspectionText(hostile))
+    assert "\x1b" not in text and "\x07" not in text
+    parser = read(inspection_page(hostile))
+    assert "script" not in parser.tags
+    assert (
+        not {name for name in parser.names if name.startswith("on")}
+        | {"src", "href"} & parser.names
+    )
+    assert r"\x1b[31m<script>" in parser.text
+
+
+def test_a_page_loads_nothing_and_is_made_for_light_and_dark() -> None:
+    found = inspection_page(make_inspection(CHAT))
+    parser = read(found)
+    assert found.isascii()
+    assert parser.tags.isdisjoint({"script", "link", "img", "iframe"})
+    assert "prefers-color-scheme: dark" in found and "default-src 'none'" in found
+    assert "Hi!<|end|>" in parser.text
+
+
+def test_a_cell_has_no_style_sheet() -> None:
+    parser = read(fragment(make_inspection(CHAT)))
+    assert parser.tags.isdisjoint({"script", "style", "link", "html"})

@@ -1,0 +1,291 @@
+"""Data sets from a stand-in for the Hugging Face hub on the loopback interface."""
+
+import json
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import datasets
+import pytest
+from command import command_environment, command_line
+from huggingface_hub import HfFileSystem, constants
+from stand_in_hub import HubHandler, serving
+
+from ftkit.data.records.hub import HubName
+from ftkit.data.records.read import RecordSet, read_hub
+from ftkit.errors import UserError
+
+NAME = "some-org/some-data"
+COMMIT = "c" * 40
+OTHER_COMMIT = "d" * 40
+TOKEN = "hf_secretsecretsecret"
+
+
+def lines(count: int, prefix: str = "") -> bytes:
+    rows = ({"instruction": f"{prefix}{i}?", "output": f"{i}."} for i in range(count))
+    return "\n".join(map(json.dumps, rows)).encode()
+
+
+def card(**configs: dict[str, str]) -> bytes:
+    """A README that says which files are which splits of which subset."""
+    listed = [
+        {"config_name": name, "data_files": [{"split": s, "path": p} for s, p in files.items()]}
+        for name, files in configs.items()
+    ]
+    return f"---\n{json.dumps({'configs': listed})}\n---\n".encode()
+
+
+@dataclass
+class Hub:
+    """What the stand-in serves, and what it was asked."""
+
+    files: dict[str, bytes] = field(
+        default_factory=lambda: {"train.jsonl": lines(6), "test.jsonl": lines(2, "t")}
+    )
+    gated: bool = False
+    """Only the owner of TOKEN may read."""
+    commit: str = COMMIT
+    transfers: list[str] = field(default_factory=list)
+
+
+def make_handler(served: Hub) -> type[HubHandler]:
+    class Handler(HubHandler):
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            self.reply_json([entry for entry in self.tree() if entry["path"] in asked["paths"]])
+
+        def answer(self) -> None:
+            path = urlsplit(self.path).path
+            file = path.partition("/resolve/")[2].partition("/")[2]
+            revision = path.partition("/resolve/")[2].partition("/")[0]
+            if NAME not in path:
+                self.reply(404, b"", {"X-Error-Code": "RepoNotFound"})
+            elif served.gated and self.headers["Authorization"] != f"Bearer {TOKEN}":
+                self.reply(401, b"", {"X-Error-Code": "GatedRepo"})
+            elif revision and revision not in ("main", "v1", served.commit):
+                self.reply(404, b"", {"X-Error-Code": "RevisionNotFound"})
+            elif file and file in served.files:
+                if self.command == "GET":
+                    served.transfers.append(file)
+                content = served.files[file]
+                etag = {"ETag": f'"{hash(content):x}"', "Accept-Ranges": "bytes"}
+                self.reply(200, content, etag)
+            elif file:
+                self.reply(404, b"", {"X-Error-Code": "EntryNotFound"})
+            elif "/tree/" in path:
+                self.reply_json(self.tree())
+            else:
+                siblings = [{"rfilename": name} for name in served.files]
+                self.reply_json({"id": NAME, "sha": served.commit, "siblings": siblings})
+
+        def tree(self) -> list[dict[str, object]]:
+            return [
+                {"type": "file", "path": name, "size": len(content), "oid": f"{hash(content):x}"}
+                for name, content in served.files.items()
+            ]
+
+        def reply_json(self, value: object) -> None:
+            self.reply(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+        def reply(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+            super().reply(status, body, {**headers, "X-Repo-Commit": served.commit})
+
+    return Handler
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    """A hub that the libraries take for the real one, although they are imported already."""
+    hub = Hub()
+    with serving(make_handler(hub), monkeypatch, tmp_path) as url:
+        monkeypatch.setattr(datasets.config, "HF_ENDPOINT", url)
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+        monkeypatch.setattr(datasets.config, "DOWNLOADED_DATASETS_PATH", tmp_path / "downloads")
+        monkeypatch.setattr(datasets.config, "USE_PARQUET_EXPORT", False)  # of another server
+        monkeypatch.chdir(tmp_path)
+        HfFileSystem.clear_instance_cache()
+        yield hub
+
+
+def read(**options: str) -> RecordSet:
+    return read_hub(HubName(name=NAME, **options), None)
+
+
+def test_splits_are_read_and_the_version_is_told(served: Hub) -> None:
+    found = read()
+    assert [record["instruction"] for record in found.train] == [f"{i}?" for i in range(6)]
+    assert [record["instruction"] for record in found.val] == ["t0?", "t1?"]
+    assert (found.val_split, found.where, found.version) == ("test", NAME, "ccccccc")
+
+
+def test_a_second_reading_transfers_no_records(served: Hub) -> None:
+    first = read()
+    served.transfers.clear()
+    assert read() == first or served.transfers == []
+    assert not [file for file in served.transfers if file.endswith(".jsonl")]
+
+
+@pytest.mark.parametrize(
+    ("files", "options", "train", "val"),
+    [
+        (("train", "validation", "test"), {}, "train", "validation"),
+        (("train", "test"), {"split": "test"}, "test", None),
+        (("train_sft", "test_sft", "test"), {}, "train_sft", "test_sft"),
+        (("train", "test"), {"split": "train[:50%]"}, "train[:50%]", "test"),
+        (("everything",), {}, "everything", None),
+    ],
+)
+def test_the_counterpart_of_the_split_that_is_trained_on_is_validated_on(
+    served: Hub, files: tuple[str, ...], options: dict[str, str], train: str, val: str | None
+) -> None:
+    served.files = {f"{name}.jsonl": lines(4, name) for name in files}
+    served.files["README.md"] = card(default={name: f"{name}.jsonl" for name in files})
+    found = read(**options)
+    name, _, part = train.partition("[")
+    assert [record["instruction"] for record in found.train] == [
+        f"{name}{i}?" for i in range(2 if part else 4)
+    ]
+    assert found.val_split == val
+    assert (found.val is None) == (val is None)
+
+
+def test_without_a_split_to_train_on_the_splits_are_told(served: Hub) -> None:
+    served.files = {"README.md": card(default={"a": "a.jsonl", "b": "b.jsonl"})}
+    served.files |= {"a.jsonl": lines(2), "b.jsonl": lines(2)}
+    with pytest.raises(UserError, match=r"no split train; its splits: a, b.\n.*--data.split a"):
+        read()
+    with pytest.raises(UserError, match=r"data.split is bb, .* splits: a, b.\nTry --data.split b"):
+        read(split="bb")
+
+
+def test_a_subset_is_asked_for_where_there_are_several(served: Hub) -> None:
+    served.files = {"README.md": card(easy={"train": "a.jsonl"}, hard={"train": "b.jsonl"})}
+    served.files |= {"a.jsonl": lines(3), "b.jsonl": lines(5)}
+    assert len(read(subset="hard").train) == 5
+    with pytest.raises(UserError, match=r"subsets easy, hard.\nSay which: --data.subset easy"):
+        read()
+    with pytest.raises(UserError, match=r"but data.subset is har.\nSay which: --data.subset hard"):
+        read(subset="har")
+
+
+def test_a_revision_is_read(served: Hub) -> None:
+    assert len(read(revision=COMMIT).train) == len(read(revision="v1").train) == 6
+    with pytest.raises(UserError, match=r"data.revision is v2, but .* no such version"):
+        read(revision="v2")
+
+
+def test_a_gated_data_set_needs_the_token_of_an_account(
+    served: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served.gated = True
+    with pytest.raises(UserError, match=r"is gated.*\n.*HF_TOKEN or --access_token"):
+        read()
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert len(read().train) == 6
+
+
+def test_a_data_set_that_does_not_exist_may_have_been_meant_as_a_path(served: Hub) -> None:
+    with pytest.raises(UserError, match=r"no data set a/b at .* and no file or directory a/b here"):
+        read_hub(HubName(name="a/b"), None)
+
+
+def test_a_hub_that_cannot_be_reached_is_told(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("Cannot send a request, as the client has been closed.")
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", fail)
+    with pytest.raises(UserError, match="cannot be reached from this machine"):
+        read()
+
+
+def test_no_program_of_a_hub_is_run(served: Hub, tmp_path: Path) -> None:
+    served.files = {"some-data.py": f"open({str(tmp_path / 'ran')!r}, 'w')".encode()}
+    with pytest.raises(UserError, match=r"a program of its own, which ftkit does not run"):
+        read()
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["a.tar", "a.png", "a.h5"])
+def test_files_of_other_kinds_are_not_read_from_a_hub(served: Hub, name: str) -> None:
+    served.files = {name: b"whatever"}
+    with pytest.raises(UserError, match=r"of the kind \w+, which is not read from a hub"):
+        read()
+    assert served.transfers == []
+
+
+def test_a_pickle_is_no_data(served: Hub) -> None:
+    served.files = {"a.pkl": b"whatever", "b.pt": b"whatever"}
+    with pytest.raises(UserError, match="has no data files that can be read"):
+        read()
+
+
+def test_a_broken_file_is_told(served: Hub) -> None:
+    served.files = {"a.jsonl": b'{"instruction": '}
+    with pytest.raises(UserError, match="could not be loaded"):
+        read()
+
+
+@pytest.mark.slow
+def test_a_run_reads_a_gated_data_set_with_its_access_token(served: Hub, tmp_path: Path) -> None:
+    """As the command starts it, with the hub that the environment names."""
+    served.gated = True
+    of_hub = {"HF_ENDPOINT": constants.ENDPOINT, "HF_HOME": str(tmp_path / "home")}
+    of_hub["FTKIT_CACHE_DIR"] = str(tmp_path / "cache")
+    words = [
+        *("finetune", "embedded:quickstart", "--accelerator", "cpu", "--out_dir", "out"),
+        *("--data", "JSON", "--data.path", NAME, "--access_token", TOKEN),
+        *("--train.max_steps", "1", "--train.global_batch_size", "2", "--eval.max_iters", "1"),
+    ]
+    run = subprocess.run(
+        command_line(*words),
+        env=command_environment() | of_hub,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr
+    expected = f"data of {NAME}: 6 instructions (instruction, output) of version ccccccc, 2 more "
+    assert expected in run.stdout
+    assert TOKEN not in run.stdout + run.stderr + (Path("out") / "recipe.yaml").read_text()
+
+
+class TestOffline:
+    """What has been read once is read from the cache."""
+
+    @pytest.fixture
+    def offline(self, served: Hub, monkeypatch: pytest.MonkeyPatch) -> Hub:
+        read()
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+        served.files.clear()
+        return served
+
+    def test_the_cached_version_is_read(self, offline: Hub) -> None:
+        assert (len(read().train), read().version) == (6, "ccccccc")
+        assert len(read(revision=COMMIT).train) == 6
+
+    @pytest.mark.parametrize("revision", [OTHER_COMMIT, "v1"])
+    def test_another_version_is_refused(self, offline: Hub, revision: str) -> None:
+        with pytest.raises(UserError, match=f"data.revision is {revision}.*\n.*{COMMIT}"):
+            read(revision=revision)
+
+    def test_what_is_not_there_is_said(self, offline: Hub) -> None:
+        with pytest.raises(UserError, match=r"a/b is no file .*\n.*HF_HUB_OFFLINE"):
+            read_hub(HubName(name="a/b"), None)
+
+
+def test_nulls_that_the_table_needs_are_no_values_of_records(served: Hub) -> None:
+    """A table gives every object all keys that any of them has."""
+    call = {"function": {"name": "sum", "arguments": {"a": 1}}}
+    other = {"function": {"name": "say", "arguments": {"b": "x"}}}
+    asked = [{"role": "user", "content": "?"}]
+    rows = [
+        {"messages": [*asked, {"role": "assistant", "content": None, "tool_calls": [one]}]}
+        for one in (call, other)
+    ]
+    served.files = {"train.jsonl": "\n".join(map(json.dumps, rows)).encode()}
+    first, second = (record["messages"][1] for record in read().train)
+    assert first["tool_calls"][0]["function"] == call["function"]
+    assert second["tool_calls"][0]["function"] == other["function"]

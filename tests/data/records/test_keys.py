@@ -1,0 +1,406 @@
+"""Every key of a record is honoured, refused by name, or named once as not used."""
+
+from typing import Any
+
+import pytest
+
+from ftkit.data.records.keys import UnusedKeys
+from ftkit.data.records.record import Record
+from ftkit.data.records.shapes import RecordReader
+from ftkit.errors import UserError
+
+ASKED: Record = {"role": "user", "content": "?"}
+SAID: Record = {"role": "assistant", "content": "!"}
+CHAT = [ASKED, SAID]
+SHAREGPT = [{"from": "human", "value": "?"}, {"from": "gpt", "value": "!"}]
+INSTRUCTION = {"instruction": "a", "output": "b"}
+COMPLETION = {"prompt": "a", "completion": "b"}
+TEXT = {"text": "a"}
+
+
+def read(*rows: Record, columns: dict[str, str] | None = None, answered: bool = True) -> Any:
+    """The canonical records, and the names of the keys that are not used."""
+    reader = RecordReader(columns, answered=answered)
+    records = reader.records(enumerate(rows, 1), "a.jsonl, line {}".format)
+    return records, list(reader.unused.names)
+
+
+def refusal(*rows: Record, columns: dict[str, str] | None = None) -> str:
+    with pytest.raises(UserError) as error:
+        read(*rows, columns=columns)
+    return str(error.value)
+
+
+def chat(**last: Any) -> Record:
+    return {"messages": [ASKED, SAID | last]}
+
+
+# Honoured
+
+THOUGHT = {"reasoning_content": "Hm."}
+PARTS = [{"type": "text", "text": "Hm, "}, {"type": "text", "text": "3"}]
+QUERY = {"query": "a", "response": "b"}
+TURNS = [["q", "r"], ["s", "t"]]
+BEFORE = {"history": TURNS}
+TOOL = {"type": "function", "function": {"name": "f"}}
+CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
+
+
+def part(index: int, **mark: Any) -> list[Record]:
+    return [one | mark if i == index else one for i, one in enumerate(PARTS)]
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "expected"),
+    [
+        pytest.param(
+            chat(thinking="Hm."), None, chat(thinking="Hm.", **THOUGHT), id="TRL thinking"
+        ),
+        pytest.param(chat(reasoning="Hm."), None, chat(reasoning="Hm.", **THOUGHT), id="vLLM"),
+        pytest.param(chat(**THOUGHT), None, chat(**THOUGHT), id="reasoning_content"),
+        pytest.param(
+            chat(thinking="Hm.", **THOUGHT), None, chat(thinking="Hm.", **THOUGHT), id="twice"
+        ),
+        pytest.param(INSTRUCTION | BEFORE, None, INSTRUCTION | BEFORE, id="LLaMA-Factory alpaca"),
+        pytest.param(
+            INSTRUCTION | {"history": '[["q", "r"], ["s", "t"]]'},
+            None,
+            INSTRUCTION | BEFORE,
+            id="history as the text of a table",
+        ),
+        pytest.param(
+            QUERY | BEFORE | {"system": "c"},
+            {"instruction": "query", "output": "response"},
+            INSTRUCTION | BEFORE | {"sys_prompt": "c"},
+            id="ms-swift query and response",
+        ),
+        pytest.param(
+            INSTRUCTION | {"dialog": TURNS}, {"history": "dialog"}, INSTRUCTION | BEFORE, id="named"
+        ),
+        pytest.param(
+            INSTRUCTION | {"system": "c"}, None, INSTRUCTION | {"sys_prompt": "c"}, id="system"
+        ),
+        *(
+            pytest.param(chat(**{key: value}), None, chat(train=bool(value)), id=f"{key} {value}")
+            for key in ("train", "weight", "loss", "loss_weight", "loss_scale")
+            for value in (0, 1, 0.0, 1.0, False, True)
+        ),
+        pytest.param(
+            {"conversations": [SHAREGPT[0], SHAREGPT[1] | {"loss": False}]},
+            None,
+            chat(train=False),
+            id="a mark of ShareGPT",
+        ),
+        *(
+            pytest.param(
+                chat(content=part(0, **{key: 0})),
+                None,
+                chat(content="Hm, 3", untrained=[[0, 4]]),
+                id=f"axolotl, {key} of a part",
+            )
+            for key in ("train", "weight", "loss")
+        ),
+        pytest.param(
+            chat(content=part(1, train=True)),
+            None,
+            chat(content="Hm, 3", train=True),
+            id="a part that is learned",
+        ),
+        pytest.param(
+            chat(content=[one | {"train": False} for one in PARTS]),
+            None,
+            chat(content="Hm, 3", train=False),
+            id="no part is learned",
+        ),
+        pytest.param(
+            chat(content=[{"type": "text", "content": "Hm, ", "weight": 0}, PARTS[1]]),
+            None,
+            chat(content="Hm, 3", untrained=[[0, 4]]),
+            id="torchtune, a part with content",
+        ),
+        pytest.param(
+            chat(
+                content="Hm, 3",
+                train_detail=[
+                    {"begin_offset": 4, "end_offset": 4, "train": True},
+                    {"begin_offset": 0, "end_offset": 3, "train": False},
+                ],
+            ),
+            None,
+            chat(content="Hm, 3", train=True, untrained=[[0, 4]]),
+            id="axolotl train_detail",
+        ),
+        pytest.param(
+            {"messages": [ASKED | {"train": False}, SAID]},
+            None,
+            {"messages": [ASKED | {"untrained": [[0, 1]]}, SAID]},
+            id="a question that is not learned",
+        ),
+        pytest.param(
+            {"prompt": [*CHAT, ASKED], "completion": [SAID], "system": "c"},
+            None,
+            {
+                "messages": [
+                    {"role": "system", "content": "c"},
+                    *(ASKED, SAID | {"train": False}, ASKED, SAID),
+                ]
+            },
+            id="TRL prompt and completion",
+        ),
+        pytest.param(
+            {
+                "messages": [ASKED, {"role": "assistant", "function_call": CALL["function"]}],
+                "functions": [TOOL["function"]],
+            },
+            None,
+            {
+                "messages": [ASKED, {"role": "assistant", "content": "", "tool_calls": [CALL]}],
+                "tools": [TOOL],
+            },
+            id="OpenAI functions",
+        ),
+        *(
+            pytest.param(record | {key: 1}, None, record, id=f"{key} 1 of {next(iter(record))}")
+            for record in (chat(), INSTRUCTION, COMPLETION, TEXT)
+            for key in ("loss_weight", "loss_scale")
+        ),
+    ],
+)
+def test_a_key_with_a_meaning_is_honoured(
+    row: Record, columns: dict[str, str] | None, expected: Record
+) -> None:
+    assert read(row, columns=columns) == ([expected], [])
+
+
+# Refused
+
+PREFERENCE = "preference optimisation"
+
+
+@pytest.mark.parametrize(
+    ("row", "key", "works"),
+    [
+        *(
+            pytest.param(record | {key: value}, f"has a {key}", f"Remove the records whose {key}")
+            for record in (chat(), {"conversations": SHAREGPT}, INSTRUCTION, COMPLETION)
+            for key in ("label", "kto_tag")
+            for value in (False, True)
+        ),
+        (chat(label=False), "message 2 has a label", "Remove the records"),
+        *(
+            (record | {key: value}, f": {key} holds", f"or {key} with its place")
+            for record in (chat(), {"conversations": SHAREGPT}, INSTRUCTION, COMPLETION)
+            for key, value in (
+                ("images", ["a.jpg"]),
+                ("images", [{"bytes": b"\xff"}]),
+                ("videos", ["a.mp4"]),
+                ("audios", ["a.wav"]),
+                ("image", {"path": "a.jpg"}),
+            )
+        ),
+        ({"conversations": SHAREGPT, "image": "a.jpg"}, ": image holds", "Remove the record"),
+        (chat(images=["a.jpg"]), "message 2: images holds", "Remove the record"),
+        *(
+            (record | {"image": "a.jpg"}, ": image holds", "place in the text (<image>)")
+            for record in (
+                {"instruction": "<image>a", "output": "b"},
+                {"prompt": "<image>a", "completion": "b"},
+                {"text": "<image>a"},
+            )
+        ),
+        *(
+            (chat(content=[{"type": kind}]), f"a part that is '{kind}'", "Remove the part")
+            for kind in ("image", "image_url", "input_audio", "audio", "video")
+        ),
+        *(
+            (record | {key: value}, f": {key} is", "--data.chat_template FILE")
+            for record in (chat(), INSTRUCTION, {"prompt": [ASKED], "completion": [SAID]})
+            for key, value in (
+                ("chat_template_kwargs", {"enable_thinking": False}),
+                ("enable_thinking", False),
+                ("reasoning_effort", "high"),
+                ("model_identity", "You are Ann."),
+                ("thinking", True),
+            )
+        ),
+        *(
+            (record | {key: value}, f": {key} is {value}", "data.sources has a weight")
+            for record in (chat(), INSTRUCTION, COMPLETION, TEXT)
+            for key, value in (("loss_weight", 0.5), ("loss_scale", 0))
+        ),
+        *(
+            (chat(**{key: value}), f"message 2: {key} is {value!r}", f"Make {key} 0 or 1")
+            for key in ("train", "weight", "loss", "loss_weight", "loss_scale")
+            for value in (0.5, 2, -1, "yes", [1])
+        ),
+        (chat(content=part(0, weight=0.5)), "message 2, part 1: weight is 0.5", "Make weight 0"),
+        (chat(loss=True, weight=0), "weight is 0, but loss is True", "Remove one of the two"),
+        (chat(train=False, content=part(0, train=True)), "train says", "Remove one of the two"),
+        (
+            {"messages": [ASKED | {"loss": True}, SAID]},
+            "message 1 is to be trained on, but only turns of the assistant",
+            "Remove loss",
+        ),
+        (chat(thinking="Hm.", reasoning="So."), "thinking and reasoning, which", "Keep one"),
+        (chat(thinking={"a": 1}), "thinking is an object", "Make thinking a text"),
+        *(
+            (chat(content="abc", train_detail=detail), "train_detail has", "remove train_detail")
+            for detail in (
+                [{"begin_offset": 0, "end_offset": 3, "train": False}],
+                [{"begin_offset": 0, "end_offset": 1}],
+                [{"begin_offset": "0", "end_offset": 1, "train": False}],
+                [{"begin_offset": 0, "end_offset": 1, "train": False}] * 2,
+                [5],
+            )
+        ),
+        (chat(content=PARTS, train_detail=[{"a": 1}]), "list of parts", "with train instead"),
+        (chat() | BEFORE, "history holds turns beside the messages", "Put them into"),
+        (COMPLETION | BEFORE, "history holds turns", "--data.columns.instruction prompt"),
+        (INSTRUCTION | {"history": [["q"]]}, "one of its entries is", "Correct history"),
+        (INSTRUCTION | {"history": [["q", None]]}, "one of its entries is", "Correct history"),
+        (INSTRUCTION | {"system": "a", "sys_prompt": "b"}, "which differ", "Keep one"),
+        (INSTRUCTION | {"tools": [TOOL]}, "tools holds functions", "Write the record with"),
+        (COMPLETION | {"tools": [TOOL]}, "tools holds functions", "Write the record with"),
+        (chat() | {"rejected_response": "c"}, PREFERENCE, "--data.columns.messages messages"),
+        (COMPLETION | {"rejected_response": "c"}, PREFERENCE, "--data.columns.completion"),
+        (INSTRUCTION | {"chosen": "b", "rejected": "c"}, PREFERENCE, "--data.columns.output"),
+        (chat() | {"chosen": SAID, "rejected": SAID}, PREFERENCE, "put each into the messages"),
+    ],
+)
+def test_a_key_that_is_not_supported_yet_is_refused_by_name(
+    row: Record, key: str, works: str
+) -> None:
+    text, _, advice = refusal(row).partition("\n")
+    assert text.startswith("a.jsonl, line 1")
+    assert key in text
+    assert works in advice
+
+
+@pytest.mark.parametrize("key", ["label", "images", "enable_thinking", "loss_weight"])
+def test_what_is_refused_is_refused_with_columns_too(key: str) -> None:
+    value = {"label": False, "images": ["a.jpg"], "enable_thinking": True, "loss_weight": 0.5}[key]
+    columns = {"instruction": "query", "output": "response"}
+    assert key in refusal(QUERY | {key: value}, columns=columns)
+
+
+def test_a_history_that_is_named_is_one() -> None:
+    assert "history has to be a list" in refusal(
+        INSTRUCTION | {"dialog": "of kings"}, columns={"history": "dialog"}
+    )
+
+
+def test_later_records_are_held_to_the_same_rules_as_the_first() -> None:
+    assert "line 2 is a preference pair" in refusal(
+        COMPLETION, {"prompt": "a", "chosen": "b", "rejected": "c"}
+    )
+    assert "line 2 has a label" in refusal(COMPLETION, COMPLETION | {"label": True})
+
+
+# Named
+
+
+@pytest.mark.parametrize(
+    ("row", "unused"),
+    [
+        ({"id": 5, "source": "web", "score": 0.5}, ["id", "source", "score"]),
+        ({"label": 3}, ["label"]),
+        ({"label": "positive"}, ["label"]),
+        ({"weight": 70.5, "loss": 2.3, "train": True}, ["weight", "loss", "train"]),
+        ({"images": 3, "image": True}, ["images", "image"]),
+        ({"history": "of kings"}, ["history"]),
+        ({"loss_weight": "0.5"}, ["loss_weight"]),
+    ],
+)
+@pytest.mark.parametrize("record", [chat(), INSTRUCTION, COMPLETION, TEXT])
+def test_other_keys_are_named_and_change_nothing(
+    record: Record, row: Record, unused: list[str]
+) -> None:
+    found, names = read(record | row)
+    assert found == [record]
+    assert sorted(names) == sorted(unused)
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "unused"),
+    [
+        (TEXT | {"label": True}, None, ["label"]),
+        (TEXT | {"label": 1, "image": "a.jpg"}, None, ["image", "label"]),
+        (TEXT | {"images": ["a.jpg"], "history": TURNS}, None, ["history", "images"]),
+        (TEXT | {"enable_thinking": True}, None, ["enable_thinking"]),
+        (INSTRUCTION | {"image": "a.jpg", "tools": "hammer"}, None, ["image", "tools"]),
+        (INSTRUCTION | {"thinking": "Hm.", "reasoning": "Hm."}, None, ["reasoning", "thinking"]),
+        (COMPLETION | {"enable_thinking": True}, None, ["enable_thinking"]),
+        ({"body": "a", "image": "b", "label": True}, {"text": "body"}, ["image", "label"]),
+        ({"image": "a", "label": "cat"}, {"instruction": "image", "output": "label"}, []),
+        (
+            {"instruction": "of ours", "question": "a", "output": "b"},
+            {"instruction": "question"},
+            ["instruction"],
+        ),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": "c"},
+            {"completion": "chosen"},
+            ["rejected"],
+        ),
+        (
+            INSTRUCTION | {"chosen": "b", "rejected": "c"},
+            {"output": "output"},
+            ["chosen", "rejected"],
+        ),
+        (chat(timestamp=5, id="x"), None, ["messages.id", "messages.timestamp"]),
+        (
+            {"conversations": [SHAREGPT[0] | {"content": "?"}, SHAREGPT[1]]},
+            None,
+            ["conversations.content"],
+        ),
+        (
+            chat(content=part(0, cache_control={"type": "e"})),
+            None,
+            ["messages.content.cache_control"],
+        ),
+        ({"prompt": [ASKED], "completion": [SAID | {"id": 1}]}, None, ["completion.id"]),
+    ],
+)
+def test_ordinary_tables_keep_working(
+    row: Record, columns: dict[str, str] | None, unused: list[str]
+) -> None:
+    assert sorted(read(row, columns=columns)[1]) == unused
+
+
+EMPTY: list[Any] = [None, "", [], {}, [None], [""], {"bytes": None}]
+
+
+@pytest.mark.parametrize("value", EMPTY)
+@pytest.mark.parametrize("record", [chat(), INSTRUCTION, COMPLETION, TEXT])
+def test_an_empty_value_is_no_use_of_a_key(record: Record, value: Any) -> None:
+    keys = (
+        *("label", "kto_tag", "images", "videos", "audios", "image", "history", "id"),
+        *("chat_template_kwargs", "enable_thinking", "reasoning_effort", "model_identity"),
+        *("loss_weight", "loss_scale", "rejected", "rejected_response", "chosen", "thinking"),
+    )
+    assert read(record | dict.fromkeys(keys, value)) == ([record], [])
+
+
+def test_an_empty_value_of_a_message_is_no_use_of_a_key() -> None:
+    keys = ("thinking", "reasoning", "loss", "weight", "train", "loss_weight", "loss_scale")
+    for value in (None, ""):
+        row = chat(**dict.fromkeys((*keys, "train_detail", "images", "label", "id"), value))
+        assert read(row) == ([chat()], [])
+
+
+def test_what_is_only_asked_may_have_a_label() -> None:
+    record = {"prompt": [ASKED], "label": True}
+    assert read(record, answered=False)[0] == [{"messages": [ASKED]}]
+
+
+def test_the_most_frequent_keys_are_named_first_and_not_all_of_many() -> None:
+    rare = {f"k{i}": 1 for i in range(30)}
+    rows = [TEXT | {"often": 1, "\x1b[31m": 1}, TEXT | {"often": 1, "\x1b[31m": 1} | rare]
+    reader = RecordReader()
+    reader.records([*enumerate(rows), (9, TEXT | {"often": 1})], str)
+    unused = reader.unused
+    assert unused.names[0] == "often"
+    assert (len(unused.names), unused.more) == (20, 12)
+    assert unused.text.startswith("often, '\\x1b[31m', k")
+    assert unused.text.endswith(" and 12 more")
+    assert UnusedKeys().text == ""

@@ -1,0 +1,431 @@
+"""Records of every shape become canonical ones, and what is none is refused with the reason."""
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftkit.data.records.record import Record
+from ftkit.data.records.shapes import Form, RecordReader
+from ftkit.errors import UserError
+
+DATE = datetime.date(2026, 1, 1)
+"""As tables have them."""
+SAID = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+
+
+def read(
+    *rows: Any, columns: dict[str, str] | None = None, answered: bool = True
+) -> tuple[list[Record], Form]:
+    reader = RecordReader(columns, answered=answered)
+    records = reader.records(enumerate(rows, 1), "a.jsonl, line {}".format)
+    return records, reader.finish("a.jsonl")
+
+
+def refusal(*rows: Any, **options: Any) -> str:
+    with pytest.raises(UserError) as error:
+        read(*rows, **options)
+    return str(error.value)
+
+
+# Recognised
+
+
+@pytest.mark.parametrize(
+    ("row", "shape", "counted"),
+    [
+        (
+            {"instruction": "a", "input": "", "output": "b"},
+            "instruction",
+            "1 instruction (instruction, input, output)",
+        ),
+        (
+            {"output": "b", "instruction": "a", "text": "of both", "id": 1},
+            "instruction",
+            "1 instruction (instruction, output)",
+        ),
+        (
+            {"instruction": "a", "output": "b", "messages": SAID},
+            "instruction",
+            "1 instruction (instruction, output)",
+        ),
+        (
+            {"prompt": "a", "completion": "b"},
+            "completion",
+            "1 completion (prompt, completion)",
+        ),
+        (
+            {"prompt": SAID[:1], "completion": SAID[1:]},
+            "messages",
+            "1 conversation (prompt, completion)",
+        ),
+        ({"prompt": "a", "messages": SAID}, "messages", "1 conversation (messages)"),
+        (
+            {"conversations": [{"from": "human", "value": "?"}]},
+            "messages",
+            "1 conversation (ShareGPT)",
+        ),
+        ({"conversation": SAID}, "messages", "1 conversation (conversation)"),
+        ({"text": "a"}, "text", "1 document (text)"),
+    ],
+)
+def test_the_keys_of_the_first_record_tell_the_shape(row: Record, shape: str, counted: str) -> None:
+    (record,), form = read(row)
+    assert form.shape == shape
+    assert form.counted(1) == counted
+    assert record.keys() <= {*row, "messages"} - {"id"}
+    assert form.counted(52_002).startswith("52,002 ")
+
+
+@pytest.mark.parametrize(
+    ("columns", "row", "expected", "keys"),
+    [
+        (
+            {"instruction": "question", "output": "answer"},
+            {"question": "a", "answer": "b", "input": "c"},
+            {"instruction": "a", "output": "b", "input": "c"},
+            "question, input, answer",
+        ),
+        (
+            {"instruction": "input"},
+            {"input": "a", "output": "b"},
+            {"instruction": "a", "output": "b"},
+            "input, output",
+        ),
+        ({"text": "body"}, {"body": "a", "instruction": "b"}, {"text": "a"}, "body"),
+        ({"messages": "chat"}, {"chat": SAID}, {"messages": SAID}, "chat"),
+        ({"messages": "chosen"}, {"chosen": SAID, "rejected": []}, {"messages": SAID}, "chosen"),
+        (
+            {"completion": "chosen"},
+            {"prompt": "a", "chosen": "b", "rejected": "c"},
+            {"prompt": "a", "completion": "b"},
+            "prompt, chosen",
+        ),
+    ],
+)
+def test_columns_give_other_names_and_decide_the_shape(
+    columns: dict[str, str], row: Record, expected: Record, keys: str
+) -> None:
+    (record,), form = read(row, columns=columns)
+    assert record == expected
+    assert form.keys == keys
+
+
+def test_a_column_that_some_records_lack_is_one_that_no_record_may_lack_for_good() -> None:
+    rows = [{"q": "a", "output": "b"}, {"q": "a", "output": "b", "context": "c"}]
+    columns = {"instruction": "q", "input": "context"}
+    records, _ = read(*rows, columns=columns)
+    assert [record.get("input") for record in records] == [None, "c"]
+    reason = refusal(rows[0], columns=columns)
+    assert "data.columns.input is context, but no record of a.jsonl has this key" in reason
+
+
+@pytest.mark.parametrize(
+    ("row", "answered"),
+    [
+        ({"instruction": "a"}, {"instruction": "a"}),
+        ({"prompt": "a"}, {"prompt": "a"}),
+        ({"prompt": SAID[:1]}, {"messages": SAID[:1]}),
+        ({"messages": SAID[:1]}, {"messages": SAID[:1]}),
+    ],
+)
+def test_what_is_asked_needs_no_answer(row: Record, answered: Record) -> None:
+    assert read(row, answered=False)[0] == [answered]
+
+
+# Refused
+
+
+@pytest.mark.parametrize(
+    ("row", "works"),
+    [
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "--data.columns.completion chosen"),
+        ({"prompt": "a", "chosen": SAID, "rejected": SAID}, "--data.columns.messages chosen"),
+        (
+            {"prompt": SAID[:1], "chosen": SAID[1:], "rejected": SAID[1:]},
+            "--data.columns.completion chosen",
+        ),
+        ({"chosen": "Human: a", "rejected": "Human: b"}, "--data.columns.text chosen"),
+        ({"instruction": "a", "chosen": "b", "rejected": "c"}, "--data.columns.output chosen"),
+        (
+            {"question": "a", "chosen": "b", "rejected": "c"},
+            "--data.columns.instruction question --data.columns.output chosen",
+        ),
+    ],
+)
+def test_preference_pairs_are_refused_by_name_with_what_trains_on_the_chosen_ones(
+    row: Record, works: str
+) -> None:
+    reason = refusal(row)
+    assert reason.startswith("a.jsonl, line 1 is a preference pair (chosen and rejected)")
+    assert reason.endswith(f"try {works}.")
+    words = works.split()
+    options = zip(words[::2], words[1::2], strict=True)
+    columns = {option.removeprefix("--data.columns."): theirs for option, theirs in options}
+    assert len(read(row, columns=columns)[0]) == 1
+
+
+def test_wanted_and_unwanted_completions_are_refused() -> None:
+    row = {"prompt": "a", "completion": "b", "label": False}
+    assert "ftkit would learn unwanted ones too" in refusal(row)
+    assert len(read(row | {"label": 3})[0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "reason", "works"),
+    [
+        ({"a": "b"}, "its keys: a", "--data.columns.instruction KEY --data.columns.output KEY"),
+        (
+            {"id": 1, "question": "a", "answer": "b"},
+            "no keys of a record that ftkit knows; its keys: id, question, answer",
+            "--data.columns.instruction question --data.columns.output answer",
+        ),
+        ({"title": "a", "content": "b"}, "its keys: title, content", "--data.columns.text content"),
+        ({}, "its keys: none", "--data.columns.instruction KEY"),
+        (
+            {"instruction": "a", "context": "c", "response": "b"},
+            "has no output; its keys: instruction, context, response",
+            "Add output, or name the key that holds it: --data.columns.output response",
+        ),
+        ({"input": "a", "output": "b"}, "has no instruction", "--data.columns.instruction input"),
+        ({"prompt": "a", "response": "b"}, "no completion", "--data.columns.completion response"),
+        ({"prompt": 1, "completion": "b"}, ": prompt is a number", "Make prompt a text"),
+        ({"text": None}, ": text is null", "Make text a text"),
+        ({"text": "\ud800"}, ": text is not valid text: character 1", "Correct or remove"),
+        ({"prompt": SAID, "completion": "b"}, "completion is a text", "Correct or remove"),
+        (["a"], "is a list", "Correct or remove"),
+    ],
+)
+def test_a_record_that_does_not_fit_is_refused_with_what_works(
+    row: Any, reason: str, works: str
+) -> None:
+    text, _, advice = refusal(row).partition("\n")
+    assert text.startswith("a.jsonl, line 1")
+    assert reason in text
+    assert works in advice
+
+
+def test_a_record_of_another_shape_is_told() -> None:
+    rows = [{"instruction": "a", "output": "b"}, {"messages": SAID}]
+    reason = refusal(*rows)
+    assert reason.startswith(
+        "a.jsonl, line 2 is a conversation (messages), but the first record is an instruction "
+        "(instruction, output).\n"
+    )
+    assert "data.sources" in reason
+
+
+def test_what_columns_name_is_said_where_a_record_lacks_it() -> None:
+    columns = {"instruction": "question", "output": "answer"}
+    reason = refusal({"question": "a"}, columns=columns)
+    assert "has no output" in reason
+    assert "data.columns takes instruction from question, output from answer" in reason
+
+
+def test_data_without_records_are_refused() -> None:
+    assert refusal().startswith("a.jsonl is empty.")
+
+
+# Conversations
+
+
+def conversation(*messages: Any, **others: Any) -> Record:
+    return read({"messages": list(messages), **others})[0][0]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        *((name, "user") for name in ("human", "user", "prompter")),
+        *((name, "assistant") for name in ("gpt", "assistant", "model", "chatgpt", "bing")),
+        *((name, "tool") for name in ("tool", "observation", "function")),
+        *((name, name) for name in ("system", "developer")),
+    ],
+)
+def test_roles_are_known_by_their_names_elsewhere(theirs: str, ours: str) -> None:
+    ((record,), _) = read({"conversations": [{"from": theirs, "value": "a"}]})
+    assert record == {"messages": [{"role": ours, "content": "a"}]}
+    assert conversation({"role": theirs, "content": "a"}) == record
+
+
+def test_what_a_message_may_hold_is_kept_and_nothing_else() -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}, "id": "c1"}
+    messages: list[Record] = [
+        {"role": "user", "content": "?", "name": "Ann", "timestamp": 5},
+        {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [call]},
+        {"role": "tool", "content": "3", "tool_call_id": "c1", "name": "f"},
+        {"role": "assistant", "content": "!", "train": True, "tool_calls": [], "name": None},
+    ]
+    expected = [dict(message) for message in messages]
+    del expected[0]["timestamp"], expected[3]["tool_calls"], expected[3]["name"]
+    assert conversation(*messages)["messages"] == expected
+
+
+def test_parts_of_texts_are_joined() -> None:
+    parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
+    (message,) = conversation({"role": "user", "content": parts})["messages"]
+    assert message["content"] == "a b"
+
+
+ARGUMENTS = {"city": "Köln", "days": [1, None]}
+CALL = {"type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [CALL],
+        [{"function": CALL["function"]}],
+        [CALL["function"]],
+        CALL["function"],
+        [{"name": "weather", "arguments": json.dumps(ARGUMENTS)}],
+    ],
+)
+def test_tool_calls_have_one_form(calls: object) -> None:
+    said = {"role": "assistant", "content": None, "tool_calls": calls}
+    assert conversation(said)["messages"] == [said | {"content": "", "tool_calls": [CALL]}]
+
+
+def test_calls_alone_may_say_whether_they_are_trained() -> None:
+    said = {"role": "assistant", "tool_calls": [CALL], "train": False}
+    assert conversation(said)["messages"] == [said | {"content": ""}]
+
+
+def test_turns_of_sharegpt_may_be_calls_of_tools() -> None:
+    turns = [
+        {"from": "human", "value": "Weather?"},
+        {"from": "function_call", "value": json.dumps(CALL["function"])},
+        {"from": "observation", "value": "Rain."},
+        {"from": "gpt", "value": "It rains.", "weight": 1},
+    ]
+    tools = [{"name": "weather", "parameters": {}}]
+    row = {"conversations": turns, "tools": json.dumps(tools), "system": "Be brief."}
+    assert read(row)[0] == [
+        {
+            "messages": [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": "Weather?"},
+                {"role": "assistant", "content": "", "tool_calls": [CALL]},
+                {"role": "tool", "content": "Rain."},
+                {"role": "assistant", "content": "It rains.", "train": True},
+            ],
+            "tools": [{"type": "function", "function": tools[0]}],
+        }
+    ]
+
+
+def test_a_system_prompt_beside_the_messages_is_their_first_unless_they_have_one() -> None:
+    first = {"role": "system", "content": "Own."}
+    assert conversation(*SAID, system="Other.")["messages"][0]["content"] == "Other."
+    assert conversation(first, *SAID, system="Other.")["messages"] == [first, *SAID]
+    assert conversation(*SAID, system="")["messages"] == SAID
+
+
+@pytest.mark.parametrize("tools", [None, [], "[]", ""])
+def test_no_tools_are_no_key(tools: object) -> None:
+    assert conversation(*SAID, tools=tools) == {"messages": SAID}
+
+
+@pytest.mark.parametrize(
+    ("mark", "expected"),
+    [
+        ({}, {}),
+        ({"train": False}, {"train": False}),
+        ({"weight": 0}, {"train": False}),
+        ({"weight": 1.0}, {"train": True}),
+        ({"weight": None, "train": None}, {}),
+        ({"weight": 1, "train": True}, {"train": True}),
+    ],
+)
+def test_a_turn_may_say_whether_it_is_trained(mark: Record, expected: Record) -> None:
+    said = {"role": "assistant", "content": "!"}
+    assert conversation(SAID[0], said | mark)["messages"][1] == said | expected
+
+
+def test_turns_of_a_prompt_are_not_trained() -> None:
+    prompt = [*SAID, {"role": "user", "content": "And?"}]
+    ((record,), _) = read({"prompt": prompt, "completion": [SAID[1]]})
+    marks = [message.get("train") for message in record["messages"]]
+    assert marks == [None, False, None, None]
+
+
+@pytest.mark.parametrize("messages", [[], [{"role": "user", "content": "?"}]])
+def test_a_conversation_without_an_answer_is_read(messages: list[Record]) -> None:
+    """As a record with an empty output is: it becomes no sample, and is counted."""
+    assert conversation(*messages) == {"messages": messages}
+
+
+@pytest.mark.parametrize(
+    ("message", "others", "reason"),
+    [
+        ("hello", {}, ", message 2 is a text"),
+        ({"content": "a"}, {}, ", message 2 has no role; its keys: content"),
+        ({"from": 1, "value": "a"}, {}, ", message 2: from is 1, but has to be one of system"),
+        ({"role": "robot", "content": "a"}, {}, "role is 'robot', but has to be one of system"),
+        ({"role": "user"}, {}, "content is null, but has to be a text"),
+        ({"role": "user", "content": {"a": 1}}, {}, "content is an object"),
+        ({"role": "user", "content": "\udfff"}, {}, "message 2: content is not valid text"),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
+            {},
+            "has a part that is 'image_url', but ftkit trains on parts of texts alone",
+        ),
+        ({"role": "user", "content": ["a"]}, {}, "has a part that is 'a text'"),
+        ({"role": "user", "content": "a", "name": 5}, {}, "name is a number"),
+        ({"role": "assistant", "tool_calls": 5}, {}, "tool_calls is a number"),
+        ({"role": "assistant", "tool_calls": [{"function": {}}]}, {}, "a tool call has no name"),
+        (
+            {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{a}"}]},
+            {},
+            "arguments is a text that is not valid JSON",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[1]"}]},
+            {},
+            "the arguments of f are a list",
+        ),
+        (
+            {"role": "user", "content": "a", "tool_calls": [{"name": "f"}]},
+            {},
+            "only the assistant has tool_calls",
+        ),
+        ({"from": "function_call", "value": "f()"}, {}, "value is a text that is not valid JSON"),
+        ({"role": "assistant", "content": "a", "weight": 0.5}, {}, "weight is 0.5"),
+        ({"role": "assistant", "content": "a", "train": "no"}, {}, "train is 'no'"),
+        (
+            {"role": "assistant", "content": "a", "train": True, "weight": 0},
+            {},
+            "train is True, but weight is 0",
+        ),
+        ({"role": "user", "content": "a", "train": True}, {}, "only turns of the assistant are"),
+        (SAID[1], {"tools": {"name": "f"}}, ": tools is an object"),
+        (SAID[1], {"tools": [{"parameters": {}}]}, "one of its tools has no name"),
+        (
+            {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"on": DATE}}]},
+            {},
+            "tool_calls holds a value that JSON does not have: Object of type date",
+        ),
+        (SAID[1], {"tools": [{"name": "f", "since": DATE}]}, ": tools holds a value that JSON"),
+        (SAID[1], {"tools": "f()"}, ": tools is a text that is not valid JSON"),
+        (SAID[1], {"system": 5}, ", system: content is a number"),
+    ],
+)
+def test_a_message_that_is_none_is_refused(message: Any, others: Record, reason: str) -> None:
+    text = refusal({"messages": SAID}, {"messages": [SAID[0], message], **others})
+    assert text.startswith("a.jsonl, line 2")
+    assert reason in text
+    assert "\n" in text
+
+
+def test_messages_are_a_list() -> None:
+    assert ": messages is a text, but has to be a list" in refusal({"messages": "[]"})
+    assert "has no messages; its keys: id" in refusal({"messages": SAID}, {"id": 1})
+
+
+def test_nothing_in_a_record_is_executed(tmp_path: Path) -> None:
+    made = f"__import__('pathlib').Path({str(tmp_path / 'ran')!r}).touch()"
+    read({"instruction": made, "output": "!!python/object/apply:os.system [exit]"})
+    refusal({"from": "function_call", "value": made})
+    assert list(tmp_path.iterdir()) == []

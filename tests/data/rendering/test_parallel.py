@@ -1,0 +1,74 @@
+"""Rendering in several processes gives what one gives."""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+
+import pytest
+from tiny import make_tokenizer
+
+from ftkit.data.records.record import Record
+from ftkit.data.renderers import make_renderer
+from ftkit.data.rendering import parallel
+from ftkit.data.rendering.parallel import rendered_chunks
+from ftkit.data.rendering.renderer import Renderer, Rendering
+from ftkit.data.spec import Part, Rules
+from ftkit.models.pretrained.tokenizer import Tokenizer
+
+
+def conversations(count: int) -> list[Record]:
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": f"red {i}?"},
+                {"role": "assistant", "content": "" if i % 5 == 0 else "blue " * (i % 7)},
+            ]
+        }
+        for i in range(count)
+    ]
+
+
+@pytest.fixture
+def renderer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Renderer:
+    monkeypatch.setattr(parallel, "RECORDS_AT_ONCE", 7)
+    monkeypatch.setattr(parallel, "LEAST_RECORDS", 20)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    make_tokenizer(tmp_path)
+    rules = Rules(chat_template="chatml", train_on="assistant")
+    part = Part(name="", shape="messages", rules=rules, train=(), val=())
+    return make_renderer(part, Tokenizer(tmp_path))
+
+
+def all_of(renderer: Renderer, records: Sequence[Record]) -> list[tuple[Record, Rendering]]:
+    chunks = rendered_chunks(renderer, records)
+    return [pair for chunk, made in chunks for pair in zip(chunk, made, strict=True)]
+
+
+@pytest.mark.slow
+def test_processes_render_what_one_renders_in_the_same_order(
+    renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = all_of(renderer, records := conversations(50))
+    monkeypatch.setattr(parallel, "_in_processes", None)
+    monkeypatch.setattr(parallel, "LEAST_RECORDS", 1000)
+    assert found == all_of(renderer, records)
+    assert [record for record, _ in found] == records
+    assert any(rendering.refused for _, rendering in found)
+
+
+def test_what_broken_processes_leave_is_rendered_here(
+    renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(renderer: Renderer, chunks: Sequence[Sequence[Record]], _: int) -> Iterator[object]:
+        yield list(renderer.render(chunks[0]))
+        raise BrokenProcessPool
+
+    monkeypatch.setattr(parallel, "_in_processes", broken)
+    records = conversations(30)
+    expected = list(zip(records, renderer.render(records), strict=True))
+    assert all_of(renderer, records) == expected
+
+
+def test_few_records_start_no_process(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "_in_processes", None)
+    assert len(all_of(renderer, conversations(19))) == 19

@@ -1,0 +1,266 @@
+"""The harness on a model in memory: the numbers that its own class for models gives."""
+
+import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import lm_eval.evaluator
+import lm_eval.utils
+import pytest
+import torch
+from jinja2.exceptions import SecurityError
+from lm_eval.models.huggingface import HFLM
+from local_tasks import ALL, ANSWERS, LETTERS, write_tasks
+from tiny import make_llama
+
+from ftkit.errors import UserError
+from ftkit.evaluation.loading import Loaded, load_result
+from ftkit.evaluation.result import find_result
+from ftkit.evaluation.tasks import harness
+from ftkit.evaluation.tasks.finding import find_tasks
+from ftkit.evaluation.tasks.harness import Asking, TaskSet
+from ftkit.evaluation.tasks.scoring import AskingEnded, Scorer
+from ftkit.models.chat_templates.template import ChatTemplate
+
+TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = make_llama(tmp_path_factory.mktemp("base") / "tiny", initializer_range=0.3)
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def loaded(base: Path) -> Loaded:
+    found = find_result(str(base))
+    return load_result(found, device=torch.device("cpu"), dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tasks(tmp_path_factory.mktemp("tasks"), *ALL)
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """All that the harness says of our model, each record too."""
+    found: list[dict[str, Any]] = []
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        found.append(lm_eval.evaluator.evaluate(*arguments, **options))
+        return found[-1]
+
+    monkeypatch.setattr(harness, "evaluate", noted)
+    return found
+
+
+def scorer_of(
+    loaded: Loaded, rows: int = 3, stopped: Callable[[], object] = lambda: False
+) -> Scorer:
+    return Scorer(
+        loaded.model,
+        loaded.base.tokenizer,
+        stop_ids=loaded.prompting.stop_ids(loaded.base.tokenizer),
+        world_size=1,
+        rows_of=lambda _: rows,
+        context=nullcontext,
+        stopped=stopped,
+    )
+
+
+def task_set(loaded: Loaded, *names: object, trusted: Path | None = None, **asking: Any) -> TaskSet:
+    definitions = find_tasks(list(map(str, names)), key="--tasks", trusted=trusted)
+    return TaskSet(definitions, Asking(**asking), loaded.base.architecture.context_length)
+
+
+def mistake(loaded: Loaded, *names: object, **options: Any) -> str:
+    with pytest.raises(UserError) as error:
+        task_set(loaded, *names, **options)
+    return str(error.value)
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    """Numbers to 1e-5, texts and choices as they are."""
+    if isinstance(expected, list | tuple):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_close(one, other)
+    elif isinstance(expected, float):
+        assert found == pytest.approx(expected, rel=1e-5)
+    else:
+        assert found == expected
+
+
+# --- The same numbers -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_numbers_and_every_record_are_those_of_the_harness_own_model(
+    loaded: Loaded, base: Path, local: Path, kept: list[dict[str, Any]], chat: bool
+) -> None:
+    template = ChatTemplate(TEMPLATE, "own", {"eos_token": "</s>"}) if chat else None
+    asked = task_set(loaded, local, chat_template=template)
+    results = asked.results(scorer_of(loaded))
+    # The tiny tokenizer has no rule of its own that puts BOS first.
+    theirs = HFLM(
+        pretrained=str(base), device="cpu", dtype="float32", batch_size=1, add_bos_token=True
+    )
+    expected: Any = lm_eval.evaluator.simple_evaluate(
+        theirs,
+        tasks=[str(file) for file in sorted(local.glob("*.yaml"))],
+        apply_chat_template=chat,
+        fewshot_as_multiturn=chat,
+        bootstrap_iters=1000,
+    )
+    assert asked.names == ["answers", "letters", "sums", "texts"]
+    for result in results:
+        numbers = expected["results"][result.task]
+        assert result.value == pytest.approx(numbers[f"{result.metric},none"], rel=1e-5)
+        if result.stderr is not None:
+            stderr = numbers[f"{result.metric}_stderr,none"]
+            assert result.stderr == pytest.approx(stderr, rel=1e-5)
+        assert result.samples == 7
+    assert {(one.task, one.metric) for one in results} == {
+        ("answers", "exact_match"),
+        ("letters", "acc"),
+        ("sums", "acc"),
+        ("sums", "acc_norm"),
+        ("texts", "word_perplexity"),
+        ("texts", "bits_per_byte"),
+    }
+    (ours,) = kept
+    for name in asked.names:
+        for found, wanted in zip(ours["samples"][name], expected["samples"][name], strict=True):
+            assert found["arguments"] == wanted["arguments"]
+            assert_close(found["filtered_resps"], wanted["filtered_resps"])
+
+
+def test_texts_are_longer_than_the_model_takes_and_answers_are_cut(
+    loaded: Loaded, local: Path, kept: list[dict[str, Any]]
+) -> None:
+    task_set(loaded, local).results(scorer_of(loaded))
+    (found,) = kept
+    for name in ("sums", "texts"):
+        texts = [one["arguments"][0][0] for one in found["samples"][name]]
+        longest = max(len(loaded.base.tokenizer.encode(text)) for text in texts)
+        assert longest > loaded.base.architecture.context_length
+    answers = [one["filtered_resps"][0] for one in found["samples"]["answers"]]
+    assert not any("e" in answer for answer in answers) and len(set(answers)) > 1
+
+
+@pytest.mark.parametrize("rows", [1, 100])
+def test_the_size_of_batches_changes_nothing(loaded: Loaded, local: Path, rows: int) -> None:
+    asked = task_set(loaded, local)
+    first, second = (asked.results(scorer_of(loaded, size)) for size in (3, rows))
+    assert [one.value for one in first] == pytest.approx([one.value for one in second], rel=1e-5)
+
+
+def test_a_task_is_asked_so_many_records_with_so_many_examples(
+    loaded: Loaded, local: Path, kept: list[dict[str, Any]]
+) -> None:
+    results = task_set(loaded, local / "sums.yaml", limit=3, num_fewshot=1).results(
+        scorer_of(loaded)
+    )
+    assert [one.samples for one in results] == [3, 3]
+    for sample in kept[0]["samples"]["sums"]:
+        assert sample["arguments"][0][0].count("Question:") == 2
+
+
+def test_a_group_has_the_mean_of_its_tasks(loaded: Loaded, tmp_path: Path) -> None:
+    write_tasks(tmp_path, LETTERS, {**LETTERS, "task": "more"})
+    (tmp_path / "both.yaml").write_text(
+        "group: both\ntask: [letters, more]\n"
+        "aggregate_metric_list: [{metric: acc, weight_by_size: true}]\n"
+    )
+    found = {one.task: one for one in task_set(loaded, tmp_path).results(scorer_of(loaded))}
+    assert found["both"].value == pytest.approx(found["letters"].value)
+    assert (found["both"].samples, found["letters"].samples) == (14, 7)
+
+
+def test_drawn_answers_follow_from_the_seed_whatever_the_batches(
+    loaded: Loaded, tmp_path: Path, kept: list[dict[str, Any]]
+) -> None:
+    drawn = {"until": ["e"], "max_gen_toks": 8, "do_sample": True, "temperature": 2.0, "top_k": 50}
+    write_tasks(tmp_path, {**ANSWERS, "generation_kwargs": drawn})
+    asked = task_set(loaded, tmp_path)
+    for rows in (1, 4):
+        asked.results(scorer_of(loaded, rows))
+    first, second = ([s["filtered_resps"] for s in one["samples"]["answers"]] for one in kept)
+    assert first == second and len({one[0] for one in first}) > 1
+
+
+# --- What an evaluation leaves as it was ----------------------------------------------------------
+
+
+def test_random_numbers_positions_and_the_terminal_are_left_alone(
+    loaded: Loaded, local: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    positions = loaded.model.body.max_length
+    scorer = scorer_of(loaded)
+    task_set(loaded, local).results(scorer)
+    scorer.restore()
+    assert torch.equal(torch.rand(3), expected)
+    assert loaded.model.body.max_length == positions
+    assert capfd.readouterr() == ("", "")
+    assert logging.getLogger("lm_eval").getEffectiveLevel() >= logging.ERROR
+
+
+def test_a_wish_to_end_is_heard(loaded: Loaded, local: Path) -> None:
+    with pytest.raises(AskingEnded):
+        task_set(loaded, local).results(scorer_of(loaded, stopped=lambda: True))
+
+
+# --- Code -----------------------------------------------------------------------------------------
+
+
+def test_trusted_code_is_run(loaded: Loaded, tmp_path: Path, kept: list[dict[str, Any]]) -> None:
+    file = write_tasks(tmp_path, LETTERS) / "letters.yaml"
+    file.write_text(file.read_text() + "process_docs: !function code.fewer\n")
+    (tmp_path / "code.py").write_text("def fewer(docs):\n    return docs.select(range(2))\n")
+    task_set(loaded, file, trusted=tmp_path).results(scorer_of(loaded))
+    assert len(kept[0]["samples"]["letters"]) == 2
+    (tmp_path / "code.py").write_text("import nowhere_to_be_found\n")
+    other = write_tasks(tmp_path / "other", LETTERS) / "letters.yaml"
+    other.write_text(other.read_text() + "process_docs: !function broken.fewer\n")
+    (tmp_path / "other" / "broken.py").write_text("import nowhere_to_be_found\n")
+    assert "nowhere_to_be_found" in mistake(loaded, other, trusted=tmp_path)
+
+
+def test_templates_of_tasks_reach_no_code(loaded: Loaded, tmp_path: Path) -> None:
+    template = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    write_tasks(tmp_path, {**LETTERS, "doc_to_text": template})
+    assert "SecurityError" in mistake(loaded, tmp_path)
+    with pytest.raises(SecurityError):
+        lm_eval.utils.apply_template(template, {})
+    assert lm_eval.utils.apply_template("{{ x | regex_replace('a', 'b') }}\n", {"x": "a"}) == "b\n"
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"metric_list": [{"metric": "of_a_hub"}]}, "has the metric of_a_hub"),
+        ({"dataset_path": "pandas"}, "has data of the kind pandas"),
+        ({"doc_to_text": "{{nothing}}"}, "cannot be set up: UndefinedError"),
+        (
+            {"output_type": "generate_until", "generation_kwargs": {"num_beams": 2}},
+            "has num_beams in generation_kwargs",
+        ),
+        (
+            {"output_type": "generate_until", "generation_kwargs": {"max_gen_toks": 256}},
+            "has answers of 256 tokens",
+        ),
+    ],
+)
+def test_a_task_that_cannot_be_asked_is_refused_by_name(
+    loaded: Loaded, tmp_path: Path, changes: dict[str, Any], text: str
+) -> None:
+    write_tasks(tmp_path, {**LETTERS, **changes})
+    message = mistake(loaded, tmp_path)
+    assert text in message and "letters" in message

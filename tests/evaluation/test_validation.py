@@ -1,0 +1,160 @@
+"""Evaluation of a model in training: what answers are worth, and what they cost."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import make_llama
+
+from ftkit.data.rendering.renderer import Example
+from ftkit.evaluation import validation as evaluation
+from ftkit.evaluation.loading import Loaded, load_result
+from ftkit.evaluation.result import find_result
+from ftkit.evaluation.scoring.metrics import Scoring
+from ftkit.evaluation.scoring.rouge import rouge_l
+from ftkit.evaluation.validation import answer_scores
+from ftkit.models import generation
+from ftkit.recipe.own_metric import own_metrics
+
+PROMPT = [0, 20, 30, 40, 50]
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    base = make_llama(tmp_path_factory.mktemp("base") / "tiny", initializer_range=0.5)
+    found = find_result(str(base))
+    return load_result(found, device=torch.device("cpu"), dtype=torch.float32)
+
+
+@pytest.fixture
+def lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of the answers that are made."""
+    found: list[int] = []
+
+    def noted(*arguments: Any, **options: Any) -> list[torch.Tensor]:
+        answers = generation.answer_greedily(*arguments, **options)
+        found.extend(len(answer) for answer in answers)
+        return answers
+
+    monkeypatch.setattr(evaluation, "answer_greedily", noted)
+    return found
+
+
+def answer_of(loaded: Loaded, most: int) -> tuple[torch.Tensor, int]:
+    """What the model answers, and a token that it says late, so that it may end the answer."""
+    (tokens,) = generation.answer_greedily(
+        loaded.model, [torch.tensor(PROMPT)], stop_ids=[-1], max_new_tokens=most
+    )
+    stop = int(tokens[5])
+    return tokens[: tokens.tolist().index(stop)], stop
+
+
+def means(
+    loaded: Loaded,
+    expected: Sequence[str],
+    stop: int,
+    *,
+    batch_size: int = 2,
+    own: Sequence[str] = (),
+    **records: int,
+) -> dict[str, float]:
+    """The scores of answers to one prompt, of which so many things are expected."""
+    wanted: dict[str, Any] = {"exact_match": 0, "rouge_l": 0, "max_new_tokens": 4} | records
+    scores = answer_scores(
+        loaded.model,
+        loaded.base.tokenizer,
+        [Example(PROMPT, text, frozenset({stop}), {"expected": text}, "") for text in expected],
+        Scoring(**wanted, own=own_metrics(own)),
+        batch_size=batch_size,
+        context=nullcontext,
+        progress=lambda *_: None,
+    )
+    assert scores is not None
+    return {score.metric.name: score.mean for score in scores}
+
+
+def test_an_answer_ends_where_it_can_no_longer_be_right(loaded: Loaded, lengths: list[int]) -> None:
+    tokens, stop = answer_of(loaded, 9)
+    right = loaded.base.tokenizer.decode(tokens).strip()
+    assert len(right) > 3
+    wanted = (right, right[:-1] + "~", "~" + right)
+    lengths.clear()
+    shares = [means(loaded, [text], stop, exact_match=1)["exact_match"] for text in wanted]
+    assert shares == [1, 0, 0]
+    whole, late, early = lengths
+    assert late <= whole == len(tokens)
+    assert early == 1
+
+
+def test_for_other_metrics_an_answer_is_made_to_its_end(loaded: Loaded, lengths: list[int]) -> None:
+    tokens, stop = answer_of(loaded, 9)
+    lengths.clear()
+    for most in (2, len(tokens), 30):
+        found = means(loaded, ["~"], stop, exact_match=1, rouge_l=1, max_new_tokens=most)
+        assert found["exact_match"] == 0
+    assert lengths == [2, len(tokens), len(tokens)]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 4])
+def test_each_metric_has_the_value_that_it_has_alone(
+    loaded: Loaded, tmp_path: Path, batch_size: int
+) -> None:
+    tokens, stop = answer_of(loaded, 9)
+    decode = loaded.base.tokenizer.decode
+    right, begun = decode(tokens).strip(), decode(tokens[:2]).strip()
+    expected = [f"{begun} or not", right, f"{right} and more words", "~"]
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def length(answer, expected, record):\n"
+        "    assert record['expected'].strip() == expected\n"
+        "    return len(answer)\n"
+    )
+    options: dict[str, Any] = {"batch_size": batch_size, "max_new_tokens": 2}
+    exact = means(loaded, expected, stop, **options, exact_match=3)
+    rouge = means(loaded, expected[:2], stop, **options, rouge_l=2)
+    length = means(loaded, expected, stop, **options, own=[f"{file}:length"])
+    assert exact == {"exact_match": 1 / 3}
+    assert rouge == {"rouge_l": sum(rouge_l(begun, text) for text in expected[:2]) / 2}
+    assert length == {"length": len(begun)}
+    together = means(
+        loaded, expected, stop, **options, exact_match=3, rouge_l=2, own=[f"{file}:length"]
+    )
+    assert together == exact | rouge | length
+
+
+def test_a_prompt_that_is_longer_than_what_is_trained_is_asked_whole(loaded: Loaded) -> None:
+    body, context_length = loaded.model.body, loaded.base.architecture.context_length
+    prompts = [PROMPT * 4, PROMPT * (context_length // len(PROMPT) + 1), PROMPT]
+    questions = [Example(prompt, "", frozenset({9999}), {}, "") for prompt in prompts]
+
+    def answers() -> list[list[int]]:
+        found = evaluation.answer_records(
+            loaded.model,
+            loaded.base.tokenizer,
+            questions,
+            max_new_tokens=6,
+            context=nullcontext,
+            goes_on=lambda row, ids: len(ids) < (6, 0, 3)[row],
+        )
+        return [answer.tolist() for answer in found]
+
+    usual = body.max_length
+    whole = answers()
+    assert [len(answer) for answer in whole] == [6, 0, 3], "the second is longer than the context"
+    body.place_rotary_tables(body.device, 8)
+    try:
+        assert answers() == whole
+        assert body.max_length == 8, "as trained again"
+    finally:
+        body.place_rotary_tables(body.device, usual)
+
+
+def test_spaces_and_half_characters_that_may_still_change_decide_nothing() -> None:
+    wanted = evaluation._letters("Hello, world \u00e9!")
+    for beginning in ("", "He", " Hello ,", "Hello, world", "Hello, world \ufffd", "Hello, w o"):
+        assert wanted.startswith(evaluation._letters(beginning))
+    for beginning in ("hello", "Hello world", "Hello, world \u00e8", "Hello, world \u00e9! And"):
+        assert not wanted.startswith(evaluation._letters(beginning))

@@ -1,0 +1,93 @@
+"""The position in the data at which a foreign run goes on: what its files say, and no more."""
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from foreign_checkpoints import KEPT, recipe
+
+from ftkit.checkpoint.metadata import read_metadata
+from ftkit.checkpoint.store import Store
+from ftkit.exchange.foreign.command import import_run
+from ftkit.exchange.foreign.position import _accumulated
+from ftkit.recipe.command_options import ImportOptions
+from ftkit.recipe.parsing import read_recipe
+
+
+@pytest.mark.parametrize(
+    ("state", "train", "samples", "batch", "words"),
+    [
+        ({}, {}, 18, 6, r"sample 18 \(after 3 epochs; an epoch has 6\)"),
+        ({"train_batch_size": 2}, {}, 18, 6, r"sample 18 \(after 3 epochs"),
+        # 2 steps of 1 sample, of other data: 16 samples an epoch.
+        (
+            {"global_step": 2, "train_batch_size": 1, "epoch": 0.125},
+            {},
+            *(2, 6),
+            (
+                r"sample 2 \(2 steps of 1, its train_batch_size; an epoch has 6\)\n"
+                r"  differs: .* has 16 steps, but 6 samples in steps of 6 are 1\."
+            ),
+        ),
+        # The recipe leaves the batch open.
+        ({}, {"global_batch_size": None}, 18, 6, r"sample 18"),
+        ({"train_batch_size": 2}, {"global_batch_size": None}, 18, 6, r"sample 18"),
+        (
+            {"global_step": 2, "train_batch_size": 1, "epoch": 0.125},
+            {"global_batch_size": None},
+            *(2, 1),
+            r"sample 2 .*\n  differs: .* 16 steps, but 6 samples in steps of 1 are 6\.",
+        ),
+        # Files of older versions say less.
+        ({"train_batch_size": None}, {}, 18, 6, r"sample 18 \(after 3 epochs"),
+        ({"train_batch_size": None, "epoch": None}, {}, 18, 6, r"3 steps of train\.global_batch"),
+    ],
+)
+def test_the_position_follows_from_the_file_and_what_differs_is_said(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    state: Mapping[str, Any],
+    train: Mapping[str, Any],
+    samples: int,
+    batch: int,
+    words: str,
+) -> None:
+    source, run = tmp_path / "checkpoint-3", tmp_path / "run"
+    shutil.copytree(KEPT / "trainer/checkpoint-3", source)
+    file = source / "trainer_state.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | dict(state)))
+    asked = recipe(tmp_path, **train)
+    content = json.loads(asked.read_text())
+    if train:
+        del content["train"]["global_batch_size"], content["train"]["micro_batch_size"]
+    asked.write_text(json.dumps(content))
+    import_run(ImportOptions(source=source, out=run, config=(str(asked),)))
+    said = capsys.readouterr().out
+    assert re.search(words, said), said
+    (step,) = Store(run / "checkpoints").steps()
+    assert read_metadata(Store(run / "checkpoints").path(step)).samples == samples
+    assert read_recipe([run / "recipe.yaml"], [], method="full").train.global_batch_size == batch
+
+
+@pytest.mark.parametrize(
+    ("step", "epochs", "micro_batch", "of_epoch", "accumulated"),
+    [
+        (2, 0.125, 1, 16, 1),
+        (2, 0.125, 1, 257, None),
+        (10, 10 * 8 / 250, 1, 250, 8),
+        (32, 1.0, 1, 250, 8),  # the last step of the epoch has 2
+        (31, 1.0, 1, 250, None),
+        (31, 1.0, 1, 248, 8),
+        (40, 1 + 8 * 8 / 250, 1, 250, 8),
+        (7, 7 / 13, 4, 50, 1),
+        (0, 0.0, 4, 50, None),
+    ],
+)
+def test_an_epoch_tells_how_many_batches_were_accumulated_if_the_data_is_the_same(
+    step: int, epochs: float, micro_batch: int, of_epoch: int, accumulated: int | None
+) -> None:
+    assert _accumulated(step, epochs, micro_batch, of_epoch) == accumulated

@@ -1,0 +1,364 @@
+"""ftkit export --format gguf: files that the package gguf, transformers and ftkit read back."""
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from adapters import ALL, MAKERS, VARIANTS, build, lora_recipe, train
+from adapters import export as save_peft
+from conversions import assert_equal, export, merge, own_logits
+from gguf_models import MODELS, TEMPLATE, make_gguf_model
+from llama_cpp import (
+    EXPLAINED,
+    converted,
+    converted_adapter,
+    differences,
+    metadata_of,
+    needs_llama_cpp,
+)
+from results import Ended
+from safetensors.torch import load_file, save_file
+from tiny import make_llama
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from ftkit.cli.app import run
+from ftkit.errors import UserError
+from ftkit.exchange.gguf import writer
+from ftkit.models.pretrained.base_model import open_base
+from ftkit.models.pretrained.gguf.header import read_header
+from ftkit.models.pretrained.gguf.tokenizer import tokenizer_files
+from ftkit.models.pretrained.hub import find_or_download
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+TOKENS = torch.arange(3, 43).view(2, 20) * 7 % 330
+READ_BY_TRANSFORMERS = {
+    "smollm2": {},
+    "mistral": {},
+    "qwen2": {},
+    "gemma2": {"query_pre_attn_scalar": 32},
+}
+"""Settings that are not in the files: of the others, transformers does not read the factors and
+biases of llama, the size of heads of qwen3, and longrope."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A directory of each of `MODELS`."""
+    root = tmp_path_factory.mktemp("models")
+    # Readers conclude something from names such as mistral or 7.
+    named = zip(MODELS, "abcdefg", strict=True)
+    return {name: make_gguf_model(root / letter, name) for name, letter in named}
+
+
+def mistake(*words: object) -> str:
+    with pytest.raises(UserError) as error:
+        run(["export", *map(str, words), "--format", "gguf"])
+    return str(error.value)
+
+
+def write(name: object, out: Path, numbers: str = "f32", *words: object) -> Path:
+    """The file that an export writes."""
+    export(name, "gguf", out, "--quantization", numbers, *words)
+    (file,) = out.glob("*.gguf")
+    return file
+
+
+def numbers_in(file: Path) -> dict[str, np.ndarray]:
+    """The tensors of a file as float32, by llama.cpp's names."""
+    return {
+        tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        for tensor in gguf.GGUFReader(file).tensors
+    }
+
+
+@torch.no_grad()
+def logits(directory: Path, **options: Any) -> Tensor:
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager", **options
+    )
+    found: Tensor = model.eval()(TOKENS).logits
+    return found
+
+
+# --- Models ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_read_back_from_float32_has_its_logits(
+    name: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    file = write(models[name], tmp_path / "out")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {file.name, "Modelfile"}
+    expected = logits(models[name])
+    if (settings := READ_BY_TRANSFORMERS.get(name)) is not None:
+        assert_equal(logits(file.parent, gguf_file=file.name, **settings), expected)
+    if name != "phi3":  # which is read without longrope alone
+        back = find_or_download(str(file), root=tmp_path / "checkpoints")
+        assert_equal(logits(back), expected)
+        found, own = (load_file(path / "model.safetensors") for path in (back, models[name]))
+        shifted = "norm" if name == "gemma2" else "none"
+        assert found.keys() == own.keys()
+        assert all(torch.equal(found[key], own[key]) for key in own if shifted not in key)
+    metadata = metadata_of(file)
+    assert metadata["tokenizer.chat_template"] == TEMPLATE
+    assert metadata["tokenizer.ggml.eos_token_id"] == 2
+    assert metadata["tokenizer.ggml.add_bos_token"] is (MODELS[name][1] == "pieces")
+    assert len(metadata["tokenizer.ggml.tokens"]) == 400
+    assert metadata["general.size_label"].endswith("K")
+
+
+@pytest.mark.parametrize(
+    ("numbers", "kind", "file_type", "step"),
+    [("f16", "F16", 1, 2**-11), ("bf16", "BF16", 32, 2**-8), ("q8_0", "Q8_0", 7, 1 / 127)],
+)
+def test_matrices_are_in_the_number_format_that_is_asked_for(
+    numbers: str,
+    kind: str,
+    file_type: int,
+    step: float,
+    models: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    exact = numbers_in(write(models["smollm2"], tmp_path / "f32"))
+    file = write(models["smollm2"], tmp_path / "out", numbers)
+    assert file.name == f"model-{numbers}.gguf"
+    assert metadata_of(file)["general.file_type"] == file_type
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors}
+    # Rows of 80 numbers are no whole blocks of 32: those are held as float16, as llama.cpp does.
+    assert kinds["blk.0.ffn_down.weight"] == ("F16" if numbers == "q8_0" else kind)
+    assert kinds["blk.1.attn_q.weight"] == kinds["token_embd.weight"] == kind
+    assert kinds["output_norm.weight"] == kinds["blk.0.attn_norm.weight"] == "F32"
+    for name, values in numbers_in(file).items():
+        assert np.abs(values - exact[name]).max() <= step * np.abs(exact[name]).max(), name
+    monkeypatch.setattr(writer, "_CHUNK_NUMBERS", 1)
+    in_rows = write(models["smollm2"], tmp_path / "rows", numbers)
+    assert in_rows.read_bytes() == file.read_bytes()
+
+
+def test_numbers_are_as_they_are_stored_unless_asked_otherwise(
+    ended: dict[str, Ended], tmp_path: Path
+) -> None:
+    for name, numbers in (("full", "f32"), ("bf16", "bf16")):
+        export(ended[name].out_dir, "gguf", tmp_path / name)
+        assert (tmp_path / name / f"model-{numbers}.gguf").is_file()
+    export(ended["lora"].out_dir, "gguf", tmp_path / "lora")
+    assert (tmp_path / "lora" / "adapter-f32.gguf").is_file()
+
+
+def test_a_fine_tune_its_checkpoint_and_a_merged_model_go_the_same_way(
+    ended: dict[str, Ended], tmp_path: Path
+) -> None:
+    run_ = ended["tied"]
+    first = write(run_.out_dir, tmp_path / "final")
+    from_checkpoint = numbers_in(write(run_.checkpoint, tmp_path / "checkpoint"))
+    assert "output.weight" not in from_checkpoint
+    for name, values in numbers_in(first).items():
+        assert np.array_equal(values, from_checkpoint[name])
+    template = (run_.final / "chat_template.jinja").read_text()
+    assert metadata_of(first)["tokenizer.chat_template"] == template
+    merged = merge(ended["lora"].out_dir, tmp_path / "merged")
+    file = write(merged, tmp_path / "gguf")
+    assert_equal(own_logits(file), own_logits(merged))
+    assert (file.parent / "Modelfile").read_text().startswith("FROM ./model-f32.gguf\n")
+
+
+def test_pieces_keep_the_scores_of_their_model_or_get_some_in_the_order_of_merges(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    from sentencepiece import SentencePieceProcessor
+
+    model = models["mistral"]
+    pieces = SentencePieceProcessor(model_file=str(model / "tokenizer.model"))
+    file = write(model, tmp_path / "out")
+    metadata = metadata_of(file)
+    for number in range(3, 340):
+        assert metadata["tokenizer.ggml.tokens"][number] == pieces.id_to_piece(number)
+        assert metadata["tokenizer.ggml.scores"][number] == pytest.approx(pieces.get_score(number))
+    kinds = metadata["tokenizer.ggml.token_type"]
+    assert [kinds[i] for i in (1, 3, 300, 341, 342, 343)] == [3, 6, 1, 3, 4, 5]
+    copy = Path(shutil.copytree(model, tmp_path / "copy"))
+    (copy / "tokenizer.model").unlink()
+    header = read_header(file)
+    (copy / "tokenizer.json").write_bytes(tokenizer_files(header)["tokenizer.json"])
+    again = metadata_of(write(copy, tmp_path / "again"))
+    assert again["tokenizer.ggml.model"] == "llama"
+    scores = [again["tokenizer.ggml.scores"][i] for i in range(259, 340)]
+    merged = [i for i in range(259, 340) if len(pieces.id_to_piece(i)) > 1]
+    assert merged == sorted(merged, key=lambda i: -scores[i - 259])
+
+
+def test_the_modelfile_has_the_template_in_the_language_of_ollama(
+    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(models["smollm2"], tmp_path / "out")
+    role = '{{ if eq .Role "%s" }}<|im_start|>%s\n{{ .Content }}<|im_end|>\n{{ end }}'
+    roles = "".join(role % (name, name) for name in ("system", "user", "assistant"))
+    turns = "<s>{{ range .Messages }}" + roles + "{{ end }}<|im_start|>assistant\n"
+    assert (file.parent / "Modelfile").read_text() == (
+        "FROM ./model-f32.gguf\n"
+        f'TEMPLATE """{turns}"""\n'
+        'PARAMETER stop "</s>"\n'
+        'PARAMETER stop "<|im_end|>"\n'
+    )
+    copy = Path(shutil.copytree(models["smollm2"], tmp_path / "copy"))
+    (copy / "chat_template.jinja").write_text("{{ messages | length }}: {{ messages[0].content }}")
+    text = (write(copy, tmp_path / "other").parent / "Modelfile").read_text()
+    assert "TEMPLATE here" in text and 'TEMPLATE "' not in text
+    said = capsys.readouterr().out
+    assert said.count("it may need a TEMPLATE first") == 1
+    assert "(it may need" in said.partition("/other/Modelfile\n")[2]
+
+
+# --- Adapters -------------------------------------------------------------------------------------
+
+
+def make_adapter(root: Path, family: str, variant: str) -> tuple[Path, Path]:
+    """A base model and a trained adapter of it in PEFT's layout."""
+    base = open_base(str(MAKERS[family](root / family)))
+    recipe = lora_recipe(base, lora_r=4, lora_alpha=12, **ALL | VARIANTS[variant])
+    assert base.directory is not None
+    adapter = save_peft(train(build(base, recipe)), base, recipe, root / variant)
+    return base.directory, adapter
+
+
+@pytest.mark.parametrize(("family", "variant"), [("llama", "rslora"), ("phi-3", "lora")])
+def test_an_adapter_adds_to_its_base_what_merging_adds(
+    family: str, variant: str, tmp_path: Path
+) -> None:
+    base, adapter = make_adapter(tmp_path, family, variant)
+    words = ("--checkpoint_dir", str(base))
+    before = numbers_in(write(base, tmp_path / "before"))
+    after = numbers_in(write(merge(adapter, tmp_path / "merged", *words), tmp_path / "after"))
+    file = write(adapter, tmp_path / "out", "f32", *words)
+    assert file.name == "adapter-f32.gguf"
+    metadata, found = metadata_of(file), numbers_in(file)
+    assert metadata["general.type"] == "adapter" and metadata["adapter.type"] == "lora"
+    adapted = {name.removesuffix(".lora_a") for name in found if name.endswith(".lora_a")}
+    assert len(adapted) == (15 if family == "llama" else 9)
+    for name, values in before.items():
+        if name in adapted:
+            a, b = found[f"{name}.lora_a"], found[f"{name}.lora_b"]
+            values = values + b @ a * (metadata["adapter.lora.alpha"] / len(a))
+        assert np.abs(values - after[name]).max() < 1e-5, name
+
+
+def test_what_llama_cpp_does_not_take_from_an_adapter_is_refused_with_what_works(
+    ended: dict[str, Ended], tmp_path: Path
+) -> None:
+    out = ("--out", tmp_path / "out")
+    text = mistake(ended["dora"].out_dir, *out)
+    assert "is DoRA" in text and f"Try ftkit merge {ended['dora'].out_dir} --out DIR" in text
+    base, adapter = make_adapter(tmp_path, "llama", "lora")
+    weights = load_file(adapter / "adapter_model.safetensors")
+    name = "base_model.model.model.norm.weight"
+    save_file(weights | {name: torch.ones(64)}, adapter / "adapter_model.safetensors")
+    text = mistake(adapter, "--checkpoint_dir", base, *out)
+    assert f"holds {name}, which llama.cpp does not take" in text
+    assert not (tmp_path / "out").exists()
+
+
+# --- What is refused ------------------------------------------------------------------------------
+
+
+def test_what_llama_cpp_would_compute_otherwise_is_refused_before_anything_is_written(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    changes: list[tuple[str, dict[str, Any], str]] = [
+        ("llama", {"hidden_act": "gelu"}, "has the activation gelu"),
+        ("qwen2", {"use_sliding_window": True}, "has a sliding window"),
+        ("gemma2", {"query_pre_attn_scalar": 16}, "has query_pre_attn_scalar 16, not 32"),
+        (
+            "smollm2",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}},
+            "stretches its positions by yarn",
+        ),
+    ]
+    for name, settings, expected in changes:
+        copy = Path(shutil.copytree(models[name], tmp_path / "copy"))
+        config = json.loads((copy / "config.json").read_text())
+        (copy / "config.json").write_text(json.dumps(config | settings))
+        assert expected in mistake(copy, "--out", tmp_path / "out")
+        shutil.rmtree(copy)
+    neox = MAKERS["gpt-neox"](tmp_path / "neox")
+    text = mistake(neox, "--out", tmp_path / "out")
+    assert "is of the family gpt_neox, but GGUF files are written of llama, mistral, qwen2" in text
+    text = mistake("embedded:quickstart", "--out", tmp_path / "out")
+    assert "The tokenizer of quickstart cuts texts by a rule of its own" in text
+    assert [path.name for path in tmp_path.iterdir()] == ["neox"]
+
+
+def test_options_disks_and_packages_that_do_not_suit_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, out = make_llama(tmp_path / "tiny"), ("--out", tmp_path / "out")
+    assert "Try --quantization f16" in mistake(base, "--dtype", "float16", *out)
+    assert f"Try --out {tmp_path / 'out'}." in mistake(base, "--out", tmp_path / "out.gguf")
+    assert "--quantization is 'q4_0'" in mistake(base, "--quantization", "q4_0", *out)
+    with pytest.raises(UserError, match="only GGUF files have it"):
+        run(["export", str(base), "--format", "hf", "--quantization", "f16", "--out", "x"])
+    weights = load_file(base / "model.safetensors")
+    weights["model.norm.weight"][3] = float("nan")
+    weights["model.embed_tokens.weight"][0, 0] = 1e6
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    assert "which f16 cannot hold" in mistake(base, "--quantization", "f16", *out)
+    assert "holds what is no finite number" in mistake(base, *out)
+    usage = shutil.disk_usage(tmp_path)._replace(free=2**20)
+    with monkeypatch.context() as small:
+        small.setattr(shutil, "disk_usage", lambda _: usage)
+        assert "the disk has 1.0 MiB free" in mistake(base, *out)
+    real = importlib.util.find_spec
+    with monkeypatch.context() as bare:
+        bare.setattr(
+            importlib.util, "find_spec", lambda n, *a: (n != "gguf" and real(n, *a)) or None
+        )
+        assert "pip install 'ftkit[gguf]'" in mistake(base, *out)
+    with monkeypatch.context() as full:
+        full.setattr(writer, "_write_tensor", _fail)
+        assert "cannot be written (No space left" in mistake(base, *out)
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
+
+
+def _fail(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_gguf_export_is_replaced_only_if_asked(models: dict[str, Path], tmp_path: Path) -> None:
+    file = write(models["qwen2"], tmp_path / "out")
+    assert "or --overwrite" in mistake(models["qwen2"], "--out", tmp_path / "out")
+    assert write(models["qwen2"], tmp_path / "out", "bf16", "--overwrite") != file
+
+
+# --- Beside llama.cpp's own converters ------------------------------------------------------------
+
+
+@needs_llama_cpp
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_files_are_those_of_llama_cpps_converter_but_for_what_is_explained(
+    name: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    rule = MODELS[name][1]
+    for numbers in ("f32", "f16", "bf16", "q8_0"):
+        ours = write(models[name], tmp_path / numbers, numbers)
+        theirs = converted(
+            models[name], tmp_path / "theirs.gguf", numbers, "" if rule == "pieces" else rule
+        )
+        assert {k: v for k, v in differences(ours, theirs).items() if k not in EXPLAINED} == {}
+
+
+@needs_llama_cpp
+@pytest.mark.slow
+def test_adapters_are_those_of_llama_cpps_converter(tmp_path: Path) -> None:
+    base, adapter = make_adapter(tmp_path, "llama", "lora")
+    ours = write(adapter, tmp_path / "ours", "f16", "--checkpoint_dir", str(base))
+    theirs = converted_adapter(adapter, base, tmp_path / "theirs.gguf", "f16")
+    assert {k: v for k, v in differences(ours, theirs).items() if k not in EXPLAINED} == {}

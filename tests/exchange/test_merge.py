@@ -1,0 +1,359 @@
+"""ftkit merge: a model of plain weights with the logits of the adapted one, or nothing at all."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapters import ALL, FUSED, MAKERS, VARIANTS, build, logits, lora_recipe, train
+from adapters import export as save
+from command import Command
+from conversions import assert_equal, merge, own_logits, transformers_logits
+from results import Ended
+from runs import DEFAULT_SIGNALS
+from tiny import make_llama
+
+from ftkit.cli.app import run
+from ftkit.errors import UserError
+from ftkit.evaluation.loading import load_result
+from ftkit.evaluation.result import find_result
+from ftkit.exchange.merge import Merged
+from ftkit.models.pretrained.base_model import BaseModel, open_base
+from ftkit.recipe.recipe import Quantization
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, BaseModel]:
+    directory = tmp_path_factory.mktemp("bases")
+    return {
+        name: open_base(str(make(directory / name.replace(" ", "-"))))
+        for name, make in MAKERS.items()
+    }
+
+
+def mistake(*words: object) -> str:
+    with pytest.raises(UserError) as error:
+        run(["merge", *map(str, words)])
+    return str(error.value)
+
+
+# --- The logits of the adapted model --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [(n, v) for n in MAKERS for v in VARIANTS if not (v == "dora" and n in FUSED)],
+)
+def test_a_merged_adapter_has_the_logits_of_the_adapted_model(
+    bases: dict[str, BaseModel], name: str, variant: str, tmp_path: Path
+) -> None:
+    base = bases[name]
+    recipe = lora_recipe(base, **ALL, **VARIANTS[variant])
+    model = train(build(base, recipe))
+    adapter = save(model, base, recipe, tmp_path / "adapter")
+    merged = merge(adapter, tmp_path / "merged")
+    assert_equal(transformers_logits(merged), logits(model))
+    assert (logits(model) - transformers_logits(base.directory)).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("name", ["llama", "tied llama"])
+def test_layers_that_were_trained_whole_are_in_the_merged_model(
+    bases: dict[str, BaseModel], name: str, tmp_path: Path
+) -> None:
+    base = bases[name]
+    recipe = lora_recipe(base, lora_modules_to_save=["embed_tokens", "norm"])
+    model = train(build(base, recipe))
+    adapter = save(model, base, recipe, tmp_path / "adapter")
+    merged = merge(adapter, tmp_path / "merged")
+    assert_equal(transformers_logits(merged), logits(model))
+    assert open_base(str(merged)).tied == base.tied
+
+
+@pytest.mark.parametrize("name", ["lora", "dora", "mixed"])
+def test_a_merged_run_has_the_logits_of_its_result(
+    ended: dict[str, Ended], name: str, tmp_path: Path
+) -> None:
+    out_dir = ended[name].out_dir
+    merged = merge(out_dir, tmp_path / "merged")
+    assert_equal(transformers_logits(merged), own_logits(out_dir))
+    assert_equal(own_logits(merged), own_logits(out_dir))
+
+
+def test_a_checkpoint_is_merged_too(ended: dict[str, Ended], tmp_path: Path) -> None:
+    merged = merge(ended["lora"].checkpoint, tmp_path / "merged")
+    assert_equal(transformers_logits(merged), own_logits(ended["lora"].checkpoint))
+
+
+def test_a_merged_model_is_used_as_its_run_is(
+    ended: dict[str, Ended], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    merged = merge(ended["lora"].out_dir, tmp_path / "merged")
+    told = capsys.readouterr().out
+    assert told.endswith(f"\nnext:\n  ftkit chat {merged}\n  ftkit push {merged} ORG/NAME\n")
+    answers = []
+    for path in (ended["lora"].out_dir, merged):
+        capsys.readouterr()
+        words = ["--prompt", "what is red", "--max_new_tokens", "8", "--accelerator", "cpu"]
+        assert run(["generate", str(path), *words]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1]
+
+
+def test_the_number_format_is_that_of_the_base_or_as_asked(
+    ended: dict[str, Ended], tmp_path: Path
+) -> None:
+    base = make_llama(tmp_path / "base")
+    as_base = merge(ended["lora"].out_dir, tmp_path / "1")
+    assert open_base(str(as_base)).dtype == open_base(str(base)).dtype == torch.float32
+    half = merge(ended["lora"].out_dir, tmp_path / "2", "--dtype", "bfloat16")
+    assert open_base(str(half)).dtype == torch.bfloat16
+    assert_equal(transformers_logits(half), own_logits(ended["lora"].out_dir), 0.05)
+
+
+def test_weights_are_split_into_files_of_bounded_size(
+    ended: dict[str, Ended], tmp_path: Path
+) -> None:
+    merged = merge(ended["lora"].out_dir, tmp_path / "merged", "--max_shard_size", "50KB")
+    files = list(merged.glob("model-*-of-*.safetensors"))
+    assert len(files) > 4
+    largest_parameter = 400 * 64 * 4
+    assert all(file.stat().st_size < largest_parameter + 2000 for file in files)
+    assert_equal(transformers_logits(merged), own_logits(ended["lora"].out_dir))
+
+
+def test_tokenizer_and_settings_come_along(ended: dict[str, Ended], tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    merged = merge(ended["lora"].out_dir, tmp_path / "merged")
+    assert {"config.json", "generation_config.json", "tokenizer.json"} <= {
+        file.name for file in merged.iterdir()
+    }
+    assert AutoTokenizer.from_pretrained(merged).encode("red cat")
+
+
+# --- QLoRA ----------------------------------------------------------------------------------------
+
+
+def printed(capsys: pytest.CaptureFixture[str]) -> str:
+    """What was printed, with lines that were broken for width joined."""
+    return re.sub(r"\n +", " ", capsys.readouterr().out)
+
+
+def differences(text: str) -> dict[str, list[float]]:
+    """What the table says of each base: mean, largest, same token in percent."""
+    found = {}
+    for line in text.splitlines():
+        if match := re.match(r"(quantized|original) +(\S+) +(\S+) +(\S+) % +(.*)", line):
+            found[match[1]] = [float(match[n].replace(",", "")) for n in (2, 3, 4)]
+    return found
+
+
+@pytest.mark.parametrize("name", ["qlora", "pissa"])
+def test_qlora_is_merged_into_what_training_saw_unless_the_original_is_asked_for(
+    ended: dict[str, Ended], name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out_dir = ended[name].out_dir
+    merged = merge(out_dir, tmp_path / "quantized")
+    text = printed(capsys)
+    kind = find_result(str(out_dir)).quantize
+    assert f"into the weights of tiny as {kind} held them" in text
+    found = differences(text)
+    original = merge(out_dir, tmp_path / "original", "--base", "original")
+    again = printed(capsys)
+    assert "into the original weights of tiny" in again and "4 validation records" in again
+    assert differences(again) == found
+    assert_equal(transformers_logits(merged), own_logits(out_dir), 1e-5)
+    assert_equal(transformers_logits(original), own_logits(out_dir, quantize=None), 1e-5)
+    assert found["quantized"][1] < 1e-5 < 1e-3 < found["original"][1]
+
+
+def test_the_differences_are_those_of_the_written_models(
+    ended: dict[str, Ended], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out_dir = ended["qlora"].out_dir
+    merge(out_dir, tmp_path / "merged", "--dtype", "bfloat16")
+    found = differences(capsys.readouterr().out)
+    assert 1e-4 < found["quantized"][1] < found["original"][1]  # bfloat16 rounds
+
+
+@pytest.mark.parametrize("kind", ["bnb.fp4", "bnb.int8"])
+def test_every_storage_is_turned_back_into_the_numbers_that_the_layers_compute_with(
+    bases: dict[str, BaseModel], kind: Quantization, tmp_path: Path
+) -> None:
+    from ftkit.evaluation.loading import open_adapter
+
+    base = bases["llama"]
+    recipe = lora_recipe(base)
+    adapter = save(train(build(base, recipe)), base, recipe, tmp_path / "adapter")
+    result = find_result(str(adapter))
+    opened = open_adapter(result, dtype=torch.float32, quantize=kind)
+    merged = Merged(opened, kind, None)
+    loaded = load_result(result, device=torch.device("cpu"), dtype=torch.float32, quantize=kind)
+    layer: Any = loaded.model.get_submodule("body.transformer.h.0.mlp.fc_1")
+    found = merged("transformer.h.0.mlp.fc_1.weight")
+    assert torch.equal(found, layer.unpacked(layer.weight))
+    assert not torch.equal(found, dict(_weights(base))["transformer.h.0.mlp.fc_1.weight"])
+
+
+def _weights(base: BaseModel) -> Any:
+    from ftkit.models.pretrained.base_model import weights
+
+    return weights(base)
+
+
+# --- What is refused ------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_merged_is_refused(ended: dict[str, Ended], tmp_path: Path) -> None:
+    out = ("--out", tmp_path / "merged")
+    assert "nothing to merge. Try ftkit export" in mistake(ended["full"].out_dir, *out)
+    assert "--out is missing" in mistake(ended["lora"].out_dir)
+    assert "--base is quantized" in mistake(ended["lora"].out_dir, *out, "--base", "quantized")
+    assert "--max_shard_size is '5'" in mistake(
+        ended["lora"].out_dir, *out, "--max_shard_size", "5"
+    )
+    assert "--dtype is 'int8'" in mistake(ended["lora"].out_dir, *out, "--dtype", "int8")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_base_model_is_refused(ended: dict[str, Ended], tmp_path: Path) -> None:
+    out_dir = ended["lora"].out_dir
+    torch.manual_seed(1)
+    other = make_llama(tmp_path / "other", rope_theta=500.0)
+    text = mistake(out_dir, "--out", tmp_path / "merged", "--checkpoint_dir", other)
+    assert "is not the model that" in text and "Try --checkpoint_dir PATH" in text
+    text = mistake(out_dir, "--out", tmp_path / "merged", "--checkpoint_dir", tmp_path / "none")
+    assert "does not exist" in text
+
+
+def test_an_adapter_alone_knows_its_base_model(ended: dict[str, Ended], tmp_path: Path) -> None:
+    adapter = Path(shutil.copytree(ended["lora"].final, tmp_path / "adapter"))
+    other = make_llama(tmp_path / "other", rope_theta=500.0)
+    text = mistake(adapter, "--out", tmp_path / "merged", "--checkpoint_dir", other)
+    assert "is not the model that" in text
+    moved = make_llama(tmp_path / "moved")
+    merged = merge(adapter, tmp_path / "merged", "--checkpoint_dir", moved)
+    assert_equal(transformers_logits(merged), own_logits(ended["lora"].out_dir))
+
+
+def test_an_adapter_of_another_shape_is_refused(
+    bases: dict[str, BaseModel], tmp_path: Path
+) -> None:
+    base = bases["llama"]
+    recipe = lora_recipe(base)
+    adapter = save(build(base, recipe), base, recipe, tmp_path / "adapter")
+    wider = make_llama(tmp_path / "wider", hidden_size=128)
+    text = mistake(adapter, "--out", tmp_path / "merged", "--checkpoint_dir", wider)
+    assert "has shape" in text or "does not fit" in text
+    assert not (tmp_path / "merged").exists()
+
+
+def test_a_missing_base_is_named(ended: dict[str, Ended], tmp_path: Path) -> None:
+    adapter = Path(shutil.copytree(ended["lora"].final, tmp_path / "adapter"))
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    settings["base_model_name_or_path"] = str(tmp_path / "gone")
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    text = mistake(adapter, "--out", tmp_path / "merged")
+    assert str(tmp_path / "gone") in text and "--checkpoint_dir PATH" in text
+
+
+def test_a_format_that_cannot_hold_the_weights_is_refused(
+    bases: dict[str, BaseModel], tmp_path: Path
+) -> None:
+    base = bases["llama"]
+    recipe = lora_recipe(base)
+    model = train(build(base, recipe))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter *= 1e4  # type: ignore[misc]
+    adapter = save(model, base, recipe, tmp_path / "adapter")
+    text = mistake(adapter, "--out", tmp_path / "merged", "--dtype", "float16")
+    assert "float16 cannot hold. Try --dtype bfloat16" in text
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+
+
+# --- All or nothing -------------------------------------------------------------------------------
+
+
+def test_what_is_there_stays_unless_it_is_to_be_replaced(
+    ended: dict[str, Ended], tmp_path: Path
+) -> None:
+    merged = merge(ended["lora"].out_dir, tmp_path / "merged")
+    before = transformers_logits(merged)
+    assert "exists. Try another name, or --overwrite." in mistake(
+        ended["dora"].out_dir, "--out", merged
+    )
+    assert torch.equal(transformers_logits(merged), before)
+    merge(ended["dora"].out_dir, merged, "--overwrite")
+    assert_equal(transformers_logits(merged), own_logits(ended["dora"].out_dir))
+    assert [path.name for path in tmp_path.iterdir()] == ["merged"]
+
+
+def test_only_models_and_adapters_are_replaced(ended: dict[str, Ended], tmp_path: Path) -> None:
+    run_copy = Path(shutil.copytree(ended["lora"].out_dir, tmp_path / "run"))
+    adapter = run_copy / "final"
+    for out in (run_copy, run_copy / "checkpoints", tmp_path):
+        assert "holds more than a model" in mistake(adapter, "--out", out, "--overwrite")
+    assert "which is read" in mistake(adapter, "--out", adapter, "--overwrite")
+    base = find_result(str(adapter)).base
+    assert "which is read" in mistake(adapter, "--out", base, "--overwrite")
+
+
+@pytest.mark.parametrize(("signal", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
+def test_a_signal_leaves_nothing_half_written(
+    ended: dict[str, Ended], ftkit: Command, tmp_path: Path, signal: str, code: int
+) -> None:
+    done = ftkit(
+        "merge",
+        ended["lora"].out_dir,
+        "--out",
+        tmp_path / "merged",
+        "--max_shard_size",
+        "50KB",
+        before=f"""
+{DEFAULT_SIGNALS}
+import os, signal
+from pathlib import Path
+from ftkit.models.pretrained.weights.files import ShardWriter
+write = ShardWriter._write_shard
+def write_and_end(self):
+    write(self)
+    assert list(Path({str(tmp_path)!r}).glob(".merged.partial/shard-*"))
+    os.kill(os.getpid(), signal.{signal})
+ShardWriter._write_shard = write_and_end
+""",
+    )
+    assert done.returncode == code, done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_crash_has_left_goes_at_the_next_start(
+    ended: dict[str, Ended], tmp_path: Path
+) -> None:
+    leftover = tmp_path / ".merged.partial"
+    leftover.mkdir()
+    (leftover / "shard-0").write_text("half")
+    replaced = merge(ended["dora"].out_dir, tmp_path / ".merged.replaced")
+    merged = tmp_path / "merged"
+    text = mistake(ended["lora"].out_dir, "--out", merged)  # a crash between two renames
+    assert "exists" in text
+    assert not replaced.exists() and not leftover.exists()
+    assert_equal(transformers_logits(merged), own_logits(ended["dora"].out_dir))
+    merge(ended["lora"].out_dir, merged, "--overwrite")
+    assert [path.name for path in tmp_path.iterdir()] == ["merged"]
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(
+    ended: dict[str, Ended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=2**20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    text = mistake(ended["lora"].out_dir, "--out", tmp_path / "merged")
+    assert "needs 6" in text and "the disk has 1.0 MiB free" in text
+    assert list(tmp_path.iterdir()) == []

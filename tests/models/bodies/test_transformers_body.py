@@ -1,0 +1,135 @@
+"""The oracle is transformers: what its models compute, ftkit's bodies of them compute."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from computed import (
+    LENGTHS,
+    assert_close,
+    cached_logits,
+    logits_by,
+    opened,
+    padded_logits,
+    row_logits,
+    sequences,
+)
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers_models import (
+    MODELS,
+    MORE_MODELS,
+    make_transformers_model,
+    transformers_model,
+)
+
+from ftkit.models.architectures.transformers.architecture import TransformersArchitecture
+from ftkit.models.lora.names import our_name
+from ftkit.models.pretrained.base_model import open_base, weights
+from ftkit.models.pretrained.save import save_hf
+
+ALL = [*MODELS, *(pytest.param(model, marks=pytest.mark.matrix) for model in MORE_MODELS)]
+Directory = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Directory:
+    """A tiny model, made once."""
+    made: dict[str, Path] = {}
+
+    def directory(model: str) -> Path:
+        if model not in made:
+            made[model] = make_transformers_model(tmp_path_factory.mktemp("model"), model)
+        return made[model]
+
+    return directory
+
+
+def expected_logits(directory: Path) -> Tensor:
+    return logits_by(transformers_model(directory), sequences())
+
+
+@pytest.mark.parametrize("model", ALL)
+def test_logits_are_those_of_transformers_padded_and_in_a_row(
+    directory_of: Directory, model: str
+) -> None:
+    expected = expected_logits(directory_of(model))
+    _, ours = opened(directory_of(model))
+    assert_close(padded_logits(ours, sequences()), expected)
+    assert isinstance(ours.architecture, TransformersArchitecture)
+    if ours.architecture.takes_rows:
+        for kernel in ("cpu", "sdpa"):
+            ours.kernel = kernel
+            assert_close(row_logits(ours, sequences()), expected)
+
+
+@pytest.mark.parametrize("model", ALL)
+def test_logits_of_tokens_that_follow_others_are_those_of_whole_sequences(
+    directory_of: Directory, model: str
+) -> None:
+    _, ours = opened(directory_of(model))
+    expected = expected_logits(directory_of(model)).split(LENGTHS)
+    for step, logits in enumerate(cached_logits(ours, sequences())):
+        assert_close(logits, torch.stack([one[step - 3] for one in expected]))
+
+
+@pytest.mark.parametrize("model", ALL)
+def test_a_step_has_the_gradients_of_transformers(directory_of: Directory, model: str) -> None:
+    base, ours = opened(directory_of(model))
+    theirs = transformers_model(directory_of(model))
+    tokens = torch.stack([sequences()[1], sequences()[1].flip(0)])
+    total = ours(tokens[:, :-1], torch.arange(tokens[:, 1:].numel()), tokens[:, 1:].flatten())
+    total.backward()
+    logits = theirs(tokens[:, :-1]).logits.float()
+    expected = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum"
+    )
+    expected.backward()
+    assert_close(total, expected)
+    named = dict(theirs.named_parameters())
+    architecture = base.architecture
+    assert isinstance(architecture, TransformersArchitecture)
+    naming = architecture.naming_in("hf")
+    assert naming is not None
+    compared = 0
+    for name, parameter in ours.named_parameters():
+        name = our_name(name)
+        other = named.get(naming.theirs(name))
+        if other is not None and other.grad is not None and parameter.grad is not None:
+            gradient = other.grad.t() if name in architecture.transposed else other.grad
+            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-4)
+            compared += 1
+    assert compared > len(named) / 2
+
+
+@pytest.mark.parametrize("model", ALL)
+def test_a_model_is_written_as_transformers_writes_it(
+    directory_of: Directory, model: str, tmp_path: Path
+) -> None:
+    base = open_base(str(directory_of(model)), "transformers")
+    save_hf(base, weights(base), tmp_path / "saved")
+    before, after = (
+        load_file(directory / "model.safetensors")
+        for directory in (directory_of(model), tmp_path / "saved")
+    )
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert_close(expected_logits(tmp_path / "saved"), expected_logits(directory_of(model)))
+
+
+@pytest.mark.parametrize("model", ALL)
+def test_no_token_sees_those_that_follow(directory_of: Directory, model: str) -> None:
+    _, ours = opened(directory_of(model))
+    tokens = torch.stack([sequences()[1], sequences()[1]])
+    tokens[1, -3:] = 7
+    with torch.no_grad():
+        logits = ours(tokens, torch.arange(tokens.numel())).unflatten(0, (2, -1))[:, :-3]
+    assert_close(logits[0], logits[1])
+
+
+@pytest.mark.parametrize("model", ["opt", "phimoe", "mixtral"])
+def test_training_computes_what_inference_does(directory_of: Directory, model: str) -> None:
+    _, ours = opened(directory_of(model))
+    expected = padded_logits(ours, sequences())
+    assert torch.equal(padded_logits(ours.train(), sequences()), expected)

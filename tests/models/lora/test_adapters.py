@@ -1,0 +1,468 @@
+"""LoRA and its variants: what is trained, and adapters that are PEFT's, in both directions."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapters import ALL, FUSED, MAKERS, TOKENS, VARIANTS, build, export, logits, lora_recipe, train
+from safetensors.torch import load_file, save_file
+from tiny import make_llama
+from torch import Tensor
+
+from ftkit.errors import UserError
+from ftkit.launch.supervisor import launch
+from ftkit.models.language_model import outline
+from ftkit.models.lora.init import initial_adapter
+from ftkit.models.lora.layers import _without_bitsandbytes
+from ftkit.models.lora.load import read_adapter
+from ftkit.models.lora.names import is_adapter, our_name
+from ftkit.models.lora.save import check_adapter
+from ftkit.models.pretrained.base_model import BaseModel, open_base
+from ftkit.recipe.devices import Devices
+from ftkit.recipe.parsing import read_recipe
+from ftkit.recipe.plan import make_plan
+from ftkit.strategies.select import make_strategy
+
+TOLERANCE = 1e-5
+
+
+@torch.no_grad()
+def logits_of_peft(
+    base: BaseModel, adapter: Path | None, weights: dict[str, Tensor] | None = None
+) -> Tensor:
+    """Of the Hugging Face model, with other weights in places if there are any."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(base.directory, dtype=torch.float32)
+    for name, value in (weights or {}).items():
+        theirs = base.naming.theirs(name)
+        assert theirs is not None
+        model.get_parameter(theirs).data.copy_(value)
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, adapter)
+    result: Tensor = model.eval()(TOKENS).logits
+    return result
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, BaseModel]:
+    directory = tmp_path_factory.mktemp("bases")
+    return {
+        name: open_base(str(make(directory / name.replace(" ", "-"))))
+        for name, make in MAKERS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def llama(bases: dict[str, BaseModel]) -> BaseModel:
+    return bases["llama"]
+
+
+# --- Variants -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", ["llama", "tied llama", "gpt-neox"])
+def test_training_starts_exactly_at_the_base_model(
+    bases: dict[str, BaseModel], name: str, variant: str, dtype: torch.dtype
+) -> None:
+    model = build(bases[name], lora_recipe(bases[name], **ALL, **VARIANTS[variant]), dtype=dtype)
+    plain = build(bases[name], lora_recipe(bases[name]), dtype=dtype)
+    if dtype == torch.float32:
+        torch.testing.assert_close(logits(model), logits(plain), rtol=0, atol=1e-6)
+    else:
+        assert torch.equal(logits(model), logits(plain))
+
+
+def test_an_adapter_begins_with_the_same_numbers_in_every_precision() -> None:
+    """In 16 bits, which are the default of a run in bf16-true, others would be drawn."""
+    name, shape = "transformer.h.0.attn.proj.lora_A.default.weight", torch.Size([8, 64])
+    expected = initial_adapter(name, shape, seed=1)
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = initial_adapter(name, shape, seed=1)
+    finally:
+        torch.set_default_dtype(usual)
+    assert torch.equal(found, expected) and found.dtype == torch.float32
+
+
+@pytest.mark.parametrize("matrix", ["lora_A", "lora_B"])
+def test_an_adapter_is_drawn_on_the_host_whatever_the_default_device_is(matrix: str) -> None:
+    name, shape = f"transformer.h.0.attn.proj.{matrix}.default.weight", torch.Size([8, 64])
+    expected = initial_adapter(name, shape, seed=1)
+    with torch.device("meta"):  # Lightning makes the GPU the default while a model is filled
+        found = initial_adapter(name, shape, seed=1)
+    assert found.device.type == "cpu" and torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [
+        (name, variant)
+        for name in MAKERS
+        for variant in VARIANTS
+        if not (variant == "dora" and name in FUSED)  # refused, see below
+    ],
+)
+def test_an_adapter_loads_in_peft_with_equal_logits(
+    bases: dict[str, BaseModel], name: str, variant: str, tmp_path: Path
+) -> None:
+    base = bases[name]
+    recipe = lora_recipe(base, **ALL, **VARIANTS[variant])
+    model = train(build(base, recipe))
+    adapter = export(model, base, recipe, tmp_path / "adapter")
+    ours, theirs = logits(model), logits_of_peft(base, adapter)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCE)
+    assert (ours - logits_of_peft(base, None)).abs().max() > 0.05
+    assert any("lora_B" in key for key in load_file(adapter / "adapter_model.safetensors"))
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_an_adapter_is_read_back_as_it_was_written(
+    bases: dict[str, BaseModel], name: str, tmp_path: Path
+) -> None:
+    base = bases[name]
+    recipe = lora_recipe(base, lora_head=True, lora_mlp=True, lora_r=4, lora_alpha=6)
+    model = train(build(base, recipe))
+    adapter = export(model, base, recipe, tmp_path / "adapter")
+    again = lora_recipe(base, adapter=adapter)
+    assert (again.lora_r, again.lora_alpha) == (4, 6)
+    found = build(base, again)
+    assert torch.equal(logits(found), logits(model))
+    names = {our_name(name) for name, _ in model.named_parameters() if is_adapter(name)}
+    assert names == {our_name(name) for name, _ in found.named_parameters() if is_adapter(name)}
+    copy = export(found, base, again, tmp_path / "copy")
+    assert settings_of(copy) == settings_of(adapter)
+    tensors = load_file(copy / "adapter_model.safetensors")
+    for name, tensor in load_file(adapter / "adapter_model.safetensors").items():
+        assert torch.equal(tensors.pop(name), tensor)
+    assert not tensors
+
+
+def test_an_adapter_of_fused_layers_that_adapts_parts_of_them(
+    bases: dict[str, BaseModel], tmp_path: Path
+) -> None:
+    base = bases["phi-3"]
+    recipe = lora_recipe(base, lora_targets=["q_proj", "layers.1.mlp.gate_up_proj.fc_2"])
+    model = train(build(base, recipe))
+    adapter = export(model, base, recipe, tmp_path / "adapter")
+    torch.testing.assert_close(logits(model), logits_of_peft(base, adapter), rtol=0, atol=TOLERANCE)
+    assert torch.equal(logits(build(base, lora_recipe(base, adapter=adapter))), logits(model))
+
+
+def test_dora_is_refused_where_hugging_face_fuses_layers(bases: dict[str, BaseModel]) -> None:
+    for name in FUSED:
+        with pytest.raises(UserError, match=r"lora_variant is dora, but .* Try --lora_variant"):
+            check_adapter(bases[name], lora_recipe(bases[name], lora_variant="dora"))
+
+
+def test_the_settings_of_an_adapter_are_in_one_order(llama: BaseModel, tmp_path: Path) -> None:
+    recipe = lora_recipe(llama, **ALL)
+    adapter = export(build(llama, recipe), llama, recipe, tmp_path / "adapter")
+    names = settings_of(adapter)["target_modules"]
+    assert names == sorted(names)
+    assert {"q_proj", "k_proj", "v_proj", "o_proj", "lm_head"} < set(names)
+
+
+def settings_of(adapter: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((adapter / "adapter_config.json").read_text())
+    return found
+
+
+# --- Layers -------------------------------------------------------------------------------------
+
+
+def adapted(base: BaseModel, **keys: Any) -> set[str]:
+    model = outline(base, lora_recipe(base, **keys), torch.float32)
+    names = [our_name(name) for name, p in model.named_parameters() if p.requires_grad]
+    return {name.partition(".lora_")[0].removesuffix(".weight") for name in names}
+
+
+@pytest.mark.parametrize(
+    ("targets", "layers"),
+    [
+        (["q_proj"], {"transformer.h.0.attn.qkv.q_proj", "transformer.h.1.attn.qkv.q_proj"}),
+        ("q_proj", {"transformer.h.0.attn.qkv.q_proj", "transformer.h.1.attn.qkv.q_proj"}),
+        (["layers.1.self_attn.o_proj", "lm_head"], {"transformer.h.1.attn.proj", "lm_head"}),
+        (r".*layers\.0.*(gate|up)_proj", {"transformer.h.0.mlp.fc_1", "transformer.h.0.mlp.fc_2"}),
+    ],
+)
+def test_targets_are_names_or_a_regular_expression(
+    llama: BaseModel, targets: Any, layers: set[str]
+) -> None:
+    assert adapted(llama, lora_targets=targets) == layers
+
+
+def test_a_target_on_some_layers_loads_in_peft(llama: BaseModel, tmp_path: Path) -> None:
+    recipe = lora_recipe(llama, lora_targets=r".*layers\.1\.self_attn\.[qo]_proj")
+    model = train(build(llama, recipe))
+    adapter = export(model, llama, recipe, tmp_path / "adapter")
+    names = settings_of(adapter)["target_modules"]
+    assert names == ["model.layers.1.self_attn.o_proj", "model.layers.1.self_attn.q_proj"]
+    torch.testing.assert_close(
+        logits(model), logits_of_peft(llama, adapter), rtol=0, atol=TOLERANCE
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"lora_targets": ["q_prj"]}, "lora_targets names q_prj, .* Did you mean q_proj"),
+        ({"lora_targets": "qproj"}, "lora_targets names qproj, .* Did you mean q_proj"),
+        ({"lora_targets": ["zzz"]}, "lora_targets names zzz, .* It has q_proj, k_proj"),
+        ({"lora_targets": ["embed_tokens"]}, "lora_targets names embed_tokens, .* linear"),
+        ({"lora_targets": "(q_proj"}, r"lora_targets is '\(q_proj', .* no regular expression"),
+        (
+            {"lora_modules_to_save": ["embed_token"]},
+            "lora_modules_to_save names embed_token, .* Did you mean embed_tokens",
+        ),
+        (
+            {"lora_modules_to_save": ["q_proj"]},
+            "lora_modules_to_save names q_proj, which is adapted",
+        ),
+        (
+            {"lora_modules_to_save": ["o_proj"], "quantize": "bnb.nf4"},
+            "lora_modules_to_save names o_proj, but quantize bnb.nf4",
+        ),
+        ({"lora_init": "pissa", "lora_r": 100}, "lora_r is 100, .* Try --lora_r 64"),
+    ],
+)
+def test_names_that_match_nothing_or_what_cannot_be_trained_are_refused(
+    llama: BaseModel, keys: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        outline(llama, lora_recipe(llama, **keys), torch.float32)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_whole_layers_are_trained_and_kept_beside_the_adapter(
+    bases: dict[str, BaseModel], name: str, tmp_path: Path
+) -> None:
+    base = bases[name]
+    head, embedding = (
+        ("embed_out", "embed_in") if name == "gpt-neox" else ("lm_head", "embed_tokens")
+    )
+    norm = "final_layer_norm" if name == "gpt-neox" else "norm"
+    recipe = lora_recipe(base, lora_modules_to_save=[head, embedding, norm])
+    model = train(build(base, recipe))
+    adapter = export(model, base, recipe, tmp_path / "adapter")
+    torch.testing.assert_close(logits(model), logits_of_peft(base, adapter), rtol=0, atol=TOLERANCE)
+    again = build(base, lora_recipe(base, adapter=adapter))
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_a_fused_layer_is_trained_whole(bases: dict[str, BaseModel], tmp_path: Path) -> None:
+    base = bases["phi-3"]
+    recipe = lora_recipe(base, lora_targets=["o_proj"], lora_modules_to_save=["qkv_proj"])
+    model = train(build(base, recipe))
+    adapter = export(model, base, recipe, tmp_path / "adapter")
+    torch.testing.assert_close(logits(model), logits_of_peft(base, adapter), rtol=0, atol=TOLERANCE)
+
+
+def test_lora_plus_trains_b_faster_and_reports_the_rate_of_a(llama: BaseModel) -> None:
+    recipe = lora_recipe(llama, lora_plus_ratio=4, optimizer__lr=0.01, accelerator="cpu")
+    plan = make_plan(recipe, Devices(accelerator="cpu", count=1))
+    model = build(llama, recipe)
+    names = {parameter: our_name(name) for name, parameter in model.named_parameters()}
+    first, second = make_strategy(plan).make_optimizer(model).param_groups
+    assert (first["lr"], second["lr"]) == (0.01, 0.04)
+    assert {".lora_B." in names[p] for p in first["params"]} == {False}
+    assert {".lora_B." in names[p] for p in second["params"]} == {True}
+
+
+# --- Adapters made elsewhere --------------------------------------------------------------------
+
+
+def peft_adapter(base: BaseModel, out: Path, *, pickled: bool = False, **settings: Any) -> Path:
+    """An adapter that PEFT made, with random numbers."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base.directory, dtype=torch.float32)
+    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings))
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter += 0.05 * torch.randn(parameter.shape, generator=generator)  # type: ignore[misc]
+    adapted.save_pretrained(out, safe_serialization=not pickled)
+    return out
+
+
+LLAMA_TARGETS = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("llama", LLAMA_TARGETS),
+        ("llama", LLAMA_TARGETS | {"use_dora": True}),
+        ("llama", LLAMA_TARGETS | {"use_rslora": True}),
+        ("llama", LLAMA_TARGETS | {"target_modules": r".*layers\.1.*(q|o)_proj"}),
+        ("llama", LLAMA_TARGETS | {"modules_to_save": ["embed_tokens", "lm_head"]}),
+        ("tied llama", LLAMA_TARGETS | {"target_modules": ["q_proj", "lm_head"]}),
+        ("phi-3", {"r": 4, "target_modules": ["qkv_proj", "gate_up_proj", "down_proj"]}),
+        ("gpt-neox", {"r": 4, "target_modules": ["query_key_value", "dense"]}),
+    ],
+)
+def test_training_starts_exactly_at_an_adapter_of_peft(
+    bases: dict[str, BaseModel], name: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    adapter = peft_adapter(bases[name], tmp_path / "adapter", **settings)
+    model = build(bases[name], lora_recipe(bases[name], adapter=adapter))
+    torch.testing.assert_close(
+        logits(model), logits_of_peft(bases[name], adapter), rtol=0, atol=TOLERANCE
+    )
+
+
+def test_an_old_adapter_is_read_without_running_what_it_holds(
+    llama: BaseModel, tmp_path: Path
+) -> None:
+    adapter = peft_adapter(llama, tmp_path / "adapter", **LLAMA_TARGETS)
+    expected = logits_of_peft(llama, adapter)
+    weights = adapter / "adapter_model.safetensors"
+    torch.save(load_file(weights), adapter / "adapter_model.bin")
+    weights.unlink()
+    model = build(llama, lora_recipe(llama, adapter=adapter))
+    torch.testing.assert_close(logits(model), expected, rtol=0, atol=TOLERANCE)
+    torch.save({"x": Path("code")}, adapter / "adapter_model.bin")
+    with pytest.raises(UserError, match=r"adapter_model.bin holds more than weights"):
+        read_adapter(adapter, llama)
+
+
+@pytest.fixture(scope="module")
+def foreign(llama: BaseModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return peft_adapter(llama, tmp_path_factory.mktemp("foreign") / "adapter", **LLAMA_TARGETS)
+
+
+def test_what_an_adapter_decides_is_read_from_it(llama: BaseModel, foreign: Path) -> None:
+    recipe = lora_recipe(llama, adapter=foreign, lora_r=4)
+    assert (recipe.lora_r, recipe.lora_alpha, recipe.lora_variant) == (4, 6, "lora")
+    assert recipe.lora_targets == ["down_proj", "q_proj", "v_proj"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"lora_r": 32}, "lora_r is 32, but the adapter .* has 4"),
+        ({"lora_alpha": 5}, "lora_alpha is 5, but the adapter .* has 6"),
+        ({"lora_variant": "dora"}, 'lora_variant is "dora", but the adapter .* has "lora"'),
+        ({"lora_targets": ["q_proj"]}, r'lora_targets is \["q_proj"\], but the adapter'),
+        ({"lora_key": True}, "lora_key is true, but the adapter"),
+        ({"lora_init": "pissa"}, "lora_init is pissa, but the first values come from"),
+    ],
+)
+def test_a_recipe_that_asks_for_another_adapter_is_refused(
+    llama: BaseModel, foreign: Path, keys: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        lora_recipe(llama, adapter=foreign, **keys)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"peft_type": "IA3"}, "is of the kind IA3"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+        ({"bias": "all"}, 'has bias "all"'),
+        ({"use_dora": True, "use_rslora": True}, "DoRA and rsLoRA in one"),
+        ({"r": None}, "does not say lora_r"),
+    ],
+)
+def test_adapters_that_cannot_be_trained_on_are_refused(
+    llama: BaseModel, foreign: Path, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    adapter = copied(foreign, tmp_path)
+    settings = settings_of(adapter) | change
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match=message):
+        lora_recipe(llama, adapter=adapter)
+
+
+def test_a_directory_without_an_adapter_is_refused(llama: BaseModel, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"there is no adapter_config\.json"):
+        lora_recipe(llama, adapter=tmp_path)
+
+
+def copied(adapter: Path, directory: Path) -> Path:
+    return Path(shutil.copytree(adapter, directory / "copy"))
+
+
+def test_an_adapter_of_another_model_is_refused_naming_the_tensor(
+    bases: dict[str, BaseModel], foreign: Path, tmp_path: Path
+) -> None:
+    other = open_base(str(make_llama(tmp_path / "wide", hidden_size=128)))
+    with pytest.raises(UserError, match=r"lora_\S+ has shape \[.*64.*\], .* \[.*128.*\]"):
+        build(other, lora_recipe(other, adapter=foreign))
+    with pytest.raises(UserError, match=r"down_proj\.lora_A.*has no layer model\.layers"):
+        read_adapter(foreign, bases["gpt-neox"])
+
+
+def test_an_adapter_that_lacks_a_tensor_or_has_one_too_many_is_refused(
+    llama: BaseModel, foreign: Path, tmp_path: Path
+) -> None:
+    adapter = copied(foreign, tmp_path)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
+    tensor = tensors.pop(name)
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=r"lacks transformer\.h\.0\.attn\.qkv\.q_proj\.lora_B"):
+        build(llama, lora_recipe(llama, adapter=adapter))
+    tensors |= {name: tensor, name.replace("q_proj", "k_proj"): tensor.clone()}
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=r"k_proj\.lora_B\S* is not among the layers"):
+        build(llama, lora_recipe(llama, adapter=adapter))
+
+
+def test_a_wrong_adapter_is_refused_before_anything_starts(
+    llama: BaseModel, foreign: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    keys = {"checkpoint_dir": str(llama.directory), "out_dir": str(out), "adapter": str(foreign)}
+    recipe = read_recipe([], [*keys.items(), ("lora_r", "5")], method="lora")
+    with pytest.raises(UserError, match="lora_r is 5, but the adapter"):
+        launch(recipe, command=())
+    assert not out.exists()
+
+
+# --- Quantised bases ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("kind", ["bnb.nf4-dq", "bnb.int8"])
+def test_an_adapter_on_a_quantised_base_starts_there_and_fits_its_weights_in_peft(
+    llama: BaseModel, variant: str, kind: str, tmp_path: Path
+) -> None:
+    recipe = lora_recipe(llama, quantize=kind, lora_mlp=True, **VARIANTS[variant])
+    model = build(llama, recipe)
+    plain = build(llama, lora_recipe(llama, quantize=kind))
+    torch.testing.assert_close(logits(model), logits(plain), rtol=0, atol=1e-6)
+    adapter = export(train(model), llama, recipe, tmp_path / "adapter")
+    weights = {
+        our_name(f"{name}.weight"): layer.unpacked(layer.weight)
+        for name, layer in model.named_modules()
+        if hasattr(layer, "unpacked")
+    }
+    torch.testing.assert_close(
+        logits(model), logits_of_peft(llama, adapter, weights), rtol=0, atol=TOLERANCE
+    )
+
+
+def test_peft_is_kept_from_bitsandbytes_only_where_nothing_is_quantised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from peft.import_utils import is_bnb_available
+
+    monkeypatch.delitem(sys.modules, "bitsandbytes", raising=False)
+    is_bnb_available()  # PEFT keeps the answer
+    with _without_bitsandbytes():
+        assert not is_bnb_available()
+    assert is_bnb_available()
+    assert "bitsandbytes" not in sys.modules

@@ -1,0 +1,112 @@
+"""Checkpoints whose weights are stored quantised are refused by their method's name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import Command
+from tiny import make_data, make_llama
+
+from ftkit.errors import UserError
+from ftkit.models.pretrained.base_model import open_base
+from ftkit.models.pretrained.blueprint import read_blueprint
+from ftkit.models.pretrained.hub import find_here
+
+CONFIGS: list[tuple[dict[str, Any], str, str]] = [
+    ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "GPTQ", "bnb.nf4"),
+    ({"quant_method": "awq", "bits": 4, "version": "gemm"}, "AWQ", "bnb.nf4"),
+    ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "FP8", "bnb.int8"),
+    ({"quant_method": "fbgemm_fp8"}, r"FP8 \(FBGEMM\)", "bnb.int8"),
+    ({"quant_method": "mxfp4", "modules_to_not_convert": []}, "MXFP4", "bnb.nf4"),
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes", "bnb.nf4"),
+    ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes", "bnb.int8"),
+    ({"load_in_8bit": True}, "bitsandbytes", "bnb.int8"),
+    ({"quant_method": "compressed-tensors", "format": "pack"}, "compressed-tensors", "bnb.nf4"),
+    ({"quant_method": "aqlm"}, "AQLM", "bnb.nf4"),
+    ({"quant_method": "auto-round"}, "AutoRound", "bnb.nf4"),
+    ({"quant_method": "intel/auto-round"}, "AutoRound", "bnb.nf4"),
+    ({"quant_method": "bitnet"}, "BitNet", "bnb.nf4"),
+    ({"quant_method": "eetq"}, "EETQ", "bnb.int8"),
+    ({"quant_method": "fp_quant"}, "FP-Quant", "bnb.nf4"),
+    ({"quant_method": "higgs"}, "HIGGS", "bnb.nf4"),
+    ({"quant_method": "hqq"}, "HQQ", "bnb.nf4"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, r"ModelOpt \(NVFP4 or FP8\)", "bnb.nf4"),
+    ({"quant_method": "quanto"}, "Quanto", "bnb.nf4"),
+    ({"quant_method": "quark"}, "Quark", "bnb.nf4"),
+    ({"quant_method": "sinq"}, "SINQ", "bnb.nf4"),
+    ({"quant_method": "spqr"}, "SpQR", "bnb.nf4"),
+    ({"quant_method": "torchao"}, "torchao", "bnb.nf4"),
+    ({"quant_method": "vptq"}, "VPTQ", "bnb.nf4"),
+    ({"quant_method": "of-next-year"}, "of-next-year", "bnb.nf4"),
+    ({"bits": 4}, "quantised", "bnb.nf4"),
+]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return make_llama(tmp_path / "model")
+
+
+def edit(model: Path, **settings: Any) -> None:
+    file = model / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+
+
+@pytest.mark.parametrize(("quantization", "title", "instead"), CONFIGS)
+@pytest.mark.parametrize("opened", [open_base, find_here, read_blueprint])
+def test_each_method_is_named_with_what_to_use_instead(
+    quantization: dict[str, Any], title: str, instead: str, opened: Any, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+    (model / "model.safetensors").touch()
+    message = f"{model} holds {title} weights.*original model.*--quantize {instead} if memory"
+    with pytest.raises(UserError, match=message):
+        opened(str(model))
+
+
+@pytest.mark.parametrize(
+    ("file", "title"),
+    [
+        ("quantize_config.json", "GPTQ"),
+        ("quant_config.json", "AWQ"),
+        ("hf_quant_config.json", "ModelOpt"),
+    ],
+)
+def test_what_a_quantiser_has_written_beside_an_older_config_tells_it(
+    file: str, title: str, model: Path
+) -> None:
+    (model / file).write_text('{"bits": 4}')
+    with pytest.raises(UserError, match=f"holds {title}"):
+        open_base(str(model))
+
+
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+@pytest.mark.parametrize("nothing", [None, {}])
+def test_a_config_that_names_no_quantisation_is_no_obstacle(
+    key: str, nothing: object, model: Path
+) -> None:
+    edit(model, **{key: nothing})
+    assert open_base(str(model)).settings[key] == nothing
+
+
+@pytest.mark.parametrize(
+    "command", ["finetune", "finetune_full", "plan", "data", "generate", "evaluate", "export"]
+)
+def test_every_command_refuses_it_before_anything_begins(
+    command: str, model: Path, tmp_path: Path, ftkit: Command
+) -> None:
+    edit(model, quantization_config={"quant_method": "gptq", "bits": 4})
+    data = make_data(tmp_path / "data.json")
+    keys = ["--checkpoint_dir", model, "--data", "JSON", "--data.path", data]
+    words: dict[str, list[object]] = {
+        "generate": [model, "--prompt", "red"],
+        "evaluate": [model, "--data", "JSON", "--data.path", data],
+        "export": [model, "--format", "litgpt", "--out", "out"],
+    }
+    done = ftkit(command, *words.get(command, keys))
+    assert done.returncode == 2, done.stderr
+    assert "holds GPTQ weights" in done.stderr and "Traceback" not in done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "data.json"}

@@ -1,0 +1,119 @@
+"""Compiled blocks: the same losses, and no graph more for other lengths."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor
+from transformers_models import make_transformers_model
+
+from ftkit.models import compiled
+from ftkit.models.compiled import compiled_graphs
+from ftkit.models.language_model import LanguageModel, outline
+from ftkit.models.load_weights import fill
+from ftkit.models.pretrained.base_model import BaseModel, open_base
+from ftkit.models.sharding import Whole
+from ftkit.recipe.recipe import LoraRecipe, Memory, Recipe
+
+QUICKSTART = "embedded:quickstart"
+LENGTHS = [(7, 5, 9), (4, 4, 4, 4), (12,), (3, 30, 2), (9, 9), (17, 3, 3, 3)]
+RECIPES: dict[str, Recipe] = {
+    "full": Recipe(checkpoint_dir=QUICKSTART),
+    "LoRA, checkpointed": LoraRecipe(
+        checkpoint_dir=QUICKSTART, memory=Memory(activation_checkpointing=True)
+    ),
+    "QLoRA": LoraRecipe(checkpoint_dir=QUICKSTART, quantize="bnb.nf4", lora_mlp=True),
+    "int8": LoraRecipe(checkpoint_dir=QUICKSTART, quantize="bnb.int8"),
+}
+MIXTURES: dict[str, tuple[str, Recipe]] = {
+    "full": ("qwen3_moe", Recipe(checkpoint_dir="it")),
+    "QLoRA of experts": (
+        "gpt_oss",
+        LoraRecipe(checkpoint_dir="it", quantize="bnb.nf4", lora_experts=True, lora_dropout=0),
+    ),
+    "another kind": ("granitemoe", LoraRecipe(checkpoint_dir="it", quantize="bnb.nf4")),
+}
+pytestmark = pytest.mark.slow  # a few seconds of tracing, half a minute with a compiler
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_before() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def make_model(recipe: Recipe, base: BaseModel, *, compile_: bool) -> LanguageModel:
+    recipe = dataclasses.replace(recipe, compile=compile_)
+    model = outline(base, recipe, torch.float32)
+    fill(
+        model,
+        base,
+        sharding=Whole(),
+        device=torch.device("cpu"),
+        rope_length=64,
+        seed=1,
+        progress=lambda *_: None,
+    )
+    return model
+
+
+def step(model: LanguageModel, lengths: tuple[int, ...]) -> tuple[float, list[Tensor]]:
+    """Loss and gradients of some samples; dropout draws the same each time."""
+    tokens = sum(lengths)
+    generator = torch.Generator().manual_seed(tokens)
+    ids = torch.randint(200, (1, tokens), generator=generator)
+    labels = torch.randint(200, (tokens // 2,), generator=generator)
+    model.zero_grad()
+    torch.manual_seed(tokens)
+    loss = model(ids, torch.arange(tokens // 2) * 2, labels, sequence_lengths=lengths)
+    loss.backward()
+    return float(loss.detach()), [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def assert_same(
+    recipe: Recipe, lengths: list[tuple[int, ...]], base: BaseModel | None = None
+) -> list[int]:
+    """Steps of a compiled model and of a plain one; graphs after each step."""
+    base = base or open_base(QUICKSTART)
+    plain, fast = (make_model(recipe, base, compile_=compile_) for compile_ in (False, True))
+    before = compiled_graphs()
+    counts = []
+    for some in lengths:
+        loss, gradients = step(fast, some)
+        counts.append(compiled_graphs() - before)
+        expected_loss, expected = step(plain, some)
+        assert loss == pytest.approx(expected_loss, rel=1e-5)
+        for ours, theirs in zip(gradients, expected, strict=True):
+            assert torch.dist(ours, theirs) <= 1e-4 * theirs.norm() + 1e-6
+    with torch.no_grad():
+        fast(torch.zeros(1, 8, dtype=torch.long), torch.arange(8), torch.arange(8))
+    assert compiled_graphs() - before == counts[-1], "evaluation compiles nothing"
+    return counts
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_other_lengths_need_no_other_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    counts = assert_same(RECIPES[name], LENGTHS)
+    assert counts == [counts[0]] * len(LENGTHS)
+    assert 0 < counts[0] < 12
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_stay_outside_whatever_tokens_choose_them(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    model, recipe = MIXTURES[name]
+    base = open_base(str(make_transformers_model(tmp_path / model, model)), "transformers")
+    counts = assert_same(recipe, LENGTHS[:4], base)
+    assert counts[-1] == counts[-2], "lengths that are new in no way need no graph"
+    assert 0 < counts[-1] < 30
+
+
+def test_what_the_compiler_makes_computes_the_same_with_dropout() -> None:
+    assert_same(RECIPES["LoRA, checkpointed"], LENGTHS[:2])

@@ -1,0 +1,240 @@
+"""Experts whose matrices are one parameter: each is quantised by itself, as a linear layer is."""
+
+import copy
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from adapters import TOKENS, build, export, logits, lora_recipe, train
+from conversions import assert_equal
+from torch import Tensor
+from transformers_models import make_transformers_model
+
+from ftkit.errors import UserError
+from ftkit.evaluation.loading import open_adapter
+from ftkit.evaluation.result import find_result
+from ftkit.exchange.merge import Merged
+from ftkit.models.architectures.transformers.architecture import is_router
+from ftkit.models.bodies.experts import FusedExperts, PackedMatrices, packed_in
+from ftkit.models.flops import flops_per_token, parameter_count
+from ftkit.models.language_model import LanguageModel, outline
+from ftkit.models.pretrained.base_model import BaseModel, open_base, weights
+from ftkit.models.quantization import rounded
+from ftkit.models.quantized_experts import quantize_experts
+from ftkit.recipe.recipe import Quantization
+
+KINDS: list[Quantization] = ["bnb.nf4", "bnb.nf4-dq", "bnb.fp4", "bnb.fp4-dq", "bnb.int8"]
+MODELS = ["mixtral", "qwen3_moe", "gpt_oss", "olmoe"]
+OTHER_KINDS = ["granitemoe", "jetmoe", "llama4_text", "aria_text"]
+"""Whose experts are not those of transformers' functions of experts."""
+TRANSPOSED = ("gpt_oss", "llama4_text", "aria_text")
+BaseOf = Callable[[str], BaseModel]
+
+
+@pytest.fixture(scope="module")
+def base_of(tmp_path_factory: pytest.TempPathFactory) -> BaseOf:
+    directory = tmp_path_factory.mktemp("bases")
+    known: dict[str, BaseModel] = {}
+
+    def base(model: str) -> BaseModel:
+        if model not in known:
+            made = make_transformers_model(directory / model, model)
+            known[model] = open_base(str(made), "transformers")
+        return known[model]
+
+    return base
+
+
+def built(base: BaseModel, kind: Quantization | None, **keys: Any) -> LanguageModel:
+    return build(
+        base, lora_recipe(base, quantize=kind, model_implementation="transformers", **keys)
+    )
+
+
+def packed(model: nn.Module) -> dict[str, PackedMatrices]:
+    """By the name of the parameter."""
+    return {
+        f"{name}.{kind}": matrices
+        for name, module in model.named_modules()
+        for kind, matrices in packed_in(module).items()
+    }
+
+
+def in_numbers(model: LanguageModel) -> LanguageModel:
+    """A copy whose experts have the numbers that the model computes with as their parameters."""
+    plain = copy.deepcopy(model)
+    for module in plain.modules():
+        for name, matrices in packed_in(module).items():
+            held = getattr(module, name)
+            of_each = [matrices.unpacked(held, expert) for expert in range(matrices.experts)]
+            whole = torch.stack([m.t() if matrices.transposed else m for m in of_each])
+            setattr(module, name, nn.Parameter(whole, requires_grad=False))
+        if packed_in(module):
+            module.packed_matrices = {}
+    return plain
+
+
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [(model, kind) for model in ("qwen3_moe", "gpt_oss") for kind in KINDS]
+    + [(model, "bnb.nf4-dq") for model in OTHER_KINDS],
+)
+def test_each_matrix_has_the_numbers_of_a_quantised_linear_layer(
+    base_of: BaseOf, model: str, kind: Quantization
+) -> None:
+    base = base_of(model)
+    of_base = dict(weights(base))
+    found = built(base, kind)
+    matrices = packed(found)
+    stacked = {f"body.{name}" for name, value in of_base.items() if value.ndim == 3}
+    assert set(matrices) == stacked and len(stacked) >= 2
+    for name, one in matrices.items():
+        for expert, matrix in enumerate(of_base[name.removeprefix("body.")]):
+            original = matrix.t() if model in TRANSPOSED else matrix
+            expected = rounded(original, kind)
+            held = found.get_parameter(name)
+            assert torch.equal(one.unpacked(held, expert), expected)
+            assert not torch.equal(expected, original)
+
+
+@pytest.mark.parametrize("kind", ["bnb.nf4-dq", "bnb.int8"])
+@pytest.mark.parametrize("model", [*MODELS, *OTHER_KINDS])
+def test_a_step_is_that_of_experts_with_the_same_numbers(
+    base_of: BaseOf, model: str, kind: Quantization
+) -> None:
+    keys = {"lora_targets": ["kv_proj"]} if model == "jetmoe" else {}  # its query is of experts
+    found = train(built(base_of(model), kind, **keys))
+    expected = in_numbers(found)
+    assert not packed(expected) and packed(found)
+    losses, gradients = zip(*(step(one) for one in (found, expected)), strict=True)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert_equal(logits(found), logits(expected))
+    assert len(gradients[0]) > 0
+    for name, gradient in gradients[1].items():
+        torch.testing.assert_close(gradients[0][name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def step(model: LanguageModel) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients."""
+    model.zero_grad()
+    count = TOKENS.numel()
+    loss = model(TOKENS, torch.arange(count), TOKENS.flatten().roll(-1)) / count
+    loss.backward()
+    return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_routers_biases_and_heads_stay_in_full_numbers(base_of: BaseOf, model: str) -> None:
+    outlined = outline(
+        base_of(model), lora_recipe(base_of(model), quantize="bnb.nf4"), torch.bfloat16
+    )
+    few_bits = {n for n, p in outlined.named_parameters() if not p.is_floating_point()}
+    assert few_bits >= set(packed(outlined))
+    whole = [n for n, _ in outlined.named_parameters() if n not in few_bits and ".lora_" not in n]
+    kinds = {name.rpartition(".")[2] for name in whole}
+    assert kinds <= {"weight", "bias", "sinks", "gate_up_proj_bias", "down_proj_bias"}
+    assert any(is_router(name) for name in whole)
+    assert "head.lm_head.weight" in whole
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_counts_do_not_depend_on_how_matrices_are_stored(
+    base_of: BaseOf, kind: Quantization
+) -> None:
+    base = base_of("qwen3_moe")
+    plain, quantised = (
+        outline(base, lora_recipe(base, quantize=one), torch.float32) for one in (None, kind)
+    )
+    assert parameter_count(plain) == sum(p.numel() for p in plain.parameters())
+    assert parameter_count(quantised) == parameter_count(plain)
+    counted = {"attention_length": 10, "label_fraction": 0.5}
+    assert flops_per_token(quantised, **counted) == flops_per_token(plain, **counted)
+
+
+class Experts(nn.Module):
+    """Four of them, without a model around."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down_proj = nn.Parameter(torch.empty(4, 256, 256, device="meta"))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "bytes_per_weight"),
+    [
+        ("bnb.nf4", 0.5 + 4 / 64),
+        ("bnb.fp4", 0.5 + 4 / 64),
+        ("bnb.nf4-dq", 0.5 + 1 / 64 + 4 / (64 * 256)),
+        ("bnb.fp4-dq", 0.5 + 1 / 64 + 4 / (64 * 256)),
+        ("bnb.int8", 1 + 4 / 256),
+    ],
+)
+def test_packed_matrices_take_what_their_bits_take(
+    kind: Quantization, bytes_per_weight: float, transposed: bool
+) -> None:
+    module = Experts()
+    quantize_experts(FusedExperts(module, ("down_proj",), transposed), kind, torch.bfloat16)
+    matrices = packed_in(module)["down_proj"]
+    held = matrices.pack(torch.randn(4, 256, 256))
+    assert held.shape == module.down_proj.shape and held.dtype == module.down_proj.dtype
+    beside = [value for value in vars(matrices).values() if isinstance(value, Tensor)]
+    found = sum(t.untyped_storage().nbytes() for t in (held, *beside))
+    if kind.endswith("-dq"):
+        found -= 256 * 4 + 4 * 4  # a table of values for scales, and an offset for each expert
+    assert found == 4 * 256 * 256 * bytes_per_weight
+    assert matrices.unpacked(held, 3).dtype == torch.bfloat16
+
+
+def test_one_matrix_is_in_numbers_at_a_time(
+    base_of: BaseOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = built(base_of("qwen3_moe"), "bnb.nf4")
+    made: list[Any] = []
+
+    def watched(unpacked: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(*arguments: Any) -> Tensor:
+            assert all(matrix() is None for matrix in made)
+            found = unpacked(*arguments)
+            made.append(weakref.ref(found))
+            return found
+
+        return call
+
+    for matrices in packed(model).values():
+        monkeypatch.setattr(matrices, "unpacked", watched(matrices.unpacked))
+    count = TOKENS.numel()
+    loss = model(TOKENS, torch.arange(count), TOKENS.flatten().roll(-1))
+    forward = len(made)
+    assert 2 * 2 < forward <= 2 * 2 * 4
+    assert all(matrix() is None for matrix in made)
+    loss.backward()
+    assert len(made) == 2 * forward
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe", "gpt_oss", "granitemoe", "llama4_text"])
+def test_a_merged_qlora_result_has_the_numbers_that_training_saw(
+    base_of: BaseOf, model: str, tmp_path: Path
+) -> None:
+    base = base_of(model)
+    recipe = lora_recipe(base, quantize="bnb.nf4")
+    adapter = export(train(build(base, recipe)), base, recipe, tmp_path / "adapter")
+    result = find_result(str(adapter))
+    opened = open_adapter(result, dtype=torch.float32, quantize="bnb.nf4")
+    merged, original = (Merged(opened, kind, None) for kind in ("bnb.nf4", None))
+    trained_on = in_numbers(built(base, "bnb.nf4"))
+    for name in packed(opened.model):
+        ours = name.removeprefix("body.")
+        assert torch.equal(merged(ours), trained_on.get_parameter(name))
+        assert not torch.equal(merged(ours), original(ours))
+
+
+def test_experts_in_a_few_bits_cannot_be_trained_whole(base_of: BaseOf) -> None:
+    base = base_of("qwen3_moe")
+    recipe = lora_recipe(base, quantize="bnb.nf4", lora_modules_to_save=["experts"])
+    with pytest.raises(UserError, match=r"names experts, but quantize bnb\.nf4 keeps it in a few"):
+        outline(base, recipe, torch.float32)

@@ -1,0 +1,75 @@
+"""What transformers' models cannot do is told by one message, before anything is loaded."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import command_environment
+from transformers_models import settings_of
+
+from ftkit.errors import UserError
+from ftkit.models.architectures.transformers.architecture import TransformersArchitecture
+from ftkit.models.architectures.transformers.reading import read_transformers_architecture
+from ftkit.models.pretrained.blueprint import read_blueprint
+from ftkit.models.trial import require_trainable
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "bert": ({}, "is an encoder, in which tokens see"),
+    "bert as a decoder": ({"is_decoder": True}, "has layers between its last block and its head"),
+    "bart": ({}, "is an encoder and a decoder"),
+    "gpt2": ({"add_cross_attention": True}, "reads what an encoder gives"),
+    "xlnet": ({}, "on both sides"),
+    "musicgen": ({}, "needs inputs beside tokens"),
+    "gemma3n_text": ({}, "keys and values of others from a cache"),
+    "rwkv": ({}, "gradients"),
+}
+
+
+@pytest.mark.parametrize("model", REFUSED)
+def test_what_is_no_causal_language_model_is_refused_in_words(model: str) -> None:
+    settings, reason = REFUSED[model]
+    with pytest.raises(UserError, match=reason):
+        read_transformers_architecture({"model_type": model.split()[0], **settings}, "it")
+
+
+def directory_with(settings: dict[str, Any], directory: Path) -> Path:
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(settings))
+    return directory
+
+
+def test_a_model_whose_code_fails_on_its_settings_is_refused(tmp_path: Path) -> None:
+    settings = {"model_type": "deepseek_v2", **settings_of("deepseek_v2")}
+    settings["num_experts_per_tok"] = None
+    base = read_blueprint(str(directory_with(settings, tmp_path / "m")), "transformers")
+    with pytest.raises(UserError, match=r"DeepseekV2ForCausalLM of transformers fails .*TypeError"):
+        require_trainable(base)
+
+
+def test_a_block_of_each_kind_is_tried() -> None:
+    settings = {"model_type": "deepseek_v3", **settings_of("deepseek_v3")}
+    settings |= {"num_hidden_layers": 6, "first_k_dense_replace": 3}
+    architecture = read_transformers_architecture(settings, "it")
+    assert isinstance(architecture, TransformersArchitecture)
+    assert architecture.depth_of_all_kinds == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{"model_type": "bert"}, {"model_type": "whisper"}])
+def test_a_plan_of_such_a_model_ends_with_one_message(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    directory = directory_with(settings, tmp_path / "m")
+    ran = subprocess.run(
+        [sys.executable, "-m", "ftkit", "plan", "--checkpoint_dir", str(directory)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=command_environment(),
+    )
+    assert ran.returncode == 2
+    assert "Traceback" not in ran.stderr
+    assert "ftkit trains causal language models" in ran.stderr

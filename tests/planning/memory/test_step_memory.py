@@ -1,0 +1,258 @@
+"""Predicted memory equals that of real runs: all tensors of a rank, counted one by one."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rank_jobs import HAS_DEEPSPEED, NO_EVALUATION, Case, write_job
+from runs import run_ranks
+from tiny import make_llama
+from transformers_models import make_transformers_model
+
+from ftkit.models.pretrained.base_model import open_base
+from ftkit.planning.memory.predict import predict
+from ftkit.planning.memory.simulate import largest_micro_batch
+from ftkit.runs.job import Job
+from ftkit.runs.report.report import read_report
+from ftkit.strategies.step_memory import StepMemory
+
+LENGTH = 128
+STEPS: tuple[tuple[str, Any], ...] = (
+    ("data.mask_prompt", False),
+    ("train.max_seq_length", LENGTH),
+    ("train.global_batch_size", 8),
+    ("train.epochs", None),
+    ("train.max_steps", 3),
+    ("checkpoint.save", False),
+    *NO_EVALUATION,
+)
+WHOLE_BATCH = ("train.micro_batch_size", 8)
+TOKENS = (("train.micro_batch_size", None), ("train.micro_batch_tokens", 3 * (LENGTH - 1)))
+CHECKPOINTED = ("memory.activation_checkpointing", True)
+EVERY_2ND_CHECKPOINTED = ("memory.activation_checkpointing", 2)
+IN_BACKWARD = (
+    WHOLE_BATCH,
+    ("train.max_norm", None),
+    ("train.optimizer_in_backward", True),
+)
+AVERAGED = ("train.ema_decay", 0.9)
+SYNC_ONCE = ("strategy.sync_every_micro_step", False)
+SINGLE = [
+    Case("single", "full"),
+    Case("single", "full", "bf16-mixed", (WHOLE_BATCH,)),
+    Case("single", "full", "bf16-true", (("optimizer", "SGD"),)),
+    Case("single", "full", "bf16-true", (WHOLE_BATCH, CHECKPOINTED)),
+    Case("single", "lora", "32-true", (WHOLE_BATCH, ("lora_dropout", 0.1))),
+    Case("single", "lora", "bf16-true", (("quantize", "bnb.nf4-dq"),)),
+    Case("single", "lora", "bf16-mixed", (CHECKPOINTED,)),
+    Case("single", "full", "bf16-true", TOKENS),
+    Case("single", "full", "bf16-true", (AVERAGED,)),
+    Case("single", "full", "32-true", (*IN_BACKWARD, EVERY_2ND_CHECKPOINTED)),
+    Case("single", "full", "bf16-true", (WHOLE_BATCH, ("optimizer", "Muon"))),
+]
+ROUTERS = ("router_aux_loss_coef", 0.1)
+WITH_EXPERTS = [
+    Case("single", "full", "bf16-true", (WHOLE_BATCH,)),
+    Case("single", "full", "bf16-true", (WHOLE_BATCH, ROUTERS)),
+    Case("single", "full", "32-true", (WHOLE_BATCH, ROUTERS, CHECKPOINTED)),
+    Case("single", "lora", "32-true", (WHOLE_BATCH, ROUTERS)),
+]
+SEVERAL = [
+    Case("ddp", "full"),
+    Case("ddp", "lora", "bf16-true", (("train.micro_batch_size", 4),)),
+    Case("fsdp", "full"),
+    Case("fsdp", "full", "bf16-mixed", (("train.micro_batch_size", 4),)),
+    Case("fsdp", "full", "32-true", (AVERAGED,)),
+    Case("fsdp", "lora", "bf16-true", (("quantize", "bnb.nf4"), CHECKPOINTED)),
+    Case("fsdp", "full", "32-true", (*IN_BACKWARD, ("train.micro_batch_size", 4))),
+    Case("fsdp", "full", "bf16-true", (SYNC_ONCE, ("strategy.prefetch", 1))),
+]
+DEEPSPEED = [
+    Case("deepspeed", "full"),
+    Case("deepspeed", "lora", "bf16-true", (("train.micro_batch_size", 4),)),
+    Case("deepspeed", "full", "bf16-true", (AVERAGED,)),
+]
+
+
+def make_base(directory: Path) -> Path:
+    return make_llama(
+        directory / "base",
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        vocab_size=1000,
+    )
+
+
+def write_records(file: Path, words: list[int]) -> Path:
+    file.write_text(
+        json.dumps(
+            [
+                {"instruction": "name colours", "input": "", "output": "red " * count}
+                for count in words
+            ]
+        )
+    )
+    return file
+
+
+def make_experts(directory: Path) -> Path:
+    return make_transformers_model(
+        directory / "base",
+        "qwen3_moe",
+        hidden_size=256,
+        moe_intermediate_size=128,
+        num_experts=8,
+        head_dim=64,
+        num_hidden_layers=4,
+        vocab_size=1000,
+    )
+
+
+def make_many_experts(directory: Path) -> Path:
+    return make_transformers_model(
+        directory / "experts",
+        "olmoe",
+        hidden_size=128,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_experts=64,
+        num_experts_per_tok=4,
+    )
+
+
+def errors_of_predictions(
+    directory: Path, world_size: int, cases: list[Case], base: Path
+) -> dict[Case, float]:
+    """By case: the larger one of the relative errors against what was counted and reported."""
+    data = write_records(directory / "records.json", [LENGTH] * 40)
+    jobs = {}
+    for number, case in enumerate(cases):
+        out_dir = directory / f"{number}-{case}"
+        out_dir.mkdir()
+        changed = Case(case.strategy, case.method, case.precision, STEPS + case.changes)
+        jobs[case] = write_job(changed, world_size, out_dir, base, data)
+    run_ranks(world_size, list(jobs.values()), "counted_cases.py")
+    return {case: error_of(job, base, world_size) for case, job in jobs.items()}
+
+
+def error_of(job: Path, base: Path, world_size: int) -> float:
+    read = Job.read(job)
+    plan, run = read.plan, read.directory
+    peaks = [run.rank(rank).path / "peak.json" for rank in range(world_size)]
+    counted_bytes = max(sum(json.loads(peak.read_text()).values()) for peak in peaks)
+    batch = largest_micro_batch(
+        plan.micro_batch_size, LENGTH, padding_free=True, most_tokens=plan.micro_batch_tokens
+    )
+    predicted = predict(open_base(str(base)), plan, batch)
+    assert sum(predicted.breakdown_bytes.values()) == predicted.peak_bytes
+    report = read_report(run.rank(0).report)
+    assert report.step_memory is not None and report.step_memory.predicted is not None
+    fullest, expected = report.step_memory.fullest, report.step_memory.predicted
+    # Of runs before it in the same process there may be something left.
+    reported_bytes = fullest.peak_bytes - fullest.peak_breakdown_bytes.unattributed
+    errors = (predicted.peak_bytes / counted_bytes - 1, expected.peak_bytes / reported_bytes - 1)
+    return max(errors, key=abs)
+
+
+def assert_predicted_within_2_percent(
+    directory: Path,
+    world_size: int,
+    cases: list[Case],
+    make: Callable[[Path], Path] = make_base,
+) -> None:
+    errors = errors_of_predictions(directory, world_size, cases, make(directory))
+    wrong = {str(case): error for case, error in errors.items() if abs(error) >= 0.02}
+    assert not wrong
+
+
+@pytest.mark.slow
+def test_the_peak_of_a_step_on_one_device_is_predicted_within_2_percent(tmp_path: Path) -> None:
+    assert_predicted_within_2_percent(tmp_path, 1, SINGLE)
+
+
+@pytest.mark.slow
+def test_the_peak_of_a_rank_among_several_is_predicted_within_2_percent(tmp_path: Path) -> None:
+    cases = SEVERAL + (DEEPSPEED if HAS_DEEPSPEED else [])
+    assert_predicted_within_2_percent(tmp_path, 2, cases)
+
+
+@pytest.mark.slow
+def test_the_peak_of_experts_and_of_what_the_loss_of_routers_keeps_is_predicted_within_2_percent(
+    tmp_path: Path,
+) -> None:
+    assert_predicted_within_2_percent(tmp_path, 1, WITH_EXPERTS, make_many_experts)
+
+
+@pytest.mark.slow
+def test_the_peak_of_a_rank_on_one_of_two_nodes_is_predicted_within_2_percent(
+    tmp_path: Path,
+) -> None:
+    nodes = (("devices", 2), ("num_nodes", 2), ("strategy.sharding", "HYBRID_SHARD"))
+    case = Case("fsdp", "full", "32-true", (*nodes, ("train.micro_batch_size", 2)))
+    assert_predicted_within_2_percent(tmp_path, 4, [case])
+
+
+EXPERTS = (("quantize", "bnb.nf4"), ("lora_experts", True), ("train.micro_batch_size", 4))
+
+
+@pytest.mark.slow
+def test_the_peak_of_a_step_through_quantised_experts_is_predicted_within_2_percent(
+    tmp_path: Path,
+) -> None:
+    cases = [
+        Case("single", "lora", "bf16-true", (EXPERTS[0], WHOLE_BATCH)),
+        Case("single", "lora", "32-true", (*EXPERTS, CHECKPOINTED)),
+        Case("single", "lora", "bf16-mixed", (("quantize", "bnb.int8"), *EXPERTS[1:])),
+        Case("single", "full", "bf16-true", (WHOLE_BATCH,)),
+    ]
+    assert_predicted_within_2_percent(tmp_path, 1, cases, make_experts)
+
+
+@pytest.mark.slow
+def test_the_peak_of_a_rank_with_a_share_of_quantised_experts_is_predicted_within_2_percent(
+    tmp_path: Path,
+) -> None:
+    cases = [Case("fsdp", "lora", "bf16-true", EXPERTS), Case("ddp", "lora", "bf16-true", EXPERTS)]
+    cases += [Case("deepspeed", "lora", "bf16-true", EXPERTS)] * HAS_DEEPSPEED
+    assert_predicted_within_2_percent(tmp_path, 2, cases, make_experts)
+
+
+@pytest.mark.slow
+def test_a_step_that_begins_with_its_largest_micro_batch_is_predicted_so(tmp_path: Path) -> None:
+    """There are no gradients yet, to which it would add its own."""
+    changes = (("train.micro_batch_size", 4), ("train.padding_free", False))
+    memory = unequal(tmp_path, [LENGTH, 1, 1, 1, 1] * 8, changes)
+    (rank,) = memory.ranks
+    assert rank.micro_step == 1
+    assert abs(error_in(memory)) < 0.02
+
+
+def unequal(directory: Path, words: list[int], changes: tuple[tuple[str, Any], ...]) -> StepMemory:
+    """Of a run on records of different lengths."""
+    base = make_base(directory)
+    data = write_records(directory / "records.json", words)
+    job = write_job(Case("single", "full", "32-true", STEPS + changes), 1, directory, base, data)
+    run_ranks(1, [job], "counted_cases.py")
+    memory = read_report(Job.read(job).directory.rank(0).report).step_memory
+    assert memory is not None
+    return memory
+
+
+def error_in(memory: StepMemory) -> float:
+    assert memory.predicted is not None
+    return memory.predicted.error_fraction
+
+
+@pytest.mark.slow
+def test_a_row_of_unequal_sequences_is_predicted_from_its_size_and_its_longest(
+    tmp_path: Path,
+) -> None:
+    memory = unequal(tmp_path, [LENGTH, 40, 30, 20, 10, 5, 1, 1] * 4, (WHOLE_BATCH,))
+    batch = memory.ranks[0].micro_batch
+    assert batch is not None and batch.tokens is not None
+    assert batch.sequences == 8 and batch.positions == LENGTH - 1
+    assert 8 * 75 < batch.tokens < 8 * (LENGTH - 1)
+    assert abs(error_in(memory)) < 0.02

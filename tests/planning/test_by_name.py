@@ -1,0 +1,174 @@
+"""Plans by hub name: what is asked of the hub, and what is known without it."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+from stand_in_hub import HubHandler, serving
+
+from ftkit.cli.app import run
+from ftkit.errors import UserError
+from ftkit.models.pretrained import hub
+from ftkit.planning.memory.gpus import find_gpu
+from ftkit.planning.predict import plan_files
+from ftkit.planning.table import plan_table
+from ftkit.utils import progress
+from ftkit.utils.console.terminal import plain_text
+
+COMMIT = "a" * 40
+KNOWN = "EleutherAI/pythia-14m"
+UNKNOWN = "some-org/TinyMistral-2x"
+SETTINGS = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "vocab_size": 256,
+}
+BESIDE_SETTINGS = {"model.safetensors": b"weights" * 1000, "README.md": b"", "modeling_x.py": b""}
+
+
+@dataclass
+class Served:
+    """A hub with one model."""
+
+    files: dict[str, bytes] = field(default_factory=dict)
+    repository: str = UNKNOWN
+    gated: bool = False
+    asked: list[str] = field(default_factory=list)
+    """Files whose content was sent for."""
+    requests: int = 0
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Served]:
+    found = Served({"config.json": json.dumps(SETTINGS).encode()} | BESIDE_SETTINGS)
+
+    class Handler(HubHandler):
+        def answer(self) -> None:
+            path, name = self.path.partition("?")[0], self.path.rpartition("/")[2]
+            found.requests += 1
+            if path.startswith(f"/api/models/{found.repository}"):
+                siblings = [{"rfilename": file} for file in found.files]
+                info = {"id": found.repository, "sha": COMMIT, "siblings": siblings}
+                self.reply(200, json.dumps(info).encode(), {"Content-Type": "application/json"})
+            elif not path.startswith(f"/{found.repository}/resolve/{COMMIT}/"):
+                self.reply(404, b"", {"X-Error-Code": "RepoNotFound"})
+            elif found.gated:
+                self.reply(401, b"", {"X-Error-Code": "GatedRepo"})
+            else:
+                if self.command == "GET":
+                    found.asked.append(name)
+                content = found.files[name]
+                etag = f'"{hashlib.sha256(content).hexdigest()}"'
+                self.reply(200, content, {"ETag": etag, "X-Repo-Commit": COMMIT})
+
+    monkeypatch.chdir(tmp_path)
+    hub.fetch_settings.cache_clear()
+    with serving(Handler, monkeypatch, tmp_path):
+        yield found
+    hub.fetch_settings.cache_clear()
+
+
+def refusal(name: str) -> str:
+    """The one message of a plan that is refused."""
+    with pytest.raises(UserError) as caught:
+        run(["plan", "--checkpoint_dir", name])
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def test_of_a_model_that_litgpt_does_not_know_settings_and_tokenizer_are_all_that_is_fetched(
+    served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served.files |= {"tokenizer.json": b"{}", "tokenizer_config.json": b"{}"}
+    assert run(["plan", "finetune_full", UNKNOWN, "--format", "json"]) == 0
+    assert sorted(served.asked) == ["config.json", "tokenizer.json", "tokenizer_config.json"]
+    found = json.loads(capsys.readouterr().out)
+    assert found["known_as"] is None
+    assert found["parameters"] == 2 * 256 * 64 + 5 * (4 * 64**2 + 3 * 64 * 128 + 2 * 64) + 64
+
+
+def test_a_model_that_litgpt_knows_is_planned_where_no_hub_answers(
+    served: Served, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    data = tmp_path / "data.json"
+    data.write_text(json.dumps([{"instruction": "add", "output": "x" * 90}] * 20))
+    words = ["plan", "--checkpoint_dir", KNOWN, "--data", "JSON", "--data.path", str(data)]
+    assert run(words) == 0
+    assert served.requests and not served.asked
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"LitGPT's of {KNOWN}; its config.json is not here" in text
+    assert "no tokenizer here" in text
+
+    hub.fetch_settings.cache_clear()
+    served.requests = 0
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert run(words) == 0
+    assert " ".join(capsys.readouterr().out.split()) == text
+    assert not served.requests and not (tmp_path / "checkpoints").exists()
+
+
+def test_its_own_settings_win_over_those_that_litgpt_knows(
+    served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served.repository = KNOWN
+    assert run(["plan", "--checkpoint_dir", KNOWN, "--gpu", "h200"]) == 0
+    assert served.asked == ["config.json"]
+    assert "LitGPT's of" not in capsys.readouterr().out
+
+
+def test_an_unknown_name_is_one_error_with_near_names_of_both_kinds(served: Served) -> None:
+    message = refusal("Qwen/Qwen3-Mo")
+    assert "There is no model Qwen/Qwen3-Mo at" in message
+    assert "Did you mean Qwen/Qwen3-" in message and "random:qwen3_moe" in message
+
+
+def test_a_gated_model_that_litgpt_does_not_know_says_how_to_be_let_in(served: Served) -> None:
+    served.gated = True
+    message = refusal(UNKNOWN)
+    assert "is gated" in message and "--access_token" in message
+
+
+def test_an_unknown_name_says_so_where_downloads_are_forbidden(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE forbids" in refusal(UNKNOWN)
+
+
+def test_what_takes_long_is_told_beside_the_plan(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "LATE_S", 0.0)
+    words = ["plan", "--checkpoint_dir", "random:pythia-14m", "--train.max_seq_length", "64"]
+    assert run([*words, "--format", "json"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["base_model"] == "random:pythia-14m"
+    assert "predicting what random:pythia-14m needs ...\n" in shown.err
+
+
+def test_the_moment_of_the_peak_is_told_in_words() -> None:
+    overrides = [("checkpoint_dir", "random:pythia-14m"), ("train.max_seq_length", "64")]
+    planned = plan_files([], overrides, command="finetune_full", gpu=find_gpu("t4"))
+
+    def told(moment: str) -> str:
+        memory = dataclasses.replace(planned.memory, moment=moment)
+        shown = plain_text(plan_table(dataclasses.replace(planned, memory=memory)), 200)
+        (line,) = [line for line in shown.splitlines() if line.startswith("peak ")]
+        return line.partition(" in tensors of each rank ")[2]
+
+    assert told("loss, backward") == "(loss, backward)"
+    assert told("block 0, forward") == "(first block, forward)"
+    assert told("block 1, forward") == "(block 2, forward)"
+    assert told("block -2, backward") == "(block 2 from the end, backward)"
+    assert told("block -1, backward") == "(last block, backward)"

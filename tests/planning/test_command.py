@@ -1,0 +1,774 @@
+"""What a recipe needs is predicted without weights, downloads or a GPU."""
+
+import io
+import json
+import math
+import re
+import shlex
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import make_records
+
+from ftkit.cli.app import run
+from ftkit.data.dataset import load_data, load_sets
+from ftkit.errors import UserError
+from ftkit.models.pretrained.blueprint import read_blueprint
+from ftkit.planning.longest_sample import Longest
+from ftkit.planning.memory.gpus import GPUS, HOST, Gpu, find_gpu
+from ftkit.planning.memory.simulate import largest_micro_batch, simulate, with_layers
+from ftkit.planning.predict import Planned, certain_micro_batch, plan_files
+from ftkit.planning.sequence_length import SequenceLength, sequence_length
+from ftkit.planning.suggest import Change, changes_that_fit
+from ftkit.planning.table import plan_table, show_changes, side_by_side
+from ftkit.recipe import devices
+from ftkit.recipe.devices import Cuda, Devices, VisibleGpu
+from ftkit.recipe.parsing import Override, read_recipe
+from ftkit.recipe.plan import make_plan
+from ftkit.recipe.recipe_keys import LORA_KEYS
+from ftkit.strategies.optim.schedule import make_schedule
+from ftkit.utils import progress
+from ftkit.utils.console.terminal import plain_text
+from ftkit.utils.hardware import HostLimit
+from ftkit.views.notebook import plans
+
+MODEL = "random:pythia-14m"
+
+
+def planned(model: str = MODEL, gpu: str = "h200", **keys: object) -> Planned:
+    values = {"checkpoint_dir": model, "train.max_seq_length": 64} | {
+        key.replace("__", "."): value for key, value in keys.items()
+    }
+    overrides = [(key, json.dumps(value)) for key, value in values.items()]
+    command = "finetune" if LORA_KEYS & values.keys() else "finetune_full"
+    return plan_files((), overrides, command=command, gpu=find_gpu(gpu))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"precision": "bf16-mixed", "memory__activation_checkpointing": True},
+        {"precision": "bf16-mixed", "memory__activation_checkpointing": 2},
+        pytest.param(
+            {"devices": 4, "strategy": "fsdp", "precision": "bf16-true"}, marks=pytest.mark.slow
+        ),
+        pytest.param({"quantize": "bnb.nf4-dq", "lora_mlp": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_memory_grows_by_the_same_amount_with_every_layer(
+    keys: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = with_layers(read_blueprint(MODEL), 9)
+    batch = largest_micro_batch(2, 64)
+    made = planned(**keys).plan
+    extended = simulate(base, made, batch, accumulates=False)
+    monkeypatch.setattr("ftkit.planning.memory.simulate.LEAST_DEPTH", 9)
+    whole = simulate(base, made, batch, accumulates=False)
+    highest = max(whole.peaks.values(), key=lambda peak: peak.total_bytes)
+    found = max(extended.peaks.values(), key=lambda peak: peak.total_bytes)
+    assert extended.sizes == whole.sizes
+    assert found.bytes == highest.bytes
+
+
+def test_a_hub_name_is_planned_without_a_download() -> None:
+    base = read_blueprint("openlm-research/open_llama_7b")
+    assert base.architecture.layers == 32 and not base.has_weights and not base.tied
+    assert read_blueprint("meta-llama/Llama-3.2-1B").tied
+
+
+def test_settings_are_enough_of_a_directory(tmp_path: Path) -> None:
+    from transformers import LlamaConfig
+
+    LlamaConfig(hidden_size=64, num_hidden_layers=3, num_attention_heads=4).save_pretrained(
+        tmp_path
+    )
+    assert read_blueprint(str(tmp_path)).architecture.layers == 3
+    assert read_blueprint("embedded:quickstart").name == "quickstart"
+
+
+def write_mixtral(directory: Path) -> str:
+    """The settings of Mixtral-8x7B, which transformers computes."""
+    from transformers import MixtralConfig
+
+    MixtralConfig(architectures=["MixtralForCausalLM"]).save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.mark.slow
+def test_experts_are_planned_in_every_implementation_and_number_format(tmp_path: Path) -> None:
+    gib = 2**30
+    for model in ("random:Mixtral-8x7B-v0.1", write_mixtral(tmp_path)):
+        for keys, low, high in (
+            ({"precision": "bf16-true", "lora_r": 8}, 86.9, 87.1),
+            ({"precision": "bf16-true", "quantize": "bnb.nf4"}, 24, 25.5),
+            ({"precision": "bf16-true", "quantize": "bnb.nf4-dq"}, 22, 24),
+        ):
+            made = planned(model, **keys)
+            assert made.memory is not None
+            assert low < made.memory.breakdown_bytes["parameters"] / gib < high
+            assert made.memory.parameters == pytest.approx(46.7e9, rel=1e-3)
+
+
+def test_an_unknown_model_is_an_error_that_names_similar_ones() -> None:
+    with pytest.raises(UserError, match=r"Did you mean openlm-research/open_llama_7b"):
+        read_blueprint("openlm-research/open_lama_7b")
+
+
+def test_a_plan_asks_once_what_was_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models/llama").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(UserError) as error:
+        run(["plan", "models/lama"])
+    assert str(error.value).endswith("Did you mean the directory models/llama?")
+    assert str(error.value).count("Did you mean") == 1
+
+
+@pytest.mark.slow
+def test_quantised_weights_are_planned_where_the_gpu_has_no_bfloat16() -> None:
+    """Their products are in float16: so is autocast, which takes no other 16-bit numbers."""
+    found = planned(
+        "random:gemma-3-1b-it", gpu="t4", precision="16-mixed", quantize="bnb.nf4", lora_r=4
+    )
+    assert found.fits
+
+
+def test_any_lora_key_means_lora() -> None:
+    assert planned().plan.recipe.method == "full"
+    assert planned(lora_r=4).plan.recipe.method == "lora"
+
+
+def test_a_device_is_large_enough_too_small_or_too_close_to_say() -> None:
+    memory = planned(devices=2, strategy="fsdp", strategy__cpu_offload=True).memory
+    low, high = memory.low_bytes, memory.high_bytes
+
+    def fits(memory_bytes: int, swap_bytes: int = 0, host_bytes: int | None = None) -> bool | None:
+        there = Gpu(
+            name="", memory_bytes=memory_bytes, swap_bytes=swap_bytes, host_bytes=host_bytes
+        )
+        return memory.fits(there, low)
+
+    assert fits(high) is True
+    assert fits(low - 1) is False
+    assert fits((low + high) // 2) is None
+    assert fits(low - 1, swap_bytes=high) is None, "swap saves a run, and makes it slow"
+    assert 0 < memory.host_low_bytes < memory.host_bytes
+    assert fits(high, host_bytes=memory.host_bytes) is True
+    assert fits(high, host_bytes=memory.host_low_bytes) is None
+    assert fits(high, host_bytes=memory.host_low_bytes - 1) is False
+
+
+@pytest.mark.parametrize(
+    ("changes", "part", "factor"),
+    [
+        ({"optimizer": "bitsandbytes.optim.AdamW8bit"}, "optimizer_state", 0.52),
+        ({"memory__activation_checkpointing": True}, "activations", 0.95),
+        ({"memory__activation_checkpointing": 2}, "activations", 0.98),
+        ({"train__optimizer_in_backward": True, "train__global_batch_size": 2}, "gradients", 0.0),
+        ({"train__micro_batch_size": 1}, "activations", 0.6),
+        ({"devices": 2, "strategy": "fsdp"}, "parameters", 0.55),
+        ({"devices": 2, "strategy": "deepspeed"}, "optimizer_state", 0.0),
+    ],
+)
+def test_what_saves_memory_saves_it_where_it_says(
+    changes: dict[str, object], part: str, factor: float
+) -> None:
+    usual = {"precision": "bf16-true", "train__micro_batch_size": 2}
+    before = planned(**usual).memory.breakdown_bytes
+    after = planned(**usual | changes).memory.breakdown_bytes
+    assert after[part] <= factor * before[part]  # type: ignore[index]
+
+
+def test_a_number_of_tokens_is_planned_as_a_row_of_so_many_or_of_the_longest_sequence() -> None:
+    def of_tokens(tokens: int) -> Planned:
+        return planned(train__micro_batch_tokens=tokens)
+
+    found = of_tokens(3 * 63)
+    assert found.memory == planned(train__micro_batch_size=3).memory
+    alone = of_tokens(10)
+    assert alone.memory == planned(train__micro_batch_size=1).memory
+    values = found.as_dict()
+    assert (values["micro_batch_tokens"], values["micro_steps_per_step"]) == (189, 6)
+    shown = plain_text(side_by_side([found, alone], 200), 200)
+    assert "16/189t" in shown and "16/10t" in shown
+
+
+def test_a_plan_says_how_many_micro_steps_a_step_has_at_most(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--checkpoint_dir", MODEL, "--train.max_seq_length", "64"]
+    run(["plan", *words, "--train.micro_batch_tokens", "190"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "16 sequences in a step (at most 6 x 190 tokens on 1), at most 1,008 tokens" in shown
+
+
+@pytest.mark.parametrize("key", ["micro_batch_size", "micro_batch_tokens"])
+def test_auto_takes_the_memory_that_is_free_here(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = [("checkpoint_dir", MODEL), ("train.max_seq_length", "64"), (f"train.{key}", "auto")]
+    found = plan_files((), keys)
+    assert found.gpu and found.gpu.name == HOST and found.fits
+    assert found.micro_batch.full == (16 if key == "micro_batch_size" else 16 * 63)
+    less = (plan_files((), keys[:2]).memory.high_bytes + found.memory.high_bytes) // 2
+    monkeypatch.setattr("ftkit.planning.memory.gpus.available_host_bytes", lambda ranks: less)
+    smaller = plan_files((), keys)
+    assert smaller.fits and smaller.micro_batch.full < found.micro_batch.full
+
+
+@pytest.mark.parametrize(
+    ("words", "method"),
+    [
+        ([MODEL], "lora"),
+        (["finetune_full", MODEL], "full"),
+        (["finetune", MODEL], "lora"),
+        (["finetune_lora", MODEL], "lora"),
+        (["full.yaml"], "full"),
+        (["full.yaml", "--lora_r", "4"], "lora"),
+        (["finetune", "full.yaml"], "lora"),
+        (["lora.yaml"], "lora"),
+    ],
+)
+def test_what_is_planned_is_the_method_of_the_command_or_else_of_the_recipe(
+    words: list[str],
+    method: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("full.yaml").write_text(f"checkpoint_dir: {MODEL}\ntrain: {{max_seq_length: 64}}")
+    Path("lora.yaml").write_text(f"checkpoint_dir: {MODEL}\nquantize: bnb.nf4")
+    monkeypatch.setattr(progress, "_verbosity", "full")
+    assert run(["plan", *words]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"plan: {method} on {MODEL}")
+    is_guess = method == "full" and words[0] == "full.yaml"
+    assert ("ftkit plan finetune plans LoRA" in " ".join(shown.split())) == is_guess
+    following = "finetune" if method == "lora" else "finetune_full"
+    assert f"\nnext:\n  ftkit {following} " in shown
+
+
+def test_a_sweep_names_the_commands_of_its_runs_itself(tmp_path: Path) -> None:
+    sweep = tmp_path / "sweep.yaml"
+    sweep.write_text("runs: []")
+    with pytest.raises(UserError, match="is a sweep, whose runs name their commands"):
+        run(["plan", "finetune", str(sweep)])
+
+
+def test_without_a_gpu_a_plan_is_for_the_cpu_and_its_host_memory(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("ftkit.recipe.devices.Path.exists", lambda _: False)
+    words = ["plan", MODEL, "--train.max_seq_length", "64", "--devices", "2"]
+    assert run(words) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "devices 2 x CPU, ddp" in shown and "of host memory for each rank" in shown
+    limit = HostLimit(memory_bytes=2**20, swap_bytes=0)
+    monkeypatch.setattr("ftkit.planning.memory.gpus.host_limit", lambda ranks: limit)
+    assert run(words) == 3
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "does not fit" in shown and "of the 1.0 MiB of host memory" in shown
+
+
+@pytest.mark.parametrize("keys", [["--kernels", "liger"], ["--accelerator", "cuda"]])
+def test_what_cannot_run_here_is_refused_as_by_the_run_with_how_to_plan_it_elsewhere(
+    keys: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ftkit.recipe.devices._asked_once", lambda: Cuda(torch="2", error="none"))
+    words = [MODEL, "--train.max_seq_length", "64", *keys]
+    monkeypatch.setattr("ftkit.recipe.checks.has_liger", lambda: True)
+    with pytest.raises(UserError, match=r"(?s)CUDA|cuda.*--gpu a100-80gb"):
+        run(["plan", *words])
+    assert run(["plan", *words, "--gpu", "80GiB"]) == 0
+
+
+def test_fewer_tokens_at_once_are_the_first_advice_where_too_many_do_not_fit() -> None:
+    keys: dict[str, object] = {"precision": "bf16-true", "train__micro_batch_tokens": 1000}
+    high_bytes = planned(**keys).memory.high_bytes
+    size = f"{high_bytes // 2**20 - 1}MiB"
+
+    def attempt(changed: Sequence[Override]) -> Planned:
+        return planned(gpu=size, **keys | {key: json.loads(value) for key, value in changed})
+
+    (change,) = changes_that_fit(planned(gpu=size, **keys), attempt, most=1)[:1]
+    assert change.title == "smaller micro-batch, same global batch" and change.planned.fits
+    ((key, tokens),) = change.overrides
+    assert key == "train.micro_batch_tokens" and 63 < int(tokens) < 1000 and int(tokens) % 128 == 0
+
+
+def test_what_is_offloaded_is_in_host_memory() -> None:
+    device = planned(devices=2, strategy="fsdp").memory
+    host = planned(devices=2, strategy="fsdp", strategy__cpu_offload=True).memory
+    assert host.peak_bytes < device.peak_bytes
+    assert host.host_bytes - device.host_bytes == sum(host.offloaded_bytes.values()) > 0
+
+
+def test_copies_of_a_model_on_several_nodes_need_what_the_ranks_of_one_node_need() -> None:
+    keys = {"devices": 2, "strategy": "fsdp"}
+    one = planned(**keys).memory
+    both = planned(**keys, num_nodes=2, strategy__sharding="HYBRID_SHARD").memory
+    assert both.breakdown_bytes == one.breakdown_bytes
+
+
+def test_inputs_of_checkpointed_blocks_are_in_host_memory_instead() -> None:
+    """Of 6 blocks, 128 wide: 4 sequences of 63 positions, in page-locked memory."""
+    keys = {"memory__activation_checkpointing": True, "train__micro_batch_size": 4}
+    device = planned(precision="32-true", **keys).memory
+    host = planned(precision="32-true", **keys, memory__offload_activations=True).memory
+    one = 4 * 63 * 128 * 4
+    assert host.offloaded_bytes == {"activations": 6 * 2 ** math.ceil(math.log2(one))}
+    saved = device.breakdown_bytes["activations"] - host.breakdown_bytes["activations"]
+    assert saved == (6 - (device.moment != host.moment)) * one
+    assert host.host_bytes - device.host_bytes == host.offloaded_bytes["activations"]
+
+
+def test_rows_in_page_locked_host_memory_take_powers_of_two() -> None:
+    keys = {"devices": 3, "strategy": "fsdp", "strategy__cpu_offload": True}
+    memory = planned(**keys, precision="32-true").memory
+    rows_bytes = memory.trained_parameters * 4 / 3
+    embedding_bytes = 50304 * 128 * 4 / 3
+    # A third of the embedding, and of the head, is a little more than 8 MiB.
+    rounded_bytes = rows_bytes + 2 * (2**24 - embedding_bytes)
+    for kind in ("parameters", "gradients"):
+        assert memory.offloaded_bytes[kind] == pytest.approx(rounded_bytes, rel=0.05)
+    assert memory.offloaded_bytes["optimizer_state"] == pytest.approx(2 * rows_bytes, rel=0.01)
+
+
+def test_steps_are_known_where_the_data_is(tmp_path: Path) -> None:
+    file = tmp_path / "records.json"
+    file.write_text(json.dumps(make_records(60)))
+    found = planned(
+        data="JSON", data__json_path=str(file), data__val_split_fraction=0.2, train__epochs=2
+    )
+    assert (found.samples, found.steps) == (48, 6)
+    assert planned().steps is None
+    assert planned(train__max_steps=7).steps == 7
+
+
+def test_gpus_are_named_or_given_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_gpu("A100-80GB") is GPUS["a100-80gb"]
+    assert find_gpu("24GiB").memory_bytes == 24 * 2**30
+    with pytest.raises(UserError, match=r"--gpu 24GiB"):
+        find_gpu("a1000")
+
+
+def test_auto_is_the_smallest_gpu_that_programs_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = (
+        VisibleGpu(name="NVIDIA H100 80GB HBM3", capability=(9, 0), memory_bytes=79 * 2**30),
+        VisibleGpu(name="Tesla V100-SXM2-16GB", capability=(7, 0), memory_bytes=15 * 2**30),
+    )
+    monkeypatch.setattr("ftkit.planning.memory.gpus.visible_gpus", lambda: shown)
+    gpu = find_gpu("auto")
+    assert (gpu.name, gpu.memory_bytes, gpu.bf16) == (shown[1].name, 15 * 2**30, False)
+
+
+def test_auto_without_a_gpu_says_why_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_asked_once", lambda: Cuda(torch="2.13.0", error="No driver."))
+    with pytest.raises(UserError, match=r"--gpu is auto, but torch .*: No driver\.\nName a GPU"):
+        find_gpu("auto")
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_a_gpu_offers_a_little_less_than_its_name_says(name: str) -> None:
+    sold_gb = {
+        "a100-40gb": 40, "a100-80gb": 80, "h100": 80, "h100-nvl": 94, "h200": 141, "gh200": 96,
+        "b200": 180, "a10": 24, "a10g": 24, "l4": 24, "l40": 48, "l40s": 48, "a40": 48,
+        "a6000": 48, "rtx3090": 24, "rtx4090": 24, "rtx5090": 32, "v100-16gb": 16,
+        "v100-32gb": 32, "t4": 16,
+    }[name]  # fmt: skip
+    assert 0.9 * sold_gb < GPUS[name].memory_bytes / 2**30 < sold_gb
+    assert GPUS[name].bf16 == (not name.startswith(("v100", "t4")))
+
+
+def test_json_is_all_that_is_written_and_the_exit_code_says_whether_it_fits(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["plan", "--checkpoint_dir", MODEL, "--train.max_seq_length", "64", "--format", "json"]
+    assert run([*words, "--gpu", "t4"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] is True and found["gpu"] == "t4"
+    assert sum(found["breakdown_bytes"].values()) == found["peak_bytes"]
+    assert run([*words, "--gpu", "100MiB"]) == 3
+    assert json.loads(capsys.readouterr().out)["fits"] is False
+    assert run(words) == 0
+    here = json.loads(capsys.readouterr().out)
+    assert here["fits"] is True and (here["gpu"], here["accelerator"]) == (HOST, "cpu")
+
+
+def test_several_plans_are_one_table(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--checkpoint_dir", MODEL, "--train.max_seq_length", "64"]
+    assert run([*words, "--sweep", "train.micro_batch_size=1,2", "--gpu", "t4"]) == 0
+    table = capsys.readouterr().out
+    assert "micro_batch_size 1" in table and "micro_batch_size 2" in table
+    assert table.count(" fits") == 2
+
+
+def test_the_runs_of_a_sweep_are_planned_with_what_is_asked_of_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "recipe.yaml").write_text(f"checkpoint_dir: {MODEL}\nseed: 2")
+    sweep = tmp_path / "sweep.yaml"
+    sweep.write_text(
+        "runs:\n"
+        "  - {name: all, command: finetune_full, config: recipe.yaml, train.micro_batch_size: 2}\n"
+        "  - {name: few, command: finetune, config: recipe.yaml, train.max_seq_length: 32}\n"
+    )
+    words = [str(sweep), "--train.max_seq_length", "64", "--format", "json"]
+    assert run(["plan", *words]) == 0
+    full, lora = json.loads(capsys.readouterr().out)
+    assert (full["name"], full["method"], full["micro_batch_size"]) == ("all", "full", 2)
+    assert (lora["name"], lora["method"], lora["max_seq_length"]) == ("few", "lora", 64)
+
+
+@pytest.mark.parametrize(
+    ("width", "there", "left_out"),
+    [(140, "host", None), (114, "gradients", "host"), (70, "precision", "gradients")],
+)
+def test_a_table_shows_what_a_terminal_has_room_for(
+    width: int, there: str, left_out: str | None
+) -> None:
+    text = plain_text(side_by_side([planned(gpu="t4"), planned(gpu="v100-32gb")], width), width)
+    head, first, second, *rest = text.splitlines()
+    assert there in head and first.endswith(" fits") and second.endswith(" fits")
+    assert max(map(len, (head, first, second))) <= width
+    assert left_out is None or (left_out not in head and left_out in " ".join(rest))
+
+
+def test_a_narrow_plan_tears_no_number_from_its_unit() -> None:
+    table = plan_table(planned(gpu="100MiB"))
+    _, rows = plain_text(table, 200).split("\n", 1)
+    for width in range(40, 84):
+        text = plain_text(table, width)
+        assert max(map(len, text.splitlines())) <= width
+        assert re.search(r"\d *\n +([KMG]iB|B|%)", text) is None
+        assert text.partition("\n")[2].split() == rows.split()
+
+
+@pytest.fixture
+def long_data(tmp_path: Path) -> str:
+    """Records of which the longest has some thousands of tokens."""
+    records = make_records(59)
+    records.insert(30, {"instruction": "tell", "input": "", "output": "moon tree " * 2000})
+    return data_of(tmp_path / "long", records)
+
+
+@pytest.fixture
+def short_data(tmp_path: Path) -> str:
+    return data_of(tmp_path / "short", make_records(60))
+
+
+def data_of(directory: Path, records: list[dict[str, str]]) -> str:
+    directory.mkdir()
+    (directory / "train.json").write_text(json.dumps(records))
+    (directory / "val.json").write_text(json.dumps(make_records(4)))
+    return str(directory)
+
+
+def of(data: str) -> dict[str, object]:
+    return {"data": "JSON", "data__json_path": data}
+
+
+def test_lora_of_a_model_with_a_long_context_fits_where_its_samples_are_short(
+    short_data: str,
+) -> None:
+    found = planned(
+        "random:Llama-3.2-1B", "h100", lora_r=8, train__max_seq_length=None, **of(short_data)
+    )
+    assert found.fits is True and found.max_seq_length == 131_072
+    assert found.length.source == "data" and 50 < found.length.tokens < 400
+    assert found.tokens_per_step == 16 * (found.length.tokens - 1)
+    assert found.as_dict()["longest_sample_tokens"] == found.length.tokens
+
+
+def test_what_is_planned_for_is_the_longest_sample_that_training_makes(
+    long_data: str, short_data: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = read_blueprint(MODEL)
+    data: Any = {"class_path": "JSON", "init_args": {"json_path": long_data}}
+    made = load_data(data, base.tokenizer, 512)
+    found = sequence_length(data, base, None)
+    assert (found.source, found.tokens) == ("data", 512) == ("data", made.train.lengths.max() + 1)
+    words = ["plan", "--checkpoint_dir", MODEL, "--data", "JSON", "--data.json_path", short_data]
+    assert run(words) == 0
+    assert " tokens: the longest sample" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_the_longest_sample_of_several_sources_is_planned_for(
+    long_data: str, short_data: str, cached: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FTKIT_CACHE_DIR", str(tmp_path))
+    base = read_blueprint(MODEL)
+    entries = [{"path": short_data, "weight": 2}, {"path": long_data, "samples": 7}]
+    data: Any = {"class_path": "JSON", "init_args": {"sources": entries, "seed": int(cached)}}
+    if cached:
+        load_data(data, base.tokenizer, 512)
+        monkeypatch.setattr("ftkit.planning.sequence_length.longest_sample", None)
+    found = sequence_length(data, base, None)
+    made = load_data(data, base.tokenizer, 512)
+    assert (found.source, found.tokens) == ("data", made.train.lengths.max() + 1)
+    assert found.train_samples == made.samples_per_epoch
+    lengths = made.parts[0].splits["train"].samples.lengths
+    assert found.trained.at_least == lengths.max() + 1, "not every epoch has the longest"
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_the_longest_sample_of_sets_to_validate_on_is_planned_for(
+    long_data: str, short_data: str, cached: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FTKIT_CACHE_DIR", str(tmp_path))
+    base = read_blueprint(MODEL)
+    data: Any = {"class_path": "JSON", "init_args": {"json_path": short_data, "seed": int(cached)}}
+    long = f"{long_data}/train.json"
+    sets = {"long": long, "elsewhere": "owner/name"}
+    alone = sequence_length(data, base, None)
+    if cached:
+        load_data(data, base.tokenizer, 512)
+        load_sets(data, {"long": long}, base.tokenizer, 512)
+        monkeypatch.setattr("ftkit.planning.sequence_length.longest_sample", None)
+    found = sequence_length(data, base, None, sets)
+    assert alone.tokens < 400 < found.tokens == 512
+    assert (found.source, found.train_samples) == ("data", alone.train_samples)
+    assert found.trained == alone.trained
+
+
+def test_of_conversations_without_the_tokenizer_nothing_is_known(
+    tmp_path: Path, tiny_base: Path
+) -> None:
+    (tmp_path / "config.json").write_bytes((tiny_base / "config.json").read_bytes())
+    turns = [{"role": "user", "content": "red?"}, {"role": "assistant", "content": "blue"}]
+    chats = tmp_path / "chats.json"
+    chats.write_text(json.dumps([{"messages": turns}] * 20))
+    length = planned(str(tmp_path), train__max_seq_length=60, **of(str(chats))).length
+    assert (length.source, length.tokens) == ("max_seq_length", 60)
+    assert length.words.endswith("the tokenizer is not here")
+
+
+def test_without_the_tokenizer_the_bytes_are_the_bound(
+    tmp_path: Path, tiny_base: Path, tiny_data: Path
+) -> None:
+    (tmp_path / "config.json").write_bytes((tiny_base / "config.json").read_bytes())
+    exact, bound = (
+        planned(str(base), train__max_seq_length=None, **of(str(tiny_data))).length
+        for base in (tiny_base, tmp_path)
+    )
+    assert (exact.source, bound.source) == ("data", "bytes")
+    assert exact.tokens < bound.tokens <= 256
+    assert "no tokenizer here" in bound.words
+
+
+@pytest.mark.parametrize(
+    ("model", "asked", "tokens", "source"),
+    [
+        ("random:Llama-3.2-1B", 300, 300, "max_seq_length"),
+        ("random:Llama-3.2-1B", None, 2048, "assumed"),
+        (MODEL, None, 512, "model_context"),
+    ],
+)
+def test_of_data_that_are_not_here_it_is_said_what_is_assumed(
+    model: str, asked: int | None, tokens: int, source: str
+) -> None:
+    data: Any = {"class_path": "Alpaca2k", "init_args": {}}
+    found = sequence_length(data, read_blueprint(model), asked)
+    assert (found.tokens, found.source) == (tokens, source)
+    assert f"{tokens:,} tokens" in found.words and "not known" in found.words
+    assert ("--train.max_seq_length N" in found.words) == (source == "assumed")
+
+
+def test_only_what_is_known_of_the_data_makes_a_run_certain_not_to_fit(long_data: str) -> None:
+    keys = {"train__max_seq_length": 512, "train__micro_batch_size": 16, "precision": "32-true"}
+    needed = planned(gpu="100MiB", **keys, **of(long_data)).least_bytes
+    size = f"{needed // 2**20 - 1}MiB"
+    assert planned(gpu=size, **keys, **of(long_data)).fits is False
+    assert planned(gpu=size, **keys).fits is None, "the samples may be shorter"
+    assert planned(gpu="200MiB", **keys).fits is False, "the weights alone do not fit"
+
+
+@pytest.mark.parametrize(
+    ("keys", "rows", "positions"),
+    [
+        ({}, 4, 299),
+        ({"train.global_batch_size": 6}, 1, 299),
+        ({"train.micro_batch_tokens": 5000}, 1, 299),
+        ({"train.max_steps": 15}, 1, 299),
+        ({"train.max_steps": 14}, 1, 1),
+        ({"train.epochs": 1}, 1, 299),
+        ({"train.max_time": 60}, 1, 1),
+        ({"resume": "auto"}, 1, 1),
+    ],
+)
+def test_what_a_run_computes_on_for_certain_is_as_much_as_its_steps_come_to(
+    keys: dict[str, object], rows: int, positions: int
+) -> None:
+    batch = {"train.global_batch_size": 4, "train.micro_batch_size": 4, "train.epochs": 2}
+    values = {"checkpoint_dir": MODEL} | batch | keys
+    overrides = [(key, json.dumps(value)) for key, value in values.items()]
+    recipe = read_recipe([], overrides, method="full")
+    made = make_plan(recipe, Devices(accelerator="cpu", count=1))
+    known = Longest(at_most=300, at_least=300, label_tokens=200, is_exact=True)
+    length = SequenceLength(tokens=300, source="data", trained=known, train_samples=60)
+    steps = make_schedule(recipe, 60, 1e-3)[0].total_steps
+    found = certain_micro_batch(made, length, steps)
+    assert (found.sequences, found.positions) == (rows, positions)
+    assert found.targets == (200 + rows - 1 if positions > 1 else 1)
+    unknown = SequenceLength(tokens=300, source="max_seq_length")
+    assert certain_micro_batch(made, unknown, steps).positions == 1
+
+
+@pytest.mark.slow
+def test_shorter_samples_are_the_last_advice_and_say_what_they_change(long_data: str) -> None:
+    keys = {"train__max_seq_length": 512, "train__micro_batch_size": 1, "precision": "32-true"}
+    usual = planned(**keys, **of(long_data))
+    least = planned(**keys | {"train__max_seq_length": 160}, **of(long_data))
+    size = f"{least.memory.high_bytes // 2**20 + 1}MiB"
+    asked = planned(gpu=size, **keys, **of(long_data))
+    assert usual.memory.high_bytes > find_gpu(size).memory_bytes
+
+    def attempt(changed: Sequence[Override]) -> Planned:
+        if [key for key, _ in changed] != ["train.max_seq_length"]:
+            raise UserError("not this one")
+        return planned(gpu=size, **keys | {"train__max_seq_length": int(changed[0][1])})
+
+    (only,) = changes_that_fit(asked, attempt)
+    assert only.overrides == (("train.max_seq_length", "128"),) and only.planned.fits
+    assert only.title == "samples cut to 128 tokens, which changes what is learned"
+
+
+def test_fit_names_updates_in_the_backward_pass_where_they_are_enough() -> None:
+    one: dict[str, object] = {
+        "precision": "bf16-true",
+        "train__global_batch_size": 1,
+        "train__micro_batch_size": 1,
+        "train__max_seq_length": 8,
+    }
+    updated = planned(**one, train__optimizer_in_backward=True).memory
+    asked = planned(**one, gpu=f"{updated.high_bytes // 2**20 + 1}MiB")
+
+    def attempt(overrides: Sequence[Override]) -> Planned:
+        assert asked.gpu
+        changes = {key.replace(".", "__"): json.loads(value) for key, value in overrides}
+        return planned(**one | changes, gpu=f"{asked.gpu.memory_bytes // 2**20}MiB")
+
+    (first,) = changes_that_fit(asked, attempt, most=1)
+    assert first.title == "updates in the backward pass"
+    assert first.planned.plan.recipe.train.optimizer_in_backward
+
+
+@pytest.mark.slow
+def test_fit_lists_changes_that_fit_with_command_lines_that_plan_the_same(
+    capsys: pytest.CaptureFixture[str], long_data: str
+) -> None:
+    # Activations take most of it, also those that the one long sample needs for certain.
+    model = "random:tiny-llama-1.1b"
+    keys = ["finetune_full", "--checkpoint_dir", model]
+    keys += ["--train.max_seq_length", "2048", "--precision", "32-true"]
+    keys += ["--data", "JSON", "--data.json_path", long_data]
+    keys += ["--train.micro_batch_size", "8", "--train.global_batch_size", "8"]
+    values: dict[str, object] = {"checkpoint_dir": model, "train__max_seq_length": 2048}
+    values |= {"train__micro_batch_size": 8, "train__global_batch_size": 8} | of(long_data)
+    needed = planned(gpu="100MiB", precision="32-true", **values).least_bytes
+    size = f"{needed * 0.95 / 2**20:.0f}MiB"
+    assert run(["plan", *keys, "--gpu", size, "--fit", "--format", "json"]) == 3
+    changes = json.loads(capsys.readouterr().out)["changes"]
+    assert [change["title"] for change in changes][:2] == [
+        "smaller micro-batch, same global batch",
+        "16-bit numbers",
+    ]
+    assert all(change["plan"]["fits"] is not False for change in changes)
+    for change in changes[:2]:
+        program, command, *words = shlex.split(change["command"])
+        assert program == "ftkit"
+        assert run(["plan", command, *words, "--gpu", size, "--format", "json"]) == 0
+        again = json.loads(capsys.readouterr().out)
+        assert again["peak_bytes"] == change["plan"]["peak_bytes"]
+
+
+def test_on_a_narrow_terminal_words_stay_whole_and_commands_can_be_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Narrow(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("COLUMNS", "40")
+    fits = planned(gpu="24GiB")
+    command = "ftkit finetune --strategy fsdp --strategy.cpu_offload true"
+    title = "parameters and optimizer in host memory"
+    change = Change(title=title, overrides=(), planned=fits)
+    with redirect_stdout(Narrow()) as shown:
+        show_changes(fits, [(change, command)], "table")
+    *_, head, rest, copied = shown.getvalue().splitlines()
+    assert head == "parameters and optimizer in host memory:"
+    assert rest.startswith("needs ") and copied == f"  {command}"
+
+
+@pytest.mark.slow
+def test_where_one_change_is_not_enough_several_are_tried(long_data: str) -> None:
+    base = {"precision": "32-true", "train__micro_batch_size": 1} | of(long_data)
+    least = planned(**base, memory__activation_checkpointing=True, lora_r=8, quantize="bnb.nf4-dq")
+    gpu = find_gpu(f"{least.memory.high_bytes / 2**20 + 20:.0f}MiB")
+    found = planned(gpu=gpu.name, **base)
+    assert found.fits is False
+
+    def attempt(changed: Sequence[Override]) -> Planned:
+        return plan_files(
+            (),
+            [
+                ("checkpoint_dir", MODEL),
+                ("train.max_seq_length", "64"),
+                ("precision", "32-true"),
+                ("train.micro_batch_size", "1"),
+                ("data", "JSON"),
+                ("data.json_path", long_data),
+                *changed,
+            ],
+            gpu=gpu,
+        )
+
+    changes = changes_that_fit(found, attempt)
+    assert changes and changes[-1].planned.fits is not False
+
+
+@pytest.mark.parametrize(
+    ("gpu", "words", "following"),
+    [
+        ("80GiB", (), "ftkit finetune --lora_r 4 --checkpoint_dir {}"),
+        ("80GiB", ("--fit",), "ftkit finetune --lora_r 4 --checkpoint_dir {}"),
+        ("1MiB", (), "ftkit plan {} --lora_r 4 --gpu 1MiB --fit"),
+    ],
+)
+def test_a_plan_says_what_to_do_next(
+    gpu: str, words: tuple[str, ...], following: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(["plan", MODEL, "--lora_r", "4", "--gpu", gpu, *words])
+    assert capsys.readouterr().out.endswith(f"\nnext:\n  {following.format(MODEL)}\n")
+
+
+def test_several_plans_say_nothing_more(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "_verbosity", "full")  # as it is after the test
+    run(["plan", MODEL, "--gpu", "80GiB", "--sweep", "lora_r=4,8"])
+    run(["plan", MODEL, "--gpu", "80GiB", "--quiet"])
+    assert "next:" not in capsys.readouterr().out
+
+
+def test_fit_needs_one_plan() -> None:
+    with pytest.raises(UserError, match="--gpu a100-80gb --fit"):
+        run(["plan", "--checkpoint_dir", MODEL, "--fit", "--sweep", "lora_r=4,8"])
+
+
+def test_in_a_notebook_a_plan_shows_itself_alone_and_among_others() -> None:
+    keys = {"checkpoint_dir": MODEL, "train.max_seq_length": 64}
+    found = plans.plan(command="finetune_full", gpu="t4", name="<b2>", **keys)
+    assert found.fits
+    alone, together = (shown._repr_html_() for shown in (found, plans.Plans([found, found])))
+    assert f"plan: full on {MODEL}" in alone and "fits" in alone
+    assert together.count("&lt;b2&gt;") == 2 and "<b2>" not in together
+    with pytest.raises(UserError, match=r"train\.max_stepz is not a key"):
+        plans.plan(**keys, **{"train.max_stepz": 1})
+    with pytest.raises(UserError, match="command is 'full', but must be one of finetune,"):
+        plans.plan(command="full", **keys)
+    assert plans.plan(**keys).plan.recipe.method == "lora"

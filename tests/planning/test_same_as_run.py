@@ -1,0 +1,59 @@
+"""A plan predicts the run of the same words: both say the same number of bytes."""
+
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+from runs import WITHOUT_EVALUATION, Run, command_of
+
+from ftkit.cli.app import run
+from ftkit.runs.report.report import read_report
+
+QUICKSTART: dict[str, object] = {
+    "config": "embedded:quickstart.yaml",
+    "checkpoint_dir": "embedded:quickstart",
+}
+TWO: dict[str, object] = {"devices": 2, "train__micro_batch_size": 3}
+CASES: dict[str, dict[str, object]] = {
+    "LoRA": {},
+    "full, accumulated, cut": {
+        "command": "finetune_full",
+        "train__micro_batch_size": 1,
+        "train__max_seq_length": 40,
+    },
+    "padded, answers alone": {"train__padding_free": False, "data__mask_prompt": True},
+    "a number of tokens": {"train__micro_batch_tokens": 150, "precision": "bf16-mixed"},
+    "quickstart": QUICKSTART | {"data__json_path": "embedded:quickstart"},
+    "ddp": TWO | {"strategy": "ddp", "lora_mlp": True},
+    "fsdp": TWO | {"strategy": "fsdp", "command": "finetune_full"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_the_peak_of_a_plan_is_the_one_that_the_report_of_the_run_says(
+    start: Callable[..., AbstractContextManager[Run]],
+    common: list[str],
+    tmp_path: Path,
+    case: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    settings = {"checkpoint__save": False, "train__max_steps": 2}
+    batch = {"train__global_batch_size": 6, "train__micro_batch_size": 6}
+    keys = WITHOUT_EVALUATION | settings | batch | CASES[case]
+    out = tmp_path / "out"
+    with start(out, **keys) as started:
+        assert started.end()[0] == 0
+    assert run(["plan", *command_of(out, common, **keys), "--format", "json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    report = read_report(out / "report.json")
+    assert report.step_memory and report.resolved
+    heaviest, predicted = report.step_memory.heaviest, report.step_memory.predicted
+    assert heaviest and predicted
+    assert planned["peak_bytes"] == heaviest.peak_bytes
+    same = ("accelerator", "precision", "strategy", "world_size", "micro_batch_size")
+    for key in (*same, "longest_sample_tokens"):
+        assert planned[key] == getattr(report.resolved, key)
+    assert predicted.peak_bytes <= heaviest.peak_bytes, "no step is heavier"

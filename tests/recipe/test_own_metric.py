@@ -1,0 +1,183 @@
+"""Metrics of one's own: what is refused before a file is executed, how mistakes are told."""
+
+import hashlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftkit.errors import UserError
+from ftkit.recipe.own_metric import LoadedMetric, own_metrics
+
+SCORE = "def score(answer, expected, record):\n    "
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "mine.py"
+
+
+def named(file: Path, function: str = "score") -> str:
+    return f"{file}:{function}"
+
+
+def loaded(file: Path, content: str) -> LoadedMetric:
+    file.write_text(content)
+    (metric,) = own_metrics([named(file)])
+    return LoadedMetric(metric)
+
+
+def mistake(*texts: str) -> str:
+    with pytest.raises(UserError) as error:
+        own_metrics(texts)
+    return str(error.value)
+
+
+def test_a_file_is_looked_at_without_being_executed(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    witness = file.with_name("executed")
+    content = f"open({str(witness)!r}, 'w')\n{SCORE}return 1\n"
+    file.write_text(content)
+    monkeypatch.chdir(file.parent)
+    (metric,) = own_metrics(["mine.py:score"])
+    assert (metric.file, metric.function) == (str(file), "score")
+    assert metric.sha256 == hashlib.sha256(content.encode()).hexdigest()
+    assert not witness.exists()
+    LoadedMetric(metric)
+    assert witness.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("mine.py", "must be FILE.py:FUNCTION. Try --metric metrics.py:score."),
+        (":score", "must be FILE.py:FUNCTION"),
+        ("mine.py:1st", "must be FILE.py:FUNCTION"),
+        ("missing.py:score", "missing.py is not a file"),
+        (".:score", ". is not a file"),
+        ("mine.py:scor", "no function scor; it defines score, two, named, many. Try --metric"),
+        ("mine.py:VALUE", "defines no function VALUE"),
+        ("mine.py:method", "defines no function method"),
+        ("mine.py:later", "defines no function later"),
+        ("mine.py:two", "must take (answer, expected, record), but takes (answer, expected)"),
+        ("mine.py:named", "but takes (answer, expected, record, *, strict)"),
+        ("empty.py:score", "defines no function score; it defines none"),
+        ("broken.py:score", "broken.py, line 2 is not Python"),
+        ("null.py:score", "is not Python"),
+    ],
+)
+def test_what_is_no_metric_is_refused_with_what_works(
+    text: str, words: str, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(file.parent)
+    file.write_text(
+        "VALUE = 1\n"
+        "def score(answer, expected, record): ...\n"
+        "def two(answer, expected): ...\n"
+        "def named(answer, expected, record, *, strict): ...\n"
+        "def many(answer, *rest, strict=False): ...\n"
+        "async def later(answer, expected, record): ...\n"
+        "class Scores:\n    def method(answer, expected, record): ...\n"
+    )
+    Path("empty.py").write_text("")
+    Path("broken.py").write_text("def score(answer, expected, record):\nreturn 1\n")
+    Path("null.py").write_bytes(b"\0")
+    assert words in mistake(text)
+    assert own_metrics(["mine.py:many"])[0].function == "many"
+
+
+def test_two_functions_of_one_name_are_refused(file: Path) -> None:
+    other = file.with_name("other.py")
+    for path in (file, other):
+        path.write_text(f"{SCORE}return 1\n")
+    assert "Rename one of them." in mistake(named(file), named(other))
+    assert "Rename one of them." in mistake(named(file), named(file))
+
+
+@pytest.mark.parametrize("value", ["True", "0.25", "3", "__import__('torch').tensor(0.5)"])
+def test_a_score_is_a_number_of_any_kind(value: str, file: Path) -> None:
+    expected = {"True": 1.0, "0.25": 0.25, "3": 3.0}.get(value, 0.5)
+    assert loaded(file, f"{SCORE}return {value}\n").score("", "", {}, 0) == expected
+
+
+def test_a_function_gets_answer_expected_text_and_a_copy_of_the_record(file: Path) -> None:
+    metric = loaded(
+        file,
+        f"{SCORE}found = [answer, expected, record['messages'][0].pop('content')]\n"
+        "    return float(found == ['a', 'b', 'c'])\n",
+    )
+    record: dict[str, Any] = {"messages": [{"role": "user", "content": "c"}]}
+    assert metric.score("a", "b", record, 0) == 1.0
+    assert record == {"messages": [{"role": "user", "content": "c"}]}
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("return 'good'", "returned 'good', but must return a finite number"),
+        ("return None", "returned None, but must return a finite number"),
+        ("return float('nan')", "returned nan, but must return a finite number"),
+        ("return 1e400", "returned inf, but must return a finite number"),
+        ("return [1.0] * 999", "returned [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, ...], but"),
+        ("return record['points']", "raised KeyError: 'points' (line 2)"),
+        ("import json; json.loads('')", "raised JSONDecodeError: Expecting value"),
+        ("exit(3)", "raised SystemExit: 3 (line 2)"),
+    ],
+)
+def test_a_mistake_in_a_function_names_the_record(line: str, words: str, file: Path) -> None:
+    metric = loaded(file, f"{SCORE}{line}\n")
+    with pytest.raises(UserError) as error:
+        metric.score("a", "b", {}, 7)
+    text = str(error.value)
+    assert text.startswith("--metric mine.py:score: for validation record 7 (counted from 0) it ")
+    assert words in text
+    assert "Correct the function, or leave out --metric." in text
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("import no_such_package\n", "No module named 'no_such_package' (line 1). Correct it"),
+        ("def other():\n    1 / 0\nother()\n", "ZeroDivisionError: division by zero (line 2)"),
+        ("raise SystemExit('usage')\n", "SystemExit: usage (line 1)"),
+    ],
+)
+def test_a_file_that_does_not_run_is_one_clear_error(content: str, words: str, file: Path) -> None:
+    file.write_text(f"{content}{SCORE}return 1\n")
+    (metric,) = own_metrics([named(file)])
+    with pytest.raises(UserError) as error:
+        LoadedMetric(metric)
+    assert words in str(error.value)
+
+
+def test_what_is_executed_is_what_was_named(file: Path) -> None:
+    file.write_text(f"{SCORE}return 1\n")
+    (metric,) = own_metrics([named(file)])
+    file.write_text(f"{SCORE}return 2\n")
+    with pytest.raises(UserError, match=r"has changed since the command started\. Start again\."):
+        LoadedMetric(metric)
+    file.unlink()
+    with pytest.raises(UserError, match=r"cannot be read \(No such file or directory\)"):
+        LoadedMetric(metric)
+
+
+def test_what_a_file_prints_is_no_part_of_the_result(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metric = loaded(file, f"print('begins')\n{SCORE}print('scores')\n    return 1\n")
+    metric.score("", "", {}, 0)
+    assert capsys.readouterr() == ("", "begins\nscores\n")
+
+
+def test_a_file_may_define_dataclasses(file: Path) -> None:
+    content = (
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n"
+        "@dataclass\nclass Found:\n    share: float\n"
+        f"{SCORE}return Found(0.5).share\n"
+    )
+    before = set(sys.modules)
+    assert loaded(file, content).score("", "", {}, 0) == 0.5
+    assert len(set(sys.modules) - before) == 1

@@ -1,0 +1,649 @@
+"""Recipe + devices -> plan: every "auto" resolved and every rule kept."""
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+
+from ftkit.errors import UserError
+from ftkit.recipe import checks
+from ftkit.recipe.checks import check_kernels_installed, check_validations
+from ftkit.recipe.devices import Devices
+from ftkit.recipe.parsing import read_recipe
+from ftkit.recipe.plan import Plan, make_plan
+from ftkit.recipe.recipe import Method, Recipe
+from ftkit.recipe.recipe_keys import accepted_types, key_types
+from ftkit.recipe.strategies import DeepSpeedOptions
+
+CPU = Devices(accelerator="cpu", count=8)
+GPU = Devices(accelerator="cuda", count=1, names=("A100",))
+OLD_GPU = Devices(accelerator="cuda", count=1, names=("V100",), bf16_native=False)
+FOUR_GPUS = Devices(accelerator="cuda", count=4, names=("A100",) * 4)
+FOUR_OLD_GPUS = dataclasses.replace(FOUR_GPUS, names=("V100",) * 4, bf16_native=False)
+EIGHT_BIT = "bitsandbytes.optim.AdamW8bit"
+
+
+def recipe(method: Method = "lora", **keys: object) -> Recipe:
+    """A recipe with these keys; dots are written as two underscores."""
+    pairs = [(key.replace("__", "."), str(value)) for key, value in keys.items()]
+    return read_recipe([], [("checkpoint_dir", "base"), *pairs], method=method)
+
+
+def plan(machine: Devices = CPU, /, method: Method = "lora", **keys: object) -> Plan:
+    return make_plan(recipe(method, **keys), machine)
+
+
+def refusal(machine: Devices = CPU, /, **keys: object) -> str:
+    with pytest.raises(UserError) as error:
+        plan(machine, **keys)
+    return str(error.value)
+
+
+# --- Batches ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "steps"), [(16, 16, 1), (16, 4, 4), (16, 5, 4), (16, 1, 16), (1, 1, 1)]
+)
+def test_micro_steps_cover_the_global_batch(batch: int, micro: int, steps: int) -> None:
+    made = plan(train__global_batch_size=batch, train__micro_batch_size=micro)
+    assert made.micro_steps == steps
+    assert made.notices == ()
+
+
+def test_a_micro_batch_larger_than_the_global_batch_is_cut_and_told() -> None:
+    made = plan(train__global_batch_size=4, train__micro_batch_size=8)
+    assert (made.micro_batch_size, made.micro_steps) == (4, 1)
+    assert made.notices == ("train.micro_batch_size 8 is more than the global batch: 4 is used.",)
+
+
+def test_a_micro_batch_has_one_sequence_unless_something_else_is_asked() -> None:
+    made = plan(train__global_batch_size=16)
+    assert (made.micro_batch_size, made.micro_batch_tokens, made.micro_steps) == (1, None, 16)
+
+
+@pytest.mark.parametrize(
+    ("size", "bound", "sequences"), [("null", 16, 16), ("auto", 16, 16), (6, 6, 6), (64, 16, 16)]
+)
+def test_a_number_of_tokens_bounds_micro_batches_beside_a_number_of_sequences(
+    size: int | str, bound: int, sequences: int
+) -> None:
+    made = plan(
+        train__global_batch_size=16, train__micro_batch_size=size, train__micro_batch_tokens=1000
+    )
+    assert (made.micro_batch_size, made.micro_batch_tokens) == (bound, 1000)
+    assert made.micro_steps is None and made.accumulates
+    assert made.sequences_of(100) == min(10, sequences)
+    assert made.sequences_of(10) == sequences
+    assert made.sequences_of(5000) == 1
+    assert made.most_micro_steps(100) == -(-16 // min(10, sequences))
+
+
+def test_with_a_number_of_tokens_a_step_of_few_sequences_has_one_micro_step() -> None:
+    made = plan(train__global_batch_size=1, train__micro_batch_tokens=1000)
+    assert (made.micro_steps, made.accumulates, made.notices) == (1, False, ())
+
+
+def test_a_number_of_tokens_that_does_nothing_is_told() -> None:
+    made = plan(
+        train__global_batch_size=16, train__micro_batch_size=1, train__micro_batch_tokens=1000
+    )
+    assert made.micro_steps == 16
+    (notice,) = made.notices
+    assert "--train.micro_batch_size null" in notice
+
+
+def test_a_number_of_tokens_is_refused_where_micro_batches_are_padded() -> None:
+    with pytest.raises(UserError) as refused:
+        plan(train__micro_batch_tokens=1000, train__padding_free=False)
+    assert "train.micro_batch_tokens is 1000, but train.padding_free is false" in str(refused.value)
+    assert "--train.padding_free null" in str(refused.value)
+
+
+@pytest.mark.parametrize("key", ["micro_batch_size", "micro_batch_tokens"])
+def test_what_depends_on_a_device_is_not_planned_without_one(key: str) -> None:
+    with pytest.raises(UserError, match=f"train.{key} is auto"):
+        plan(**{f"train__{key}": "auto"})
+
+
+# --- Precision ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("devices", "precision"), [(CPU, "bf16-mixed"), (GPU, "bf16-mixed"), (OLD_GPU, "16-mixed")]
+)
+def test_the_default_precision_is_what_the_device_is_good_at(
+    devices: Devices, precision: str
+) -> None:
+    made = plan(devices)
+    assert (made.precision, made.notices) == (precision, ())
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
+def test_a_precision_that_was_asked_for_is_kept(precision: str) -> None:
+    assert plan(precision=precision).precision == precision
+
+
+@pytest.mark.parametrize("precision", ["16-true", "16-mixed"])
+def test_float16_is_refused_on_a_cpu_and_not_on_a_gpu(precision: str) -> None:
+    message = refusal(precision=precision)
+    assert message.startswith(f"precision is {precision}, but float16 training needs a CUDA GPU")
+    assert message.endswith(f"Try --precision b{precision.replace('16', 'f16')}.")
+    assert plan(GPU, precision="16-mixed").precision == "16-mixed"
+
+
+@pytest.mark.parametrize(
+    ("machine", "strategy", "instead"),
+    [
+        (FOUR_GPUS, "ddp", "bf16-true"),
+        (FOUR_GPUS, "fsdp", "bf16-true"),
+        (OLD_GPU, "single", "16-mixed"),
+        (OLD_GPU, "fsdp", "32-true"),
+    ],
+)
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "bitsandbytes.optim.AdamW8bit"])
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_training_in_float16_alone_is_refused_with_a_precision_that_trains(
+    machine: Devices, strategy: str, instead: str, optimizer: str, method: Method
+) -> None:
+    keys = {"strategy": strategy, "optimizer": optimizer, "method": method}
+    message = refusal(machine, precision="16-true", **keys)
+    assert message.startswith(f"precision is 16-true, but {strategy} would update weights in")
+    assert message.endswith(f"Try --precision {instead}.")
+    assert plan(machine, precision=instead, **keys).precision == instead
+
+
+def test_deepspeed_trains_float16_with_masters_in_float32_of_its_own() -> None:
+    assert plan(GPU, precision="16-true", strategy="deepspeed").precision == "16-true"
+
+
+def test_a_model_computes_answers_in_float16() -> None:
+    made = make_plan(recipe(precision="16-true"), GPU, trains=False)
+    assert made.precision == "16-true"
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+def test_bfloat16_that_is_only_emulated_warns(precision: str) -> None:
+    made = plan(OLD_GPU, precision=precision)
+    assert made.precision == precision
+    assert made.notices[0].startswith("V100 has no bfloat16 hardware")
+
+
+# --- Devices and strategies ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("devices", [CPU, GPU])
+def test_auto_is_one_cpu_or_every_gpu(devices: Devices) -> None:
+    made = plan(devices, devices="auto")
+    assert (made.devices, made.world_size, made.strategy) == (1, 1, "single")
+
+
+@pytest.mark.parametrize("strategy", ["auto", "single"])
+def test_one_device_needs_no_strategy(strategy: str) -> None:
+    made = plan(GPU, strategy=strategy)
+    assert (made.strategy, made.accelerator) == ("single", "cuda")
+
+
+def test_more_devices_than_gpus_are_refused() -> None:
+    assert refusal(GPU, devices=2) == (
+        "devices is 2, but this machine shows 1 GPU(s). Try --devices 1 or --accelerator cpu."
+    )
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_auto_on_several_devices_is_ddp_for_lora_and_fsdp_for_full(method: Method) -> None:
+    made = plan(FOUR_GPUS, method=method, devices=4)
+    assert (made.strategy, made.world_size) == ({"lora": "ddp", "full": "fsdp"}[method], 4)
+
+
+class TestSeveralGpusWithoutBfloat16:
+    """Nothing that is auto leads to a refusal, and a refusal names what works."""
+
+    def test_default_settings_of_lora_are_ddp_in_float16(self) -> None:
+        made = plan(FOUR_OLD_GPUS, devices=4)
+        assert (made.strategy, made.precision, made.notices) == ("ddp", "16-mixed", ())
+
+    def test_a_full_fine_tune_is_deepspeed_with_everything_on_the_gpus(self) -> None:
+        made = plan(FOUR_OLD_GPUS, method="full", devices=4)
+        assert (made.strategy, made.precision) == ("deepspeed", "16-mixed")
+        assert made.options == DeepSpeedOptions(stage=3, offload_optimizer=False)
+        (notice,) = made.notices
+        assert notice == (
+            "V100 has no bfloat16 hardware, and fsdp has no loss scaling for 16-mixed: deepspeed "
+            "with 16-mixed is used."
+        )
+
+    @pytest.mark.parametrize(
+        ("keys", "installed", "advice"),
+        [
+            ({}, False, "--strategy deepspeed with DeepSpeed installed"),
+            ({"optimizer": EIGHT_BIT}, True, "--strategy ddp, if the model fits on each GPU"),
+            ({"strategy": "fsdp"}, True, "--strategy deepspeed"),
+            ({"strategy.cpu_offload": True}, True, "--strategy deepspeed"),
+        ],
+        ids=["no DeepSpeed", "an optimizer it cannot take", "fsdp asked for", "an option of fsdp"],
+    )
+    def test_it_is_fsdp_in_float32_where_deepspeed_cannot_be(
+        self, keys: dict[str, Any], installed: bool, advice: str
+    ) -> None:
+        machine = dataclasses.replace(FOUR_OLD_GPUS, deepspeed=installed)
+        made = plan(machine, method="full", devices=4, **keys)
+        assert (made.strategy, made.precision) == ("fsdp", "32-true")
+        (notice,) = made.notices
+        assert "V100 has no bfloat16 hardware" in notice
+        assert notice.endswith(f"several times slower. Try {advice}.")
+
+    def test_the_plan_is_the_same_wherever_it_is_made_again(self) -> None:
+        once = plan(FOUR_OLD_GPUS, method="full", devices=4)
+        assert make_plan(once.recipe, FOUR_OLD_GPUS) == once
+
+    @pytest.mark.parametrize("installed", [True, False])
+    @pytest.mark.parametrize("optimizer", ["AdamW", EIGHT_BIT])
+    def test_what_was_given_is_refused_with_what_works(
+        self, installed: bool, optimizer: str
+    ) -> None:
+        machine = dataclasses.replace(FOUR_OLD_GPUS, deepspeed=installed)
+        keys = {"devices": 4, "strategy": "fsdp", "precision": "16-mixed", "optimizer": optimizer}
+        words = re.findall(r"--(\w+) ([\w-]+)", refusal(machine, **keys))
+        assert [key for key, _ in words] == ["precision", "strategy"]
+        for key, value in words:
+            assert plan(machine, **keys | {key: value}).notices == ()
+
+    def test_emulated_bfloat16_is_kept_with_advice_that_works(self) -> None:
+        keys = {"devices": 4, "strategy": "fsdp", "precision": "bf16-mixed"}
+        (notice,) = plan(FOUR_OLD_GPUS, **keys).notices
+        assert notice.endswith("Try --precision 32-true.")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed"])
+@pytest.mark.parametrize("devices", [CPU, FOUR_GPUS])
+def test_every_strategy_runs_on_cpus_and_gpus(strategy: str, devices: Devices) -> None:
+    made = plan(devices, strategy=strategy, devices=2)
+    assert (made.strategy, made.world_size) == (strategy, 2)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        (
+            "fsdp",
+            {
+                "sharding": "FULL_SHARD",
+                "cpu_offload": False,
+                "prefetch": 0,
+                "sync_every_micro_step": True,
+            },
+        ),
+        ("deepspeed", {"stage": 3, "offload_optimizer": True, "offload_parameters": False}),
+    ],
+)
+def test_a_strategy_without_options_has_its_defaults(
+    strategy: str, options: dict[str, Any]
+) -> None:
+    assert dataclasses.asdict(plan(FOUR_GPUS, strategy=strategy, devices=4).options) == options
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"strategy": "fsdp", "strategy.stage": 3},
+            (
+                "strategy.stage is not an option of fsdp. It takes sharding, cpu_offload, "
+                "prefetch, sync_every_micro_step."
+            ),
+        ),
+        (
+            {"strategy": "ddp", "strategy.stage": 3},
+            "strategy.stage is not an option of ddp. It takes none; remove it.",
+        ),
+        (
+            {"strategy": "deepspeed", "strategy.stage": 4},
+            "strategy.stage is 4, but must be one of: 1, 2, 3. Try --strategy.stage 1.",
+        ),
+        (
+            {"strategy": "deepspeed", "strategy.stage": True},
+            "strategy.stage is True, but must be one of: 1, 2, 3. Try --strategy.stage 1.",
+        ),
+        (
+            {"strategy": "fsdp", "strategy.cpu_offload": 1},
+            (
+                "strategy.cpu_offload is 1, but must be one of: true, false. "
+                "Try --strategy.cpu_offload true."
+            ),
+        ),
+        (
+            {"strategy": "fsdp", "precision": "16-mixed"},
+            (
+                "precision is 16-mixed, but fsdp has no loss scaling here. "
+                "Try --precision bf16-mixed, or --strategy deepspeed."
+            ),
+        ),
+        (
+            {"strategy": "deepspeed", "optimizer": "bitsandbytes.optim.AdamW8bit"},
+            (
+                "optimizer is bitsandbytes.optim.AdamW8bit, but DeepSpeed keeps its own optimizer "
+                "state. Try --optimizer AdamW, or --strategy fsdp."
+            ),
+        ),
+        (
+            {"strategy": "fsdp", "optimizer": "bitsandbytes.optim.LAMB8bit"},
+            (
+                "optimizer is bitsandbytes.optim.LAMB8bit, but it scales by the norm of whole "
+                "parameters, of which fsdp leaves a rank some rows. "
+                "Try --optimizer bitsandbytes.optim.AdamW8bit, or --strategy ddp."
+            ),
+        ),
+        (
+            {"strategy": "fsdp", "quantize": "bnb.int8"},
+            (
+                "quantize is bnb.int8, but fsdp shards the base model and supports the 4-bit kinds "
+                "alone. Try --quantize bnb.nf4-dq, or --strategy ddp."
+            ),
+        ),
+        (
+            {"strategy": "fsdp", "strategy.sharding": "HYBRID_SHARD"},
+            (
+                "strategy.sharding is HYBRID_SHARD, which shards among the devices of each node, "
+                "but devices is 2 and num_nodes is 1: both must be at least 2. "
+                "Try --strategy.sharding FULL_SHARD."
+            ),
+        ),
+        (
+            {"method": "full", "strategy": "fsdp", "optimizer": "Muon"},
+            (
+                "optimizer is torch.optim.Muon, which orthogonalises updates of whole matrices, of "
+                "which fsdp leaves a rank a part. Try --optimizer AdamW, or --strategy ddp."
+            ),
+        ),
+        (
+            {"method": "full", "strategy": "deepspeed", "optimizer": "Muon"},
+            (
+                "optimizer is torch.optim.Muon, which orthogonalises updates of whole matrices, of "
+                "which deepspeed leaves a rank a part. Try --optimizer AdamW, or --strategy ddp."
+            ),
+        ),
+        (
+            {"strategy": "ddp", "optimizer": "Muon"},
+            (
+                "optimizer is torch.optim.Muon, which orthogonalises updates of whole matrices, "
+                "but LoRA trains two factors of each. Try --optimizer AdamW, or ftkit "
+                "finetune_full."
+            ),
+        ),
+        (
+            {"strategy": "deepspeed", "quantize": "bnb.int8"},
+            (
+                "quantize is bnb.int8, but deepspeed shards the base model and supports the 4-bit "
+                "kinds alone. Try --quantize bnb.nf4-dq, or --strategy ddp."
+            ),
+        ),
+        (
+            {"strategy": "ddp", "optimizer": "deepspeed.ops.adam.DeepSpeedCPUAdam"},
+            (
+                "optimizer is deepspeed.ops.adam.DeepSpeedCPUAdam, but the strategy is ddp. "
+                "Try --optimizer AdamW, or --strategy deepspeed."
+            ),
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)
+def test_what_a_strategy_cannot_run_is_refused_with_what_to_use_instead(
+    keys: dict[str, Any], message: str
+) -> None:
+    assert refusal(FOUR_GPUS, devices=2, **keys) == message
+
+
+def test_single_on_several_devices_is_a_contradiction() -> None:
+    message = refusal(FOUR_GPUS, strategy="single", devices=4)
+    assert message.startswith("strategy is single, but devices x num_nodes is 4.")
+
+
+def test_an_unknown_strategy_names_those_there_are() -> None:
+    assert refusal(strategy="dpp") == (
+        "strategy is 'dpp', but must be one of: auto, single, ddp, fsdp, deepspeed. "
+        "Try --strategy auto."
+    )
+
+
+# --- Ranges -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "least"),
+    {
+        "train.global_batch_size": 1,
+        "train.micro_batch_size": 1,
+        "train.micro_batch_tokens": 1,
+        "train.epochs": 1,
+        "train.max_steps": 1,
+        "train.max_seq_length": 2,
+        "train.lr_warmup_steps": 0,
+        "train.save_interval": 1,
+        "checkpoint.keep_last": 1,
+        "checkpoint.keep_every": 1,
+        "checkpoint.keep_best": 0,
+        "train.log_interval": 1,
+        "eval.interval": 0,
+        "eval.patience": 1,
+        "eval.max_iters": 1,
+        "eval.max_new_tokens": 0,
+        "eval.exact_match": 0,
+        "eval.rouge_l": 0,
+        "eval.evaluate_example": 0,
+        "devices": 1,
+        "num_nodes": 1,
+        "seed": 0,
+        "lora_r": 1,
+    }.items(),
+)
+def test_whole_numbers_have_a_least_value(key: str, least: int) -> None:
+    name = key.replace(".", "__")
+    message = refusal(**{name: least - 1})
+    assert message.startswith(f"{key} is {least - 1}, but must be at least {least}. Try --{key} ")
+    assert plan(**{name: least})
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"train__max_time": 0}, "train.max_time is 0, but must be above 0."),
+        (
+            {"eval__rouge_l": 8, "eval__max_new_tokens": 0},
+            "eval.rouge_l is 8, but eval.max_new_tokens is 0: how long may answers be? Try ",
+        ),
+        ({"train__max_time": ".nan"}, "train.max_time is nan, but must be above 0."),
+        ({"train__max_norm": -1}, "train.max_norm is -1, but must be above 0."),
+        ({"lora_alpha": 0}, "lora_alpha is 0, but must be above 0."),
+        ({"lora_plus_ratio": 0}, "lora_plus_ratio is 0, but must be above 0."),
+        ({"lora_plus_ratio": ".inf"}, "lora_plus_ratio is inf, but must be above 0."),
+        ({"lora_targets": "[]"}, "lora_targets is empty: no layer is adapted."),
+        (
+            {"lora_variant": "dora", "lora_init": "pissa"},
+            "lora_init is pissa, but lora_variant dora starts from the lengths",
+        ),
+        ({"router_aux_loss_coef": -0.1}, "router_aux_loss_coef is -0.1, but must not be negative."),
+        ({"router_aux_loss_coef": ".inf"}, "router_aux_loss_coef is inf, but must be finite."),
+        ({"optimizer__lr": -1}, "optimizer.lr is -1, but must be a number of at least 0."),
+        ({"optimizer__lr": ".nan"}, "optimizer.lr is nan, but must be a number of at least 0."),
+        ({"optimizer__lr": ".inf"}, "optimizer.lr is inf, but must be a number of at least 0."),
+        ({"optimizer__lr": "fast"}, "optimizer.lr is 'fast', but must be a number of at least 0."),
+        ({"train__min_lr": -1e-5}, "train.min_lr is -1e-05, but must be a number of at least 0."),
+        ({"train__min_lr": ".nan"}, "train.min_lr is nan, but must be a number of at least 0."),
+        ({"train__min_lr": ".inf"}, "train.min_lr is inf, but must be a number of at least 0."),
+        ({"train__lr_warmup_fraction": 1.5}, "train.lr_warmup_fraction is 1.5, but must lie"),
+        ({"train__lr_warmup_fraction": -0.1}, "train.lr_warmup_fraction is -0.1, but must lie"),
+        ({"train__epochs": "null"}, "train.epochs and train.max_steps are both empty"),
+        ({"train__max_tokens": 5}, "train.max_tokens is 5, but fine-tuning counts epochs"),
+        ({"eval__evaluate_example": "last"}, "eval.evaluate_example is 'last', but must be"),
+        ({"checkpoint__save_every": "15m"}, "checkpoint.save_every is '15m', but must be a number"),
+        ({"seed": 2**63}, f"seed is {2**63}, but must be below 2**63."),
+        ({"lora_dropout": 1}, "lora_dropout is 1, but must lie in [0, 1)."),
+        ({"lora_dropout": -0.1}, "lora_dropout is -0.1, but must lie in [0, 1)."),
+        ({"lora_query": "false", "lora_value": "false"}, "No layer is adapted"),
+    ],
+)
+def test_a_value_out_of_range_says_so_and_suggests_options_that_work(
+    keys: dict[str, Any], message: str
+) -> None:
+    text = refusal(**keys)
+    assert text.startswith(message)
+    suggested = re.findall(r"--(\S+) (\S+?)\.?(?= |$)", text.rpartition("Try ")[2])
+    assert suggested
+    assert plan(**keys | {key.replace(".", "__"): value for key, value in suggested})
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        key
+        for key, kind in key_types("lora").items()
+        if accepted_types(kind) in ([int], [float]) and key != "train.max_tokens"
+    ],
+)
+def test_a_number_that_is_suggested_in_place_of_a_word_is_one_that_can_be_used(key: str) -> None:
+    name = key.replace(".", "__")
+    value = refusal(**{name: "[]"}).rpartition(f"Try --{key} ")[2].removesuffix(".")
+    assert value and plan(**{name: value})
+
+
+@pytest.mark.parametrize("value", ["first", "random", 0, 3])
+def test_the_example_is_the_first_a_random_one_or_an_index(value: str | int) -> None:
+    assert plan(eval__evaluate_example=value)
+
+
+@pytest.mark.parametrize("alpha", [0, -5, ".inf"])
+def test_noise_is_above_zero(alpha: object) -> None:
+    assert "must be above 0" in refusal(train__neftune_noise_alpha=alpha)
+
+
+@pytest.mark.parametrize("decay", [0, 1, 1.5, ".nan"])
+def test_a_decay_of_an_average_lies_between_0_and_1(decay: object) -> None:
+    assert "but must lie between 0 and 1. Try --train.ema_decay 0.999" in refusal(
+        train__ema_decay=decay
+    )
+
+
+def test_label_smoothing_is_a_fraction_and_not_that_of_liger() -> None:
+    assert "must lie in [0, 1)" in refusal(train__label_smoothing=1)
+    message = refusal(GPU, train__label_smoothing=0.1, kernels="liger")
+    assert "kernels is liger, whose loss" in message
+
+
+def test_patience_that_cannot_end_a_run_is_told_with_an_interval_that_can() -> None:
+    (notice,) = check_validations(recipe(eval__patience=3, eval__interval=40), 100)
+    assert "eval.patience 3 cannot end this run of 100 steps" in notice
+    suggested = int(notice.rpartition("--eval.interval ")[2].removesuffix("."))
+    assert check_validations(recipe(eval__patience=3, eval__interval=suggested), 100) == []
+
+
+def test_the_best_checkpoint_can_only_be_the_result_if_one_is_validated() -> None:
+    keys = {"checkpoint__result": "best", "eval__interval": 100}
+    assert check_validations(recipe(**keys), 100) == []
+    asked = recipe(**keys, eval__final_validation="false")
+    assert check_validations(asked, 101) == []
+    with pytest.raises(UserError, match="none of the 100 steps is validated: "):
+        check_validations(asked, 100)
+    best = {"checkpoint__result": "best"}
+    assert "checkpoint.save is false" in refusal(**best, checkpoint__save="false")
+    assert "Try --out_dir on a disk" in refusal(**best, num_nodes=2, out_dir="s3://bucket/run")
+
+
+def test_patience_needs_validations_to_count() -> None:
+    message = refusal(eval__patience=3, eval__interval=0)
+    assert "eval.patience is 3, but eval.interval is 0" in message
+    assert plan(eval__patience=3, eval__interval=100)
+
+
+def test_an_interval_of_zero_never_validates() -> None:
+    assert plan(eval__interval=0).recipe.eval.interval == 0
+
+
+# --- Updates in the backward pass ---------------------------------------------------------------
+
+IN_BACKWARD = {"train__optimizer_in_backward": True, "train__global_batch_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("machine", "keys", "words"),
+    [
+        (CPU, {"devices": 2, "strategy": "ddp"}, "ddp keeps memory for all gradients.*fsdp"),
+        (CPU, {"devices": 2, "strategy": "deepspeed"}, "deepspeed updates slices.*fsdp"),
+        (
+            CPU,
+            {"devices": 2, "strategy": "fsdp", "strategy__cpu_offload": True},
+            "fsdp keeps all gradients in host memory.*--strategy.cpu_offload false",
+        ),
+        (CPU, {"train__max_norm": 1}, "train.max_norm is 1, and clipping.*--train.max_norm null"),
+        (
+            CPU,
+            {"train__micro_batch_size": "null", "train__micro_batch_tokens": 900},
+            "several micro-batches.*--train.micro_batch_tokens null",
+        ),
+        (CPU, {"train__micro_batch_size": 2}, "2 micro-batches.*--train.micro_batch_size 4"),
+        (OLD_GPU, {"precision": "16-mixed"}, "16-mixed leaves an update out.*--precision"),
+    ],
+)
+def test_updates_in_the_backward_pass_are_refused_where_all_gradients_come_first(
+    machine: Devices, keys: dict[str, object], words: str
+) -> None:
+    whole = {"train__micro_batch_size": 4, "train__max_norm": "null"}
+    told = refusal(machine, **IN_BACKWARD | whole | keys)
+    assert re.search(words, told, re.DOTALL)
+    assert told.startswith("train.optimizer_in_backward is true, but ")
+    assert told.endswith(", or --train.optimizer_in_backward false.")
+
+
+@pytest.mark.parametrize("keys", [{}, {"devices": 2, "strategy": "fsdp"}])
+def test_updates_in_the_backward_pass_take_one_micro_step(keys: dict[str, object]) -> None:
+    asked = IN_BACKWARD | {"train__micro_batch_size": 4} | keys
+    assert plan(CPU, **asked).micro_steps == 1
+    evaluated = recipe(**asked | {"train__micro_batch_size": 1})
+    assert make_plan(evaluated, CPU, trains=False).micro_steps == (4 if not keys else 2)
+
+
+# --- Offloading ---------------------------------------------------------------------------------
+
+
+def test_inputs_that_nothing_keeps_are_not_offloaded() -> None:
+    told = refusal(GPU, memory__offload_activations=True)
+    assert told.endswith("Try --memory.activation_checkpointing true.")
+
+
+def test_on_cpus_it_is_told_that_offloading_has_no_effect() -> None:
+    keys = {"memory__offload_activations": True, "memory__activation_checkpointing": 2}
+    assert any("offload_activations has no effect" in told for told in plan(CPU, **keys).notices)
+    assert not any("offload" in told for told in plan(GPU, **keys).notices)
+
+
+# --- Kernels ------------------------------------------------------------------------------------
+
+
+def test_kernels_for_cuda_are_refused_on_cpus() -> None:
+    assert refusal(kernels="liger").endswith("for CUDA. Try --kernels torch.")
+    assert plan(GPU, kernels="liger").recipe.kernels == "liger"
+
+
+def test_kernels_of_two_kinds_are_refused() -> None:
+    words = refusal(GPU, kernels="liger", compile="true")
+    assert words.endswith("Try --kernels torch, or --compile false.")
+
+
+def test_deepspeed_does_not_compile() -> None:
+    words = refusal(compile="true", strategy="deepspeed")
+    assert words.startswith("compile is true, but deepspeed")
+    assert words.endswith("Try --strategy fsdp, or --compile false.")
+    assert plan(compile="true", strategy="fsdp").recipe.compile
+
+
+def test_without_its_package_or_a_compiler_a_run_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(checks, "has_liger", lambda: False)
+    with pytest.raises(UserError, match=r"Liger-Kernel is not installed. Try pip install"):
+        check_kernels_installed(recipe("full", kernels="liger"), "cuda")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(UserError, match=r"no no-such-compiler. .* --compile false"):
+        check_kernels_installed(recipe("full", compile="true"), "cpu")
+    check_kernels_installed(recipe("full"), "cpu")

@@ -1,0 +1,165 @@
+"""Model FLOPs utilization: what is computed, by hand, and what GPUs can do, by data sheet."""
+
+import dataclasses
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from command import ROOT
+from recorders import make_recorder, train
+
+from ftkit.data.rendering.renderer import Rendered
+from ftkit.data.samples.sample_set import SampleSet
+from ftkit.models.bodies.routing import Routing
+from ftkit.models.flops import flops_per_token, mean_flops_per_token
+from ftkit.models.language_model import LanguageModel, outline
+from ftkit.models.pretrained.base_model import open_base
+from ftkit.recipe.parsing import read_recipe
+from ftkit.recipe.recipe import Method
+from ftkit.utils.accelerators.peak_flops import BEFORE_AMPERE_TFLOPS, TENSOR_CORE_TFLOPS, peak_flops
+
+CARDS = ROOT / "docs" / "cards.md"
+
+# --- What GPUs can do ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16", "fp16", "float32"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4, 989.4, 494.7),
+        ("NVIDIA H100 PCIe", 756, 756, 378),
+        ("NVIDIA H100 NVL", 835, 835, 417.5),
+        ("NVIDIA H200", 989.4, 989.4, 494.7),
+        ("NVIDIA GH200 480GB", 989.4, 989.4, 494.7),
+        ("NVIDIA B200", 2250, 2250, 1125),
+        ("NVIDIA A100-SXM4-80GB", 312, 312, 156),
+        ("NVIDIA A100 80GB PCIe", 312, 312, 156),
+        ("NVIDIA L4", 121, 121, 60.5),
+        ("NVIDIA L40S", 362, 362, 181),
+        ("NVIDIA A10G", 70, 70, 35),
+        ("NVIDIA A10", 125, 125, 62.5),
+        ("NVIDIA RTX A6000", 154.8, 154.8, 77.4),
+        ("NVIDIA GeForce RTX 4090", 165.2, 165.2, 82.6),
+        ("NVIDIA GeForce RTX 5090", 209.5, 209.5, 104.75),
+        ("Tesla V100-SXM2-32GB", None, 125, 15.7),
+        ("Tesla T4", None, 65, 8.1),
+    ],
+)
+def test_the_peak_is_that_of_dense_products_added_up_in_float32(
+    name: str, bf16: float | None, fp16: float, float32: float
+) -> None:
+    found = [peak_flops(name, kind) for kind in ("bf16", "16", "32")]
+    expected = [bf16 and bf16 * 1e12, fp16 * 1e12, float32 * 1e12]
+    assert found == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA A100-SXM4-40GB MIG 3g.20gb",
+        "NVIDIA A100-SXM-64GB",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 3090 Ti",
+        "NVIDIA A10-24Q",
+        "NVIDIA L400",
+        "",
+    ],
+)
+def test_a_gpu_that_is_not_in_the_table_has_no_peak(name: str) -> None:
+    assert {peak_flops(name, kind) for kind in ("bf16", "16", "32")} == {None}
+
+
+def test_the_peak_of_float32_is_that_of_what_computes_it() -> None:
+    assert peak_flops("NVIDIA A100-SXM4-80GB", "32", tf32=False) is None
+    assert peak_flops("Tesla T4", "32", tf32=False) == peak_flops("Tesla T4", "32")
+
+
+def test_the_document_shows_the_table() -> None:
+    rows = re.findall(r"^\| (`.+?`) \| ([\d,.]+) \| ([\d,.]+) \|", CARDS.read_text(), re.MULTILINE)
+    shown = {
+        name: (float(half.replace(",", "")), float(single.replace(",", "")))
+        for names, half, single in rows
+        for name in re.findall(r"`(.+?)`", names)
+    }
+    ampere = {name: (half, half / 2) for name, half in TENSOR_CORE_TFLOPS.items()}
+    assert shown == ampere | BEFORE_AMPERE_TFLOPS
+
+
+# --- What is computed ---------------------------------------------------------------------------
+
+
+def make_model(method: Method, **keys: str) -> LanguageModel:
+    base = open_base("random:pythia-14m")
+    pairs = [("checkpoint_dir", "random:pythia-14m"), *keys.items()]
+    return outline(base, read_recipe([], pairs, method=method), torch.float32)
+
+
+WIDTH, LAYERS, HEAD = 128, 6, 128 * 50304
+BLOCKS = LAYERS * 12 * WIDTH**2
+"""Of pythia-14m: weights of attention (4 x width^2) and MLP (8 x width^2)."""
+
+
+def test_full_fine_tuning_takes_six_operations_for_each_weight_and_token() -> None:
+    model = make_model("full")
+    found = flops_per_token(model, attention_length=100, label_fraction=1)
+    assert found == 6 * (BLOCKS + HEAD) + 6 * LAYERS * WIDTH * 100
+
+
+def test_the_output_layer_counts_for_the_tokens_that_carry_loss() -> None:
+    model = make_model("full")
+    with_all = flops_per_token(model, attention_length=0, label_fraction=1)
+    with_few = flops_per_token(model, attention_length=0, label_fraction=0.25)
+    assert with_all - with_few == 0.75 * 6 * HEAD
+
+
+def test_weights_that_are_not_trained_take_four() -> None:
+    model = make_model("lora", lora_r="8", lora_query="true", lora_key="false", lora_value="false")
+    adapters = LAYERS * 2 * 8 * WIDTH
+    found = flops_per_token(model, attention_length=0, label_fraction=1)
+    assert found == 4 * (BLOCKS + HEAD) + 6 * adapters
+
+
+def test_attention_counts_the_square_of_every_length() -> None:
+    """One sequence of 300 tokens takes more than three of 100, though the tokens are as many."""
+    model = make_model("full")
+
+    def of(*lengths: int, prompts: tuple[int, ...] = ()) -> float:
+        samples = [
+            Rendered([0] * (length + 1), ((prompt, length + 1),))
+            for length, prompt in zip(lengths, prompts or [0] * len(lengths), strict=True)
+        ]
+        held = SampleSet.of(samples)
+        return mean_flops_per_token(model, held.lengths, held.label_counts)
+
+    per_length = 6 * LAYERS * WIDTH
+    assert of(300) - of(100, 100, 100) == pytest.approx(per_length * 200)
+    labels = (51 + 101) / 400
+    expected = per_length * (100**2 + 300**2) / 400 + 6 * (BLOCKS + HEAD * labels)
+    assert of(100, 300, prompts=(50, 200)) == pytest.approx(expected)
+
+
+# --- Both ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "mfu"),
+    [("NVIDIA H200", 0.25), ("NVIDIA H200 MIG 1g.18gb", None)],
+)
+def test_the_report_has_the_share_of_the_peak_that_was_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, mfu: float | None
+) -> None:
+    recorder = make_recorder(tmp_path)
+    with recorder:
+        train(recorder, range(1, 6))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+        recorder._device = torch.device("cuda")
+        recorder._plan = dataclasses.replace(recorder._plan, precision="bf16-true")
+        recorder.expect(100, 0.25 * 989.4e12 / 2000, Routing((), 0, None))
+        time.sleep(0.01)  # the share of the CPU is over some time
+    assert recorder.report.throughput is not None
+    assert recorder.report.throughput.tokens_per_s == pytest.approx(2000)
+    assert recorder.report.throughput.mfu == (mfu and pytest.approx(mfu))
