@@ -371,8 +371,9 @@ def _split(rows: Rows, val_share: float, seed: int) -> tuple[Rows, Rows]:
     from torch.utils.data import random_split
 
     generator = torch.Generator().manual_seed(seed)
-    train, val = random_split(rows, [1.0 - val_share, val_share], generator=generator)  # type: ignore[arg-type]
-    return list(train), list(val)
+    parts = random_split(range(len(rows)), [1.0 - val_share, val_share], generator=generator)  # type: ignore[arg-type,var-annotated]
+    train, val = ([rows[i] for i in part.indices] for part in parts)
+    return train, val
 
 
 def _said(rows: Rows) -> Iterator[list[str]]:

@@ -33,19 +33,14 @@ class Prompting:
     end_ids: frozenset[int]
     """Tokens that end what the model says, as it was trained or as its settings have it."""
     style: AnyStyle | None = None
-    """LitGPT's prompt style that the template is of."""
+    """The prompt style that the template is of."""
 
     def stop_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
-        """The tokens that end an answer: EOS too, and what LitGPT has for the style besides."""
-        assert tokenizer.eos_id is not None
+        """The tokens that end an answer: EOS, and those of the style and of the model."""
         found = self.end_ids | {tokenizer.eos_id}
-        if self.style is None:
-            return found
-        try:
-            sequences = self.style.stop_tokens(tokenizer)
-        except (ValueError, RuntimeError):  # the tokenizer has not all of them
-            return found
-        return found | {ids[0] for ids in sequences if len(ids) == 1}
+        stops = () if self.style is None else self.style.stops
+        ids = (tokenizer.token_id(stop) for stop in stops)
+        return found | {token for token in ids if token is not None}
 
     def files(self, base: BaseModel) -> Mapping[str, bytes]:
         """What says so beside the weights, for ftkit, transformers and LitGPT."""
@@ -103,7 +98,6 @@ def in_style(
     style: AnyStyle, base: BaseModel, origin: Literal["trained", "name", "asked"]
 ) -> Prompting:
     """Prompting in a style of LitGPT's."""
-    assert base.tokenizer.eos_id is not None
     trained = frozenset({base.tokenizer.eos_id})
     return Prompting(
         template=template_of_style(style, base.tokenizer),
@@ -142,6 +136,5 @@ def _ends_of(template: ChatTemplate, base: BaseModel) -> frozenset[int]:
 
 def _own_ends(base: BaseModel) -> frozenset[int]:
     """The end tokens that a model came with."""
-    assert base.tokenizer.eos_id is not None
     known = frozenset() if base.directory is None else end_tokens(base.directory)
     return known or frozenset({base.tokenizer.eos_id})

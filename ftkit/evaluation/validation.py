@@ -145,7 +145,6 @@ def answer_records(
     Returns:
         Token ids of the answers, [up to max_new_tokens] each.
     """
-    assert tokenizer.eos_id is not None
     stop_ids = frozenset({tokenizer.eos_id}).union(*(question.stop_ids for question in questions))
     context_length = model.architecture.context_length
     asked = [i for i, question in enumerate(questions) if len(question.prompt) < context_length]

@@ -296,7 +296,6 @@ def _with_value(noted: _Noted, step: int, value: float) -> _Noted:
 def _scorer(setup: Setup, stop: StopRequest) -> Scorer:
     """What scores and answers for tasks, with as many tokens at once as in training."""
     tokenizer = setup.base.tokenizer
-    assert tokenizer.eos_id is not None
     longest = int(setup.data.train.lengths.max())
     tokens = longest * setup.plan.sequences_of(longest)
     return Scorer(

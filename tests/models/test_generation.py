@@ -294,7 +294,7 @@ def test_characters_of_many_tokens_come_whole(
 def test_bytes_that_are_no_character_do_not_end_an_answer(tmp_path: Path) -> None:
     """Decoded whole, they would also take the newline back that was shown."""
     tokenizer = write_vocabulary("byte fallback", tmp_path)
-    ids = [tokenizer.token_to_id(word) for word in ("a", "<0x0A>", "<0x9F>", "▁and")]
+    ids = [tokenizer.token_id(word) for word in ("a", "<0x0A>", "<0x9F>", "▁and")]
     assert tokenizer.processor.decode(ids) == "a\ufffd\ufffd and"
     stream = TextStream(tokenizer)
     assert [stream.add(token) for token in ids] == ["a", "\n", "", "\ufffd and"]

@@ -63,7 +63,7 @@ class EncodedText(Protocol):
 class ChatTokenizer(Protocol):
     """What is needed of a tokenizer."""
 
-    eos_id: int | None
+    eos_id: int
 
     @property
     def added_tokens(self) -> dict[str, int]: ...
@@ -110,7 +110,7 @@ class ChatRenderer(Renderer):
     @cached_property
     def stop_ids(self) -> frozenset[int]:
         """EOS, and the last token of each turn where it is one of its own."""
-        assert self._tokenizer is not None and self._tokenizer.eos_id is not None
+        assert self._tokenizer is not None
         finder = TurnFinder(
             self._template, self._tokenizer.added_tokens, train_on="assistant", reasoning="split"
         )

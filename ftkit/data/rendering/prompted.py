@@ -45,6 +45,7 @@ class PromptedRenderer(Renderer):
         return self.prompt(record) + answer if answer.strip() else ""
 
     def render(self, records: Sequence[Record]) -> Iterator[Rendering]:
+        assert self._tokenizer is not None
         answered = [record for record in records if self.answer(record).strip()]
         prompts = iter(_encode(self._tokenizer, [self.prompt(record) for record in answered]))
         answers = iter(
@@ -150,6 +151,7 @@ def _mark_ends(ids: list[int], tokenizer: "Tokenizer", *, bos: bool, eos: bool) 
     So an end token that is already there is removed, whether or not one is asked for.
     """
     if bos:
+        assert tokenizer.bos_id is not None, "texts that begin with BOS have one"
         if not ids or ids[0] != tokenizer.bos_id:
             ids = [tokenizer.bos_id, *ids]
     elif ids and ids[0] == tokenizer.bos_id:

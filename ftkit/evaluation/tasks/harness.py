@@ -277,7 +277,6 @@ class _ModelInMemory(TemplateLM):  # type: ignore[misc]
 
     @property
     def eot_token_id(self) -> int:
-        assert self._tokenizer.eos_id is not None
         return self._tokenizer.eos_id
 
     @property

@@ -46,6 +46,9 @@ class PromptStyle:
     """Between an answer and a later instruction; None: as before the first, with the system prompt
     where the style cannot do without."""
 
+    stops: tuple[str, ...] = ()
+    """Tokens that end an answer beside EOS, where the tokenizer has them."""
+
     def apply(self, prompt: str, *, sys_prompt: str | None = None, **values: Any) -> str:
         """The prompt for an instruction.
 
@@ -68,6 +71,8 @@ class PromptStyle:
 
 class TextPrompt:
     """A prompt style that is written as a text with places."""
+
+    stops = ()
 
     def __init__(self, text: str) -> None:
         """Take the text.
@@ -149,10 +154,16 @@ _UNNAMED = (
     PromptStyle(
         class_name="Falcon3",
         has_system=False,
+        stops=("<|endoftext|>",),
         before="<|user|>\n",
         after="<|endoftext|>\n<|assistant|>\n",
     ),
-    PromptStyle(class_name="R1Base", before="<｜User｜>", after="<｜Assistant｜>"),
+    PromptStyle(
+        class_name="R1Base",
+        before="<｜User｜>",
+        after="<｜Assistant｜>",
+        stops=("<｜end▁of▁sentence｜>",),
+    ),
 )
 """Styles that recipes name by their class alone."""
 STYLES: Mapping[str, PromptStyle] = MappingProxyType(
@@ -190,6 +201,7 @@ STYLES: Mapping[str, PromptStyle] = MappingProxyType(
             "- StableLM will refuse to participate in anything that could harm a human.",
             before="<|USER|>",
             after="<|ASSISTANT|>",
+            stops=("<|SYSTEM|>", "<|ASSISTANT|>", "<|USER|>"),
         ),
         "stablelm-zephyr": PromptStyle(
             class_name="StableLMZephyr",
@@ -333,6 +345,7 @@ STYLES: Mapping[str, PromptStyle] = MappingProxyType(
             before="<|start_header_id|>user<|end_header_id|>\n\n",
             after="<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
             before_later="<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n",
+            stops=("<|eot_id|>",),
         ),
         "olmo": PromptStyle(
             class_name="OLMo",

@@ -15,7 +15,8 @@ def http_library() -> ModuleType:
     """The library whose errors huggingface_hub raises: httpx, and httpx2 from its version 2 on."""
     from huggingface_hub import errors
 
-    return importlib.import_module(errors.HTTPError.__module__.partition(".")[0])
+    base = errors.HfHubHTTPError.__bases__[0]
+    return importlib.import_module(base.__module__.partition(".")[0])
 
 
 def explained(

@@ -67,7 +67,6 @@ class Tokenizer:
         self.backend: Literal["huggingface", "sentencepiece"]
         self._directory = directory
         self.bos_id: int | None
-        self.eos_id: int | None
         self._word: int | None = None
         settings = read_json(directory / "tokenizer_config.json")
         vocabulary = directory / "tokenizer.json"
@@ -86,21 +85,30 @@ class Tokenizer:
             if is_sentencepiece:
                 self.backend = "sentencepiece"
                 self.bos_id = _id_or_none(self.processor.bos_id())
-                self.eos_id = _id_or_none(self.processor.eos_id())
+                eos_id = _id_or_none(self.processor.eos_id())
                 self.use_bos = self.bos_id is not None
             else:
                 self.backend = "huggingface"
                 self.bos_id = self._special_token("bos")
-                self.eos_id = self._special_token("eos")
+                eos_id = self._special_token("eos")
                 self.use_bos = self.processor.encode("a").ids[:1] == [self.bos_id]
                 self._word = self._word_that_loses_its_space()
-        if self.eos_id is None:
+        if eos_id is None:
             raise UserError(
                 f"The tokenizer in {directory} has no end-of-text token, so a model could not "
                 'learn to stop. Name it as "eos_token" in tokenizer_config.json.'
             )
+        self.eos_id = eos_id
         if isinstance(add_bos := settings.get("add_bos_token"), bool):
             self.use_bos = add_bos and self.bos_id is not None
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token as the vocabulary spells it; None: there is no such token."""
+        if self.backend == "sentencepiece":
+            found = int(self.processor.piece_to_id(token))  # of an unknown one: that of <unk>
+            return found if self.token_text(found) == token else None
+        found = self.processor.token_to_id(token)
+        return None if found is None else int(found)
 
     def encode(
         self,

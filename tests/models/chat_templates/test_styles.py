@@ -75,6 +75,16 @@ class TestAsLitgptHasThem:
             expected = getattr(theirs, name)().apply(prompt=prompt, **record)
             assert CLASSES[name].apply(prompt, **record) == expected
 
+    @pytest.mark.parametrize("name", CLASSES)
+    def test_the_same_tokens_end_answers(self, theirs: Any, name: str) -> None:
+        class Spelled:
+            eos_id = "</s>"
+            token_to_id = staticmethod(str)
+
+        sequences = getattr(theirs, name)().stop_tokens(Spelled)
+        expected = {ids[0] for ids in sequences if len(ids) == 1} - {Spelled.eos_id}
+        assert set(CLASSES[name].stops) == expected
+
     def test_models_have_the_same_styles(self, theirs: Any) -> None:
         from litgpt.config import configs
 
