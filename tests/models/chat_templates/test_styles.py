@@ -1,7 +1,7 @@
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 from chats import write_chat_tokenizer
@@ -14,6 +14,11 @@ from ftkit.models.chat_templates.styles import template_of_style
 from ftkit.models.chat_templates.template import TemplateRefusal
 from ftkit.models.pretrained.tokenizer import Tokenizer
 from ftkit.recipe.parsing import read_recipe
+
+try:  # here, since libraries set variables of the environment, which tests must not
+    from litgpt import prompts as theirs
+except ImportError:
+    theirs = None
 
 STYLES = {
     **NAMED,
@@ -54,14 +59,11 @@ def asked(record: dict[str, str]) -> list[dict[str, str]]:
     return messages
 
 
+@pytest.mark.skipif(theirs is None, reason="LitGPT is not installed")
 class TestAsLitgptHasThem:
     """Recipes of LitGPT train on the same tokens."""
 
-    @pytest.fixture
-    def theirs(self) -> Any:
-        return pytest.importorskip("litgpt.prompts", reason="styles are compared with LitGPT's")
-
-    def test_there_are_the_same_ones(self, theirs: Any) -> None:
+    def test_there_are_the_same_ones(self) -> None:
         named = {name: kind.__name__ for name, kind in theirs.prompt_styles.items()}
         assert {name: style.class_name for name, style in NAMED.items()} == named
         classes = inspect.getmembers(theirs, inspect.isclass)
@@ -69,14 +71,14 @@ class TestAsLitgptHasThem:
         assert set(CLASSES) == {n for n, c in classes if issubclass(c, base) and c is not base}
 
     @pytest.mark.parametrize("name", CLASSES)
-    def test_they_make_the_same_prompts(self, theirs: Any, name: str) -> None:
+    def test_they_make_the_same_prompts(self, name: str) -> None:
         for record in RECORDS:
             prompt = record["instruction"]
             expected = getattr(theirs, name)().apply(prompt=prompt, **record)
             assert CLASSES[name].apply(prompt, **record) == expected
 
     @pytest.mark.parametrize("name", CLASSES)
-    def test_the_same_tokens_end_answers(self, theirs: Any, name: str) -> None:
+    def test_the_same_tokens_end_answers(self, name: str) -> None:
         class Spelled:
             eos_id = "</s>"
             token_to_id = staticmethod(str)
@@ -85,7 +87,7 @@ class TestAsLitgptHasThem:
         expected = {ids[0] for ids in sequences if len(ids) == 1} - {Spelled.eos_id}
         assert set(CLASSES[name].stops) == expected
 
-    def test_models_have_the_same_styles(self, theirs: Any) -> None:
+    def test_models_have_the_same_styles(self) -> None:
         from litgpt.config import configs
 
         for name in [config["name"] for config in configs]:
