@@ -100,10 +100,9 @@ def _plain(rules: Rules) -> dict[str, Any]:
 
 
 def _style_texts(style: AnyStyle) -> list[str]:
-    """What a prompt style makes of marks, with its name: another class may stop elsewhere."""
+    """What a prompt style makes of marks, with the tokens that end an answer in it."""
     marks: list[dict[str, str]] = [{}, {"input": "\2"}, {"sys_prompt": "\3"}]
-    name = f"{type(style).__module__}.{type(style).__qualname__}"
-    return [name, *(style.apply(prompt="\1", **mark) for mark in marks)]
+    return [*style.stops, *(style.apply(prompt="\1", **mark) for mark in marks)]
 
 
 def address_of_content(content: Content, tokenizer: "Tokenizer", max_seq_length: int) -> str:

@@ -115,7 +115,7 @@ def test_a_result_is_asked_in_what_it_carries(
 ) -> None:
     found = prompting(getattr(ended[name], where))
     assert found.origin == "trained" and found.end_ids == {1}
-    assert type(found.style).__name__ == "Alpaca"
+    assert found.style.class_name == "Alpaca"
     user = {"role": "user", "content": PROMPT}
     assert found.template.render([user], add_generation_prompt=True) == f"<s>{alpaca(PROMPT)}"
 
@@ -144,7 +144,7 @@ def test_results_without_a_template_are_asked_in_the_prompt_style_of_their_run(
 ) -> None:
     old = without_chat_files(ended[name], tmp_path / "old")
     found = prompting(old)
-    assert (found.origin, type(found.style).__name__) == ("trained", "Alpaca")
+    assert (found.origin, found.style.class_name) == ("trained", "Alpaca")
     out = tmp_path / "out"
     if name == "lora":
         merge(old, out)
@@ -161,7 +161,7 @@ def test_an_old_result_is_not_asked_in_a_template_that_its_base_model_brought(
     report = json.loads((old / "report.json").read_text())
     del report["resolved"]["chat_template"]
     (old / "report.json").write_text(json.dumps(report))
-    assert type(prompting(old).style).__name__ == "Alpaca"
+    assert prompting(old).style.class_name == "Alpaca"
 
 
 def test_an_adapter_alone_is_asked_in_what_it_carries(
