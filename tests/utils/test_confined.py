@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from runs import DEFAULT_SIGNALS
 
 from ftkit.errors import UserError
 from ftkit.utils.confinement.confined import checked_size, confined
@@ -122,7 +123,8 @@ def test_a_request_to_end_reaches_the_child_which_tidies_up(
 ) -> None:
     mark = tmp_path / "mark"
     program = (
-        "from pathlib import Path\nfrom ftkit.utils.confinement.confined import confined\n"
+        f"{DEFAULT_SIGNALS}\nfrom pathlib import Path\n"
+        "from ftkit.utils.confinement.confined import confined\n"
         f"confined('readers_here:wait_long', {str(mark)!r}, file=Path({__file__!r}))"
     )
     with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE) as parent:
