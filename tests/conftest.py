@@ -194,7 +194,10 @@ def start(common: list[str], tmp_path_factory: pytest.TempPathFactory) -> Start:
 
 SET_BY_LIBRARIES = (
     "HF_XET_HIGH_PERFORMANCE",
+    "KMP_DUPLICATE_LIB_OK",
+    "KMP_INIT_AT_FORK",
     "PYTEST_CURRENT_TEST",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
     "TORCHINDUCTOR_CACHE_DIR",
     "WANDB_SERVICE",
     "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",
