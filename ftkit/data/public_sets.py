@@ -34,7 +34,6 @@ from ftkit.data.spec import (
 from ftkit.errors import UserError
 from ftkit.models.chat_templates.options import TrainOn
 from ftkit.models.chat_templates.prompt_styles import AnyStyle
-from ftkit.recipe.changes import default_prompt_style
 from ftkit.recipe.recipe import Component
 
 if TYPE_CHECKING:
@@ -308,11 +307,10 @@ class PublicSource(DataSource):
         """Unknown: what is not there is downloaded."""
 
     def prompt_style(self) -> AnyStyle:
-        default = PUBLIC_SETS[self._name].prompt_style
-        return resolve_prompt_style(self._init_args.get("prompt_style", default))
+        return resolve_prompt_style(self.rendering()["prompt_style"])
 
     def rendering(self) -> dict[str, Any]:
-        style = self._init_args.get("prompt_style") or default_prompt_style(self._name)
+        style = self._init_args.get("prompt_style") or PUBLIC_SETS[self._name].prompt_style
         return {"prompt_style": style, "mask_prompt": self._init_args.get("mask_prompt", False)}
 
     def parts(self) -> tuple[PartSource, ...]:

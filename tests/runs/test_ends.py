@@ -92,7 +92,7 @@ class Runs:
     def out_dir(self) -> Path:
         return self.directory / "out"
 
-    def session(self, end: End, dice: random.Random) -> None:
+    def check_session(self, end: End, dice: random.Random) -> None:
         """Go on, if there is something to go on from, end it, and compare what is left."""
         keys = FOREVER | {"train__save_interval": 4, "checkpoint__keep_last": 2, "resume": "auto"}
         line = command_line(*command_of(self.out_dir, self.common, **keys), before=DEFAULT_SIGNALS)
@@ -175,7 +175,7 @@ def test_the_report_says_what_the_rows_and_the_checkpoints_say(
     """Also of the session that goes on, which ends in the same way."""
     runs, dice = Runs(tmp_path, common), random.Random(name)
     for _ in range(1 if name in QUICK else 2):
-        runs.session(ENDS[name], dice)
+        runs.check_session(ENDS[name], dice)
 
 
 @pytest.mark.matrix
@@ -183,4 +183,4 @@ def test_the_report_says_what_the_rows_and_the_checkpoints_say(
 def test_so_it_does_after_storms_of_signals(seed: int, tmp_path: Path, common: list[str]) -> None:
     runs, dice = Runs(tmp_path, common), random.Random(seed)
     for _ in range(5):
-        runs.session(storm, dice)
+        runs.check_session(storm, dice)
