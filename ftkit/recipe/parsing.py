@@ -372,7 +372,7 @@ def _instantiate(merged: dict[str, Any], method: Method) -> Recipe:
             "Try --checkpoint_dir TinyLlama/TinyLlama_v1.1 or --config RECIPE.yaml."
         )
     try:
-        values = parser.instantiate_classes(parser.parse_object(given))
+        values = parser.instantiate(parser.parse_object(given))
     except (ArgumentError, TypeError, ValueError) as error:
         raise UserError(_type_message(str(error), merged, method)) from None
     fields = {f.name: values[f.name] for f in dataclasses.fields(recipe_class)}

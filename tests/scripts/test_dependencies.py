@@ -1,11 +1,12 @@
 """What the package imports is declared in pyproject.toml; tools have one pinned version."""
 
 import ast
+import importlib
 import re
 import sys
 import tomllib
 from collections.abc import Iterator
-from importlib.metadata import packages_distributions
+from importlib.metadata import packages_distributions, requires
 
 import yaml
 from command import ROOT
@@ -16,6 +17,9 @@ DISTRIBUTIONS = packages_distributions()
 """Distributions by the modules that they install."""
 NEEDS_EXTRA = {"ftkit/evaluation/tasks/harness.py": "tasks"}
 """Modules that are only imported where this extra is installed."""
+OPTIONAL = {"litgpt"}
+"""Installed beside the package, since its bounds exclude today's libraries; only imported after
+`require_litgpt` or `litgpt_is_installed`, see tests/models/pretrained/test_without_litgpt.py."""
 
 
 def normalized(name: str) -> str:
@@ -42,7 +46,7 @@ def distributions(module: str) -> set[str]:
 
 
 def test_what_a_module_imports_when_it_is_imported_is_a_dependency() -> None:
-    required = names(PROJECT["dependencies"])
+    required = names(PROJECT["dependencies"]) | OPTIONAL
     undeclared = set()
     for file in sorted((ROOT / "ftkit").rglob("*.py")):
         path = str(file.relative_to(ROOT))
@@ -71,3 +75,11 @@ def test_the_workflow_runs_the_scripts_that_everybody_runs() -> None:
         assert (ROOT / command.split()[0]).stat().st_mode & 0o100, command
     assert workflow["permissions"] == {"contents": "read"}
     assert all(job["timeout-minutes"] for job in jobs)
+
+
+def test_what_litgpt_imports_when_it_is_installed_alone_is_a_dependency_of_ours() -> None:
+    """The set-up installs it without its libraries."""
+    without_extras = [one for one in requires("litgpt") or [] if "extra ==" not in one]
+    assert names(without_extras) <= names(PROJECT["dependencies"])
+    for module in ("data", "lora", "model", "prompts", "scripts.convert_hf_checkpoint", "tokenizer"):
+        importlib.import_module(f"litgpt.{module}")

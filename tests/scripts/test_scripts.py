@@ -251,9 +251,9 @@ FOR_CUDA_12_6 = f"uv --extra-index-url https://download.pytorch.org/whl/cu126 {T
 
 def install(what: str) -> list[str]:
     """The calls that install ftkit; DeepSpeed comes where there is a compiler."""
-    chi = ["uv --no-deps python-chi"] if "dev" in what else []
+    alone = "uv --no-deps litgpt" + (" python-chi" if "dev" in what else "")
     deepspeed = ["uv --no-build-isolation ninja deepspeed"] if shutil.which("g++") else []
-    return [f"uv --no-build-isolation --editable {what}", *chi, *deepspeed]
+    return [f"uv --no-build-isolation --editable {what}", alone, *deepspeed]
 
 
 def test_set_up_installs_torch_and_then_ftkit(setup: SetUp) -> None:
