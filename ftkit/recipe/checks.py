@@ -17,9 +17,9 @@ _PACKAGE_OF: dict[LoggerName, str] = {
     "tensorboard": "tensorboard",
     "wandb": "wandb",
     "mlflow": "mlflow-skinny",
-    "trackio": "trackio 'huggingface-hub<2'",
+    "trackio": "trackio",
 }
-"""What brings a logger. LitGPT's own bound on huggingface-hub is below the least of Trackio's."""
+"""The package to install for a logger."""
 
 
 def check_ranges(recipe: Recipe) -> None:

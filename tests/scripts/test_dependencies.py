@@ -81,5 +81,6 @@ def test_what_litgpt_imports_when_it_is_installed_alone_is_a_dependency_of_ours(
     """The set-up installs it without its libraries."""
     without_extras = [one for one in requires("litgpt") or [] if "extra ==" not in one]
     assert names(without_extras) <= names(PROJECT["dependencies"])
-    for module in ("data", "lora", "model", "prompts", "scripts.convert_hf_checkpoint", "tokenizer"):
+    modules = ("data", "lora", "model", "prompts", "scripts.convert_hf_checkpoint", "tokenizer")
+    for module in modules:
         importlib.import_module(f"litgpt.{module}")

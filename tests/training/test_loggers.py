@@ -343,11 +343,6 @@ class TestTrackio:
 def test_trackio_goes_on_and_has_every_step_once_where_sessions_overlap(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip(
-        "trackio",
-        reason="trackio needs huggingface-hub 1.10, LitGPT declares less: see docs/logging.md",
-        exc_type=ImportError,
-    )
     monkeypatch.setenv("TRACKIO_DIR", "")  # so that it is as before after the test
     monkeypatch.setattr("trackio.utils.TRACKIO_DIR", tmp_path / "trackio")
     monkeypatch.setattr("trackio.sqlite_storage.TRACKIO_DIR", tmp_path / "trackio")
