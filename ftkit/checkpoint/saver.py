@@ -208,7 +208,7 @@ class Saver:
                 sync(path)
                 files[path.relative_to(partial).as_posix()] = describe_file(path)
         except Exception as failure:
-            error = _in_words(failure)
+            error = _describe_error(failure)
         if self._rank > 0:
             _leave_receipt(self._receipts[self._rank], step, files, error)
             return
@@ -220,7 +220,7 @@ class Saver:
                 self.store.commit(dataclasses.replace(metadata, files=entries))
                 note = self._prune()
         except Exception as failure:
-            error = _in_words(failure)
+            error = _describe_error(failure)
         ended = time.perf_counter()
         if error is not None:
             with suppress(OSError):  # the next start removes it
@@ -242,7 +242,7 @@ class Saver:
         try:
             self.store.prune(**dataclasses.asdict(self._retention))
         except OSError as failure:
-            return f"older checkpoints cannot be deleted: {_in_words(failure)}"
+            return f"older checkpoints cannot be deleted: {_describe_error(failure)}"
         return None
 
     def _collect(
@@ -290,7 +290,7 @@ def _take_receipt(directory: Path, step: int) -> dict[str, Any]:
     return content
 
 
-def _in_words(failure: Exception) -> str:
+def _describe_error(failure: Exception) -> str:
     if isinstance(failure, OSError) and failure.errno:
         return os.strerror(failure.errno)
     if found := re.search(r"I/O error: (.+) \(os error", str(failure)):  # of safetensors

@@ -21,7 +21,7 @@ from ftkit.checkpoint.metadata import CheckpointError, DamagedPart, FileEntry, M
 from ftkit.strategies.optim.state_kinds import BLOCK
 from ftkit.utils.remote.objects import StorageError
 from ftkit.utils.remote.ranges import DamagedObject, RangedSafetensors, lies_elsewhere
-from ftkit.utils.remote.urls import spelt
+from ftkit.utils.remote.urls import display_path
 from ftkit.utils.safetensors_files import save_in_portions, save_tensors
 
 _PIECES = "pieces"
@@ -306,7 +306,7 @@ def _pieces_in(
     except DamagedObject as error:
         raise DamagedPart(path, f"{error}.") from error
     except (OSError, SafetensorError, StorageError, ValueError, *_NOT_AS_EXPECTED) as error:
-        raise CheckpointError(f"{spelt(path)} is missing or damaged: {error}") from error
+        raise CheckpointError(f"{display_path(path)} is missing or damaged: {error}") from error
 
 
 def _placed(

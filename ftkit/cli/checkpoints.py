@@ -58,7 +58,7 @@ from ftkit.utils.console.formatting import (
 from ftkit.utils.console.grid import labelled_grid
 from ftkit.utils.console.progress import Phase
 from ftkit.utils.files import remove
-from ftkit.utils.remote.urls import spelt
+from ftkit.utils.remote.urls import display_path
 
 _ANY_WIDTH = 1000
 """More than a row takes."""
@@ -77,7 +77,7 @@ def list_checkpoints(options: CheckpointsOptions) -> int:
     if options.format == "json":
         return _print_json([entry.as_dict() for entry in entries])
     if not entries:
-        return _print(f"{spelt(options.out_dir)} holds no checkpoint")
+        return _print(f"{display_path(options.out_dir)} holds no checkpoint")
     table = _table("step", "epoch", "loss", "val loss", "size", "age", "layout", "state")
     for entry in entries:
         table.add_row(*_cells(entry, time.time()))
@@ -101,7 +101,7 @@ def show_checkpoint(options: CheckpointOptions) -> int:
     if options.format == "json":
         return _print_json(entry.as_dict())
     title = Rule(
-        Text(printable(spelt(entry.path)), "bold"), characters="-", align="left", style="dim"
+        Text(printable(display_path(entry.path)), "bold"), characters="-", align="left", style="dim"
     )
     grid = labelled_grid(_rows(entry, entry.metadata))
     files = _table("file", "size", "sha256")
@@ -134,7 +134,7 @@ def verify_checkpoints(options: CheckpointOptions) -> int:
             [
                 {
                     "step": step_of(directory.name),
-                    "path": spelt(directory),
+                    "path": display_path(directory),
                     "sound": not found,
                     "problems": found,
                 }
@@ -198,7 +198,7 @@ def clean_checkpoints(options: CleanOptions) -> int:
                     remove_one()
             except OSError as error:
                 raise UserError(
-                    f"{spelt(path)} cannot be removed ({error.strerror}). Check who owns it."
+                    f"{display_path(path)} cannot be removed ({error.strerror}). Check who owns it."
                 ) from None
             freed += size
             print(f"{verb} {path.name} ({bytes_text(size)})")
@@ -222,14 +222,14 @@ def compare_recipes(options: DiffOptions) -> int:
     if options.format == "json":
         return _print_json(
             {
-                "a": spelt(directories[0]),
-                "b": spelt(directories[1]),
+                "a": display_path(directories[0]),
+                "b": display_path(directories[1]),
                 "differences": [
                     {"key": key, "a": left.get(key), "b": right.get(key)} for key in different
                 ],
             }
         )
-    heads = [f"{name}: {spelt(path)}" for name, path in zip("AB", directories, strict=True)]
+    heads = [f"{name}: {display_path(path)}" for name, path in zip("AB", directories, strict=True)]
     if not different:
         return _print(*heads, "their recipes are equal")
     table = _table("field", "A", "B")
@@ -284,8 +284,8 @@ def _kept_for_good(place: RunCheckpoints) -> tuple[KeepEvery, int]:
     for name, value, parts in (("keep_every", every, numbers), ("keep_best", best, [best])):
         if any(part is not None and (type(part) is not int or part < 0) for part in parts):
             raise UserError(
-                f"checkpoint.{name} in the recipe of {spelt(place.path)} is {value!r}, but must be "
-                "a whole number. Mend its recipe.yaml, or delete checkpoints by hand."
+                f"checkpoint.{name} in the recipe of {display_path(place.path)} is {value!r}, but "
+                "must be a whole number. Mend its recipe.yaml, or delete checkpoints by hand."
             )
     return every, best or 0
 

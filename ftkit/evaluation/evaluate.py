@@ -27,7 +27,7 @@ from ftkit.runs.report.metrics import perplexity
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import loss_text, number_text, percent_text
 from ftkit.utils.console.grid import labelled_grid
-from ftkit.utils.remote.urls import spelt
+from ftkit.utils.remote.urls import display_path
 
 DEFAULT_NEW_TOKENS = 100
 """Of an answer at most, where the run made none."""
@@ -60,7 +60,7 @@ def evaluate(result: Result, options: EvaluateOptions) -> int:
         measured = _measure(in_use, held_out, sets, recipe, scoring, display)
     values = {
         "result": result.name,
-        "directory": spelt(result.directory),
+        "directory": display_path(result.directory),
         "step": result.step,
         "base_model": _base_name(result, in_use),
         "precision": in_use.plan.precision,

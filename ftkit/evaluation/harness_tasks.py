@@ -16,7 +16,7 @@ from ftkit.recipe.result_options import EvaluateOptions
 from ftkit.runs.report.answers import TaskResult, score_text
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.grid import labelled_grid
-from ftkit.utils.remote.urls import spelt
+from ftkit.utils.remote.urls import display_path
 
 ROWS = 8
 """Sequences of a forward pass, where nothing is said."""
@@ -67,7 +67,7 @@ def evaluate_tasks(result: Result, options: EvaluateOptions) -> int:
         base = Path(result.base).name
     values = {
         "result": result.name,
-        "directory": spelt(result.directory),
+        "directory": display_path(result.directory),
         "step": result.metadata.step if result.metadata else None,
         "base_model": base,
         "precision": in_use.plan.precision,

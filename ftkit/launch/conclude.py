@@ -15,7 +15,7 @@ from ftkit.exchange.model_card.card import write_card
 from ftkit.launch.preflight import find_shortage, shortage_text
 from ftkit.recipe.recipe import Method
 from ftkit.runs.directory import RunDirectory
-from ftkit.runs.job import FOR_MEMORY, WITHOUT_A_WORD, Job, RankError
+from ftkit.runs.job import DIED, FOR_MEMORY, Job, RankError
 from ftkit.runs.report.expert_load import ExpertLoad
 from ftkit.runs.report.peak_memory import PeakMemory
 from ftkit.runs.report.report import (
@@ -28,14 +28,14 @@ from ftkit.runs.report.report import (
     write_report,
 )
 from ftkit.runs.report.table import render, summary_line
-from ftkit.runs.resume import DamagedCheckpoint, last_words
+from ftkit.runs.resume import DamagedCheckpoint, exit_summary
 from ftkit.runs.state import brought_up_to_files, report_at_start
 from ftkit.strategies.step_memory import StepMemory
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import utc_now
-from ftkit.utils.files import insist
+from ftkit.utils.files import write_with_reserve
 from ftkit.utils.progress import gives_advice, next_text
-from ftkit.utils.remote.urls import spelt, url_of
+from ftkit.utils.remote.urls import display_path, url_of
 
 
 class DamageFound(DamagedCheckpoint):
@@ -79,7 +79,7 @@ def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
     )
     with Display(out_dir) as display:
         try:
-            insist(lambda: write_report(report, out_dir), job.directory.reserve)
+            write_with_reserve(lambda: write_report(report, out_dir), job.directory.reserve)
         except OSError as failure:
             display.warning(f"{job.directory.report} cannot be written ({failure.strerror})")
         if report.outcome == "out_of_memory":
@@ -101,7 +101,7 @@ def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
                 shortage_text(report.shortage, job.plan.accelerator, report.exit_reason)
             )
         if report.outcome != "completed":
-            display.show_text(last_words(out_dir, job.recipe.method, max(steps, job.start_step)))
+            display.show_text(exit_summary(out_dir, job.recipe.method, max(steps, job.start_step)))
         elif gives_advice() and (commands := next_commands(job.directory, job.recipe.method)):
             display.show_text(next_text(commands))
     return report.exit_code
@@ -122,14 +122,14 @@ def _doubt_start(job: Job, error: RankError) -> None:
         leave_doubt(file)
     raise DamageFound(
         checkpoint,
-        f"{spelt(checkpoint)} cannot be continued from: {error.message}",
+        f"{display_path(checkpoint)} cannot be continued from: {error.message}",
         "Try --resume auto, which goes on from the newest one that is sound.",
     )
 
 
 def next_commands(run: RunDirectory, method: Method) -> list[str]:
     """What may be done with a run that is complete: commands as they can be typed."""
-    this = shlex.quote(spelt(run.path))
+    this = shlex.quote(display_path(run.path))
     has_result = run.final.is_dir()  # of a base of random weights nothing is saved
     commands = [f"ftkit chat {this}"] * has_result
     merged = Path(run.path.name if url_of(run.path) else run.path)
@@ -137,7 +137,7 @@ def next_commands(run: RunDirectory, method: Method) -> list[str]:
     if has_result and method == "lora" and not merged.exists():
         commands.append(f"ftkit merge {this} --out {shlex.quote(str(merged))}")
     if other := _newest_beside(run):
-        commands.append(f"ftkit compare {this} {shlex.quote(spelt(other))}")
+        commands.append(f"ftkit compare {this} {shlex.quote(display_path(other))}")
     return commands
 
 
@@ -163,9 +163,7 @@ def _cause(job: Job) -> tuple[int, RankError | None]:
     ]
     if not found:
         return 0, None
-    rank, error = min(
-        found, key=lambda item: (item[1].kind not in WITHOUT_A_WORD, item[1].happened_at_s)
-    )
+    rank, error = min(found, key=lambda item: (item[1].kind not in DIED, item[1].happened_at_s))
     if job.plan.world_size == 1 or error.kind in ("user", "damaged", "interrupted"):
         return rank, error
     return rank, dataclasses.replace(error, message=f"rank {rank}: {error.message}")

@@ -97,10 +97,10 @@ class Heartbeats:
                 self._heard = {
                     rank: beats_of(store, rank)
                     for rank in self._watched
-                    if not store.check([farewell(rank)])
+                    if not store.check([ended_key(rank)])
                 }
                 self._leaving.wait(BEAT_S)
-            store.set(farewell(self._rank), "")
+            store.set(ended_key(self._rank), "")
 
     def _judge(self) -> None:
         silence = Silence()
@@ -111,7 +111,7 @@ class Heartbeats:
                 return
 
 
-def farewell(rank: int) -> str:
+def ended_key(rank: int) -> str:
     """The key that a supervisor sets when it ends in an orderly way."""
     return f"ended-{rank}"
 

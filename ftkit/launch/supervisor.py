@@ -39,7 +39,7 @@ from ftkit.runs.checkpoints import RunCheckpoints
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import Job, StopAfter
 from ftkit.runs.lock import LOST_S, claim, is_at_work, unwritable
-from ftkit.runs.mirror import NotCarried
+from ftkit.runs.mirror import UploadFailed
 from ftkit.runs.remote_run import mirrored, require_unclaimed
 from ftkit.runs.report.report import read_report
 from ftkit.runs.resume import (
@@ -57,7 +57,7 @@ from ftkit.utils.json_values import without_tokens
 from ftkit.utils.process import launcher_starts_again, print_line
 from ftkit.utils.progress import is_quiet, print_notice
 from ftkit.utils.remote.providers import require_provider
-from ftkit.utils.remote.urls import spelt, url_of
+from ftkit.utils.remote.urls import display_path, url_of
 
 
 def launch(
@@ -138,7 +138,7 @@ def launch(
     except Completed as completed:
         print(completed, flush=True)
         return 0
-    except NotCarried as error:
+    except UploadFailed as error:
         print_line(f"ftkit: {error}")
         return 1
 
@@ -208,7 +208,8 @@ def prepare_run(
                 require_free(wanted, recipe.method)
             run = stack.enter_context(claim(wanted, "overwrite" if overwrite else "new"))
             if run.path != wanted:
-                text = f"{spelt(wanted)} holds another run: this one goes to {spelt(run.path)}"
+                own = display_path(run.path)
+                text = f"{display_path(wanted)} holds another run: this one goes to {own}"
                 print_notice(fitted(text, sys.stdout))
             mirror = stack.enter_context(mirrored(run, print_notice, received, goes_on=False))
         if start is not None:
@@ -291,11 +292,11 @@ def _go_on(start: Start, job: Job, display: Display, *, copy_base: bool) -> None
     if not start.in_place:
         copy_rows(start, job.directory)
     for why in start.passed_over:
-        display.warning(f"{why} It is kept in {spelt(job.directory.backups)}.")
+        display.warning(f"{why} It is kept in {display_path(job.directory.backups)}.")
     if lost := lost_rows(start, job.directory):
         display.warning(lost)
     step = start.metadata.step
-    display.message(f"going on from step {step:,}: {spelt(start.checkpoint)}")
+    display.message(f"going on from step {step:,}: {display_path(start.checkpoint)}")
     for change in start.changes:
         display.message(f"changed: {change}")
 
@@ -324,5 +325,5 @@ def _beginning(job: Job) -> str:
     return (
         f"starting {ranks} on {device} ({plan.strategy}, {plan.precision})\n"
         f"{recipe.method} fine-tuning of {recipe.checkpoint_dir}\n"
-        f"into {spelt(recipe.out_dir)}"
+        f"into {display_path(recipe.out_dir)}"
     )

@@ -20,14 +20,14 @@ import torch.distributed as dist
 
 from ftkit.errors import EXIT_BY_SIGNAL, EXIT_OUT_OF_MEMORY, UserError
 from ftkit.launch.apart.host import job_here
-from ftkit.launch.apart.lead import LeadRelay, ToldJob
+from ftkit.launch.apart.lead import JobAnnouncement, LeadRelay
 from ftkit.launch.apart.texts import JOB_TEXT, over
 from ftkit.launch.environment import ExternalRanks
 from ftkit.launch.heartbeats import (
     Heartbeats,
     SharedStore,
     beats_of,
-    farewell,
+    ended_key,
     silence_text,
 )
 from ftkit.launch.interfaces import (
@@ -118,7 +118,7 @@ def take_part(
                 _wait_for_the_end(store, watched, ranks)
             raise
         if relay is not None and url_of(job.directory.path) is not None:
-            store.set(JOB_TEXT, ToldJob.of(job).to_text())
+            store.set(JOB_TEXT, JobAnnouncement.of(job).to_text())
             relay.begin(job)
         store.set(JOB, str(job.directory.job))
         ranks.run(job)
@@ -358,7 +358,7 @@ def _wait_for_the_end(store: SharedStore, watched: Collection[int], ranks: Ranks
     deadline_s = time.monotonic() + PATIENCE_S
     left = set(watched) - {gone}
     while left and time.monotonic() < deadline_s:
-        left = {r for r in left if not (store.check([farewell(r)]) or store.check([over(r)]))}
+        left = {r for r in left if not (store.check([ended_key(r)]) or store.check([over(r)]))}
         time.sleep(POLL_S)
     return left
 

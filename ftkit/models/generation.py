@@ -173,7 +173,7 @@ def answer_greedily(
         logits = model(tokens, ends, positions=places)
         for offset in range(room - int(lengths.max())):
             newest = choose(logits)
-            newest = newest if apart else _of_rank_0(newest)
+            newest = newest if apart else _broadcast_tokens(newest)
             newest = newest.masked_fill(finished, ends_answer[0])
             finished |= torch.isin(newest, ends_answer)
             if _all(finished, apart=apart):
@@ -213,7 +213,7 @@ def _all(finished: Tensor, *, apart: bool) -> bool:
     return bool(finished.all())
 
 
-def _of_rank_0(tokens: Tensor) -> Tensor:
+def _broadcast_tokens(tokens: Tensor) -> Tensor:
     """The tokens that rank 0 has chosen.
 
     Where two logits are nearly equal, unlike devices may choose differently. Under FSDP and ZeRO-3

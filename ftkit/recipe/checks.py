@@ -10,7 +10,7 @@ from ftkit.errors import UserError
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.recipe import LAYER_SWITCHES, LoggerName, LoraRecipe, Recipe
 from ftkit.utils.accelerators.kinds import device_kind
-from ftkit.utils.remote.urls import spelt, url_of
+from ftkit.utils.remote.urls import display_path, url_of
 from ftkit.utils.units import parse_duration
 
 _PACKAGE_OF: dict[LoggerName, str] = {
@@ -156,7 +156,7 @@ def check_best(recipe: Recipe, nodes: int) -> None:
     """
     if recipe.checkpoint.result == "best" and nodes > 1 and url_of(recipe.out_dir):
         raise UserError(
-            f"checkpoint.result is best and out_dir is {spelt(recipe.out_dir)}: each of the "
+            f"checkpoint.result is best and out_dir is {display_path(recipe.out_dir)}: each of the "
             f"{nodes} machines has shards of its own ranks there. Try --out_dir on a disk that all "
             "of them share, or --checkpoint.result last."
         )

@@ -13,7 +13,7 @@ import yaml
 from ftkit.errors import UserError
 from ftkit.recipe.recipe import RECIPE_OF, Component, Lora, Method, Recipe
 from ftkit.utils.names import leaves, nearest
-from ftkit.utils.remote.urls import spelt
+from ftkit.utils.remote.urls import display_path
 
 COMPONENTS = {"data": "litgpt.data", "optimizer": "torch.optim", "strategy": ""}
 """Fields that name a class, with the package a short name belongs to."""
@@ -270,7 +270,7 @@ def plain(value: Any) -> Any:
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
-    return spelt(value) if isinstance(value, Path) else value
+    return display_path(value) if isinstance(value, Path) else value
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -10,7 +10,7 @@ from ftkit.runs.directory import RunDirectory
 from ftkit.runs.report.metrics import cut_rows
 from ftkit.runs.resume import Start
 from ftkit.utils.files import remove
-from ftkit.utils.remote.urls import spelt
+from ftkit.utils.remote.urls import display_path
 
 _LONGEST_ROW_BYTES = 2**16
 
@@ -81,8 +81,8 @@ def lost_rows(start: Start, run: RunDirectory) -> str:
     if last >= step:
         return ""
     return (
-        f"{spelt(run.metrics)} was cut: its rows of the steps {last + 1:,} to {step:,} are lost. "
-        "The run goes on, and its report still counts them."
+        f"{display_path(run.metrics)} was cut: its rows of the steps {last + 1:,} to {step:,} are "
+        "lost. The run goes on, and its report still counts them."
     )
 
 

@@ -15,7 +15,7 @@ from ftkit.checkpoint.store import Store, check_files, step_of
 from ftkit.errors import UserError
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.fetching import refresh
-from ftkit.utils.remote.urls import spelt, url_of
+from ftkit.utils.remote.urls import display_path, url_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,13 +51,13 @@ class RunCheckpoints:
         directories = self.directories()
         if not directories:
             raise UserError(
-                f"{spelt(self.path)} holds no checkpoint. Name a run that has saved one."
+                f"{display_path(self.path)} holds no checkpoint. Name a run that has saved one."
             )
         if step is None:
             return directories[-1]
         if self.single:
             raise UserError(
-                f"{spelt(self.path)} is one checkpoint already. Leave the step {step} out."
+                f"{display_path(self.path)} is one checkpoint already. Leave the step {step} out."
             )
         number = int(step) if step.isascii() and step.isdecimal() else step_of(step)
         steps = self.store.steps()
@@ -65,7 +65,7 @@ class RunCheckpoints:
             raise UserError(f"STEP is {step!r}, but must be a number. Try {steps[-1]}.")
         if number not in steps:
             raise UserError(
-                f"{spelt(self.path)} holds no checkpoint of step {number}. "
+                f"{display_path(self.path)} holds no checkpoint of step {number}. "
                 f"Try one of {', '.join(map(str, steps))}."
             )
         return self.store.path(number)
@@ -82,8 +82,8 @@ def find(path: Path) -> RunCheckpoints:
     if not path.is_dir():
         if url_of(path) is not None:
             raise UserError(
-                f"{spelt(path)} holds no run and no checkpoint. Name the out_dir of a run, such as "
-                "s3://BUCKET/out/lora."
+                f"{display_path(path)} holds no run and no checkpoint. Name the out_dir of a run, "
+                "such as s3://BUCKET/out/lora."
             )
         raise UserError(
             f"{path} is not a directory. Name the out_dir of a run, such as out/finetune/lora."
@@ -116,9 +116,8 @@ def find_all(path: Path) -> RunCheckpoints:
     """
     place = find(path)
     if place.single:
-        raise UserError(
-            f"{spelt(path)} is one checkpoint, not a run. Try ftkit checkpoints show {spelt(path)}."
-        )
+        name = display_path(path)
+        raise UserError(f"{name} is one checkpoint, not a run. Try ftkit checkpoints show {name}.")
     return place
 
 
@@ -144,7 +143,7 @@ class CheckpointEntry:
         """Ready for JSON."""
         return {
             "step": self.step,
-            "path": spelt(self.path),
+            "path": display_path(self.path),
             "state": self.state.replace(" ", "_"),
             "problems": self.problems,
             "size_bytes": self.size_bytes,

@@ -25,7 +25,7 @@ from ftkit.utils.files import remove
 from ftkit.utils.process import print_line
 from ftkit.utils.remote.fetch import Known, Listing, fetch_missing, fetch_whole, unreachable
 from ftkit.utils.remote.objects import Objects, StorageError
-from ftkit.utils.remote.urls import local_path, spelt, url_of
+from ftkit.utils.remote.urls import display_path, local_path, url_of
 
 SMALL_BYTES = 2**20
 """A file up to this size is fetched with its run."""
@@ -147,8 +147,9 @@ def _settle_own(run: RunDirectory, known: Known, listing: Listing, steps: set[in
     halves = {step for step in unsent if not _is_whole(store.path(step))}
     for step in sorted(halves):
         print_line(
-            f"ftkit: the checkpoint of step {step} is not at {spelt(run.path)} and not whole on "
-            "this machine: others had shards of it, and did not come to send them. It is deleted"
+            f"ftkit: the checkpoint of step {step} is not at {display_path(run.path)} and not "
+            "whole on this machine: other machines did not upload their shards of it. It is "
+            "deleted"
         )
     unsent = [step for step in unsent if step not in halves]
     for step in set(own) - set(unsent):
@@ -166,7 +167,7 @@ def _settle_own(run: RunDirectory, known: Known, listing: Listing, steps: set[in
     for step in unsent:
         store.path(step).rename(target / store.path(step).name)
     print_line(
-        f"ftkit: {spelt(run.path)} has gone on elsewhere: checkpoints of step "
+        f"ftkit: {display_path(run.path)} has gone on elsewhere: checkpoints of step "
         f"{', '.join(map(str, unsent))}, which are only on this machine, are in {target} now"
     )
     return False

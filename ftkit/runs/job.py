@@ -19,7 +19,7 @@ from ftkit.runs.report.report import Progress, Report
 from ftkit.runs.report.restarts import Restart
 from ftkit.utils.console.formatting import utc_now, utc_text
 from ftkit.utils.damaged_files import reading
-from ftkit.utils.files import insist, write_json
+from ftkit.utils.files import write_json, write_with_reserve
 from ftkit.utils.hardware import hardware, versions
 from ftkit.utils.json_values import for_json, from_json
 from ftkit.utils.units import parse_duration
@@ -28,7 +28,7 @@ ErrorKind = Literal[
     "user", "damaged", "out_of_memory", "interrupted", "failed", "died", "died_for_memory"
 ]
 """What a rank says itself, but for the last two: it ended without a word."""
-WITHOUT_A_WORD: tuple[ErrorKind, ...] = ("died", "died_for_memory")
+DIED: tuple[ErrorKind, ...] = ("died", "died_for_memory")
 FOR_MEMORY: tuple[ErrorKind, ...] = ("out_of_memory", "died_for_memory")
 
 
@@ -196,7 +196,7 @@ class RankError:
     def write(self, directory: RankDirectory) -> None:
         """Leave the error for the supervisor, even if the disk is full; secrets are left out."""
         values = for_json(dataclasses.asdict(self))
-        insist(lambda: write_json(directory.error, values), directory.run.reserve)
+        write_with_reserve(lambda: write_json(directory.error, values), directory.run.reserve)
 
     @classmethod
     def read(cls, directory: RankDirectory) -> "RankError | None":

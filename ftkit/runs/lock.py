@@ -21,7 +21,7 @@ from ftkit.utils.damaged_files import reading
 from ftkit.utils.files import remove
 from ftkit.utils.json_values import from_json
 from ftkit.utils.progress import print_notice
-from ftkit.utils.remote.urls import spelt
+from ftkit.utils.remote.urls import display_path
 
 LOST_S = 150.0
 """How long a run that is started again waits for its former self, which needs up to two minutes to
@@ -66,7 +66,7 @@ def claim(wanted: Path, use: Use, *, patience_s: float = 0.0) -> Iterator[RunDir
             _wait_for_lock(lock, out_dir, patience_s)
         except BlockingIOError:
             raise UserError(
-                f"out_dir {spelt(out_dir)} belongs to a run that is still at work. "
+                f"out_dir {display_path(out_dir)} belongs to a run that is still at work. "
                 "Wait for it, or try another --out_dir."
             ) from None
         was_killed = _keep_what_was_killed(run) if use == "go_on" else False

@@ -25,7 +25,7 @@ from ftkit.utils.process import print_line
 from ftkit.utils.remote.background import begun, each, ends, pause
 from ftkit.utils.remote.fetch import Known, Listing
 from ftkit.utils.remote.objects import Objects, StorageError
-from ftkit.utils.remote.urls import spelt
+from ftkit.utils.remote.urls import display_path
 
 LOOKS_EVERY_S = 1.0
 """For new checkpoints."""
@@ -39,7 +39,7 @@ _FILES_AT_ONCE = 4
 _POLL_S = 0.1
 
 
-class NotCarried(Exception):
+class UploadFailed(Exception):
     """A run has ended, and its url does not have all of it; says why, and where all of it is."""
 
 
@@ -118,7 +118,7 @@ class Mirror:
             received: signals so far; one more ends this.
 
         Raises:
-            NotCarried: something is left.
+            UploadFailed: something is left.
         """
         before = len(received)
         deadline_s, wait_s = time.monotonic() + LAST_ATTEMPTS_S, 1.0
@@ -127,7 +127,7 @@ class Mirror:
         def interrupted() -> bool:
             return len(received) > before
 
-        title = f"sending the rest to {spelt(self._run.path)} (Ctrl+C leaves it here)"
+        title = f"sending the rest to {display_path(self._run.path)} (Ctrl+C leaves it here)"
         with Display(None) as display, display.phase(title, brief=True) as phase:
             problem = "it was interrupted"
             has_stopped = self.stop(interrupted)
@@ -149,14 +149,14 @@ class Mirror:
         if not problem:
             ends(begun(self._remove_state), interrupted)
         elif self._others is not None:
-            raise NotCarried(
-                f"{spelt(self._run.path)} does not have all of this run: {problem}. --resume auto "
-                "goes on from the newest checkpoint that it has."
+            raise UploadFailed(
+                f"{display_path(self._run.path)} does not have all of this run: {problem}. "
+                "--resume auto goes on from the newest checkpoint that it has."
             )
         else:
-            raise NotCarried(
-                f"{spelt(self._run.path)} does not have all of this run: {problem}. All of it is "
-                f"in {self._run.path}; --resume auto on this machine sends it."
+            raise UploadFailed(
+                f"{display_path(self._run.path)} does not have all of this run: {problem}. All of "
+                f"it is in {self._run.path}; --resume auto on this machine sends it."
             )
 
     def _remove_state(self) -> None:
@@ -177,7 +177,7 @@ class Mirror:
             if problem:
                 self._tell(problem)
             elif wait_s > LOOKS_EVERY_S:
-                self._tell(f"{spelt(self._run.path)} takes files again")
+                self._tell(f"{display_path(self._run.path)} takes files again")
                 self._told.clear()
             wait_s = min(2 * max(wait_s, 1.0), LONGEST_WAIT_S) if problem else LOOKS_EVERY_S
 
@@ -238,8 +238,8 @@ class Mirror:
             self._claim.check()
         if self._claim.lost_to:
             raise StorageError(
-                f"{spelt(self._run.path)} was taken over by {self._claim.lost_to}: nothing more is "
-                "written there"
+                f"{display_path(self._run.path)} was taken over by {self._claim.lost_to}: nothing "
+                "more is written there"
             )
 
     def _is_sent(self, step: int) -> bool:

@@ -45,7 +45,7 @@ def mirrored(
 
     Raises:
         UserError: another run holds the url, or it cannot be reached.
-        NotCarried: something could not be sent.
+        UploadFailed: something could not be sent.
     """
     if url_of(run.path) is None:
         yield None

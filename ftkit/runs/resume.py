@@ -28,7 +28,7 @@ from ftkit.strategies.optim.schedule import make_schedule
 from ftkit.utils.console.display import Display
 from ftkit.utils.json_values import from_json
 from ftkit.utils.progress import OnProgress
-from ftkit.utils.remote.urls import local_path, spelt
+from ftkit.utils.remote.urls import display_path, local_path
 
 _LIMITS = ("epochs", "max_steps", "max_time")
 """Keys of `train` that end a run."""
@@ -65,10 +65,11 @@ class Completed(Exception):
 def continue_command(out_dir: Path, method: Method) -> str:
     """The command that goes on with the run in out_dir."""
     name = "finetune" if method == "lora" else "finetune_full"
-    return f"ftkit {name} --config {shlex.quote(spelt(RunDirectory(out_dir).recipe))} --resume auto"
+    recipe = display_path(RunDirectory(out_dir).recipe)
+    return f"ftkit {name} --config {shlex.quote(recipe)} --resume auto"
 
 
-def last_words(out_dir: Path, method: Method, steps: int) -> str:
+def exit_summary(out_dir: Path, method: Method, steps: int) -> str:
     """What to tell about a run that has ended before it was complete.
 
     Args:
@@ -84,7 +85,7 @@ def last_words(out_dir: Path, method: Method, steps: int) -> str:
     saved = "saved to" if newest == steps else f"the newest checkpoint is of step {newest:,}:"
     separator = ", " if newest == steps else "; "
     return (
-        f"{stopped}{separator}{saved} {spelt(store.path(newest))}\n"
+        f"{stopped}{separator}{saved} {display_path(store.path(newest))}\n"
         f"continue with: {continue_command(out_dir, method)}"
     )
 
@@ -126,7 +127,7 @@ def require_free(out_dir: Path, method: Method) -> None:
     if newest is None or (report is not None and report.outcome == "completed"):
         return
     raise UserError(
-        f"out_dir {spelt(out_dir)} holds a run that stopped at step {newest:,} and can be "
+        f"out_dir {display_path(out_dir)} holds a run that stopped at step {newest:,} and can be "
         f"continued. Try {continue_command(out_dir, method)}, or replace it with --overwrite, or "
         "try another --out_dir."
     )
@@ -155,7 +156,7 @@ def find_start(recipe: Recipe) -> Start | None:
     if isinstance(resume, int):
         if resume not in store.steps():
             raise UserError(
-                f"resume is {resume}, but {spelt(run.path)} has no checkpoint of this step. "
+                f"resume is {resume}, but {display_path(run.path)} has no checkpoint of this step. "
                 f"{_there_are(store)}"
             )
         return _start(recipe, store.path(resume), in_place=True)
@@ -227,14 +228,14 @@ def _newest_start(recipe: Recipe, run: RunDirectory) -> Start | None:
         return start
     if recipe.resume is True:
         raise UserError(
-            f"resume is true, but {spelt(run.path)} has no checkpoint. "
+            f"resume is true, but {display_path(run.path)} has no checkpoint. "
             "Try --resume auto, which starts a new run then."
         )
     report = _report(run)
     if report is not None and report.outcome == "completed":
         raise Completed(
-            f"{spelt(run.path)} is complete ({report.exit_reason}), and has no checkpoint to train "
-            "on from"
+            f"{display_path(run.path)} is complete ({report.exit_reason}), and has no checkpoint "
+            "to train on from"
         )
     return None
 
@@ -300,7 +301,7 @@ def _start(recipe: Recipe, checkpoint: Path, *, in_place: bool) -> Start:
     if refusals:
         differing = ", ".join(refusals)
         raise UserError(
-            f"The checkpoint {spelt(checkpoint)} is of a run that learns something else: "
+            f"The checkpoint {display_path(checkpoint)} is of a run that learns something else: "
             f"{differing}. {'This value' if len(refusals) == 1 else 'These values'} cannot change "
             "on the way. Go back to the first value of each, or start a new run: try --resume "
             "false with another --out_dir."
@@ -358,9 +359,9 @@ def _damaged(recipe: Recipe, checkpoint: Path, problems: list[str]) -> DamagedCh
     elif recipe.resume is True:
         advice = "Try --resume auto, which goes on from the newest one that is sound."
     else:
-        option = sound if resumes_in_place(recipe) else shlex.quote(spelt(store.path(sound)))
+        option = sound if resumes_in_place(recipe) else shlex.quote(display_path(store.path(sound)))
         advice = f"Try the one before it: --resume {option}."
-    why = f"{spelt(checkpoint)} cannot be continued from: {' '.join(problems)}"
+    why = f"{display_path(checkpoint)} cannot be continued from: {' '.join(problems)}"
     return DamagedCheckpoint(checkpoint, why, advice)
 
 
@@ -384,9 +385,9 @@ def _refuse_completed(recipe: Recipe, start: Start) -> None:
     saved = _saved_recipe(recipe, start.checkpoint, metadata)
     if left and _grew(saved, recipe):
         return
-    where = f"; the result is in {spelt(run.final)}" if run.final.is_dir() else ""
+    where = f"; the result is in {display_path(run.final)}" if run.final.is_dir() else ""
     raise Completed(
-        f"{spelt(run.path)} is complete at step {metadata.step:,}{where}\n"
+        f"{display_path(run.path)} is complete at step {metadata.step:,}{where}\n"
         f"train on with: {continue_command(run.path, recipe.method)} {_more(recipe, metadata)}"
     )
 

@@ -51,7 +51,7 @@ from ftkit.utils.damaged_files import reading
 from ftkit.utils.json_values import from_json
 from ftkit.utils.remote.fetch import unreachable
 from ftkit.utils.remote.objects import StorageError
-from ftkit.utils.remote.urls import spelt
+from ftkit.utils.remote.urls import display_path
 
 StateName = Literal["starting", OutcomeName, "running", "killed"]
 """`starting`: it has no report yet; `killed`: it ended and nobody could write its report."""
@@ -90,7 +90,8 @@ def look(out_dir: Path, copy: UrlCopy | None = None) -> RunState:
     run = RunDirectory(out_dir if copy is None else copy.directory)
     if not run.is_run():
         raise UserError(
-            f"{spelt(out_dir)} holds no run. Name the out_dir of a run, such as out/finetune/lora."
+            f"{display_path(out_dir)} holds no run. Name the out_dir of a run, such as "
+            "out/finetune/lora."
         )
     at_work = is_at_work_elsewhere or (
         copy is None and is_at_work(RunCheckpoints(path=out_dir, store=run.store))
@@ -105,7 +106,7 @@ def look(out_dir: Path, copy: UrlCopy | None = None) -> RunState:
         return RunState(out_dir=out_dir, state="killed", report=left)
     if not run.report.exists():
         raise UserError(
-            f"{spelt(out_dir)} holds no report: its run left none, or has not begun yet."
+            f"{display_path(out_dir)} holds no report: its run left none, or has not begun yet."
         )
     report = read_report(run.path)
     return RunState(out_dir=out_dir, state=report.outcome, report=report)

@@ -10,7 +10,7 @@ from ftkit.recipe.plan import Plan
 from ftkit.utils.accelerators.kinds import HOST_KIND, kind_of_backend
 
 
-def of_rank_0(*values: int) -> list[int]:
+def broadcast_ints(*values: int) -> list[int]:
     """What rank 0 says, in one message; every rank calls this."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return list(values)
@@ -48,10 +48,10 @@ def make_device(plan: Plan) -> torch.device:
     return torch.device(plan.accelerator, local_rank())
 
 
-def text_of_rank_0(text: str) -> str:
+def broadcast_text(text: str) -> str:
     """A text that rank 0 has; every rank calls this."""
     data = text.encode()
-    (size,) = of_rank_0(len(data))
+    (size,) = broadcast_ints(len(data))
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return text
     device = kind_of_backend(dist.get_backend())

@@ -31,7 +31,7 @@ from ftkit.recipe.parsing import to_yaml
 from ftkit.recipe.recipe import LoraRecipe
 from ftkit.runs.report.metrics import loss_columns, read_validation
 from ftkit.runs.report.report import ChosenResult
-from ftkit.strategies.distributed import of_rank_0, rank
+from ftkit.strategies.distributed import broadcast_ints, rank
 from ftkit.training.journal import Journal
 from ftkit.training.setup import Setup
 from ftkit.utils.console.formatting import bytes_text, duration_text, utc_now
@@ -233,7 +233,7 @@ class Checkpointing:
         if rank() == 0:
             now = None if validation_loss is None else (validation_loss, step)
             found = best_checkpoint(places, now, self._journal.warn)
-        best, place = of_rank_0(*(found or (step, -1)))
+        best, place = broadcast_ints(*(found or (step, -1)))
         loss = validation_loss if best == step else None
         if best != step or (loss is None and place >= 0):
             checkpoint = Store(places[place].directory).path(best)

@@ -11,7 +11,7 @@ from ftkit.evaluation.scoring.metrics import Scoring
 from ftkit.evaluation.validation import EvaluatedWeights
 from ftkit.planning.memory.meter import MemoryMeter, steps_to_measure
 from ftkit.runs.report.step_record import StepRecord
-from ftkit.strategies.distributed import of_rank_0
+from ftkit.strategies.distributed import broadcast_ints
 from ftkit.training.checkpointing import Checkpointing
 from ftkit.training.evaluator import Evaluator
 from ftkit.training.journal import Journal
@@ -136,7 +136,7 @@ class Training:
             if self._checkpointing is not None and loss is not None:
                 self._checkpointing.amend(step, loss)
         self.signal_number = self._stop.requested() or None
-        (occasion,) = of_rank_0(self._occasion())
+        (occasion,) = broadcast_ints(self._occasion())
         if occasion == _Occasion.OUT_OF_PATIENCE:  # the session before ended before its result
             self.exit_reason = self._patience_reason()
         self._recorder.enter("training")  # whoever reads this knows that the step will be finished
@@ -186,7 +186,7 @@ class Training:
         if self._validation_due(step) and not self._stop.requested():
             self._evaluator.evaluate(step, validation=True, scores=False, example=True)
             self._recorder.enter("training")
-        signal_number, occasion, is_candidate = of_rank_0(
+        signal_number, occasion, is_candidate = broadcast_ints(
             self._stop.signal_number or 0, self._occasion(), self._is_candidate(step)
         )
         ends = True

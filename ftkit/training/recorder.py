@@ -41,7 +41,7 @@ from ftkit.strategies.distributed import make_device
 from ftkit.strategies.step_memory import RankStepMemory, StepMemory
 from ftkit.utils.accelerators.peak_flops import peak_flops
 from ftkit.utils.accelerators.use import product_name
-from ftkit.utils.files import insist
+from ftkit.utils.files import write_with_reserve
 from ftkit.utils.hardware import CpuUtilization, host_memory
 
 STATE_INTERVAL_S = 5.0
@@ -132,7 +132,7 @@ class Recorder:
         self._note_failures()
         self._summarise()
         self._account(self.report.phase)
-        insist(self._write, self._job.directory.reserve)
+        write_with_reserve(self._write, self._job.directory.reserve)
 
     @property
     def steps(self) -> int:

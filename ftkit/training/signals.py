@@ -4,7 +4,7 @@ import signal
 from types import FrameType
 
 from ftkit.errors import EXIT_BY_SIGNAL
-from ftkit.strategies.distributed import of_rank_0
+from ftkit.strategies.distributed import broadcast_ints
 
 
 class Interrupted(BaseException):
@@ -36,7 +36,7 @@ class StopRequest:
         The supervisor passes a signal to every rank, but not at the same moment: what rank 0 has
         seen counts.
         """
-        (number,) = of_rank_0(self.signal_number or 0)
+        (number,) = broadcast_ints(self.signal_number or 0)
         return number
 
     def install(self) -> None:

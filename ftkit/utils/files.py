@@ -48,7 +48,7 @@ def _write_at_once(path: Path, text: str, *, synced: bool) -> None:
 
 
 def make_reserve(path: Path) -> None:
-    """Take space on a disk, for what `insist` has to write when the disk is full.
+    """Take space on a disk, for what `write_with_reserve` has to write when the disk is full.
 
     Raises:
         OSError: there is none left.
@@ -56,7 +56,7 @@ def make_reserve(path: Path) -> None:
     path.write_bytes(os.urandom(RESERVE_BYTES))  # what can be compressed takes no space
 
 
-def insist(write: Callable[[], object], reserve: Path) -> None:
+def write_with_reserve(write: Callable[[], object], reserve: Path) -> None:
     """Write something small; if that fails, once more with the space that was reserved.
 
     Args:

@@ -40,7 +40,7 @@ from ftkit.utils.console.grid import labelled_grid
 from ftkit.utils.console.html import bar, block, curve_picture, escaped, labelled, styled
 from ftkit.utils.console.terminal import terminal_of
 from ftkit.utils.process import Interrupts
-from ftkit.utils.remote.urls import spelt, url_of
+from ftkit.utils.remote.urls import display_path, url_of
 from ftkit.utils.units import parse_duration
 
 _RECENT_STEPS = 20
@@ -194,7 +194,7 @@ class View:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         sight = self._sight
         yield Text.assemble(
-            (printable(spelt(sight.run.out_dir)), "bold"),
+            (printable(display_path(sight.run.out_dir)), "bold"),
             "  ",
             (sight.run.state.replace("_", " "), _style_of(sight.run.state)),
             printable(f"  {_why(sight)}"),
@@ -226,7 +226,7 @@ class View:
 def sight_as_html(sight: Sight, *, with_curve: bool = True) -> str:
     """A sight as HTML for a notebook or, without its curve, for a page that draws them."""
     state = styled(sight.run.state.replace("_", " "), _style_of(sight.run.state))
-    head = f"<b>{escaped(spelt(sight.run.out_dir))}</b> {state} {escaped(_why(sight))}"
+    head = f"<b>{escaped(display_path(sight.run.out_dir))}</b> {state} {escaped(_why(sight))}"
     parts = [head]
     if sight.total_steps:
         parts.append(bar(min(sight.step, sight.total_steps), sight.total_steps))
@@ -295,7 +295,7 @@ class Lines:
     def show(self, sight: Sight) -> None:
         """Print what is new, if anything is."""
         if self._shown is None:
-            print(printable(f"{spelt(sight.run.out_dir)}: {_why(sight)}"), flush=True)
+            print(printable(f"{display_path(sight.run.out_dir)}: {_why(sight)}"), flush=True)
             self._shown = _phase(sight)
         text = _line(sight)
         if text != self._shown:

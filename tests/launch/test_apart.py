@@ -11,7 +11,7 @@ from ftkit.checkpoint.files import receipt_name
 from ftkit.launch.apart.host import HostRelay
 from ftkit.launch.apart.lead import LeadRelay
 from ftkit.launch.apart.texts import SharedTexts
-from ftkit.launch.heartbeats import farewell
+from ftkit.launch.heartbeats import ended_key
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.parsing import read_recipe
 from ftkit.runs.directory import RunDirectory
@@ -53,6 +53,6 @@ def test_receipts_that_a_rank_leaves_between_two_looks_all_arrive(
         lead.begin(Job(recipe=recipe, devices=devices, base="", command=(), started_at_s=0.0))
         lead.collect()
         arrived = {file.name: file.read_text() for file in found.glob("saved-*.json")}
-        store.set(farewell(ELSEWHERE), "")
+        store.set(ended_key(ELSEWHERE), "")
     assert arrived == {receipt_name(step): receipt(step) for step in steps}
     assert list(left.glob("saved-*.json")) == []

@@ -19,7 +19,7 @@ from launchers import slurm, torchrun
 from runs import DEFAULT_SIGNALS, FOREVER, TIMEOUT_S, Run, command_of, rows, wait_for, watched
 
 from ftkit.launch import heartbeats
-from ftkit.launch.heartbeats import BEAT_S, MISSED_BEATS, Heartbeats, Silence, farewell
+from ftkit.launch.heartbeats import BEAT_S, MISSED_BEATS, Heartbeats, Silence, ended_key
 from ftkit.runs.report.report import read_report
 
 TWO_RANKS = {"devices": 2, "strategy": "ddp", "train__micro_batch_size": 1, "eval__interval": 0}
@@ -114,7 +114,7 @@ def test_a_supervisor_that_ended_in_an_orderly_way_is_not_missed(store: dist.TCP
     silent = Silent()
     with Heartbeats(store, 1, {0: "node0"}, silent):
         wait_for(lambda: store.add("beats-1", 0) > 0)
-    wait_for(lambda: store.check([farewell(1)]))
+    wait_for(lambda: store.check([ended_key(1)]))
     with Heartbeats(store, 0, {1: "node1"}, silent):
         wait_for(lambda: store.add("beats-0", 0) > 1.5 * MISSED_BEATS)
     assert silent.found == []

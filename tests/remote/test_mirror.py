@@ -7,7 +7,7 @@ import pytest
 from object_servers import Bucket, Fault, Proxy, writes
 
 from ftkit.runs.directory import RunDirectory
-from ftkit.runs.mirror import Mirror, NotCarried
+from ftkit.runs.mirror import Mirror, UploadFailed
 from ftkit.runs.remote_claim import ClaimHolder, RemoteClaim
 from ftkit.utils.remote.objects import Objects
 from ftkit.utils.remote.urls import local_path
@@ -67,7 +67,7 @@ def test_who_was_taken_for_dead_makes_no_checkpoint_of_what_it_had_begun_to_send
             bucket.delete(f"{there}/{name}")
 
     met = s3.fails(Fault(when_whole=take_over), writes("/step-00000004/shard-00001"), times=1)
-    with pytest.raises(NotCarried, match="was taken over by process"):
+    with pytest.raises(UploadFailed, match="was taken over by process"):
         Mirror(run, claim, Objects(URL).listing()).finish()
     assert len(met) == 1 and claim.lost_to is not None
     assert 4 not in bucket.steps("mirrored")

@@ -33,9 +33,9 @@ from ftkit.runs.resume import (
     Completed,
     Start,
     continue_command,
+    exit_summary,
     find_start,
     follow_moved,
-    last_words,
     resumes_in_place,
     verify_start,
 )
@@ -406,13 +406,13 @@ def test_a_pickle_is_refused_and_does_not_run(out: Path, tmp_path: Path) -> None
 
 
 def test_the_last_words_say_what_was_saved_and_how_to_go_on(out: Path) -> None:
-    assert last_words(out, "lora", 0) == "stopped before the first step; nothing was saved"
-    assert last_words(out, "lora", 3) == "stopped after step 3; nothing was saved"
+    assert exit_summary(out, "lora", 0) == "stopped before the first step; nothing was saved"
+    assert exit_summary(out, "lora", 3) == "stopped after step 3; nothing was saved"
     store = save_run(recipe(out), 5, 1500)
     go_on = f"\ncontinue with: ftkit finetune --config {out / 'recipe.yaml'} --resume auto"
     where = store.path(1500)
-    assert last_words(out, "lora", 1500) == f"stopped after step 1,500, saved to {where}{go_on}"
-    assert last_words(out, "lora", 1502) == (
+    assert exit_summary(out, "lora", 1500) == f"stopped after step 1,500, saved to {where}{go_on}"
+    assert exit_summary(out, "lora", 1502) == (
         f"stopped after step 1,502; the newest checkpoint is of step 1,500: {where}{go_on}"
     )
 

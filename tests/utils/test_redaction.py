@@ -18,7 +18,7 @@ from ftkit.utils.damaged_files import DamagedFile, reading, traceback_log
 from ftkit.utils.json_values import for_json, without_tokens
 from ftkit.utils.process import print_line
 from ftkit.utils.progress import print_notice
-from ftkit.utils.remote.providers import in_words
+from ftkit.utils.remote.providers import describe_error
 
 SECRET = "p4ssw0rd"
 SECRETS = {
@@ -99,7 +99,7 @@ def test_it_is_taken_out_of_all_messages(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FTKIT_CACHE_DIR", str(tmp_path / "cache"))
-    found = [str(UserError(text)), str(DoesNotFit(text)), in_words(OSError(text))]
+    found = [str(UserError(text)), str(DoesNotFit(text)), describe_error(OSError(text))]
     print_line(text)
     print_notice(text)
     with Display(tmp_path) as display:

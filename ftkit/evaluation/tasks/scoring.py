@@ -15,7 +15,7 @@ from torch import Tensor
 from ftkit.models.generation import Context, Sampling, answer_greedily
 from ftkit.models.language_model import LanguageModel
 from ftkit.models.pretrained.tokenizer import Tokenizer
-from ftkit.strategies.distributed import rank, sum_over_ranks, text_of_rank_0
+from ftkit.strategies.distributed import broadcast_text, rank, sum_over_ranks
 from ftkit.utils.accelerators.use import sum_dtype
 from ftkit.utils.progress import OnProgress
 
@@ -84,17 +84,17 @@ class Scorer:
         Returns:
             Of each the sum over these tokens in nats, and whether each was the likeliest.
         """
-        text_of_rank_0(json.dumps({"scored": scored}))
+        broadcast_text(json.dumps({"scored": scored}))
         return self._likelihoods(scored)
 
     def answers(self, asked: Prompted) -> list[str]:
         """The answers to prompts."""
-        text_of_rank_0(json.dumps({"asked": asdict(asked)}))
+        broadcast_text(json.dumps({"asked": asdict(asked)}))
         return self._answers(asked)
 
     def dismiss(self) -> None:
         """Let the other ranks go on."""
-        text_of_rank_0(json.dumps({}))
+        broadcast_text(json.dumps({}))
 
     # All others
 
@@ -104,7 +104,7 @@ class Scorer:
         Raises:
             AskingEnded: somebody wishes to end.
         """
-        while task := json.loads(text_of_rank_0("")):
+        while task := json.loads(broadcast_text("")):
             if "scored" in task:
                 self._likelihoods(task["scored"])
             else:

@@ -17,7 +17,7 @@ from typing import Any
 
 from ftkit.checkpoint.files import BASE, METADATA, step_of_receipt
 from ftkit.errors import UserError
-from ftkit.launch.apart.lead import HostIndex, Lead, ToldJob
+from ftkit.launch.apart.lead import HostIndex, JobAnnouncement, Lead
 from ftkit.launch.apart.outgoing import Outgoing
 from ftkit.launch.apart.texts import (
     JOB_TEXT,
@@ -41,7 +41,7 @@ from ftkit.utils.files import make_reserve
 from ftkit.utils.process import launcher_starts_again
 from ftkit.utils.remote.fetch import unreachable
 from ftkit.utils.remote.objects import StorageError
-from ftkit.utils.remote.urls import local_path, spelt, url_of
+from ftkit.utils.remote.urls import display_path, local_path, url_of
 
 _HEARD_S = 10.0
 """Nothing is sent for a host of rank 0 that was not heard of for longer: the run may have gone on
@@ -71,7 +71,7 @@ def job_here(
     """
     texts = SharedTexts(store)
     text = texts.get(JOB_TEXT)
-    told = ToldJob(**json.loads(text)) if text is not None else None
+    told = JobAnnouncement(**json.loads(text)) if text is not None else None
     if told is None:  # in a directory of a disk that all share
         yield Job.read(job_file)
         return
@@ -116,7 +116,7 @@ def _content(file: Path) -> str | None:
         return None
 
 
-def _prepared(run: RunDirectory, told: ToldJob) -> Job:
+def _prepared(run: RunDirectory, told: JobAnnouncement) -> Job:
     """The job with all that it needs on this host.
 
     Raises:
@@ -143,7 +143,7 @@ def _prepared(run: RunDirectory, told: ToldJob) -> Job:
     return Job.read(run.job)
 
 
-def _fetched_start(run: RunDirectory, told: ToldJob, named: str) -> Path:
+def _fetched_start(run: RunDirectory, told: JobAnnouncement, named: str) -> Path:
     start = local_path(named)
     if told.in_place:
         fetch_run(run)
@@ -151,7 +151,7 @@ def _fetched_start(run: RunDirectory, told: ToldJob, named: str) -> Path:
         refresh(start)
     if not (start / METADATA).exists():
         raise UserError(
-            f"resume is {spelt(start)}, which this machine does not have. Try the url of a "
+            f"resume is {display_path(start)}, which this machine does not have. Try the url of a "
             "checkpoint, or a path where every machine has it."
         )
     fetch_companions(start)

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from ftkit.launch.apart.texts import LEAD, POLL_S, STORE_GONE, SharedTexts, index_of
-from ftkit.launch.heartbeats import farewell
+from ftkit.launch.heartbeats import ended_key
 from ftkit.runs.job import Job
-from ftkit.utils.remote.urls import spelt, url_of
+from ftkit.utils.remote.urls import display_path, url_of
 
 _SILENT_LOOKS = 40
 """In a row, without a new word of a host, after which nothing is waited for that it should send."""
@@ -73,7 +73,7 @@ class HostIndex:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ToldJob:
+class JobAnnouncement:
     """A job as other hosts are told of it."""
 
     url: str
@@ -88,7 +88,7 @@ class ToldJob:
     """Whether that has all that is needed of the base model."""
 
     @classmethod
-    def of(cls, job: Job) -> "ToldJob":
+    def of(cls, job: Job) -> "JobAnnouncement":
         """A job of this host."""
         run = job.directory
         url = url_of(run.path)
@@ -97,7 +97,7 @@ class ToldJob:
         return cls(
             url=url,
             text=run.job.read_text(encoding="utf-8"),
-            start=None if start is None else spelt(start),
+            start=None if start is None else display_path(start),
             in_place=start is not None and start.parent == run.store.directory,
             has_base=job.base == str(run.base),
         )
@@ -145,7 +145,7 @@ class LeadRelay:
                 rank for first in self._indices for rank in range(first, first + self._of_host)
             ]
             while time.monotonic() < deadline_s:
-                if all(self._store.check([farewell(rank)]) for rank in ranks):
+                if all(self._store.check([ended_key(rank)]) for rank in ranks):
                     return
                 time.sleep(POLL_S)
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch.distributed as dist
 
 JOB_TEXT = "job-text"
-"""Key: the job of a run at a url, for hosts that do not see its file (`ToldJob`)."""
+"""Key: the job of a run at a url, for hosts that do not see its file (`JobAnnouncement`)."""
 LEAD = "lead"
 """Key: what the host of rank 0 tells all others (`Lead`)."""
 STORE_GONE = dist.DistError

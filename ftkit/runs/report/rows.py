@@ -32,7 +32,7 @@ from ftkit.utils.console.formatting import (
     percent_text,
     shortened,
 )
-from ftkit.utils.remote.urls import spelt
+from ftkit.utils.remote.urls import display_path
 
 _PHASE_WORDS: dict[PhaseName, str] = {
     "set_up": "set-up",
@@ -403,7 +403,7 @@ def _result_rows(report: Report, out_dir: Path | None) -> Iterator[tuple[str, st
 
 
 def _place(name: str, out_dir: Path | None) -> str:
-    return spelt(out_dir / name) if out_dir else name
+    return display_path(out_dir / name) if out_dir else name
 
 
 def _count(count: int, noun: str) -> str:

@@ -12,7 +12,7 @@ from ftkit.runs.report.rows import end_text, measured_rows, subject_text, told_r
 from ftkit.utils.console.formatting import printable
 from ftkit.utils.console.grid import Value, labelled_grid
 from ftkit.utils.console.html import block, escaped, labelled, styled
-from ftkit.utils.remote.urls import spelt
+from ftkit.utils.remote.urls import display_path
 
 STYLE_OF_OUTCOME: dict[str, str] = {
     "completed": "bold green",
@@ -54,8 +54,10 @@ def summary_line(report: Report, out_dir: Path) -> str:
         out_dir: the run's directory.
     """
     final = report.files and report.files.final
-    result = f"; result in {spelt(out_dir / final)}" if final else ""
-    return f"{spelt(out_dir)}: {report.outcome.replace('_', ' ')}, {report.exit_reason}{result}"
+    result = f"; result in {display_path(out_dir / final)}" if final else ""
+    return (
+        f"{display_path(out_dir)}: {report.outcome.replace('_', ' ')}, {report.exit_reason}{result}"
+    )
 
 
 def report_as_html(report: Report, out_dir: Path | None = None) -> str:

@@ -16,9 +16,9 @@ from ftkit.errors import UserError
 from ftkit.utils.remote.providers import (
     PART_BYTES,
     copy_object,
+    describe_error,
     fetch_options,
     found_below,
-    in_words,
     is_final,
     is_missing_bucket,
     is_there_already,
@@ -244,7 +244,9 @@ class Objects:
                 # A new connection asks for credentials anew.
                 self._opened = None
                 if is_final(error) or time.monotonic() + wait_s > deadline_s:
-                    raise StorageError(f"{self.url}: {what} failed: {in_words(error)}") from error
+                    raise StorageError(
+                        f"{self.url}: {what} failed: {describe_error(error)}"
+                    ) from error
             time.sleep(wait_s)
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 

@@ -165,7 +165,7 @@ def is_there_already(error: Exception) -> bool:
     return isinstance(error, FileExistsError) or _code_of(error) in _EXISTS
 
 
-def in_words(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """What went wrong, on one short line, without what the environment keeps secret."""
     text = azure.first_words(" ".join(str(error).split())) or type(error).__name__
     code = _code_of(error)

@@ -73,6 +73,6 @@ def url_of(path: Path) -> str | None:
     return f"{scheme}://{'/'.join(parts)}" if scheme in EXTRAS and len(parts) > 1 else None
 
 
-def spelt(path: Path) -> str:
+def display_path(path: Path) -> str:
     """A path as a person knows it: the url, if it stands for one."""
     return url_of(path) or str(path)

@@ -17,7 +17,7 @@ from ftkit.recipe.command_options import CompareOptions
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.terminal import plain_text
 from ftkit.utils.progress import OnProgress, print_notice
-from ftkit.utils.remote.urls import spelt
+from ftkit.utils.remote.urls import display_path
 from ftkit.views.comparison import table
 from ftkit.views.comparison.columns import in_order
 from ftkit.views.comparison.plots import Picture, check_plot, save_plot
@@ -106,7 +106,7 @@ def compare(
     several = [paths] if isinstance(paths, str | os.PathLike) else paths
     runs, left_out = read_runs(several, progress)
     if not runs:
-        found = "; ".join(f"{spelt(item.path)} {item.reason}" for item in left_out)
+        found = "; ".join(f"{display_path(item.path)} {item.reason}" for item in left_out)
         raise UserError(
             f"There is nothing to compare: {found or 'no run is named'}. Name the out_dir of runs, "
             "such as ftkit compare out/finetune/lora out/finetune/lora-2."
@@ -131,7 +131,7 @@ def compare_runs(options: CompareOptions) -> int:
 
 def _show(comparison: Comparison, options: CompareOptions) -> None:
     for item in comparison.left_out:
-        print(f"ftkit: {spelt(item.path)} {item.reason}: left out", file=sys.stderr)
+        print(f"ftkit: {display_path(item.path)} {item.reason}: left out", file=sys.stderr)
     if options.format in _FORMATS:
         print(_FORMATS[options.format](comparison))
     else:

@@ -21,7 +21,7 @@ from ftkit.utils.accelerators.kinds import HOST_KIND
 from ftkit.utils.hardware import Hardware
 from ftkit.utils.names import leaves
 from ftkit.utils.progress import OnProgress
-from ftkit.utils.remote.urls import local_path, spelt, url_of
+from ftkit.utils.remote.urls import display_path, local_path, url_of
 
 _NOT_COMPARED = ("out_dir", "resume", "access_token", "log")
 """Keys of a recipe that say how a run is called and started."""
@@ -255,7 +255,7 @@ def _find(path: Path) -> Iterator[Path]:
 
 def _reason(error: UserError, directory: Path) -> str:
     first = str(error).splitlines()[0]
-    return first.removeprefix(f"{spelt(directory)} ").rstrip(".")
+    return first.removeprefix(f"{display_path(directory)} ").rstrip(".")
 
 
 def _names(directories: list[Path]) -> list[str]:
@@ -264,7 +264,7 @@ def _names(directories: list[Path]) -> list[str]:
     local = [directory for directory in absolute if url_of(directory) is None]
     if 0 < len(local) < len(absolute):
         names = dict(zip(local, _names(local), strict=True))
-        return [names.get(directory) or spelt(directory) for directory in absolute]
+        return [names.get(directory) or display_path(directory) for directory in absolute]
     if len(absolute) < 2:
         return [directory.name for directory in absolute]
     common = os.path.commonpath(absolute)

@@ -17,7 +17,7 @@ from ftkit.runs.report.report import ENDED_WELL
 from ftkit.runs.report.table import STYLE_OF_OUTCOME
 from ftkit.utils.console.formatting import printable, shortened
 from ftkit.utils.console.html import GOOD
-from ftkit.utils.remote.urls import spelt
+from ftkit.utils.remote.urls import display_path
 from ftkit.views.comparison.columns import (
     Column,
     all_columns,
@@ -124,7 +124,7 @@ def as_csv(runs: list[ComparedRun]) -> str:
     writer.writerow([column.key for column in columns] + ["out_dir", "exit_reason"])
     for i, run in enumerate(runs):
         values = [column.values[i] for column in columns]
-        writer.writerow([*values, spelt(run.out_dir), run.report.exit_reason])
+        writer.writerow([*values, display_path(run.out_dir), run.report.exit_reason])
     return text.getvalue().rstrip("\n")
 
 
@@ -135,7 +135,7 @@ def as_json(runs: list[ComparedRun], left_out: Sequence[LeftOutRun]) -> dict[str
         "runs": [
             {
                 "run": run.name,
-                "out_dir": spelt(run.out_dir),
+                "out_dir": display_path(run.out_dir),
                 "state": run.state,
                 "exit_reason": run.report.exit_reason,
                 "settings": {column.key: column.values[i] for column in settings},
@@ -146,7 +146,7 @@ def as_json(runs: list[ComparedRun], left_out: Sequence[LeftOutRun]) -> dict[str
             }
             for i, run in enumerate(runs)
         ],
-        "left_out": [{"path": spelt(item.path), "reason": item.reason} for item in left_out],
+        "left_out": [{"path": display_path(item.path), "reason": item.reason} for item in left_out],
     }
 
 

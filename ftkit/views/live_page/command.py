@@ -9,7 +9,7 @@ from ftkit.recipe.command_options import WatchOptions
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.fetching import is_at_work_here
 from ftkit.utils.process import Interrupts
-from ftkit.utils.remote.urls import spelt, url_of
+from ftkit.utils.remote.urls import display_path, url_of
 from ftkit.utils.units import parse_duration
 from ftkit.views.live_page.server import PageServer
 from ftkit.views.live_page.sights import Sights
@@ -34,8 +34,8 @@ def watch_runs(options: WatchOptions) -> int:
     is_elsewhere = url_of(directory) is not None and not is_at_work_here(RunDirectory(directory))
     if not is_elsewhere and not directory.is_dir():
         raise UserError(
-            f"{spelt(directory)} is not a directory. Name the out_dir of a run, or a directory "
-            "with runs, such as out."
+            f"{display_path(directory)} is not a directory. Name the out_dir of a run, or a "
+            "directory with runs, such as out."
         )
     with TemporaryDirectory(prefix="ftkit-watch-") as name:
         sights = Sights(directory, copy_at=Path(name) if is_elsewhere else None)

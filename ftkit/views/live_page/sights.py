@@ -19,7 +19,7 @@ from ftkit.utils.console.formatting import age_text, bytes_text, loss_text
 from ftkit.utils.console.html import escaped, grid
 from ftkit.utils.remote.fetch import unreachable
 from ftkit.utils.remote.objects import StorageError
-from ftkit.utils.remote.urls import spelt
+from ftkit.utils.remote.urls import display_path
 from ftkit.views.comparison.runs import ComparedRun, LeftOutRun, look_at_runs, read_runs
 from ftkit.views.comparison.table import comparison_as_html
 from ftkit.views.watch import Sight, Watcher, sight_as_html
@@ -64,7 +64,7 @@ class Sights:
     @property
     def title(self) -> str:
         """What is shown."""
-        return spelt(self._directory if self._directory.name else self._directory.resolve())
+        return display_path(self._directory if self._directory.name else self._directory.resolve())
 
     def all_runs(self) -> dict[str, Any]:
         """All runs in short, their losses, and the comparison of several, ready for JSON."""
@@ -73,7 +73,7 @@ class Sights:
             several = len(self._runs) > 1
             return {
                 "runs": [_in_short(run) for run in self._runs],
-                "left_out": [f"{spelt(one.path)} {one.reason}" for one in self._left_out],
+                "left_out": [f"{display_path(one.path)} {one.reason}" for one in self._left_out],
                 "comparison": comparison_as_html(self._runs) if several else "",
                 "losses": [self._loss(run) for run in _drawn(self._runs)] if several else [],
             }
