@@ -77,29 +77,29 @@ def make_handler(hub: Hub) -> type[HubHandler]:
                 self.take_object(path.rpartition("/")[2])
                 return
             body = self.rfile.read(int(self.headers["Content-Length"] or 0))
+            if path == "/api/agent-harnesses":  # version 2 of the client, without a token
+                self.reply(404, b"", {})
+                return
             assert self.headers["Authorization"] == f"Bearer {TOKEN}"
             if hub.status is not None:
                 self.reply(hub.status, b"", {})
             elif path == "/api/repos/create":
                 if hub.private is None:
-                    hub.private = json.loads(body)["private"]
-                self.json(200, {"url": f"{hub.url}/{NAME}"})
+                    wanted = json.loads(body)  # "visibility" from version 2 of the client on
+                    hub.private = wanted.get("private", wanted.get("visibility") == "private")
+                self.reply_json({"url": f"{hub.url}/{NAME}"})
             elif path == "/api/validate-yaml":
-                self.json(200, {"errors": [], "warnings": []})
+                self.reply_json({"errors": [], "warnings": []})
             elif path == f"/api/models/{NAME}":
-                siblings = [{"rfilename": name} for name in hub.files]
-                self.json(200, {"id": NAME, "private": hub.private, "siblings": siblings})
+                self.list_files(path, hub.files, {"id": NAME, "private": hub.private})
             elif path == f"/api/models/{NAME}/preupload/main":
-                self.json(200, {"files": [self.mode(file) for file in json.loads(body)["files"]]})
+                self.reply_json({"files": [self.mode(file) for file in json.loads(body)["files"]]})
             elif path == f"/{NAME}.git/info/lfs/objects/batch":
-                self.json(200, {"objects": [self.place(o) for o in json.loads(body)["objects"]]})
+                self.reply_json({"objects": [self.place(o) for o in json.loads(body)["objects"]]})
             elif path == f"/api/models/{NAME}/commit/main":
                 self.commit([json.loads(line) for line in body.splitlines()])
             else:
                 self.reply(404, b"", {"X-Error-Code": "RepoNotFound"})
-
-        def json(self, status: int, content: dict[str, Any]) -> None:
-            self.reply(status, json.dumps(content).encode(), {"Content-Type": "application/json"})
 
         def mode(self, file: dict[str, Any]) -> dict[str, Any]:
             mode = "lfs" if file["path"].endswith(LARGE) else "regular"
@@ -142,7 +142,7 @@ def make_handler(hub: Hub) -> type[HubHandler]:
                     case "deletedFile":
                         del hub.files[value["path"]]
             commit = {"commitUrl": f"{hub.url}/{NAME}/commit/1", "commitOid": "1" * 40}
-            self.json(200, commit)
+            self.reply_json(commit)
 
     return Handler
 

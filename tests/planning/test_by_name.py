@@ -57,9 +57,7 @@ def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Served]:
             path, name = self.path.partition("?")[0], self.path.rpartition("/")[2]
             found.requests += 1
             if path.startswith(f"/api/models/{found.repository}"):
-                siblings = [{"rfilename": file} for file in found.files]
-                info = {"id": found.repository, "sha": COMMIT, "siblings": siblings}
-                self.reply(200, json.dumps(info).encode(), {"Content-Type": "application/json"})
+                self.list_files(path, found.files, {"id": found.repository, "sha": COMMIT})
             elif not path.startswith(f"/{found.repository}/resolve/{COMMIT}/"):
                 self.reply(404, b"", {"X-Error-Code": "RepoNotFound"})
             elif found.gated:

@@ -1,5 +1,6 @@
 """A stand-in for the hub: a server on this machine that the libraries take for the real one."""
 
+import json
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -32,6 +33,25 @@ class HubHandler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.send_body(body)
 
+    def reply_json(self, content: object) -> None:
+        self.reply(200, json.dumps(content).encode(), {"Content-Type": "application/json"})
+
+    def list_files(self, path: str, files: Mapping[str, bytes], info: Mapping[str, object]) -> None:
+        """Answer /api/models/ORG/NAME, and the list of files that version 2 of the client reads.
+
+        Args:
+            path: of the request.
+            files: contents by name.
+            info: of the repository, beside its files.
+        """
+        if "/tree/" in path:
+            self.reply_json(
+                [{"type": "file", "path": n, "size": len(c), "oid": "0"} for n, c in files.items()]
+            )
+        else:
+            siblings = [{"rfilename": name, "size": len(c)} for name, c in files.items()]
+            self.reply_json({**info, "siblings": siblings})
+
     def send_body(self, body: bytes) -> None:
         self.wfile.write(body)
 
@@ -57,6 +77,8 @@ def serving(
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(directory / "hub"))
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(directory / "no-token"))
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # a protocol of its own
+    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     close_session()  # the next session reads the environment anew

@@ -17,6 +17,7 @@ from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import bytes_text
 from ftkit.utils.damaged_files import reading, require_regular
 from ftkit.utils.files import free_disk_bytes
+from ftkit.utils.progress import OnProgress
 from ftkit.utils.remote.fetch import fetch_whole
 from ftkit.utils.remote.urls import is_url, local_path
 
@@ -75,8 +76,8 @@ def find_or_download(name: str, *, token: str | None = None, root: Path = ROOT) 
     Args:
         name: a directory, a GGUF file or a directory with one (converted, if it is not yet),
             ``ORG/NAME`` on the hub (found under root, where LitGPT's
-            ``checkpoints/ORG/NAME`` points as well), or ``embedded:NAME``. An earlier download
-            that was interrupted goes on where it stopped.
+            ``checkpoints/ORG/NAME`` points as well), or ``embedded:NAME``. An
+            interrupted download is completed: files that are complete are not fetched again.
         token: of a Hugging Face account, for gated models. Default: $HF_TOKEN.
         root: where downloads go.
 
@@ -165,7 +166,7 @@ def download(repo_id: str, *, token: str | None = None, root: Path = ROOT) -> Pa
     """Download a model from the hub ($HF_ENDPOINT) to root/ORG/NAME; returns that directory.
 
     Fetches config, tokenizer and weights: safetensors where the repository has them, else
-    PyTorch's .bin, never both. Files that are there are kept, broken-off ones go on.
+    PyTorch's .bin, never both. Files that are complete are kept.
 
     Args:
         repo_id: ``ORG/NAME``.
@@ -177,8 +178,6 @@ def download(repo_id: str, *, token: str | None = None, root: Path = ROOT) -> Pa
     """
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HFValidationError
-
-    from ftkit.utils.console.library_bars import bars_telling
 
     hub_name = _repository(repo_id, root)
     if hub_name is None:
@@ -202,7 +201,7 @@ def download(repo_id: str, *, token: str | None = None, root: Path = ROOT) -> Pa
                 snapshot_download(
                     repo_id, revision=info.sha, local_dir=directory, token=token,
                     allow_patterns=wanted,
-                    tqdm_class=bars_telling(phase.advance, sum(absent.values())),
+                    tqdm_class=_byte_bars(phase.advance, sum(absent.values())),
                 )  # fmt: skip
                 _require_plain_weights(directory)
     except (http_library().HTTPError, HFValidationError, OSError, RuntimeError) as error:
@@ -241,14 +240,12 @@ def fetch_settings(name: str, *, token: str | None = None, root: Path = ROOT) ->
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HFValidationError
 
-    from ftkit.utils.console.library_bars import bars_telling
-
     try:
         info = HfApi(token=token or None).model_info(repo_id, timeout=_SETTINGS_TIMEOUT_S)
         snapshot_download(
             repo_id, revision=info.sha, local_dir=directory, token=token or None,
             allow_patterns=list(_SETTINGS_FILES), etag_timeout=_SETTINGS_TIMEOUT_S,
-            tqdm_class=bars_telling(None),
+            tqdm_class=_byte_bars(None),
         )  # fmt: skip
     except (http_library().HTTPError, HFValidationError, OSError, RuntimeError) as error:
         return explained(error, repo_id, directory, str)
@@ -423,10 +420,38 @@ def _files_to_fetch(repo_id: str, files: list[str]) -> list[str]:
     )
 
 
+def _byte_bars(progress: OnProgress | None, total_bytes: int = 0) -> Any:
+    """Return a class of progress bars for huggingface_hub that draws nothing and calls `progress`.
+
+    The library's own bars appear in spite of --quiet and stay silent in a log.
+    """
+    from huggingface_hub.utils import tqdm
+
+    class ByteBar(tqdm):
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            # Version 2 has a second bar for the bytes on the wire. It starts at 0 where a download
+            # goes on, and Xet sends fewer bytes than it writes.
+            name = settings.get("name") or ""
+            self._reports = settings.get("unit") == "B" and not name.endswith(".transfer")
+            super().__init__(*args, **settings | {"disable": True})
+
+        def update(self, n: float | None = 1) -> None:
+            if progress is None or not self._reports or n is None:
+                return
+            with self.get_lock():
+                self.n += n
+                progress(int(self.n), total_bytes)
+
+    return ByteBar
+
+
 def _require_space(repo_id: str, directory: Path, absent_bytes: dict[str, int]) -> int:
     """Bytes that are still to come; UserError if they do not fit on the disk."""
     needed_bytes = sum(absent_bytes.values())
-    needed_bytes -= sum(file.stat().st_size for file in _incomplete_files(directory))
+    # huggingface_hub 1 goes on with NAME.ETAG.incomplete. From version 2 on each attempt has a name
+    # of its own, NAME.ETAG.RANDOM.incomplete, and begins the file again.
+    resumed = [file for file in _incomplete_files(directory) if file.name.count(".") == 2]
+    needed_bytes -= sum(file.stat().st_size for file in resumed)
     free_bytes = free_disk_bytes(directory)
     if needed_bytes > free_bytes:
         raise UserError(

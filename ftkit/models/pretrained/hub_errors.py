@@ -58,8 +58,8 @@ def explained(
         )
     if status is not None:
         return UserError(
-            f"{hub} could not serve {repo_id} (HTTP {status}). Try again later; a download goes "
-            "on where it stopped."
+            f"{hub} could not serve {repo_id} (HTTP {status}). Try again later; complete "
+            "files are kept."
         )
     if isinstance(error, errors.OfflineModeIsEnabled):
         return UserError(
@@ -75,15 +75,15 @@ def explained(
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return UserError(
             f"The disk of {directory} is full; {repo_id} is not complete. Free some space and "
-            "run the command again: it goes on where it stopped."
+            "run the command again: complete files are kept."
         )
-    if isinstance(error, PermissionError):
+    if isinstance(error, PermissionError) and error.errno is not None:  # Xet's have no number
         return UserError(
             f"{directory} cannot be written. Run the command in a directory of your own."
         )
     return UserError(
         f"The download of {repo_id} broke off ({type(error).__name__}). Run the command again: "
-        f"it goes on where it stopped. If that fails too, remove {directory} first."
+        f"complete files are kept. If that fails too, remove {directory} first."
     )
 
 

@@ -1,12 +1,17 @@
 """Downloads from a stand-in for the Hugging Face hub on the loopback interface."""
 
+import errno
 import hashlib
 import json
 import os
 import re
 import shutil
+import socket
+import struct
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,14 +20,20 @@ from urllib.parse import urlsplit
 
 import pytest
 from command import ROOT
-from huggingface_hub import constants
+from huggingface_hub import close_session, constants
+from huggingface_hub.errors import OfflineModeIsEnabled
 from litgpt.config import configs
 from stand_in_hub import HubHandler, serving
 
 from ftkit.errors import UserError
 from ftkit.models.pretrained import hub
 from ftkit.models.pretrained.hub import download, find_or_download, missing_files
-from ftkit.models.pretrained.hub_errors import nearest_names
+from ftkit.models.pretrained.hub_errors import (
+    explained,
+    explained_upload,
+    http_library,
+    nearest_names,
+)
 from ftkit.utils import embedded, progress
 from ftkit.utils.console.formatting import bytes_text
 
@@ -67,6 +78,7 @@ class Hub:
     """What the stand-in serves, and what it was asked."""
 
     url: str = ""
+    downloads: Path = Path()
     files: dict[str, bytes] = field(default_factory=lambda: dict(SAFE))
     gated: bool = False
     """Only the owner of TOKEN may read the files; everyone may list them, as on the real hub."""
@@ -75,7 +87,14 @@ class Hub:
     error_code: str | None = None
     cut_after_bytes: int | None = None
     """Break off the next transfer that is longer."""
+    stalls: bool = False
+    """Answer nothing until `stalled` is set."""
+    stalled: threading.Event = field(default_factory=threading.Event)
     requests: list[Request] = field(default_factory=list)
+
+    def arrived_bytes(self) -> int:
+        """Bytes that the client has written of files that are not complete."""
+        return sum(file.stat().st_size for file in self.downloads.rglob("*.incomplete"))
 
     def transfers(self) -> list[Request]:
         return [
@@ -93,17 +112,13 @@ def make_handler(served: Hub) -> type[HubHandler]:
             served.requests.append(
                 Request(self.command, path, self.headers["Range"], authorization)
             )
+            if served.stalls:
+                served.stalled.wait(30)
             if served.status is not None:
                 error = {"X-Error-Code": served.error_code} if served.error_code else {}
                 self.reply(served.status, b"", error)
-            elif path.startswith(f"/api/models/{REPOSITORY}/tree/"):  # from hub 2 on
-                files = served.files.items()
-                tree = [{"type": "file", "path": n, "size": len(c), "oid": "0"} for n, c in files]
-                self.reply(200, json.dumps(tree).encode(), {"Content-Type": "application/json"})
             elif path.startswith(f"/api/models/{REPOSITORY}"):
-                siblings = [{"rfilename": n, "size": len(c)} for n, c in served.files.items()]
-                info = {"id": REPOSITORY, "sha": COMMIT, "siblings": siblings}
-                self.reply(200, json.dumps(info).encode(), {"Content-Type": "application/json"})
+                self.list_files(path, served.files, {"id": REPOSITORY, "sha": COMMIT})
             elif not path.startswith(f"/{REPOSITORY}/resolve/{COMMIT}/"):
                 self.reply(404, b"", {"X-Error-Code": "RepoNotFound"})
             elif served.gated and authorization != f"Bearer {TOKEN}":
@@ -127,7 +142,20 @@ def make_handler(served: Hub) -> type[HubHandler]:
                 served.cut_after_bytes = None
                 body = body[:cut]
                 self.close_connection = True
+                super().send_body(body)
+                self.reset_connection()
+                return
             super().send_body(body)
+
+        def reset_connection(self) -> None:
+            """Reset it: after a mere end, version 2 of the client goes on by itself."""
+            deadline = time.monotonic() + 30
+            while not served.arrived_bytes():  # a reset discards what the client has not read
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            linger = struct.pack("ii", 1, 0)
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            self.connection.close()
 
     return Handler
 
@@ -135,7 +163,7 @@ def make_handler(served: Hub) -> type[HubHandler]:
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
     """A hub that huggingface_hub takes for the real one, although it is imported already."""
-    hub = Hub()
+    hub = Hub(downloads=tmp_path / "checkpoints")
     with serving(make_handler(hub), monkeypatch, tmp_path) as hub.url:
         yield hub
 
@@ -250,19 +278,21 @@ def test_a_second_download_fetches_no_file_and_a_second_search_asks_nothing(
     assert not served.requests
 
 
-def test_an_interrupted_transfer_goes_on_where_it_stopped(
+def test_an_interrupted_download_is_completed(
     served: Hub, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 2**16)  # what is lost is less than this
     served.cut_after_bytes = 300_000
-    with pytest.raises(UserError, match=r"broke off.*Run the command again: it goes on"):
+    with pytest.raises(UserError, match=r"broke off.*Run the command again"):
         download(REPOSITORY, root=root)
-    assert "the rest of an interrupted download" in missing_files(root / REPOSITORY)[0]
+    is_resumed = served.arrived_bytes() > 0  # version 2 of the client begins the file again
+    assert missing_files(root / REPOSITORY)
     served.requests.clear()
     directory = find_or_download(REPOSITORY, root=root)
-    ranges = [request.range for request in served.transfers() if "safetensors" in request.path]
-    assert len(ranges) == 1 and ranges[0] is not None
-    assert 0 < int(ranges[0].removeprefix("bytes=").rstrip("-")) <= 300_000
+    (transfer,) = served.transfers()
+    assert "safetensors" in transfer.path
+    start = int((transfer.range or "bytes=0-").removeprefix("bytes=").rstrip("-"))
+    assert (start > 0) == is_resumed and start <= 300_000
     assert (directory / "model.safetensors").read_bytes() == WEIGHTS
     assert missing_files(directory) == []
 
@@ -357,6 +387,54 @@ def test_a_server_that_is_down_says_what_to_do(
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     text = failure(root)
     assert "http://127.0.0.1:9 cannot be reached" in text and "HF_ENDPOINT" in text
+
+
+def test_a_hub_that_does_not_answer_in_time_is_given_up(
+    served: Hub, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served.stalls = True
+    monkeypatch.setattr(hub, "_SETTINGS_TIMEOUT_S", 0.2)
+    refusal = hub.fetch_settings(REPOSITORY, root=root)
+    served.stalled.set()
+    hub.fetch_settings.cache_clear()
+    assert refusal is not None and "broke off (ReadTimeout). Run the command again" in str(refusal)
+
+
+def test_a_proxy_that_is_down_says_what_to_do(
+    served: Hub, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_PROXY")
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    close_session()
+    assert "cannot be reached from this machine" in failure(root)
+    assert not served.requests
+
+
+HTTP = http_library()
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (HTTP.ConnectError("no"), "cannot be reached Check the network"),
+        (HTTP.ConnectTimeout("no"), "cannot be reached Check the network"),
+        (HTTP.ProxyError("no"), "cannot be reached Check the network"),
+        (HTTP.ReadTimeout("no"), "broke off ReadTimeout again"),
+        (HTTP.RemoteProtocolError("no"), "broke off RemoteProtocolError again"),
+        (OfflineModeIsEnabled("no"), "HF_HUB_OFFLINE Unset"),
+        (OSError(errno.ENOSPC, "no"), "again"),
+        (PermissionError("Xet"), "broke off PermissionError again"),
+        (PermissionError(errno.EACCES, "no"), "Run the command"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_failures_of_the_connection_have_a_remedy(error: Exception, words: str) -> None:
+    for refusal in (
+        explained(error, REPOSITORY, Path("checkpoints"), str),
+        explained_upload(error, REPOSITORY),
+    ):
+        assert refusal.exit_code == 2 and isinstance(error, (HTTP.HTTPError, OSError))
+        assert all(word in str(refusal) for word in words.split())
 
 
 def test_offline_mode_says_what_to_do(
