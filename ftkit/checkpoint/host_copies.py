@@ -25,7 +25,7 @@ class HostCopies:
     On CUDA it is page-locked, so that a device copies into it at full speed and by itself. It is
     ordinary memory, registered with the driver: torch's pinned allocator rounds each tensor up to
     a power of two, which takes a third more for a whole model than
-    `ftkit.planning.memory.predict` counts.
+    `ftkit.planning.memory` counts.
     """
 
     def __init__(self) -> None:

@@ -45,7 +45,7 @@ from ftkit.runs.checkpoints import (
 from ftkit.runs.fetching import fetch_companions
 from ftkit.runs.lock import claimed, is_at_work
 from ftkit.runs.remote_run import url_checkpoints
-from ftkit.utils.console.display import Display
+from ftkit.utils.console.display import Display, Phase
 from ftkit.utils.console.formatting import (
     age_text,
     bytes_text,
@@ -55,8 +55,7 @@ from ftkit.utils.console.formatting import (
     printable,
     shortened,
 )
-from ftkit.utils.console.grid import labelled_grid
-from ftkit.utils.console.progress import Phase
+from ftkit.utils.console.terminal import labelled_grid
 from ftkit.utils.files import remove
 from ftkit.utils.remote.urls import display_path
 

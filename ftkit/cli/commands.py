@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ftkit.planning.memory.gpus import GPUS
+from ftkit.planning.gpus import GPUS
 from ftkit.recipe.command_options import (
     CheckpointOptions,
     CheckpointsOptions,
@@ -253,7 +253,7 @@ FTKIT = Group(
             "Nothing in the checkpoint is executed. The run goes on with --resume auto, on any "
             "hardware.",
             options=ImportOptions,
-            function="ftkit.exchange.foreign.confined_import:import_confined",
+            function="ftkit.exchange.foreign:import_confined",
             usage=("SOURCE --out DIR [--config RECIPE.yaml] [--KEY VALUE ...]",),
             examples=(
                 "trl-out/checkpoint-500 --out out/imported --config RECIPE.yaml",

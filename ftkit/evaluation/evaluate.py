@@ -26,7 +26,7 @@ from ftkit.runs.report.answers import score_title
 from ftkit.runs.report.metrics import perplexity
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import loss_text, number_text, percent_text
-from ftkit.utils.console.grid import labelled_grid
+from ftkit.utils.console.terminal import labelled_grid
 from ftkit.utils.remote.urls import display_path
 
 DEFAULT_NEW_TOKENS = 100

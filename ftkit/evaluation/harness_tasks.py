@@ -15,7 +15,7 @@ from ftkit.models.bodies.attention import attention_kernel
 from ftkit.recipe.result_options import EvaluateOptions
 from ftkit.runs.report.answers import TaskResult, score_text
 from ftkit.utils.console.display import Display
-from ftkit.utils.console.grid import labelled_grid
+from ftkit.utils.console.terminal import labelled_grid
 from ftkit.utils.remote.urls import display_path
 
 ROWS = 8

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ftkit.errors import UserError
+from ftkit.errors import UserError, is_out_of_memory
 from ftkit.evaluation.loading import Loaded, load_result, plan_use
 from ftkit.evaluation.prompting import chosen
 from ftkit.evaluation.questions import Question, check_system, prompt_text, with_input
@@ -24,7 +24,6 @@ from ftkit.strategies.precision import compute_dtype, parameter_dtype, set_arith
 from ftkit.strategies.select import make_strategy
 from ftkit.utils.console.display import Display
 from ftkit.utils.imports import silence_libraries
-from ftkit.utils.out_of_memory import is_out_of_memory
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,11 +13,9 @@ from ftkit.errors import UserError
 from ftkit.evaluation.loading import full_weights, open_result, with_rest
 from ftkit.evaluation.prompting import prompting_of
 from ftkit.evaluation.result import Result
-from ftkit.exchange.cards import card_files
-from ftkit.exchange.gguf.adapter import write_gguf_adapter
-from ftkit.exchange.gguf.model import write_gguf_model
+from ftkit.exchange.gguf.model import write_gguf_adapter, write_gguf_model
 from ftkit.exchange.gguf.modelfile import MODELFILE
-from ftkit.exchange.model_card.card import CardKind
+from ftkit.exchange.model_card import CardKind, card_files
 from ftkit.exchange.output_files import as_written, check_apart, check_space, output_directory
 from ftkit.models.lora.serving import DEFAULT_RANK, VLLM_VERSION, serving_notice, serving_rank
 from ftkit.models.pretrained.base_model import parameter_shapes

@@ -6,12 +6,13 @@ compared with the result's: no model is in memory as a whole.
 
 import shlex
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.nn as nn
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
@@ -22,12 +23,11 @@ from ftkit.errors import UserError
 from ftkit.evaluation.loading import OpenAdapter, open_adapter
 from ftkit.evaluation.prompting import prompting_of
 from ftkit.evaluation.result import Result
-from ftkit.exchange.cards import card_files
-from ftkit.exchange.layerwise import logits_of
+from ftkit.exchange.model_card import card_files
 from ftkit.exchange.output_files import as_written, check_apart, check_space
 from ftkit.models.architectures.architecture import HEAD
 from ftkit.models.bodies.experts import PAIRS, packed_in
-from ftkit.models.language_model import outline_plain
+from ftkit.models.language_model import LanguageModel, outline_plain
 from ftkit.models.lora.experts import expert_pairs, merged_experts
 from ftkit.models.lora.layers import lora_layers
 from ftkit.models.lora.names import TRAINED, our_name
@@ -39,10 +39,87 @@ from ftkit.recipe.recipe import Quantization, Recipe
 from ftkit.recipe.result_options import MergeOptions
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import bytes_text, number_text, percent_text
-from ftkit.utils.console.grid import labelled_grid
+from ftkit.utils.console.terminal import labelled_grid
 from ftkit.utils.imports import silence_libraries
 from ftkit.utils.process import cleaning_up_on_signals
 from ftkit.utils.progress import OnProgress, print_next
+
+Values = Callable[[str], Tensor]
+"""Gives any parameter by our name."""
+_CPU = torch.device("cpu")
+
+
+@torch.no_grad()
+def logits_of(
+    model: LanguageModel,
+    values: Values,
+    sequences: Sequence[Sequence[int]],
+    progress: OnProgress = lambda *_: None,
+) -> Tensor:
+    """[tokens of all sequences, vocabulary] float32, computed on the _CPU.
+
+    Args:
+        model: outlined in float32, without numbers; it has none afterwards.
+        values: its parameters; those of quantised layers as numbers.
+        sequences: token ids.
+        progress: called with (parts done, parts in all).
+    """
+    longest = max(map(len, sequences))
+    tokens = torch.zeros(len(sequences), longest, dtype=torch.long)
+    is_real = torch.zeros(len(sequences), longest, dtype=torch.bool)
+    for row, sequence in enumerate(sequences):
+        tokens[row, : len(sequence)] = torch.tensor(sequence)
+        is_real[row, : len(sequence)] = True
+    model.eval().body.place_rotary_tables(_CPU, longest)
+    with _filled_when_needed(model, values, progress):
+        result: Tensor = model(tokens, is_real.flatten().nonzero().squeeze(1))
+    return result
+
+
+@contextmanager
+def _filled_when_needed(
+    model: LanguageModel, values: Values, progress: OnProgress
+) -> Iterator[None]:
+    """Each part of the model has its numbers while it computes; the first has them before it.
+
+    Some models ask for the embedding's device when they begin.
+    """
+    body = model.body
+    parts: list[nn.Module] = [body.embedding, *body.blocks, *body.others, model.head]
+    outlined: list[tuple[nn.Module, str, nn.Parameter]] = []
+    done = 0
+
+    def fill(part: nn.Module, *_: object) -> None:
+        for module_name, module in part.named_modules(prefix=names[part]):
+            for kind, parameter in list(module.named_parameters(recurse=False)):
+                value = values(our_name(f"{module_name}.{kind}"))
+                if kind == "weight" and hasattr(module, "pack"):
+                    value = module.pack(value)
+                elif kind in packed_in(module):
+                    value = packed_in(module)[kind].pack(value)
+                else:
+                    value = value.float()
+                outlined.append((module, kind, parameter))
+                setattr(module, kind, nn.Parameter(value, requires_grad=False))
+
+    def drop(*_: object) -> None:
+        nonlocal done
+        while outlined:
+            module, kind, parameter = outlined.pop()
+            setattr(module, kind, parameter)
+        done += 1
+        progress(done, len(parts))
+
+    names = {module: name for name, module in model.named_modules()}
+    hooks = [part.register_forward_pre_hook(fill) for part in parts[1:]]
+    hooks += [part.register_forward_hook(drop) for part in parts]
+    try:
+        fill(parts[0])
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
 
 SAMPLES, SAMPLE_TOKENS = 4, 128
 """Validation records that are compared, and how much of each at most."""

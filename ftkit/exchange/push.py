@@ -6,8 +6,7 @@ from pathlib import Path
 
 from ftkit.errors import UserError
 from ftkit.evaluation.result import Result, find_result
-from ftkit.exchange.cards import card_files
-from ftkit.exchange.model_card.card import with_name
+from ftkit.exchange.model_card import card_files, with_name
 from ftkit.models.pretrained.hub import CARD, hub_name, read_json
 from ftkit.models.pretrained.upload import upload
 from ftkit.recipe.peft_adapter import CONFIG as ADAPTER_CONFIG

@@ -11,7 +11,7 @@ from pathlib import Path
 from ftkit.checkpoint.checksums import leave_doubt
 from ftkit.checkpoint.metadata import read_metadata
 from ftkit.errors import EXIT_BY_SIGNAL, EXIT_OUT_OF_MEMORY, UserError
-from ftkit.exchange.model_card.card import write_card
+from ftkit.exchange.model_card import write_card
 from ftkit.launch.preflight import find_shortage, shortage_text
 from ftkit.recipe.recipe import Method
 from ftkit.runs.directory import RunDirectory

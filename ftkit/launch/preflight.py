@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ftkit.errors import DoesNotFit, UserError
+from ftkit.errors import DoesNotFit, UserError, device_line
 from ftkit.models.pretrained.hub import fetch_settings
 from ftkit.models.pretrained.size_estimate import rough_model
-from ftkit.planning.memory.gpus import HOST, Gpu, device_here, free_here, ranks_here
+from ftkit.planning.gpus import HOST, Gpu, device_here, free_here, ranks_here
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.parsing import to_yaml
 from ftkit.recipe.recipe import Recipe, Train
@@ -23,10 +23,8 @@ from ftkit.runs.report.peak_memory import PeakMemory
 from ftkit.strategies.step_memory import Shortage
 from ftkit.utils.accelerators.kinds import HOST_KIND
 from ftkit.utils.console.display import Display
-from ftkit.utils.console.formatting import bytes_text
-from ftkit.utils.out_of_memory import device_line
+from ftkit.utils.console.formatting import SIZE_UNITS, bytes_text
 from ftkit.utils.progress import print_notice
-from ftkit.utils.units import SIZE_UNITS
 
 _SUSPICIOUS = 0.5
 """A run that takes more than this share of a GPU by a rough estimate is looked at."""

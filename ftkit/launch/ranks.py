@@ -12,14 +12,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from ftkit.errors import EXIT_BY_SIGNAL, UserError
+from ftkit.errors import EXIT_BY_SIGNAL, UserError, device_line
 from ftkit.launch.environment import ExternalRanks
 from ftkit.runs.directory import RankDirectory
 from ftkit.runs.job import ErrorKind, Job, RankError
 from ftkit.runs.report.report import ENDED_WELL, read_report
 from ftkit.utils.console.terminal import fitted
 from ftkit.utils.hardware import processes_killed_for_memory
-from ftkit.utils.out_of_memory import device_line
 from ftkit.utils.process import handling, print_line
 
 KILLED_FOR_MEMORY = "the kernel killed the training process, because host memory ran out"

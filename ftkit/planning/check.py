@@ -19,7 +19,7 @@ if __name__ == "__main__":
     postpone_modules()
 
 from ftkit.errors import UserError
-from ftkit.planning.memory.gpus import Gpu
+from ftkit.planning.gpus import Gpu
 from ftkit.planning.predict import Planned, plan_files
 from ftkit.planning.suggest import changes_that_fit
 from ftkit.recipe.parsing import Override

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from ftkit.errors import DoesNotFit, UserError
-from ftkit.planning.memory.gpus import find_gpu
+from ftkit.planning.gpus import find_gpu
 from ftkit.recipe.command_options import PlanOptions
 from ftkit.recipe.parsing import Override, sorted_words
 from ftkit.recipe.recipe import FINETUNE

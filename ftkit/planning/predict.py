@@ -17,10 +17,10 @@ from ftkit.models.pretrained.gguf.convert import Conversion, planned_conversion
 from ftkit.models.pretrained.hub import ROOT, fetch_settings, find_gguf
 from ftkit.models.pretrained.save import layout_of
 from ftkit.models.trial import require_trainable
-from ftkit.planning.memory.gpus import HOST, Gpu, device_here, free_here, ranks_here
-from ftkit.planning.memory.predict import PredictedMemory, heaviest_micro_batch, predict
-from ftkit.planning.memory.simulate import largest_micro_batch
+from ftkit.planning.gpus import HOST, Gpu, device_here, free_here, ranks_here
+from ftkit.planning.memory import PredictedMemory, heaviest_micro_batch, predict
 from ftkit.planning.sequence_length import SequenceLength, sequence_length
+from ftkit.planning.simulate import largest_micro_batch
 from ftkit.recipe.devices import Devices, find_devices, has_deepspeed
 from ftkit.recipe.parsing import Override, read_recipe
 from ftkit.recipe.peft_adapter import with_adapter

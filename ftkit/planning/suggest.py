@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ftkit.errors import UserError
-from ftkit.planning.memory.gpus import HOST, Gpu
+from ftkit.planning.gpus import HOST, Gpu
 from ftkit.planning.predict import Planned, largest_that_fits
 from ftkit.recipe.parsing import Override
 from ftkit.recipe.recipe import LoraRecipe

@@ -13,15 +13,14 @@ from rich.table import Table
 from rich.text import Text
 
 from ftkit.models.pretrained.gguf.convert import Conversion
-from ftkit.planning.memory.gpus import HOST
+from ftkit.planning.gpus import HOST
 from ftkit.planning.predict import Planned
 from ftkit.planning.suggest import Change
 from ftkit.recipe.recipe import LoraRecipe
 from ftkit.strategies.step_memory import CATEGORIES
 from ftkit.utils.console.formatting import bytes_text, percent_text
-from ftkit.utils.console.grid import labelled_grid
 from ftkit.utils.console.html import block, escaped, grid, labelled, styled
-from ftkit.utils.console.terminal import REPORT_WIDTH, fitted, plain_text
+from ftkit.utils.console.terminal import REPORT_WIDTH, fitted, labelled_grid, plain_text
 
 _ANY_WIDTH = 1000
 """Of a file, where a table of many columns is neither folded nor cut."""

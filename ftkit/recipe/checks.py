@@ -10,8 +10,8 @@ from ftkit.errors import UserError
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.recipe import LAYER_SWITCHES, LoggerName, LoraRecipe, Recipe
 from ftkit.utils.accelerators.kinds import device_kind
+from ftkit.utils.console.formatting import parse_duration
 from ftkit.utils.remote.urls import display_path, url_of
-from ftkit.utils.units import parse_duration
 
 _PACKAGE_OF: dict[LoggerName, str] = {
     "tensorboard": "tensorboard",

@@ -10,7 +10,7 @@ from ftkit.recipe.command_options import CommonOptions, OutputFormat, keys_besid
 from ftkit.recipe.own_metric import OwnMetric, own_metrics
 from ftkit.recipe.parsing import Override
 from ftkit.recipe.recipe import AcceleratorKey, Precision, Quantization
-from ftkit.utils.units import SIZE_UNITS, parse_size
+from ftkit.utils.console.formatting import SIZE_UNITS, parse_size
 
 Storage = Quantization | Literal["none"]
 Dtype = Literal["float32", "bfloat16", "float16"]

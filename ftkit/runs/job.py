@@ -17,12 +17,11 @@ from ftkit.recipe.recipe import Method, Recipe
 from ftkit.runs.directory import RankDirectory, RunDirectory
 from ftkit.runs.report.report import Progress, Report
 from ftkit.runs.report.restarts import Restart
-from ftkit.utils.console.formatting import utc_now, utc_text
+from ftkit.utils.console.formatting import parse_duration, utc_now, utc_text
 from ftkit.utils.damaged_files import reading
 from ftkit.utils.files import write_json, write_with_reserve
 from ftkit.utils.hardware import hardware, versions
 from ftkit.utils.json_values import for_json, from_json
-from ftkit.utils.units import parse_duration
 
 ErrorKind = Literal[
     "user", "damaged", "out_of_memory", "interrupted", "failed", "died", "died_for_memory"

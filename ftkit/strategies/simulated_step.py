@@ -1,6 +1,6 @@
 """The simulated step: what was found without numbers, for a strategy to say where that memory is.
 
-`ftkit.planning.memory.simulate` makes it.
+`ftkit.planning.simulate` makes it.
 """
 
 from collections.abc import Collection

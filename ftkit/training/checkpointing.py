@@ -34,10 +34,9 @@ from ftkit.runs.report.report import ChosenResult
 from ftkit.strategies.distributed import broadcast_ints, rank
 from ftkit.training.journal import Journal
 from ftkit.training.setup import Setup
-from ftkit.utils.console.formatting import bytes_text, duration_text, utc_now
+from ftkit.utils.console.formatting import bytes_text, duration_text, parse_duration, utc_now
 from ftkit.utils.hardware import versions
 from ftkit.utils.process import launcher_starts_again
-from ftkit.utils.units import parse_duration
 
 LOSS_SCALE, LOSS_SCALE_AGE = "loss_scale", "loss_scale_age"
 """Names among a checkpoint's optimizer_scalars: the factor of float16 training, and steps since

@@ -9,7 +9,7 @@ from ftkit.data.samples.loader import train_batches
 from ftkit.data.samples.sampler import ElasticOrder
 from ftkit.evaluation.scoring.metrics import Scoring
 from ftkit.evaluation.validation import EvaluatedWeights
-from ftkit.planning.memory.meter import MemoryMeter, steps_to_measure
+from ftkit.planning.meter import MemoryMeter, steps_to_measure
 from ftkit.runs.report.step_record import StepRecord
 from ftkit.strategies.distributed import broadcast_ints
 from ftkit.training.checkpointing import Checkpointing

@@ -39,14 +39,14 @@ from ftkit.checkpoint.metadata import DamagedPart, Metadata, read_metadata
 from ftkit.checkpoint.saver import SavingFailed
 from ftkit.data.prompt_styles import prompt_style_file
 from ftkit.data.samples.sampler import ElasticOrder, Position
-from ftkit.errors import UserError
+from ftkit.errors import UserError, device_line, is_out_of_memory
 from ftkit.evaluation.scoring.metrics import Scoring
 from ftkit.evaluation.validation import EvaluatedWeights
 from ftkit.models.load_weights import trained_weights
 from ftkit.models.lora.save import save_adapter
 from ftkit.models.lora.serving import serving_notice
 from ftkit.models.pretrained.save import layout_of, save_hf, save_litgpt
-from ftkit.planning.memory.predict import predict_measured
+from ftkit.planning.memory import predict_measured
 from ftkit.recipe.recipe import LoraRecipe
 from ftkit.runs.directory import RankDirectory
 from ftkit.runs.job import Job, RankError
@@ -62,7 +62,6 @@ from ftkit.training.signals import Interrupted, StopRequest
 from ftkit.training.starting_point import StartingPoint
 from ftkit.utils.accelerators.use import take_device
 from ftkit.utils.console.display import Display
-from ftkit.utils.out_of_memory import device_line, is_out_of_memory
 
 
 def run_job(job: Job, metadata: Metadata | None, stop: StopRequest, journal: Journal) -> None:

@@ -13,7 +13,7 @@ import torch
 from ftkit.checkpoint.metadata import Metadata
 from ftkit.data.sources import data_source, validation_sets
 from ftkit.models.bodies.routing import Routing
-from ftkit.planning.memory.meter import DevicePeak
+from ftkit.planning.meter import DevicePeak
 from ftkit.runs.directory import RankDirectory
 from ftkit.runs.job import Job
 from ftkit.runs.report.expert_load import ExpertLoad
@@ -39,7 +39,7 @@ from ftkit.runs.state import report_at_start, shown_path
 from ftkit.runs.system_metrics.sampler import SystemSampler
 from ftkit.strategies.distributed import make_device
 from ftkit.strategies.step_memory import RankStepMemory, StepMemory
-from ftkit.utils.accelerators.peak_flops import peak_flops
+from ftkit.utils.accelerators.kinds import peak_flops
 from ftkit.utils.accelerators.use import product_name
 from ftkit.utils.files import write_with_reserve
 from ftkit.utils.hardware import CpuUtilization, host_memory

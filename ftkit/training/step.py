@@ -13,7 +13,7 @@ from torch import Tensor
 from ftkit.models.bodies.embedding_noise import EmbeddingNoise
 from ftkit.models.compiled import compiled_graphs
 from ftkit.models.loss import step_share
-from ftkit.planning.memory.meter import MemoryMeter
+from ftkit.planning.meter import MemoryMeter
 from ftkit.runs.report.step_record import PARTS, StepPart, StepRecord
 from ftkit.strategies.distributed import rank, sum_over_ranks
 from ftkit.training.setup import Setup

@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, TextIO
+from typing import Any, Literal, TextIO
 
 from ftkit.redaction import redacted
 
@@ -95,3 +95,28 @@ def loading_shown(terminal: TextIO) -> Iterator[None]:
     if told and erases:
         terminal.write("\r\x1b[K")
         terminal.flush()
+
+
+def bars_telling(progress: OnProgress | None, total_bytes: int = 0) -> Any:
+    """A class of bars for huggingface_hub, which else draws in spite of --quiet, and in no log.
+
+    Args:
+        progress: told of bytes, from any thread; None: nobody is.
+        total_bytes: of all that is fetched.
+    """
+    from tqdm import tqdm
+
+    class Bar(tqdm):  # type: ignore[misc]  # it has no types
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            settings.pop("name", None)
+            self._counts_bytes = settings.get("unit") == "B"
+            super().__init__(*args, **settings | {"disable": True})
+
+        def update(self, n: float | None = 1) -> None:
+            if progress is None or not self._counts_bytes or n is None:
+                return
+            with self.get_lock():
+                self.n += n
+                progress(int(self.n), total_bytes)
+
+    return Bar

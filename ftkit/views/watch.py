@@ -33,15 +33,14 @@ from ftkit.utils.console.formatting import (
     from_to_text,
     loss_text,
     number_text,
+    parse_duration,
     percent_text,
     printable,
 )
-from ftkit.utils.console.grid import labelled_grid
 from ftkit.utils.console.html import bar, block, curve_picture, escaped, labelled, styled
-from ftkit.utils.console.terminal import terminal_of
+from ftkit.utils.console.terminal import labelled_grid, terminal_of
 from ftkit.utils.process import Interrupts
 from ftkit.utils.remote.urls import display_path, url_of
-from ftkit.utils.units import parse_duration
 
 _RECENT_STEPS = 20
 """Steps whose mean is the speed now."""

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from checkpoints import FILES, RECIPE, save, write_partial
 
+from checkpoints import FILES, RECIPE, save, write_partial
 from ftkit.checkpoint.store import Store
 from ftkit.cli import checkpoints as manage
 from ftkit.cli.app import run
@@ -405,7 +405,7 @@ def test_verify_shows_how_far_it_is_if_it_takes_long(
         return []
 
     monkeypatch.setattr("ftkit.checkpoint.store.verify", verify)
-    monkeypatch.setattr("ftkit.utils.console.progress.LINE_INTERVAL_S", 0)
+    monkeypatch.setattr("ftkit.utils.console.display.LINE_INTERVAL_S", 0)
     argv = ["checkpoints", "verify", str(out_dir), "--format", "json"]
     assert run(argv) == 0
     assert capsys.readouterr().err == ""

@@ -27,8 +27,7 @@ from stand_in_hub import HubHandler, serving
 import ftkit
 from ftkit.cli.app import run
 from ftkit.errors import UserError
-from ftkit.exchange.model_card.card import card_text
-from ftkit.exchange.model_card.origin import BaseOrigin, DataOrigin, card_metadata
+from ftkit.exchange.model_card import BaseOrigin, DataOrigin, card_metadata, card_text
 from ftkit.models.pretrained.upload import upload
 from ftkit.runs.report.report import ChosenResult
 from ftkit.utils import progress

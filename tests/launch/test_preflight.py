@@ -11,9 +11,9 @@ import pytest
 from ftkit.cli.app import run
 from ftkit.errors import DoesNotFit
 from ftkit.launch import preflight
+from ftkit.planning import gpus
 from ftkit.planning.check import check
-from ftkit.planning.memory import gpus
-from ftkit.planning.memory.gpus import HOST, Gpu
+from ftkit.planning.gpus import HOST, Gpu
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.parsing import read_recipe, to_yaml
 from ftkit.recipe.recipe import Recipe

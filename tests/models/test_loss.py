@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ftkit.models import loss as loss_module
 from ftkit.models.loss import Head, rows_at_once
-from ftkit.planning.memory.tracker import LiveTensors
+from ftkit.planning.tracker import LiveTensors
 
 WIDTH, VOCABULARY, ROWS = 16, 50, 23
 

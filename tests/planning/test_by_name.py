@@ -14,7 +14,7 @@ from stand_in_hub import HubHandler, serving
 from ftkit.cli.app import run
 from ftkit.errors import UserError
 from ftkit.models.pretrained import hub
-from ftkit.planning.memory.gpus import find_gpu
+from ftkit.planning.gpus import find_gpu
 from ftkit.planning.predict import plan_files
 from ftkit.planning.table import plan_table
 from ftkit.utils import progress

@@ -17,11 +17,10 @@ from ftkit.cli.app import run
 from ftkit.data.dataset import load_data, load_sets
 from ftkit.errors import UserError
 from ftkit.models.pretrained.blueprint import read_blueprint
-from ftkit.planning.longest_sample import Longest
-from ftkit.planning.memory.gpus import GPUS, HOST, Gpu, find_gpu
-from ftkit.planning.memory.simulate import largest_micro_batch, simulate, with_layers
+from ftkit.planning.gpus import GPUS, HOST, Gpu, find_gpu
 from ftkit.planning.predict import Planned, certain_micro_batch, plan_files
-from ftkit.planning.sequence_length import SequenceLength, sequence_length
+from ftkit.planning.sequence_length import Longest, SequenceLength, sequence_length
+from ftkit.planning.simulate import largest_micro_batch, simulate, with_layers
 from ftkit.planning.suggest import Change, changes_that_fit
 from ftkit.planning.table import plan_table, show_changes, side_by_side
 from ftkit.recipe import devices
@@ -65,7 +64,7 @@ def test_memory_grows_by_the_same_amount_with_every_layer(
     batch = largest_micro_batch(2, 64)
     made = planned(**keys).plan
     extended = simulate(base, made, batch, accumulates=False)
-    monkeypatch.setattr("ftkit.planning.memory.simulate.LEAST_DEPTH", 9)
+    monkeypatch.setattr("ftkit.planning.simulate.LEAST_DEPTH", 9)
     whole = simulate(base, made, batch, accumulates=False)
     highest = max(whole.peaks.values(), key=lambda peak: peak.total_bytes)
     found = max(extended.peaks.values(), key=lambda peak: peak.total_bytes)
@@ -212,7 +211,7 @@ def test_auto_takes_the_memory_that_is_free_here(key: str, monkeypatch: pytest.M
     assert found.gpu and found.gpu.name == HOST and found.fits
     assert found.micro_batch.full == (16 if key == "micro_batch_size" else 16 * 63)
     less = (plan_files((), keys[:2]).memory.high_bytes + found.memory.high_bytes) // 2
-    monkeypatch.setattr("ftkit.planning.memory.gpus.available_host_bytes", lambda ranks: less)
+    monkeypatch.setattr("ftkit.planning.gpus.available_host_bytes", lambda ranks: less)
     smaller = plan_files((), keys)
     assert smaller.fits and smaller.micro_batch.full < found.micro_batch.full
 
@@ -266,7 +265,7 @@ def test_without_a_gpu_a_plan_is_for_the_cpu_and_its_host_memory(
     shown = " ".join(capsys.readouterr().out.split())
     assert "devices 2 x CPU, ddp" in shown and "of host memory for each rank" in shown
     limit = HostLimit(memory_bytes=2**20, swap_bytes=0)
-    monkeypatch.setattr("ftkit.planning.memory.gpus.host_limit", lambda ranks: limit)
+    monkeypatch.setattr("ftkit.planning.gpus.host_limit", lambda ranks: limit)
     assert run(words) == 3
     shown = " ".join(capsys.readouterr().out.split())
     assert "does not fit" in shown and "of the 1.0 MiB of host memory" in shown
@@ -359,7 +358,7 @@ def test_auto_is_the_smallest_gpu_that_programs_are_shown(monkeypatch: pytest.Mo
         VisibleGpu(name="NVIDIA H100 80GB HBM3", capability=(9, 0), memory_bytes=79 * 2**30),
         VisibleGpu(name="Tesla V100-SXM2-16GB", capability=(7, 0), memory_bytes=15 * 2**30),
     )
-    monkeypatch.setattr("ftkit.planning.memory.gpus.visible_gpus", lambda: shown)
+    monkeypatch.setattr("ftkit.planning.gpus.visible_gpus", lambda: shown)
     gpu = find_gpu("auto")
     assert (gpu.name, gpu.memory_bytes, gpu.bf16) == (shown[1].name, 15 * 2**30, False)
 

@@ -57,7 +57,7 @@ NOT_LIGHT = [
     "launch.torchrun",
     *(f"runs.system_metrics.{name}" for name in ("nvml", "sampler")),
     *(f"utils.accelerators.{name}" for name in ("fabric", "use")),
-    "utils.confinement.child",
+    "utils.confined_child",
     "utils.safetensors_files",
 ]
 """In light packages: a program of its own, and what processes use that have torch anyway."""

@@ -52,7 +52,7 @@ if __name__ == "__main__":
     gc.disable()
     import torch
 
-    from ftkit.planning.memory.tracker import LiveTensors
+    from ftkit.planning.tracker import LiveTensors
     from ftkit.runs.job import Job
     from ftkit.strategies.distributed import rank
     from ftkit.training import rank as training_rank

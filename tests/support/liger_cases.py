@@ -20,7 +20,7 @@ from ftkit.models.architectures.litgpt_architecture import LitgptArchitecture
 from ftkit.models.bodies.norm import RMSNorm
 from ftkit.models.language_model import LanguageModel
 from ftkit.models.loss import loss_and_slope
-from ftkit.planning.memory.gpus import find_gpu
+from ftkit.planning.gpus import find_gpu
 from ftkit.planning.predict import plan_files
 
 SIZES: dict[str, Any] = {

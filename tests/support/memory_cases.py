@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile
 
-from ftkit.planning.memory import meter
+from ftkit.planning import meter
 from ftkit.strategies.distributed import rank
 from ftkit.training.loop import Training
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import some_metadata
 from losses import SEED, load, loss_of
 from orders import make_elastic_order
 from safetensors.torch import load_file, save_file
 from tiny import make_data, make_llama
 
+from checkpoints import some_metadata
 from ftkit.checkpoint.host_copies import HostCopies
 from ftkit.checkpoint.metadata import BaseIdentity
 from ftkit.checkpoint.shards import Piece
@@ -26,7 +26,7 @@ from ftkit.models.language_model import LanguageModel
 from ftkit.models.pretrained.base_model import open_base
 from ftkit.models.pretrained.blueprint import read_blueprint
 from ftkit.models.pretrained.fingerprint import fingerprint
-from ftkit.planning.memory.predict import predict
+from ftkit.planning.memory import predict
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.parsing import from_dict, read_recipe
 from ftkit.recipe.plan import make_plan

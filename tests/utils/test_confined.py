@@ -12,14 +12,14 @@ import pytest
 from runs import DEFAULT_SIGNALS
 
 from ftkit.errors import UserError
-from ftkit.utils.confinement.confined import checked_size, confined
+from ftkit.utils.confinement import checked_size, confined
 from ftkit.utils.damaged_files import DamagedFile, traceback_log
 
 READERS = """
 import os, sys, time
 from ftkit.errors import UserError
 from ftkit.utils.damaged_files import DamagedFile, reading
-from ftkit.utils.confinement.limits import without_limits
+from ftkit.utils.confinement import without_limits
 
 def sizes(*paths): return {path: os.path.getsize(path) for path in paths}
 def refuse(): raise UserError("layers is 0. Try 1.")
@@ -124,7 +124,7 @@ def test_a_request_to_end_reaches_the_child_which_tidies_up(
     mark = tmp_path / "mark"
     program = (
         f"{DEFAULT_SIGNALS}\nfrom pathlib import Path\n"
-        "from ftkit.utils.confinement.confined import confined\n"
+        "from ftkit.utils.confinement import confined\n"
         f"confined('readers_here:wait_long', {str(mark)!r}, file=Path({__file__!r}))"
     )
     with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE) as parent:
@@ -141,7 +141,7 @@ def test_a_request_to_end_reaches_the_child_which_tidies_up(
 def test_the_child_ends_with_its_parent(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     program = (
-        "from pathlib import Path\nfrom ftkit.utils.confinement.confined import confined\n"
+        "from pathlib import Path\nfrom ftkit.utils.confinement import confined\n"
         f"confined('readers_here:wait_long', {str(mark)!r}, file=Path({__file__!r}))"
     )
     with subprocess.Popen([sys.executable, "-c", program]) as parent:

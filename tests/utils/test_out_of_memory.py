@@ -6,9 +6,8 @@ import os
 import pytest
 import torch
 
-from ftkit.errors import UserError
+from ftkit.errors import UserError, is_out_of_memory
 from ftkit.strategies.optim.state_kinds import state_kinds
-from ftkit.utils.out_of_memory import is_out_of_memory
 
 NCCL = (
     "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled cuda error "

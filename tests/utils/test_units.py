@@ -6,7 +6,7 @@ import pytest
 
 from ftkit.errors import UserError
 from ftkit.runs.job import StopAfter
-from ftkit.utils.units import parse_duration
+from ftkit.utils.console.formatting import parse_duration
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from ftkit.data.inspection.inspection import (
     SplitNumbers,
 )
 from ftkit.utils.console.formatting import percent_text, shortened
-from ftkit.utils.console.grid import labelled_grid
+from ftkit.utils.console.terminal import labelled_grid
 
 MOST_TOKENS = 1500
 """Of a sample that are written in a text; longer ones lose their middle."""

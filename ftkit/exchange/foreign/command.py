@@ -18,11 +18,19 @@ from ftkit.checkpoint.store import Store
 from ftkit.data.dataset import load_data
 from ftkit.data.sources import check_data
 from ftkit.errors import UserError
+from ftkit.exchange.foreign.deepspeed import DeepSpeedRun, zero_directory
+from ftkit.exchange.foreign.distributed import DCP_METADATA, DistributedRun
+from ftkit.exchange.foreign.lightning import LightningRun, is_sharded
+from ftkit.exchange.foreign.litgpt import LITGPT_ADAPTER, LITGPT_WEIGHTS, LitgptRun
 from ftkit.exchange.foreign.placing import PlacedTensor, placed_tensors
-from ftkit.exchange.foreign.position import position_in_data
-from ftkit.exchange.foreign.recipe import ImportRecipe, continued_rate, optimizer_told
-from ftkit.exchange.foreign.sources import open_run
+from ftkit.exchange.foreign.recipe import (
+    ImportRecipe,
+    continued_rate,
+    optimizer_told,
+    position_in_data,
+)
 from ftkit.exchange.foreign.state import ForeignRun, ForeignState, TrainedModel
+from ftkit.exchange.foreign.trainer import STATE, TrainerRun
 from ftkit.exchange.output_files import check_apart, check_space
 from ftkit.models.bodies.attention import attention_path
 from ftkit.models.language_model import outline
@@ -45,14 +53,55 @@ from ftkit.strategies.state import PARAMETER
 from ftkit.training.checkpointing import write_companions
 from ftkit.training.setup import Setup, identities
 from ftkit.training.starting_point import StartingPoint
-from ftkit.utils.confinement.confined import checked_size
-from ftkit.utils.confinement.limits import extend_limits, without_limits
+from ftkit.utils.confinement import checked_size, extend_limits, without_limits
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import utc_now
+from ftkit.utils.damaged_files import reading
 from ftkit.utils.files import new_directory, sync, write_durably
 from ftkit.utils.hardware import versions
 from ftkit.utils.process import cleaning_up_on_signals
 from ftkit.utils.progress import OnProgress, print_notice
+
+IMPORTABLE = (
+    "a checkpoint-N of transformers' Trainer, TRL or axolotl; a directory of DeepSpeed or of "
+    "torch.distributed.checkpoint; a .ckpt of Lightning; or a step-N of LitGPT"
+)
+"""What can be imported, in words."""
+
+
+def open_run(source: Path) -> ForeignRun:
+    """The foreign checkpoint in a directory or file.
+
+    Raises:
+        UserError: there is none of a kind that is known, or its small files are damaged.
+    """
+    if not source.exists():
+        raise UserError(f"{source} does not exist. Give {IMPORTABLE}.")
+    with reading(source, IMPORTABLE, advice="Copy the whole checkpoint again."):
+        return _opened(source)
+
+
+def _opened(source: Path) -> ForeignRun:
+    if source.is_file():
+        if source.suffix == ".ckpt":
+            return LightningRun(source)
+        if source.name in (LITGPT_WEIGHTS, LITGPT_ADAPTER):
+            return LitgptRun(source.parent)
+    elif (source / STATE).is_file():
+        return TrainerRun(source)
+    elif zero_directory(source) is not None:
+        return DeepSpeedRun(source)
+    elif is_sharded(source):
+        return LightningRun(source)
+    elif (source / DCP_METADATA).is_file():
+        return DistributedRun(source)
+    elif any((source / name).is_file() for name in (LITGPT_WEIGHTS, LITGPT_ADAPTER)):
+        return LitgptRun(source)
+    elif inside := list(source.glob(f"*/{STATE}")):
+        newest = max(inside, key=lambda file: file.stat().st_mtime).parent
+        raise UserError(f"{source} holds checkpoints, and is none itself. Try {newest}.")
+    raise UserError(f"{source} is no checkpoint that ftkit knows. Give {IMPORTABLE}.")
+
 
 _SHARD_BYTES = 2**31
 """Of a shard, which is held in memory until it is written."""

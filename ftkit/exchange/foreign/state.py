@@ -11,7 +11,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from ftkit.errors import UserError
-from ftkit.exchange.foreign.parameter_order import TrainedParameter, trained_parameters
+from ftkit.exchange.foreign.names import TrainedParameter, trained_parameters
 from ftkit.models.architectures.architecture import ModelLayout
 from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.models.pretrained.weights.files import WeightTensor

@@ -1,17 +1,27 @@
-"""GgufMetadata of a GGUF file: what llama.cpp has to know of a model, from its config.json.
+"""Metadata of a GGUF file: what llama.cpp has to know of a model and of its tokenizer.
 
 Keys and their meaning: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; which of them a
 family has, and what of it llama.cpp computes otherwise, as in llama.cpp of July 2026 (the source
 package of llama-cpp-python 0.3.36).
+
+llama.cpp has two tokenizers for the families that are written: `gpt2`, over bytes, which cuts
+texts by a rule that it knows by name, and `llama`, which is SentencePiece with scores. What a file
+says is read back and compared with the model's own tokenizer before anything is written.
 """
 
+import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ftkit.errors import UserError
+from ftkit.models.pretrained.gguf.header import GgufHeader
+from ftkit.models.pretrained.gguf.tokenizer import rule_of, tokenizer_files
+from ftkit.models.pretrained.tokenizer import Tokenizer
 
 GgufMetadata = dict[str, Any]
 """Whole numbers, floats, booleans, texts, and lists of one kind, by GGUF's keys."""
@@ -189,3 +199,245 @@ def rotary_factors(settings: Mapping[str, Any]) -> dict[str, np.ndarray]:
     factors = np.where(lengths > positions / low, rope["factor"], between)
     factors = np.where(lengths < positions / high, 1.0, factors)
     return {"rope_freqs.weight": factors.astype(np.float32)}
+
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+"""Kinds of tokens: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md"""
+_SPACE = "▁"
+_ADDED_SCORE, _UNUSED_SCORE = -1000.0, -10000.0
+"""What llama.cpp's converter gives tokens that no merge makes."""
+_OTHER_SPECIALS = {"unk": "unknown", "sep": "seperator", "pad": "padding", "mask": "mask"}
+"""As GGUF spells them."""
+_SAMPLES = (
+    "The quick brown fox (aged 7) didn't jump over 1234567 lazy dogs; it's 3.14, isn't it?",
+    "def main(a, b):\n    return a ** b  # twice\n\n\n\tprint('ok!!!')\r\n",
+    "Ça va? Größe, naïve café. Привет, мир! 你好 世界。 こんにちは 안녕하세요 مرحبا 🙂🚀",
+    "a  b   c    d",
+    "HTTPServer ABCdef x_y-z/w https://example.org/?q=1&r=2",
+)
+"""Texts that tokenizers of different kinds cut differently."""
+
+
+def vocabulary_metadata(
+    tokenizer: Tokenizer,
+    files: Mapping[str, bytes],
+    settings: Mapping[str, Any],
+    *,
+    name: str,
+    template: str | None,
+    end_ids: Sequence[int],
+) -> GgufMetadata:
+    """What a GGUF file says of a tokenizer.
+
+    Args:
+        tokenizer: of the model.
+        files: of the tokenizer, by name.
+        settings: of the model; its vocab_size is the number of embeddings.
+        name: of the model, for messages.
+        template: for conversations; None: the model has none.
+        end_ids: tokens that end an answer; EOS is one of them, or not.
+
+    Raises:
+        UserError: llama.cpp has no tokenizer that cuts texts as this one does.
+    """
+    size = settings["vocab_size"]
+    is_byte_level = tokenizer.backend == "huggingface" and not _is_pieces(tokenizer, name)
+    added = _added_tokens(tokenizer, files)
+    if is_byte_level:
+        found = _byte_level(tokenizer, files, name)
+        tokens, kinds, scores = _plain_tokens(tokenizer, size, name), [_NORMAL] * size, None
+    else:
+        found = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default"}
+        tokens, kinds, scores = _pieces(tokenizer, files, size, name)
+    for number in range(size):
+        if tokens[number] is None:
+            tokens[number], kinds[number] = f"[PAD{number}]", _UNUSED
+    for number, (text, is_special) in added.items():
+        tokens[number] = text if is_special else text.replace(_SPACE, " ")
+        kinds[number] = _CONTROL if is_special else _USER_DEFINED
+        if scores is not None:
+            scores[number] = _ADDED_SCORE
+    found |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds}
+    if scores is not None:
+        found["tokenizer.ggml.scores"] = [float(score) for score in scores]
+        if not _begins_with_space(tokenizer):
+            found["tokenizer.ggml.add_space_prefix"] = False
+    found |= _special_tokens(tokenizer, files, settings, end_ids)
+    if template is not None:
+        found["tokenizer.chat_template"] = template
+    _check(found, tokenizer, name)
+    return found
+
+
+def _is_pieces(tokenizer: Tokenizer, name: str) -> bool:
+    """Whether a tokenizer.json is one of SentencePiece, with a token for each byte; else BPE."""
+    model = tokenizer.processor.model
+    if type(model).__name__ != "BPE":
+        raise _refusal(name, f"is of the kind {type(model).__name__}")
+    return bool(model.byte_fallback)
+
+
+def _refusal(name: str, problem: str) -> UserError:
+    return UserError(
+        f"The tokenizer of {name} {problem}, which llama.cpp has no name for that ftkit knows. "
+        "Try --format hf, and llama.cpp's own convert_hf_to_gguf.py."
+    )
+
+
+def _byte_level(tokenizer: Tokenizer, files: Mapping[str, bytes], name: str) -> GgufMetadata:
+    rule = rule_of(tokenizer.processor)
+    if rule is None:
+        raise _refusal(name, "cuts texts by a rule of its own")
+    merges = json.loads(files["tokenizer.json"])["model"]["merges"]
+    pairs = [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": rule,
+        "tokenizer.ggml.merges": pairs,
+    }
+
+
+def _plain_tokens(tokenizer: Tokenizer, size: int, name: str) -> list[Any]:
+    """The texts of tokens; None for rows of the embedding without one."""
+    tokens: list[Any] = [None] * size
+    for text, number in tokenizer.processor.get_vocab(with_added_tokens=True).items():
+        if number >= size:
+            raise UserError(
+                f"The tokenizer of {name} has the token {text} with the id {number:,}, but the "
+                f"model has {size:,} embeddings. Take both from the same model."
+            )
+        tokens[number] = text
+    return tokens
+
+
+def _pieces(
+    tokenizer: Tokenizer, files: Mapping[str, bytes], size: int, name: str
+) -> tuple[list[Any], list[int], list[float]]:
+    """Texts, kinds and scores of SentencePiece's tokens.
+
+    Scores are those of tokenizer.model; without it, tokens that earlier merges make have higher
+    ones, which is where merges came from when tokenizer.json was made of tokenizer.model.
+    """
+    kinds, scores = [_UNUSED] * size, [_UNUSED_SCORE] * size
+    if (model := _sentencepiece(tokenizer, files)) is not None:
+        tokens: list[Any] = [None] * size
+        for number in range(min(model.get_piece_size(), size)):
+            tokens[number], scores[number] = model.id_to_piece(number), model.get_score(number)
+            kinds[number] = _kind_of_piece(model, number)
+        return tokens, kinds, scores
+    tokens = _plain_tokens(tokenizer, size, name)
+    numbers = {text: number for number, text in enumerate(tokens) if text is not None}
+    content = json.loads(files["tokenizer.json"])["model"]
+    for text, number in numbers.items():
+        is_byte = re.fullmatch(r"<0x[0-9A-F]{2}>", text) is not None
+        kinds[number] = _BYTE if is_byte else _NORMAL
+        scores[number] = 0.0 if is_byte else float(-len(content["merges"]) - number)
+    if (unknown := content.get("unk_token")) in numbers:
+        kinds[numbers[unknown]] = _UNKNOWN
+    for rank in reversed(range(len(content["merges"]))):
+        merge = content["merges"][rank]
+        made = merge.replace(" ", "", 1) if isinstance(merge, str) else "".join(merge)
+        scores[numbers[made]] = float(-rank)
+    return tokens, kinds, scores
+
+
+def _sentencepiece(tokenizer: Tokenizer, files: Mapping[str, bytes]) -> Any:
+    """The model in tokenizer.model; None: there is none, or it is no SentencePiece."""
+    if tokenizer.backend == "sentencepiece":
+        return tokenizer.processor
+    if "tokenizer.model" not in files:
+        return None
+    from sentencepiece import SentencePieceProcessor
+
+    try:
+        return SentencePieceProcessor(model_proto=files["tokenizer.model"])
+    except RuntimeError:
+        return None
+
+
+def _kind_of_piece(model: Any, number: int) -> int:
+    if model.is_unknown(number):
+        return _UNKNOWN
+    if model.is_control(number):
+        return _CONTROL
+    if model.is_unused(number):
+        return _UNUSED
+    return _BYTE if model.is_byte(number) else _NORMAL
+
+
+def _added_tokens(tokenizer: Tokenizer, files: Mapping[str, bytes]) -> dict[int, tuple[str, bool]]:
+    """Texts of tokens that are found by spelling them out, and whether they are not text."""
+    if tokenizer.backend == "huggingface":
+        added = tokenizer.processor.get_added_tokens_decoder()
+        return {
+            number: (token.content, token.special or _looks_special(token.content))
+            for number, token in added.items()
+        }
+    named = json.loads(files.get("tokenizer_config.json", b"{}")).get("added_tokens_decoder", {})
+    return {
+        int(number): (token["content"], token["special"] or _looks_special(token["content"]))
+        for number, token in named.items()
+    }
+
+
+def _looks_special(text: str) -> bool:
+    """Whether a token is none of a text, whatever its file says; as llama.cpp's converter has it.
+
+    Files of some models (Command R, Gemma 2, DeepSeek) do not mark such tokens.
+    """
+    known = text in ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
+    ends = (("<|", "|>"), ("<｜", "｜>"), ("<unused", ">"))
+    return known or any(text.startswith(a) and text.endswith(b) for a, b in ends)
+
+
+def _begins_with_space(tokenizer: Tokenizer) -> bool:
+    """Whether a space is put before a text."""
+    if tokenizer.backend == "sentencepiece":
+        return str(tokenizer.processor.encode("a", out_type=str)[0]).startswith(_SPACE)
+    tokens = tokenizer.processor.encode("a", add_special_tokens=False).tokens
+    return str(tokens[0]).startswith(_SPACE)
+
+
+def _special_tokens(
+    tokenizer: Tokenizer,
+    files: Mapping[str, bytes],
+    settings: Mapping[str, Any],
+    end_ids: Sequence[int],
+) -> GgufMetadata:
+    """Ids by GGUF's names, and what is put around a text."""
+    ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id}
+    named = json.loads(files.get("tokenizer_config.json", b"{}"))
+    for theirs, ours in _OTHER_SPECIALS.items():
+        token = named.get(f"{theirs}_token")
+        text = token.get("content") if isinstance(token, dict) else token
+        found = None if text is None else tokenizer.added_tokens.get(text)
+        ids[ours] = settings.get(f"{theirs}_token_id") if found is None else found
+    others = set(end_ids) - {tokenizer.eos_id}
+    if len(others) == 1:  # of several, llama.cpp finds the well-known ones by their texts
+        ids["eot"] = others.pop()
+    metadata: GgufMetadata = {
+        f"tokenizer.ggml.{key}_token_id": number
+        for key, number in ids.items()
+        if isinstance(number, int) and 0 <= number < settings["vocab_size"]
+    }
+    return metadata | {
+        "tokenizer.ggml.add_bos_token": tokenizer.use_bos,
+        "tokenizer.ggml.add_eos_token": False,
+    }
+
+
+def _check(metadata: GgufMetadata, tokenizer: Tokenizer, name: str) -> None:
+    """Refuse what, read back, would cut texts otherwise than the model's own tokenizer."""
+    from tokenizers import Tokenizer as Processor
+
+    arrays = {"tokenizer.ggml.token_type": np.int32, "tokenizer.ggml.scores": np.float32}
+    content = {k: np.asarray(v, arrays[k]) if k in arrays else v for k, v in metadata.items()}
+    header = GgufHeader(file=Path(name), metadata=content, tensors={})
+    try:
+        read = Processor.from_str(tokenizer_files(header)["tokenizer.json"].decode())
+    except UserError as error:
+        raise _refusal(name, f"cannot be read back ({error})") from None
+    for text in _SAMPLES:
+        found = read.encode(text, add_special_tokens=False).ids
+        if found != tokenizer.encode(text, bos=False).tolist():
+            raise _refusal(name, f"cuts {text[:30]!r}... in a way of its own")

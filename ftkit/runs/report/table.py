@@ -10,8 +10,8 @@ from rich.text import Text
 from ftkit.runs.report.report import Report
 from ftkit.runs.report.rows import end_text, measured_rows, subject_text, told_rows
 from ftkit.utils.console.formatting import printable
-from ftkit.utils.console.grid import Value, labelled_grid
 from ftkit.utils.console.html import block, escaped, labelled, styled
+from ftkit.utils.console.terminal import Value, labelled_grid
 from ftkit.utils.remote.urls import display_path
 
 STYLE_OF_OUTCOME: dict[str, str] = {

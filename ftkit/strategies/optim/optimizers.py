@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from ftkit.errors import UserError
+from ftkit.errors import UserError, is_out_of_memory
 from ftkit.models.language_model import trainable
 from ftkit.recipe.recipe import LoraRecipe, Recipe
 from ftkit.strategies.optim.muon import MUON, MuonWithAdamW, muon_groups
 from ftkit.utils.names import nearest
-from ftkit.utils.out_of_memory import is_out_of_memory
 
 
 def base_learning_rate(recipe: Recipe) -> float:

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ftkit.errors import UserError
+from ftkit.errors import UserError, is_out_of_memory
 from ftkit.strategies.optim.muon import MuonWithAdamW
-from ftkit.utils.out_of_memory import is_out_of_memory
 
 BLOCK = 256
 """Numbers of an 8-bit state that share a scale (bitsandbytes)."""

@@ -1,15 +1,20 @@
-"""Terminals and streams: whether lines can be redrawn, and writing that outlives the terminal."""
+"""Terminals, streams and text on them: redrawn lines, wrapped text, grids of labels and values."""
 
 import io
 import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TextIO, cast
 
-from rich.console import Console, ConsoleDimensions, RenderableType
+from rich.console import Console, ConsoleDimensions, ConsoleOptions, RenderableType, RenderResult
 from rich.file_proxy import FileProxy
+from rich.measure import Measurement
+from rich.table import Table
 from rich.text import Text
+
+from ftkit.utils.console.formatting import printable
 
 REPORT_WIDTH = 80
 """Width of tables where there is no terminal."""
@@ -135,3 +140,36 @@ def print_directly() -> None:
         sys.stdout = sys.stdout.rich_proxied_file
     if isinstance(sys.stderr, FileProxy):
         sys.stderr = sys.stderr.rich_proxied_file
+
+
+def labelled_grid(rows: Iterable[tuple[str | Text, RenderableType]]) -> Table:
+    """A label and a value on each line, without box characters; text is shown as it is."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True, style="cyan")
+    grid.add_column(overflow="fold")
+    for label, value in rows:
+        grid.add_row(
+            Text(label) if isinstance(label, str) else label,
+            Value(value) if isinstance(value, str) else value,
+        )
+    return grid
+
+
+class Value:
+    """A text whose lines break between words, but not between a number and its unit."""
+
+    def __init__(self, text: str) -> None:
+        self._text = printable(text)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        joined = Text(_BEFORE_UNIT.sub(_JOINT, self._text))
+        lines = joined.wrap(console, options.max_width, overflow="fold")
+        yield Text("\n".join(line.plain.rstrip() for line in lines).replace(_JOINT, " "))
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement.get(console, options, Text(self._text))
+
+
+_BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[KMG]iB|B|ms|s|min|h)\b|%)")
+_JOINT = "\ue000"
+"""As wide as a space, and nothing that lines break at."""

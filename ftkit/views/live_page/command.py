@@ -8,9 +8,9 @@ from ftkit.errors import UserError
 from ftkit.recipe.command_options import WatchOptions
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.fetching import is_at_work_here
+from ftkit.utils.console.formatting import parse_duration
 from ftkit.utils.process import Interrupts
 from ftkit.utils.remote.urls import display_path, url_of
-from ftkit.utils.units import parse_duration
 from ftkit.views.live_page.server import PageServer
 from ftkit.views.live_page.sights import Sights
 from ftkit.views.watch import watch

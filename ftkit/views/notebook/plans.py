@@ -11,7 +11,7 @@ silence_libraries()  # before they are imported
 
 from ftkit.errors import UserError  # noqa: E402
 from ftkit.planning import predict  # noqa: E402
-from ftkit.planning.memory.gpus import find_gpu  # noqa: E402
+from ftkit.planning.gpus import find_gpu  # noqa: E402
 from ftkit.planning.table import (  # noqa: E402
     plan_table,
     plan_title,

@@ -17,7 +17,7 @@ from ftkit.data.spec import Part, Rules
 from ftkit.errors import UserError
 from ftkit.models.chat_templates.named import resolve_chat_template
 from ftkit.models.pretrained.tokenizer import Tokenizer
-from ftkit.planning.longest_sample import longest_sample
+from ftkit.planning.sequence_length import longest_sample
 from ftkit.recipe.recipe import Component
 
 TEMPLATE = "{% for m in messages %}{{ m.role + ':' + m.content + eos_token }}{% endfor %}"

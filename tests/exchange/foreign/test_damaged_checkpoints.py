@@ -16,7 +16,7 @@ from foreign_checkpoints import BASE, KEPT, SHALLOW, recipe
 
 from ftkit.errors import UserError
 from ftkit.exchange.foreign.command import import_run
-from ftkit.exchange.foreign.formats.distributed import _check_tiling
+from ftkit.exchange.foreign.distributed import _check_tiling
 from ftkit.exchange.foreign.unpickling import IN_DEEPSPEED, Inert, load_metadata, load_torch_file
 from ftkit.recipe.command_options import ImportOptions
 
@@ -240,7 +240,7 @@ def test_ranges_of_parameters_in_a_rank_of_zero_lie_one_after_another(
             change(list(places.values())[1].state)
         return content
 
-    monkeypatch.setattr("ftkit.exchange.foreign.formats.zero.load_torch_file", loaded)
+    monkeypatch.setattr("ftkit.exchange.foreign.deepspeed.load_torch_file", loaded)
     said = words_of(KEPT / "deepspeed-zero1", tmp_path)
     assert re.search(words, said) and "deepspeed-zero1" in said, said
 

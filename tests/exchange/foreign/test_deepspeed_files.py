@@ -16,7 +16,7 @@ from ftkit.checkpoint.metadata import read_metadata
 from ftkit.checkpoint.store import Store
 from ftkit.errors import UserError
 from ftkit.exchange.foreign.command import import_run
-from ftkit.exchange.foreign.formats.neox import NeoxNames
+from ftkit.exchange.foreign.deepspeed import NeoxNames
 from ftkit.exchange.foreign.unpickling import IN_DEEPSPEED, Inert, held, load_torch_file
 from ftkit.models.architectures.litgpt_architecture import LitgptArchitecture
 from ftkit.models.pretrained.base_model import open_base, storage_of

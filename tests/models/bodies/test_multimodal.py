@@ -18,8 +18,7 @@ from computed import (
 from multimodal_models import EACH, make_multimodal_model, multimodal_model
 from torch import Tensor
 
-from ftkit.exchange.layerwise import logits_of
-from ftkit.exchange.merge import base_reader
+from ftkit.exchange.merge import base_reader, logits_of
 from ftkit.models.architectures.transformers.architecture import TransformersArchitecture
 from ftkit.models.language_model import outline_plain
 from ftkit.models.lora.names import our_name

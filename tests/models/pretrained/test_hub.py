@@ -216,7 +216,7 @@ def test_how_much_has_arrived_is_told_in_a_log_too(
         with pytest.raises(UserError):
             download(REPOSITORY, root=root)
         capsys.readouterr()
-    monkeypatch.setattr("ftkit.utils.console.progress.LINE_INTERVAL_S", 0.0)
+    monkeypatch.setattr("ftkit.utils.console.display.LINE_INTERVAL_S", 0.0)
     download(REPOSITORY, root=root)
     shares = [int(share) for share in re.findall(r"(\d+) %", capsys.readouterr().err)]
     assert len(shares) > 3 and shares == sorted(shares) and shares[-1] == 100

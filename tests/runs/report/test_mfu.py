@@ -18,7 +18,7 @@ from ftkit.models.language_model import LanguageModel, outline
 from ftkit.models.pretrained.base_model import open_base
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.recipe import Method
-from ftkit.utils.accelerators.peak_flops import BEFORE_AMPERE_TFLOPS, TENSOR_CORE_TFLOPS, peak_flops
+from ftkit.utils.accelerators.kinds import BEFORE_AMPERE_TFLOPS, TENSOR_CORE_TFLOPS, peak_flops
 
 CARDS = ROOT / "docs" / "cards.md"
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from ftkit.models.bodies.attention import attention_path
 from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.models.pretrained.blueprint import read_blueprint
-from ftkit.planning.memory import gpus
-from ftkit.planning.memory.simulate import CPU, largest_micro_batch, simulate
+from ftkit.planning import gpus
+from ftkit.planning.simulate import CPU, largest_micro_batch, simulate
 from ftkit.recipe.checks import has_liger
 from ftkit.recipe.plan import Plan
 from ftkit.recipe.recipe import LoraRecipe, Recipe

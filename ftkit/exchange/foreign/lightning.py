@@ -4,11 +4,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ftkit.exchange.foreign.formats.distributed import DCP_METADATA, distributed_state
-from ftkit.exchange.foreign.formats.torch_optimizer import NamedState, names_by_shape
-from ftkit.exchange.foreign.names import plain_names
-from ftkit.exchange.foreign.parameter_order import TrainedParameter
+from ftkit.exchange.foreign.distributed import DCP_METADATA, distributed_state
+from ftkit.exchange.foreign.names import TrainedParameter, plain_names
 from ftkit.exchange.foreign.state import ForeignRun, ForeignState, TrainedModel
+from ftkit.exchange.foreign.torch_optimizer import NamedState, names_by_shape
 from ftkit.exchange.foreign.unpickling import IN_LIGHTNING, held, load_torch_file, mapping_in
 
 _REST = "meta.pt"

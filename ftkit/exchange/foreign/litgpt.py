@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from ftkit.errors import UserError
-from ftkit.exchange.foreign.formats.torch_optimizer import NamedState, names_by_shape
-from ftkit.exchange.foreign.parameter_order import TrainedParameter
+from ftkit.exchange.foreign.names import TrainedParameter
 from ftkit.exchange.foreign.state import ForeignRun, ForeignState, ParameterGroup, TrainedModel
+from ftkit.exchange.foreign.torch_optimizer import NamedState, names_by_shape
 from ftkit.exchange.foreign.unpickling import held, load_torch_file, mapping_in
 from ftkit.models.lora.names import TRAINED
 from ftkit.models.pretrained.base_model import BaseModel, parameter_shapes

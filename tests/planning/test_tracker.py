@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from ftkit.planning.memory.tracker import LiveTensors, Snapshot  # type: ignore[attr-defined]
+from ftkit.planning.tracker import LiveTensors, Snapshot  # type: ignore[attr-defined]
 
 BATCH, WIDTH, INNER = 32, 64, 256
 WEIGHTS = 4 * (WIDTH * INNER + INNER + INNER * WIDTH + WIDTH)

@@ -7,8 +7,8 @@ from ftkit.errors import UserError
 from ftkit.recipe.devices import AMPERE, Devices, free_bytes, visible_gpus
 from ftkit.recipe.recipe import Recipe
 from ftkit.utils.accelerators.kinds import HOST_KIND, device_kind
+from ftkit.utils.console.formatting import parse_size
 from ftkit.utils.hardware import available_host_bytes, host_limit
-from ftkit.utils.units import parse_size
 
 _GIB = 2**30
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ftkit.errors import UserError
-from ftkit.exchange.foreign.parameter_order import TrainedParameter
+from ftkit.exchange.foreign.names import TrainedParameter
 from ftkit.exchange.foreign.state import ForeignTensors, ParameterGroup
 from ftkit.exchange.foreign.unpickling import held, mapping_in
 from ftkit.strategies.optim.state_kinds import is_scalar_state

@@ -14,7 +14,7 @@ from ftkit.data.rendering.prompted import InstructionRenderer
 from ftkit.data.rendering.renderer import Rendering
 from ftkit.models.pretrained.tokenizer import Tokenizer
 from ftkit.planning import longest_sample as longest
-from ftkit.planning.longest_sample import longest_sample
+from ftkit.planning.sequence_length import longest_sample
 
 STYLE = resolve_prompt_style("alpaca")
 

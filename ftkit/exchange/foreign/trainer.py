@@ -12,12 +12,11 @@ from typing import Any
 from torch import Tensor
 
 from ftkit.errors import UserError
-from ftkit.exchange.foreign.formats.distributed import DCP_METADATA, distributed_state
-from ftkit.exchange.foreign.formats.torch_optimizer import NamedState, groups_in, names_by_shape
-from ftkit.exchange.foreign.formats.zero import ZeroFiles, zero_directory
-from ftkit.exchange.foreign.names import plain_names
-from ftkit.exchange.foreign.parameter_order import TrainedParameter
+from ftkit.exchange.foreign.deepspeed import ZeroFiles, zero_directory
+from ftkit.exchange.foreign.distributed import DCP_METADATA, distributed_state
+from ftkit.exchange.foreign.names import TrainedParameter, plain_names
 from ftkit.exchange.foreign.state import ForeignRun, ForeignState, ForeignTensors, TrainedModel
+from ftkit.exchange.foreign.torch_optimizer import NamedState, groups_in, names_by_shape
 from ftkit.exchange.foreign.unpickling import held, load_torch_file
 from ftkit.models.lora.load import stored_adapter
 from ftkit.models.pretrained.hub import has_tokenizer, read_json, weight_files

@@ -2,7 +2,7 @@
 
 The model, its layers, its loss, its sharding and its optimizer are those of a run; only their
 numbers are missing. What a rank holds is counted by the code that counts it in a run
-(`ftkit.planning.memory.tracker`).
+(`ftkit.planning.tracker`).
 
 A model of many layers is not run whole. The step is cut into stretches (the forward pass of the
 first block, of the last one, the loss, ...), and the bytes of each stretch grow by the same amount
@@ -28,7 +28,7 @@ from ftkit.models.flops import parameter_count
 from ftkit.models.language_model import LanguageModel, outline, trainable, trained_router_loss
 from ftkit.models.loss import step_share
 from ftkit.models.pretrained.base_model import BaseModel
-from ftkit.planning.memory.tracker import LiveTensors
+from ftkit.planning.tracker import LiveTensors
 from ftkit.recipe.checks import has_liger
 from ftkit.recipe.plan import Plan
 from ftkit.recipe.recipe import LoraRecipe

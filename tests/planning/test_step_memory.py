@@ -12,8 +12,8 @@ from tiny import make_llama
 from transformers_models import make_transformers_model
 
 from ftkit.models.pretrained.base_model import open_base
-from ftkit.planning.memory.predict import predict
-from ftkit.planning.memory.simulate import largest_micro_batch
+from ftkit.planning.memory import predict
+from ftkit.planning.simulate import largest_micro_batch
 from ftkit.runs.job import Job
 from ftkit.runs.report.report import read_report
 from ftkit.strategies.step_memory import StepMemory

@@ -1,4 +1,4 @@
-"""`python -m ftkit.utils.confinement.child PARENT DESCRIPTOR`: the child of `confined`.
+"""`python -m ftkit.utils.confined_child PARENT DESCRIPTOR`: the child of `confined`.
 
 The file behind the descriptor holds the request, and in the end the answer.
 """
@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from ftkit.errors import UserError
-from ftkit.utils.confinement.limits import OutOfTime, set_limits, without_limits
+from ftkit.utils.confinement import OutOfTime, set_limits, without_limits
 from ftkit.utils.damaged_files import DamagedFile
 from ftkit.utils.imports import postpone_modules, quick_imports, without_hub_kernels
 from ftkit.utils.process import die_with_parent

@@ -1,4 +1,4 @@
-"""The memory meter: what the memory of a step consists of, in a few measured steps of a run."""
+"""The memory meter: categories of the memory of a step, measured in a few steps of a run."""
 
 import gc
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -9,14 +9,15 @@ import torch.nn as nn
 from torch import Tensor
 
 from ftkit.data.samples.sampler import ElasticOrder
-from ftkit.planning.memory.state_tensors import gradients, parameters
-from ftkit.planning.memory.tracker import LiveTensors, Stretch, highest
+from ftkit.errors import is_out_of_memory
+from ftkit.models.bodies.experts import packed_in
+from ftkit.models.quantized_layer import QuantizedLayer
+from ftkit.planning.tracker import LiveTensors, Stretch, highest
 from ftkit.strategies.distributed import rank
 from ftkit.strategies.simulated_step import Snapshot
 from ftkit.strategies.step_memory import Breakdown, MicroBatchSize, RankStepMemory, StepMoments
-from ftkit.strategies.strategy import Strategy
+from ftkit.strategies.strategy import Strategy, tensors_in
 from ftkit.utils.accelerators.kinds import device_kind
-from ftkit.utils.out_of_memory import is_out_of_memory
 
 STEPS_LOOKED_AT = 100
 """The step with the largest micro-batch is looked for among this many."""
@@ -278,3 +279,22 @@ def _with_allocated(found: Snapshot, allocated_bytes: int | None) -> Snapshot:
         return found
     beyond = found.bytes["unattributed"] + allocated_bytes - found.total_bytes
     return Snapshot(found.bytes | {"unattributed": beyond})
+
+
+def parameters(strategy: Strategy, modules: Iterable[nn.Module]) -> Iterator[Tensor]:
+    """Weights, tables, and what turns packed weights into numbers, of modules one by one."""
+    for module in modules:
+        for parameter in module.parameters(recurse=False):
+            yield from strategy.parameter_memory(parameter)
+        yield from module.buffers(recurse=False)
+        if isinstance(module, QuantizedLayer):
+            yield from tensors_in(vars(module))
+        for matrices in packed_in(module).values():
+            yield from tensors_in(vars(matrices))
+
+
+def gradients(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Those that parameters hold."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            yield parameter.grad

@@ -16,7 +16,7 @@ from runs import run_ranks
 from tiny import make_data, make_llama
 
 from ftkit.data.samples.sampler import ElasticOrder
-from ftkit.planning.memory.meter import SOON, DevicePeak, steps_to_measure
+from ftkit.planning.meter import SOON, DevicePeak, steps_to_measure
 from ftkit.runs.job import Job
 from ftkit.runs.report.report import Report, read_report
 from ftkit.strategies.step_memory import Breakdown, RankStepMemory, StepMemory, StepMoments

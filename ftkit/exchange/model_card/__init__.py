@@ -1,1 +1,0 @@
-"""Model cards: what a result says of itself to those who find it."""

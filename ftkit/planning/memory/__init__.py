@@ -1,1 +1,0 @@
-"""Memory of a step: measured in runs, and counted without running."""
