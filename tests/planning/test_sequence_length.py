@@ -13,7 +13,7 @@ from ftkit.data.records.record import Record
 from ftkit.data.rendering.prompted import InstructionRenderer
 from ftkit.data.rendering.renderer import Rendering
 from ftkit.models.pretrained.tokenizer import Tokenizer
-from ftkit.planning import longest_sample as longest
+from ftkit.planning import sequence_length as longest
 from ftkit.planning.sequence_length import longest_sample
 
 STYLE = resolve_prompt_style("alpaca")
