@@ -1,7 +1,7 @@
 """The progress display of a run: a live line on a terminal, plain lines anywhere else.
 
-The same plain lines, with the time before each, always go to ``run.log``. Neither a full disk nor
-a terminal that has gone away stops the training. With --quiet warnings and results alone are shown.
+The same plain lines, each with its time, always go to ``run.log``. Neither a full disk nor a
+terminal that has gone away stops the training. With --quiet only warnings and results are shown.
 """
 
 import math
@@ -33,17 +33,26 @@ from ftkit.utils.console.formatting import (
 from ftkit.utils.console.terminal import LastingStream, plain_text, print_directly, terminal_of
 from ftkit.utils.progress import is_quiet, told_if_late
 
+LOG_NAME = "run.log"
 LINE_INTERVAL_S = 5.0
 """Seconds between two progress lines where there is no live line."""
+_GAP = 2
+"""Spaces between the fields of a progress line."""
+_MIN_BAR, _MAX_BAR = 8, 40
+_BY_WORTH = ("loss", "bar", "eta", "speed", "elapsed", "lr")
+"""Fields that a live line shows beside the step, as far as the width allows."""
+_STYLES = {"step": "bold", "loss": "cyan", "lr": "dim", "elapsed": "dim"}
+_SMOOTHING = 0.9
+"""Weight of the mean so far in the smoothed loss: a mean over about ten steps."""
 
 
 class Phase:
-    """Something that takes time, on its way; made by Display.phase."""
+    """One phase of a run while it takes its time; made by Display.phase."""
 
     def __init__(
         self, title: str, *, write: Callable[[str], None], clock: Callable[[], float]
     ) -> None:
-        """Begin.
+        """Start the clock.
 
         Args:
             title: what is being done.
@@ -64,11 +73,11 @@ class Phase:
 
     @property
     def is_long(self) -> bool:
-        """Whether it takes so long that it is worth a line."""
+        """Whether the phase takes so long that it is worth a line."""
         return self.elapsed_s >= LINE_INTERVAL_S
 
     def announce(self) -> None:
-        """Show that it goes on, where there is no live line."""
+        """Write that the phase is under way, where there is no live line."""
         self._write_line(self.start_line)
 
     def advance(self, done: float, total: float) -> None:
@@ -81,7 +90,7 @@ class Phase:
 
     @property
     def _state(self) -> str:
-        done = "" if self._fraction is None else f"{self._fraction:.0%} ".replace("%", " %")
+        done = "" if self._fraction is None else f"{round(self._fraction * 100)} % "
         return done + duration_text(self.elapsed_s)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -89,15 +98,14 @@ class Phase:
             self._spinner = Spinner("line" if options.ascii_only else "dots", style="green")
         frame = self._spinner.render(console.get_time())
         assert isinstance(frame, Text)
-        line = Text.assemble(frame, " ", self._title, " ")
-        line.append(self._state, "dim")
+        line = Text.assemble(frame, " ", self._title, " ", (self._state, "dim"))
         line.truncate(options.max_width, overflow="ellipsis")
         line.no_wrap = True
         yield line
 
 
 class TrainingProgress:
-    """Training on its way; made by Display.training."""
+    """Training in progress; made by Display.training."""
 
     def __init__(
         self,
@@ -107,7 +115,7 @@ class TrainingProgress:
         write: Callable[[str], None],
         clock: Callable[[], float],
     ) -> None:
-        """Begin.
+        """Start the clock.
 
         Args:
             total_steps: the step at which training is done.
@@ -122,7 +130,8 @@ class TrainingProgress:
         self._end: float | None = None
         self._first: tuple[int, float] | None = None
         self._line: tuple[int, float] | None = None
-        self._loss = _Smoothed()
+        self._loss_sum = self._loss_weight = 0.0
+        self._smooth_loss = ""
         self._fields: dict[str, str] = {}
 
     def step(
@@ -145,9 +154,9 @@ class TrainingProgress:
         now = self._clock()
         self._step, self._last_time = step, now
         self._first = self._first or (step, now)
-        smooth = self._loss.add(loss)
+        smooth = self._smoothed(loss)
+        self._smooth_loss = "" if smooth is None else f"loss {loss_text(smooth)}"
         self._fields = {
-            "smooth_loss": "" if smooth is None else f"loss {loss_text(smooth)}",
             "loss": "" if loss is None else f"loss {loss_text(loss)}",
             "lr": "" if lr is None else f"lr {lr:.2e}",
             "speed": "" if tokens_per_s is None else f"{number_text(tokens_per_s)} tokens/s",
@@ -163,15 +172,19 @@ class TrainingProgress:
         if self._line and self._line[0] != self._step:
             self._write_line(self._end)
 
+    def _smoothed(self, loss: float | None) -> float | None:
+        """Exponential mean without the pull to zero at the start; NaN shows and does not stay."""
+        if loss is None or not math.isfinite(loss):
+            return loss
+        self._loss_sum = _SMOOTHING * self._loss_sum + (1 - _SMOOTHING) * loss
+        self._loss_weight = _SMOOTHING * self._loss_weight + 1 - _SMOOTHING
+        return self._loss_sum / self._loss_weight
+
     def _write_line(self, now: float) -> None:
         self._line = (self._step, now)
-        fields = {"step": self._step_text(), **self._fields}
-        fields |= {
-            "elapsed": f"elapsed {clock_text(now - self._start)}",
-            "eta": self._eta_text(now),
-        }
-        parts = [text for name, text in fields.items() if text and name != "smooth_loss"]
-        self._write("  ".join(parts))
+        elapsed = f"elapsed {clock_text(now - self._start)}"
+        texts = (self._step_text(), *self._fields.values(), elapsed, self._eta_text(now))
+        self._write((" " * _GAP).join(filter(None, texts)))
 
     def _step_text(self) -> str:
         return f"step {self._step:,}/{self._total_steps:,}"
@@ -187,29 +200,27 @@ class TrainingProgress:
         return f"eta {clock_text(max(left_s, 0))}"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """One line: as much of the progress, in the order of its worth, as the width can hold."""
+        # Not rich's Progress: on a narrow terminal that cuts off what stands last. Here the
+        # fields that matter least are left out, and the others stay whole.
         now = self._clock() if self._end is None else self._end
-        elapsed, eta = clock_text(now - self._start), self._eta_text(now)
         texts = {
             "step": self._step_text(),
-            "loss": self._fields.get("smooth_loss" if self._end is None else "loss", ""),
+            "bar": " " * _MIN_BAR,
+            "loss": self._smooth_loss if self._end is None else self._fields.get("loss", ""),
             "lr": self._fields.get("lr", ""),
             "speed": self._fields.get("speed", ""),
-            "elapsed": elapsed,
-            "eta": eta,
+            "elapsed": clock_text(now - self._start),
+            "eta": self._eta_text(now),
         }
         space = options.max_width - len(texts["step"])
         chosen = {"step"}
-        for name in ("loss", "bar", "eta", "speed", "elapsed", "lr"):
-            width = _MIN_BAR if name == "bar" else len(texts[name])
-            if width and width + _GAP <= space:
+        for name in _BY_WORTH:
+            if texts[name] and len(texts[name]) + _GAP <= space:
                 chosen.add(name)
-                space -= width + _GAP
+                space -= len(texts[name]) + _GAP
         line = Table.grid(padding=(0, _GAP))
         cells: list[RenderableType] = []
-        for name in ("step", "bar", "loss", "lr", "speed", "elapsed", "eta"):
-            if name not in chosen:
-                continue
+        for name in (name for name in texts if name in chosen):
             line.add_column(no_wrap=True, overflow="crop")
             if name == "bar":
                 width = min(_MIN_BAR + space, _MAX_BAR)
@@ -221,34 +232,8 @@ class TrainingProgress:
         yield line
 
 
-_GAP = 2
-_MIN_BAR = 8
-_MAX_BAR = 40
-_STYLES = {"step": "bold", "loss": "cyan", "lr": "dim", "elapsed": "dim"}
-
-
-class _Smoothed:
-    """Exponential mean over about ten values, without the pull to zero at the start."""
-
-    _KEPT = 0.9
-
-    def __init__(self) -> None:
-        self._sum = self._weight = 0.0
-
-    def add(self, value: float | None) -> float | None:
-        """The mean with this value in it; a value that is no finite number stands for itself."""
-        if value is None or not math.isfinite(value):
-            return value
-        self._sum = self._KEPT * self._sum + (1 - self._KEPT) * value
-        self._weight = self._KEPT * self._weight + 1 - self._KEPT
-        return self._sum / self._weight
-
-
-LOG_NAME = "run.log"
-
-
 class Display:
-    """Shows messages, phases and training progress; used by the process of rank 0.
+    """Messages, phases and training progress, shown by the process of rank 0.
 
     Everything also goes to ``out_dir/run.log``, at its end if it exists already.
     """
@@ -313,7 +298,7 @@ class Display:
 
     def message(self, text: str) -> None:
         """Show a text, of one line or several."""
-        self._tell(redacted(printable(text)))
+        self._write(redacted(printable(text)), is_shown=not self._is_quiet)
 
     def warning(self, text: str) -> None:
         """Show a warning on one line, the first time it is given."""
@@ -324,6 +309,7 @@ class Display:
 
     def show_text(self, text: str) -> None:
         """Show a text that is a result, of one line or several, so that it can be copied."""
+        # Not wrapped here but by the terminal, which copies such a line as one.
         self._write(redacted(printable(text)), wraps=False)
 
     def notice(self, renderable: RenderableType) -> None:
@@ -362,7 +348,8 @@ class Display:
             verb = ""
         finally:
             if verb or not brief or phase.is_long:
-                self._tell(f"{phase.start_line} {verb}{duration_text(phase.elapsed_s)}")
+                text = f"{phase.start_line} {verb}{duration_text(phase.elapsed_s)}"
+                self._write(text, is_shown=not self._is_quiet)
 
     @contextmanager
     def training(self, total_steps: int, start_step: int = 0) -> Iterator[TrainingProgress]:
@@ -396,6 +383,8 @@ class Display:
                 get_renderable=lambda: Group(*self._shown),
                 transient=True,
                 vertical_overflow="crop",
+                # A rank draws on a descriptor of its own, and its standard streams are pipes:
+                # rich would send what libraries print there to the terminal.
                 redirect_stdout=sys.stdout.isatty(),
                 redirect_stderr=sys.stderr.isatty(),
             )
@@ -411,32 +400,18 @@ class Display:
             if self._live:
                 self._live.refresh()
 
-    def _tell(self, text: str) -> None:
-        """Write lines to the log, and to the person looking if they want to know all."""
-        if self._is_quiet:
-            self._log_lines(text)
-        else:
-            self._write(text)
-
-    def _write(self, text: str, *, style: str = "", wraps: bool = True) -> None:
-        """Write lines to the log, and to the person looking.
-
-        Args:
-            text: of one line or several.
-            style: on a terminal.
-            wraps: between words; else the terminal does, and a copied line is whole.
-        """
+    def _write(
+        self, text: str, *, is_shown: bool = True, style: str = "", wraps: bool = True
+    ) -> None:
+        """Write lines to the log, and to the person looking."""
         self._log_lines(text)
-        if self._console:
+        if is_shown and self._console:
             self._console.print(Text(text, style), soft_wrap=not wraps)
-        else:
+        elif is_shown:
             self._stream.write(text + "\n")
 
     def _write_progress(self, text: str) -> None:
-        """Write lines to the log, and to the person looking if there is no live line."""
-        self._log_lines(text)
-        if not self._console and not self._is_quiet:
-            self._stream.write(text + "\n")
+        self._write(text, is_shown=not (self._console or self._is_quiet))
 
     def _log_lines(self, text: str) -> None:
         if self._log:
