@@ -10,9 +10,8 @@ from typing import Any
 
 from ftkit import __version__
 from ftkit.cli.commands import COMMANDS_ELSEWHERE, FTKIT, Command, Group
-from ftkit.cli.parser import read_options, split_line
+from ftkit.cli.parser import declared, read_options, split_line
 from ftkit.errors import UserError
-from ftkit.recipe.command_options import declared
 from ftkit.redaction import redacted_output
 from ftkit.utils.imports import postpone_modules, quick_imports, without_hub_kernels
 from ftkit.utils.names import nearest
@@ -66,12 +65,11 @@ def run(argv: Sequence[str]) -> int:
     if argv and argv[0] == "--version":
         print(f"ftkit {__version__}")
         return 0
-    if argv and argv[0].startswith("--print_shtab"):
-        from ftkit.cli.help import add_members, parser_of  # with jsonargparse, like all of help
+    if argv and argv[0].partition("=")[0] == "--print_shtab":
+        from ftkit.cli.help import print_completion  # with jsonargparse, like all of help
 
-        parser = parser_of(FTKIT)
-        add_members(parser, FTKIT, in_full=True)
-        parser.parse_args(list(argv))  # prints and exits
+        print_completion("=".join(argv).partition("=")[2])
+        return 0
     return _run_member(FTKIT, argv)
 
 
@@ -100,7 +98,7 @@ def _run_command(command: Command, argv: Sequence[str]) -> int:
     line = split_line(command, argv)
     if "quiet" in line.switches:
         set_verbosity("quiet")
-    if line.asks_for_help:
+    if "help" in line.switches:
         from ftkit.cli.help import print_help
 
         print_help(command)

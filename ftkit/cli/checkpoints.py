@@ -25,7 +25,7 @@ from ftkit.checkpoint.files import RECIPE
 from ftkit.checkpoint.metadata import CheckpointError, Layout, Metadata, read_metadata
 from ftkit.checkpoint.store import KeepEvery, step_of
 from ftkit.errors import UserError
-from ftkit.recipe.command_options import (
+from ftkit.recipe.options import (
     CheckpointOptions,
     CheckpointsOptions,
     CleanOptions,

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ftkit.planning.gpus import GPUS
-from ftkit.recipe.command_options import (
+from ftkit.recipe.options import (
+    ChatOptions,
     CheckpointOptions,
     CheckpointsOptions,
     CleanOptions,
@@ -12,21 +13,18 @@ from ftkit.recipe.command_options import (
     DataOptions,
     DiffOptions,
     DownloadOptions,
+    EvaluateOptions,
+    ExportOptions,
     FinetuneOptions,
+    GenerateOptions,
     ImportOptions,
+    MergeOptions,
     PlanOptions,
+    PushOptions,
     SweepOptions,
     WatchOptions,
 )
 from ftkit.recipe.recipe import FINETUNE, RECIPE_OF
-from ftkit.recipe.result_options import (
-    ChatOptions,
-    EvaluateOptions,
-    ExportOptions,
-    GenerateOptions,
-    MergeOptions,
-    PushOptions,
-)
 
 FIND_RESULT = "ftkit.evaluation.result:find_result"
 
@@ -42,7 +40,7 @@ class Command:
     text: str
     """What its help says of it."""
     options: type
-    """The class of its options; see `ftkit.recipe.command_options`."""
+    """The class of its options; see `ftkit.recipe.options`."""
     function: str
     """Module and function that take the options and return the exit code. The module is imported
     only when the command is run."""

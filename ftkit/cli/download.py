@@ -1,7 +1,7 @@
 """`ftkit download`: a base model of the Hugging Face hub, into a directory."""
 
 from ftkit.models.pretrained import hub
-from ftkit.recipe.command_options import DownloadOptions
+from ftkit.recipe.options import DownloadOptions
 
 
 def download_model(options: DownloadOptions) -> int:

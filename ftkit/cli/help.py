@@ -1,39 +1,57 @@
 """Help and completion of every command, as parsers of jsonargparse."""
 
 import argparse
+import importlib
 import re
 import shutil
 import textwrap
 from typing import Any
 
+import shtab
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, set_parsing_settings
 
 from ftkit.cli.commands import FTKIT, Command, Group
-from ftkit.cli.component_keys import KNOWN_WITHOUT_IMPORTS, component_keys, component_names
-from ftkit.recipe.command_options import (
-    Declared,
-    components_of,
-    declared,
-    field_texts,
-    heads_of,
-)
+from ftkit.cli.parser import Declared, components_of, declared, heads_of
+from ftkit.data.sources import KINDS
+from ftkit.errors import UserError
 from ftkit.recipe.parsing import add_recipe_keys
-from ftkit.recipe.recipe import FINETUNE, Method
-from ftkit.recipe.recipe_keys import key_types, placeholder_of
+from ftkit.recipe.recipe import FINETUNE, Recipe
+from ftkit.recipe.recipe_keys import (
+    ALLOWED_PACKAGES,
+    COMPONENTS,
+    default_name,
+    field_texts,
+    placeholder_of,
+)
+from ftkit.recipe.strategies import RULES, STRATEGIES
+from ftkit.utils.imports import quick_imports, silence_libraries
+from ftkit.utils.names import nearest
+
+_KNOWN_WITHOUT_IMPORTS = (("data", "JSON"), ("strategy", "fsdp"), ("strategy", "deepspeed"))
+"""Components and names whose keys are known before torch is loaded."""
+_NOUNS = {"data": "data module", "optimizer": "optimizer", "strategy": "strategy"}
+_GIVEN_BY_FTKIT = {"params", "model_params", "args", "kwargs"}
+_SIGNATURE_DEFAULT = re.compile(r"[\s,;]*\(default: [^()]*(\([^()]*\))?[^()]*\)")
+_NO_BREAK = "\xa0"
+
+# Also the strings below the fields of the recipe and of other dataclasses.
+set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 
 class Help(DefaultHelpFormatter):
     """Help in words: choices and kinds as placeholders, defaults as a recipe has them."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        text, default = action.help or "", action.default
-        if getattr(action, "_required", False) and action.nargs != "*":
+        text = _SIGNATURE_DEFAULT.sub("", " ".join((action.help or "").split()))
+        if "." in action.dest:  # texts of libraries: "learning rate (default: 1e-3)"
+            text = f"{text[:1].upper()}{text[1:].rstrip('.')}." if text else ""
+        if action.required and action.option_strings:
             return f"{text} Required."
-        switch = action.nargs == 0
+        default, switch = action.default, action.nargs == 0
         if switch or default in (None, argparse.SUPPRESS) or "Default:" in text:
             return text
-        if isinstance(default, dict):
-            default = default["class_path"].rpartition(".")[2]
+        if isinstance(default, tuple):
+            default = list(default)
         return f"{text} Default: {str(default).lower() if isinstance(default, bool) else default}."
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
@@ -43,81 +61,79 @@ class Help(DefaultHelpFormatter):
         return super()._fill_text(text, width, indent)
 
 
-def parser_of(entry: Command | Group) -> ArgumentParser:
-    """A command or a group with what it takes; the commands of a group: see `add_members`."""
-    if isinstance(entry, Command):
-        return _command_parser(entry)
-    prog = f"ftkit {entry.name}".strip()
-    parser = ArgumentParser(
-        prog=prog,
-        usage=f"{prog} {entry.usage}",
-        description=entry.text,
-        epilog=entry.epilog,
-        formatter_class=Help,
-    )
-    if entry is FTKIT:
-        parser.add_argument("--version", action="store_true", help="Show the version and exit.")
-    return parser
+def print_completion(shell: str) -> None:
+    """Print a script that completes command lines in a shell.
 
-
-def add_members(parser: ArgumentParser, group: Group, *, in_full: bool) -> None:
-    """Give the parser of a group its commands: only once it is itself in its place (jsonargparse).
-
-    Args:
-        parser: of the group.
-        group: what it is of.
-        in_full: with their options, which only completion needs.
+    Raises:
+        UserError: there is none for this shell.
     """
-    commands = parser.add_subcommands(required=False)
-    for name, member in group.by_name.items():
-        inner = parser_of(member) if in_full else ArgumentParser(prog=f"ftkit {member.name}")
-        commands.add_subcommand(name, inner, help=member.summary)
-        if in_full and isinstance(member, Group):
-            add_members(inner, member, in_full=True)
+    if shell not in shtab.SUPPORTED_SHELLS:
+        raise UserError(
+            f"--print_shtab is {shell!r}, but must be one of {', '.join(shtab.SUPPORTED_SHELLS)}. "
+            "Try --print_shtab=bash."
+        )
+    parser = _group_parser(FTKIT)
+    _add_members(parser, FTKIT, in_full=True)
+    print(parser.get_completion_script(f"shtab-{shell}"))
 
 
 def print_help(entry: Command | Group) -> None:
-    """Show what a command takes, or which commands a group has."""
-    parser = parser_of(entry)
-    if isinstance(entry, Group):
-        add_members(parser, entry, in_full=False)
+    """Print the help of a command or a group."""
+    if isinstance(entry, Command):
+        parser = _command_parser(entry)
+    else:
+        parser = _group_parser(entry)
+        _add_members(parser, entry, in_full=False)
     parser.print_help()
 
 
 def print_component_help(component: str, name: str) -> None:
-    """Show the keys of a data module, an optimizer or a strategy; "": which there are.
+    """Print the keys of a data module, an optimizer or a strategy.
+
+    Args:
+        component: data, optimizer or strategy.
+        name: which one, as a recipe names it; "": the names alone are listed.
 
     Raises:
         UserError: there is none of this name.
     """
-    parser = ArgumentParser(
-        prog="ftkit", usage=argparse.SUPPRESS, formatter_class=Help, add_help=False
-    )
+    parser = ArgumentParser(usage=argparse.SUPPRESS, add_help=False, formatter_class=Help)
     if not name:
-        names = component_names(component)
-        parser.description = f"--{component} takes one of: {', '.join(names)}."
+        names = ", ".join(_component_names(component))
+        parser.description = f"--{component} takes one of: {names}."
         parser.epilog = f"--{component}.help NAME shows the keys of one."
     elif not _add_component_keys(parser, component, name):
         parser.description = f"--{component} {name} has no keys of its own."
     parser.print_help()
 
 
-def _add_component_keys(parser: ArgumentParser, component: str, name: str) -> bool:
-    """Add a section with the keys of a component; whether it has any."""
-    keys = component_keys(component, name)
-    if not keys:
-        return False
-    group = parser.add_argument_group(f"Keys of --{component} {name}")
-    for key in keys:
-        default = list(key.default) if isinstance(key.default, tuple) else key.default
-        group.add_argument(
-            f"--{component}.{key.name}",
-            metavar=placeholder_of(key.kind),
-            default=default,
-            required=key.required,
-            help=key.text,
-        )
-    return True
+def _group_parser(group: Group) -> ArgumentParser:
+    prog = f"ftkit {group.name}".strip()
+    parser = ArgumentParser(
+        prog=prog,
+        usage=f"{prog} {group.usage}",
+        description=group.text,
+        epilog=group.epilog,
+        formatter_class=Help,
+    )
+    if group is FTKIT:
+        parser.add_argument("--version", action="store_true", help="Show the version and exit.")
+    return parser
+
+
+def _add_members(parser: ArgumentParser, group: Group, *, in_full: bool) -> None:
+    """Give the parser of a group its commands; with their options where completion needs them."""
+    commands = parser.add_subcommands(required=False)
+    for name, member in group.by_name.items():
+        if not in_full:
+            inner = ArgumentParser(prog=f"ftkit {member.name}")
+        elif isinstance(member, Command):
+            inner = _command_parser(member)
+        else:
+            inner = _group_parser(member)
+        commands.add_subcommand(name, inner, help=member.summary)
+        if in_full and isinstance(member, Group):
+            _add_members(inner, member, in_full=True)  # jsonargparse: once it is in its place
 
 
 def _command_parser(command: Command) -> ArgumentParser:
@@ -131,22 +147,28 @@ def _command_parser(command: Command) -> ArgumentParser:
         epilog=f"Examples:{examples}",
         formatter_class=Help,
     )
-    for item in declared(command.options):
-        if item.is_word:
-            _add_word(parser, item)
+    options = declared(command.options)
+    for item in (item for item in options if item.is_word):
+        _add_word(parser, item)
     for head in heads_of(command.options) or ():
         text = field_texts(command.options)[head]
         parser.add_argument(f"--{head}", metavar="NAME", help=text)
-    for item in declared(command.options):
-        if not item.is_word:
-            _add_option(parser, item)
+    for item in (item for item in options if not item.is_word):
+        _add_option(parser, item)
     if command.name in FINETUNE:
-        _add_recipe(parser, FINETUNE[command.name])
+        add_recipe_keys(parser, FINETUNE[command.name])
+        _write_placeholders(parser)
     if components := components_of(command.options):
-        group = parser.add_argument_group("Keys of data, optimizers and strategies by name")
+        group = parser.add_argument_group("Data, optimizers and strategies by name")
         for component in components:
+            if command.name in FINETUNE:
+                text, default = field_texts(Recipe)[component], default_name(component)
+                group.add_argument(f"--{component}", metavar="NAME", default=default, help=text)
             text = f"Show the keys of --{component} NAME; without NAME: which names there are."
             group.add_argument(f"--{component}.help", metavar="NAME", nargs="?", help=text)
+    if command.name in FINETUNE:
+        for component, name in _KNOWN_WITHOUT_IMPORTS:
+            _add_component_keys(parser, component, name)
     return parser
 
 
@@ -175,9 +197,6 @@ def _usage_lines(usage: str) -> list[str]:
     return [line.replace(_NO_BREAK, " ") for line in lines]
 
 
-_NO_BREAK = "\xa0"
-
-
 def _add_word(parser: ArgumentParser, item: Declared) -> None:
     nargs = None if item.required else "?"
     if item.takes_several:
@@ -197,17 +216,86 @@ def _add_option(parser: ArgumentParser, item: Declared) -> None:
     parser.add_argument(name, default=default, required=item.required, help=item.text, **shown)
 
 
-def _add_recipe(parser: ArgumentParser, method: Method) -> None:
-    """Every key of a recipe."""
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    add_recipe_keys(parser, method)
-    kinds = key_types(method)
+def _add_component_keys(parser: ArgumentParser, component: str, name: str) -> bool:
+    """Add a section with the keys of a component; whether it has any."""
+    group = parser.add_argument_group(f"Keys of --{component} {name}")
+    names = group.add_class_arguments(
+        _component_class(component, name),
+        component,
+        as_group=False,
+        skip=_GIVEN_BY_FTKIT,
+        fail_untyped=False,
+    )
+    _write_placeholders(parser)
+    return bool(names)
+
+
+def _write_placeholders(parser: ArgumentParser) -> None:
+    """Show kinds of values in words, and not what jsonargparse adds to the keys of a class."""
     for action in parser._actions:
-        if action.dest in kinds:
-            action.metavar = placeholder_of(kinds[action.dest])
+        if (kind := getattr(action, "_typehint", None)) is not None:
+            action.metavar = placeholder_of(kind)
             # jsonargparse offers --KEY+ to append to a list
             action.option_strings = [o for o in action.option_strings if not o.endswith("+")]
-        elif any(key.startswith(f"{action.dest}.") for key in kinds):
-            action.help = argparse.SUPPRESS  # a group as a whole: for recipe files
-    for component, name in KNOWN_WITHOUT_IMPORTS:
-        _add_component_keys(parser, component, name)
+        if type(action).__name__ in ("_ActionConfigLoad", "_ActionHelpClassPath"):
+            action.help = argparse.SUPPRESS  # a file for a whole group, help on torch.Tensor
+
+
+def _component_names(component: str) -> list[str]:
+    """Names of a component; those of optimizers outside torch with their paths."""
+    if component == "data":
+        return list(KINDS)
+    if component == "strategy":
+        return list(STRATEGIES)
+    try:
+        others = _optimizers("bitsandbytes.optim")
+    except ImportError:
+        others = {}
+    return [*_optimizers("torch.optim"), *(f"bitsandbytes.optim.{name}" for name in others)]
+
+
+def _component_class(component: str, name: str) -> type:
+    """The class whose arguments are the keys of a data module, an optimizer or a strategy."""
+    found: type | None
+    if component == "strategy":
+        rules = RULES.get("single" if name == "auto" else name)
+        found = rules.options if rules else None
+    elif component == "data":
+        short = name.removeprefix("litgpt.data.").removeprefix("ftkit.data.")
+        found = KINDS[short].documented(short) if short in KINDS else None
+    else:
+        package, _, last = name.rpartition(".")
+        package = package or COMPONENTS["optimizer"]
+        try:
+            allowed = package in ALLOWED_PACKAGES["optimizer"]
+            found = _optimizers(package).get(last) if allowed else None
+        except ImportError as error:
+            raise UserError(
+                f"--optimizer.help {package}.{last} needs a package: {error}."
+            ) from None
+    if found is None:
+        names = _component_names(component)
+        by_last = {known.rpartition(".")[2]: known for known in reversed(names)}  # torch's win
+        close = nearest(name.rpartition(".")[2], by_last)
+        advice = f"Try --{component}.help {by_last[close]}. " if close else ""
+        raise UserError(
+            f"--{component}.help is {name!r}, but no {_NOUNS[component]} has this name. {advice}"
+            f"--{component}.help alone lists the names."
+        )
+    return found
+
+
+def _optimizers(package: str) -> dict[str, type]:
+    """The optimizers of a package by their names."""
+    silence_libraries()
+    with quick_imports():
+        import torch
+
+        module = importlib.import_module(package)
+    return {
+        name: found
+        for name, found in sorted(vars(module).items())
+        if isinstance(found, type)
+        and issubclass(found, torch.optim.Optimizer)
+        and found is not torch.optim.Optimizer
+    }

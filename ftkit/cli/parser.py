@@ -1,44 +1,135 @@
 """Parsing of a command line into the options of its command.
 
-Values are texts as they were typed: keys of recipes are merged with files before they get types
-(`ftkit.recipe.parsing`), and a prompt may look like YAML or begin with a dash.
+Values are the texts that were typed until this module or `ftkit.recipe.parsing` gives them types:
+keys of recipes are merged with files first, and a prompt may look like YAML or begin with a dash.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+# Written by hand, while jsonargparse types recipes and prints all help. Its parse_args takes no
+# words between options, no value that begins with a dash, no keys of components; it reads the
+# prompt `null` as None and s3://b as a path; and importing it costs commands that read no recipe
+# 45 ms. See docs/decisions.md.
+
+import dataclasses
+import functools
+import math
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ftkit.cli.commands import Command
 from ftkit.errors import UserError
-from ftkit.recipe.command_options import Declared, components_of, declared, heads_of
 from ftkit.recipe.parsing import Override
-from ftkit.recipe.recipe_keys import SPELLINGS, accepted_types, describe
+from ftkit.recipe.recipe_keys import COMPONENTS, SPELLINGS, accepted_types, describe, field_texts
 from ftkit.utils.names import nearest
 from ftkit.utils.remote.urls import is_url, local_path
 
 
+@dataclass(frozen=True, kw_only=True)
+class Declared:
+    """A word or an option, as a field of a class of `ftkit.recipe.options` declares it."""
+
+    name: str
+    kind: Any
+    """Its type."""
+    default: Any
+    """None also where it is required."""
+    required: bool
+    rules: Mapping[str, Any]
+    """See `option` and `word` of `ftkit.recipe.options`."""
+    owner: type
+    """The class of options."""
+
+    @property
+    def text(self) -> str:
+        """Its help."""
+        return field_texts(self.owner).get(self.name, "")
+
+    @property
+    def is_word(self) -> bool:
+        """Whether it stands alone, without ``--``."""
+        return "word" in self.rules
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether it takes no value."""
+        return self.kind is bool
+
+    @property
+    def takes_several(self) -> bool:
+        """Whether it may be given several times."""
+        return typing.get_origin(self.kind) is tuple
+
+    @property
+    def placeholder(self) -> str:
+        """What stands for its value in help; "": derived from its type."""
+        return str(self.rules.get("placeholder", ""))
+
+    @property
+    def choices(self) -> list[str]:
+        """The words that it takes, or knows where it takes others too; [] if it takes any."""
+        literals = [k for k in accepted_types(self.kind) if typing.get_origin(k) is Literal]
+        return [str(choice) for kind in literals for choice in typing.get_args(kind)]
+
+
+@functools.cache
+def declared(options: type) -> tuple[Declared, ...]:
+    """Return what a class of options declares: words, its own options, inherited options."""
+    found = [
+        Declared(
+            name=f.name,
+            kind=f.type,
+            default=None if f.default is dataclasses.MISSING else f.default,
+            required=f.default is dataclasses.MISSING,
+            rules=f.metadata,
+            owner=options,
+        )
+        for f in dataclasses.fields(options)
+        if not f.metadata.keys() & {"keys", "line"}
+    ]
+    own = options.__annotations__
+    return tuple(sorted(found, key=lambda i: (not i.is_word, not i.is_word and i.name not in own)))
+
+
+def heads_of(options: type) -> tuple[str, ...] | None:
+    """First parts of the recipe keys that a command takes; (): of all; None: it takes none.
+
+    Where heads are named, the field is named after the one it has.
+    """
+    found = [f.metadata["keys"] for f in dataclasses.fields(options) if "keys" in f.metadata]
+    return found[0] if found else None
+
+
+def components_of(options: type) -> list[str]:
+    """Components (data, optimizer, strategy) whose keys a command takes."""
+    heads = heads_of(options)
+    return [] if heads is None else [name for name in COMPONENTS if name in heads or not heads]
+
+
 @dataclass
 class Line:
-    """A command line, sorted."""
+    """A command line, sorted by kind and not checked yet."""
 
     words: list[str] = field(default_factory=list)
     values: list[Override] = field(default_factory=list)
-    """Options with a value, in their order."""
+    """Options with their values, in the order given."""
     switches: set[str] = field(default_factory=set)
-    asks_for_help: bool = False
+    """--help is one of them."""
     components: list[tuple[str, str]] = field(default_factory=list)
-    """What --data.help, --optimizer.help and --strategy.help ask about; "": which there are."""
+    """The component and the name of each --data.help, --optimizer.help and --strategy.help."""
 
 
 def split_line(command: Command, argv: Sequence[str]) -> Line:
-    """Sort a command line: words, `--key value`, `--key=value` and switches.
+    """Sort a command line into words, `--key value` or `--key=value`, and switches.
 
     Raises:
         UserError: a value where none is expected, or none where one is.
     """
-    switches = {item.name for item in declared(command.options) if item.is_switch} | {"help"}
-    room = _most_words(command)
+    items = declared(command.options)
+    switches = {item.name for item in items if item.is_switch} | {"help"}
+    helps = {f"{name}.help" for name in components_of(command.options)}
+    room = math.inf if any(i.is_word and i.takes_several for i in items) else _words(command)
     line = Line()
     rest = iter(argv)
     switch = ""  # the word before, if it is one
@@ -47,7 +138,7 @@ def split_line(command: Command, argv: Sequence[str]) -> Line:
         if switch and text in ("true", "false"):
             raise UserError(f"--{switch} is a switch and takes no value. Try --{switch}.")
         switch = ""
-        if not text.startswith("-") and (room is None or len(line.words) < room):
+        if not text.startswith("-") and len(line.words) < room:
             line.words.append(text)
             continue
         if not text.startswith("--") or text == "--":
@@ -58,12 +149,11 @@ def split_line(command: Command, argv: Sequence[str]) -> Line:
                 raise UserError(f"--{key} is a switch and takes no value. Try --{key}.")
             line.switches.add(key)
             switch = key
-        elif key in _component_helps(command):
-            about = value if equals else next(rest, "")
-            line.components.append((key.partition(".")[0], about if about[:1] != "-" else ""))
+        elif key in helps:
+            name = value if equals else next(rest, "")
+            line.components.append((key.partition(".")[0], name if name[:1] != "-" else ""))
         else:
             line.values.append((key, value if equals else _value_of(command, key, rest)))
-    line.asks_for_help = "help" in line.switches
     return line
 
 
@@ -71,24 +161,37 @@ def read_options(command: Command, line: Line, argv: Sequence[str] = ()) -> Any:
     """The options of a command line, typed and checked.
 
     Args:
-        command: whose they are.
-        line: the command line, sorted.
-        argv: the same as it was typed, without the name of the command.
+        command: whose options they are.
+        line: the sorted command line.
+        argv: the command line as it was typed, without the name of the command.
 
     Raises:
         UserError: an unknown option, a value that it does not take, or something is missing.
     """
-    known = {item.name: item for item in declared(command.options)}
-    keys, own = _separated(command, line)
-    given: dict[str, Any] = dict.fromkeys(line.switches & known.keys(), True)
-    for key, text in own:
-        value = _typed(known[key], text)
-        given[key] = (*given.get(key, ()), value) if known[key].takes_several else value
-    _take_words(command, line.words, given)
-    for item in known.values():
+    items = declared(command.options)
+    known = _options(command)
+    given: dict[str, Any] = dict.fromkeys(line.switches - {"help"}, True)
+    keys = []
+    for key, text in line.values:
+        if (item := known.get(key)) is not None:
+            value = _typed(command, item, text)
+            given[key] = (*given.get(key, ()), value) if item.takes_several else value
+        elif _takes_key(command, key):
+            keys.append((key, text))
+        else:
+            raise UserError(_unknown(command, key))
+    words = iter(line.words)
+    for item in (item for item in items if item.is_word and item.name not in given):
+        if item.takes_several:
+            given[item.name] = tuple(words)
+        elif text := next(words, ""):
+            given[item.name] = _typed(command, item, text)
+    for text in words:
+        raise UserError(f"{text!r} is not an option. Write --KEY VALUE{_advice(command)}.")
+    for item in items:
         if item.required and not given.get(item.name):
             raise UserError(_missing(command, item))
-    for place in fields(command.options):
+    for place in dataclasses.fields(command.options):
         if "keys" in place.metadata:
             given[place.name] = tuple(keys)
         elif "line" in place.metadata:
@@ -97,7 +200,7 @@ def read_options(command: Command, line: Line, argv: Sequence[str] = ()) -> Any:
 
 
 def parse(command: Command, argv: Sequence[str]) -> Any:
-    """The options of a command line that asks for no help.
+    """The options of a command line that does not ask for help.
 
     Raises:
         UserError: see `split_line` and `read_options`.
@@ -105,19 +208,13 @@ def parse(command: Command, argv: Sequence[str]) -> Any:
     return read_options(command, split_line(command, argv), argv)
 
 
-def _most_words(command: Command) -> int | None:
-    """How many words may stand on their own; None: any number."""
-    words = [item for item in declared(command.options) if item.is_word]
-    return None if any(item.takes_several for item in words) else len(words)
-
-
-def _component_helps(command: Command) -> set[str]:
-    """The options that ask about a data module, an optimizer or a strategy."""
-    return {f"{name}.help" for name in components_of(command.options)}
+def _words(command: Command) -> int:
+    return sum(item.is_word for item in declared(command.options))
 
 
 def _value_of(command: Command, key: str, rest: Iterator[str]) -> str:
     value = next(rest, None)
+    # "-- x" and "-x" are values: prompts begin so.
     if value is None or (value.startswith("--") and not value[2:3].isspace()):
         known = _options(command)
         if key not in known and not _takes_key(command, key):
@@ -133,71 +230,39 @@ def _advice(command: Command) -> str:
     return ", such as --devices 1" if takes_keys else f"; see ftkit {command.name} --help"
 
 
-def _options(command: Command) -> set[str]:
-    """What may be given as --NAME: the options, and the words that take one text each."""
+def _options(command: Command) -> dict[str, Declared]:
+    """All that may be given as --NAME: options, and words that take one text each."""
     return {
-        item.name for item in declared(command.options) if not (item.is_word and item.takes_several)
+        item.name: item
+        for item in declared(command.options)
+        if not (item.is_word and item.takes_several)
     }
 
 
 def _takes_key(command: Command, key: str) -> bool:
-    """Whether a key may be of a recipe."""
     heads = heads_of(command.options)
     return heads is not None and (not heads or key.partition(".")[0] in heads)
 
 
 def _unknown(command: Command, key: str) -> str:
-    """What is said of an option that there is not."""
     close = nearest(key, _options(command))
     hint = f"Did you mean --{close}?" if close else f"See ftkit {command.name} --help."
     return f"--{key} is not an option of ftkit {command.name}. {hint}"
 
 
-def _separated(command: Command, line: Line) -> tuple[list[Override], list[Override]]:
-    """Keys of recipes, and the command's own options."""
-    known = _options(command)
-    keys, own = [], []
-    for key, text in line.values:
-        if key in known:
-            own.append((key, text))
-        elif _takes_key(command, key):
-            keys.append((key, text))
-        else:
-            raise UserError(_unknown(command, key))
-    return keys, own
-
-
-def _take_words(command: Command, words: Sequence[str], given: dict[str, Any]) -> None:
-    """Give words their places, in order; a place that an option of its name has taken is left."""
-    places = (item for item in declared(command.options) if item.is_word and item.name not in given)
-    rest = iter(words)
-    for place in places:
-        if place.takes_several:
-            given[place.name] = tuple(rest)
-        elif (text := next(rest, None)) is not None:
-            given[place.name] = _typed(place, text)
-    for text in rest:
-        raise UserError(f"{text!r} is not an option. Write --KEY VALUE{_advice(command)}.")
-
-
 def _missing(command: Command, item: Declared) -> str:
-    """What is said where a word or an option is missing."""
     if item.is_word:
-        what, works = item.placeholder, f"ftkit {command.name} {command.examples[0]}"
+        name, works = item.placeholder, f"ftkit {command.name} {command.examples[0]}"
     else:
         works = f"--{item.name} {item.rules.get('example') or ', '.join(item.choices)}"
-        what = f"--{item.name}"
+        name = f"--{item.name}"
     ask = item.rules.get("ask", "")
     advice = "" if ask.endswith(".") else f" Try {works}."
-    return f"{what} is missing: {ask or item.text}{advice}"
+    return f"{name} is missing: {ask or item.text}{advice}"
 
 
-def _typed(item: Declared, text: str) -> Any:
-    """A value of the type that the option has.
-
-    Raises:
-        UserError: names a value that works.
-    """
+def _typed(command: Command, item: Declared, text: str) -> Any:
+    """The value of an option, of the type that it has."""
     text = SPELLINGS.get(item.name, {}).get(text, text)
     if item.takes_several:
         return text
@@ -212,9 +277,11 @@ def _typed(item: Declared, text: str) -> Any:
         if accepted is Path and is_url(text):
             if item.rules.get("takes_url"):
                 return local_path(text)
+            name = item.placeholder if item.is_word else f"--{item.name}"
+            usage = f"ftkit {command.name}" if item.is_word else name
             raise UserError(
-                f"{item.placeholder or item.name} is {text}, but must be a path of this machine. "
-                f"Try {item.placeholder or item.name} {Path(text).name or 'out'}."
+                f"{name} is {text}, but must be a path of this machine. "
+                f"Try {usage} {Path(text).name or 'out'}."
             )
         value = accepted(text)
         if isinstance(value, int | float) and not (
@@ -232,7 +299,6 @@ def _typed(item: Declared, text: str) -> Any:
 
 
 def _expected(item: Declared) -> str:
-    """What an option takes, in words."""
     least, most = item.rules.get("least"), item.rules.get("most")
     if words := item.choices:
         return " or ".join(words) if len(words) == 2 else f"one of {', '.join(words)}"

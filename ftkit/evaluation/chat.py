@@ -15,7 +15,7 @@ from ftkit.evaluation.questions import Question
 from ftkit.evaluation.result import Result
 from ftkit.evaluation.session import Answer, Speaker, put_to_use
 from ftkit.models.chat_templates.template import Message
-from ftkit.recipe.result_options import ChatOptions
+from ftkit.recipe.options import ChatOptions
 from ftkit.utils.progress import print_notice
 
 

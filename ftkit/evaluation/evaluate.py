@@ -19,9 +19,9 @@ from ftkit.evaluation.session import InUse, put_to_use
 from ftkit.evaluation.validation import Validated, answer_scores, validation_loss
 from ftkit.models.bodies.attention import attention_kernel, attention_path
 from ftkit.models.flops import attention_cost
+from ftkit.recipe.options import EvaluateOptions
 from ftkit.recipe.parsing import with_overrides
 from ftkit.recipe.recipe import Recipe
-from ftkit.recipe.result_options import EvaluateOptions
 from ftkit.runs.report.answers import score_title
 from ftkit.runs.report.metrics import perplexity
 from ftkit.utils.console.display import Display

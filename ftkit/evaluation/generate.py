@@ -19,7 +19,7 @@ from ftkit.errors import UserError
 from ftkit.evaluation.questions import question_of
 from ftkit.evaluation.result import Result, base_result
 from ftkit.evaluation.session import Answer, Speaker, put_to_use
-from ftkit.recipe.result_options import GenerateOptions
+from ftkit.recipe.options import GenerateOptions
 from ftkit.utils.accelerators.use import free_cached_memory
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import printable

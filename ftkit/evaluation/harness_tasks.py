@@ -12,7 +12,7 @@ from ftkit.evaluation.session import put_to_use
 from ftkit.evaluation.tasks.finding import find_tasks
 from ftkit.evaluation.tasks.scoring import Scorer
 from ftkit.models.bodies.attention import attention_kernel
-from ftkit.recipe.result_options import EvaluateOptions
+from ftkit.recipe.options import EvaluateOptions
 from ftkit.runs.report.answers import TaskResult, score_text
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.terminal import labelled_grid

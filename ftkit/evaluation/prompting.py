@@ -18,7 +18,7 @@ from ftkit.models.chat_templates.template import ChatTemplate, template_of
 from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.models.pretrained.chat_files import chat_files, end_tokens
 from ftkit.models.pretrained.tokenizer import Tokenizer
-from ftkit.recipe.result_options import AnswerOptions
+from ftkit.recipe.options import AnswerOptions
 from ftkit.utils.yaml_files import parse_yaml
 
 

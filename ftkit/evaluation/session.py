@@ -16,9 +16,9 @@ from ftkit.evaluation.questions import Question, check_system, prompt_text, with
 from ftkit.evaluation.result import Result
 from ftkit.models.generation import Context, Sampling, TextStream, answer_in_tokens
 from ftkit.models.pretrained.tokenizer import Tokenizer
+from ftkit.recipe.options import AnswerOptions, UseOptions
 from ftkit.recipe.plan import Plan
 from ftkit.recipe.recipe import Quantization
-from ftkit.recipe.result_options import AnswerOptions, UseOptions
 from ftkit.strategies.distributed import make_device
 from ftkit.strategies.precision import compute_dtype, parameter_dtype, set_arithmetic
 from ftkit.strategies.select import make_strategy

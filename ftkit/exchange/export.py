@@ -22,6 +22,7 @@ from ftkit.models.pretrained.base_model import parameter_shapes
 from ftkit.models.pretrained.chat_files import GENERATION
 from ftkit.models.pretrained.hub import CARD, TOKENIZER_FILES, find_or_download, is_litgpt
 from ftkit.models.pretrained.save import save_hf, save_litgpt
+from ftkit.recipe.options import ExportOptions
 from ftkit.recipe.peft_adapter import (
     CONFIG,
     OLD_WEIGHTS,
@@ -29,7 +30,6 @@ from ftkit.recipe.peft_adapter import (
     adapter_keys,
     peft_settings,
 )
-from ftkit.recipe.result_options import ExportOptions
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import bytes_text
 from ftkit.utils.imports import silence_libraries

@@ -35,8 +35,8 @@ from ftkit.models.lora.variants import merged
 from ftkit.models.pretrained.base_model import BaseModel, weight_reader
 from ftkit.models.pretrained.hub import is_litgpt
 from ftkit.models.pretrained.save import save_hf
+from ftkit.recipe.options import MergeOptions
 from ftkit.recipe.recipe import Quantization, Recipe
-from ftkit.recipe.result_options import MergeOptions
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import bytes_text, number_text, percent_text
 from ftkit.utils.console.terminal import labelled_grid

@@ -9,8 +9,8 @@ from ftkit.evaluation.result import Result, find_result
 from ftkit.exchange.model_card import card_files, with_name
 from ftkit.models.pretrained.hub import CARD, hub_name, read_json
 from ftkit.models.pretrained.upload import upload
+from ftkit.recipe.options import PushOptions
 from ftkit.recipe.peft_adapter import CONFIG as ADAPTER_CONFIG
-from ftkit.recipe.result_options import PushOptions
 
 _BASE = "base_model_name_or_path"
 """Where an adapter says of what it is one."""

@@ -5,7 +5,7 @@ from pathlib import Path
 from ftkit.errors import UserError
 from ftkit.launch.environment import external_ranks
 from ftkit.launch.supervisor import launch
-from ftkit.recipe.command_options import FinetuneOptions
+from ftkit.recipe.options import FinetuneOptions
 from ftkit.recipe.own_metric import own_metrics
 from ftkit.recipe.parsing import read_recipe, sorted_words, to_yaml
 from ftkit.recipe.recipe import FINETUNE

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ftkit.errors import DoesNotFit, UserError
 from ftkit.planning.gpus import find_gpu
-from ftkit.recipe.command_options import PlanOptions
+from ftkit.recipe.options import PlanOptions
 from ftkit.recipe.parsing import Override, sorted_words
 from ftkit.recipe.recipe import FINETUNE
 from ftkit.recipe.recipe_keys import LORA_KEYS

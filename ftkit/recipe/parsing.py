@@ -150,14 +150,14 @@ def _overridden(
 
 
 def add_recipe_keys(parser: "ArgumentParser", method: Method) -> None:
-    """Give a parser the keys of a recipe: types, defaults and completion; help if it is asked for.
+    """Give a parser the keys of a recipe: types, defaults and help; but not the components.
 
-    Texts for help are read from the source of the classes where jsonargparse is set to do so.
+    jsonargparse would have a key for each entry of a `Component`, and load what it names.
     """
     recipe_class = RECIPE_OF[method]
-    parser.add_class_arguments(Recipe)
+    parser.add_class_arguments(Recipe, skip=set(COMPONENTS))
     assert parser.groups is not None
-    parser.groups["Recipe"].title = "Model, data, hardware and optimizer"
+    parser.groups["Recipe"].title = "Model, hardware and training"
     if issubclass(recipe_class, Lora):
         parser.add_class_arguments(Lora)
     parser.set_defaults(
@@ -375,8 +375,8 @@ def _instantiate(merged: dict[str, Any], method: Method) -> Recipe:
         values = parser.instantiate(parser.parse_object(given))
     except (ArgumentError, TypeError, ValueError) as error:
         raise UserError(_type_message(str(error), merged, method)) from None
-    fields = {f.name: values[f.name] for f in dataclasses.fields(recipe_class)}
-    return recipe_class(**fields | components)
+    names = {f.name for f in dataclasses.fields(recipe_class)} - COMPONENTS.keys()
+    return recipe_class(**{name: values[name] for name in names}, **components)
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """Keys of recipes: their names and types, where a class may come from, how messages name them."""
 
 import dataclasses
+import functools
 import shlex
 import types
 import typing
@@ -132,9 +133,22 @@ def _is_choice(kind: Any) -> bool:
     return typing.get_origin(kind) is Literal
 
 
+@functools.cache
+def field_texts(documented: type) -> dict[str, str]:
+    """The string below each field of a class and of its ancestors, on one line."""
+    import docstring_parser
+
+    found: dict[str, str] = {}
+    for ancestor in reversed(documented.__mro__[:-1]):
+        for item in docstring_parser.parse_from_object(ancestor).params:
+            found[item.arg_name] = " ".join((item.description or "").split())
+    return found
+
+
 def placeholder_of(kind: Any) -> str:
     """What stands for a value of this type in help: {auto,cpu,cuda}, NUMBER, PATH."""
     words = {int: "N", float: "NUMBER", str: "TEXT", Path: "PATH", bool: "{true,false}"}
+    words[tuple] = "[NUMBER,...]"  # betas of optimizers without annotations
     found = []
     for accepted in accepted_types(kind):
         origin, parts = typing.get_origin(accepted), typing.get_args(accepted)

@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ftkit.recipe.command_options import WatchOptions
+from ftkit.recipe.options import WatchOptions
 from ftkit.runs.carrying.seen import UrlCopy
 from ftkit.runs.checkpoints import entry_of
 from ftkit.runs.directory import RunDirectory

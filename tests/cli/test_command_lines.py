@@ -13,7 +13,7 @@ from ftkit.cli.commands import COMMANDS
 from ftkit.cli.parser import parse
 from ftkit.errors import UserError
 from ftkit.utils.names import leaves
-from ftkit.utils.remote.urls import spelt
+from ftkit.utils.remote.urls import display_path
 from ftkit.utils.yaml_files import parse_yaml
 
 FILES = {
@@ -527,7 +527,7 @@ def test_a_command_line_gives_options(line: str, expected: dict[str, Any]) -> No
         if "line" in field.metadata:
             assert value == ("ftkit", *words)
         elif repr(value) != repr(field.default):
-            got[field.name] = spelt(value) if isinstance(value, Path) else value
+            got[field.name] = display_path(value) if isinstance(value, Path) else value
     assert repr(dict(sorted(got.items()))) == repr(dict(sorted(expected.items())))
 
 

@@ -21,8 +21,8 @@ from rank_jobs import (
 from ftkit.evaluation import session
 from ftkit.evaluation.result import Result
 from ftkit.recipe.devices import Devices
+from ftkit.recipe.options import UseOptions
 from ftkit.recipe.recipe import Method, Recipe
-from ftkit.recipe.result_options import UseOptions
 from ftkit.runs.job import Job
 from ftkit.training import rank, setup
 from ftkit.training.journal import Journal

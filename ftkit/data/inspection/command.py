@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from ftkit.errors import UserError
-from ftkit.recipe.command_options import DataOptions
+from ftkit.recipe.options import DataOptions
 from ftkit.recipe.parsing import sorted_words
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.terminal import plain_text

@@ -4,7 +4,7 @@ import sys
 import tempfile
 
 from ftkit.errors import UserError
-from ftkit.recipe.command_options import ImportOptions
+from ftkit.recipe.options import ImportOptions
 from ftkit.utils.confinement import confined
 from ftkit.utils.files import discard_partial
 from ftkit.utils.yaml_files import STANDARD_INPUT

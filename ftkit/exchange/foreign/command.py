@@ -36,8 +36,8 @@ from ftkit.models.bodies.attention import attention_path
 from ftkit.models.language_model import outline
 from ftkit.models.lora.save import check_adapter
 from ftkit.models.pretrained.base_model import checked_length, open_base
-from ftkit.recipe.command_options import ImportOptions
 from ftkit.recipe.devices import Devices
+from ftkit.recipe.options import ImportOptions
 from ftkit.recipe.parsing import sorted_words, to_yaml
 from ftkit.recipe.plan import make_plan
 from ftkit.recipe.recipe import Component, LoraRecipe, Memory, Recipe

@@ -43,8 +43,8 @@ from ftkit.models.pretrained.base_model import (
     storage_of,
 )
 from ftkit.models.pretrained.gguf.tensors import tensor_names
+from ftkit.recipe.options import ExportOptions, GgufNumbers
 from ftkit.recipe.peft_adapter import CONFIG, adapter_keys
-from ftkit.recipe.result_options import ExportOptions, GgufNumbers
 from ftkit.utils.progress import OnProgress
 
 OF_DTYPES: Mapping[torch.dtype, GgufNumbers] = {

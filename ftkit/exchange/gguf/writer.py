@@ -18,7 +18,7 @@ from torch import Tensor
 from ftkit.errors import UserError
 from ftkit.exchange.gguf.metadata import GgufMetadata
 from ftkit.models.pretrained.gguf.header import BLOCKS
-from ftkit.recipe.result_options import GgufNumbers
+from ftkit.recipe.options import GgufNumbers
 from ftkit.utils.progress import OnProgress
 
 _ALIGNMENT = 32

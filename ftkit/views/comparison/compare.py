@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from ftkit.errors import UserError
-from ftkit.recipe.command_options import CompareOptions
+from ftkit.recipe.options import CompareOptions
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.terminal import plain_text
 from ftkit.utils.progress import OnProgress, print_notice

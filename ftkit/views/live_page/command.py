@@ -5,7 +5,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from ftkit.errors import UserError
-from ftkit.recipe.command_options import WatchOptions
+from ftkit.recipe.options import WatchOptions
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.fetching import is_at_work_here
 from ftkit.utils.console.formatting import parse_duration

@@ -18,7 +18,7 @@ from ftkit.errors import UserError
 from ftkit.exchange.foreign.command import import_run
 from ftkit.exchange.foreign.distributed import _check_tiling
 from ftkit.exchange.foreign.unpickling import IN_DEEPSPEED, Inert, load_metadata, load_torch_file
-from ftkit.recipe.command_options import ImportOptions
+from ftkit.recipe.options import ImportOptions
 
 Change = Callable[[Any], Any]
 OPTIMIZER = "optimizer.pt"

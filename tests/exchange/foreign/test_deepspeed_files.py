@@ -20,7 +20,7 @@ from ftkit.exchange.foreign.deepspeed import NeoxNames
 from ftkit.exchange.foreign.unpickling import IN_DEEPSPEED, Inert, held, load_torch_file
 from ftkit.models.architectures.litgpt_architecture import LitgptArchitecture
 from ftkit.models.pretrained.base_model import open_base, storage_of
-from ftkit.recipe.command_options import ImportOptions
+from ftkit.recipe.options import ImportOptions
 
 KINDS = ("parameter", "exp_avg", "exp_avg_sq")
 

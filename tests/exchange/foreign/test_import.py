@@ -29,7 +29,7 @@ from ftkit.exchange.foreign.command import import_run
 from ftkit.exchange.foreign.unpickling import held
 from ftkit.models.architectures.architecture import ModelLayout
 from ftkit.models.pretrained.base_model import open_base, storage_of
-from ftkit.recipe.command_options import ImportOptions
+from ftkit.recipe.options import ImportOptions
 from ftkit.recipe.parsing import read_recipe
 
 CLOSE = 1e-5

@@ -14,7 +14,7 @@ from ftkit.checkpoint.metadata import read_metadata
 from ftkit.checkpoint.store import Store
 from ftkit.exchange.foreign.command import import_run
 from ftkit.exchange.foreign.recipe import _accumulated
-from ftkit.recipe.command_options import ImportOptions
+from ftkit.recipe.options import ImportOptions
 from ftkit.recipe.parsing import read_recipe
 
 

@@ -12,7 +12,7 @@ from foreign_checkpoints import KEPT, recipe
 
 from ftkit.errors import UserError
 from ftkit.exchange.foreign.command import import_run
-from ftkit.recipe.command_options import ImportOptions
+from ftkit.recipe.options import ImportOptions
 
 
 class Bomb:
