@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
 from checkpoints import FILES, RECIPE, save, write_partial
+
 from ftkit.checkpoint.store import Store
 from ftkit.cli import checkpoints as manage
 from ftkit.cli.app import run

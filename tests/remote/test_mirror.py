@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
+import checkpoints
 import pytest
 from object_servers import Bucket, Fault, Proxy, writes
 
-import checkpoints
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.mirror import Mirror, UploadFailed
 from ftkit.runs.remote_claim import ClaimHolder, RemoteClaim

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import save
 from command import NO_TORCH, Command
 from runs import content
 from saved_runs import LAST, ended, recipe, save_run, write_rows
 
-from checkpoints import save
 from ftkit.checkpoint.store import Store
 from ftkit.cli.commands import COMMANDS
 from ftkit.cli.parser import parse

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import some_metadata
 from losses import SEED, load, loss_of
 from orders import make_elastic_order
 from safetensors.torch import load_file, save_file
 from tiny import make_data, make_llama
 
-from checkpoints import some_metadata
 from ftkit.checkpoint.host_copies import HostCopies
 from ftkit.checkpoint.metadata import BaseIdentity
 from ftkit.checkpoint.shards import Piece
